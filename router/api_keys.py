@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import hmac
 import logging
+import math
 import os
 import re
 import time
@@ -19,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 _SCHEME = "bearer "
 _LOOK_AGAIN_S = 1.0
+_LOG_AGAIN_S = 60.0  # of a file that still cannot be read
+_SETTLED_S = 2.0  # since its last change, by which times of files differ
 _NUMBER = re.compile(r"\d{1,9}(\.\d{1,9})?")
 _OPTIONS: dict[str, Callable[[str], bool]] = {  # behind a key, each with the test of its value
     "tenant": bool,
@@ -122,9 +126,15 @@ class ApiKeys:
         self._path = None if path is None else Path(os.path.expanduser(path))
         self._clock = clock
         self._rates: dict[str, tuple[int, TokenRate]] = {}
-        self._stamp: tuple[int, int] | None = None
-        self._looked_s = clock()
-        self._clients = {} if self._path is None else self._read(self._path)
+        self._stamp: tuple[int, ...] | None = None  # of the file as it was read; None: to be read at the next look
+        self._looked_s = self._known_s = clock()
+        self._logged_s = -math.inf
+        self._wrong_lines: tuple[str, ...] = ()
+        self._clients: dict[str, Client] = {}
+        if self._path is not None:
+            self._read(self._path)
+            if self._wrong_lines:
+                raise ConfigError(self._wrong_lines[0])
 
     @classmethod
     def from_file(cls, path: str | None) -> ApiKeys:
@@ -141,54 +151,96 @@ class ApiKeys:
         current_client.set(client)
         return client
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since the file was last seen as it is known here; it grows while the file cannot be read."""
+        self._look_again()
+        return 0.0 if self._path is None else self._clock() - self._known_s
+
+    @property
+    def num_wrong_lines(self) -> int:
+        """The lines of the file that admit nobody, as they are wrong."""
+        return len(self._wrong_lines)
+
     def _find(self, authorization: str | None, x_api_key: str | None) -> Client:
         self._look_again()
         if self._path is None:
             return self._anyone
-        key = x_api_key
+        keys = [] if x_api_key is None else [x_api_key]
         if authorization is not None and authorization.lower().startswith(_SCHEME):
-            key = authorization[len(_SCHEME) :]
-        if key is None:
-            raise AuthenticationError(
-                "This server needs an API key: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
-            )
-        # The time of a look-up tells of hashes, from which no key follows.
-        client = self._clients.get(_hash_of(key.strip()))
-        if client is None:
+            keys.insert(0, authorization[len(_SCHEME) :])
+        for key in keys:
+            # The time of a look-up tells of hashes, from which no key follows.
+            if (client := self._clients.get(_hash_of(key.strip()))) is not None:
+                return client
+        if keys:
             raise AuthenticationError("The API key is not known here.")
-        return client
+        raise AuthenticationError(
+            "This server needs an API key: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
+        )
 
     def _look_again(self) -> None:
-        """Read the file again if it has changed; one that cannot be read leaves the keys as they are."""
+        """Read the file again if it has changed; one that cannot be read leaves the keys as they are.
+
+        It is tried again at every look, so a failure lasts no longer than its cause.
+        """
         if self._path is None or self._clock() - self._looked_s < _LOOK_AGAIN_S:
             return
         self._looked_s = self._clock()
+        known, wrong_lines = self._clients, self._wrong_lines
         try:
-            if _stamp_of(self._path) != self._stamp:
-                self._clients = self._read(self._path)
-                logger.info("%d API keys were read again", len(self._clients))
+            if self._stamp is None or _stamp_of(self._path.stat()) != self._stamp:
+                self._read(self._path)
         except (OSError, ConfigError) as error:
-            logger.error("the API keys stay as they were: %s", error)
+            if self._clock() - self._logged_s >= _LOG_AGAIN_S:
+                self._logged_s = self._clock()
+                logger.error("the API keys stay as they were %.0f s ago: %s", self._clock() - self._known_s, error)
+            return
+        self._known_s, self._logged_s = self._clock(), -math.inf
+        if known.keys() != self._clients.keys():
+            logger.info("%d API keys were read again", len(self._clients))
+        for line in self._wrong_lines if wrong_lines != self._wrong_lines else ():
+            logger.error("%s; this line admits nobody", line)
 
-    def _read(self, path: Path) -> dict[str, Client]:
+    def _read(self, path: Path) -> None:
+        """Take the keys of the file in, its right lines without the wrong ones. Raises ConfigError if it has none."""
+        name = f"ingress.api_keys_file {str(path)!r}"
         try:
             if not path.is_file():
                 raise FileNotFoundError("there is no such file")
-            self._stamp = _stamp_of(path)
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"ingress.api_keys_file {str(path)!r} cannot be read: {error}") from error
-        entries = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        clients = _with_refusals(
-            dict(self._client_of(entry, f"ingress.api_keys_file {str(path)!r}") for entry in entries)
-        )
-        if not clients:
-            raise ConfigError(
-                f"ingress.api_keys_file {str(path)!r} holds no key; put one per line, or leave the setting out"
-            )
-        return clients
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                lines = file.read().removeprefix(codecs.BOM_UTF8).splitlines()
+        except OSError as error:
+            raise ConfigError(f"{name} cannot be read: {error}") from error
+        clients: dict[str, Client] = {}
+        wrong_lines = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                self._add_line(line, clients)
+            except ConfigError as error:
+                wrong_lines.append(f"{name}, line {number}, {error}")
+        if not clients and not wrong_lines:
+            raise ConfigError(f"{name} holds no key; put one per line, or leave the setting out")
+        if not clients and self._clients:
+            raise ConfigError(wrong_lines[0])
+        self._clients, self._wrong_lines = _with_refusals(clients), tuple(wrong_lines)
+        # What is still being written may change without a new time.
+        is_settled = abs(time.time() - status.st_mtime) > _SETTLED_S
+        self._stamp = _stamp_of(status) if is_settled else None
 
-    def _client_of(self, entry: str, name: str) -> tuple[str, Client]:
+    def _add_line(self, line: bytes, clients: dict[str, Client]) -> None:
+        try:
+            entry = line.decode().strip()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"is not UTF-8: {error.reason} at byte {error.start}") from None
+        if not entry or entry.startswith("#"):
+            return
+        digest, client = self._client_of(entry)
+        if clients.setdefault(digest, client) != client:
+            raise ConfigError("has the key of an earlier line with other options; a key stands once")
+
+    def _client_of(self, entry: str) -> tuple[str, Client]:
         """Read `KEY` or `sha256:HASH`, then options (`_OPTIONS`) as `NAME=VALUE`."""
         key, *options = entry.split()
         digest = _hash_of(key)
@@ -196,14 +248,16 @@ class ApiKeys:
             digest = key.removeprefix(_HASH_MARK).lower()
             if not _HASH.fullmatch(digest):
                 raise ConfigError(
-                    f"{name} has a key that starts with {_HASH_MARK} and goes on with {len(digest)} characters; a "
+                    f"has a key that starts with {_HASH_MARK} and goes on with {len(digest)} characters; a "
                     "hash has 64 hexadecimal digits, as `printf %s KEY | sha256sum` prints them"
                 )
         given = dict(option.partition("=")[::2] for option in options)
         if wrong := [name for name, value in given.items() if name not in _OPTIONS or not _OPTIONS[name](value)]:
+            # Of what is no option nothing is shown: it may be a key.
+            shown = f"{wrong[0]}={given[wrong[0]]}" if wrong[0] in _OPTIONS else f"option ({len(wrong[0])} characters)"
             raise ConfigError(
-                f"{name} has {' '.join(options)!r} behind a key, with a wrong {wrong[0]!r}; it may have tenant=NAME, "
-                "tokens_per_minute=N, weight=N (more than 0), max_priority=N, admin=true and tune_log=false"
+                f"has a wrong {shown} after a key; it may have tenant=NAME, tokens_per_minute=N, weight=N (more than "
+                "0), max_priority=N, admin=true and tune_log=false"
             )
         tenant = given.get("tenant", digest)
         limit = given.get("tokens_per_minute")
@@ -230,9 +284,8 @@ def _with_refusals(clients: dict[str, Client]) -> dict[str, Client]:
     return {digest: replace(client, is_logged=client.tenant not in refusing) for digest, client in clients.items()}
 
 
-def _stamp_of(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_mtime_ns, status.st_ino
+def _stamp_of(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_dev, status.st_ino, status.st_size
 
 
 def _hash_of(key: str) -> str:

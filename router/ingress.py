@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -28,10 +29,17 @@ from router.openai.api import build_app
 from router.routing.request_routing import RequestRouting
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 
+# Set where HAProxy lets the operator's machines alone to /metrics (`cluster.proxy.haproxy_config`), and where there is
+# one.
+_OPERATORS, _PROXY = "OUTRIDER_OPERATOR_ADDRESSES", "RAY_SERVE_ENABLE_HA_PROXY"
 GRPC_SERVICER_FUNCTIONS = (
     "protos.outrider_pb2_grpc.add_GenerationServicer_to_server",
     "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
 )
+
+
+def _is_metrics_private() -> bool:
+    return bool(os.environ.get(_OPERATORS)) and os.environ.get(_PROXY) == "1"
 
 
 @serve.deployment(name=INGRESS)
@@ -68,7 +76,7 @@ class Ingress:
         return serve.get_replica_context().replica_id.unique_id, self._service.metrics.text()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_app(self._service, self._api_keys)
+        return build_app(self._service, self._api_keys, is_metrics_private=_is_metrics_private())
 
     async def Generate(self, request: pb2.GenerateRequest | bytes, grpc_context: RayServegRPCContext) -> Any:
         """Return the answer, or for vLLM's call of the same name, of which the request comes in bytes, its stream."""

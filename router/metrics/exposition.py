@@ -21,6 +21,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TYPES = {"unknown": "untyped"}
 _REPLICA = "replica"
 _INGRESS = "ingress"
+_PRIVATE_LABELS = frozenset({"tenant"})  # name clients of the server
 _VLLM_NAMES = {
     f"outrider_{ours}": f"vllm:{theirs}"
     for ours, theirs in {
@@ -65,6 +66,16 @@ class _Family:
     documentation: str
     samples: list[_Sample] = field(default_factory=list)
 
+    def without(self, hidden: frozenset[str]) -> _Family:
+        """Return the family with samples added up that differ in these labels alone."""
+        sums: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+        for each in self.samples:
+            rest = frozenset(item for item in each.labels.items() if item[0] not in hidden)
+            key = each.suffix, rest
+            sums[key] = sums.get(key, 0.0) + each.value
+        samples = [_Sample(suffix, dict(rest), value) for (suffix, rest), value in sums.items()]
+        return _Family(self.kind, self.documentation, samples)
+
     def text(self, name: str, labels: Mapping[str, str]) -> str:
         documentation = self.documentation.replace("\\", "\\\\").replace("\n", "\\n")
         lines = [_sample_line(name + each.suffix, {**labels, **each.labels}, each.value) for each in self.samples]
@@ -72,7 +83,11 @@ class _Family:
 
 
 def merge_metrics(
-    frontend_texts: str | Mapping[str, str], replica_texts: Iterable[str], model_name: str | None = None
+    frontend_texts: str | Mapping[str, str],
+    replica_texts: Iterable[str],
+    model_name: str | None = None,
+    *,
+    is_private: bool = False,
 ) -> str:
     """Return one text of the frontends' families and the replicas'.
 
@@ -80,6 +95,7 @@ def merge_metrics(
         frontend_texts: those of the ingress replicas by their names; a single text has no name.
         replica_texts: those of pairs and prefill replicas; one that does not name itself is named by its rank.
         model_name: of the served model; if given, vLLM's names come too.
+        is_private: tenants are named; else their series are added up.
     """
     families: dict[str, _Family] = {}
     if isinstance(frontend_texts, str):
@@ -89,8 +105,17 @@ def merge_metrics(
             _collect(families, text, {_INGRESS: name})
     for rank, text in enumerate(replica_texts):
         _collect(families, text, {_REPLICA: str(rank)})
+    if not is_private:
+        families = {
+            name: family.without(_PRIVATE_LABELS) if _is_private(family) else family
+            for name, family in families.items()
+        }
     ours = "".join(family.text(name, {}) for name, family in families.items())
     return ours if model_name is None else ours + _vllm_text(families, model_name)
+
+
+def _is_private(family: _Family) -> bool:
+    return any(not _PRIVATE_LABELS.isdisjoint(each.labels) for each in family.samples)
 
 
 def _collect(families: dict[str, _Family], text: str, default_labels: Mapping[str, str]) -> None:

@@ -7,6 +7,7 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from protos.messages import SpeculationStats
+from router.api_keys import ApiKeys
 from router.metrics.traffic_metrics import Traffic, TrafficMetrics
 from router.routing.router_metrics import RouterMetrics
 
@@ -84,8 +85,23 @@ class IngressMetrics:
             "Times a request was sent again, to go on from its committed tokens, as its pair was lost.",
             registry=self._registry,
         )
+        self._keys_age = Gauge(
+            "outrider_api_keys_age_seconds",
+            "Since the file of the API keys was last seen to be as it is known; it grows while it cannot be read.",
+            registry=self._registry,
+        )
+        self._wrong_key_lines = Gauge(
+            "outrider_api_keys_wrong_lines",
+            "Lines of the file of the API keys that admit nobody, as they are wrong.",
+            registry=self._registry,
+        )
         self.router = RouterMetrics(self._registry)
         self.traffic = TrafficMetrics(self._registry)
+
+    def watch_keys(self, api_keys: ApiKeys) -> None:
+        """Report of these keys from now on."""
+        self._keys_age.set_function(lambda: api_keys.age_s)
+        self._wrong_key_lines.set_function(lambda: api_keys.num_wrong_lines)
 
     def count_request(self, frontend: str, operation: str, status: str) -> None:
         """Count one answered call; `operation` must come from a fixed set."""

@@ -12,9 +12,9 @@ from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel
 
-from protos.errors import OverloadedError, RequestError, ServingError
+from protos.errors import AuthenticationError, OverloadedError, RequestError, ServingError
 from protos.served_draft import SwapDraft, TryDraft
-from router.api_keys import ApiKeys
+from router.api_keys import ApiKeys, Client
 from router.backend.shared_answer import SharedAnswer
 from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
@@ -55,18 +55,25 @@ _OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ready", "/live", "/metrics"}
 class OpenAIApi:
     """The endpoints, as methods over one service."""
 
-    def __init__(self, service: GenerationService, api_keys: ApiKeys) -> None:
+    def __init__(self, service: GenerationService, api_keys: ApiKeys, *, is_metrics_private: bool = False) -> None:
         self._service = service
         self._api_keys = api_keys
         self._tokenizer = service.files.tokenizer
         self._is_strict = service.config.strict_fields
         self._bodies = BodyReader(service.config.limits, service.metrics, is_strict=self._is_strict)
-        self._metrics_text = SharedAnswer(self._read_metrics)
+        self._is_metrics_private = is_metrics_private
+        self._metrics_texts = {
+            is_private: SharedAnswer(partial(self._read_metrics, is_private=is_private)) for is_private in (False, True)
+        }
 
     async def authenticate(self, request: Request) -> None:
         """Refuse a call without a known key, if keys are configured."""
         if request.url.path not in _OPEN_PATHS and not request.url.path.startswith(PAGE_PREFIX):
-            self._api_keys.check(_authorization(request))
+            self._client(request)
+
+    def _client(self, request: Request) -> Client:
+        """Return the client of a call. Raises AuthenticationError if its key is missing or unknown."""
+        return self._api_keys.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
 
     async def completions(self, request: Request) -> Response:
         """Continue each prompt."""
@@ -208,23 +215,34 @@ class OpenAIApi:
         await self._bodies.read(request, StopCanaries, is_strict=True)
         return JSONResponse(drafts_answer(await self._service.drafts.stop_canary()))
 
-    async def metrics(self) -> Response:
-        """Answer with the metrics of all ingress replicas, or of this one, and of the pairs if they answer."""
-        return PlainTextResponse(await self._metrics_text.get(), media_type=CONTENT_TYPE)
+    async def metrics(self, request: Request) -> Response:
+        """Answer with the metrics of all ingress replicas, or of this one, and of the pairs if they answer.
 
-    async def _read_metrics(self) -> str:
+        Tenants are named to admins alone, and where nobody but the operator gets here.
+        """
+        is_private = self._is_metrics_private
+        with suppress(AuthenticationError):
+            is_private = self._client(request).is_admin or is_private
+        return PlainTextResponse(await self._metrics_texts[is_private].get(), media_type=CONTENT_TYPE)
+
+    async def _read_metrics(self, *, is_private: bool) -> str:
         try:
             replica_texts = await self._service.replica_metrics()
         except ServingError as error:
             logger.warning("the pairs' metrics are missing: %s", error)
             replica_texts = []
         frontend_texts = await self._service.frontend_metrics()
-        return await asyncio.to_thread(merge_metrics, frontend_texts, replica_texts, self._service.config.model_id)
+        model_id = self._service.config.model_id
+        return await asyncio.to_thread(merge_metrics, frontend_texts, replica_texts, model_id, is_private=is_private)
 
 
-def build_app(service: GenerationService, api_keys: ApiKeys) -> FastAPI:
-    """Return the FastAPI application over a service; Serve adds the `X-Request-Id` header around it."""
-    api = OpenAIApi(service, api_keys)
+def build_app(service: GenerationService, api_keys: ApiKeys, *, is_metrics_private: bool = False) -> FastAPI:
+    """Return the FastAPI application over a service; Serve adds the `X-Request-Id` header around it.
+
+    `is_metrics_private`: nobody but the operator gets to `/metrics`.
+    """
+    api = OpenAIApi(service, api_keys, is_metrics_private=is_metrics_private)
+    service.metrics.watch_keys(api_keys)
     app = FastAPI(
         dependencies=[Depends(api.authenticate)],
         docs_url=None,  # a page that asks other servers for its scripts; ours is in `StaticPage`
@@ -264,12 +282,6 @@ def build_app(service: GenerationService, api_keys: ApiKeys) -> FastAPI:
         app.add_api_route(path, get, methods=["GET"], response_model=None)
     StaticPage().add_routes(app)
     return app
-
-
-def _authorization(request: Request) -> str | None:
-    """Return the key of a request as OpenAI's clients send it; Anthropic's send it as `x-api-key`."""
-    key = request.headers.get("x-api-key")
-    return request.headers.get("authorization") or (None if key is None else f"Bearer {key}")
 
 
 def _permission(model_id: str, created_s: int) -> dict[str, Any]:

@@ -47,7 +47,7 @@ for port in sys.argv[2:]:
     address = f"{sys.argv[1]}:{port}"
     with grpc.insecure_channel(address) as channel:
         found[port] = {"http": [get(address, path) for path in ("/v1/models", "/metrics")],
-                       "grpc": [code(channel, call) for call in CALLS]}
+                       "grpc": {call: code(channel, call) for call in CALLS}}
 print(json.dumps(found))
 """
 _NAME = f"outrider{os.getpid()}"
@@ -86,11 +86,11 @@ def other_network() -> Iterator[None]:
         subprocess.run([program, "netns", "del", _NAME], capture_output=True, check=False)  # and the way to it
 
 
-def probe_from_there(host: str, ports: set[int]) -> dict[str, dict[str, list[Any]]]:
-    """Return for each port of `host` what a stranger gets there: status and first bytes over HTTP, codes over gRPC."""
+def probe_from_there(host: str, ports: set[int]) -> dict[str, dict[str, Any]]:
+    """Return for each port of `host` what a stranger gets: status and first bytes over HTTP, codes of gRPC's calls."""
     command = ["ip", "netns", "exec", _NAME, sys.executable, "-c", _PROBE, host, *map(str, sorted(ports))]
     probe = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    found: dict[str, dict[str, list[Any]]] = json.loads(probe.stdout)
+    found: dict[str, dict[str, Any]] = json.loads(probe.stdout)
     return found
 
 

@@ -60,3 +60,26 @@ async def test_requests_count_for_the_tenant_of_their_key_and_for_their_route(se
     (label,) = other
     assert label.startswith('route="completion",tenant="key-')
     assert passes[label] == alpha / 2
+
+
+async def test_tenants_are_named_to_admins_and_where_operators_alone_ask(service: GenerationService):
+    keys = api_keys("secret tenant=alpha", "other tenant=beta", "boss tenant=gamma admin=true")
+
+    async def texts(*candidates: str, is_metrics_private: bool = False) -> list[str]:
+        app = build_app(service, keys, is_metrics_private=is_metrics_private)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+            return [
+                (await client.get("/metrics", headers={"Authorization": f"Bearer {key}"} if key else {})).text
+                for key in candidates
+            ]
+
+    for tenant, route in (("alpha", "chat"), ("beta", "chat"), ("beta", "completion")):
+        service.metrics.traffic.count(Traffic(tenant, route), STATS)
+    for text in await texts("", "wrong", "secret"):
+        assert "alpha" not in text
+        assert "tenant=" not in text
+        assert 'outrider_spec_decode_traffic_passes{route="chat"} 6.0' in text
+        assert 'outrider_spec_decode_traffic_passes{route="completion"} 3.0' in text
+    for text in (*await texts("boss"), *await texts("", "secret", is_metrics_private=True)):
+        assert 'outrider_spec_decode_traffic_passes{route="chat",tenant="alpha"} 3.0' in text
+        assert 'outrider_spec_decode_traffic_passes{route="chat",tenant="beta"} 3.0' in text

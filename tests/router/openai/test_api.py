@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.routing import Route
 
 from protos.errors import ConflictError, UnavailableError
 from protos.served_draft import (
@@ -28,6 +30,7 @@ from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
 from router.tokenizer.tokenizer import Tokenizer
+from tests.router import key_files
 from tests.router.fake_backend import FakeBackend
 
 
@@ -234,6 +237,24 @@ async def test_a_second_swap_of_drafts_is_a_conflict(backend: FakeBackend, servi
     async with app_client(service, ApiKeys(is_open_admin=True), "") as http:
         answer = await http.post("/admin/drafts/swap", json={"path": "/a"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "conflict")
+
+
+async def test_every_route_asks_for_a_key_but_those_that_the_docs_list(service: GenerationService) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "security.md").read_text(encoding="utf-8")
+    listed = page.partition("## Without a key")[2].partition("\nPrometheus")[0]
+    rows = [line.split("|")[1] for line in listed.splitlines() if line.startswith("| `")]
+    documented = {path for row in rows for path in re.findall(r"`([^`]+)`", row)}
+    app = build_app(service, key_files.api_keys("sesame"))
+    found = set()
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+        for route in app.routes:
+            assert isinstance(route, Route), "a mounted application asks for no key of ours"
+            path = re.sub(r"\{[^}]*\}", "index.html", route.path)
+            for method in route.methods or ():
+                answer = await http.request(method, path, headers={"Authorization": "Bearer wrong"}, json={})
+                if answer.status_code != httpx.codes.UNAUTHORIZED:
+                    found.add(route.path)
+    assert found == {path for path in documented if not path.startswith("/-/")}
 
 
 def app_client(service: GenerationService, api_keys: ApiKeys, key: str) -> httpx.AsyncClient:
