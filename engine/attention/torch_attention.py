@@ -25,6 +25,7 @@ from engine.span import Span
 
 ATTENTION_NAME = "outrider_paged"
 PASS_KEYWORD = "attention_pass"
+WINDOW_ATTRIBUTE = "outrider_window"  # of a module: the window read from its mask, before the one that it passes
 
 
 def paged_attention(  # the signature is that of transformers' AttentionInterface
@@ -47,7 +48,7 @@ def paged_attention(  # the signature is that of transformers' AttentionInterfac
     if position_bias is not None or attention_mask is not None:
         raise UnsupportedAttentionError("its attention adds a bias or a mask of its own")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = LayerOptions(scaling, sliding_window, softcap, s_aux)
+    options = LayerOptions(scaling, getattr(module, WINDOW_ATTRIBUTE, sliding_window), softcap, s_aux)
     return attention_pass.attend(module.layer_idx, query, key, value, options), None
 
 

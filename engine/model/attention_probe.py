@@ -1,22 +1,31 @@
 """Probe of the attention of each layer of a stock model: its KV, or a refusal if a paged pool cannot keep it.
 
-Families that do not call the function, call it in some layers only (the others keep a recurrent state), call it twice,
-or hide a sliding window in a mask are refused by name.
+Families that do not call the function, call it in some layers only (the others keep a recurrent state), or call it
+twice are refused by name. The masks that a family makes say which tokens each layer sees, at every length: windows come
+from there, and a mask that is no window is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from engine.attention.base import LayerOptions, UnsupportedAttentionError
-from engine.attention.torch_attention import ATTENTION_NAME, PASS_KEYWORD
+from engine.attention.torch_attention import ATTENTION_NAME, PASS_KEYWORD, WINDOW_ATTRIBUTE, paged_attention
 from engine.kv_cache.pool import LayerShape
+from engine.model.checkpoint.reading_errors import READING_ERRORS
+from engine.model.position_limit import max_positions
 from protos.errors import ConfigError
+
+_PROBE_NAME = "outrider_probe"
+_NUM_TOKENS = 2
+_MAX_LENGTH = 1 << 20  # of the texts in which masks are looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +49,52 @@ class RecordingPass:
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
+class _Masks:
+    """The masks that a family makes in a forward, each a function of the places of a query and of a key.
+
+    A layer gets a tensor filled with its mask's number.
+    """
+
+    def __init__(self) -> None:
+        self._functions: list[Callable[..., Tensor]] = []
+        self._windows: dict[tuple[int, int], int | None] = {}
+
+    def make(self, *, batch_size: int, q_length: int, kv_length: int, mask_function: Any, **_: object) -> Tensor:
+        """Stand in for transformers' makers of masks."""
+        self._functions.append(mask_function)
+        return torch.full((batch_size, 1, q_length, kv_length), float(len(self._functions)))
+
+    def window(self, mask: Tensor, length: int) -> int | None:
+        """Return the number of tokens that a row sees, itself included, in a text of `length`; None: all before it.
+
+        Raises:
+            UnsupportedAttentionError: the mask is none of those made here, or no window.
+        """
+        number = int(mask.flatten()[0])
+        if not 0 < number <= len(self._functions) or not bool((mask == number).all()):
+            raise UnsupportedAttentionError("its attention adds a bias or a mask of its own")
+        if (number, length) not in self._windows:
+            self._windows[number, length] = _window(self._functions[number - 1], length)
+        return self._windows[number, length]
+
+
+def _window(visible: Callable[..., Tensor], length: int) -> int | None:
+    keys, zero = torch.arange(length), torch.tensor(0)
+
+    def row(query: int) -> Tensor:
+        return torch.as_tensor(visible(zero, zero, torch.tensor(query), keys)).expand(length)
+
+    last = row(length - 1)
+    first = int(last.int().argmax())
+    window = length - first
+    for query in {0, 1, length // 2, length - 1, window - 1, window, 2 * window} & set(range(length)):
+        if not torch.equal(row(query), (keys <= query) & (keys > query - window)):
+            raise UnsupportedAttentionError(
+                "its attention hides other tokens than those after a row or those before a window"
+            )
+    return window if first else None
+
+
 @torch.inference_mode()
 def record_attention(model: PreTrainedModel) -> list[LayerRecord]:
     """Switch `model` to our attention, run it on two tokens, and return one record per layer, first to last.
@@ -47,21 +102,60 @@ def record_attention(model: PreTrainedModel) -> list[LayerRecord]:
     Raises:
         ConfigError: the family does not go along.
     """
-    recording = RecordingPass()
-    keywords: Mapping[str, object] = {PASS_KEYWORD: recording}
-    positions = torch.arange(2, device=model.device)[None]
-    try:
-        model.set_attn_implementation(ATTENTION_NAME)
-        model(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False, **keywords)
-    except (UnsupportedAttentionError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise refusal(model, str(error)) from error
-    records = sorted(recording.records, key=lambda record: record.layer)
+    recording, windows = RecordingPass(), dict[int, int | None]()
     config = model.config.get_text_config()
+    length = min(max(max_positions(model.config) or _MAX_LENGTH, _NUM_TOKENS), _MAX_LENGTH)
+    keywords: Mapping[str, object] = {PASS_KEYWORD: recording}
+    positions = torch.arange(_NUM_TOKENS, device=model.device)[None]
+    _offer_probe(windows, length)
+    with understood(model):
+        model.set_attn_implementation(_PROBE_NAME)
+        model(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False, **keywords)
+        model.set_attn_implementation(ATTENTION_NAME)
+    records = sorted(recording.records, key=lambda record: record.layer)
     if [record.layer for record in records] != list(range(config.num_hidden_layers)):
         num_layers = config.num_hidden_layers
         raise refusal(model, f"{len(records)} calls of the attention function came from its {num_layers} layers")
-    _check_windows(model, records, config)
+    _check_windows(model, records, windows)
     return records
+
+
+def _offer_probe(windows: dict[int, int | None], length: int) -> None:
+    """Offer the probe's attention to transformers; `windows` gets that of each layer whose mask is seen."""
+    masks = _Masks()
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, None]:
+        if attention_mask is not None:
+            window = windows[module.layer_idx] = masks.window(attention_mask, length)
+            if window is not None or (options.get("sliding_window") or length) < length:
+                options["sliding_window"] = window
+        return paged_attention(module, query, key, value, None, **options)
+
+    AttentionInterface.register(_PROBE_NAME, attend)
+    AttentionMaskInterface.register(_PROBE_NAME, masks.make)
+
+
+def set_windows(model: PreTrainedModel, records: Iterable[LayerRecord]) -> None:
+    """Have the layers of `model` attend within the windows of `records`, those that pass none or another one too."""
+    windows = {record.layer: record.options.window for record in records}
+    for module in model.modules():
+        if (layer := getattr(module, "layer_idx", None)) in windows:
+            setattr(module, WINDOW_ATTRIBUTE, windows[layer])
+
+
+@contextmanager
+def understood(model: PreTrainedModel) -> Iterator[None]:
+    """Make a refusal of what transformers' modules raise where they are called in a way that they do not know."""
+    try:
+        yield
+    except UnsupportedAttentionError as error:
+        raise refusal(model, str(error)) from error
+    except torch.OutOfMemoryError:
+        raise
+    except READING_ERRORS as error:
+        raise refusal(model, f"its modules fail, {type(error).__name__}: {error}") from error
 
 
 def refusal(model: PreTrainedModel, reason: str) -> ConfigError:
@@ -72,8 +166,9 @@ def refusal(model: PreTrainedModel, reason: str) -> ConfigError:
     )
 
 
-def _check_windows(model: PreTrainedModel, records: list[LayerRecord], config: PreTrainedConfig) -> None:
-    """A family may keep its window in its mask alone, which we never see; its long contexts would come out wrong."""
-    for record, kind in zip(records, getattr(config, "layer_types", None) or [], strict=False):
-        if kind == "sliding_attention" and record.options.window is None:
+def _check_windows(model: PreTrainedModel, records: list[LayerRecord], windows: Mapping[int, int | None]) -> None:
+    """A layer that has no mask of transformers' may hide its window; its long contexts would come out wrong."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
+    for record, kind in zip(records, kinds, strict=False):
+        if kind == "sliding_attention" and record.options.window is None and record.layer not in windows:
             raise refusal(model, f"layer {record.layer} has a sliding window that it does not pass to its attention")

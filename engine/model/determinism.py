@@ -29,12 +29,11 @@ def obstacle(
     model: PreTrainedModel, records: Seq[LayerRecord], *, has_own_kernel: bool, has_own_decoder: bool
 ) -> str | None:
     """Return the reason against a deterministic model, by our own attention kernel or torch's; None without one."""
-    config = model.config.get_text_config()
     if model.device.type != "cpu" and not has_own_kernel:
         return f"it runs on {model.device} without our Triton kernel for attention (target.attention)"
     if model.device.type != "cpu" and not has_own_decoder:
         return f"on {model.device} its norms are transformers', which sum in an order that depends on the rows"
-    if any(getattr(config, key, None) for key in _EXPERT_KEYS):
+    if has_experts(model):
         return "how many rows an expert gets depends on the whole pass"
     for record in [] if has_own_kernel else records:
         if record.options.softcap is not None or record.options.sinks is not None:
@@ -44,6 +43,12 @@ def obstacle(
                 f"keys and values of layer {record.layer} differ in size: torch has no kernel in fixed units for them"
             )
     return None
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    """True for a mixture of experts, of which each computes the rows that the whole pass gives it."""
+    config = model.config.get_text_config()
+    return any(getattr(config, key, None) for key in _EXPERT_KEYS)
 
 
 def first_difference(forward: Forward, vocab_size: int) -> str | None:

@@ -1,8 +1,10 @@
 """A causal language model whose attention reads a KV pool, held to the logits of the stock model it was made from.
 
 The agreement check decides what can be served: it computes tokens of two sequences in forward batches, one of them in
-pieces, and compares the logits with the stock model's. A family that ignores what a forward batch relies on (keywords,
-positions, one sequence's tokens being hidden from another) cannot pass, so nothing rests on a list of families.
+pieces, the other at the last positions that the model has, and compares the logits with the stock model's. A family
+that ignores what a forward batch relies on (keywords, positions, one sequence's tokens being hidden from another)
+cannot pass, so nothing rests on a list of families. Windows are longer than these sequences, and are read from the
+masks that the family makes (`engine.model.attention_probe`).
 """
 
 from __future__ import annotations
@@ -21,17 +23,18 @@ from engine.attention.native import NativeAttention
 from engine.attention.torch_attention import TorchAttention
 from engine.config import KVDtype, Quantization
 from engine.kv_cache.pool import KVCache, LayerShape, block_bytes
-from engine.model.attention_probe import LayerRecord, record_attention, refusal
+from engine.model.attention_probe import LayerRecord, record_attention, refusal, set_windows, understood
 from engine.model.checkpoint.node_memory import check_pool_memory
 from engine.model.decoders.llama_decoder import LlamaDecoder
 from engine.model.decoders.stock_decoder import StockDecoder
-from engine.model.determinism import first_difference, obstacle
+from engine.model.determinism import first_difference, has_experts, obstacle
 from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps
 from engine.model.linear.batch_invariant_linear import batch_invariant_factory, batch_invariant_on_gpu
 from engine.model.linear.packed_linear import Linear, pack_linears
 from engine.model.linear.quantized_linear import dequantized, linear_factory
 from engine.model.loader import tokenizer_file
+from engine.model.position_limit import max_positions
 from engine.model.shard import shard_model
 from engine.model.tensor_parallel.rank import ALONE, Rank
 from engine.native.logits import widened
@@ -41,8 +44,12 @@ from protos.errors import ConfigError
 _PROBE_LENGTHS = (7, 5)
 _PROBE_BLOCK_SIZE = 16  # the default of the configuration, so that a kernel compiled for the probe is used again
 _PROBE_CHUNK = 4  # tokens of the first probe sequence that are computed in a pass before the others
+_MAX_TABLE = 4096  # positions of a probe of decoders that keep a table of all up to there
+_FAR = 1 << 17  # positions of a probe of models without a limit
 _MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}  # seen: 1e-6, 1e-3, 1e-2
 _ROUNDED_ROWS_ERROR = 0.2  # more, of quantized models beside the stock model of the same weights; seen: 0.01 to 0.07
+_MAX_LEAK = 1e-6  # of logits by other tokens in the pass
+_MAX_EXPERTS_LEAK = 0.01  # the same of models with experts, which then compute other rows together
 _PROBE_TEXT = "The quick brown fox jumps over the lazy dog; every model has read this sentence."
 
 
@@ -90,11 +97,11 @@ class PagedModel:
         Raises:
             ConfigError: the model's family cannot be served.
         """
-        sequences = _probe_token_ids(model)
+        sequences, far = _probe_token_ids(model), _far_position(model)
         stock: _Stock | None = None
         if rank.is_first:  # the others read their part of the weights alone, which are those of a mapped file
-            with dequantized(model, quantization):
-                stock_logits = _stock_logits(model, sequences)
+            with understood(model), dequantized(model, quantization):
+                stock_logits = _stock_logits(model, sequences, far)
             stock = _Stock(stock_logits.shape[-1], record_attention(model))
         rank.barrier()
         stock = rank.from_first(stock)
@@ -110,10 +117,16 @@ class PagedModel:
             model, records, quantization, taps, rank, is_deterministic=is_deterministic
         )
         tolerance = _MAX_RELATIVE_ERROR[self._dtype] + _ROUNDED_ROWS_ERROR * (quantization is not Quantization.NONE)
-        logits = self._probed(sequences, plan_attention)
+        with understood(model):
+            logits = self._probed(sequences, far, plan_attention)
+            leaked = self._probed((_others(sequences[0], self.vocab_size), sequences[1]), far, plan_attention)
         if rank.is_first and not (error := _relative_error(logits, stock_logits)) <= tolerance:
             place = f" on {rank.size} ranks" if rank.size > 1 else ""
             raise refusal(model, f"its logits in a forward batch{place} differ from the stock model's by {error:.1%}")
+        rows = slice(-len(sequences[1]), None)
+        leak = _leak(logits[rows], leaked[rows], has_experts=has_experts(model))
+        if rank.is_first and not leak <= (_MAX_EXPERTS_LEAK if has_experts(model) else _MAX_LEAK):
+            raise refusal(model, f"other tokens beside a sequence in a forward batch change its logits by {leak:.2%}")
         if is_deterministic and (difference := self._first_difference(plan_attention)):
             raise _not_deterministic(model, f"the same tokens have other logits in {difference} than in a prefill")
 
@@ -146,15 +159,20 @@ class PagedModel:
         logits = self.decoder.logits(batch)
         return widened(logits) if out is None else out.copy_(logits)
 
-    def _probed(self, sequences: tuple[list[int], list[int]], plan_attention: PlanAttention) -> Tensor:
-        """Logits of the sequences behind the first chunk, end to end, computed in pieces and side by side."""
+    def _probed(self, sequences: tuple[list[int], list[int]], far: int, plan_attention: PlanAttention) -> Tensor:
+        """Logits of the sequences behind the first chunk, end to end, computed in pieces and side by side.
+
+        The second one's tokens are at positions from `far` on.
+        """
         cache = self.new_cache(num_blocks=2, block_size=_PROBE_BLOCK_SIZE)
         first, second = sequences
         self.forward(ForwardBatch.of([Span(first[:_PROBE_CHUNK], 0, [0], 0)], cache, plan_attention))
         rest = first[_PROBE_CHUNK:]
         # No row's index in the pass is its position, so that a model which counts rows instead is wrong in all of them.
         spans = [Span(rest, _PROBE_CHUNK, [0], len(rest)), Span(second, 0, [1], len(second))]
-        return self.forward(ForwardBatch.of(spans, cache, plan_attention))
+        batch = ForwardBatch.of(spans, cache, plan_attention)
+        batch.position_ids[len(rest) :] += far
+        return self.forward(replace(batch, num_positions=max(batch.num_positions, far + len(second)))).clone()
 
     def _is_native(self, plan_attention: PlanAttention) -> bool:
         cache = self.new_cache(1, _PROBE_BLOCK_SIZE)
@@ -191,6 +209,7 @@ def _decoder(
         shapes = shard_model(model, rank)
     if is_deterministic:
         make_linear, make_head = batch_invariant_factory(make_linear), batch_invariant_factory(make_head)
+    set_windows(model, records)
     pack_linears(model, make_linear, make_head)
     return StockDecoder(model, taps), shapes
 
@@ -203,19 +222,44 @@ def _not_deterministic(model: PreTrainedModel, reason: str) -> ConfigError:
 
 
 @torch.inference_mode()
-def _stock_logits(model: PreTrainedModel, sequences: tuple[list[int], list[int]]) -> Tensor:
-    inputs = (torch.tensor([ids], device=model.device) for ids in sequences)
-    return torch.cat([model(input_ids=ids, use_cache=False).logits[0].float() for ids in inputs])
+def _stock_logits(model: PreTrainedModel, sequences: tuple[list[int], list[int]], far: int) -> Tensor:
+    """Logits of both sequences behind the first chunk, the second one's tokens at positions from `far` on."""
+    logits = []
+    for ids, start in zip(sequences, (0, far), strict=True):
+        positions = torch.arange(start, start + len(ids), device=model.device)[None]
+        inputs = torch.tensor([ids], device=model.device)
+        logits.append(model(input_ids=inputs, position_ids=positions, use_cache=False).logits[0].float())
+    return torch.cat(logits)[_PROBE_CHUNK:]
 
 
-def _relative_error(logits: Tensor, stock_logits: Tensor) -> float:
-    """Distance of the probe's logits from the stock model's, relative to their spread.
+def _relative_error(logits: Tensor, expected: Tensor) -> float:
+    """Distance of logits from those expected, relative to their spread.
 
     The median row decides: over a rounding, a token of a mixture of experts may go to another expert.
     """
-    expected = stock_logits[_PROBE_CHUNK:].to(logits.device)
+    return float(_row_errors(logits, expected).median())
+
+
+def _leak(logits: Tensor, others: Tensor, *, has_experts: bool) -> float:
+    """Distance of a sequence's logits from those beside other tokens: none, but for roundings of experts."""
+    errors = _row_errors(others, logits)
+    return float(errors.median() if has_experts else errors.max())
+
+
+def _row_errors(logits: Tensor, expected: Tensor) -> Tensor:
+    expected = expected.to(logits.device)
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
-    return float(((logits - expected).norm(dim=-1) / spread).median())
+    return (logits - expected).norm(dim=-1) / spread
+
+
+def _far_position(model: PreTrainedModel) -> int:
+    """Return the first position of the probe's second sequence, which ends with the last one that the model has."""
+    limit = max_positions(model.config) or _FAR
+    return max(0, min(limit, _MAX_TABLE if LlamaDecoder.fits(model) else limit) - _PROBE_LENGTHS[1])
+
+
+def _others(token_ids: list[int], vocab_size: int) -> list[int]:
+    return [(token_id + 1) % vocab_size for token_id in token_ids]
 
 
 def _probe_token_ids(model: PreTrainedModel) -> tuple[list[int], list[int]]:

@@ -2,19 +2,72 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 from transformers import PreTrainedConfig
+
+_SIZES = ("max_position_embeddings", "n_positions")
+_OTHER_SIZES = ("max_target_positions", "max_seq_len", "max_sequence_length", "model_max_length", "seq_length", "n_ctx")
+_LENGTH = re.compile(r"window|length|position|chunk|max_seq|seq_len|n_ctx|floor_scale|context")
+# Names like those of lengths: windows are read from masks, positions limited, and the others count no tokens of a text.
+_READ = re.compile(
+    r".*window.*|(original_)?max_position_embeddings|n_positions|attention_chunk_size|floor_scale|(max|min)_length"
+    r"|chunk_size_feed_forward|prompt_length|position_embedding_type|cross_.*|vision_.*|image_.*|audio_.*|mask_.*"
+)
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
     """Return the number of positions that keep a token's distribution free of its batch mates; None without a limit.
 
     Rotary scalings that depend on the longest sequence of a pass are held below the length where they begin to change,
-    and chunked attention below its first chunk.
+    and chunked attention below its first chunk. YaRN gives `factor` times the positions of before, whichever of the two
+    `max_position_embeddings` has.
     """
     config = config.get_text_config()
-    names = ("max_position_embeddings", "n_positions", "attention_chunk_size")
-    limits = [getattr(config, name, None) for name in names]
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        limits.append(rope.get("original_max_position_embeddings"))
+    limits = [getattr(config, name, None) for name in _SIZES]
+    if not any(limits):
+        limits = [getattr(config, name, None) for name in _OTHER_SIZES]
+    limits = [max(filter(None, (limit, _stretched(config)))) for limit in limits if limit]
+    limits.append(getattr(config, "attention_chunk_size", None))
+    limits += [rope.get("original_max_position_embeddings") for rope in _ropes(config) if _depends_on_length(rope)]
     return min((limit for limit in limits if limit), default=None)
+
+
+def unread_lengths(config: PreTrainedConfig) -> dict[str, int]:
+    """Return the lengths in a configuration that nothing here reads, and that are below the limit of positions."""
+    limit = max_positions(config)
+    values = config.get_text_config().to_dict()
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, int)
+        and not isinstance(value, bool)
+        and 1 < value < (limit or value + 1)
+        and _LENGTH.search(name)
+        and name not in _OTHER_SIZES[: 0 if any(values.get(size) for size in _SIZES) else None]
+        and not _READ.fullmatch(name)
+    }
+
+
+def _stretched(config: PreTrainedConfig) -> int | None:
+    """Return the positions that YaRN makes of those before it, if all layers have it; None without it."""
+    lengths = [_yarn_length(rope) for rope in _ropes(config) if rope.get("rope_type")]
+    return min(lengths) if lengths and all(lengths) else None  # type: ignore[type-var]  # none is None
+
+
+def _yarn_length(rope: dict[str, Any]) -> int | None:
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") != "yarn" or not factor or not original:
+        return None
+    return round(factor * original)
+
+
+def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return the parameters of the rotary embeddings, of which kinds of layers may have their own."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [rope, *(each for each in rope.values() if isinstance(each, dict))]
+
+
+def _depends_on_length(rope: dict[str, Any]) -> bool:
+    return rope.get("rope_type") in ("dynamic", "longrope")

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,9 +26,16 @@ from protos.errors import ConfigError
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_MAX_COUNT = 1 << 24  # more entries or longer names are no header but noise
+# No header is larger: what a file claims beyond is refused before it is read. A tokenizer of 262,144 tokens has some
+# 800,000 strings of 20 MB, and the largest models have a few thousand tensors.
+_MAX_BYTES = 1 << 28
+_MAX_STRINGS = 1 << 21
+_MAX_ENTRIES = 1 << 16
+_MIN_ENTRY_BYTES = 13  # a key, its type, a value of one byte
+_MIN_TENSOR_BYTES = 24  # name, number of dimensions, type, offset
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")  # of a string
 _MAX_DIMS = 4
 _ALIGNMENT = 32
 # Types that are read: name, numbers in a block, bytes of a block.
@@ -54,8 +64,8 @@ def read_gguf_header(file: Path) -> GgufHeader:
             its metadata lacks what a model cannot be built without, or makes no sense.
     """
     try:
-        with file.open("rb") as stream:
-            header = _Reader(stream, file).header()
+        with file.open("rb") as stream, _mapped(stream) as content:
+            header = _Reader(content, file).header()
     except OSError as error:
         raise ConfigError(f"{str(file)!r} cannot be read: {error}") from None
     except (struct.error, UnicodeDecodeError, MemoryError):
@@ -65,31 +75,61 @@ def read_gguf_header(file: Path) -> GgufHeader:
     return header
 
 
-class _Reader:
-    """A header, read from its beginning."""
+@contextmanager
+def _mapped(stream: BinaryIO) -> Iterator[mmap | bytes]:
+    """Map the file: of a header that claims more than the file has, nothing is read beyond its end."""
+    try:
+        content = mmap(stream.fileno(), 0, access=ACCESS_READ)
+    except ValueError:  # it is empty
+        yield b""
+        return
+    with content:
+        yield content
 
-    def __init__(self, stream: BinaryIO, file: Path) -> None:
-        self._stream, self._file = stream, file
+
+class _Reader:
+    """A header, read from its beginning: no more of it than the file holds and a header may have."""
+
+    def __init__(self, content: mmap | bytes, file: Path) -> None:
+        self._content, self._file = content, file
+        self._place = 0
+        self._end = min(len(content), _MAX_BYTES)
+        self._num_strings_left = _MAX_STRINGS
 
     def header(self) -> GgufHeader:
-        if (magic := self._stream.read(4)) != _MAGIC:
+        if (magic := self._content[: len(_MAGIC)]) != _MAGIC:
             raise ConfigError(f"{str(self._file)!r} is no GGUF file: it begins with {magic!r}")
+        self._place = len(_MAGIC)
         if (version := self._number("I")) not in _VERSIONS:
             raise ConfigError(f"{str(self._file)!r} is GGUF of version {version}; versions 2 and 3 are read")
-        num_tensors, num_values = self._count(), self._count()
-        values = dict(self._entry() for _ in range(num_values))
+        num_tensors, num_values = int(self._number("Q")), int(self._number("Q"))
+        if max(num_tensors, num_values) > _MAX_ENTRIES:
+            raise ConfigError(
+                f"{str(self._file)!r} claims {num_tensors:,} tensors and {num_values:,} values of metadata, and at "
+                f"most {_MAX_ENTRIES:,} are read; fetch the file again"
+            )
+        self._expect(num_values * _MIN_ENTRY_BYTES + num_tensors * _MIN_TENSOR_BYTES)
+        values: dict[str, Value] = {}
+        for _ in range(num_values):
+            key, value = self._entry()
+            if key in values:
+                raise ConfigError(f"{str(self._file)!r} has {key!r} twice in its metadata; fetch the file again")
+            values[key] = value
         if (num_parts := positive_integer(self._file, "split.count", values.get("split.count") or 1)) > 1:
             raise ConfigError(
                 f"{str(self._file)!r} is one of {num_parts} parts; join them with llama-gguf-split --merge"
             )
         alignment = positive_integer(self._file, "general.alignment", values.get("general.alignment", _ALIGNMENT))
-        tensors, num_bytes = [], 0
+        tensors: dict[str, GgufTensor] = {}
+        num_bytes = 0
         for _ in range(num_tensors):
             tensor, end = self._tensor()
-            tensors.append(tensor)
+            if tensor.name in tensors:
+                raise ConfigError(f"{str(self._file)!r} has tensor {tensor.name!r} twice; fetch the file again")
+            tensors[tensor.name] = tensor
             num_bytes = max(num_bytes, end)
         self._check_size(num_bytes, alignment)
-        return GgufHeader(self._file, values, tuple(tensors))
+        return GgufHeader(self._file, values, tuple(tensors.values()))
 
     def _tensor(self) -> tuple[GgufTensor, int]:
         """Return a tensor and the end of its data behind the header, in bytes."""
@@ -110,8 +150,8 @@ class _Reader:
         return GgufTensor(name, kind, tuple(reversed(dims))), offset + math.prod(dims) // block * block_bytes
 
     def _check_size(self, num_bytes: int, alignment: int) -> None:
-        begin = -(-self._stream.tell() // alignment) * alignment
-        size = self._file.stat().st_size
+        begin = -(-self._place // alignment) * alignment
+        size = len(self._content)
         if begin + num_bytes > size:
             raise ConfigError(
                 f"{str(self._file)!r} is cut short: its tensors end at byte {begin + num_bytes:,}, and it has "
@@ -122,7 +162,7 @@ class _Reader:
         """Return a key of the metadata and its value."""
         key, kind, length = self._string(), int(self._number("I")), None
         if kind == _ARRAY:
-            kind, length = int(self._number("I")), self._count()
+            kind, length = int(self._number("I")), int(self._number("Q"))
         if kind not in _SCALARS and kind != _STRING:
             what = f"GGUF type {kind}" if length is None else f"an array of {length:,} of GGUF type {kind}"
             raise ConfigError(
@@ -139,26 +179,37 @@ class _Reader:
 
     def _skip(self, kind: int, length: int) -> None:
         if kind in _SCALARS:
-            self._stream.seek(length * struct.calcsize(_SCALARS[kind]), 1)
+            self._bytes_of(length * struct.calcsize(_SCALARS[kind]))
             return
-        for _ in range(length):
-            self._string()
+        if length > self._num_strings_left:
+            raise struct.error
+        self._num_strings_left -= length
+        content, place, end, num_bytes = self._content, self._place, self._end, _LENGTH.size
+        for _ in range(length):  # half a million in large vocabularies
+            if place > end:
+                raise struct.error
+            place += num_bytes + _LENGTH.unpack_from(content, place)[0]
+        self._place = place
+        self._expect(0)
 
     def _string(self) -> str:
-        return self._bytes(self._count()).decode("utf-8")
-
-    def _count(self) -> int:
         count = int(self._number("Q"))
-        if count > _MAX_COUNT:
-            raise struct.error
-        return count
+        place = self._bytes_of(count)
+        return self._content[place : place + count].decode("utf-8")
 
     def _number(self, kind: str) -> int | float | bool:
-        number: int | float | bool = struct.unpack(f"<{kind}", self._bytes(struct.calcsize(kind)))[0]
+        place = self._bytes_of(struct.calcsize(kind))
+        number: int | float | bool = struct.unpack_from(f"<{kind}", self._content, place)[0]
         return number
 
-    def _bytes(self, count: int) -> bytes:
-        content = self._stream.read(count)
-        if len(content) < count:
+    def _bytes_of(self, num_bytes: int) -> int:
+        """Go on by so many bytes; return the place of the first."""
+        self._expect(num_bytes)
+        place = self._place
+        self._place += num_bytes
+        return place
+
+    def _expect(self, num_bytes: int) -> None:
+        """Raise where so many bytes are more than the header still can have."""
+        if self._place + num_bytes > self._end:
             raise struct.error
-        return content

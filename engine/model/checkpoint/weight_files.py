@@ -38,12 +38,14 @@ def weight_files(folder: Path) -> list[Path]:
         case {"weight_map": dict(names)} if all(map(_is_file_name, names.values())):
             return sorted(folder / name for name in set(names.values()))
     raise ConfigError(
-        f"{str(index)!r} is no index of weights: it needs a 'weight_map' from tensors to names of files; fetch it again"
+        f"{str(index)!r} is no index of weights: it needs a 'weight_map' from tensors to names of files beside it; "
+        "fetch it again"
     )
 
 
 def _is_file_name(name: object) -> bool:
-    return isinstance(name, str) and name.isprintable()  # a lone surrogate is not
+    """True for the plain name of a file in the folder: no path that leads out of it, and no lone surrogate."""
+    return isinstance(name, str) and name.isprintable() and name not in ("", ".", "..") and not {*name} & {*"/\\"}
 
 
 def refuse_unindexed(folder: Path, config: Mapping[str, object]) -> None:

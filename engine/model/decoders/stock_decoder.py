@@ -6,6 +6,7 @@ import inspect
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -15,7 +16,21 @@ from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps, joined
 from engine.model.linear.packed_linear import Linear
 
+_ROW_COUNTER = "attn_temperature_tuning"  # of Llama 4's layers, which scale a query by its row and a cache's length
 _FINAL = -1  # index of the states behind the final norm
+
+
+class _RowPositions:
+    """Stands in for transformers' cache, in layers that take a row's index plus the cache's length for its position."""
+
+    def __init__(self, position_ids: Tensor) -> None:
+        self._lengths = position_ids - torch.arange(len(position_ids), device=position_ids.device)
+
+    def get_seq_length(self, layer: int = 0) -> Tensor:
+        return self._lengths
+
+    def update(self, keys: Tensor, values: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        return keys, values
 
 
 class StockDecoder:
@@ -32,6 +47,7 @@ class StockDecoder:
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._taps = taps
         self._tapped: dict[int, Tensor] = {}
+        self._counts_rows = any(getattr(module, _ROW_COUNTER, None) for module in model.modules())
         if taps:
             self._hook()
 
@@ -46,6 +62,8 @@ class StockDecoder:
         keywords: dict[str, Any] = {PASS_KEYWORD: batch.attention}
         if rows is not None and self._keeps_rows:
             keywords["logits_to_keep"] = rows
+        if self._counts_rows:
+            keywords["past_key_values"] = _RowPositions(batch.position_ids)
         logits: Tensor = self._model(
             input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, **keywords
         ).logits[0]

@@ -77,11 +77,18 @@ def read_tensors(folder: Path, names: tuple[str, ...] = ()) -> dict[str, Tensor]
             # Read, not mapped: one small tensor that a head keeps would keep all pages of its file.
             return {name: tensor for file in files for name, tensor in load_file(file, backend="pread").items()}
         if pickled:
-            return dict(torch.load(pickled[0], map_location="cpu", weights_only=True))
+            return _tensors_of(torch.load(pickled[0], map_location="cpu", weights_only=True))
     except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
         raise ConfigError(f"the weights in {str(folder)!r} cannot be read: {error}") from error
     wanted = ", ".join(("*.safetensors", *names, "pytorch_model.bin"))
     raise ConfigError(f"the head in {str(folder)!r} has no weights; it needs one of {wanted}")
+
+
+def _tensors_of(contents: object) -> dict[str, Tensor]:
+    match contents:
+        case dict() if all(isinstance(each, Tensor) for each in contents.values()):
+            return {str(name): tensor for name, tensor in contents.items()}
+    raise ValueError("it holds no mapping from names to tensors")
 
 
 class Weights:

@@ -42,7 +42,7 @@ from engine.model.linear.packed_linear import Linear
 from engine.model.linear.quantized_linear import can_quantize, linear_factory
 from engine.model.loader import load_model, model_version, resolve_device
 from engine.model.paged_model import PagedModel
-from engine.model.position_limit import max_positions
+from engine.model.position_limit import max_positions, unread_lengths
 from engine.model.resident_memory import leave_checkpoint, trim_heap
 from engine.model.runner.warm_up import warm_up
 from engine.model.tensor_parallel.rank import ALONE, Rank
@@ -357,6 +357,12 @@ def _has_graphs(graphs: GraphConfig, device: torch.device, plan_attention: PlanA
 
 def _length_limit(model: PreTrainedModel, configured: int | None, num_slots: int) -> int:
     positions = max_positions(model.config) or num_slots
+    if unread := unread_lengths(model.config):
+        named = ", ".join(f"{name} {value}" for name, value in unread.items())
+        logger.warning("config.json has %s, which are not read: texts longer than that may come out otherwise", named)
     if configured is not None and configured > positions:
-        raise ConfigError(f"scheduler.max_model_len is {configured}, but the model has {positions} positions; lower it")
+        raise ConfigError(
+            f"scheduler.max_model_len is {configured}, but the model has {positions} positions; lower it, "
+            "or scale them in its config.json, as by YaRN"
+        )
     return positions if configured is None else configured

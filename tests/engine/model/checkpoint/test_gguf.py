@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import struct
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -242,6 +244,59 @@ def test_a_file_that_is_cut_short_is_refused_by_its_header(file: GgufFile, tmp_p
     cut.write_bytes(file.path.read_bytes()[:num_bytes])
     with pytest.raises(ConfigError, match=r"cut.gguf' is (no GGUF file|no whole GGUF file|cut short)"):
         read_gguf_header(cut)
+
+
+_MIB = 1 << 20
+
+
+def _hole(file: Path, *numbers: int, begin: bytes = b"") -> Path:
+    """Write a file of 400 MB that takes no room: its counts of tensors and values, `begin`, and zeros."""
+    with file.open("wb") as stream:
+        stream.write(b"GGUF" + struct.pack("<IQQ", 3, *numbers) + begin)
+        stream.truncate(400 * _MIB)
+    return file
+
+
+_KEY = struct.pack("<Q", 1) + b"a"
+
+
+@pytest.mark.parametrize(
+    ("num_tensors", "num_values", "begin"),
+    [
+        (1 << 24, 0, b""),
+        (1 << 16, 0, b""),  # as many as are read: the second has the name of the first
+        (1 << 63, 1 << 63, b""),
+        (0, 1 << 24, b""),
+        (0, 1 << 30, b""),
+        (0, 1, _KEY + struct.pack("<IQ", 8, 1 << 40)),  # a string
+        (0, 1, _KEY + struct.pack("<IQ", 8, 380 * _MIB)),
+        (0, 1, _KEY + struct.pack("<IIQ", 9, 8, 1 << 24)),  # an array of strings
+        (0, 1, _KEY + struct.pack("<IIQ", 9, 0, 1 << 62)),  # an array of bytes
+        (0, 1 << 20, _KEY + struct.pack("<IIQ", 9, 8, 1 << 20) + bytes(8 * _MIB) + _KEY),
+    ],
+)
+def test_a_file_that_is_all_hole_is_refused_at_once(
+    tmp_path: Path, num_tensors: int, num_values: int, begin: bytes
+) -> None:
+    path = _hole(tmp_path / "hole.gguf", num_tensors, num_values, begin=begin)
+    began_s, peak = time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ConfigError, match=r"hole\.gguf' "):
+        read_gguf_header(path)
+    assert time.thread_time() - began_s < 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 512 * 1024  # KiB; a string of 256 MiB, once
+
+
+def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    class Twice(GgufFile):
+        def _tokenizer(self) -> None:
+            super()._tokenizer()
+            self._writer.add_tensor("blk.0.attn_q.twice", np.ones(4, dtype=np.float32))
+            self._writer.add_tensor("blk.0.attn_k.twice", np.ones(4, dtype=np.float32))
+
+    path = Twice(tmp_path / "twice.gguf").write().path
+    path.write_bytes(path.read_bytes().replace(b"blk.0.attn_k.twice", b"blk.0.attn_q.twice"))
+    with pytest.raises(ConfigError, match=r"has tensor 'blk\.0\.attn_q\.twice' twice"):
+        read_gguf_header(path)
 
 
 def test_an_unknown_type_is_refused_with_the_tensor_and_those_that_are_read(file: GgufFile, tmp_path: Path) -> None:

@@ -45,6 +45,25 @@ def test_an_index_of_what_is_no_name_is_refused(tmp_path: Path, weight_map: obje
         tensor_headers(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["../{}", "{folder}/{}", "sub/../../{}", "sub/{}", "..", ".", "", "..\\\\{}"])
+def test_an_index_names_files_beside_it_and_no_others(tmp_path: Path, name: str):
+    folder = tmp_path / "model"
+    (folder / "sub").mkdir(parents=True)
+    save_file({"w": np.zeros(2)}, tmp_path / "x.safetensors")
+    save_file({"w": np.zeros(2)}, folder / "sub" / "x.safetensors")
+    write_index(folder, metadata={}, weight_map={"w": name.format("x.safetensors", folder=tmp_path)})
+    with pytest.raises(ConfigError, match=rf"{INDEX}' is no index of weights.*files beside it"):
+        tensor_headers(folder)
+
+
+def test_files_of_an_index_may_be_links_as_in_the_cache_of_the_hub(tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    save_file({"w": np.zeros(2)}, tmp_path / "blob")
+    (tmp_path / "model" / "x.safetensors").symlink_to(tmp_path / "blob")
+    write_index(tmp_path / "model", metadata={}, weight_map={"w": "x.safetensors"})
+    assert set(tensor_headers(tmp_path / "model")) == {"w"}
+
+
 @pytest.mark.parametrize("text", [DEEP, "{", "[]"])
 @pytest.mark.parametrize(("name", "read"), [(INDEX, weight_files), ("config.json", read_config)])
 def test_json_that_is_none_is_refused_by_its_file(tmp_path: Path, name: str, read, text: str):
