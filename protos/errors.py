@@ -179,5 +179,11 @@ class EngineError(ServingError):
     """The engine failed while it computed; the fault is ours."""
 
 
+class NonFiniteLogitsError(ServingError):
+    """The model has no next token: its numbers overflowed on this text, and would do so again anywhere."""
+
+    code = "non_finite_logits"
+
+
 class ConfigError(ServingError):
     """deploy.yaml, a model folder or the machine does not allow what was asked; raised at start, never per request."""

@@ -20,9 +20,10 @@ MAX_STEP_SCORE = 9.0  # the target's score of the best reasoning step; the worst
 class FinishReason(StrEnum):
     """The reason for which a sequence ended; the values are OpenAI's.
 
-    `tool_calls` is given by the ingress, which reads the text. Three more never reach a client as such: `abort` is a
+    `tool_calls` is given by the ingress, which reads the text. Four more never reach a client as such: `abort` is a
     sequence that its client or its pair gave up, `timeout` one whose own time-out passed (the frontends report a
-    `DeadlineExceededError`), `grammar` one after which its grammar allows nothing (a `GrammarError`).
+    `DeadlineExceededError`), `grammar` one after which its grammar allows nothing (a `GrammarError`), `non_finite` one
+    whose logits were not finite (a `NonFiniteLogitsError`).
     """
 
     STOP = "stop"
@@ -31,6 +32,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"
     TIMEOUT = "timeout"
     GRAMMAR = "grammar"
+    NON_FINITE = "non_finite"
 
 
 class SpeculationMode(StrEnum):
@@ -385,6 +387,7 @@ class TokenChunk:
     guess_ids: tuple[int, ...] = ()  # drafts under verification, in a chunk without tokens; never part of the output
     offset: int = 0  # tokens of the output before `token_ids`, those of earlier attempts included
     times: FirstTokenTimes | None = None  # with the first tokens of a request that is traced
+    error: str = ""  # the message of a `NonFiniteLogitsError`, with that finish reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,6 +230,11 @@ def _requests(pong: Pong) -> Iterable[Family]:
     yield _counter(
         "num_preemptions", "Sequences sent back to the queue for want of blocks.", pong.engine.num_preemptions
     )
+    yield _counter(
+        "num_non_finite_requests",
+        "Sequences that ended with an error, for their logits were not finite.",
+        pong.engine.num_non_finite_requests,
+    )
     yield _histogram(
         "request_queue_time_seconds",
         "From a sequence's arrival at the engine to its first blocks.",

@@ -196,6 +196,9 @@ class PrefillEngine:
                     detail = "the order's time was up in the prefill replica"
                     yield FetchEnd(fetch_id, FetchFailure.TIMEOUT, detail)
                     return
+                case TokenChunk(finish_reason=FinishReason.NON_FINITE) as chunk:
+                    yield FetchEnd(fetch_id, FetchFailure.REFUSED, chunk.error)
+                    return
                 case TokenChunk() | _Copied():
                     yield FetchEnd(fetch_id)
                     return

@@ -14,6 +14,7 @@ The draft writes a few tokens per engine step, like for any pass, so that no req
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
@@ -231,6 +232,8 @@ class StepSpeculation:
         """Judge a step and count the verdict; `logits [S + suffix + 1, V]` follow the committed tokens."""
         step_ids = reasoning.step_ids
         score = self._judge.score(logits, step_ids)
+        if math.isnan(score):  # the target has overflowed on the step
+            score = 0.0
         is_accepted = score >= reasoning.threshold
         self.stats += ReasoningStats.of_verdict(len(step_ids), score, is_accepted=is_accepted)
         reasoning.record(is_accepted=is_accepted)

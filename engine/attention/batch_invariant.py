@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention.base import LayerOptions
+from engine.attention.hidden_keys import attend_seen
 from engine.draft import path_to
 from engine.indexing import Index, index_tensor
 from engine.kv_cache.pool import KVCache
@@ -132,7 +134,8 @@ class BatchInvariantPass:
 def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, options: LayerOptions) -> Tensor:
     """Query [1, H, G * _ROWS, D], keys and values [S, H, D] -> [1, H, G * _ROWS, D]."""
     keys, values = keys[None].transpose(1, 2), values[None].transpose(1, 2)
-    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=options.scaling)
+    attend = partial(F.scaled_dot_product_attention, query, attn_mask=mask, scale=options.scaling)
+    return attend_seen(attend, query, keys, values, mask)
 
 
 def _chains(spans: Seq[Span], block_size: int) -> Iterator[_Chain]:

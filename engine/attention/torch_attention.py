@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from engine.attention.base import AttentionPass, LayerOptions, UnsupportedAttentionError
+from engine.attention.hidden_keys import attend_seen
 from engine.attention.read_plan import Read, ReadPlan
 from engine.indexing import Index
 from engine.kv_cache.pool import KVCache
@@ -157,13 +158,18 @@ def _attend(
     *,
     is_causal: bool = False,
 ) -> Tensor:
-    if options.softcap is None and options.sinks is None:
-        return F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, is_causal=is_causal, scale=options.scaling
-        )
-    if is_causal:
-        mask = torch.full((query.shape[2], keys.shape[2]), float("-inf"), device=query.device).triu_(1)
-    return _attend_eagerly(query, keys, values, mask, options, group_size)
+    def attend(keys: Tensor, values: Tensor) -> Tensor:
+        if options.softcap is None and options.sinks is None:
+            return F.scaled_dot_product_attention(
+                query, keys, values, attn_mask=mask, is_causal=is_causal, scale=options.scaling
+            )
+        eager_mask = mask
+        if is_causal:
+            eager_mask = torch.full((query.shape[2], keys.shape[2]), float("-inf"), device=query.device).triu_(1)
+        return _attend_eagerly(query, keys, values, eager_mask, options, group_size)
+
+    has_hidden_keys = mask is not None or is_causal
+    return attend_seen(attend, query, keys, values, mask) if has_hidden_keys else attend(keys, values)
 
 
 def _attend_eagerly(

@@ -162,6 +162,14 @@ def _read(  # a kernel takes pointers and numbers, no structures
         fade = tl.exp2(peak - new_peak)
         total = total * fade + tl.sum(weights, 1)
         v = _load_rows(values, slot, value_dims, VALUE_DIM, VALUE_WIDTH)
+        if IS_MASKED:
+            # Zero times NaN is NaN: a value that is not finite counts for the rows that see it alone.
+            v = v.to(tl.float32)
+            is_finite = tl.abs(v) < float("inf")
+            v = tl.where(is_finite, v, 0.0)
+            is_fault = tl.max(tl.where(is_finite, 0, 1), 1)  # [N]
+            sees_fault = tl.max(tl.where(is_seen, is_fault[None, :], 0), 1)  # [M]
+            total = tl.where(sees_fault > 0, float("nan"), total)
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
         peak = new_peak
     return acc, peak, total

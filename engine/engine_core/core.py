@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -42,7 +43,7 @@ from engine.stats.rates import RateMeter, StepWork
 from engine.stats.step_times import StepTimer, StepTimes, timed
 from engine.verifier.verify_result import VerifyResult
 from protos.errors import EngineError
-from protos.messages import GenerateRequest, TokenChunk
+from protos.messages import FinishReason, GenerateRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class EngineCore:
     Attributes:
         on_computed: called with every batch once its KV is in the pool, before it is committed; its owner may set it.
         on_drafted: called, before a pass that has drafts of requests that want to see them, with a chunk of each.
+        model_name: the model and its dtype, for errors. Its owner may set it.
         position_log: what is told of verified positions; None: nothing is. Its owner may set it; `close` closes it.
     """
 
@@ -120,6 +122,8 @@ class EngineCore:
         self._vocabulary = Vocabulary(runner.vocab_size)
         self._grammars = grammars or GrammarCompiler(None, runner.vocab_size, ())
         self._clock = clock
+        self.model_name = "the model"
+        self._num_non_finite = 0
         self._total_times = StepTimes()
         self._timer = StepTimer()
         self._is_broken = False
@@ -156,6 +160,7 @@ class EngineCore:
             grammars=parts.grammars,
         )
         core.position_log = parts.position_log
+        core.model_name = f"{Path(config.model.path).name} in {parts.runner.kv_layout.dtype.removeprefix('torch.')}"
         return core
 
     @property
@@ -237,6 +242,7 @@ class EngineCore:
             num_prefix_queried_tokens=self.blocks.num_queried_tokens,
             num_prefix_hit_tokens=self.blocks.num_hit_tokens,
             num_preemptions=self.scheduler.num_preemptions,
+            num_non_finite_requests=self._num_non_finite,
             num_overlapped_passes=self._overlap.num_passes,
             drafts=self._counting.drafts,
             times=self._total_times,
@@ -356,8 +362,21 @@ class EngineCore:
         self.on_computed(issued.batch)
         self._report_sources(issued, verified)
         chunks = self.scheduler.commit(issued.batch, issued.num_drafts, verified)
+        self._explain_faults(chunks)
         self._planning.plan_next(issued, verified, self._timer, is_underway=self._overlap.has_pass)
         return chunks
+
+    def _explain_faults(self, chunks: Seq[TokenChunk]) -> None:
+        """Log, count and name the cause of each sequence that ends since it has no next token."""
+        for chunk in chunks:
+            if chunk.finish_reason is FinishReason.NON_FINITE:
+                self._num_non_finite += 1
+                chunk.error = (
+                    f"{self.model_name} has no finite logits (but NaN or infinity) after {chunk.offset} tokens of the "
+                    "answer, which ends there: its numbers overflow on this text. Another try gives the same; a "
+                    "target.dtype of bfloat16 or float32 holds larger numbers than float16"
+                )
+                logger.warning("request %s: %s", chunk.request_id, chunk.error)
 
     def _report_sources(self, issued: InFlightBatch, verified: Seq[VerifyResult]) -> None:
         """Note where the tokens of those that ask come from, before they are committed."""

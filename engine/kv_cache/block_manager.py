@@ -173,10 +173,16 @@ class BlockManager:
         while len(table) > self._num_blocks_for(num_tokens):
             self._pool.drop(table.pop())
 
+    def retract(self, tokens: TokenBlocks, num_tokens: int) -> None:
+        """Have what was published behind the first `num_tokens` tokens forgotten once no sequence holds it."""
+        for block_id in tokens.block_table[num_tokens // self.block_size : tokens.num_keyed_blocks]:
+            self._pool.doom(block_id)
+
     def release(self, tokens: TokenBlocks) -> None:
         """Take all blocks back; keyed ones stay findable. The last goes first: a prefix outlives what follows it."""
-        for block_id in reversed(tokens.block_table):
-            self._pool.drop(block_id)
+        removed = [key for block_id in reversed(tokens.block_table) for key in self._pool.drop(block_id)]
+        if removed:
+            self._emit(CacheDelta(removed=join_keys(removed)))
         tokens.block_table = array("i")
         tokens.num_keyed_blocks = 0
         tokens.num_computed_tokens = 0

@@ -42,6 +42,7 @@ class BlockPool:
         self._contents: list[BlockContent | None] = [None] * num_blocks
         self._by_key: dict[BlockKey, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._doomed: set[int] = set()  # in use, with a key, and blank when they are free
 
     @property
     def num_free_blocks(self) -> int:
@@ -89,13 +90,25 @@ class BlockPool:
             del self._free[block_id]
         self._ref_counts[block_id] += 1
 
-    def drop(self, block_id: int) -> None:
-        """Hold a block once less; the last one to let go makes it free, most recently used if it has a key."""
+    def doom(self, block_id: int) -> None:
+        """Have a registered block in use forgotten, and all behind it, when the last one lets go of it."""
+        self._doomed.add(block_id)
+
+    def drop(self, block_id: int) -> tuple[BlockKey, ...]:
+        """Hold a block once less; the last one to let go makes it free, most recently used if it has a key.
+
+        Returns the keys of what is forgotten then, since it was doomed.
+        """
         self._ref_counts[block_id] -= 1
-        if self._ref_counts[block_id] == 0:
-            self._free[block_id] = None
-            if self._contents[block_id] is None:
-                self._free.move_to_end(block_id, last=False)
+        if self._ref_counts[block_id] > 0:
+            return ()
+        self._free[block_id] = None
+        if block_id in self._doomed:
+            self._doomed.remove(block_id)
+            return self._forget_branch(block_id)
+        if self._contents[block_id] is None:
+            self._free.move_to_end(block_id, last=False)
+        return ()
 
     def check_integrity(self, ref_counts: list[int]) -> None:
         """Assert the pool's invariants, given how often the sequences hold each block."""
@@ -126,6 +139,15 @@ class BlockPool:
             run.append(candidate)
             candidate += 1
         return run
+
+    def _forget_branch(self, block_id: int) -> tuple[BlockKey, ...]:
+        """Make a free block blank, and those behind it, which are free too: who holds a block holds its parent."""
+        content = self._contents[block_id]
+        assert content is not None
+        children = [index for index, each in enumerate(self._contents) if each and each.parent == content.key]
+        keys = [key for child in children for key in self._forget_branch(child)]
+        self._free.move_to_end(block_id, last=False)
+        return (*keys, self._forget(block_id))
 
     def _forget(self, block_id: int) -> BlockKey:
         content = self._contents[block_id]

@@ -1,4 +1,4 @@
-/* Logits behind the last product: bfloat16 to float32, and the token with the highest score. */
+/* Logits behind the last product: bfloat16 to float32, the token with the highest score, and whether there is one. */
 
 #include "lanes/lanes.h"
 #include "team.h"
@@ -59,9 +59,18 @@ VECTOR_CODE void PART(choose_part)(const void *work, int64_t row) {
     c->chosen[row] = highest(c->scores + row * c->size, c->size);
 }
 
+/* 1 where a row's highest number is finite, and each is one. */
+VECTOR_CODE void PART(check_part)(const void *work, int64_t row) {
+    const struct choice *c = work;
+    const float *scores = c->scores + row * c->size;
+    const int64_t place = highest(scores, c->size);
+    c->chosen[row] = place >= 0 && scores[place] - scores[place] == 0;
+}
+
 #ifndef NARROW /* for both, and for bfloat16 */
 
 PARTS(choose_part);
+PARTS(check_part);
 
 /* The place of each row's highest score, the first of equals; scores [rows, size], `size` less than 2^31. Returns 0
    where a score is no number. */
@@ -71,6 +80,12 @@ int outrider_choose(const float *scores, int64_t num_rows, int64_t size, int64_t
     for (int64_t row = 0; row < num_rows; row++)
         if (chosen[row] < 0) return 0;
     return 1;
+}
+
+/* Whether each row of scores [rows, size] has a finite highest number, and no NaN: 1 or 0. */
+void outrider_check(const float *scores, int64_t num_rows, int64_t size, int64_t *are_finite) {
+    const struct choice choice = {scores, size, are_finite};
+    share_out(FITTING(check_part), &choice, num_rows);
 }
 
 struct widening {

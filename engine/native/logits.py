@@ -1,6 +1,6 @@
-"""Logits as float32 and the token with the highest score, by our kernels where they run and by torch elsewhere.
+"""Logits as float32, the token with the highest score, and if there is one: by our kernels, by torch where they cannot.
 
-torch computes both with all of its threads as soon as a vocabulary is large. A region of OpenMP ends with the last of
+torch computes these with all of its threads as soon as a vocabulary is large. A region of OpenMP ends with the last of
 its threads, and beside the helpers of our kernels, which wait for the next product, that takes milliseconds.
 """
 
@@ -35,18 +35,28 @@ def highest(scores: Tensor) -> Tensor:
     return chosen if has_numbers else scores.argmax(dim=1)
 
 
+def are_finite(logits: Tensor) -> Tensor:
+    """True for each row of `logits` [R, V] whose highest is finite and that holds no NaN, [R] bool; -inf is allowed."""
+    num_rows, size = logits.shape
+    if not _is_ours(logits, torch.float32) or size == 0:
+        return logits.amax(dim=1).isfinite()
+    flags = torch.empty(num_rows, dtype=torch.int64)
+    _kernels()[2](logits.data_ptr(), num_rows, size, flags.data_ptr())
+    return flags.bool()
+
+
 def _is_ours(numbers: Tensor, dtype: torch.dtype) -> bool:
     is_plain = numbers.dtype is dtype and numbers.device.type == "cpu" and numbers.is_contiguous()
     return is_plain and kernels_for(dtype) is not None
 
 
 @cache
-def _kernels() -> tuple[Any, Any]:
+def _kernels() -> tuple[Any, Any, Any]:
     library = native_library(Instructions.AVX2)
     assert library is not None, "`_is_ours` says when there is one"
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    widen, choose = library.outrider_widen, library.outrider_choose
+    widen, choose, check = library.outrider_widen, library.outrider_choose, library.outrider_check
     widen.argtypes = [pointer, pointer, size]
-    choose.argtypes = [pointer, size, size, pointer]
-    widen.restype, choose.restype = None, ctypes.c_int
-    return widen, choose
+    choose.argtypes = check.argtypes = [pointer, size, size, pointer]
+    widen.restype, choose.restype, check.restype = None, ctypes.c_int, None
+    return widen, choose, check

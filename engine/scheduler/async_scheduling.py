@@ -60,7 +60,7 @@ class DrawnTokens:
         """Wait for the tokens, which follow no drafts."""
         if self._event is not None:
             self._event.synchronize()
-        return [VerifyResult((token_id,), 0) for token_id in self._token_ids.tolist()]
+        return [VerifyResult((token_id,), 0, is_finite=token_id >= 0) for token_id in self._token_ids.tolist()]
 
 
 class Overlap(Protocol):
@@ -139,7 +139,7 @@ class AsyncScheduling:
         if len(chosen) < len(tasks):
             token_ids = token_ids.index_select(0, index_tensor(chosen, token_ids.device))
         spans = [Span([0], scheduled.start, scheduled.sequence.block_table, 1) for scheduled in batch.scheduled]
-        logits = self._runner.forward(spans, token_ids)
+        logits = self._runner.forward(spans, token_ids.clamp(min=0))  # one without a token has a row that is dropped
         self._ahead = InFlightBatch(batch, [NOTHING] * len(batch.scheduled), logits, is_ahead=True)
         self.num_passes += 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from engine.sequence.sequence import Sequence, SequenceStatus
+from engine.verifier.verify_result import VerifyResult
 from protos.messages import FinishReason, TokenChunk, TokenLogprobs
 
 
@@ -36,6 +37,13 @@ def with_grammar(sequence: Sequence, cut: Cut) -> Cut:
     has_failed = sequence.matcher is not None and sequence.matcher.has_failed
     is_short = has_failed and cut.finish_reason is FinishReason.STOP
     return cut._replace(finish_reason=FinishReason.GRAMMAR) if is_short else cut
+
+
+def cut_outcome(sequence: Sequence, outcome: VerifyResult) -> Cut:
+    """Keep what a verified pass commits: nothing where the target has no next token, and the sequence ends."""
+    if sequence.has_faulty_prompt or not outcome.is_finite:
+        return Cut((), FinishReason.NON_FINITE)
+    return cut_output(sequence, outcome.token_ids)
 
 
 def finished_before_start(sequence: Sequence) -> Cut | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 
 from torch import Tensor
@@ -13,7 +14,8 @@ from engine.sequence.batch import Batch, ScheduledSequence
 def score_prompts(logits: Tensor, batch: Batch, num_drafts: Seq[int]) -> None:
     """Add to each sequence's `prompt_logprobs` what this pass's rows of `logits [R, V] float32` say.
 
-    Call it before the step is committed. `num_drafts` are those of each sampled sequence.
+    A sequence with a row that gives none is marked, and ends with the step. Call it before the step is committed.
+    `num_drafts` are those of each sampled sequence.
     """
     if all(scheduled.sequence.sampling.num_prompt_logprobs is None for scheduled in batch.scheduled):
         return
@@ -27,6 +29,7 @@ def score_prompts(logits: Tensor, batch: Batch, num_drafts: Seq[int]) -> None:
         first_row += num_rows
     for scheduled, scored in zip(owners, token_logprobs(logits, queries), strict=True):
         scheduled.sequence.prompt_logprobs.append(scored)
+        scheduled.sequence.has_faulty_prompt |= math.isnan(scored.logprob)
 
 
 def _queries(scheduled: ScheduledSequence, first_row: int) -> list[LogprobQuery]:

@@ -22,7 +22,7 @@ from operator import attrgetter
 from engine.config import SchedulerConfig, TreeConfig
 from engine.kv_cache.block_manager import BlockManager
 from engine.remote_prefill.prefill_source import NoPrefillSource, PrefillLoad, PrefillSource
-from engine.scheduler.ending import Cut, chunk_of, cut_output, finish, finished_before_start, with_grammar
+from engine.scheduler.ending import Cut, chunk_of, cut_outcome, finish, finished_before_start, with_grammar
 from engine.scheduler.fair_queue import FairQueue
 from engine.scheduler.length_limit import LengthLimit
 from engine.sequence.batch import Batch, ScheduledSequence
@@ -206,6 +206,8 @@ class Scheduler:
         sampled = batch.sampled
         for scheduled in batch.scheduled[len(sampled) :]:
             scheduled.sequence.num_computed_tokens = scheduled.start + scheduled.num_tokens
+            if scheduled.sequence.has_faulty_prompt:
+                chunks.append(self._end(scheduled.sequence, Cut((), FinishReason.NON_FINITE)))
         for scheduled, num_proposed, outcome in zip(sampled, num_drafts, verified, strict=True):
             chunks.append(self._commit_pass(scheduled.sequence, num_proposed, outcome))
         return chunks
@@ -368,14 +370,14 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _commit_pass(self, sequence: Sequence, num_proposed: int, outcome: VerifyResult) -> TokenChunk:
-        cut = cut_output(sequence, outcome.token_ids)
+        cut = cut_outcome(sequence, outcome)
         num_accepted = min(outcome.num_accepted, len(cut.token_ids))
         if outcome.is_exact:
             sequence.record_pass(num_proposed, num_accepted)
         sequence.append(cut.token_ids)
         cut = with_grammar(sequence, cut)
         sequence.num_computed_tokens = len(sequence.token_ids) - 1
-        if not sequence.clock.is_committed:
+        if cut.token_ids and not sequence.clock.is_committed:
             self.prefill_times.observe(sequence.clock.commit(self._clock()))
         logprobs = outcome.logprobs[: len(cut.token_ids)]
         if cut.finish_reason is None:
@@ -383,10 +385,13 @@ class Scheduler:
         return self._end(sequence, cut, logprobs)
 
     def _end(self, sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] = ()) -> TokenChunk:
-        """Drop the sequence; what it computed of committed tokens stays in the prefix cache."""
+        """Drop the sequence; what it computed of committed tokens stays in the prefix cache, but not what is faulty."""
         if sequence.status is SequenceStatus.RUNNING:
             self._stop_fetching(sequence)
-            self._blocks.publish(sequence, sequence.num_computed_tokens)
+            if cut.finish_reason is FinishReason.NON_FINITE:
+                self._blocks.retract(sequence, sequence.num_cached_tokens or 0)
+            else:
+                self._blocks.publish(sequence, sequence.num_computed_tokens)
             self._blocks.release(sequence)
             self._running.remove(sequence)
         else:

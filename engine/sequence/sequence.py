@@ -43,6 +43,7 @@ class Sequence(RequestTokens):
         self.num_expected_tokens = 0  # committed tokens that were cached when the sequence joined the queue
         self.num_cached_tokens: int | None = None  # prompt tokens found in the cache; None before the first admission
         self.prompt_logprobs: list[TokenLogprobs] = []  # from the second token on, if they are wanted
+        self.has_faulty_prompt = False  # a row of its prompt has no finite logits, and they are wanted
         self.num_proposed = 0
         self.num_accepted = 0
         self.accepted_histogram: list[int] = []

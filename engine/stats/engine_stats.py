@@ -150,6 +150,7 @@ class EngineStats:
         default_factory=HistogramStats
     )  # seconds from there to its first tokens, without transfers
     goodput: tuple[GoodputStats, ...] = ()
+    num_non_finite_requests: int = 0  # ended since their logits were not finite
     num_overlapped_passes: int = 0  # issued before the host had seen their tokens (`engine.scheduler.async_scheduling`)
 
     @property

@@ -12,6 +12,7 @@ from operator import itemgetter
 
 from torch import Tensor
 
+from engine.native.logits import are_finite
 from engine.sampling.logits_row import RowBatch
 from engine.sampling.logprobs import LogprobQuery, token_logprobs
 from engine.sampling.sampler import Sampler
@@ -19,9 +20,10 @@ from engine.sampling.thread_limit import limited_threads
 from engine.sampling.vocabulary import Vocabulary
 from engine.verifier.block import verify_by_block
 from engine.verifier.coupled import verify_coupled
+from engine.verifier.finite_rows import before_fault, up_to_fault
 from engine.verifier.rejection import verify_by_rejection, verify_tree_by_rejection
 from engine.verifier.verify_result import VerifyResult
-from engine.verifier.verify_task import VerifyTask, prepare_all
+from engine.verifier.verify_task import IMPOSSIBLE_ID, VerifyTask, prepare_all
 from protos.messages import VerifyMode
 
 _Rule = tuple[bool, VerifyMode]  # of trees or of chains: tasks of one rule are verified together
@@ -51,7 +53,13 @@ class Verifier:
         order, counts = _by_rule(tasks)
         prepared = prepare_all([tasks[index] for index in order], Vocabulary(logits.shape[1]))
         with limited_threads(logits):
+            is_finite = are_finite(logits)
             verified = self._verify_sorted(logits, prepared, counts)
+            if not bool(is_finite.all()):
+                flags = is_finite.tolist()
+                cut = [before_fault(task, flags) for task in prepared]
+                verified = self._verify_sorted(logits.where(is_finite[:, None], 0.0), cut, counts)
+                verified = [up_to_fault(*pair, flags) for pair in zip(prepared, verified, strict=True)]
             if len(counts) > 1:
                 verified = [result for _, result in sorted(zip(order, verified, strict=True), key=itemgetter(0))]
             return _with_logprobs(logits, tasks, verified)
@@ -59,11 +67,13 @@ class Verifier:
     def draw(self, logits: Tensor, tasks: Seq[VerifyTask]) -> Tensor:
         """Return what `verify` commits for tasks without drafts that are verified by matching, `[tasks] int64`.
 
-        The tokens stay on the device of the logits, and the host does not wait for them.
+        The tokens stay on the device of the logits, and the host does not wait for them. A row without finite logits
+        has `IMPOSSIBLE_ID`.
         """
         prepared = prepare_all(tasks, Vocabulary(logits.shape[1]))
         rows = RowBatch([task.rows for task in prepared])
-        return self._sampler.draw(_select(logits, prepared, rows), rows)
+        selected = _select(logits, prepared, rows)
+        return self._sampler.draw(selected, rows).where(are_finite(selected), IMPOSSIBLE_ID)
 
     def _verify_sorted(self, logits: Tensor, tasks: Seq[VerifyTask], counts: Mapping[_Rule, int]) -> list[VerifyResult]:
         """Verify prepared tasks, those of one rule after another: `counts` of each."""

@@ -23,6 +23,7 @@ from protos.errors import (
     EngineLostError,
     GrammarError,
     ModelChangedError,
+    NonFiniteLogitsError,
     OverloadedError,
     ServingError,
     UnavailableError,
@@ -283,12 +284,14 @@ def _unread(chunk: TokenChunk, num_committed: int) -> TokenChunk | None:
 
 
 def _refuse_early_end(batch: Sequence[TokenChunk]) -> None:
-    """Raise if the pair gave the sequence up or its time is over: nothing of such a batch is committed."""
+    """Raise if the pair gave the sequence up, its time is over, or its logits are not finite: nothing is committed."""
     reasons = {chunk.finish_reason for chunk in batch}
     if FinishReason.ABORT in reasons:
         raise UnavailableError("The pair gave the sequence up.")
     if FinishReason.TIMEOUT in reasons:
         raise DeadlineExceededError("The request's time-out passed before the answer was complete.")
+    if FinishReason.NON_FINITE in reasons:
+        raise NonFiniteLogitsError(batch[-1].error)
 
 
 def _grammar_error(request: GenerateRequest) -> GrammarError:

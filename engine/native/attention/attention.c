@@ -10,7 +10,8 @@
    A lane's bits depend on its query and on the keys that it sees, each at its own place, and on nothing else: keys are
    read in units of UNIT that begin at fixed places, each SPLIT of them has softmax and sums of its own
    (arXiv:2205.14135), and splits are merged in their order (arXiv:2311.01282). A key that a lane
-   does not see adds exact zeros. A node of a draft tree reads its own path, as the chain that it may become: the keys
+   does not see adds exact zeros, and where it is not finite, its product with zero shows in the result: the job's tokens
+   are then computed one by one, each from the keys that it sees. A node of a draft tree reads its own path, as the chain that it may become: the keys
    up to the last unit that lies before the tree with the other lanes, and the rest by itself.
 
    types.h has the call, keep.c the new keys and values, unit.c a unit of them, state.h what some lanes have seen,
@@ -52,7 +53,7 @@ static void plan_lanes(const struct attention *a, const struct span *span, int64
     const int64_t size = num_tiles * state_size(round_up(a->value_dim, 32));
     const int is_split = num_splits > 1 && num_tiles <= FEW_TILES;
     for (int64_t head = 0; jobs->jobs && head < a->num_heads; head++) {
-        struct job job = {span, head, first, lanes, first_split, last_split, NULL, NULL};
+        struct job job = {span, head, first, lanes, first_split, last_split, NULL, NULL, 0};
         if (!is_split) {
             jobs->jobs[jobs->num_jobs + head] = job;
             continue;

@@ -193,6 +193,7 @@ VECTOR_CODE static void attend_range(struct work *w, int64_t begin, int64_t end,
     }
     reader->ahead = begin < end ? w->following : NULL;
     for (; begin < end; begin += UNIT) {
+        if (w->job->is_apart) hide_keys(unit, oldest - begin);
         const int has_next = begin + UNIT < end || w->following;
         if (begin + UNIT < end) load_unit(a, w->job, begin + UNIT, end, path, next);
         else if (w->following) load_first(a, w->following, next);
@@ -296,10 +297,32 @@ VECTOR_CODE static void store(const struct work *w, int64_t tile, const float *s
     }
 }
 
-/* The last job of some lanes merges what all of them have left. */
-VECTOR_CODE static void merge_partials(const struct work *w, float *states) {
+/* Whether the results of the job's lanes are all finite. */
+VECTOR_CODE static int are_finite(const struct work *w) {
+    const struct attention *a = w->a;
+    const int64_t item = IS_BF16(a) ? 2 : 4;
+    int has_other = 0;
+    for (int64_t lane = 0; lane < w->job->num_lanes; lane++) {
+        const char *at = (const char *)a->out + place_of(w, lane) * item;
+        for (int64_t d = 0; d < a->value_dim; d++) {
+            uint32_t bits;
+            if (IS_BF16(a)) {
+                bf16 half;
+                memcpy(&half, at + d * 2, 2);
+                bits = (uint32_t)half << 16;
+            } else {
+                memcpy(&bits, at + d * 4, 4);
+            }
+            has_other |= (bits & 0x7f800000) == 0x7f800000;
+        }
+    }
+    return !has_other;
+}
+
+/* The last job of some lanes merges what all of them have left. Returns `are_finite`, and 1 from the others. */
+VECTOR_CODE static int merge_partials(const struct work *w, float *states) {
     struct merge *m = w->job->merge;
-    if (__atomic_sub_fetch(&m->num_open, 1, __ATOMIC_ACQ_REL)) return;
+    if (__atomic_sub_fetch(&m->num_open, 1, __ATOMIC_ACQ_REL)) return 1;
     const int64_t size = state_size(round_up(w->a->value_dim, 32));
     for (int64_t tile = 0; tile < w->num_tiles; tile++) {
         clear_lanes(w, states + tile * size, all_lanes(w));
@@ -307,6 +330,7 @@ VECTOR_CODE static void merge_partials(const struct work *w, float *states) {
             merge_lanes(w, states + tile * size, m->partials + i * m->size + tile * size, all_lanes(w));
         store(w, tile, states + tile * size);
     }
+    return are_finite(w);
 }
 
 /* Lanes of `token` in a tile, all where it is -1. */
@@ -350,8 +374,9 @@ VECTOR_CODE static void attend_tree(struct work *w, float *merged) {
     }
 }
 
-VECTOR_CODE static void compute(const struct attention *a, const struct job *job, const struct job *following,
-                                struct reader *reader) {
+/* Returns 0 where a result is not finite. */
+VECTOR_CODE static int compute(const struct attention *a, const struct job *job, const struct job *following,
+                               struct reader *reader) {
     struct work w = {.a = a, .job = job, .reader = reader, .num_tiles = (job->num_lanes + LANES - 1) / LANES};
 #ifndef NARROW
     union int8_numbers int8_numbers;
@@ -390,10 +415,25 @@ VECTOR_CODE static void compute(const struct attention *a, const struct job *job
     }
     if (job->partial) {
         memcpy(job->partial, states, num_numbers * sizeof(float));
-        merge_partials(&w, merged);
-        return;
+        return merge_partials(&w, merged);
     }
     for (int64_t tile = 0; tile < w.num_tiles; tile++) store(&w, tile, merged + tile * size);
+    return are_finite(&w);
+}
+
+/* The lanes of a job in all splits, token by token: each reads only keys that it sees, and has the same bits if those
+   that it does not see are finite. */
+VECTOR_CODE static void compute_apart(const struct attention *a, const struct job *job) {
+    const int64_t last = job->first_lane + job->num_lanes;
+    for (int64_t lane = job->first_lane, next; lane < last; lane = next) {
+        const int64_t token = lane / a->group_size, end = job->span->start + token + 1;
+        next = min((token + 1) * a->group_size, last);
+        const int64_t oldest = a->window ? max(0, end - a->window) : 0;
+        const struct job apart = {job->span,          job->head, lane, next - lane, oldest / SPLIT,
+                                  (end - 1) / SPLIT + 1, NULL,      NULL, 1};
+        struct reader reader = {.unit = reader.units};
+        compute(a, &apart, NULL, &reader);
+    }
 }
 
 TILE_CODE void PART(run_part)(const void *work, int64_t part) {
@@ -409,7 +449,7 @@ TILE_CODE void PART(run_part)(const void *work, int64_t part) {
     _mm_setcsr(mode | 0x8040); /* the smallest weights are zeros: as numbers they take a hundred times as long */
     for (int64_t i = first; i < last; i++) {
         const struct job *job = pass->jobs + i, *next = i + 1 < last && job[1].span->nodes < 0 ? job + 1 : NULL;
-        compute(pass->attention, job, next, &reader);
+        if (!compute(pass->attention, job, next, &reader)) compute_apart(pass->attention, job);
     }
     _mm_setcsr(mode);
 #ifndef NARROW

@@ -4,12 +4,22 @@
 
 #include <float.h>
 
-/* A head as int8 with its scale, to the bit what engine/kv_cache/int8_heads.py makes of it. */
+/* A head as int8 with its scale, to the bit what engine/kv_cache/int8_heads.py makes of it: NaN for one that is not
+   finite. */
 VECTOR_CODE static void keep_int8(const char *head, int64_t dim, int is_bf16, char *out) {
-    floats largest = lanes_zero();
+    floats largest = lanes_zero(), faults = largest;
     for (int64_t d = 0; d < dim; d += 16) {
         const mask lanes = mask_of(dim - d >= 16 ? 0xffff : (1 << (dim - d)) - 1);
-        largest = lanes_max(largest, lanes_abs(load_some_numbers(head, d, lanes, is_bf16)));
+        const floats numbers = load_some_numbers(head, d, lanes, is_bf16);
+        largest = lanes_max(largest, lanes_abs(numbers));
+        faults = lanes_fma(numbers, lanes_zero(), faults);
+    }
+    const float fault = lanes_sum(faults);
+    if (fault != fault) {
+        const bf16 no_number = 0x7fc0;
+        memset(out, 0, (size_t)dim);
+        memcpy(out + dim, &no_number, 2);
+        return;
     }
     float scale = lanes_highest(largest) / 127.0f;
     if (scale < FLT_MIN) scale = FLT_MIN; /* never zero */

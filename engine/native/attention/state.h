@@ -30,7 +30,7 @@ VECTOR_CODE INLINE void cap(float *scores, int64_t count, floats scaling, float 
     const floats bound = lanes_set(60.0f);
     for (int64_t i = 0; i < count; i += LANES) {
         floats x = lanes_mul(lanes_load(scores + i), factor);
-        x = lanes_max(lanes_min(x, bound), lanes_sub(lanes_zero(), bound));
+        x = lanes_max(lanes_sub(lanes_zero(), bound), lanes_min(bound, x)); /* no number stays none */
         floats grown = power_of_two(x, 0);
         floats ratio = lanes_div(lanes_sub(grown, one), lanes_add(grown, one));
         lanes_store(scores + i, lanes_mul(ratio, lanes_set(softcap)));

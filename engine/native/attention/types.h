@@ -67,6 +67,7 @@ struct job {
     int64_t first_split, last_split; /* [first, last) */
     float *partial;                  /* where the one split goes that is merged later, or NULL */
     struct merge *merge;
+    int is_apart; /* its lanes are one token's, and keys before the window are not read */
 };
 
 /* Splits of the same lanes that several jobs have read. */

@@ -30,6 +30,13 @@ void load_unit(const struct attention *a, const struct job *job, int64_t begin, 
     for (int64_t i = unit->count; i % 32; i++) unit->keys[i] = unit->values[i] = zeros;
 }
 
+void hide_keys(struct unit *unit, int64_t count) {
+    for (int64_t i = 0; i < min(count, unit->count); i++) {
+        unit->slots[i] = -UNIT; /* no run begins here */
+        unit->keys[i] = unit->values[i] = zeros;
+    }
+}
+
 #ifdef NARROW
 /* A stored head of int8 as floats, zeros up to `width`. */
 VECTOR_CODE INLINE void load_int8(const char *head, int64_t dim, int64_t width, float *out) {

@@ -27,6 +27,9 @@ VECTOR_CODE INLINE void fetch(const char *const *rows, int64_t num_bytes) {
 WITHIN void load_unit(const struct attention *a, const struct job *job, int64_t begin, int64_t stop,
                         const int32_t *path, struct unit *unit);
 
+/* Have zeros in the place of the first `count` keys and values. */
+WITHIN void hide_keys(struct unit *unit, int64_t count);
+
 /* Bring to `room` what the kernel cannot read as it is, and keys that it reads often: rows of a pool lie so far apart
    that they share few sets of the cache. Few lanes read it as it is. */
 WITHIN void copy_to_room(const struct attention *a, struct unit *unit, char *room, int is_few, int is_read_once);

@@ -1,4 +1,5 @@
-/* Rows of bfloat16 or float32 to numbers of 8 bits, with a scale for each group: the same ones by AVX-512 and AVX2. */
+/* Rows of bfloat16 or float32 to numbers of 8 bits, with a scale for each group: the same ones by AVX-512 and AVX2. The
+   scale of a group that is not finite is NaN, and so are the sums of its row. */
 
 #include "lanes/lanes.h"
 #include "products/quantized.h"
@@ -9,11 +10,14 @@ INLINE float scale_of(float range, float levels) { return range < 1e-28f * level
 
 /* A group of x, of `vectors` times 16, for weights of 8 bits: 0 stands for its least number, 255 for its greatest. */
 AVX INLINE void quantize_based(const int vectors, const __m512 *x, int8_t *to, float *scale, float *base) {
-    __m512 lowest = x[0], highest = x[0];
+    __m512 lowest = x[0], highest = x[0], faults = _mm512_mul_ps(x[0], _mm512_setzero_ps());
 #pragma GCC unroll 4
-    for (int i = 1; i < vectors; i++) lowest = _mm512_min_ps(lowest, x[i]), highest = _mm512_max_ps(highest, x[i]);
+    for (int i = 1; i < vectors; i++) {
+        lowest = _mm512_min_ps(lowest, x[i]), highest = _mm512_max_ps(highest, x[i]);
+        faults = _mm512_fmadd_ps(x[i], _mm512_setzero_ps(), faults);
+    }
     *base = _mm512_reduce_min_ps(lowest);
-    *scale = scale_of(_mm512_reduce_max_ps(highest) - *base, 255.0f);
+    *scale = scale_of(_mm512_reduce_max_ps(highest) - *base, 255.0f) + _mm512_reduce_add_ps(faults);
     const __m512 inverse = _mm512_set1_ps(1.0f / *scale), least = _mm512_set1_ps(*base);
 #pragma GCC unroll 4
     for (int i = 0; i < vectors; i++) {
@@ -24,7 +28,9 @@ AVX INLINE void quantize_based(const int vectors, const __m512 *x, int8_t *to, f
 
 /* The same for weights of 4 bits: the largest magnitude is 127. */
 AVX INLINE void quantize_summed(__m512 low, __m512 high, int8_t *to, float *scale, float *sum) {
-    *scale = scale_of(_mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high))), 127.0f);
+    const __m512 zero = _mm512_setzero_ps(), faults = _mm512_fmadd_ps(low, zero, _mm512_mul_ps(high, zero));
+    *scale = scale_of(_mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high))), 127.0f) +
+             _mm512_reduce_add_ps(faults);
     const __m512 inverse = _mm512_set1_ps(1.0f / *scale);
     const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(low, inverse));
     const __m512i second = _mm512_cvtps_epi32(_mm512_mul_ps(high, inverse));
@@ -79,6 +85,16 @@ AVX2 INLINE int32_t sum_of(__m256i x) {
     return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 1)));
 }
 
+/* 0, or NaN where a number is not finite. */
+AVX2 INLINE float fault_of(const int vectors, const __m256 *x) {
+    __m256 faults = _mm256_setzero_ps();
+#pragma GCC unroll 8
+    for (int i = 0; i < vectors; i++) faults = _mm256_fmadd_ps(x[i], _mm256_setzero_ps(), faults);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(faults), _mm256_extractf128_ps(faults, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
 /* 16-bit halves of four vectors' numbers to 8 bits, in their order. */
 AVX2 INLINE __m256i in_order(__m256i packed) {
     return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
@@ -90,7 +106,7 @@ AVX2 INLINE void quantize_based_narrow(const int vectors, const __m256 *x, int8_
 #pragma GCC unroll 8
     for (int i = 1; i < vectors; i++) least = _mm256_min_ps(least, x[i]), most = _mm256_max_ps(most, x[i]);
     *base = lowest(least);
-    *scale = scale_of(highest(most) - *base, 255.0f);
+    *scale = scale_of(highest(most) - *base, 255.0f) + fault_of(vectors, x);
     const __m256 inverse = _mm256_set1_ps(1.0f / *scale), zero = _mm256_set1_ps(*base);
     for (int at = 0; at < vectors; at += 4, to += 2 * GROUP) {
         __m256i whole[4];
@@ -108,7 +124,7 @@ AVX2 INLINE void quantize_summed_narrow(const __m256 *x, int8_t *to, float *scal
     const __m256 sign = _mm256_set1_ps(-0.0f);
     __m256 most = _mm256_setzero_ps();
     for (int i = 0; i < 4; i++) most = _mm256_max_ps(most, _mm256_andnot_ps(sign, x[i]));
-    *scale = scale_of(highest(most), 127.0f);
+    *scale = scale_of(highest(most), 127.0f) + fault_of(4, x);
     const __m256 inverse = _mm256_set1_ps(1.0f / *scale);
     __m256i whole[4];
 #pragma GCC unroll 4

@@ -78,7 +78,7 @@ class PositionLog:
         positions: list[int] = []
         for index, first_row in zip(copied.tasks, copied.first_rows, strict=True):
             sequence, outcome = tasks[index].sequence, verified[index]
-            if not outcome.is_exact:
+            if not (outcome.is_exact and outcome.is_finite):
                 continue
             self._sequences[sequence.request_id] = sequence
             num_tokens = len(outcome.token_ids)

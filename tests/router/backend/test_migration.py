@@ -8,8 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from protos.errors import DeadlineExceededError, EngineError, EngineLostError, OverloadedError, UnavailableError
-from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk
+from protos.errors import (
+    DeadlineExceededError,
+    EngineError,
+    EngineLostError,
+    NonFiniteLogitsError,
+    OverloadedError,
+    UnavailableError,
+)
+from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
 from router.backend import migration
 from router.backend.migration import MigratingBackend
 from router.config import IngressLimits
@@ -178,3 +185,48 @@ async def test_closing_the_stream_closes_the_pairs() -> None:
         await anext(stream)
         assert backend.num_running == 1
     assert backend.num_running == 0
+
+
+def chunk_with_logprobs(token_ids: tuple[int, ...], offset: int, reason: FinishReason | None = None) -> TokenChunk:
+    logprobs = tuple(TokenLogprobs(token_id, -token_id / 10, ((token_id, -token_id / 10),)) for token_id in token_ids)
+    sources = tuple(f"source of {token_id}" for token_id in token_ids)
+    prompt = (TokenLogprobs(10, -1.0, ()),) if offset == 0 else ()
+    return TokenChunk("r", token_ids, logprobs, reason, offset=offset, sources=sources, prompt_logprobs=prompt)
+
+
+async def test_a_chunk_that_repeats_tokens_adds_those_behind_them_with_their_own_logprobs_and_sources() -> None:
+    backend = FakeBackend()
+
+    async def repeat(request: GenerateRequest):  # type: ignore[no-untyped-def]
+        yield [chunk_with_logprobs((11, 12, 13), 0)]
+        yield [chunk_with_logprobs((11, 12), 0), chunk_with_logprobs((12, 13, 14, 15), 1)]
+        yield [chunk_with_logprobs((15,), 4)]
+        yield [chunk_with_logprobs((14, 15), 3, FinishReason.LENGTH)]
+
+    backend.generate = repeat  # type: ignore[method-assign]
+    chunks = [chunk async for batch in MigratingBackend(backend, LIMITS).generate(REQUEST) for chunk in batch]
+    expected = [
+        chunk_with_logprobs((11, 12, 13), 0),
+        chunk_with_logprobs((14, 15), 3),
+        chunk_with_logprobs((), 5, FinishReason.LENGTH),
+    ]
+    assert chunks == expected
+
+
+async def test_a_model_that_has_no_finite_logits_is_asked_once() -> None:
+    backend = FakeBackend()
+    generate = backend.generate
+
+    async def overflow(request: GenerateRequest):  # type: ignore[no-untyped-def]
+        async for batch in generate(request):
+            yield batch
+            yield [
+                TokenChunk(request.request_id, (), finish_reason=FinishReason.NON_FINITE, offset=2, error="too large")
+            ]
+
+    backend.generate = overflow  # type: ignore[method-assign]
+    with pytest.raises(NonFiniteLogitsError, match="too large") as failure:
+        await tokens_of(backend)
+    assert (failure.value.http_status, failure.value.grpc_code) == (500, "INTERNAL")
+    assert (failure.value.error_type, failure.value.code) == ("server_error", "non_finite_logits")
+    assert len(backend.requests) == 1

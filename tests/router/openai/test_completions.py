@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 import httpx
@@ -11,7 +12,14 @@ import pytest
 from openai.types import Completion
 
 from protos.errors import EngineError, OverloadedError, UnavailableError
-from protos.messages import SamplingDefaults, SpeculationMethod, VerifyMode
+from protos.messages import (
+    FinishReason,
+    GenerateRequest,
+    SamplingDefaults,
+    SpeculationMethod,
+    TokenChunk,
+    VerifyMode,
+)
 from router.backend import refusal_gate
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
@@ -225,6 +233,29 @@ async def test_an_error_in_the_stream_is_its_last_event(
     stream = await lenient_client.completions.create(model="fake", prompt="a", stream=True)
     assert (await anext(stream)).choices[0].text == "bc"
     with pytest.raises(openai.APIError, match="the engine broke"):
+        await anext(stream)
+
+
+async def test_logits_that_are_not_finite_are_an_error_with_a_code_of_its_own(
+    lenient_client: openai.AsyncOpenAI, backend: FakeBackend
+) -> None:
+    async def overflow(request: GenerateRequest) -> AsyncGenerator[list[TokenChunk], None]:
+        yield [TokenChunk(request.request_id, (98,))]
+        yield [TokenChunk(request.request_id, (), finish_reason=FinishReason.NON_FINITE, offset=1, error="too large")]
+
+    backend.generate = overflow  # type: ignore[method-assign]
+    with pytest.raises(openai.InternalServerError) as failure:
+        await lenient_client.completions.create(model="fake", prompt="a")
+    assert failure.value.status_code == 500
+    assert failure.value.body == {
+        "message": "too large",
+        "type": "server_error",
+        "param": None,
+        "code": "non_finite_logits",
+    }
+    stream = await lenient_client.completions.create(model="fake", prompt="a", stream=True)
+    assert (await anext(stream)).choices[0].text
+    with pytest.raises(openai.APIError, match="too large"):
         await anext(stream)
 
 

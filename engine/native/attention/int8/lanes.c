@@ -10,10 +10,11 @@ enum {
 };
 
 AVX void load_int8_query(const struct attention *a, const char *query, struct int8_query *to) {
-    __m512 largest = _mm512_setzero_ps();
+    __m512 largest = _mm512_setzero_ps(), faults = largest;
     for (int64_t d = 0; d < a->key_dim; d += 16) {
         const __m512 some = load_some_numbers(query, d, first_lanes(a->key_dim - d), a->is_bf16);
         largest = _mm512_max_ps(largest, _mm512_abs_ps(some));
+        faults = _mm512_fmadd_ps(some, _mm512_setzero_ps(), faults);
     }
     const float top = _mm512_reduce_max_ps(largest);
     const __m512 inverse = _mm512_set1_ps(top < LEAST ? 0 : MAX_QUERY / top);
@@ -27,7 +28,7 @@ AVX void load_int8_query(const struct attention *a, const char *query, struct in
         _mm_store_si128((__m128i *)(to->low + d), _mm512_cvtepi32_epi8(low));
         sum = _mm512_add_epi32(sum, whole);
     }
-    to->scale = top / MAX_QUERY;
+    to->scale = top / MAX_QUERY + _mm512_reduce_add_ps(faults);
     to->offset = -128 * _mm512_reduce_add_epi32(sum);
 }
 
@@ -113,12 +114,13 @@ AVX INLINE __m512i bytes_of(__m512i first, __m512i second) {
     return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(first, second));
 }
 
-/* Weights times the scales of their values as whole numbers; it returns their scale. */
+/* Weights times the scales of their values as whole numbers; it returns their scale, NaN where one is not finite. */
 AVX INLINE float weigh_int8(float *weights, const float *scales, int64_t num_keys, uint8_t *high, uint8_t *low) {
-    __m512 largest = _mm512_setzero_ps();
+    __m512 largest = _mm512_setzero_ps(), faults = largest;
     for (int64_t key = 0; key < num_keys; key += 16) {
         const __m512 weight = _mm512_mul_ps(_mm512_load_ps(weights + key), _mm512_load_ps(scales + key));
         largest = _mm512_max_ps(largest, weight);
+        faults = _mm512_fmadd_ps(weight, _mm512_setzero_ps(), faults);
         _mm512_store_ps(weights + key, weight);
     }
     for (int64_t key = num_keys; key % REGISTER; key += 16) _mm512_store_ps(weights + key, _mm512_setzero_ps());
@@ -134,7 +136,7 @@ AVX INLINE float weigh_int8(float *weights, const float *scales, int64_t num_key
         _mm512_store_si512(high + key, bytes_of(_mm512_srli_epi16(first, 8), _mm512_srli_epi16(second, 8)));
         _mm512_store_si512(low + key, bytes_of(_mm512_and_si512(first, last), _mm512_and_si512(second, last)));
     }
-    return top / MAX_WEIGHT;
+    return top / MAX_WEIGHT + _mm512_reduce_add_ps(faults);
 }
 
 /* Weighted sums of two of four times 16 dims, from `first` on, to `sums`. */

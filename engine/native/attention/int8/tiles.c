@@ -148,13 +148,14 @@ AVX INLINE __m512i high_bytes(const __m512i x[4]) {
 }
 
 /* Weights [UNIT, LANES] times the scales of their values as whole numbers [UNIT / 4, LANES, 4], zeros up to whole
-   TILE_BYTES; it returns their scales. */
+   TILE_BYTES; it returns their scales, NaN where one is not finite. */
 AVX INLINE __m512 weigh(float *weights, const float *scales, int64_t num_keys, uint8_t *high, uint8_t *low) {
-    __m512 top = _mm512_setzero_ps();
+    __m512 top = _mm512_setzero_ps(), faults = top;
     for (int64_t key = 0; key < num_keys; key++) {
         float *weight = weights + key * LANES;
         const __m512 scaled = _mm512_mul_ps(_mm512_load_ps(weight), _mm512_set1_ps(scales[key]));
         top = _mm512_max_ps(top, scaled);
+        faults = _mm512_fmadd_ps(scaled, _mm512_setzero_ps(), faults);
         _mm512_store_ps(weight, scaled);
     }
     const __mmask16 some = _mm512_cmp_ps_mask(top, _mm512_set1_ps(LEAST), _CMP_GE_OQ);
@@ -169,7 +170,7 @@ AVX INLINE __m512 weigh(float *weights, const float *scales, int64_t num_keys, u
         _mm512_store_si512(high + key * LANES, high_bytes(whole));
         _mm512_store_si512(low + key * LANES, low_bytes(whole));
     }
-    return _mm512_div_ps(top, _mm512_set1_ps(MAX_WEIGHT));
+    return _mm512_add_ps(_mm512_div_ps(top, _mm512_set1_ps(MAX_WEIGHT)), faults);
 }
 
 /* Exact sums of 16 dims, times `scales`, onto `to`. */

@@ -1,0 +1,171 @@
+"""A key that is hidden from a row counts for nothing in it, whatever its numbers are; every attention, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention.base import LayerOptions, PlanAttention
+from engine.attention.batch_invariant import BatchInvariantAttention
+from engine.attention.native import NativeAttention
+from engine.attention.torch_attention import TorchAttention
+from engine.attention.triton_tiling import Heads
+from engine.config import KVDtype
+from tests.engine.fixtures.attention_fixtures import (
+    BUSHY,
+    MIXED,
+    PLAIN,
+    TREES,
+    VERIFY,
+    AttentionWorld,
+    Extent,
+    seen_places,
+)
+from tests.engine.fixtures.native_kernels import needs_float_kernels
+
+NAN = float("nan")
+SHORT = [*MIXED, *TREES]
+WINDOWED = LayerOptions(scaling=0.3, window=6)
+LONG = [Extent(900, 40), Extent(1022, 5), Extent(1022, 8, BUSHY), *SHORT]
+
+
+def attend(world: AttentionWorld, plan: PlanAttention, options: LayerOptions) -> Tensor:
+    """[T, H * G, D of the values] of a pass that writes its keys and values first."""
+    slots, key, value = world.new_kv()
+    query = world.query.transpose(0, 1)[None]
+    return plan(world.spans, world.cache).whole(slots).attend(0, query, key, value, options)[0]
+
+
+def middle(world: AttentionWorld) -> list[int]:
+    """A place in each span that some of its rows see and others do not, where there is one."""
+    return [span.start + len(span.token_ids) // 2 for span in world.spans]
+
+
+def last(world: AttentionWorld) -> list[int]:
+    return [span.end - 1 for span in world.spans]
+
+
+def past(world: AttentionWorld) -> list[int]:
+    """A place before each span, out of the windows of these tests; its first place where there is none."""
+    return [max(0, span.start - 8) for span in world.spans]
+
+
+def sees(world: AttentionWorld, places: Seq[int], window: int | None) -> list[bool]:
+    """True for each row of the pass that sees the place of its span."""
+    return [
+        place in seen_places(span, row, window)
+        for span, place in zip(world.spans, places, strict=True)
+        for row in range(len(span.token_ids))
+    ]
+
+
+def spoil(world: AttentionWorld, places: Seq[int], fault: float, *, keys: bool) -> None:
+    """Have `fault` as the value at a place of each span, and as its key."""
+    slots = torch.cat([world.slots(span, at, at + 1) for span, at in zip(world.spans, places, strict=True)])
+    key, value = (heads[0].transpose(0, 1) for heads in world.heads_of(slots))
+    value = value.new_full(value.shape, fault)
+    key = key.new_full(key.shape, fault) if keys else key
+    for cache in {world.cache, world.source}:
+        cache.write(0, slots, key, value)
+
+
+def check(plan: PlanAttention, new_world: Callable[[], AttentionWorld], options: LayerOptions = PLAIN) -> None:
+    """Rows that do not see a fault have the bits that they have without it, and others are no numbers."""
+    expected = attend(new_world(), plan, options)
+    assert expected.isfinite().all()
+    for choose, fault, keys in (
+        (middle, NAN, True),
+        (last, float("inf"), False),
+        (past, NAN, True),
+        (past, NAN, False),
+    ):
+        world = new_world()
+        places = choose(world)
+        spoil(world, places, fault, keys=keys)
+        out = attend(world, plan, options)
+        is_seen = torch.tensor(sees(world, places, options.window), device=out.device)
+        assert torch.equal(out[~is_seen], expected[~is_seen])
+        assert not out[is_seen].isfinite().any()
+
+
+OPTIONS = pytest.mark.parametrize(
+    "options", [PLAIN, WINDOWED, LayerOptions(scaling=3.0, softcap=2.0)], ids=["plain", "windowed", "capped"]
+)
+
+
+@OPTIONS
+@pytest.mark.parametrize("kind", [KVDtype.AUTO, KVDtype.INT8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("extents", [SHORT, [Extent(5, 1), Extent(20, 40), Extent(40, 2)]], ids=["short", "chunk"])
+def test_torch_reads_hidden_keys_as_nothing(
+    extents: list[Extent], dtype: torch.dtype, kind: KVDtype, options: LayerOptions
+) -> None:
+    check(TorchAttention, lambda: AttentionWorld(extents, Heads(2, 2, 16, 16), dtype=dtype, kind=kind), options)
+
+
+def test_torch_reads_blocks_that_others_left_as_nothing() -> None:
+    """Short spans are read together, padded with blocks whose tails no row has written: these are NaN here."""
+    world = AttentionWorld([Extent(3, 1), Extent(37, 2), Extent(20, 1)], Heads(2, 2, 16, 16))
+    torch.testing.assert_close(attend(world, TorchAttention, PLAIN).double(), world.expected(PLAIN), rtol=0, atol=1e-5)
+
+
+def test_keys_so_large_that_a_hidden_score_overflows_are_read_as_nothing() -> None:
+    world = AttentionWorld([VERIFY], Heads(2, 2, 16, 16))
+    expected = attend(world, TorchAttention, PLAIN)
+    spoil(world, last(world), 3e38, keys=True)
+    assert torch.equal(attend(world, TorchAttention, PLAIN)[:-1], expected[:-1])
+
+
+def test_steps_of_spans_that_share_blocks_read_each_others_faults_as_nothing() -> None:
+    """Branches of one sequence are read together, each with a block of its own that the others do not see."""
+    outs = []
+    for fault in (1.0, NAN):
+        world = AttentionWorld([Extent(46, 1)] * 4, Heads(2, 2, 16, 16))
+        trunk = world.spans[0].block_table[:2]
+        world.spans = [span._replace(block_table=[*trunk, span.block_table[2]]) for span in world.spans]
+        own = world.slots(world.spans[0], 45, 46)
+        world.cache.write(0, own, *(torch.full((1, 2, 16), fault) for _ in range(2)))
+        slots, key, value = world.new_kv()
+        step = TorchAttention(world.spans, world.cache).step(0, slots)
+        outs.append(step.attend(0, world.query.transpose(0, 1)[None], key, value, PLAIN)[0])
+    assert torch.equal(outs[1][1:], outs[0][1:])
+    assert outs[0].isfinite().all()
+    assert not outs[1][0].isfinite().any()
+
+
+@pytest.mark.parametrize("options", [PLAIN, WINDOWED], ids=["plain", "windowed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_batch_invariant_torch_reads_hidden_keys_as_nothing(dtype: torch.dtype, options: LayerOptions) -> None:
+    check(BatchInvariantAttention, lambda: AttentionWorld(SHORT, Heads(2, 2, 16, 16), dtype=dtype), options)
+
+
+@needs_float_kernels
+@pytest.mark.usefixtures("any_instructions")
+@OPTIONS
+@pytest.mark.parametrize("kind", [KVDtype.AUTO, KVDtype.INT8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "heads",
+    [Heads(2, 1, 64, 64), Heads(1, 3, 32, 32), Heads(1, 7, 24, 40)],
+    ids=lambda heads: f"{heads.group_size}x{heads.key_dim}",
+)
+def test_our_kernels_read_hidden_keys_as_nothing(
+    heads: Heads, dtype: torch.dtype, kind: KVDtype, options: LayerOptions
+) -> None:
+    check(NativeAttention, lambda: AttentionWorld(LONG, heads, dtype=dtype, kind=kind), options)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="the package triton is not installed")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows beyond a span see nothing, and divide by it
+@OPTIONS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_triton_kernel_reads_hidden_keys_as_nothing(dtype: torch.dtype, options: LayerOptions) -> None:
+    from engine.attention.triton_attention import TritonAttention
+
+    extents = [Extent(30, 1), Extent(20, 5), Extent(19, 9, BUSHY)]
+    check(TritonAttention, lambda: AttentionWorld(extents, Heads(1, 4, 16, 16), dtype=dtype), options)

@@ -1,0 +1,276 @@
+"""A model that overflows on one token: its request ends with an error, and nothing else knows of it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine.config import (
+    CacheConfig,
+    EngineConfig,
+    KVDtype,
+    ModelConfig,
+    Quantization,
+    SpeculationConfig,
+    TreeConfig,
+    TreeKind,
+)
+from engine.draft import Draft
+from engine.engine_core import EngineCore
+from engine.native.library import Instructions, native_library
+from engine.sequence.batch import ScheduledSequence
+from engine.sequence.sequence import Sequence
+from protos.messages import (
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    SpeculationMethod,
+    SpeculationParams,
+    TokenChunk,
+    VerifyMode,
+)
+from tests.engine.fixtures.checkpoints import write_checkpoint
+from tests.engine.fixtures.fakes import ScriptedProposer
+
+POISON, VOCAB_SIZE = 77, 128
+FACTORS = {"float16": 3e4, "float32": 1e38, "bfloat16": 1e38}
+CLEAN, POISONED = (5, 9, 14, 20, 31), (5, 9, POISON, 20, 31)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Four layers of a Llama each, whose values behind `POISON` are more than the dtype holds."""
+
+    @cache
+    def write(dtype: str) -> Path:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            bos_token_id=None,
+            eos_token_id=None,
+            initializer_range=0.4,
+            tie_word_embeddings=False,
+        )
+        model = LlamaForCausalLM(config)
+        with torch.no_grad():
+            model.model.embed_tokens.weight[:, 0] = 0.0
+            model.model.embed_tokens.weight[POISON] = 0.0
+            model.model.embed_tokens.weight[POISON, 0] = 100.0
+            model.model.layers[0].self_attn.v_proj.weight[:, 0] = FACTORS[dtype]
+            model.lm_head.weight[POISON] = 0.0  # never said
+        folder = tmp_path_factory.mktemp(dtype)
+        model.to(getattr(torch, dtype)).save_pretrained(folder)
+        return folder
+
+    return write
+
+
+def new_core(
+    folder: Path,
+    dtype: str,
+    attention: str = "auto",
+    proposer: ScriptedProposer | None = None,
+    *,
+    kv: KVDtype = KVDtype.AUTO,
+    quantization: Quantization = Quantization.NONE,
+    is_caching: bool = False,
+    tree: TreeConfig | None = None,
+) -> EngineCore:
+    model = ModelConfig(str(folder), dtype=dtype, device="cpu", attention=attention, quantization=quantization)
+    cache_config = CacheConfig(num_blocks=24, enable_prefix_caching=is_caching, dtype=kv)
+    methods = (SpeculationMethod.MODEL, SpeculationMethod.NONE)
+    speculation = SpeculationConfig(5, adaptive=False, methods=methods, tree=tree)
+    return EngineCore.from_config(EngineConfig(model, cache_config, speculation=speculation), proposer)
+
+
+def request(
+    name: str, prompt: Iterable[int] = CLEAN, *, speculation: SpeculationParams | None = None, **sampling: object
+) -> GenerateRequest:
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **sampling})  # type: ignore[arg-type]
+    return GenerateRequest(name, tuple(prompt), params, speculation or SpeculationParams())
+
+
+def run(core: EngineCore, *requests: GenerateRequest) -> dict[str, list[TokenChunk]]:
+    chunks: dict[str, list[TokenChunk]] = {each.request_id: [] for each in requests}
+    for each in requests:
+        core.add(each)
+    while core.has_work:
+        for chunk in core.step():
+            chunks[chunk.request_id].append(chunk)
+        core.scheduler.check_integrity()
+    return chunks
+
+
+def texts(chunks: dict[str, list[TokenChunk]]) -> dict[str, list[int]]:
+    return {name: [token for chunk in of for token in chunk.token_ids] for name, of in chunks.items()}
+
+
+def is_faulty(chunks: Seq[TokenChunk]) -> bool:
+    (chunk,) = chunks
+    return chunk.finish_reason is FinishReason.NON_FINITE and not chunk.token_ids and "finite" in chunk.error
+
+
+class PoisonousTrees(ScriptedProposer):
+    """Proposes what `draft_of` says, and the poison beside each of its tokens and behind the last."""
+
+    def propose(self, batch: Seq[ScheduledSequence]) -> list[Draft]:
+        drafts = []
+        for scheduled in batch:
+            token_ids, parents, parent = [], [], -1
+            for token_id in self._draft_of(scheduled.sequence, 2):
+                token_ids += [POISON, token_id]
+                parents += [parent, parent]
+                parent = len(token_ids) - 1
+            drafts.append(Draft((*token_ids, POISON), (), (*parents, parent)))
+        return drafts
+
+
+BACKENDS = [
+    pytest.param("float16", "torch", KVDtype.AUTO, id="float16-torch"),
+    pytest.param("float16", "torch", KVDtype.INT8, id="float16-torch-int8"),
+    pytest.param("float32", "torch", KVDtype.AUTO, id="float32-torch"),
+    pytest.param("bfloat16", "torch", KVDtype.AUTO, id="bfloat16-torch"),
+]
+if native_library(Instructions.AVX2) is not None:
+    BACKENDS += [
+        pytest.param("float32", "native", KVDtype.AUTO, id="float32-native"),
+        pytest.param("float32", "native", KVDtype.INT8, id="float32-native-int8"),
+    ]
+if native_library(Instructions.AVX512) is not None:
+    BACKENDS += [
+        pytest.param("bfloat16", "native", KVDtype.AUTO, id="bfloat16-native"),
+        pytest.param("bfloat16", "native", KVDtype.INT8, id="bfloat16-native-int8"),
+    ]
+ALL_BACKENDS = pytest.mark.parametrize(("dtype", "attention", "kv"), BACKENDS)
+
+
+@ALL_BACKENDS
+def test_a_faulty_request_ends_alone(
+    folders: Callable[[str], Path], dtype: str, attention: str, kv: KVDtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither those beside it nor those that take its blocks afterwards get another text."""
+    folder = folders(dtype)
+    others = [request(str(index), (*CLEAN, index)) for index in range(1, 5)]
+    expected = texts(run(new_core(folder, dtype, attention, kv=kv), *others))
+    core = new_core(folder, dtype, attention, kv=kv)
+    with caplog.at_level(logging.WARNING):
+        chunks = run(core, request("poisoned", POISONED * 20), *others)
+    assert is_faulty(chunks.pop("poisoned"))
+    assert texts(chunks) == expected
+    assert texts(run(core, *others)) == expected
+    assert core.stats().num_non_finite_requests == 1
+    assert core.blocks.num_free_blocks == core.blocks.num_blocks
+    assert [record.args[0] for record in caplog.records if "finite" in record.getMessage()] == ["poisoned"]
+
+
+@ALL_BACKENDS
+@pytest.mark.parametrize("verify", VerifyMode)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_rejected_draft_that_overflows_changes_no_token(
+    folders: Callable[[str], Path], dtype: str, attention: str, kv: KVDtype, verify: VerifyMode, temperature: float
+) -> None:
+    folder = folders(dtype)
+    params = SpeculationParams(verify=verify)
+    asked = [request(str(seed), (*CLEAN, seed), seed=seed, temperature=temperature) for seed in range(1, 4)]
+    plain = texts(run(new_core(folder, dtype, attention, kv=kv), *asked))
+
+    def draft_of(sequence: Sequence, max_tokens: int) -> list[int]:
+        told = plain[sequence.request_id][sequence.num_output_tokens :][:1]
+        return [*told, POISON, POISON, 3, POISON][:max_tokens]
+
+    core = new_core(folder, dtype, attention, ScriptedProposer(draft_of), kv=kv)
+    drafted = [
+        request(
+            each.request_id, each.prompt_token_ids, seed=each.sampling.seed, temperature=temperature, speculation=params
+        )
+        for each in asked
+    ]
+    chunks = run(core, *drafted)
+    assert core.stats().drafts.num_draft_tokens > 0
+    assert core.stats().num_non_finite_requests == 0
+    if verify is VerifyMode.COUPLED or temperature == 0.0:
+        assert texts(chunks) == plain
+
+
+@ALL_BACKENDS
+def test_branches_that_overflow_change_no_token(
+    folders: Callable[[str], Path], dtype: str, attention: str, kv: KVDtype
+) -> None:
+    folder = folders(dtype)
+    asked = [request(str(seed), (*CLEAN, seed), seed=seed, temperature=1.0) for seed in range(1, 4)]
+    plain = texts(run(new_core(folder, dtype, attention, kv=kv), *asked))
+    proposer = PoisonousTrees(lambda sequence, count: plain[sequence.request_id][sequence.num_output_tokens :][:count])
+    core = new_core(folder, dtype, attention, proposer, kv=kv, tree=TreeConfig(TreeKind.DYNAMIC, 5))
+    assert texts(run(core, *asked)) == plain
+    assert core.stats().drafts.num_accepted_tokens > 20
+
+
+@pytest.mark.parametrize("verify", VerifyMode)
+def test_a_sequence_whose_own_token_overflows_keeps_what_came_before(
+    folders: Callable[[str], Path], verify: VerifyMode
+) -> None:
+    """The poison is accepted as a draft here: tokens up to it are committed, and the end is the same without drafts."""
+    folder = folders("float32")
+    bias = {"logit_bias": ((POISON, 1000.0),)}
+    endings = []
+    for draft in ([], [POISON], [POISON, POISON, 3]):
+        core = new_core(
+            folder, "float32", "torch", ScriptedProposer(lambda sequence, count, draft=draft: draft[:count])
+        )
+        chunks = run(core, request("a", speculation=SpeculationParams(verify=verify), **bias))["a"]
+        endings.append(([token for chunk in chunks for token in chunk.token_ids], chunks[-1].finish_reason))
+    assert endings == [([POISON], FinishReason.NON_FINITE)] * 3
+
+
+def test_blocks_of_a_faulty_request_are_not_found_again(folders: Callable[[str], Path]) -> None:
+    core = new_core(folders("float16"), "float16", is_caching=True)
+    run(core, request("clean", CLEAN * 8))
+    clean = core.blocks.cached_keys
+    assert clean
+    chunks = run(core, *(request(name, (*CLEAN * 8, *POISONED * 20)) for name in "abc"))
+    assert all(is_faulty(each) for each in chunks.values())
+    assert core.blocks.cached_keys == clean
+    core.blocks.check_integrity([])
+    assert core.blocks.num_free_blocks == core.blocks.num_blocks
+
+
+def test_logprobs_of_a_prompt_that_overflows_are_an_error(folders: Callable[[str], Path]) -> None:
+    chunks = run(
+        new_core(folders("float16"), "float16"), request("a", POISONED * 20, num_prompt_logprobs=1, num_logprobs=1)
+    )
+    assert is_faulty(chunks["a"])
+
+
+@pytest.mark.skipif(
+    native_library(Instructions.AVX2) is None, reason="no native kernels here: not compiled, or no AVX2"
+)
+@pytest.mark.parametrize("quantization", [Quantization.INT8, Quantization.INT4])
+def test_quantized_products_keep_what_is_not_finite(quantization: Quantization, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, seed=0)
+    core = new_core(tmp_path, "float32", quantization=quantization)
+    with torch.no_grad():
+        core.runner._model.decoder._embedding[33] = math.nan  # type: ignore[attr-defined]
+    chunks = run(core, request("bad", (5, 33, 20)), request("good", (5, 9, 20), stop_token_ids=()))
+    assert is_faulty(chunks["bad"])
+    assert texts(chunks)["good"]
+
+
+def test_a_bias_of_infinity_in_masks_is_no_fault(folders: Callable[[str], Path]) -> None:
+    """A row that sampling parameters leave with one token, or scores without a bound, has finite logits."""
+    core = new_core(folders("float16"), "float16")
+    chunks = run(core, request("a", logit_bias=((3, 1e38), (4, -1e38)), max_tokens=4))
+    assert texts(chunks)["a"] == [3] * 4
