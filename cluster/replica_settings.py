@@ -163,6 +163,7 @@ def ingress_config(config: DeployConfig) -> IngressConfig:
     return IngressConfig(
         model_id=config.model_id,
         model_path=resolve_model_path(config.target.path),
+        model_aliases=config.ingress.model_aliases,
         api_keys_file=None if keys is None else str(Path(keys).expanduser().absolute()),
         open_admin=config.ingress.open_admin,
         tool_format=config.ingress.tool_format,
@@ -172,5 +173,6 @@ def ingress_config(config: DeployConfig) -> IngressConfig:
         vllm_grpc=config.ingress.vllm_grpc,
         strict_fields=config.ingress.strict_fields,
         cors_origins=config.ingress.cors_origins,
+        allowed_hosts=config.ingress.allowed_hosts,
         limits=IngressLimits(**config.ingress.limits.model_dump()),
     )

@@ -49,9 +49,42 @@ class RequestError(ServingError):
 
 
 class ContextLengthError(RequestError):
-    """Prompt and output together are longer than the model's context."""
+    """A prompt, or prompt and output together, are longer than the model's context.
+
+    Attributes:
+        num_prompt_tokens: of the prompt; at least so many where it was not read.
+        max_model_len: the model's context.
+        max_tokens: of the output; None where the prompt alone is too long.
+    """
 
     code = "context_length_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        num_prompt_tokens: int = 0,
+        max_model_len: int = 0,
+        max_tokens: int | None = None,
+    ) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_model_len = max_model_len
+        self.max_tokens = max_tokens
+
+    @classmethod
+    def of_prompt(cls, name: str, num_tokens: int, max_model_len: int, more: str = "") -> ContextLengthError:
+        """Return the error of a prompt, in the words that OpenAI's clients look for; `name` is its parameter."""
+        return cls(
+            f"This model's maximum context length is {max_model_len} tokens. However, your {name} resulted in "
+            f"{num_tokens} tokens{more}. Please reduce the length of the {name}; {max_model_len - 1} leave room for an "
+            "answer.",
+            param=name,
+            num_prompt_tokens=num_tokens,
+            max_model_len=max_model_len,
+        )
 
 
 class GrammarError(RequestError):
@@ -98,6 +131,14 @@ class ModelNotFoundError(NotFoundError):
     """The request names a model that is not served here."""
 
     code = "model_not_found"
+
+
+class MisdirectedRequestError(ServingError):
+    """The request is meant for a server of another name."""
+
+    http_status = 421
+    grpc_code = "INVALID_ARGUMENT"
+    error_type = "invalid_request_error"
 
 
 class RequestTooLargeError(ServingError):

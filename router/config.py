@@ -12,6 +12,7 @@ class IngressLimits:
     max_body_bytes: int = 8 << 20
     max_body_bytes_in_flight: int = 128 << 20  # of all bodies that an ingress replica is reading and checking
     max_choices: int = 128  # prompts times n of one request
+    strict_max_tokens: bool = False  # refuses a `max_tokens` beyond the room in the context, which else is its bound
     first_token_timeout_s: float = 600.0  # includes the wait in the pair's queue
     inter_token_timeout_s: float = 30.0  # a pair that is silent for longer is given up, and the stream moves
     migration_deadline_s: float = 60.0  # a broken stream must go on within this
@@ -22,6 +23,7 @@ class IngressLimits:
 class IngressConfig:
     """Everything that an ingress replica is configured by.
 
+    `model_aliases` are more names of the model, for clients that ask for one of their own.
     `tool_format` is the form of the model's tool calls, `reasoning_format` that of its thoughts: a name, or auto for
     the form in its chat template. `chat_template` is a text in place of the template that the model brings.
     `prompt_tools` describes tools in the system message where the template has none. `model_path` is the folder or
@@ -29,10 +31,13 @@ class IngressConfig:
     `open_admin` lets clients of a server without keys do what needs an admin's key elsewhere. `vllm_grpc` puts the
     service of vLLM's engine beside ours. `strict_fields` refuses fields that no schema has; else they are ignored and
     named in a header. `cors_origins` are the origins of web pages that may call, a star standing for anything.
+    `allowed_hosts` are more names that the server answers to on loopback, and all that it answers to elsewhere; any
+    where there are none.
     """
 
     model_id: str
     model_path: str
+    model_aliases: tuple[str, ...] = ()
     api_keys_file: str | None = None
     open_admin: bool = False
     tool_format: str = "auto"
@@ -42,6 +47,7 @@ class IngressConfig:
     vllm_grpc: bool = False
     strict_fields: bool = False
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     limits: IngressLimits = field(default_factory=IngressLimits)
 
 

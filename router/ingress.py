@@ -7,9 +7,11 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from grpc_health.v1 import health_pb2
 from ray import serve
+from ray.serve.context import _get_global_client
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
@@ -76,7 +78,7 @@ class Ingress:
         return serve.get_replica_context().replica_id.unique_id, self._service.metrics.text()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_app(self._service, self._api_keys, is_metrics_private=_is_metrics_private())
+        return build_app(self._service, self._api_keys, _http_host(), is_metrics_private=_is_metrics_private())
 
     async def Generate(self, request: pb2.GenerateRequest | bytes, grpc_context: RayServegRPCContext) -> Any:
         """Return the answer, or for vLLM's call of the same name, of which the request comes in bytes, its stream."""
@@ -115,3 +117,9 @@ class Ingress:
         async with aclosing(stream):
             async for answer in stream:
                 yield answer
+
+
+def _http_host() -> str | None:
+    """Return the address that Serve listens at for clients; None outside of a cluster."""
+    client = _get_global_client(raise_if_no_controller_running=False) if ray.is_initialized() else None
+    return None if client is None else client.http_config.host

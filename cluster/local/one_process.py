@@ -25,7 +25,7 @@ from router.grpc_api.api import GrpcApi
 from router.grpc_api.reading_gate import ReadingGate
 from router.grpc_api.server import connection_limits, start_grpc_server
 from router.openai.api import build_app
-from router.openai.request_id import AddRequestId
+from router.openai.request_head import AddRequestId
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ async def _serve(file: DeployFile, config: DeployConfig, settings: PairSettings,
     async with running_service(config, settings) as service:
         api_keys = ApiKeys(service.config.api_keys_file, is_open_admin=service.config.open_admin)
         async with _grpc(service, api_keys, file):
-            await _serve_http(AddRequestId(build_app(service, api_keys)), file, on_ready)
+            await _serve_http(AddRequestId(build_app(service, api_keys, file.http_host)), file, on_ready)
 
 
 @asynccontextmanager

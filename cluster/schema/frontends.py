@@ -36,12 +36,14 @@ class RouterSection(Section):
 class LimitsSection(Section):
     """Bounds of one client request and of the wait for its answer (`router.config.IngressLimits`).
 
-    All bodies that an ingress replica is reading and checking hold at most `max_body_bytes_in_flight`.
+    All bodies that an ingress replica is reading and checking hold at most `max_body_bytes_in_flight`. A request whose
+    `max_tokens` is more than the context has room for gets what fits, or is refused with `strict_max_tokens`.
     """
 
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
     max_body_bytes_in_flight: int = Field(default=128 << 20, ge=1024)
     max_choices: int = Field(default=128, ge=1)
+    strict_max_tokens: bool = False
     first_token_timeout_s: float = Field(default=600.0, gt=0, strict=False)
     inter_token_timeout_s: float = Field(default=30.0, gt=0, strict=False)
     migration_deadline_s: float = Field(default=60.0, gt=0, strict=False)
@@ -58,6 +60,7 @@ class LimitsSection(Section):
 class IngressSection(Section):
     """The HTTP and gRPC frontends.
 
+    `model_aliases` are more names of the model, for clients that ask for one of their own (docs/compatibility.md).
     `api_keys_file` has one key or its hash per line (docs/security.md); without it every client is served, and may
     kill the draft and see the router's reasons if `open_admin` is set, which only loopback allows. `tool_format` is
     how the model writes tool calls, `reasoning_format` how it marks its thoughts; auto follows its chat template, in
@@ -66,11 +69,14 @@ class IngressSection(Section):
     port, for the smg router; grpc_options.grpc_servicer_functions lists it too (docs/compatibility.md). `strict_fields`
     refuses a request with a field that is not known here; else the field is ignored, and named in the answer's header
     X-Ignored-Fields. `cors_origins` are the web pages that may call, as scheme://host:port with * for anything; those
-    of this machine by default. `tls_certificate_file` (PEM: certificate chain and key) turns TLS on for both frontends;
-    with `tls_client_ca_file` a client must show a certificate that is signed by it.
+    of this machine by default. A server on loopback answers to its own names and to `allowed_hosts` (a star stands for
+    any part); elsewhere to any, or to these alone where there are some. `tls_certificate_file` (PEM: certificate chain
+    and key) turns TLS on for both frontends; with `tls_client_ca_file` a client must show a certificate that is
+    signed by it.
     """
 
     num_replicas: int = Field(default=1, ge=1)
+    model_aliases: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
     api_keys_file: str | None = None
     open_admin: bool = False
     tool_format: Annotated[str, one_of("auto", *FORMATS)] = "auto"
@@ -85,6 +91,7 @@ class IngressSection(Section):
         "http://127.0.0.1",
         "http://127.0.0.1:*",
     )
+    allowed_hosts: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
     tls_certificate_file: str | None = None
     tls_client_ca_file: str | None = None
     limits: LimitsSection = LimitsSection()

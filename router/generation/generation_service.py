@@ -95,9 +95,11 @@ class GenerationService:
 
     def check_model(self, model: str | None) -> None:
         """Raise `ModelNotFoundError` if a model is named and is not the one served here."""
-        if model not in (None, self.config.model_id):
+        names = (self.config.model_id, *self.config.model_aliases)
+        if model and model not in names:
             raise ModelNotFoundError(
-                f"The model {model!r} does not exist; this server has {self.config.model_id!r}.", param="model"
+                f"The model {model[:200]!r} does not exist; this server has {', '.join(map(repr, names))}.",
+                param="model",
             )
 
     async def card(self) -> ModelCard:
@@ -291,10 +293,9 @@ class GenerationService:
         """
         tokenizer, card = self.files.tokenizer, await self.card()
         if len(text) > (limit := tokenizer.max_text_len(card.max_model_len)):
-            raise ContextLengthError(
-                f"The {param} has {len(text)} characters. This model's maximum context length is {card.max_model_len} "
-                f"tokens, which are never more than {limit} characters; shorten it.",
-                param=param,
+            num_tokens = card.max_model_len * len(text) // limit + 1  # of the longest there are
+            raise ContextLengthError.of_prompt(
+                param, num_tokens, card.max_model_len, f" at least, by its {len(text)} characters"
             )
         return await tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
 
@@ -327,7 +328,7 @@ class GenerationService:
             tokenizer=self.files.tokenizer,
             answers=self._format or self._response_template,
             metrics=self.metrics,
-            model_id=self.config.model_id,
+            model_id=params.fields.model or self.config.model_id,  # an alias is answered by its name, as in vLLM
             system_fingerprint=with_tokenizer(card.fingerprint or card.model_version, self.files.digest),
         )
 

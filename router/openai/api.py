@@ -28,11 +28,12 @@ from router.openai.disconnect import CloseUnread, unless_disconnected
 from router.openai.draft_answers import drafts_answer, running_draft
 from router.openai.errors import add_error_handlers
 from router.openai.event_stream import start_stream
-from router.openai.headers import NameIgnoredFields, add_cors
+from router.openai.headers import NameIgnoredFields, add_cors, origins_pattern
 from router.openai.http_body import BodyReader, ignore_fields
 from router.openai.messages.messages_request import MessagesRequest
 from router.openai.messages.messages_writer import MessagesWriter
 from router.openai.openapi import openapi_document
+from router.openai.request_head import CheckHost, OneSlash, names_of_server
 from router.openai.response_writer import ResponseWriter
 from router.openai.responses.responses_request import ResponsesRequest
 from router.openai.responses.responses_writer import ResponsesWriter
@@ -125,14 +126,16 @@ class OpenAIApi:
         return _json(writer.full(choices))
 
     async def models(self) -> Response:
-        """List the one model that is served."""
+        """List the one model that is served, by each of its names."""
         model = await self._model()
-        return JSONResponse({"object": "list", "data": [model.model_dump(exclude_unset=True)]})
+        names = (self._service.config.model_id, *self._service.config.model_aliases)
+        entries = [model.model_copy(update={"id": name}).model_dump(exclude_unset=True) for name in names]
+        return JSONResponse({"object": "list", "data": entries})
 
     async def model(self, model_id: str) -> Response:
         """Describe one model by its id."""
         self._service.check_model(model_id)
-        return _json(await self._model())
+        return _json((await self._model()).model_copy(update={"id": model_id}))
 
     async def _model(self) -> ServedModel:
         card = await self._service.card()
@@ -236,9 +239,12 @@ class OpenAIApi:
         return await asyncio.to_thread(merge_metrics, frontend_texts, replica_texts, model_id, is_private=is_private)
 
 
-def build_app(service: GenerationService, api_keys: ApiKeys, *, is_metrics_private: bool = False) -> FastAPI:
+def build_app(
+    service: GenerationService, api_keys: ApiKeys, http_host: str | None = None, *, is_metrics_private: bool = False
+) -> FastAPI:
     """Return the FastAPI application over a service; Serve adds the `X-Request-Id` header around it.
 
+    `http_host` is the address that clients reach, if it is known: on loopback the app answers to its names alone.
     `is_metrics_private`: nobody but the operator gets to `/metrics`.
     """
     api = OpenAIApi(service, api_keys, is_metrics_private=is_metrics_private)
@@ -247,6 +253,7 @@ def build_app(service: GenerationService, api_keys: ApiKeys, *, is_metrics_priva
         dependencies=[Depends(api.authenticate)],
         docs_url=None,  # a page that asks other servers for its scripts; ours is in `StaticPage`
         redoc_url=None,
+        redirect_slashes=False,  # `OneSlash` finds the path; a redirect would name http:// behind TLS
     )
     app.openapi = partial(openapi_document, is_strict=service.config.strict_fields)  # type: ignore[method-assign]
     add_error_handlers(app)
@@ -255,6 +262,10 @@ def build_app(service: GenerationService, api_keys: ApiKeys, *, is_metrics_priva
     if service.tracer is not None:
         app.add_middleware(TraceRequests, tracer=service.tracer)
     add_cors(app, service.config.cors_origins)
+    if names := names_of_server(http_host, service.config.allowed_hosts):
+        pattern = None if service.config.api_keys_file else origins_pattern(service.config.cors_origins)
+        app.add_middleware(CheckHost, names=names, origins=pattern)
+    app.add_middleware(OneSlash)
     app.add_middleware(CloseUnread)
     for path, post in (
         ("/v1/completions", api.completions),
@@ -279,7 +290,7 @@ def build_app(service: GenerationService, api_keys: ApiKeys, *, is_metrics_priva
         ("/health", api.health),
         ("/metrics", api.metrics),
     ):
-        app.add_api_route(path, get, methods=["GET"], response_model=None)
+        app.add_api_route(path, get, methods=["GET", "HEAD"], response_model=None)
     StaticPage().add_routes(app)
     return app
 

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from protos.errors import EngineError, NotFoundError, OverloadedError, RequestError, ServingError
+from protos.errors import ContextLengthError, EngineError, NotFoundError, OverloadedError, RequestError, ServingError
 from router.openai.answers import ErrorAnswer, MessagesError
 
 _MESSAGES = "/v1/messages"
@@ -58,7 +58,18 @@ def add_error_handlers(app: FastAPI) -> None:
 def anthropic_error_object(error: ServingError) -> MessagesError:
     """Return the JSON body of an error of `/v1/messages`."""
     kind = _ANTHROPIC_TYPES.get(error.http_status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    message = _anthropic_length(error) if isinstance(error, ContextLengthError) else error.message
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _anthropic_length(error: ContextLengthError) -> str:
+    """Return Anthropic's own words, by which Claude Code shortens a conversation or asks for less."""
+    if error.max_tokens is None:
+        return f"prompt is too long: {error.num_prompt_tokens} tokens > {error.max_model_len - 1} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {error.num_prompt_tokens} + {error.max_tokens} > "
+        f"{error.max_model_len}, decrease input length or `max_tokens` and try again"
+    )
 
 
 async def _on_serving_error(request: Request, error: Exception) -> Response:

@@ -7,6 +7,7 @@ answer's header `X-Ignored-Fields`; `strict_fields` refuses them.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import gc
 import logging
 import time
@@ -35,6 +36,7 @@ _OURS = ("speculation", "structured_outputs")  # a wrong name in these is a mist
 _MAX_IGNORED = 64
 _MAX_MISTAKES = 1000
 _MAX_DIGITS = 20
+_CHARSETS = ("utf-8", "utf8", "us-ascii")
 _WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
@@ -59,14 +61,13 @@ class BodyReader:
             RequestTooLargeError: it is longer than `max_body_bytes`, as sent or expanded; reading stops there.
             OverloadedError: there is no room for it beside the bodies that are being read.
         """
-        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if content_type != "application/json":
-            raise RequestError(f"The content type is {content_type or 'missing'}; send application/json.")
+        _check_type(request.headers.get("content-type", ""))
         body = bytearray()
         try:
             await self._fill(body, request)
             if len(body) > LARGE_BYTES:
                 await asyncio.to_thread(check_parts, body, "The body")
+            self._hold(-_drop_mark(body))
             with _no_collection():
                 return _parsed(body, request, schema, is_strict=is_strict or self._is_strict)
         finally:
@@ -135,6 +136,23 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _drop_mark(body: bytearray) -> int:
+    """Remove the mark by which some editors and programs begin UTF-8; return its length."""
+    length = len(codecs.BOM_UTF8) if body.startswith(codecs.BOM_UTF8) else 0
+    del body[:length]
+    return length
+
+
+def _check_type(header: str) -> None:
+    """Raise RequestError for what is not JSON, or in another charset than UTF-8."""
+    content_type, _, parameters = header.lower().partition(";")
+    if content_type.strip() != "application/json":
+        raise RequestError(f"The content type is {content_type.strip()[:80] or 'missing'}; send application/json.")
+    charset = parameters.partition("charset=")[2].partition(";")[0].strip(' "') or "utf-8"
+    if charset not in _CHARSETS:
+        raise RequestError(f"The charset of the body is {charset[:80]}; JSON is sent in UTF-8.")
 
 
 def _announced(request: Request) -> int:

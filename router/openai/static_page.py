@@ -38,10 +38,10 @@ class StaticPage:
 
     def add_routes(self, app: FastAPI) -> None:
         """Serve the page at `/`, the API's at `/docs`, and their files below `/page/`."""
-        app.add_api_route("/", self.index, methods=["GET"], response_model=None, include_in_schema=False)
-        app.add_api_route("/docs", self.docs, methods=["GET"], response_model=None, include_in_schema=False)
+        app.add_api_route("/", self.index, methods=["GET", "HEAD"], response_model=None, include_in_schema=False)
+        app.add_api_route("/docs", self.docs, methods=["GET", "HEAD"], response_model=None, include_in_schema=False)
         app.add_api_route(
-            PAGE_PREFIX + "{name}", self.file, methods=["GET"], response_model=None, include_in_schema=False
+            PAGE_PREFIX + "{name}", self.file, methods=["GET", "HEAD"], response_model=None, include_in_schema=False
         )
 
     async def index(self, request: Request) -> Response:

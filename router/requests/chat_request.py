@@ -9,7 +9,7 @@ from pydantic import Field, WithJsonSchema, model_validator
 from protos.errors import RequestError
 from protos.messages import Grammar, GrammarKind
 from router.requests.chat_message import MAX_MESSAGES, ChatMessageFields
-from router.requests.generation_fields import MAX_LOGPROBS, GenerationFields, TokenCount
+from router.requests.generation_fields import MAX_LOGPROBS, GenerationFields, Int, TokenLimit
 from router.requests.tools import Tool, ToolUse, tool_use
 
 MAX_TOOLS = 1024
@@ -20,10 +20,10 @@ class ChatCompletionRequest(GenerationFields):
     """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessageFields], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_tokens: TokenCount | None = None  # OpenAI's older name of max_completion_tokens
-    max_completion_tokens: TokenCount | None = None
+    max_tokens: TokenLimit | None = None  # OpenAI's older name of max_completion_tokens
+    max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     documents: list[Any] | None = None  # read by the templates of models for retrieval
@@ -42,7 +42,7 @@ class ChatCompletionRequest(GenerationFields):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatCompletionRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise RequestError("max_tokens and max_completion_tokens differ; send one of them.", param="max_tokens")

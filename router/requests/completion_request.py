@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from protos.errors import RequestError
-from router.requests.generation_fields import MAX_LOGPROBS, GenerationFields, TokenCountOrZero
+from router.requests.generation_fields import MAX_LOGPROBS, GenerationFields, Int, TokenLimitOrZero
 
 MAX_PROMPTS = 4096  # that are looked at; the operator's `max_choices` may be less
 
@@ -50,17 +50,17 @@ class CompletionRequest(GenerationFields):
     """The body of `/v1/completions`."""
 
     prompt: Annotated[Any, BeforeValidator(_check_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
-    max_tokens: TokenCountOrZero | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    max_tokens: TokenLimitOrZero | None = None
+    logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: Int | None = None
     suffix: Any = None
 
     @model_validator(mode="after")
     def _only_an_echo_has_no_tokens(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
             raise RequestError(
-                "max_tokens is 0; it must be at least 1, or 0 with echo, which reads the prompt alone.",
+                "max_tokens is 0; it must be at least 1, -1 for what fits, or 0 with echo, which reads the prompt.",
                 param="max_tokens",
             )
         return self

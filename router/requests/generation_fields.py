@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from protos.errors import RequestError
 from protos.messages import MAX_STEP_SCORE, SpeculationMethod, SpeculationMode, VerifyMode
@@ -20,12 +20,37 @@ _INT32 = 2**31 - 1
 _INT64 = 2**63 - 1
 MAX_LOGPROBS = 20
 
+
+def _whole(value: object) -> object:
+    """Return a whole number that is written as 5.0 as an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _text(value: object) -> object:
+    """Return a number as a text, for names that some clients send as numbers."""
+    return str(value) if type(value) is int else value
+
+
+def _token_limit(value: int) -> int:
+    if value == 0:
+        raise RequestError("max_tokens is 0; it must be at least 1, or -1 for what fits.", param="max_tokens")
+    return value
+
+
+def _seed(value: int) -> int | None:
+    """Return the seed within 64 bits with a sign; -1 asks for any, as in vLLM and llama.cpp."""
+    return None if value == -1 else value - 2 * (_INT64 + 1) if value > _INT64 else value
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
+Text = Annotated[str, BeforeValidator(_text)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-TokenCount = Annotated[int, Field(ge=1, le=_INT32)]
-TokenCountOrZero = Annotated[int, Field(ge=0, le=_INT32)]
+TokenLimitOrZero = Annotated[Int, Field(ge=-1, le=_INT64)]  # -1: what fits in the context, which bounds it in any case
+TokenLimit = Annotated[TokenLimitOrZero, AfterValidator(_token_limit)]
+Seed = Annotated[Int, Field(ge=-_INT64 - 1, le=2 * _INT64 + 1), AfterValidator(_seed)]
 
 # Parameters of OpenAI's API that change the answer and are not served: the values beside them ask for nothing.
 NOT_SERVED: dict[str, tuple[object, ...]] = {
@@ -87,7 +112,9 @@ class PredictionFields(Body):
 
 
 def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
+    """Return the strings that end an output; an empty one asks for none."""
+    texts = [value] if isinstance(value, str) else value
+    return [text for text in texts if text != ""] if isinstance(texts, list) else texts
 
 
 class GenerationFields(Constraints):
@@ -98,10 +125,10 @@ class GenerationFields(Constraints):
     """
 
     model: str | None = None  # the one that is served
-    n: Annotated[int, Field(ge=1, le=_INT32)] | None = None
-    seed: Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
+    n: Annotated[Int, Field(ge=1, le=_INT32)] | None = None
+    seed: Seed | None = None
     temperature: Temperature | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None  # 0 keeps the likeliest token
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
@@ -110,33 +137,33 @@ class GenerationFields(Constraints):
     stream_options: StreamOptions | None = None
 
     # Ours, named as in vLLM where it has them.
-    top_k: Annotated[int, Field(ge=-1, le=_INT32)] | None = None  # 0 and -1 keep all tokens
+    top_k: Annotated[Int, Field(ge=-1, le=_INT32)] | None = None  # 0 and -1 keep all tokens
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-6, le=10)] | None = None  # float32 divides by it
-    min_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+    min_tokens: Annotated[Int, Field(ge=0, le=_INT32)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[Int], Field(max_length=1024)] | None = None
     bad_words: Annotated[list[StopString], Field(max_length=1024)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None  # of a prompt in text; a chat template writes its own
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_INT32)] | None = None  # keeps the last; -1: what fits
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    truncate_prompt_tokens: Annotated[Int, Field(ge=-1, le=_INT32)] | None = None  # keeps the last; -1: what fits
+    prompt_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
     return_token_sources: bool | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
-    priority: Annotated[int, Field(ge=-_INT32, le=_INT32)] | None = None  # lower is sooner
+    priority: Annotated[Int, Field(ge=-_INT32, le=_INT32)] | None = None  # lower is sooner
     timeout_s: Annotated[float, Field(gt=0)] | None = None
     speculation: SpeculationFields | None = None
     prediction: PredictionFields | None = None
 
     # Name a conversation for the router, the first of them that is set; neither changes the answer.
     prompt_cache_key: str | None = None
-    user: str | None = None
+    user: Text | None = None
 
     # Accepted, because they change nothing in the answer.
     store: bool | None = None  # false: nothing of it goes into the log that drafts are tuned on
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_retention: str | None = None
@@ -154,7 +181,8 @@ class GenerationFields(Constraints):
             value = getattr(self, name, None)
             if value is not None and value not in neutral:
                 raise RequestError(f"{name} is not supported by this server; leave it out.", param=name)
-        if self.stream_options is not None and not self.stream:
+        options = {} if self.stream_options is None else self.stream_options.model_dump()
+        if any(options.values()) and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true.", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs is only there when stream is false.", param="prompt_logprobs")

@@ -54,7 +54,7 @@ def generate_requests(
         prompt = _truncated(whole, params, card)
         check_token_ids(prompt.token_ids, card, "prompt")
         _check_prompt_logprobs(len(prompt.token_ids), common.num_prompt_logprobs)
-        sampling = _within_length(common, _max_tokens(params, len(prompt.token_ids), card))
+        sampling = _within_length(common, params, len(prompt.token_ids), card, limits)
         for sample in range(params.num_choices_per_prompt):
             requests.append(_request(params, prompt, sampling, sample, len(requests), card))
     current_client.get().take(_cost(requests))
@@ -77,7 +77,8 @@ def _truncated(prompt: Prompt, params: GenerateParams, card: ModelCard) -> Promp
     if num_kept is None:
         return prompt
     if num_kept < 0:
-        num_kept = max(card.max_model_len - max(params.max_tokens or 1, 1), 1)
+        wanted = max(params.max_tokens or 1, 1)
+        num_kept = card.max_model_len - (wanted if wanted < card.max_model_len else 1)
     if num_kept == 0 or num_kept >= len(prompt.token_ids):
         return prompt
     return Prompt(prompt.token_ids[-num_kept:])
@@ -129,31 +130,45 @@ def _priority(asked: int | None, client: Client) -> int:
     return asked
 
 
-def _within_length(sampling: SamplingParams, max_tokens: int) -> SamplingParams:
-    if sampling.min_tokens > max_tokens:
-        raise RequestError(
-            f"min_tokens is {sampling.min_tokens}; it must be at most max_tokens, {max_tokens}.", param="min_tokens"
-        )
-    return replace(sampling, max_tokens=max_tokens)
+def _within_length(
+    sampling: SamplingParams, params: GenerateParams, num_prompt_tokens: int, card: ModelCard, limits: IngressLimits
+) -> SamplingParams:
+    """Return the parameters with the output's limits, which the room left in the context bounds.
 
-
-def _max_tokens(params: GenerateParams, num_prompt_tokens: int, card: ModelCard) -> int:
-    """Return the room left in the context, or fewer where the client or the endpoint sets a limit."""
+    A limit that does not fit is refused where `limits.strict_max_tokens` says so.
+    """
     room = card.max_model_len - num_prompt_tokens
-    name = "messages" if params.is_chat else "prompt"
     if room < 1:
-        raise ContextLengthError(
-            f"This model's maximum context length is {card.max_model_len} tokens. The {name} has {num_prompt_tokens}; "
-            f"shorten it to {card.max_model_len - 1} or fewer.",
-            param=name,
+        raise ContextLengthError.of_prompt(
+            "messages" if params.is_chat else "prompt", num_prompt_tokens, card.max_model_len
         )
+    limit = _token_limit(params)
+    if limit is not None and sampling.min_tokens > limit:
+        raise RequestError(
+            f"min_tokens is {sampling.min_tokens}; it must be at most max_tokens, {limit}.", param="min_tokens"
+        )
+    asked = max(params.max_tokens or 0, sampling.min_tokens)
+    if asked > room and limits.strict_max_tokens:
+        param = "min_tokens" if sampling.min_tokens == asked else "max_tokens"
+        raise _no_room(param, num_prompt_tokens, asked, card.max_model_len)
+    most = room if limit is None else min(limit, room)
+    return replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
+
+
+def _token_limit(params: GenerateParams) -> int | None:
+    """Return the limit that the client or the endpoint sets; None for what fits, which -1 asks for as in llama.cpp."""
     if params.max_tokens is None:
-        return room if params.is_chat else min(_COMPLETION_MAX_TOKENS, room)
-    if params.max_tokens > room:
-        raise ContextLengthError(
-            f"This model's maximum context length is {card.max_model_len} tokens. However, you requested "
-            f"{num_prompt_tokens + params.max_tokens} tokens ({num_prompt_tokens} in the {name}, {params.max_tokens} "
-            f"in the completion). Shorten the {name} or set max_tokens to {room} or less.",
-            param="max_tokens",
-        )
-    return params.max_tokens
+        return None if params.is_chat else _COMPLETION_MAX_TOKENS
+    return None if params.max_tokens < 0 else params.max_tokens
+
+
+def _no_room(param: str, num_prompt_tokens: int, num_tokens: int, max_model_len: int) -> ContextLengthError:
+    return ContextLengthError(
+        f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+        f"{num_prompt_tokens + num_tokens} tokens ({num_prompt_tokens} in the prompt, {num_tokens} in the completion). "
+        f"Please reduce the length of the prompt, or set {param} to {max_model_len - num_prompt_tokens} or less.",
+        param=param,
+        num_prompt_tokens=num_prompt_tokens,
+        max_model_len=max_model_len,
+        max_tokens=num_tokens,
+    )

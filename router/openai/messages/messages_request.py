@@ -11,7 +11,7 @@ from pydantic import Field
 from protos.errors import RequestError
 from router.requests.body import Body
 from router.requests.foreign_turn import ForeignTurn, text_of
-from router.requests.generation_fields import SpeculationFields, TokenCount
+from router.requests.generation_fields import Int, Seed, SpeculationFields, TokenLimit
 
 _TEXT = ("text",)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -22,11 +22,11 @@ class MessagesRequest(Body):
 
     model: str | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    max_tokens: TokenCount | None = None
+    max_tokens: TokenLimit | None = None
     system: Any = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     tools: list[dict[str, Any]] | None = None
@@ -36,7 +36,7 @@ class MessagesRequest(Body):
     metadata: dict[str, Any] | None = None
     cache_control: Any = None
     service_tier: str | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     cache_salt: str | None = None
     store: bool | None = None
     speculation: SpeculationFields | None = None

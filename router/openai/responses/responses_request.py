@@ -9,7 +9,7 @@ from pydantic import WithJsonSchema, model_validator
 from protos.errors import RequestError
 from router.requests.body import Body
 from router.requests.foreign_turn import ForeignTurn, text_of
-from router.requests.generation_fields import SpeculationFields, TokenCount
+from router.requests.generation_fields import Seed, SpeculationFields, Text, TokenLimit
 
 _TEXT = ("input_text", "output_text", "text", "refusal")
 _KEPT = ("previous_response_id", "conversation", "background", "prompt")
@@ -27,7 +27,7 @@ class ResponsesRequest(Body):
     model: str | None = None
     input: Annotated[Any, WithJsonSchema(_INPUT_SCHEMA)]
     instructions: str | None = None
-    max_output_tokens: TokenCount | None = None
+    max_output_tokens: TokenLimit | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
@@ -37,8 +37,8 @@ class ResponsesRequest(Body):
     parallel_tool_calls: bool | None = None
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
-    metadata: dict[str, str] | None = None
-    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    user: Text | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
@@ -49,7 +49,7 @@ class ResponsesRequest(Body):
     conversation: Any = None
     background: bool | None = None
     prompt: Any = None
-    seed: int | None = None
+    seed: Seed | None = None
     cache_salt: str | None = None
     speculation: SpeculationFields | None = None
 

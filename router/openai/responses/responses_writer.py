@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -153,7 +154,7 @@ class ResponsesWriter(ResponseWriter):
             "truncation": "disabled",
             "usage": self._usage() if is_ended else None,
             "user": body.user,
-            "metadata": body.metadata or {},
+            "metadata": {name: _as_text(value) for name, value in (body.metadata or {}).items()},
             **self._mark(),
         }
 
@@ -176,3 +177,8 @@ def _copied(item: dict[str, Any]) -> dict[str, Any]:
     """Return an item as it is now; its parts go on growing."""
     content = {"content": [dict(part) for part in item["content"]]} if "content" in item else {}
     return {**item, **content}
+
+
+def _as_text(value: object) -> str:
+    """Return a value of `metadata` as OpenAI's type has it."""
+    return value if isinstance(value, str) else json.dumps(value)

@@ -43,8 +43,7 @@ def error_of(response: httpx.Response, status: int) -> dict:
         ({"prompt": [10**30]}, "prompt", ["10000000000"]),
         ({"prompt": None}, "prompt", []),
         ({"prompt": "a" * 128}, "prompt", ["128", "127"]),
-        ({"max_tokens": 126}, "max_tokens", ["128", "129", "126", "125"]),
-        ({"max_tokens": 10**9}, "max_tokens", ["128", "1000000003"]),
+        ({"max_tokens": -2}, "max_tokens", ["at least -1"]),
         ({"max_tokens": 10**30}, "max_tokens", ["at most"]),
         ({"max_tokens": 0}, "max_tokens", ["0", "at least 1"]),
         ({"max_tokens": "5"}, "max_tokens", ["'5'", "an integer"]),
@@ -55,7 +54,7 @@ def error_of(response: httpx.Response, status: int) -> dict:
         ({"temperature": "hot"}, "temperature", ["'hot'", "a number"]),
         ({"temperature": float("nan")}, "temperature", ["nan", "finite"]),
         ({"temperature": float("inf")}, "temperature", ["inf", "finite"]),
-        ({"top_p": 0}, "top_p", ["greater than 0"]),
+        ({"top_p": -0.1}, "top_p", ["at least 0"]),
         ({"top_p": 1.1}, "top_p", ["at most 1"]),
         ({"top_k": -2}, "top_k", ["-2", "at least -1"]),
         ({"min_p": 2}, "min_p", ["at most 1"]),
@@ -79,8 +78,6 @@ def error_of(response: httpx.Response, status: int) -> dict:
         ({"logprobs": 21}, "logprobs", ["at most 20"]),
         ({"logprobs": True}, "logprobs", ["an integer"]),
         ({"stop": ["a"] * 17}, "stop", ["at most 16"]),
-        ({"stop": ""}, "stop.0", ["at least 1"]),
-        ({"stop": [""]}, "stop.0", ["at least 1"]),
         ({"stop": 5}, "stop", ["5", "a list"]),
         ({"logit_bias": {"x": 1}}, "logit_bias", ["'x'"]),
         ({"logit_bias": {str(token_id): 1 for token_id in range(1025)}}, "logit_bias", ["at most 1024"]),
@@ -92,7 +89,7 @@ def error_of(response: httpx.Response, status: int) -> dict:
         ({"logit_bias": {"1": 101}}, "logit_bias.1", ["at most 100"]),
         ({"stop_token_ids": [300]}, "stop_token_ids", ["300"]),
         ({"min_tokens": 17}, "min_tokens", ["17", "16"]),
-        ({"seed": 2**63}, "seed", ["at most"]),
+        ({"seed": 2**64}, "seed", ["at most"]),
         ({"speculation": {"num_tokens": 5}}, "speculation.num_tokens", ["5", "4"]),
         ({"speculation": {"verify": "magic"}}, "speculation.verify", ["coupled"]),
         ({"speculation": {"method": "magic"}}, "speculation.method", ["'magic'", "model, ngram, none"]),
@@ -178,7 +175,7 @@ async def test_an_unknown_model_is_not_found(http: httpx.AsyncClient) -> None:
 
 
 async def test_a_context_overflow_has_its_own_code(http: httpx.AsyncClient) -> None:
-    error = error_of(await http.post("/v1/completions", json={**GOOD, "max_tokens": 500}), 400)
+    error = error_of(await http.post("/v1/completions", json={**GOOD, "prompt": "a" * 128}), 400)
     assert error["code"] == "context_length_exceeded"
 
 

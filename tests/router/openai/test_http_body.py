@@ -136,7 +136,7 @@ class TestLargeBodies:
     async def test_a_long_text_is_read(self, http: httpx.AsyncClient) -> None:
         text = 'a, "b": [{' * 400_000
         answer = await http.post("/v1/completions", json={**REQUEST, "prompt": text})
-        assert "characters. This model's maximum context length" in answer.json()["error"]["message"]
+        assert "4000000 characters. Please reduce the length of the prompt" in answer.json()["error"]["message"]
 
 
 TOOL = {"type": "function", "function": {"name": "f"}}

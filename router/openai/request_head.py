@@ -1,0 +1,114 @@
+"""The head of a request before any endpoint sees it: its id, its path, and the server that it means."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from protos.errors import MisdirectedRequestError, PermissionDeniedError, ServingError
+from router.openai.errors import error_response
+
+_HEADER = "x-request-id"
+_ID = re.compile(r"[!-~]{1,128}")  # goes into logs and back to the client
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+
+
+class AddRequestId:
+    """Middleware that gives request and response the same id: the client's own, or a new one.
+
+    Serve's proxy adds it in a cluster.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = MutableHeaders(scope=scope)
+        request_id = headers.get(_HEADER, "")
+        if not _ID.fullmatch(request_id):
+            request_id = headers[_HEADER] = str(uuid.uuid4())
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).setdefault(_HEADER, request_id)
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class OneSlash:
+    """ASGI middleware: slashes that are doubled or at the end of a path are read past, as joined addresses have them.
+
+    `/metrics` has one form alone, by which a proxy keeps it for operators.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if "//" in path or path.endswith("/"):
+            plain = re.sub("/+", "/", path).rstrip("/") or "/"
+            if plain != "/metrics":
+                scope = {**scope, "path": plain}
+        await self._app(scope, receive, send)
+
+
+def names_of_server(http_host: str | None, more: Sequence[str]) -> tuple[str, ...]:
+    """Return the names that a request's Host may have; none where it may have any.
+
+    A server on loopback is meant for this machine. A web page can give a name of its own this machine's address (DNS
+    rebinding), and would be let in by the browser then. `more` are configured, with a star for any part.
+    """
+    return (*_LOOPBACK, *more) if http_host in _LOOPBACK else tuple(more)
+
+
+class CheckHost:
+    """ASGI middleware that answers requests to this server alone; without keys no foreign page changes anything.
+
+    Args:
+        names: of this server.
+        origins: a pattern of the web pages that may call; None where each request needs a key.
+    """
+
+    def __init__(self, app: ASGIApp, names: Sequence[str], origins: re.Pattern[str] | None) -> None:
+        self._app = app
+        self._names = [name.lower() for name in names]
+        self._origins = origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._error(scope["method"], Headers(scope=scope)) if scope["type"] == "http" else None
+        await (self._app if error is None else error_response(error))(scope, receive, send)
+
+    def _error(self, method: str, headers: Headers) -> ServingError | None:
+        host = headers.get("host", "")  # HTTP/1.0 has none
+        if host and not self._is_ours(host):
+            return MisdirectedRequestError(
+                f"This server does not answer to the name {host[:200]!r}; it has {', '.join(self._names)}. Add the "
+                "name to ingress.allowed_hosts if it is one of yours."
+            )
+        origin = headers.get("origin")
+        if origin is None or self._origins is None or method in _SAFE_METHODS:
+            return None
+        if self._origins.fullmatch(origin) or self._is_ours(origin.partition("://")[2]):
+            return None
+        return PermissionDeniedError(
+            f"The web page {origin[:200]!r} may not call this server; add it to ingress.cors_origins if it may."
+        )
+
+    def _is_ours(self, host: str) -> bool:
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+        except ValueError:
+            return False
+        return any(fnmatch(name, each) for each in self._names)

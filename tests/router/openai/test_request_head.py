@@ -1,0 +1,90 @@
+"""A server on loopback answers to its own names, whatever address a web page has given to another one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import httpx
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from router.api_keys import ApiKeys
+from router.generation.generation_service import GenerationService
+from router.openai.api import build_app
+from router.openai.request_head import AddRequestId
+from tests.router.key_files import api_keys
+
+BODY = {"prompt": "abc", "max_tokens": 2}
+OURS = ["localhost", "localhost:8000", "LOCALHOST.:1", "127.0.0.1", "127.0.0.1:8000", "[::1]", "[::1]:8000", ""]
+FOREIGN = ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.nip.io", "[::2]", "[", "a b", "0"]
+
+
+def client(
+    service: GenerationService, keys: ApiKeys, http_host: str | None, **settings: tuple[str, ...] | str
+) -> httpx.AsyncClient:
+    service.config = replace(service.config, **settings)
+    transport = httpx.ASGITransport(build_app(service, keys, http_host))
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost")
+
+
+@pytest.mark.parametrize("http_host", ["127.0.0.1", "localhost", "::1"])
+async def test_a_server_on_loopback_answers_to_its_own_names(service: GenerationService, http_host: str) -> None:
+    async with client(service, ApiKeys(is_open_admin=True), http_host) as http:
+        for name in OURS:
+            assert (await http.post("/v1/completions", json=BODY, headers={"host": name})).status_code == 200, name
+        for name in FOREIGN:
+            for method, path in (("POST", "/v1/completions"), ("GET", "/metrics"), ("POST", "/admin/drafts/kill")):
+                answer = await http.request(method, path, json=BODY, headers={"host": name})
+                assert answer.status_code == 421, name
+                assert "allowed_hosts" in answer.json()["error"]["message"]
+
+
+async def test_more_names_may_be_configured(service: GenerationService) -> None:
+    names = ("models.example", "*.lab.example")
+    async with client(service, ApiKeys(), "127.0.0.1", allowed_hosts=names) as http:
+        for name, status in (("models.example:443", 200), ("a.lab.example", 200), ("lab.example", 421), ("::1", 421)):
+            assert (await http.get("/v1/models", headers={"host": name})).status_code == status
+        assert (await http.get("/v1/models", headers={"host": "localhost"})).status_code == 200
+
+
+async def test_elsewhere_a_server_answers_to_any_name_unless_some_are_configured(service: GenerationService) -> None:
+    async with client(service, api_keys("secret"), "0.0.0.0") as http:
+        assert (await http.get("/health", headers={"host": "evil.example"})).status_code == 200
+    async with client(service, api_keys("secret"), "0.0.0.0", allowed_hosts=("models.example",)) as http:
+        assert (await http.get("/health", headers={"host": "models.example"})).status_code == 200
+        assert (await http.get("/health", headers={"host": "localhost"})).status_code == 421
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://evil.example", 403),
+        ("null", 403),
+        ("http://localhost.evil.example:8000", 403),
+        ("http://localhost:3000", 200),
+        ("http://127.0.0.1:8000", 200),
+        ("https://app.example", 200),
+    ],
+)
+async def test_without_keys_no_foreign_page_changes_anything(
+    service: GenerationService, origin: str, status: int
+) -> None:
+    async with client(service, ApiKeys(), "127.0.0.1", cors_origins=("https://app.example",)) as http:
+        assert (await http.post("/v1/completions", json=BODY, headers={"origin": origin})).status_code == status
+        assert (await http.get("/v1/models", headers={"origin": origin})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("sent", "is_kept"), [("mine-1", True), ("x" * 128, True), ("x" * 129, False), ("a b", False), ("é", False)]
+)
+async def test_a_request_s_id_is_short_and_visible_or_made_anew(sent: str, is_kept: bool) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        [seen] = [value for name, value in scope["headers"] if name == b"x-request-id"]
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-seen", seen)]})
+        await send({"type": "http.response.body"})
+
+    transport = httpx.ASGITransport(AddRequestId(app))
+    async with httpx.AsyncClient(transport=transport, base_url="http://outrider") as http:
+        answer = await http.get("/", headers={b"x-request-id": sent.encode()})
+    assert answer.headers["x-request-id"] == answer.headers["x-seen"]
+    assert (answer.headers["x-request-id"] == sent) == is_kept
