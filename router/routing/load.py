@@ -21,11 +21,15 @@ from protos.worker_load import WorkerLoad
 
 FloatArray = NDArray[np.float64]
 
+_FORGET_S = 10.0  # after the last request sent, in which no signal has come: nobody knows whether they still run
+
 _ROW = np.dtype(
     [
         ("backlog_tokens", np.float64),
         ("as_of_s", np.float64),  # the moment of backlog_tokens
         ("num_requests", np.float64),
+        ("reported_requests", np.float64),  # of them, those of the last signal
+        ("sent_s", np.float64),  # the moment of the last request sent
         ("decode_tokens", np.float64),
         ("prefill_tokens_per_s", np.float64),  # 0: not measured
         ("decode_slowdown", np.float64),
@@ -145,7 +149,7 @@ class LoadTable:
             worker_ids=gather.worker_ids,
             rows=gather.rows,
             backlog_tokens=np.maximum(rows["backlog_tokens"] - drained, 0.0),
-            num_requests=rows["num_requests"],
+            num_requests=np.where(now_s - rows["sent_s"] > _FORGET_S, rows["reported_requests"], rows["num_requests"]),
             decode_tokens=rows["decode_tokens"],
             prefill_tokens_per_s=rates,
             decode_slowdown=rows["decode_slowdown"],
@@ -159,6 +163,8 @@ class LoadTable:
             load.queued_prefill_tokens,
             load.measured_at_s,
             load.num_waiting_requests + load.num_running_requests,
+            load.num_waiting_requests + load.num_running_requests,
+            0.0,
             load.running_decode_tokens,
             load.prefill_tokens_per_s,
             load.decode_slowdown,
@@ -177,6 +183,7 @@ class LoadTable:
         entry["backlog_tokens"] = max(entry["backlog_tokens"] - drained, 0.0) + work.uncached_tokens
         entry["as_of_s"] = max(entry["as_of_s"], work.sent_at_s)
         entry["num_requests"] += 1
+        entry["sent_s"] = max(entry["sent_s"], work.sent_at_s)
 
     def _rates(self, rows: NDArray[np.void]) -> FloatArray:
         rates: FloatArray = rows["prefill_tokens_per_s"]

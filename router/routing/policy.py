@@ -28,7 +28,7 @@ from router.routing.load import FleetLoad, FloatArray
 
 IntArray = NDArray[np.intp]
 
-_SPEED_STEP = np.log(1.05)  # decode speeds within 5% count as equal
+_SPEED_STEP = np.log(1.05)  # decode speeds within 5% of the fastest count as equal to it
 
 
 class Policy(StrEnum):
@@ -68,12 +68,15 @@ class CostConfig:
             alone. docs/routing.md compares values.
         fetch_share: the cost of a token whose KV another worker holds, in computed ones; 1 where none is fetched.
         tie_s, tie_fraction: costs within both of the lowest count as equal to it.
+        even_s: so do those of workers that hold as much of the prompt, within this: rates that are measured differ by
+            more on equal machines, and a streak of a hot prefix would all go to one.
     """
 
     others_weight: float = 1.5
     fetch_share: float = 1.0
     tie_s: float = 0.001
     tie_fraction: float = 0.01
+    even_s: float = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +214,12 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _by_cost(request: PolicyInput, fleet: FleetLoad, terms: CostTerms, config: CostConfig) -> IntArray:
-    return _order_by(terms.total_s, request, fleet, config)
+    return _order_by(terms.total_s, terms.cached_tokens, request, fleet, config)
 
 
 def _by_load(request: PolicyInput, fleet: FleetLoad, terms: CostTerms, config: CostConfig) -> IntArray:
     blind = cost_terms(replace(request, prefix_blocks={}), fleet, config)
-    return _order_by(blind.total_s, request, fleet, config)
+    return _order_by(blind.total_s, blind.cached_tokens, request, fleet, replace(config, even_s=0.0))
 
 
 def _in_turn(request: PolicyInput, fleet: FleetLoad, terms: CostTerms, config: CostConfig) -> IntArray:
@@ -227,21 +230,32 @@ def _at_random(request: PolicyInput, fleet: FleetLoad, terms: CostTerms, config:
     return np.argsort(shuffle(request.seed, fleet))
 
 
-def _order_by(cost_s: FloatArray, request: PolicyInput, fleet: FleetLoad, config: CostConfig) -> IntArray:
-    """Order by cost, the lowest first; those that tie with it by decode speed, then session, then at random."""
-    is_tied = cost_s <= cost_s.min() * (1.0 + config.tie_fraction) + config.tie_s
+def _order_by(
+    cost_s: FloatArray, cached: FloatArray, request: PolicyInput, fleet: FleetLoad, config: CostConfig
+) -> IntArray:
+    """Order by cost, the lowest first; those that tie with it by requests, decode speed, session, then at random."""
+    best = int(np.argmin(cost_s))
+    is_tied = cost_s <= cost_s[best] * (1.0 + config.tie_fraction) + config.tie_s
+    is_tied |= (cached >= cached[best]) & (cost_s <= cost_s[best] + config.even_s)
     tied, others = np.flatnonzero(is_tied), np.flatnonzero(~is_tied)
     is_elsewhere = tied != fleet.rows.get(request.last_worker_id or "", -1)
-    first = np.lexsort(
-        (shuffle(request.seed, fleet)[tied], is_elsewhere, -_speed_class(fleet.decode_tokens_per_s[tied]))
-    )
+    slowness = _slowness(fleet.decode_tokens_per_s[tied])
+    num_requests = fleet.num_requests[tied] - ~is_elsewhere  # a session's worker may have one more
+    first = np.lexsort((shuffle(request.seed, fleet)[tied], is_elsewhere, slowness, num_requests))
     return np.concatenate([tied[first], others[np.argsort(cost_s[others])]])
 
 
-def _speed_class(decode_tokens_per_s: FloatArray) -> FloatArray:
-    """Round decode speeds to steps of 5%; accepted drafts count, so the gain of speculation decides among ties."""
-    speed_class: FloatArray = np.round(np.log(np.maximum(decode_tokens_per_s, 1e-3)) / _SPEED_STEP)
-    return speed_class
+def _slowness(decode_tokens_per_s: FloatArray) -> FloatArray:
+    """Return how far decode speeds lie below the highest, in steps of 5%; accepted drafts count.
+
+    One that is not measured counts as the highest: nothing is known against it.
+    """
+    fastest = decode_tokens_per_s.max()
+    if fastest <= 0:
+        return np.zeros_like(decode_tokens_per_s)
+    speeds = np.where(decode_tokens_per_s > 0, decode_tokens_per_s, fastest)
+    slowness: FloatArray = np.floor(np.log(fastest / speeds) / _SPEED_STEP)
+    return slowness
 
 
 _Order = Callable[[PolicyInput, FleetLoad, CostTerms, CostConfig], IntArray]
