@@ -3,9 +3,9 @@
     python -m bench.served.abuse --only gRPC "random bodies"
 
 Each attack runs once, while three seeded streams go round. What is promised: their texts do not change and none fails,
-no gap of theirs reaches a second, no answer is a 5xx but a 503 with Retry-After, no health check fails, no process
-ends, and memory is within 300 MB of what it was when a first burst had filled the pool. The exit status is 1 if a
-promise is broken.
+no gap of theirs reaches a second, no answer is a 5xx but a 503 with Retry-After, no health check fails, no stalled
+connection stays, no process ends, and memory is within 300 MB of what it was when a first burst had filled the pool.
+The exit status is 1 if a promise is broken.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import psutil
 import yaml
 
 from bench.served.application import ServedApplication
-from bench.served.attacks import ATTACKS, HEALTH, Answers, Face
+from bench.served.attacks import ATTACKS, HEALTH, STILL_OPEN, Answers, Face
 from bench.served.bystanders import Bystanders, Stay
 from cluster.local.ports import free_port
 
@@ -78,7 +78,7 @@ class Outcome:
 def _is_fault(status: str) -> bool:
     if status.startswith(HEALTH):
         return status != f"{HEALTH}OK"
-    return status in _GRPC_FAULTS or (status.startswith("5") and status != "503")
+    return status in {*_GRPC_FAULTS, STILL_OPEN} or (status.startswith("5") and status != "503")
 
 
 def attack(face: Face, bystanders: Bystanders, names: Sequence[str]) -> list[Outcome]:

@@ -23,6 +23,8 @@ from protos import outrider_pb2 as pb2
 
 _COMPAT = Path(__file__).parents[2] / "tests/compat/run.sh"
 _TIMEOUT_S = 60.0
+_STALL_S = 90.0  # longer than HAProxy lets any body stall
+STILL_OPEN = "still open"  # a stalled connection that keeps its place
 _MIB = 1 << 20
 _WORDS = ("fn", "x", "{", "}", " ", "\ufffd", "\x00", "é", "😀", "<|end|>", '"', "\\")
 _SERVICE = "/outrider.v1.Generation"
@@ -249,6 +251,18 @@ async def _slow_clients(face: Face) -> Answers:
     return sum(await asyncio.gather(*slow, _raw(face, 300, b"", hold_s=6.0)), Counter())
 
 
+@_attack("1,000 bodies of POST, PUT and GET that stop or trickle after 20 KiB, or before, with a key and without one")
+async def _stalled_bodies(face: Face) -> Answers:
+    part, key = b"a" * 20_480, f"Authorization: Bearer {face.key}\r\n".encode()
+    heads = [
+        b"%s /v1/completions HTTP/1.1\r\nHost: x\r\n%sContent-Length: 8000000\r\n\r\n" % (method, headers)
+        for method, headers in ((b"POST", b""), (b"POST", key), (b"PUT", b""), (b"GET", b""))
+    ]
+    stalls = [(head + sent, drip) for head in heads for sent in (b"", part) for drip in (b"", b"a")]
+    number = 1000 // len(stalls)
+    return Counter(await asyncio.gather(*(_stall(face, *stall) for stall in stalls for _ in range(number))))
+
+
 @_attack("requests that are no HTTP, two lengths in one, 100 kB of headers")
 async def _strange_http(face: Face) -> Answers:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
@@ -348,6 +362,33 @@ def _request(method: str, path: str, body: bytes) -> bytes:
 async def _raw(face: Face, number: int, request: bytes, *, drip: bytes = b"", hold_s: float) -> Answers:
     """Open so many connections, send the request, then a byte a second where there is a drip; read at the end only."""
     return Counter(await asyncio.gather(*(_raw_one(face, request, drip, hold_s) for _ in range(number))))
+
+
+async def _stall(face: Face, request: bytes, drip: bytes) -> str:
+    """Return the status of the first answer once the server has closed the connection, or that it has not."""
+    reader, writer = await asyncio.wait_for(asyncio.open_connection(face.host, face.http_port), _TIMEOUT_S)
+
+    async def send() -> None:
+        with contextlib.suppress(OSError):
+            writer.write(request)
+            while drip:
+                await asyncio.sleep(1.0)
+                writer.write(drip)
+
+    sending = asyncio.create_task(send())
+    answer = b""
+    try:
+        async with asyncio.timeout(_STALL_S):
+            while part := await reader.read(1 << 16):
+                answer = answer or part
+    except TimeoutError:
+        return STILL_OPEN
+    except OSError:
+        pass  # closed while bytes of ours were on their way
+    finally:
+        sending.cancel()
+        writer.transport.abort()
+    return answer[9:12].decode() or "closed"
 
 
 async def _raw_one(face: Face, request: bytes, drip: bytes, hold_s: float) -> str:

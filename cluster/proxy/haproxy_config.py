@@ -14,12 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REQUEST_TIMEOUT_S = 15  # for a request's headers, and for the first 16 KiB of its body
+# Until the next byte of a body, or until a client takes more of its answer; a client that waits for one has none.
+CLIENT_TIMEOUT_S = 60
+LONG_HEADERS_BYTES = 6000  # may fill HAProxy's buffer, so that it cannot wait for a body
 MAX_CONNECTIONS_PER_ADDRESS = 1024
 # Of the 4096 that HAProxy takes, for clients; the rest is kept for the operator's addresses, which ask for health.
 MAX_HTTP_CONNECTIONS = 3072
 MAX_GRPC_CONNECTIONS = 768
 OPERATOR_ADDRESSES = "127.0.0.1 ::1"
 MAX_ENDLESS_CALLS = 64  # of one address at once: gRPC calls that end when the client wants
+CROWDED_SHARE = 4  # of the connections of one address, which alone are left to it once half of all places are taken
+ADDRESS = "src,ipmask(32,64)"  # a client of IPv6 has a network of 2^64 addresses
+WAITS_FOR_ROUTES = "waits for routes"  # a HAProxy's description, which standby.py reads
 _RETRY_AFTER_S = 1
 _REASONS = {
     502: "The server's answer broke off; send the request again.",
@@ -59,10 +65,11 @@ class ProxySettings:
         return f"{OPERATOR_ADDRESSES} {self.operator_addresses}".strip()
 
 
-def harden(text: str, settings: ProxySettings) -> str:
+def harden(text: str, settings: ProxySettings, has_stand_in: bool = False) -> str:
     """Return Serve's configuration with time-outs, limits, private sockets, and errors that say when to come back.
 
-    A text that went through here before is returned as it is.
+    A text that went through here before is returned as it is. While another HAProxy stands in (`has_stand_in`), one
+    that does not know its routes yet takes no client.
 
     Raises:
         ValueError: it is not what this version of Ray generates.
@@ -72,14 +79,15 @@ def harden(text: str, settings: ProxySettings) -> str:
     text = _replace(text, r"mode 666 level admin", "mode 600 level admin")
     text = _replace(text, r"bind :(\d+)", r"bind 127.0.0.1:\1")
     text = _replace(text, r"bind \*:(\d+)(?=\n  stats enable)", r"bind 127.0.0.1:\1")
-    text = re.sub(r"\n *timeout http-request .*", "", text)
+    text = re.sub(r"\n *timeout (http-request|client) .*", "", text)
     text = re.sub(r"\n *errorfile 50\d .*", "", text)
     text = _replace(text, r"\ndefaults\n", f"\ndefaults\n{_defaults()}")
     text = _replace(
         text,
         r"(frontend http_frontend\n *bind [^\n]*)",
-        rf"\1{_tls(settings, 'h2,http/1.1')}\n{_limits(settings, MAX_HTTP_CONNECTIONS)}{_BODY}"
-        rf"{_NO_UPGRADES}{_metrics_rule(settings)}{_REFUSALS}",
+        rf"\1{_tls(settings, 'h2,http/1.1')}\n{_limits(settings, MAX_HTTP_CONNECTIONS)}"
+        "    http-after-response set-header Connection close if is_crowded !is_operator\n"
+        rf"{_bodies()}{_NO_UPGRADES}{_PATH}{_metrics_rule(settings)}{_REFUSALS}",
     )
     if "frontend grpc_frontend" in text:
         bind = r"(frontend grpc_frontend\n(?: *#[^\n]*\n)* *bind [^\n]*?)( proto h2)?\n"
@@ -87,18 +95,54 @@ def harden(text: str, settings: ProxySettings) -> str:
         text = _replace(
             text, bind, rf"\1{tls or ' proto h2'}\n{_limits(settings, MAX_GRPC_CONNECTIONS)}{ENDLESS_CALLS}"
         )
+    if not re.search(r"\n *use_backend (?!grpc_fallback_backend)", text):
+        text = _without_routes(text)
+        if has_stand_in:
+            text = re.sub(r"(frontend (?:http|grpc)_frontend\n(?: *#[^\n]*\n)*) *bind [^\n]*\n", r"\1", text)
     return f"# hardened\n{text}{_REFUSED_CLIENTS}{ENDLESS_CALLERS}"
 
 
-_BODY = f"    http-request wait-for-body time {REQUEST_TIMEOUT_S}s if METH_POST\n"
+def _bodies() -> str:
+    """Return rules by which a body comes within bounds, whatever its method.
+
+    The first 16 KiB have a time of their own. A longer body is a POST's alone, whose reader asks for a least pace; the
+    server is told to close after its answer, and with its connection ends the client's: it would else stay for as long
+    as the client sends a byte a minute after an early answer.
+    """
+    too_long = _error("A body of %[method] may have 16 KiB, and must have a length.", "invalid_request_error")
+    return f"""\
+    http-request wait-for-body time {REQUEST_TIMEOUT_S}s
+    http-request set-var(txn.body_size) req.body_size
+    acl has_length req.hdr(content-length) -m found
+    acl is_chunked req.hdr(transfer-encoding) -m found
+    acl has_body req.body_len gt 0
+    http-request set-var(txn.is_part) bool(true) if {{ req.body_len,sub(txn.body_size) lt 0 }}
+    http-request set-var(txn.is_part) bool(true) if is_chunked or !has_length has_body
+    acl is_part var(txn.is_part) -m bool
+    http-request return status 413 content-type application/json lf-string {too_long} if is_part !METH_POST
+    http-request set-header Connection close if is_part or {{ req.hdrs,length gt {LONG_HEADERS_BYTES} }}
+    http-after-response set-header Connection close if is_part {{ status ge 400 }}
+"""
+
+
+def _without_routes(text: str) -> str:
+    """Return the configuration of a HAProxy that does not know yet where requests go: it asks for patience."""
+    retry = f"hdr Retry-After {_RETRY_AFTER_S} string {_error(_REASONS[503])}"
+    text = re.sub(r"return status 404 content-type text/plain .*", f"return status 503 {_JSON} {retry}", text)
+    text = re.sub(r'grpc-status 5 hdr grpc-message "[^"]*"', f'grpc-status 14 hdr grpc-message "{_REASONS[503]}"', text)
+    return re.sub(r"\nglobal\n|^global\n", rf"\g<0>    description {WAITS_FOR_ROUTES}\n", text, count=1)
+
+
 # HAProxy drops offers of h2c itself; with any other one httptools, by which Serve reads, drops the body (uvicorn#2722).
 _NO_UPGRADES = "    http-request del-header Upgrade\n"
+# The path as the application reads it, without a slash at its end. Rules ask for its end: Serve may have a prefix.
+_PATH = "    http-request set-var(txn.path) path,url_dec,rtrim(/)\n"
 # gRPC's own form of a refusal: a status of RESOURCE_EXHAUSTED (8) in the headers of an answer without a body.
 ENDLESS_CALLS = f"""\
     http-request set-header x-forwarded-for %[src]
     acl is_endless path /grpc.health.v1.Health/Watch
     acl is_endless path_beg /grpc.reflection.
-    http-request track-sc1 src table endless_callers if is_endless
+    http-request track-sc1 {ADDRESS} table endless_callers if is_endless
     http-request return status 200 hdr content-type application/grpc hdr grpc-status 8 \
 hdr grpc-message "At most {MAX_ENDLESS_CALLS} such calls are open at once; end one first." \
 if is_endless {{ sc1_conn_cur gt {MAX_ENDLESS_CALLS} }}
@@ -125,27 +169,34 @@ def _replace(text: str, pattern: str, replacement: str) -> str:
 
 
 def _defaults() -> str:
-    lines = [f"timeout http-request {REQUEST_TIMEOUT_S}s"]
-    for status, reason in _REASONS.items():
-        body = {"error": {"message": reason, "type": "service_unavailable_error", "param": None, "code": None}}
-        lines.append(
-            f"http-error status {status} content-type application/json hdr Retry-After {_RETRY_AFTER_S} "
-            f"string {_quoted(json.dumps(body))}"
-        )
+    lines = [f"timeout http-request {REQUEST_TIMEOUT_S}s", f"timeout client {CLIENT_TIMEOUT_S}s"]
+    lines += [
+        f"http-error status {status} {_JSON} hdr Retry-After {_RETRY_AFTER_S} string {_error(reason)}"
+        for status, reason in _REASONS.items()
+    ]
     return "".join(f"    {line}\n" for line in lines)
 
 
-def _quoted(text: str) -> str:
-    """Return a text as one word of HAProxy's configuration, without a backslash, which `re.subn` would take."""
-    return '"' + text.replace('"', '\\\\"') + '"'
+_JSON = "content-type application/json"
+
+
+def _error(reason: str, kind: str = "service_unavailable_error") -> str:
+    """Return an error's JSON as one word of HAProxy's configuration, its quotes escaped once more for `re.sub`."""
+    error = {"message": reason, "type": kind, "param": None, "code": None}
+    return '"' + json.dumps({"error": error}).replace('"', '\\\\"') + '"'
 
 
 def _limits(settings: ProxySettings, max_connections: int) -> str:
+    """Return rules by which neither an address nor a few of them hold all places of a frontend."""
+    most = settings.max_connections_per_address * max_connections // MAX_HTTP_CONNECTIONS
+    share = most if most >= max_connections else most // CROWDED_SHARE
     return (
         "    stick-table type ipv6 size 100k expire 60s store conn_cur\n"
-        "    tcp-request connection track-sc0 src\n"
-        f"    tcp-request connection reject if {{ sc0_conn_cur gt {settings.max_connections_per_address} }}\n"
+        f"    tcp-request connection track-sc0 {ADDRESS}\n"
+        f"    tcp-request connection reject if {{ sc0_conn_cur gt {most} }}\n"
         f"    acl is_operator src {settings.known_addresses}\n"
+        f"    acl is_crowded fe_conn gt {max_connections // 2}\n"
+        f"    tcp-request connection reject if is_crowded {{ sc0_conn_cur gt {share} }} !is_operator\n"
         f"    tcp-request connection reject if {{ fe_conn gt {max_connections} }} !is_operator\n"
     )
 
@@ -153,7 +204,7 @@ def _limits(settings: ProxySettings, max_connections: int) -> str:
 def _metrics_rule(settings: ProxySettings) -> str:
     if not settings.operator_addresses:
         return ""
-    return "    http-request deny deny_status 403 if { path,url_dec -i /metrics } !is_operator\n"
+    return "    http-request deny deny_status 403 if { var(txn.path) -m end -i /metrics } !is_operator\n"
 
 
 def _tls(settings: ProxySettings, protocols: str) -> str:
@@ -165,5 +216,5 @@ def _tls(settings: ProxySettings, protocols: str) -> str:
 
 if __name__ == "__main__":
     path = Path(sys.argv[1])
-    hardened = harden(path.read_text(encoding="utf-8"), ProxySettings.of(os.environ))
+    hardened = harden(path.read_text(encoding="utf-8"), ProxySettings.of(os.environ), has_stand_in=len(sys.argv) > 2)
     path.write_text(hardened, encoding="utf-8")

@@ -1,8 +1,11 @@
 """Starts HAProxy again at once where it has died unasked, until Serve has started one of its own.
 
-Run as a program by haproxy.sh, with HAProxy's process id and the command that starts another; it imports nothing but
-the standard library. Serve needs seconds to see that its HAProxy or the manager of it is gone, by the admin socket; so
-ours has another one. The one that Serve starts then takes the ports, and ours drains.
+Run as a program by haproxy.sh, with HAProxy's configuration, its process id and the command that starts another; it
+imports nothing but the standard library. Serve needs seconds to see that its HAProxy or the manager of it is gone, by
+the admin socket; so ours has another one. The one that Serve starts then takes over the listening sockets, and ours
+drains when that one knows its routes.
+
+Run with the configuration alone, it prints the admin socket of the one that stands in, if there is one.
 """
 
 from __future__ import annotations
@@ -15,34 +18,55 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 TAKEOVER_S = 60.0  # for Serve to start its own, on a busy machine too; without one it has been shut down
 _RESTART_S = 1.0  # between two of ours, should it not run at all
 _PERIOD_S = 0.1
 _TIMEOUT_S = 2.0
+_WAITS_FOR_ROUTES = re.compile(rb"^description: waits for routes", re.MULTILINE | re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A HAProxy's own words: its process id, and whether haproxy_config.py found no route in its configuration."""
+
+    pid: int
+    is_waiting_for_routes: bool
 
 
 def main() -> None:
-    """Wait until HAProxy has died, and stand in for it."""
-    os.setsid()  # Ray kills a manager's group with it
-    haproxy, command = int(sys.argv[1]), sys.argv[2:]
-    configuration = Path(command[command.index("-f") + 1])
-    cluster = _parent(_parent(haproxy))  # the raylet: HAProxy is its manager's child
+    """Wait until HAProxy has died, and stand in for it; or print what stands in."""
+    configuration = Path(sys.argv[1])
     found = re.search(r"stats socket (\S+)", configuration.read_text(encoding="utf-8"))
-    if found is not None and _has_begun(found[1], haproxy):
-        _wait_for_end(haproxy)
-        if _answering(found[1]) is None and configuration.exists() and _parent(cluster):
-            _stand_in(command, configuration, found[1], cluster)
+    if found is None:
+        return
+    if len(sys.argv) > 2:
+        _watch(configuration, found[1], int(sys.argv[2]), sys.argv[3:])
+    elif answering(own_socket(found[1])) is not None:
+        sys.stdout.write(own_socket(found[1]))
 
 
-def _has_begun(admin_socket: str, haproxy: int) -> bool:
-    """Wait until HAProxy answers; return False if it ends before that."""
-    while _answering(admin_socket) != haproxy:
-        if os.getppid() != haproxy:
-            return False
+def _watch(configuration: Path, admin_socket: str, haproxy: int, command: list[str]) -> None:
+    os.setsid()  # Ray kills a manager's group with it
+    cluster = _parent(_parent(haproxy))  # the raylet: HAProxy is its manager's child
+    answer = _first_answer(admin_socket, haproxy)
+    if answer is None or answer.is_waiting_for_routes:
+        return
+    _wait_for_end(haproxy)
+    if answering(admin_socket) is None and configuration.exists() and _parent(cluster):
+        _stand_in(command, configuration, admin_socket, cluster)
+
+
+def _first_answer(admin_socket: str, haproxy: int) -> Answer | None:
+    """Wait until HAProxy answers; return None if it ends before that."""
+    while os.getppid() == haproxy:
+        answer = answering(admin_socket)
+        if answer is not None and answer.pid == haproxy:
+            return answer
         time.sleep(_PERIOD_S)
-    return True
+    return None
 
 
 def _wait_for_end(haproxy: int) -> None:
@@ -58,16 +82,19 @@ def _stand_in(command: list[str], configuration: Path, admin_socket: str, cluste
     command = _with_own_socket(command, configuration, admin_socket)
     own, began_s = _started(command), time.monotonic()
     deadline_s = began_s + TAKEOVER_S
-    while time.monotonic() < deadline_s and _parent(cluster):
+    while _parent(cluster):
         time.sleep(_PERIOD_S)
-        if own.poll() is not None and time.monotonic() > began_s + _RESTART_S:
-            if not configuration.exists():
-                return
-            own, began_s = _started(command), time.monotonic()
-        if _answering(admin_socket) is not None:
+        now_s, answer = time.monotonic(), answering(admin_socket)
+        if (answer and not answer.is_waiting_for_routes) or now_s > deadline_s:
             own.send_signal(signal.SIGUSR1)
             own.wait()  # its configuration bounds how long it drains
             return
+        if answer:
+            deadline_s = now_s + TAKEOVER_S
+        if own.poll() is not None and now_s > began_s + _RESTART_S:
+            if not configuration.exists():
+                return
+            own, began_s = _started(command), now_s
     own.kill()
 
 
@@ -88,20 +115,20 @@ def own_socket(admin_socket: str) -> str:
     return f"{admin_socket}2"
 
 
-def _answering(admin_socket: str) -> int | None:
-    """Return the process id of the HAProxy that answers; None without one."""
+def answering(admin_socket: str) -> Answer | None:
+    """Return the answer of the HAProxy that has an admin socket; None without one."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_TIMEOUT_S)
             connection.connect(admin_socket)
             connection.sendall(b"show info\n")
-            answer = b""
+            text = b""
             while part := connection.recv(4096):
-                answer += part
+                text += part
     except OSError:
         return None
-    found = re.search(rb"^Pid: (\d+)", answer, re.MULTILINE)
-    return int(found[1]) if found else None
+    found = re.search(rb"^Pid: (\d+)", text, re.MULTILINE)
+    return Answer(int(found[1]), _WAITS_FOR_ROUTES.search(text) is not None) if found else None
 
 
 def _parent(pid: int) -> int:

@@ -228,7 +228,15 @@ def test_another_network_gets_numbers_of_processes_and_nothing_else(served: Serv
 
 
 def test_hostile_clients_change_nothing_for_the_streams_beside_them(served: ServedPair):
-    slow = ("clients that send", "nobody reads", "64 MiB", "gzip of", "random bodies", "schemathesis")  # minutes
+    slow = (
+        "clients that send",
+        "that stop or trickle",
+        "nobody reads",
+        "64 MiB",
+        "gzip of",
+        "random bodies",
+        "schemathesis",
+    )  # minutes
     long = ("800 probes",)  # a quarter of a minute, for probes that router/backend/test_shared_answer.py bounds
     names = [name for name in ATTACKS if not any(part in name for part in (*slow, *long))]
     face = Face(served.file.http_host, served.file.http_port, served.file.grpc_port, MODEL)

