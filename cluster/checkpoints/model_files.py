@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cluster.checkpoints.model_path import resolve_model_path
 from cluster.config import DeployConfig
+from engine.model.checkpoint.end_tokens import find_end_tokens
 from engine.model.checkpoint.hub import cached_folder, find_model
 from engine.model.checkpoint.scheme import scheme_of
 from engine.model.checkpoint.stored_weights import refuse_unscaled, stored_weights
@@ -29,6 +30,7 @@ def check_models(config: DeployConfig) -> list[str]:
     target = Path(resolve_model_path(config.target.path))
     if target.is_dir():
         _check_weights(target)
+        notes += _end_notes(config.model_id, target)
         if load_tokenizer_files(str(target), config.ingress.chat_template_text).chat_template is None:
             notes.append(
                 f"{config.model_id!r} has no chat template: chat requests get a 400. A template for it goes into "
@@ -39,6 +41,16 @@ def check_models(config: DeployConfig) -> list[str]:
         if draft.is_dir():
             _check_weights(draft)
     return notes
+
+
+def _end_notes(model_id: str, folder: Path) -> list[str]:
+    ends = find_end_tokens(folder)
+    if ends.token_ids:
+        return []
+    return [
+        f"{model_id!r} names no end token: texts end at max_tokens, and constrained output is refused, unless its "
+        f"family has one. Add eos_token_id to {folder / 'generation_config.json'}"
+    ]
 
 
 def _check_weights(folder: Path) -> None:

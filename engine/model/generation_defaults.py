@@ -1,14 +1,19 @@
-"""Contents of a checkpoint's generation_config.json: the tokens that end a text, and the sampling defaults."""
+"""Defaults of a checkpoint: the tokens that end a text, and its sampling parameters."""
 
 from __future__ import annotations
 
+import logging
 import math
+from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from engine.config import SamplingSource
+from engine.model.checkpoint.end_tokens import find_end_tokens
 from protos.errors import ConfigError
 from protos.messages import SamplingDefaults
+
+logger = logging.getLogger(__name__)
 
 # The ranges in which a request may set the same parameters.
 _RANGES = {
@@ -20,13 +25,20 @@ _RANGES = {
 }
 
 
-def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Tokens that end a text, from the generation config if there is one."""
-    config = model.generation_config
-    ids = config.eos_token_id if config is not None else model.config.eos_token_id
-    if ids is None:
-        return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+def eos_token_ids(model: PreTrainedModel, folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """Tokens that end a text, by all files of the model; a line in the log says where there are none."""
+    ends = find_end_tokens(folder, vocab_size, model.config.get_text_config().eos_token_id)
+    if ends.unknown_ids:
+        logger.warning("end tokens %s are left out: the model has %d tokens", list(ends.unknown_ids), vocab_size)
+    if ends.token_ids:
+        logger.info("end tokens are %s", list(ends.token_ids))
+    else:
+        logger.warning(
+            "%s names no end token: texts end at max_tokens, and constrained output is refused; add eos_token_id to "
+            "its generation_config.json",
+            folder,
+        )
+    return ends.token_ids
 
 
 def sampling_defaults(model: PreTrainedModel, source: SamplingSource) -> SamplingDefaults:

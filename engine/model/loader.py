@@ -64,12 +64,29 @@ def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTr
             f"the weights of {config.path!r} (model type {model_config.model_type}) cannot be loaded: {_named(error)}"
         ) from error
     model, info = loaded
+    _tie_head(config.path, model)
     refuse_incomplete(config.path, info, model.state_dict())
     refuse_not_finite_model(config.path, model)
     logger.info("loaded %s (%s) as %s on %s", config.path, model_config.model_type, dtype, device)
     size = sum(each.numel() * each.itemsize for each in model.parameters()) / (1 << 30)
     with enough_memory(device, f"the weights of {config.path!r}, {size:.1f} GiB", WEIGHTS_REMEDY):
         return cast(PreTrainedModel, model.to(device).eval().requires_grad_(False))
+
+
+def _tie_head(path: str, model: PreTrainedModel) -> None:
+    """Let `tie_word_embeddings` decide which tensor is the head, where a checkpoint holds one beside the embedding.
+
+    transformers keeps the second one where its numbers differ.
+    """
+    before = model.get_output_embeddings()
+    stored = None if before is None else before.weight
+    model.tie_weights()
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is not stored:
+        logger.warning(
+            "%s holds a head of its own, which is left out: tie_word_embeddings is true, so the embedding is the head",
+            path,
+        )
 
 
 def _options(dtype: torch.dtype) -> dict[str, Any]:
@@ -151,7 +168,7 @@ def model_version(path: str, quantization: str = "none", *dtypes: str) -> str:
     it once on a machine (`file_digest`), files beside each other. What else texts of these files depend on is named by
     `quantization` and `dtypes`.
     """
-    folder = _folder_of(path)
+    folder = model_folder(path)
     digest = blake2b((folder / "config.json").read_bytes(), digest_size=16)
     if quantization != "none":
         digest.update(f"{quantization} in groups of 32, rows for int8 with bases".encode())
@@ -165,11 +182,11 @@ def model_version(path: str, quantization: str = "none", *dtypes: str) -> str:
 
 def tokenizer_file(path: str) -> Path | None:
     """The model's tokenizer.json, if it has one."""
-    file = _folder_of(path) / "tokenizer.json"
+    file = model_folder(path) / "tokenizer.json"
     return file if file.is_file() else None
 
 
-def _folder_of(path: str) -> Path:
+def model_folder(path: str) -> Path:
     """The folder of the model's files; those of a Hub id are already in its cache."""
     if Path(path).expanduser().is_dir():
         return Path(path).expanduser()

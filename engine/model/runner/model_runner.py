@@ -40,7 +40,7 @@ from engine.model.gpu_memory import WEIGHTS_REMEDY, MemoryMeter, enough_memory, 
 from engine.model.hidden_state_taps import NO_TAPS
 from engine.model.linear.packed_linear import Linear
 from engine.model.linear.quantized_linear import can_quantize, linear_factory
-from engine.model.loader import load_model, model_version, resolve_device
+from engine.model.loader import load_model, model_folder, model_version, resolve_device
 from engine.model.paged_model import PagedModel
 from engine.model.position_limit import max_positions, unread_lengths
 from engine.model.resident_memory import leave_checkpoint, trim_heap
@@ -67,7 +67,7 @@ class ModelRunner:
         kv_layout: describes a block of the pool to engines that exchange blocks.
         model_version: names these weights and what they are computed in; equal on every machine that holds the same
             files and computes in the same dtypes.
-        eos_token_ids: tokens that end a text, from the model's generation config.
+        eos_token_ids: tokens that end a text, the usual one first.
         sampling_defaults: sampling parameters of requests that leave them out.
         head: drafts from the model's hidden states, its KV in the same pool; None without one.
         self_draft: the model's own weights as its draft; None where they do not draft.
@@ -110,7 +110,7 @@ class ModelRunner:
         with enough_memory(device, f"the weights of {model.path!r}, packed or sharded", WEIGHTS_REMEDY):
             self._take_weights(stock, model, head, device)
         self.vocab_size = self._model.vocab_size
-        self.eos_token_ids = eos_token_ids(stock)
+        self.eos_token_ids = eos_token_ids(stock, model_folder(model.path), self.vocab_size)
         self.sampling_defaults = sampling_defaults(stock, model.generation_config)
         has_graphs = _has_graphs(model.graphs, device, self._plan_attention)
         self._features: Tensor | None = None

@@ -15,7 +15,7 @@ from protos.errors import ConfigError
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "eos_token_id": 2}')
     save_file({"weight": np.zeros(64)}, tmp_path / "model.safetensors")
     return tmp_path
 
@@ -78,6 +78,14 @@ def test_an_operators_template_is_a_file_or_a_text(folder: Path, tmp_path: Path)
         config = parse_config({"model_id": "m", "target": {"path": str(folder)}, "ingress": {"chat_template": written}})
         assert check_models(config) == []
         assert ingress_config(config).chat_template == "{{ messages }}"
+
+
+def test_a_model_without_an_end_token_is_noted(folder: Path):
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    config = parse_config({"model_id": "m", "target": {"path": str(folder)}})
+    assert any(note.startswith("'m' names no end token: texts end at max_tokens") for note in check_models(config))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7]}')
+    assert not any("end token" in note for note in check_models(config))
 
 
 def test_prompted_tools_have_one_form(folder: Path):

@@ -206,15 +206,6 @@ def test_model_version_names_what_the_weights_are_computed_in(llama: Path) -> No
     assert len({runner.model_version for runner in (exact, rounded, packed)}) == 3
 
 
-@pytest.mark.parametrize(("configured", "expected"), [(None, ()), (5, (5,)), ([5, 7], (5, 7))])
-def test_end_tokens_come_from_the_generation_config(
-    configured: int | list[int] | None, expected: tuple[int, ...], tmp_path: Path
-) -> None:
-    write_family(tmp_path, SERVED["llama"]())
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": configured}))
-    assert load(tmp_path).eos_token_ids == expected
-
-
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere' does not exist"):
         load(tmp_path / "nowhere")

@@ -1,0 +1,157 @@
+"""Tokens that end a text: of all that a checkpoint's files say, since each of them may name but one of several.
+
+They are those of generation_config.json and config.json, the tokenizer's, and the token that its chat template writes
+behind an assistant's answer. Engines and checks before a start ask here; frontends hear of them from the engines.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from protos.errors import ConfigError
+
+_RENDER_LIMIT_S = 5.0
+_QUESTION, _ANSWER, _REPLY = "Which apples", "Crimson ones", "Thank you"  # no template writes these of its own
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+_PARTS = ("text_config", "llm_config", "language_config")
+
+
+@dataclass(frozen=True, slots=True)
+class EndTokens:
+    """Ids of tokens that end a text, the usual one first, and those that are named and that the model has not."""
+
+    token_ids: tuple[int, ...]
+    unknown_ids: tuple[int, ...] = ()
+
+
+def find_end_tokens(folder: Path, vocab_size: int | None = None, assumed: object = None) -> EndTokens:
+    """Return the end tokens of the model in `folder`.
+
+    Args:
+        folder: of the checkpoint's files; what is not there says nothing.
+        vocab_size: rows of the model's embedding; None: unknown.
+        assumed: the ids of its family, for files that name none.
+
+    Raises:
+        ConfigError: a file names something that is no id, or its chat template does not come to an end.
+    """
+    tokenizer = _read_tokenizer(folder)
+    ids = list(dict.fromkeys(_stated(folder, tokenizer))) or list(_ids_of(assumed, "the model's family"))
+    known = tuple(each for each in ids if vocab_size is None or each < vocab_size)
+    return EndTokens(known, tuple(each for each in ids if each not in known))
+
+
+def _stated(folder: Path, tokenizer: Tokenizer | None) -> Iterator[int]:
+    for name in ("generation_config.json", "config.json"):
+        content = _read_json(folder / name)
+        for part in (content, *(content.get(part) for part in _PARTS)):
+            if isinstance(part, dict):
+                yield from _ids_of(part.get("eos_token_id"), str(folder / name))
+    if tokenizer is None:
+        return
+    config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+    special_tokens = dict(_special_tokens(config))
+    names = [special_tokens.get("eos_token")]
+    if (template := _read_template(folder, config)) is not None:
+        names.append(_turn_end(template, special_tokens, tokenizer))
+    for token in names:
+        if token is not None and (token_id := tokenizer.token_to_id(token)) is not None:
+            yield token_id
+
+
+def _ids_of(value: object, source: str) -> Iterator[int]:
+    for each in value if isinstance(value, list | tuple) else [] if value is None else [value]:
+        if isinstance(each, bool) or not isinstance(each, int):
+            raise ConfigError(f"{source} has eos_token_id {value!r}; it must be a token's id or a list of some")
+        if each >= 0:  # -1 means none
+            yield each
+
+
+def _turn_end(template: str, special_tokens: Mapping[str, str], tokenizer: Tokenizer) -> str | None:
+    """Return the token that ends an assistant's turn: special, and behind its answer in the last turn as in others.
+
+    What a template writes in one of them alone begins the next turn, or ends a whole conversation; a text that ends
+    there, as the channels of gpt-oss, may not be the whole answer.
+    """
+    turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+    render = partial(_rendered, template, special_tokens)
+    last, inner = render(turns), render([*turns, {"role": "user", "content": _REPLY}])
+    if last is None or inner is None or _ANSWER not in last or _ANSWER not in inner:
+        return None
+    follows = inner.rpartition(_ANSWER)[2].partition(_REPLY)[0]
+    names = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    both = [name for name in _tokens_in(last.rpartition(_ANSWER)[2], names) if name in _tokens_in(follows, names)]
+    return both[-1] if both else None
+
+
+def _tokens_in(text: str, names: Iterable[str]) -> list[str]:
+    """Return the tokens of these names in a text, first to last."""
+    return sorted((name for name in names if name and name in text), key=text.find)
+
+
+def _rendered(template: str, special_tokens: Mapping[str, str], messages: list[dict[str, str]]) -> str | None:
+    """Render in a thread, which a template without an end does not hold up; None where it refuses the messages."""
+    # Not at the top: only models with a template need it, and it takes seconds to import.
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    found: list[str] = []
+
+    def render() -> None:
+        try:
+            texts: Any = render_jinja_template([messages], chat_template=template, **special_tokens)
+        except Exception:  # a template may raise anything, and it is the frontends' to say so
+            return
+        found.extend(texts[0])
+
+    thread = Thread(target=render, name="chat-template", daemon=True)
+    thread.start()
+    thread.join(_RENDER_LIMIT_S)
+    if thread.is_alive():
+        raise ConfigError(
+            f"the model's chat template has worked for {_RENDER_LIMIT_S:g} s on two messages; mend its loops"
+        )
+    return found[0] if found else None
+
+
+def _read_template(folder: Path, config: Mapping[str, object]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8", errors="replace")
+    template = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    if isinstance(template, list):
+        named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+        template = named.get("default") or next(iter(named.values()), None)
+    return template if isinstance(template, str) else None
+
+
+def _special_tokens(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    for name in _SPECIAL_NAMES:
+        value = config.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            yield name, content
+
+
+def _read_tokenizer(folder: Path) -> Tokenizer | None:
+    file = folder / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(file)) if file.is_file() else None
+    except Exception:  # the Rust library raises bare Exception, and the frontends say so
+        return None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Return the mapping in a file, an empty one where there is none: other checks refuse what cannot be read."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
