@@ -9,7 +9,6 @@ from actors.draft_loader import load_draft
 from actors.settings import PairSettings
 from engine.model.loader import load_config
 from engine.proposer.vocab_mapping.choice import choose_vocabulary
-from engine.proposer.vocab_mapping.vocabulary_pair import are_sizes_of_one
 from protos.errors import ConfigError
 
 _NUM_BLOCKS = 8  # of the KV pool: nothing is drafted here
@@ -25,7 +24,7 @@ def refuse_other_vocabulary(settings: PairSettings, path: str) -> None:
     found = choose_vocabulary(target, path, draft.vocabulary)
     if usual.pair is None:
         draft_size, target_size = int(config.get_text_config().vocab_size), usual.target_tokens.vocab_size
-        if found.pair is not None or not are_sizes_of_one(draft_size, target_size):
+        if found.pair is not None:
             raise ConfigError(
                 f"it has another vocabulary ({draft_size} tokens) than its target ({target_size}); give a draft with "
                 "the target's tokenizer, or set draft.path in deploy.yaml and deploy anew"

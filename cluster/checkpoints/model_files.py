@@ -11,6 +11,7 @@ from engine.model.checkpoint.end_tokens import find_end_tokens
 from engine.model.checkpoint.hub import cached_folder, find_model
 from engine.model.checkpoint.scheme import scheme_of
 from engine.model.checkpoint.stored_weights import refuse_unscaled, stored_weights
+from engine.model.checkpoint.vocabulary import refuse_tokens_without_rows
 from engine.model.checkpoint.weight_files import read_config, refuse_unindexed, refuse_untyped, tensor_headers
 from protos.errors import ConfigError
 from router.tokenizer.tokenizer_files import load_tokenizer_files
@@ -30,7 +31,7 @@ def check_models(config: DeployConfig) -> list[str]:
     target = Path(resolve_model_path(config.target.path))
     if target.is_dir():
         _check_weights(target)
-        notes += _end_notes(config.model_id, target)
+        notes += [*_end_notes(config.model_id, target), *_vocabulary_notes(target)]
         if load_tokenizer_files(str(target), config.ingress.chat_template_text).chat_template is None:
             notes.append(
                 f"{config.model_id!r} has no chat template: chat requests get a 400. A template for it goes into "
@@ -41,6 +42,14 @@ def check_models(config: DeployConfig) -> list[str]:
         if draft.is_dir():
             _check_weights(draft)
     return notes
+
+
+def _vocabulary_notes(folder: Path) -> list[str]:
+    config = read_config(folder)
+    text = config.get("text_config")
+    vocab_size = config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
+    note = refuse_tokens_without_rows(folder, vocab_size) if isinstance(vocab_size, int) else None
+    return [] if note is None else [note]
 
 
 def _end_notes(model_id: str, folder: Path) -> list[str]:

@@ -108,6 +108,7 @@ class PagedModel:
         self.vocab_size, records = stock.vocab_size, stock.records
         self.layer_shapes = self.rank_shapes = [record.shape for record in records]
         self._dtype, self._device = model.dtype, rank.device or model.device
+        self._padding_ids: Tensor | None = None
         if is_deterministic:
             has_kernel = is_batch_invariant(plan_attention) or self._is_native(plan_attention)
             fits = LlamaDecoder.fits(model)
@@ -157,7 +158,15 @@ class PagedModel:
     def forward(self, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         """Logits of the pass's rows, [R, V] float32, in `out` if given; their KV is in the pass's slots afterwards."""
         logits = self.decoder.logits(batch)
-        return widened(logits) if out is None else out.copy_(logits)
+        logits = widened(logits) if out is None else out.copy_(logits)
+        if self._padding_ids is not None:
+            logits.index_fill_(1, self._padding_ids, float("-inf"))
+        return logits
+
+    def mask(self, token_ids: Seq[int]) -> None:
+        """Give these tokens no chance from now on: rows of the head that are no token of the tokenizer's."""
+        if token_ids:
+            self._padding_ids = torch.tensor(token_ids, device=self._device)
 
     def _probed(self, sequences: tuple[list[int], list[int]], far: int, plan_attention: PlanAttention) -> Tensor:
         """Logits of the sequences behind the first chunk, end to end, computed in pieces and side by side.

@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.config import DraftVocabulary
 from engine.proposer.vocab_mapping.choice import choose_vocabulary
-from engine.proposer.vocab_mapping.vocabulary_pair import are_sizes_of_one
 from models.tuning.draft import Draft, copy_files, partial_of, rename_whole
 from models.tuning.student import LanguageModel, Student
 from protos.errors import ConfigError
@@ -35,13 +34,7 @@ class DraftFolder(Draft):
             raise ConfigError(f"--draft {path} holds {config.architectures}; tuned are draft models and heads")
         if getattr(config, "quantization_config", None) is not None:
             raise ConfigError(f"--draft {path} has quantized weights; tune the checkpoint that they were made of")
-        choice, num_tokens = (
-            choose_vocabulary(target, str(path), DraftVocabulary.AUTO),
-            config.get_text_config().vocab_size,
-        )
-        if choice.vocabulary is not DraftVocabulary.SAME or not are_sizes_of_one(
-            num_tokens, choice.target_tokens.vocab_size
-        ):
+        if choose_vocabulary(target, str(path), DraftVocabulary.AUTO).vocabulary is not DraftVocabulary.SAME:
             raise ConfigError(f"--draft {path} has another vocabulary than --target; only one of its tokens is tuned")
         self._dtype: torch.dtype = config.dtype or torch.float32
 

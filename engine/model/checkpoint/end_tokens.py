@@ -60,7 +60,7 @@ def _stated(folder: Path, tokenizer: Tokenizer | None) -> Iterator[int]:
     config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
     special_tokens = dict(_special_tokens(config))
     names = [special_tokens.get("eos_token")]
-    if (template := _read_template(folder, config)) is not None:
+    if (template := read_template(folder)) is not None:
         names.append(_turn_end(template, special_tokens, tokenizer))
     for token in names:
         if token is not None and (token_id := tokenizer.token_to_id(token)) is not None:
@@ -121,11 +121,13 @@ def _rendered(template: str, special_tokens: Mapping[str, str], messages: list[d
     return found[0] if found else None
 
 
-def _read_template(folder: Path, config: Mapping[str, object]) -> str | None:
+def read_template(folder: Path) -> str | None:
+    """Return the chat template of the model in `folder`; None without one."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8", errors="replace")
-    template = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    template = _read_json(folder / "chat_template.json").get("chat_template")
+    template = template or _read_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
         named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
         template = named.get("default") or next(iter(named.values()), None)

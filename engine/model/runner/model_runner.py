@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from engine.kv_cache.compaction import KVMove
 from engine.kv_cache.kv_dtype import kv_name
 from engine.kv_cache.pool import LayerShape, block_bytes, pool_size
 from engine.kv_cache.sharded_layout import ShardedKVLayout
+from engine.model.checkpoint.vocabulary import ids_without_token, refuse_tokens_without_rows
 from engine.model.cuda_graphs.buckets import graph_buckets
 from engine.model.cuda_graphs.graph import ForwardOutput
 from engine.model.cuda_graphs.graph_runner import CudaGraphRunner, RecordedStep
@@ -110,6 +112,7 @@ class ModelRunner:
         with enough_memory(device, f"the weights of {model.path!r}, packed or sharded", WEIGHTS_REMEDY):
             self._take_weights(stock, model, head, device)
         self.vocab_size = self._model.vocab_size
+        self._fit_tokenizer(model_folder(model.path))
         self.eos_token_ids = eos_token_ids(stock, model_folder(model.path), self.vocab_size)
         self.sampling_defaults = sampling_defaults(stock, model.generation_config)
         has_graphs = _has_graphs(model.graphs, device, self._plan_attention)
@@ -157,6 +160,15 @@ class ModelRunner:
         if self.self_draft is not None:
             self.self_draft.begin(self._model.decoder)
         trim_heap()
+
+    def _fit_tokenizer(self, folder: Path) -> None:
+        """Mask the rows of the head that are no token: their text would be empty."""
+        if note := refuse_tokens_without_rows(folder, self.vocab_size):
+            logger.warning("%s", note)
+        padding = ids_without_token(folder, self.vocab_size)
+        if padding:
+            logger.info("%d ids that are no token are masked, %d the first", len(padding), padding[0])
+        self._model.mask(padding)
 
     def _take_head(
         self, config: HeadConfig, stock: PreTrainedModel, device: torch.device, quantization: Quantization

@@ -6,10 +6,9 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoConfig, GenerationConfig
-
 from engine.config import DraftVocabulary
-from engine.model.loader import tokenizer_file
+from engine.model.checkpoint.end_tokens import find_end_tokens
+from engine.model.loader import load_config, model_folder, tokenizer_file
 from engine.proposer.vocab_mapping.byte_vocabulary import ByteVocabulary, names_of, read_tokenizer
 from engine.proposer.vocab_mapping.vocabulary_pair import (
     ModelTokens,
@@ -89,11 +88,20 @@ def _require_tokenizers(target: _TokenizedModel, draft: _TokenizedModel, wanted:
 
 
 def _is_one_vocabulary(target: _TokenizedModel, draft: _TokenizedModel) -> bool:
-    """True if ids mean the same in both, as far as their files tell."""
-    if target.file is None or draft.file is None or target.file.read_bytes() == draft.file.read_bytes():
+    """True if ids mean the same in both, as far as their files tell.
+
+    The sizes of two models of one tokenizer differ by the padding of their embeddings, however much that is; without a
+    tokenizer the sizes are all that can be compared.
+    """
+    if target.file is None or draft.file is None:
+        if not are_sizes_of_one(draft.tokens.vocab_size, target.tokens.vocab_size):
+            raise ConfigError(
+                f"the draft's vocabulary has {draft.tokens.vocab_size} tokens and the target's "
+                f"{target.tokens.vocab_size}, and without a tokenizer.json of both they cannot be compared; use a "
+                "draft with the target's tokenizer"
+            )
         return True
-    is_one_size = are_sizes_of_one(draft.tokens.vocab_size, target.tokens.vocab_size)
-    return is_one_size and are_names_of_one(draft.names, target.names)
+    return target.file.read_bytes() == draft.file.read_bytes() or are_names_of_one(draft.names, target.names)
 
 
 def _choose(pair: VocabularyPair, wanted: DraftVocabulary) -> DraftVocabulary:
@@ -123,12 +131,9 @@ def _choose(pair: VocabularyPair, wanted: DraftVocabulary) -> DraftVocabulary:
 
 def _model_tokens(path: str) -> ModelTokens:
     """From the model's configuration alone, without its weights."""
-    config = AutoConfig.from_pretrained(path).get_text_config()
-    try:
-        eos = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # it has none of its own
-        eos = config.eos_token_id
-    return ModelTokens(int(config.vocab_size), _ids(config.bos_token_id), _ids(eos))
+    config = load_config(path).get_text_config()
+    ends = find_end_tokens(model_folder(path), int(config.vocab_size), config.eos_token_id)
+    return ModelTokens(int(config.vocab_size), _ids(config.bos_token_id), ends.token_ids)
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.proposer.vocab_mapping.counts import TranslationCounts
-from engine.proposer.vocab_mapping.vocabulary_pair import VocabularyPair, are_sizes_of_one
+from engine.proposer.vocab_mapping.vocabulary_pair import VocabularyPair
 from protos.errors import ConfigError
 
 
@@ -45,12 +45,6 @@ class SameVocabulary:
     counts = TranslationCounts()
 
     def __init__(self, draft_size: int, target_size: int) -> None:
-        """Raises ConfigError if no one tokenizer has models of both sizes."""
-        if not are_sizes_of_one(draft_size, target_size):
-            raise ConfigError(
-                f"the draft's vocabulary has {draft_size} tokens and the target's {target_size}; their tokenizers must "
-                "be the same, or draft.vocabulary must be 'intersection' or 'text'"
-            )
         self._draft_size = draft_size
         self._target_size = target_size
 

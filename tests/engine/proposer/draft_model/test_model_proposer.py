@@ -9,7 +9,6 @@ import pytest
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from engine.draft import NO_DRAFT, WEIGHT_SUM
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
 from tests.builders import make_scheduled, sequence_of
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_checkpoint
@@ -166,12 +165,6 @@ def test_both_ways_of_verification_share_a_round(folder: Path, oracle: Oracle) -
     drafts = drafter.proposer.propose([make_scheduled(sequence, 4) for sequence in sequences])
     assert [len(draft.distributions) for draft in drafts] == [4, 0, 4]
     assert drafts[1].token_ids == oracle.draft(sequences[1])
-
-
-@pytest.mark.parametrize("target_vocab_size", [VOCAB_SIZE - 8, VOCAB_SIZE + 8])
-def test_another_vocabulary_is_refused(folder: Path, target_vocab_size: int) -> None:
-    with pytest.raises(ConfigError, match="the draft's vocabulary has 64 tokens"):
-        new_drafter(folder, target_vocab_size=target_vocab_size)
 
 
 @pytest.mark.parametrize("target_vocab_size", [199, 200, 201])

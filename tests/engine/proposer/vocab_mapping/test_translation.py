@@ -20,7 +20,7 @@ from engine.proposer.vocab_mapping.translation import SameVocabulary, SharedToke
 from engine.proposer.vocab_mapping.vocabulary_pair import ModelTokens, VocabularyPair, are_names_of_one
 from protos.errors import ConfigError
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, write_tokenizer
-from tests.engine.fixtures.checkpoints import Folders
+from tests.engine.fixtures.checkpoints import Folders, write_checkpoint
 from tests.engine.fixtures.foreign_pair import DRAFT_TEXTS, TARGET_TEXTS, new_tokenizer, write_foreign_pair
 
 TEXT = (
@@ -192,6 +192,9 @@ def test_the_choice_follows_what_the_tokenizers_share(
     with pytest.raises(ConfigError, match=r"draft.vocabulary is 'same', but of the target's \d+ tokens .* only \d+"):
         chosen(folders.draft, DraftVocabulary.SAME)
     (tmp_path / "config.json").write_text((folders.draft / "config.json").read_text())
+    with pytest.raises(ConfigError, match=r"without a tokenizer\.json of both they cannot be compared"):
+        chosen(tmp_path)
+    (tmp_path / "config.json").write_text((folders.target / "config.json").read_text())
     assert chosen(tmp_path) is DraftVocabulary.SAME  # no tokenizer: ids are taken to mean the same
     with pytest.raises(ConfigError, match=r"has no tokenizer.json to translate by"):
         chosen(tmp_path, DraftVocabulary.TEXT)
@@ -227,5 +230,25 @@ def test_padding_ids_that_only_the_target_has_never_reach_the_draft() -> None:
     assert not translation.is_identity
     assert translation.read([5, 399, 400, 401]) == [5, 399, 0, 0]
     assert translation.align(torch.zeros(1, 400)).shape == (1, 402)
-    with pytest.raises(ConfigError, match="400 tokens and the target's 300"):
-        SameVocabulary(400, 300)
+
+
+@pytest.mark.parametrize(("draft_size", "target_size"), [(300, 512), (512, 300), (300, 300)])
+def test_one_tokenizer_is_one_whatever_the_padding(draft_size: int, target_size: int, tmp_path: Path) -> None:
+    """Also where another version of the library has written the file."""
+    for name, size in (("target", target_size), ("draft", draft_size)):
+        (tmp_path / name).mkdir()
+        write_checkpoint(tmp_path / name, seed=0, vocab_size=size)
+        core = write_tokenizer(tmp_path / name)
+        core.save(str(tmp_path / name / "tokenizer.json"), pretty=name == "draft")
+    choice = choose_vocabulary(str(tmp_path / "target"), str(tmp_path / "draft"), DraftVocabulary.AUTO)
+    assert choice.vocabulary is DraftVocabulary.SAME
+    translation = SameVocabulary(draft_size, target_size)
+    assert translation.align(torch.zeros(1, draft_size)).shape == (1, target_size)
+
+
+def test_models_without_a_tokenizer_are_compared_by_their_sizes(tmp_path: Path) -> None:
+    for name, size in (("target", 300), ("draft", 400)):
+        (tmp_path / name).mkdir()
+        write_checkpoint(tmp_path / name, seed=0, vocab_size=size)
+    with pytest.raises(ConfigError, match="draft's vocabulary has 400 tokens and the target's 300, and without"):
+        choose_vocabulary(str(tmp_path / "target"), str(tmp_path / "draft"), DraftVocabulary.AUTO)

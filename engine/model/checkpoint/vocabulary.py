@@ -1,0 +1,54 @@
+"""A tokenizer beside the rows of its model: ids without a token, and tokens without a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from engine.model.checkpoint.end_tokens import read_template
+from protos.errors import ConfigError
+
+_MAX_NAMED = 5
+
+
+def refuse_tokens_without_rows(folder: Path, vocab_size: int) -> str | None:
+    """Return what an operator should know of tokens that the model in `folder` has no row for; None without any.
+
+    A text with such a token is refused by the frontends.
+
+    Raises:
+        ConfigError: the chat template writes one of them, so that every chat would be refused.
+    """
+    rowless = {name: token_id for name, token_id in _tokens(folder).items() if token_id >= vocab_size}
+    if not rowless:
+        return None
+    template = read_template(folder) or ""
+    written = {name: token_id for name, token_id in rowless.items() if name in template}
+    if written:
+        raise ConfigError(
+            f"the chat template of {str(folder)!r} writes {_named(written)}, and the model has {vocab_size} rows: "
+            "every chat would be refused. Give the tokenizer that the weights were saved with, or resize the embeddings"
+        )
+    return f"the tokenizer has {_named(rowless)}, and the model has {vocab_size} rows: texts with them are refused"
+
+
+def ids_without_token(folder: Path, vocab_size: int) -> list[int]:
+    """Return the rows that no token of the tokenizer has, most of them padding; none without a tokenizer."""
+    ids = set(_tokens(folder).values())
+    return [token_id for token_id in range(vocab_size) if token_id not in ids] if ids else []
+
+
+def _tokens(folder: Path) -> Mapping[str, int]:
+    file = folder / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True) if file.is_file() else {}
+    except Exception:  # the Rust library raises bare Exception, and the frontends say so
+        return {}
+
+
+def _named(tokens: Mapping[str, int]) -> str:
+    names = [f"{name!r} (id {token_id})" for name, token_id in sorted(tokens.items(), key=lambda each: each[1])]
+    rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + rest
