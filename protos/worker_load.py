@@ -1,4 +1,4 @@
-"""A worker's load, in work and not in requests; it is pushed to the router whenever it changes."""
+"""A worker's load, in work and not in requests, pushed to the router whenever it changes; and the prefix it holds."""
 
 from __future__ import annotations
 
@@ -33,3 +33,14 @@ class WorkerLoad:
     prefill_tokens_per_s: float = 0.0
     decode_slowdown: float = 0.0
     decode_tokens_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHolder:
+    """A worker that has reported the first `num_blocks` blocks of a prompt; some may be evicted by now.
+
+    The index names it to another worker.
+    """
+
+    worker_id: str
+    num_blocks: int

@@ -213,5 +213,6 @@ class EngineLoop:
             self._refuse(request, error)
 
     def _refuse(self, request: GenerateRequest, error: ServingError) -> None:
-        logger.info("request %s: refused: %s", request.request_id, error)
+        # Not its message, which may quote a schema: no text of a prompt is logged.
+        logger.info("request %s: refused: %s of %s", request.request_id, type(error).__name__, error.param)
         self._emit(Refused.of(request.request_id, error))

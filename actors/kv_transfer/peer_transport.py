@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from actors.kv_transfer.kv_transport import PrefillTransport
 from actors.kv_transfer.nixl_carrier import NixlCarrier
 from engine.remote_prefill.kv_transfer import FetchOrder
-from protos.prefix_holder import PrefixHolder
+from protos.worker_load import PrefixHolder
 
 if TYPE_CHECKING:  # a second to import, for processes that may never call a deployment
     from ray.serve.handle import DeploymentHandle

@@ -18,7 +18,7 @@ from actors.settings import PrefillSettings
 if TYPE_CHECKING:  # this class is known to Serve's builder, which must not load torch for it
     from actors.kv_transfer.prefill_reply import PrefillReply
     from engine.remote_prefill.kv_transfer import FetchOrder, KVLayout
-    from protos.prefix_holder import PrefixHolder
+    from protos.worker_load import PrefixHolder
 
 
 class Prefill:

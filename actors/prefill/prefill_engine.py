@@ -41,7 +41,7 @@ from engine.sequence.token_blocks import TokenBlocks
 from engine.stats.engine_stats import EngineStats
 from protos.errors import UnavailableError
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk
-from protos.prefix_holder import PrefixHolder
+from protos.worker_load import PrefixHolder
 
 if TYPE_CHECKING:  # a second to import, for processes that may never call a deployment
     from ray.serve.handle import DeploymentHandle

@@ -11,6 +11,7 @@ import logging
 import os
 from datetime import UTC, datetime
 
+from protos.client_text import guard_logs
 from protos.errors import ConfigError
 
 FORMAT_VARIABLE = "OUTRIDER_LOG_FORMAT"
@@ -35,6 +36,7 @@ def configure_logging(is_replica: bool = False) -> None:
 
     Serve makes JSON of what its replicas write itself, so their lines stay text.
     """
+    guard_logs()
     logging.basicConfig(level=logging.INFO, format=_TEXT)
     if is_json_wanted() and not is_replica:
         for handler in logging.getLogger().handlers:
@@ -56,5 +58,5 @@ class JsonLines(logging.Formatter):
         if str(record.msg).startswith(_OF_A_REQUEST) and isinstance(record.args, tuple) and record.args:
             line["request_id"] = str(record.args[0])
         if record.exc_info:
-            line["error"] = self.formatException(record.exc_info)
+            line["error"] = record.exc_text or self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)

@@ -87,7 +87,7 @@ def harden(text: str, settings: ProxySettings, has_stand_in: bool = False) -> st
         r"(frontend http_frontend\n *bind [^\n]*)",
         rf"\1{_tls(settings, 'h2,http/1.1')}\n{_limits(settings, MAX_HTTP_CONNECTIONS)}"
         "    http-after-response set-header Connection close if is_crowded !is_operator\n"
-        rf"{_bodies()}{_NO_UPGRADES}{_PATH}{_metrics_rule(settings)}{_REFUSALS}",
+        rf"{_bodies()}{_NO_UPGRADES}{_REQUEST_IDS}{_PATH}{_metrics_rule(settings)}{_REFUSALS}",
     )
     if "frontend grpc_frontend" in text:
         bind = r"(frontend grpc_frontend\n(?: *#[^\n]*\n)* *bind [^\n]*?)( proto h2)?\n"
@@ -135,6 +135,8 @@ def _without_routes(text: str) -> str:
 
 # HAProxy drops offers of h2c itself; with any other one httptools, by which Serve reads, drops the body (uvicorn#2722).
 _NO_UPGRADES = "    http-request del-header Upgrade\n"
+# An id that a client sends stands in every line of Serve's logs; Serve makes one where there is none.
+_REQUEST_IDS = "    http-request del-header X-Request-Id unless { req.fhdr(X-Request-Id) -m reg ^[!-~]{1,128}$ }\n"
 # The path as the application reads it, without a slash at its end. Rules ask for its end: Serve may have a prefix.
 _PATH = "    http-request set-var(txn.path) path,url_dec,rtrim(/)\n"
 # gRPC's own form of a refusal: a status of RESOURCE_EXHAUSTED (8) in the headers of an answer without a body.

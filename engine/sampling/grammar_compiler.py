@@ -174,7 +174,8 @@ class GrammarCompiler:
         except ValueError as error:  # the library's, for grammars and tokenizers that it cannot read
             return str(error)
         except BaseException as error:  # a panic of the library must cost this request alone
-            logger.exception("a grammar of %d characters could not be compiled", len(grammar.source))
+            kind = type(error).__name__  # its message may quote the grammar
+            logger.error("a grammar of %d characters could not be compiled: %s", len(grammar.source), kind)
             return f"its compiler failed: {error}"
 
 

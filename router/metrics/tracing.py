@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from protos.client_text import for_log
 from protos.errors import ConfigError
 from protos.messages import FirstTokenTimes, GenerateRequest, ModelCard, TokenChunk
 from protos.served_draft import DraftOrder, DraftReport
@@ -73,12 +74,16 @@ class TraceRequests:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        attributes = {"http.request.method": scope["method"], "outrider.request_id": headers.get("x-request-id", "")}
+        attributes = {
+            "http.request.method": scope["method"],
+            "outrider.request_id": for_log(headers.get("x-request-id", "")),
+        }
         with self._tracer.start_as_current_span(
-            f"{scope['method']} {_route(scope['path'])}",
+            for_log(f"{scope['method']} {_route(scope['path'])}"),
             context=TraceContextTextMapPropagator().extract(headers),
             kind=SpanKind.SERVER,
             attributes=attributes,
+            record_exception=False,
         ) as span:
 
             async def send_and_note(message: Message) -> None:
@@ -100,7 +105,7 @@ def call_span(tracer: Tracer | None, service: str, method: str, metadata: Mappin
         yield
         return
     from opentelemetry.context import attach
-    from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
+    from opentelemetry.trace import SpanKind, set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     span = tracer.start_span(
@@ -113,11 +118,19 @@ def call_span(tracer: Tracer | None, service: str, method: str, metadata: Mappin
     try:
         yield
     except Exception as error:
-        span.record_exception(error)
-        span.set_status(StatusCode.ERROR, str(error))
+        note_error(span, error)
         raise
     finally:
         span.end()
+
+
+def note_error(span: Span, error: Exception) -> None:
+    """Mark a span as failed, with the beginning of the error's message, in which a client's text may stand."""
+    from opentelemetry.trace import StatusCode
+
+    message = for_log(error)
+    span.add_event("exception", {"exception.type": type(error).__name__, "exception.message": message})
+    span.set_status(StatusCode.ERROR, message)
 
 
 def _route(path: str) -> str:
@@ -193,10 +206,7 @@ class _SequenceRecord:
 
     def fail(self, error: Exception) -> None:
         """Note an error that ended the sequence."""
-        from opentelemetry.trace import StatusCode
-
-        self._span.record_exception(error)
-        self._span.set_status(StatusCode.ERROR, str(error))
+        note_error(self._span, error)
 
     def end(self) -> None:
         """End the span, and write those of its phases; without a finish reason it was aborted."""

@@ -12,6 +12,7 @@ from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel
 
+from protos.client_text import guard_logs
 from protos.errors import AuthenticationError, OverloadedError, RequestError, ServingError
 from protos.served_draft import SwapDraft, TryDraft
 from router.api_keys import ApiKeys, Client
@@ -247,6 +248,7 @@ def build_app(
     `http_host` is the address that clients reach, if it is known: on loopback the app answers to its names alone.
     `is_metrics_private`: nobody but the operator gets to `/metrics`.
     """
+    guard_logs()
     api = OpenAIApi(service, api_keys, is_metrics_private=is_metrics_private)
     service.metrics.watch_keys(api_keys)
     app = FastAPI(

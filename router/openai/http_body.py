@@ -19,6 +19,7 @@ from typing import TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
+from protos.client_text import for_log
 from protos.errors import OverloadedError, RequestError, RequestTimeoutError, RequestTooLargeError
 from protos.json_parts import LARGE_BYTES, check_parts
 from router.client_limits import BODY_GRACE_S, MIN_BODY_BYTES_PER_S, REQUEST_TIMEOUT_S
@@ -34,6 +35,7 @@ Part = TypeVar("Part")
 IGNORED_FIELDS = "ignored_fields"  # of a request's state
 _OURS = ("speculation", "structured_outputs")  # a wrong name in these is a mistake, never another server's field
 _MAX_IGNORED = 64
+_MAX_NAME = 256
 _MAX_MISTAKES = 1000
 _MAX_DIGITS = 20
 _CHARSETS = ("utf-8", "utf8", "us-ascii")
@@ -184,8 +186,9 @@ def ignore_fields(request: Request, names: Sequence[str]) -> None:
     if not names:
         return
     known = getattr(request.state, IGNORED_FIELDS, [])
-    setattr(request.state, IGNORED_FIELDS, [*known, *names][:_MAX_IGNORED])
-    logger.info("%s: ignored fields %s", request.url.path, ascii(names[:_MAX_IGNORED]))
+    shown = [name[:_MAX_NAME] for name in names[:_MAX_IGNORED]]
+    setattr(request.state, IGNORED_FIELDS, [*known, *shown][:_MAX_IGNORED])
+    logger.info("%s: %d ignored fields: %s", for_log(request.url.path), len(names), ", ".join(map(for_log, shown)))
 
 
 def _expanded(expand: zlib._Decompress, part: bytes, max_bytes: int) -> bytes:

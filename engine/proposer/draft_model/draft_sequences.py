@@ -87,7 +87,7 @@ class DraftSequences:
         try:
             return self._grammars.matcher(target_sequence.request)
         except RequestError as error:
-            logger.info("request %s: drafts are not constrained: %s", target_sequence.request_id, error)
+            logger.info("request %s: drafts are not constrained: %s", target_sequence.request_id, error.param)
             return None
 
     def _evict_idle(self) -> bool:

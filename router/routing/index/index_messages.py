@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protos.prefix_holder import PrefixHolder
+from protos.worker_load import PrefixHolder
 from router.routing.audit import RouteForecast
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from protos.block_keys import split_keys
-from protos.prefix_holder import PrefixHolder
+from protos.worker_load import PrefixHolder
 from protos.worker_report import WorkerReport
 from router.config import RouterConfig
 from router.routing.index.index_messages import RouteQuery, RouteReply

@@ -24,7 +24,7 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.remote_prefill.fetch_failure import FetchFailure
 from engine.remote_prefill.kv_transfer import ChunkHeader, FetchAccepted, FetchEnd, FetchOrder, KVLayout
 from protos.block_keys import block_keys, root_key, split_keys
-from protos.prefix_holder import PrefixHolder
+from protos.worker_load import PrefixHolder
 from protos.worker_report import WorkerReport
 from tests.engine.fixtures.checkpoints import write_checkpoint
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ def proxy(start: Callable[..., Proxy]) -> Iterator[Proxy]:
     proxy = start()
     app = build_app(fake_service(), ApiKeys())
     app.add_route("/-/healthz", lambda _: PlainTextResponse("success"))  # Serve's, which HAProxy asks
+    app.add_route("/id", lambda request: PlainTextResponse(request.headers.get("x-request-id", "none")))
     server = uvicorn.Server(uvicorn.Config(app, port=proxy.server, lifespan="off", log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -39,3 +41,13 @@ def test_an_offered_upgrade_is_ignored_and_the_body_is_read(proxy: Proxy) -> Non
         answer = asyncio.run(send(proxy.http, request))
         assert answer.startswith(b"HTTP/1.1 200 OK"), request
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 4
+
+
+IDS = [("mine-1", "mine-1"), ("x" * 129, "none"), ("a b", "none"), ("é", "none")]
+
+
+def test_an_id_that_does_not_belong_in_a_log_goes_no_further(proxy: Proxy) -> None:
+    for sent, seen in IDS:
+        client = http.client.HTTPConnection("127.0.0.1", proxy.http, timeout=20)
+        client.request("GET", "/id", headers={"X-Request-Id": sent.encode()})
+        assert client.getresponse().read().decode() == seen

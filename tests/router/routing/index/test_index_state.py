@@ -6,8 +6,7 @@ import pytest
 
 from protos.block_keys import join_keys
 from protos.cache_delta import CacheDelta
-from protos.prefix_holder import PrefixHolder
-from protos.worker_load import WorkerLoad
+from protos.worker_load import PrefixHolder, WorkerLoad
 from protos.worker_report import WorkerReport
 from router.config import RouterConfig
 from router.routing.index.index_messages import RouteQuery

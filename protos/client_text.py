@@ -1,0 +1,57 @@
+"""Text of clients in logs and traces: in one line, and short.
+
+A name, a field or a header of a request may hold line breaks, with which it would write log lines of its own, and may
+be long. Whatever a line of ours says is made safe where the line is made, so no place that logs can forget it.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from typing import Any
+
+_OURS = ("actors", "engine", "protos", "router", "asyncio", "uvicorn")
+_MAX_MESSAGE = 1500
+_MAX_TRACE = 1500  # of an error's message, in front of which stand the lines of the traceback
+
+
+def for_log(value: object, limit: int = 200) -> str:
+    """Return the beginning of a value as text without line breaks, control characters and half characters."""
+    text = str(value)
+    shown = text[:limit]
+    if not (shown.isascii() and shown.isprintable()):
+        shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in shown)[
+            :limit
+        ]
+    return shown if len(text) <= limit else f"{shown}... ({len(text)} characters)"
+
+
+class LogLine(logging.LogRecord):
+    """A record whose message is one line, and whose traceback's errors are one line each, for loggers of ours."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._is_ours = self.name.startswith(_OURS)
+        if self._is_ours and self.exc_info and self.exc_info[1] is not None:
+            self.exc_text = _one_line_each(self.exc_info[1])
+
+    def getMessage(self) -> str:  # noqa: N802  # logging's own name
+        message = super().getMessage()
+        return for_log(message, _MAX_MESSAGE) if self._is_ours else message
+
+
+def guard_logs() -> None:
+    """Have this process make its log records so; again changes nothing."""
+    logging.setLogRecordFactory(LogLine)
+
+
+def _one_line_each(error: BaseException) -> str:
+    """Return the traceback of an error and of those that led to it."""
+    parts, seen = [], set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        frames = "".join(traceback.format_tb(each.__traceback__))
+        parts.append(f"Traceback (most recent call last):\n{frames}{type(each).__name__}: {for_log(each, _MAX_TRACE)}")
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    return "\n\nwhich followed:\n\n".join(parts)
