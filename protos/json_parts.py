@@ -6,8 +6,8 @@ import numpy as np
 
 from protos.errors import RequestError
 
-LARGE_BYTES = 1 << 20  # shorter texts hold so little that they are not counted
-_MAX_PARTS = 1 << 18
+LARGE_BYTES = 1 << 16  # shorter texts hold so little that they are not counted
+_MAX_PARTS = 1 << 16
 _MAX_VALUES = 1_250_000  # a context of a million tokens in ids, and the rest of a request
 _QUOTE, _COMMA = ord('"'), ord(",")
 

@@ -23,6 +23,7 @@ _SCHEME = "bearer "
 _LOOK_AGAIN_S = 1.0
 _LOG_AGAIN_S = 60.0  # of a file that still cannot be read
 _SETTLED_S = 2.0  # since its last change, by which times of files differ
+_BYTES_PER_TOKEN = 4  # of a request that was refused: about those of English text
 _NUMBER = re.compile(r"\d{1,9}(\.\d{1,9})?")
 _OPTIONS: dict[str, Callable[[str], bool]] = {  # behind a key, each with the test of its value
     "tenant": bool,
@@ -47,6 +48,15 @@ class TokenRate:
 
     def take(self, num_tokens: int) -> None:
         """Spend tokens. Raises RateLimitError while the budget is overdrawn."""
+        self.check()
+        self._level -= num_tokens
+
+    def charge(self, num_tokens: int) -> None:
+        """Spend tokens, also of a budget that is overdrawn."""
+        self._level -= num_tokens
+
+    def check(self) -> None:
+        """Raise RateLimitError while the budget is overdrawn."""
         now_s = self._clock()
         self._level = min(self._limit, self._level + (now_s - self._read_s) * self._limit / 60)
         self._read_s = now_s
@@ -55,7 +65,6 @@ class TokenRate:
                 f"This API key may use {self._limit} tokens per minute, and has used them; wait, or ask for more.",
                 retry_after_s=(1 - self._level) * 60 / self._limit,
             )
-        self._level -= num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +97,16 @@ class Client:
         """Count the tokens of a request. Raises RateLimitError if the tenant's rate is used up."""
         if self.rate is not None:
             self.rate.take(num_tokens)
+
+    def check_rate(self) -> None:
+        """Raise RateLimitError if the tenant's rate is used up; asked before anything of a request is read."""
+        if self.rate is not None:
+            self.rate.check()
+
+    def charge_refusal(self, num_bytes: int) -> None:
+        """Count a request that was refused, which cost work all the same: a token for every few bytes."""
+        if self.rate is not None:
+            self.rate.charge(1 + num_bytes // _BYTES_PER_TOKEN)
 
     def require_admin(self) -> None:
         """Raise PermissionDeniedError for a client that may not see or change the server's inside."""

@@ -16,11 +16,11 @@ from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.grammar_trial import STACK_BYTES, GrammarTrial, new_matcher, new_tokenizer
 from engine.sampling.thoughtful_grammar import ThoughtfulMatcher
 from protos.errors import OverloadedError, RateLimitError, RequestError
-from protos.messages import GenerateRequest, Grammar, GrammarKind, Thought
+from protos.messages import MAX_GRAMMAR_CHARACTERS, GenerateRequest, Grammar, GrammarKind, Thought
 
 logger = logging.getLogger(__name__)
 
-MAX_SOURCE_BYTES = 512 << 10  # compiles in 0.1 s: 20,000 strings to choose from are 250 KB and take 46 ms
+MAX_SOURCE_BYTES = MAX_GRAMMAR_CHARACTERS
 MAX_RULES = 1000  # the time to compile grows with their square: 0.1 s for these in Lark, 1 s in GBNF
 _NUM_CACHED = 64
 _MAX_PENDING = 16  # grammars that wait for the compiler, each for some seconds at most

@@ -33,6 +33,7 @@ from router.requests.prompted_tools import with_prompted_tools
 from router.requests.reasoning_format import HARMONY, Thinking, find_reasoning, thinking_after, with_one_text
 from router.requests.sampling_params import bad_word_forms
 from router.requests.sequence_requests import check_num_choices, generate_requests
+from router.requests.structured_output import Constraint
 from router.requests.tools import ToolUse
 from router.tokenizer.tokenizer_files import TokenizerFiles
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CARD_LIFE_S = 60.0
+_NUM_GRAMMARS = 2  # that are made at a time
 _CARD_TIMEOUT_S = 10.0
 _METRICS_TIMEOUT_S = 5.0
 
@@ -78,6 +80,7 @@ class GenerationService:
         is_read = format_ is not None and (self._has_messages or not format_.covers_thoughts)
         self._format = format_.with_tokens(files.tokenizer) if format_ is not None and is_read else None
         self._response_template = self._read_response_template()
+        self._grammars = asyncio.Semaphore(_NUM_GRAMMARS)
         self._card: ModelCard | None = None
         self._card_read_s = 0.0
         self.fresh_card = SharedAnswer(self._read_card).get
@@ -175,7 +178,7 @@ class GenerationService:
                 max_tokens=body.max_tokens,
                 num_logprobs=body.logprobs,
                 has_echo=bool(body.echo),
-                grammar=body.grammar,
+                grammar=await self._grammar(body.constraint),
                 prediction_token_ids=await self._prediction(body),
             )
         )
@@ -201,23 +204,32 @@ class GenerationService:
                 max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
                 is_chat=True,
                 num_logprobs=body.num_logprobs,
-                grammar=self._grammar(body, thinking),
+                grammar=await self._chat_grammar(body, thinking),
                 thinking=thinking,
                 tool_schemas={function.name: function.schema_ for function in use.callable_} if use else {},
                 prediction_token_ids=await self._prediction(body),
             )
         )
 
-    def _grammar(self, body: ChatCompletionRequest, thinking: Thinking | None) -> Grammar | None:
-        """Return the grammar of a chat's answer, which begins behind its thought."""
+    async def _grammar(self, constraint: Constraint | None) -> Grammar | None:
+        """Return the grammar of a constraint, made once: in a thread, a few at a time, since it may be large."""
+        if constraint is None:
+            return None
+        async with self._grammars:
+            return await asyncio.to_thread(constraint.grammar)
+
+    async def _chat_grammar(self, body: ChatCompletionRequest, thinking: Thinking | None) -> Grammar | None:
+        """Return the grammar of a chat's answer, which begins after its thought."""
         use, format_ = body.tool_use, self._format
+        answer = await self._grammar(body.constraint)
         if use is None:
-            grammar = body.grammar
+            grammar = answer
         elif format_ is None:
-            _check_free(use, body.grammar)
+            _check_free(use, answer)
             return None
         else:
-            grammar = format_.grammar(use, body.grammar)
+            async with self._grammars:
+                grammar = await asyncio.to_thread(format_.grammar, use, answer)
         covers_thoughts = use is not None and format_ is not None and format_.covers_thoughts
         if grammar is None or thinking is None or covers_thoughts or body.allowed_token_ids is not None:
             return grammar
@@ -229,7 +241,7 @@ class GenerationService:
         variables = body.template_variables
         if body.tool_use is not None:
             self._check_tools()
-            variables["tools"] = body.tool_use.for_template
+            variables["tools"] = await asyncio.to_thread(lambda use: use.for_template, body.tool_use)
         return await self.encode_chat(
             body.messages,
             use=body.tool_use,

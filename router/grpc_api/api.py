@@ -18,8 +18,8 @@ from pydantic import BaseModel, ValidationError
 
 from protos import convert
 from protos import outrider_pb2 as pb2
-from protos.errors import EngineError, NotFoundError, OverloadedError, ServingError
-from router.api_keys import ApiKeys
+from protos.errors import EngineError, NotFoundError, OverloadedError, RequestError, ServingError
+from router.api_keys import ApiKeys, current_client
 from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
 from router.grpc_api.callers import Caller, authenticate, leave_place
@@ -168,10 +168,16 @@ class GrpcApi:
         authenticate(self._api_keys, context)
         remaining_s = _remaining_s(context)
         is_small = request.ByteSize() <= _SMALL_BYTES
-        body = _body(request, remaining_s) if is_small else await asyncio.to_thread(_body, request, remaining_s)
-        if isinstance(body, ChatCompletionRequest):
-            return await self._service.chat(body)
-        return await self._service.complete(body)
+        client = current_client.get()
+        client.check_rate()
+        try:
+            body = _body(request, remaining_s) if is_small else await asyncio.to_thread(_body, request, remaining_s)
+            if isinstance(body, ChatCompletionRequest):
+                return await self._service.chat(body)
+            return await self._service.complete(body)
+        except RequestError:
+            client.charge_refusal(request.ByteSize())
+            raise
 
     @asynccontextmanager
     async def _call(self, operation: str, context: CallContext) -> AsyncIterator[None]:

@@ -10,7 +10,16 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from protos.errors import ContextLengthError, EngineError, NotFoundError, OverloadedError, RequestError, ServingError
+from protos.errors import (
+    ContextLengthError,
+    EngineError,
+    NotFoundError,
+    OverloadedError,
+    RequestError,
+    RequestTooLargeError,
+    ServingError,
+)
+from router.api_keys import current_client
 from router.openai.answers import ErrorAnswer, MessagesError
 
 _MESSAGES = "/v1/messages"
@@ -74,6 +83,8 @@ def _anthropic_length(error: ContextLengthError) -> str:
 
 async def _on_serving_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServingError)
+    if isinstance(error, RequestError | RequestTooLargeError):
+        current_client.get().charge_refusal(getattr(request.state, "num_body_bytes", 0))
     return _answer(request, error)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import gc
+import json
 import logging
 import time
 import zlib
@@ -22,9 +23,11 @@ from pydantic import BaseModel, ValidationError
 from protos.client_text import for_log
 from protos.errors import OverloadedError, RequestError, RequestTimeoutError, RequestTooLargeError
 from protos.json_parts import LARGE_BYTES, check_parts
+from router.api_keys import current_client
 from router.client_limits import BODY_GRACE_S, MIN_BODY_BYTES_PER_S, REQUEST_TIMEOUT_S
 from router.config import IngressLimits
 from router.metrics.ingress_metrics import IngressMetrics
+from router.requests.foreign_fields import known_fields
 from router.requests.validation_errors import as_request_error
 
 logger = logging.getLogger(__name__)
@@ -33,7 +36,8 @@ Schema = TypeVar("Schema", bound=BaseModel)
 Part = TypeVar("Part")
 
 IGNORED_FIELDS = "ignored_fields"  # of a request's state
-_OURS = ("speculation", "structured_outputs")  # a wrong name in these is a mistake, never another server's field
+# A wrong name in these is a mistake, and never to be passed over: they say what the answer must be.
+_OURS = ("speculation", "structured_outputs", "response_format")
 _MAX_IGNORED = 64
 _MAX_NAME = 256
 _MAX_MISTAKES = 1000
@@ -62,11 +66,14 @@ class BodyReader:
             RequestTimeoutError: it comes too slowly.
             RequestTooLargeError: it is longer than `max_body_bytes`, as sent or expanded; reading stops there.
             OverloadedError: there is no room for it beside the bodies that are being read.
+            RateLimitError: the tenant's rate is used up.
         """
         _check_type(request.headers.get("content-type", ""))
+        current_client.get().check_rate()
         body = bytearray()
         try:
             await self._fill(body, request)
+            request.state.num_body_bytes = len(body)
             if len(body) > LARGE_BYTES:
                 await asyncio.to_thread(check_parts, body, "The body")
             self._hold(-_drop_mark(body))
@@ -174,9 +181,12 @@ def _parsed(raw: bytearray, request: Request, schema: type[Schema], *, is_strict
         unknown = [each["loc"] for each in details if each["type"] == "extra_forbidden"]
         if is_strict or not unknown or any(location[0] in _OURS for location in unknown):
             raise as_request_error(error, schema) from None
-    ignore_fields(request, [".".join(map(str, location)) for location in unknown])
+    names = [str(location[0]) for location in unknown if len(location) == 1]
+    body = known_fields(raw, schema, names)
+    ignored = [location for location in unknown if len(location) > 1 or body is None or location[0] in body]
+    ignore_fields(request, [".".join(map(str, location)) for location in ignored])
     try:
-        return schema.model_validate_json(raw, extra="ignore")
+        return schema.model_validate_json(raw if body is None else json.dumps(body), extra="ignore")
     except ValidationError as error:
         raise as_request_error(error, schema) from None
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema, model_validator
 
 from protos.errors import RequestError
-from protos.messages import Grammar, GrammarKind
+from protos.messages import GrammarKind
 from router.requests.chat_message import MAX_MESSAGES, ChatMessageFields
 from router.requests.generation_fields import MAX_LOGPROBS, GenerationFields, Int, TokenLimit
+from router.requests.json_schema import check_parts
+from router.requests.structured_output import Constraint
 from router.requests.tools import Tool, ToolUse, tool_use
 
 MAX_TOOLS = 1024
@@ -51,8 +54,9 @@ class ChatCompletionRequest(GenerationFields):
                 "continue_final_message and add_generation_prompt exclude each other; send one of them.",
                 param="continue_final_message",
             )
-        if self.tool_use is not None and self.grammar is not None:
-            _check_tools_and_grammar(self.tool_use, self.grammar)
+        check_parts([tool.function.parameters for tool in self.tools or ()], "tools")
+        if self.tool_use is not None and self.constraint is not None:
+            _check_tools_and_constraint(self.tool_use, self.constraint)
         return self
 
     @property
@@ -69,7 +73,7 @@ class ChatCompletionRequest(GenerationFields):
             variables.setdefault("documents", self.documents)
         return variables
 
-    @property
+    @cached_property
     def tool_use(self) -> ToolUse | None:
         """The tools that the model may call; None if it may call none."""
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
@@ -79,16 +83,16 @@ class ChatCompletionRequest(GenerationFields):
         return self.top_logprobs or 0 if self.logprobs else None
 
 
-def _check_tools_and_grammar(use: ToolUse, grammar: Grammar) -> None:
+def _check_tools_and_constraint(use: ToolUse, constraint: Constraint) -> None:
     """An answer in JSON may be chosen instead of a call; anything else beside calls is a contradiction."""
     if use.is_required:
         raise RequestError(
-            f"tool_choice requires a call, and {grammar.param} asks for another output; send one of them.",
-            param=grammar.param,
+            f"tool_choice requires a call, and {constraint.param} asks for another output; send one of them.",
+            param=constraint.param,
         )
-    if grammar.kind is not GrammarKind.JSON_SCHEMA:
+    if constraint.kind is not GrammarKind.JSON_SCHEMA:
         raise RequestError(
-            f"{grammar.param} cannot be combined with tools; constrain the answer by a JSON schema, "
+            f"{constraint.param} cannot be combined with tools; constrain the answer by a JSON schema, "
             "or send tool_choice 'none'.",
-            param=grammar.param,
+            param=constraint.param,
         )

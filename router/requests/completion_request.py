@@ -24,7 +24,7 @@ def _check_prompt(value: object) -> object:
     if not isinstance(value, list):
         raise RequestError("prompt must be a string, a list of token ids, or a list of either.", param="prompt")
     _refuse_empty(value, "prompt")
-    if all(type(item) is int for item in value):
+    if set(map(type, value)) == {int}:  # a million of them in some milliseconds
         return value
     if len(value) > MAX_PROMPTS:
         raise RequestError(f"prompt holds {len(value)} prompts; send at most {MAX_PROMPTS}.", param="prompt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -10,10 +11,9 @@ from pydantic import Field, model_validator
 
 from protos.errors import RequestError
 from protos.messages import Grammar, GrammarKind
-from router.requests.body import Body, read_json
+from router.requests.body import Body
+from router.requests.json_schema import schema_source
 
-# One space, or a line break and an indentation: every common layout, and no way to write white space for ever.
-_WHITESPACE = {"whitespace_pattern": r"[ ]|\r?\n[ \t]{0,60}"}
 _ANY_OBJECT = {"type": "object"}
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -21,11 +21,13 @@ Choices = Annotated[list[Annotated[str, Field(max_length=4096)]], Field(min_leng
 
 
 class ResponseFormatType(StrEnum):
-    """`response_format.type`."""
+    """`response_format.type`: OpenAI's, and two of other servers."""
 
     TEXT = "text"
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"
 
 
 class JsonSchemaFormat(Body):
@@ -38,26 +40,45 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """`response_format`, as OpenAI has it."""
+    """`response_format`, as OpenAI has it; `schema`, `pattern` and `grammar` are how other servers send the same."""
 
     type: Annotated[ResponseFormatType, Field(strict=False)]
     json_schema: JsonSchemaFormat | None = None
+    schema_: Any = Field(default=None, alias="schema")  # beside json_object or json_schema: llama.cpp, Together
+    pattern: str | None = None  # beside regex: Together
+    grammar: str | None = None  # beside grammar: Fireworks
 
     @model_validator(mode="after")
-    def _schema_belongs_to_its_type(self) -> ResponseFormat:
-        if (self.type is ResponseFormatType.JSON_SCHEMA) != (self.json_schema is not None):
+    def _values_belong_to_their_types(self) -> ResponseFormat:
+        kind, types = self.type, ResponseFormatType
+        allowed: dict[str, tuple[ResponseFormatType, ...]] = {
+            "json_schema": (types.JSON_SCHEMA,),
+            "schema_": (types.JSON_SCHEMA, types.JSON_OBJECT),
+            "pattern": (types.REGEX,),
+            "grammar": (types.GRAMMAR,),
+        }
+        present = [name for name in allowed if getattr(self, name) is not None]
+        wanted = [name for name, owners in allowed.items() if kind in owners]
+        is_missing = kind not in (types.TEXT, types.JSON_OBJECT) and not present
+        if is_missing or len(present) > 1 or not set(present) <= set(wanted):
+            names = " or ".join(name.rstrip("_") for name in wanted) or "nothing else"
             raise RequestError(
-                f"response_format.type is {self.type.value!r}; json_schema belongs to the type 'json_schema' alone.",
+                f"response_format.type is {kind.value!r}, which takes {names}; "
+                f"it came with {' and '.join(name.rstrip('_') for name in present) or 'none'}.",
                 param="response_format",
             )
         return self
 
-    def schema_or_none(self) -> object | None:
-        """Return the JSON schema that the answer must follow; None if any text will do."""
-        if self.type is ResponseFormatType.TEXT:
+    def constraint(self) -> Constraint | None:
+        """Return what the answer must follow; None if any text will do."""
+        param, types = "response_format", ResponseFormatType
+        if self.type is types.TEXT:
             return None
-        schema = self.json_schema.schema_ if self.json_schema else None
-        return _ANY_OBJECT if schema is None else schema
+        if self.type in (types.REGEX, types.GRAMMAR):
+            kind = GrammarKind.REGEX if self.type is types.REGEX else GrammarKind.GRAMMAR
+            return Constraint(param, kind, self.pattern if self.type is types.REGEX else self.grammar)
+        schema = self.json_schema.schema_ if self.json_schema else self.schema_
+        return Constraint(param, GrammarKind.JSON_SCHEMA, _ANY_OBJECT if schema is None else schema)
 
 
 class StructuredOutputs(Body):
@@ -68,6 +89,27 @@ class StructuredOutputs(Body):
     regex: str | None = None
     choice: Choices | None = None
     grammar: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A constraint as the client has sent it; `param` is its field."""
+
+    param: str
+    kind: GrammarKind
+    value: Any
+
+    def grammar(self) -> Grammar:
+        """Return the grammar that it is; takes some milliseconds for a large one. Raises RequestError."""
+        return Grammar(self.kind, self._source(), self.param)
+
+    def _source(self) -> str:
+        if self.kind is GrammarKind.JSON_SCHEMA:
+            return schema_source(self.param, self.value)
+        if self.param == "allowed_token_ids":
+            token_ids = ",".join(map(str, sorted(set(self.value))))
+            return f"%llguidance {{}}\nstart: (<[{token_ids}]>)*\n"
+        return json.dumps(self.value) if self.kind is GrammarKind.CHOICE else str(self.value)
 
 
 class Constraints(Body):
@@ -83,7 +125,7 @@ class Constraints(Body):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Constraints:
-        params = [grammar.param for grammar in self._grammars()]
+        params = [each.param for each in self._constraints()]
         if len(params) > 1:
             raise RequestError(
                 f"{params[0]} and {params[1]} both constrain the output; send one of them.", param=params[1]
@@ -91,84 +133,25 @@ class Constraints(Body):
         return self
 
     @property
-    def grammar(self) -> Grammar | None:
-        """The grammar of the output; None where any text will do."""
-        return next(iter(self._grammars()), None)
+    def constraint(self) -> Constraint | None:
+        """The constraint of the output; None where any text will do."""
+        return next(iter(self._constraints()), None)
 
-    def _grammars(self) -> list[Grammar]:
+    def _constraints(self) -> list[Constraint]:
         outer = self.structured_outputs or StructuredOutputs()
-        format_ = self.response_format.schema_or_none() if self.response_format else None
         candidates = [
-            _json("response_format", format_),
-            _json("guided_json", self.guided_json),
-            _json("structured_outputs.json", outer.json_),
-            _json("structured_outputs.json_object", _ANY_OBJECT if outer.json_object else None),
-            _text(GrammarKind.REGEX, "guided_regex", self.guided_regex),
-            _text(GrammarKind.REGEX, "structured_outputs.regex", outer.regex),
-            _text(GrammarKind.GRAMMAR, "guided_grammar", self.guided_grammar),
-            _text(GrammarKind.GRAMMAR, "structured_outputs.grammar", outer.grammar),
-            _choice("guided_choice", self.guided_choice),
-            _choice("structured_outputs.choice", outer.choice),
-            _allowed_tokens(self.allowed_token_ids),
+            self.response_format.constraint() if self.response_format else None,
+            Constraint("guided_json", GrammarKind.JSON_SCHEMA, self.guided_json),
+            Constraint("structured_outputs.json", GrammarKind.JSON_SCHEMA, outer.json_),
+            Constraint(
+                "structured_outputs.json_object", GrammarKind.JSON_SCHEMA, _ANY_OBJECT if outer.json_object else None
+            ),
+            Constraint("guided_regex", GrammarKind.REGEX, self.guided_regex),
+            Constraint("structured_outputs.regex", GrammarKind.REGEX, outer.regex),
+            Constraint("guided_grammar", GrammarKind.GRAMMAR, self.guided_grammar),
+            Constraint("structured_outputs.grammar", GrammarKind.GRAMMAR, outer.grammar),
+            Constraint("guided_choice", GrammarKind.CHOICE, self.guided_choice),
+            Constraint("structured_outputs.choice", GrammarKind.CHOICE, outer.choice),
+            Constraint("allowed_token_ids", GrammarKind.GRAMMAR, self.allowed_token_ids),
         ]
-        return [grammar for grammar in candidates if grammar is not None]
-
-
-def schema_source(param: str, schema: object) -> str:
-    """Return a JSON schema as text, with the project's white space unless it has its own.
-
-    Raises:
-        RequestError: it is not a schema, nor the text of one.
-    """
-    if isinstance(schema, str):
-        schema = read_json(schema, param, param)
-    if not isinstance(schema, dict | bool):
-        raise RequestError(f"{param} is not a JSON schema; send an object.", param=param)
-    if isinstance(schema, dict):
-        _refuse_repeated_keys(schema, param)
-        schema = {"x-guidance": _WHITESPACE, **schema}
-    source = json.dumps(schema, ensure_ascii=False)
-    try:
-        source.encode()
-    except UnicodeEncodeError:
-        raise RequestError(f"{param} is not valid Unicode: it holds a lone surrogate.", param=param) from None
-    return source
-
-
-def _refuse_repeated_keys(schema: dict[str, Any], param: str) -> None:
-    """Raise RequestError where a number of properties is asked for and keys are free: one could be written twice."""
-    nodes: list[object] = [schema]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, list):
-            nodes += node
-        elif isinstance(node, dict):
-            nodes += node.values()
-            least, required = node.get("minProperties"), node.get("required")
-            num_required = len(required) if isinstance(required, list) else 0
-            has_free_keys = node.get("additionalProperties") is not False or node.get("patternProperties")
-            if isinstance(least, int) and least > max(1, num_required) and has_free_keys:
-                raise RequestError(
-                    f"{param} has minProperties {least} beside keys that are free, of which one could be written "
-                    "twice; name them in properties with additionalProperties false, or require them.",
-                    param=param,
-                )
-
-
-def _json(param: str, schema: object | None) -> Grammar | None:
-    return None if schema is None else Grammar(GrammarKind.JSON_SCHEMA, schema_source(param, schema), param)
-
-
-def _text(kind: GrammarKind, param: str, source: str | None) -> Grammar | None:
-    return None if source is None else Grammar(kind, source, param)
-
-
-def _choice(param: str, choices: list[str] | None) -> Grammar | None:
-    return None if choices is None else Grammar(GrammarKind.CHOICE, json.dumps(choices), param)
-
-
-def _allowed_tokens(token_ids: list[int] | None) -> Grammar | None:
-    if token_ids is None:
-        return None
-    source = f"%llguidance {{}}\nstart: (<[{','.join(map(str, sorted(set(token_ids))))}]>)*\n"
-    return Grammar(GrammarKind.GRAMMAR, source, "allowed_token_ids")
+        return [each for each in candidates if each is not None and each.value is not None]

@@ -12,6 +12,8 @@ from pydantic import Field, model_validator
 from protos.errors import RequestError
 from router.requests.body import Body
 
+# Of a function's name: letters, digits and the marks that MCP servers put between their names and their tools'.
+NAME_PATTERN = "[a-zA-Z0-9_.:/-]{1,128}"
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -26,7 +28,7 @@ class ToolChoice(StrEnum):
 class Function(Body):
     """One function; without `parameters` it takes none. `strict` holds the model to them even where it may choose."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: Annotated[str, Field(pattern=rf"^{NAME_PATTERN}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

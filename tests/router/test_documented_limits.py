@@ -13,7 +13,7 @@ from protos import convert, json_parts
 from router import client_limits as limits
 from router.config import IngressLimits
 from router.grpc_api import reading_gate, server
-from router.requests import chat_request, completion_request, sequence_requests
+from router.requests import chat_request, completion_request, json_schema, sequence_requests
 
 PAGE = (Path(__file__).parents[2] / "docs/security.md").read_text(encoding="utf-8")
 MIB, KIB = 1 << 20, 1 << 10
@@ -50,10 +50,11 @@ def test_the_proxy_and_the_server_without_it_have_the_same_limits() -> None:
         f"| gRPC calls of one connection | {server.MAX_STREAMS} |",
         f"| choices of one request | {HTTP.max_choices} |",
         f"| {completion_request.MAX_PROMPTS:,} and {chat_request.MAX_TOOLS:,} |",
-        f"of more than {json_parts.LARGE_BYTES // MIB} MiB | {json_parts._MAX_PARTS:,} lists, objects, fields and "
+        f"of more than {json_parts.LARGE_BYTES // KIB} KiB | {json_parts._MAX_PARTS:,} lists, objects, fields and "
         f"texts; {json_parts._MAX_VALUES:,} values |",
         f"| messages, tools and tool calls of one gRPC message | {convert._MAX_ENTRIES:,} |",
         f"| logprobs of one prompt | {sequence_requests.MAX_PROMPT_LOGPROBS:,}, ",
+        f"| a JSON schema; the schemas of all tools | {json_schema.MAX_PARTS:,} fields and items |",
         f"| a grammar | {grammar_compiler.MAX_SOURCE_BYTES // KIB} KiB, {grammar_compiler.MAX_RULES:,} rules, ",
         f"holds its place for {HTTP.max_body_bytes // limits.MIN_BODY_BYTES_PER_S // 60} minutes at most",
     ],

@@ -6,7 +6,9 @@ import json
 import re
 from collections.abc import Mapping
 
-_HEAD = re.compile(r"\s*call:\s*([a-zA-Z0-9_.-]{1,64})\s*(?=\{)")
+from router.requests.tools import NAME_PATTERN
+
+_HEAD = re.compile(rf"\s*call:\s*({NAME_PATTERN})\s*(?=\{{)")
 _KEY = re.compile(r'\s*([^\s:{}\[\],"<]+)\s*:')
 _BARE = re.compile(r"[^,{}\[\]]*")
 _MAX_DEPTH = 64

@@ -10,9 +10,8 @@ from router.generation.tool_formats.argument_value import is_text, properties, w
 from router.generation.tool_formats.gemma_value import read_gemma_call
 from router.generation.tool_formats.list_format import read_list
 from router.generation.tool_formats.python_calls import read_python
-from router.generation.tool_formats.tool_format import arguments_schema, literal
+from router.generation.tool_formats.tool_format import arguments_schema, json_rule, literal
 from router.generation.tool_formats.whole_format import Calls, WholeFormat
-from router.requests.structured_output import schema_source
 from router.requests.tools import ToolUse
 
 
@@ -44,22 +43,22 @@ class NamedFormat(WholeFormat):
         """Return the rule of all arguments of a function, and add those of its values to `rules`."""
         known = properties(schema)
         if not known:
-            rules += [f"value_{rank}: %json {schema_source('tools', {})}", f"KEY_{rank}: /[a-zA-Z_][a-zA-Z0-9_]*/"]
+            rules += [f"value_{rank}: {json_rule({}, rules)}", f"KEY_{rank}: /[a-zA-Z_][a-zA-Z0-9_]*/"]
             part = f"KEY_{rank} {literal(self.key_form.format(''))} value_{rank}"
             return f'({part} ("," {part})*)?' if schema.get("additionalProperties") is not False else ""
         parts = {}
         for place, (name, inner) in enumerate(known.items()):
-            rules.append(f"value_{rank}_{place}: {self._value(with_definitions(inner, schema))}")
+            rules.append(f"value_{rank}_{place}: {self._value(with_definitions(inner, schema), rules)}")
             parts[name] = f"{literal(self.key_form.format(name))} value_{rank}_{place}"
         required = schema.get("required")
         wanted = [name for name in known if isinstance(required, list) and name in required]
         return _in_commas([parts[name] for name in wanted], [parts[name] for name in known if name not in wanted])
 
-    def _value(self, schema: object) -> str:
+    def _value(self, schema: object, rules: list[str]) -> str:
         is_free = is_text(schema) and not (isinstance(schema, Mapping) and ("enum" in schema or "const" in schema))
         if is_free and self.quote in self.token_ids:
             return f"{self._mark(self.quote)} TEXT {self._mark(self.quote)}"
-        return f"%json {schema_source('tools', schema)}"
+        return json_rule(schema, rules)
 
 
 def _in_commas(wanted: list[str], optional: list[str]) -> str:

@@ -6,6 +6,9 @@ import ast
 import re
 import warnings
 from collections.abc import Mapping
+from keyword import iskeyword
+
+from router.requests.tools import NAME_PATTERN
 
 # A text in quotes, where a model writes line breaks as they are, since the templates it learned from do.
 _LINES_IN_TEXTS = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
@@ -16,8 +19,31 @@ def _on_one_line(quoted: re.Match[str]) -> str:
     return _LINE_END.sub(lambda found: {"\n": "\\n", "\r": "\\r"}.get(found[0], found[0]), quoted[0])
 
 
+# A text in quotes, or the name of a call: tools may have names that Python has not.
+_NAMES = re.compile(rf"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|({NAME_PATTERN})\(""", re.DOTALL)
+_STAND_IN = "_outrider_tool_"
+
+
 def read_python(text: str) -> list[tuple[str, Mapping[str, object]]]:
     """Return the calls in Python's syntax: in a list, or one in a line."""
+    names: list[str] = []
+    calls = _calls(_NAMES.sub(lambda found: _as_python(found, names), text))
+    return [
+        (names[int(name.removeprefix(_STAND_IN))] if name.startswith(_STAND_IN) else name, arguments)
+        for name, arguments in calls
+    ]
+
+
+def _as_python(found: re.Match[str], names: list[str]) -> str:
+    """Return a name that Python reads: one that it does not is added to `names`, and its rank stands in for it."""
+    name = found[1]
+    if name is None or all(part.isidentifier() and not iskeyword(part) for part in name.split(".")):
+        return found[0]
+    names.append(name)
+    return f"{_STAND_IN}{len(names) - 1}("
+
+
+def _calls(text: str) -> list[tuple[str, Mapping[str, object]]]:
     nodes: list[ast.expr] = []
     for statement in _parse(text):
         if not isinstance(statement, ast.Expr):

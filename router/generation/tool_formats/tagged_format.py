@@ -16,9 +16,15 @@ from router.generation.tool_formats.argument_value import (
     with_definitions,
 )
 from router.generation.tool_formats.call_body import BodyStep, CallPiece, num_held
-from router.generation.tool_formats.tool_format import LONGEST_HEAD, NAME, ToolFormat, arguments_schema, literal
-from router.requests.structured_output import schema_source
-from router.requests.tools import Function, ToolUse
+from router.generation.tool_formats.tool_format import (
+    LONGEST_HEAD,
+    NAME,
+    ToolFormat,
+    arguments_schema,
+    json_rule,
+    literal,
+)
+from router.requests.tools import NAME_PATTERN, Function, ToolUse
 
 KEY, IS_TEXT = "{key}", "{is_text}"
 _TEXT: object = {"type": "string"}
@@ -118,7 +124,7 @@ class TaggedFormat(ToolFormat):
             texts = " | ".join(literal(str(choice)) for choice in choices or ())
             rules.append(f"{rule}: {texts}")
         else:
-            rules.append(f"{rule}: %json {schema_source('tools', schema)}")
+            rules.append(f"{rule}: {json_rule(schema, rules)}")
         return f"{rule} {literal(self._padding)} {self._mark(self.value_end)}"
 
     def _key(self, name: str, has_text: bool = True) -> str:
@@ -239,7 +245,7 @@ def _json(value: object) -> str:
 
 
 def _pattern(parts: tuple[str, ...]) -> str:
-    groups = {NAME: r"([a-zA-Z0-9_.-]{1,64}?)", KEY: r'([^<>"\n]{1,128}?)', IS_TEXT: "(?P<is_text>true|false)"}
+    groups = {NAME: rf"({NAME_PATTERN}?)", KEY: r'([^<>"\n]{1,128}?)', IS_TEXT: "(?P<is_text>true|false)"}
     return "".join(groups.get(part) or r"\s*" + re.escape(part.strip()) for part in parts)
 
 

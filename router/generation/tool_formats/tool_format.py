@@ -8,10 +8,11 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from protos.messages import Grammar, GrammarKind
+from protos.errors import RequestError
+from protos.messages import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
 from router.generation.tool_formats.call_body import CallBody
-from router.requests.structured_output import schema_source
-from router.requests.tools import Function, ToolUse
+from router.requests.json_schema import schema_source
+from router.requests.tools import NAME_PATTERN, Function, ToolUse
 from router.tokenizer.tokenizer import Tokenizer
 
 NAME, _NUMBER = "{name}", "{number}"
@@ -95,7 +96,7 @@ class ToolFormat:
         """The head of a call, up to the brace of its arguments; its group is the name, in quotes in a JSON object."""
         if self.arguments_key:
             return re.compile(_NAME_FIRST % self.arguments_key)
-        groups = {NAME: r"([a-zA-Z0-9_.-]{1,64}?)", _NUMBER: r"\d{1,6}"}
+        groups = {NAME: rf"({NAME_PATTERN}?)", _NUMBER: r"\d{1,6}"}
         parts = [groups.get(part, re.escape(part)) for part in self.head]
         if self.optional:
             parts.insert(-1, rf"(?:{re.escape(self.optional)}(?P<id>\w{{1,64}}))?")
@@ -159,10 +160,9 @@ class ToolFormat:
 
     def _call_rules(self, use: ToolUse) -> list[str]:
         heads = [f"{self._head(function)} arguments_{rank}" for rank, function in enumerate(use.callable_)]
-        arguments = [
-            f"arguments_{rank}: %json {schema_source('tools', arguments_schema(function, use))}"
-            for rank, function in enumerate(use.callable_)
-        ]
+        arguments: list[str] = []
+        for rank, function in enumerate(use.callable_):
+            arguments.append(f"arguments_{rank}: {json_rule(arguments_schema(function, use), arguments)}")
         close = literal("}" if self.arguments_key else self.tail)
         return [f"call: ({' | '.join(heads)}) {close}", *arguments, *self._text_rules()]
 
@@ -204,6 +204,19 @@ class ToolFormat:
 def arguments_schema(function: Function, use: ToolUse) -> Mapping[str, object]:
     """Return the schema of the arguments: their own if a call is required or the function is strict."""
     return function.schema_ if use.is_required or function.strict else _ANY_ARGUMENTS
+
+
+def json_rule(schema: object, rules: list[str]) -> str:
+    """Return the rule of a value in JSON. Raises RequestError where it and `rules` are more than is compiled."""
+    rule = f"%json {schema_source('tools', schema)}"
+    num_characters = sum(map(len, rules)) + len(rule)
+    if num_characters > MAX_GRAMMAR_CHARACTERS:  # definitions stand in the rule of every argument
+        raise RequestError(
+            f"the schemas of tools come to {num_characters} characters with their definitions; at most "
+            f"{MAX_GRAMMAR_CHARACTERS} are compiled. Offer fewer tools, or leave strict and tool_choice out.",
+            param="tools",
+        )
+    return rule
 
 
 def _in_pattern(text: str) -> str:

@@ -10,15 +10,16 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, grammar_from
 from tokenizers import AddedToken
+from tokenizers import Tokenizer as TokenizerCore
 
 from engine.sampling.grammar_compiler import GrammarCompiler
-from engine.sampling.grammar_trial import new_tokenizer
+from engine.sampling.grammar_trial import new_matcher, new_tokenizer
 from protos.messages import FinishReason, GenerateRequest, Grammar, GrammarKind, SamplingParams
-from router.generation.delta import Delta, join_deltas
+from router.generation.delta import Delta, join_deltas, whole_calls
 from router.generation.tool_calls import ToolCallParser
-from router.generation.tool_formats.find_format import find_format
+from router.generation.tool_formats.find_format import FORMATS, find_format
 from router.generation.tool_formats.tool_format import DEEPSEEK, DEEPSEEK_V3, HERMES, KIMI, LLAMA, MISTRAL, ToolFormat
 from router.requests.tools import Tool, tool_use
 from router.tokenizer.tokenizer import Tokenizer
@@ -361,3 +362,40 @@ def test_marks_that_are_added_tokens_are_allowed_as_tokens(tmp_path: Path) -> No
     free = format_.grammar(strict, None)
     assert [allows(free, ids) for ids in (core.encode("so").ids, good, [*core.encode("so").ids, *good])] == [True] * 3
     assert [allows(free, ids) for ids in (wrong, spelled(WRONG))] == [False] * 2
+
+
+LONG_NAME = "mcp__a-server.of/tools:read-file_" + "x" * (128 - 33)
+
+
+NO_PARAMETERS: dict[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
+TEXT_FORMATS = {name: each for name, each in FORMATS.items() if name != "harmony"}  # whose marks are tokens
+
+
+@pytest.mark.parametrize("format_", TEXT_FORMATS.values(), ids=TEXT_FORMATS)
+def test_every_form_of_calls_takes_the_names_that_mcp_servers_give(format_: ToolFormat, tmp_path: Path) -> None:
+    """The text that the grammar of a required call allows is read as a call of that name."""
+    assert len(LONG_NAME) == 128
+    core = write_tokenizer(tmp_path)
+    tokenizer = new_tokenizer(tmp_path / "tokenizer.json", BYTE_VOCAB_SIZE, [END_ID])
+    for name in (LONG_NAME, "a-b", "a/b", "a:b", "class", "1st"):
+        tool = Tool.model_validate({"type": "function", "function": {"name": name, "parameters": NO_PARAMETERS}})
+        grammar = format_.grammar(tool_use([tool], "required", False), None)
+        assert grammar is not None
+        matcher = new_matcher(tokenizer, grammar_from("grammar", grammar.source))
+        token_ids: list[int] = []
+        while (token_id := shortest_way(matcher, core)) != END_ID:
+            assert matcher.consume_token(token_id)
+            token_ids.append(token_id)
+        text = core.decode(token_ids)
+        parser = ToolCallParser(format_, {name: NO_PARAMETERS})
+        whole = join_deltas([*parser.read(Delta(0, text)), *parser.read(Delta(0, "", finish_reason=STOP))])
+        assert [(call.name, call.arguments) for call in whole_calls(whole.tool_calls)] == [(name, "{}")], text
+
+
+def shortest_way(matcher: LLMatcher, core: TokenizerCore) -> int:
+    """Return an allowed token that keeps the text short: the end, or the first that is no white space."""
+    mask = matcher.compute_bitmask()
+    allowed = [each for each in range(BYTE_VOCAB_SIZE) if mask[each // 8] >> (each % 8) & 1]
+    if END_ID in allowed:
+        return END_ID
+    return next((each for each in allowed if core.decode([each]).strip()), allowed[0])

@@ -1,0 +1,283 @@
+"""JSON schemas of clients, in the form that the grammar compiler reads.
+
+What changes no answer is left out, or said in another way; what the compiler cannot enforce stays, and is refused by
+name there. What it would compile into a grammar without an end is refused here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from protos.errors import RequestError
+from protos.messages import MAX_GRAMMAR_CHARACTERS
+from router.requests.body import read_json
+
+MAX_PARTS = 10_000  # fields and items; of one schema, or of all tools
+# One space, or a line break and an indentation: every common layout, and no way to write white space for ever.
+_WHITESPACE = {"whitespace_pattern": r"[ ]|\r?\n[ \t]{0,60}"}
+_FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+)  # that the compiler enforces; any other is an annotation, as JSON Schema has it
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SCHEMAS = ("additionalProperties", "items", "not", "if", "then", "else", "contains", "propertyNames")
+_LISTS_OF_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_APPLICATORS = frozenset(("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas"))
+# Patterns with look-around that libraries write, and those that match the same texts without.
+_SAME_PATTERNS = {
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)$",  # pydantic's Decimal
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+    ),  # zod's email
+}
+_NO_END_ROUNDS = 32  # in which definitions are found to end; what is still open then is not looked at again
+
+Schema = dict[str, Any]
+
+
+def schema_source(param: str, schema: object) -> str:
+    """Return a JSON schema as text, with the project's white space unless it has its own.
+
+    Raises:
+        RequestError: it is not a schema, nor the text of one; it holds too much, or nothing that ends matches it.
+    """
+    if isinstance(schema, str):
+        _check_length(len(schema), param)
+        schema = read_json(schema, param, param)
+    if not isinstance(schema, dict | bool):
+        raise RequestError(f"{param} is not a JSON schema; send an object.", param=param)
+    check_parts([schema], param)
+    try:
+        if isinstance(schema, dict):
+            _refuse_repeated_keys(schema, param)
+            schema = {"x-guidance": _WHITESPACE, **_Document(schema).read()}
+            _refuse_no_end(schema, param)
+        source = json.dumps(schema, ensure_ascii=False)
+    except RecursionError:
+        raise RequestError(f"{param} is nested too deeply; send a flatter schema.", param=param) from None
+    _check_length(len(source), param)
+    try:
+        source.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{param} is not valid Unicode: it holds a lone surrogate.", param=param) from None
+    return source
+
+
+def check_parts(values: list[object], param: str) -> None:
+    """Raise RequestError if the values hold more fields and items than a request needs; none of the rest is visited."""
+    num_parts, nodes = 0, values[:]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, dict | list):
+            num_parts += len(node)
+            if num_parts > MAX_PARTS:
+                raise RequestError(
+                    f"{param} holds more than {MAX_PARTS} fields and items; send a smaller schema.", param=param
+                )
+            nodes += node.values() if isinstance(node, dict) else node
+
+
+def _check_length(num_characters: int, param: str) -> None:
+    if num_characters > MAX_GRAMMAR_CHARACTERS:
+        raise RequestError(
+            f"{param} has {num_characters} characters; at most {MAX_GRAMMAR_CHARACTERS} are compiled.", param=param
+        )
+
+
+class _Document:
+    """A schema with its definitions."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._definitions = _definitions(root)
+
+    def read(self) -> Schema:
+        """Return the schema as the compiler reads it."""
+        return self._schema(self._root)
+
+    def _schema(self, node: Schema) -> Schema:
+        read = {}
+        for name, value in node.items():
+            if name in _SCHEMAS_BY_NAME and isinstance(value, dict):
+                read[name] = {key: self._any(inner) for key, inner in value.items()}
+            elif name in _LISTS_OF_SCHEMAS and isinstance(value, list):
+                read[name] = [self._any(inner) for inner in value]
+            else:
+                read[name] = self._any(value) if name in _SCHEMAS else value
+        _leave_out_annotations(read)
+        _name_bounds(read)
+        self._name_keys(read)
+        self._require_discriminator(read)
+        return read
+
+    def _any(self, value: Any) -> Any:
+        return self._schema(value) if isinstance(value, dict) else value
+
+    def _name_keys(self, node: Schema) -> None:
+        """Say `propertyNames` by properties or patterns, where these can."""
+        if "propertyNames" not in node or any(name in node for name in ("properties", "patternProperties")):
+            if _is_any_text(node.get("propertyNames")):
+                del node["propertyNames"]
+            return
+        names, rest = self._resolved(node["propertyNames"]), node.get("additionalProperties", True)
+        keys = [names["const"]] if "const" in names else names.get("enum")
+        limits = {name: value for name, value in names.items() if name not in ("type", "title", "description")}
+        if isinstance(keys, list) and all(isinstance(key, str) for key in keys):
+            node["properties"] = dict.fromkeys(keys, rest)
+        elif set(limits) == {"pattern"}:
+            node["patternProperties"] = {limits["pattern"]: rest}
+        elif limits and set(limits) <= {"minLength", "maxLength"}:
+            node["patternProperties"] = {rf"^[\s\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$": rest}
+        elif limits:
+            return
+        if limits:
+            node["additionalProperties"] = False
+        del node["propertyNames"]
+
+    @staticmethod
+    def _require_discriminator(node: Schema) -> None:
+        """Require the property that tells the choices of a `oneOf` apart; pydantic does not where it has a default."""
+        discriminator, choices = node.get("discriminator"), node.get("oneOf")
+        name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
+        if isinstance(name, str) and isinstance(choices, list):
+            node["oneOf"] = [{"allOf": [choice, {"required": [name]}]} for choice in choices]
+
+    def _resolved(self, schema: Any) -> Schema:
+        """Return a schema, or the definition that it refers to."""
+        if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
+            return self._definitions.get(schema["$ref"]) or schema
+        return schema if isinstance(schema, dict) else {}
+
+
+def _leave_out_annotations(node: Schema) -> None:
+    """Drop what forbids nothing."""
+    if isinstance(node.get("format"), str) and node["format"] not in _FORMATS:
+        del node["format"]
+    if isinstance(node.get("pattern"), str):
+        node["pattern"] = _SAME_PATTERNS.get(node["pattern"], node["pattern"])
+    most_items = node.get("maxItems")
+    if node.get("uniqueItems") is False or (isinstance(most_items, int) and most_items <= 1):
+        node.pop("uniqueItems", None)
+    if "if" not in node:
+        node.pop("then", None)
+        node.pop("else", None)
+    elif "then" not in node and "else" not in node:
+        del node["if"]
+    node.pop("$dynamicAnchor", None)  # `$dynamicRef` is refused
+    if "unevaluatedProperties" in node and not _APPLICATORS & node.keys():
+        rest = node.pop("unevaluatedProperties")
+        node.setdefault("additionalProperties", rest)
+
+
+def _name_bounds(node: Schema) -> None:
+    """Say exclusive bounds as newer drafts do: in draft 4 and OpenAPI 3.0 they are true or false."""
+    for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if isinstance(node.get(exclusive), bool):
+            is_exclusive = node.pop(exclusive)
+            if is_exclusive and bound in node:
+                node[exclusive] = node.pop(bound)
+
+
+def _is_any_text(schema: object) -> bool:
+    """True for a schema of keys that every key matches."""
+    if not isinstance(schema, dict):
+        return schema is True
+    return schema.get("type", "string") == "string" and set(schema) <= {"type", "title", "description"}
+
+
+def _refuse_repeated_keys(schema: Schema, param: str) -> None:
+    """Raise RequestError where a number of properties is asked for and keys are free: one could be written twice."""
+    nodes: list[object] = [schema]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, list):
+            nodes += node
+        elif isinstance(node, dict):
+            nodes += node.values()
+            least, required = node.get("minProperties"), node.get("required")
+            num_required = len(required) if isinstance(required, list) else 0
+            has_free_keys = node.get("additionalProperties") is not False or node.get("patternProperties")
+            if isinstance(least, int) and least > max(1, num_required) and has_free_keys:
+                raise RequestError(
+                    f"{param} has minProperties {least} beside keys that are free, of which one could be written "
+                    "twice; name them in properties with additionalProperties false, or require them.",
+                    param=param,
+                )
+
+
+def _definitions(root: Schema) -> dict[str, Schema]:
+    """Return what references may name, by the reference."""
+    named = {"#": root}
+    for place in ("$defs", "definitions"):
+        inner = root.get(place)
+        if isinstance(inner, dict):
+            named |= {f"#/{place}/{name}": each for name, each in inner.items() if isinstance(each, dict)}
+    return named
+
+
+def _refuse_no_end(root: Schema, param: str) -> None:
+    """Raise RequestError where each value must hold another of its own kind, so that no finite one matches."""
+    definitions = _definitions(root)
+    endless = set(definitions)  # as far as is known
+    for _ in range(_NO_END_ROUNDS):
+        names = [name for name in reversed(definitions) if name in endless]
+        definitions = dict(reversed(definitions.items()))  # a chain of references is followed either way round
+        num_before = len(endless)
+        for name in names:
+            if _can_end(definitions[name], endless):
+                endless.discard(name)
+        if len(endless) == num_before:
+            break
+    else:
+        return
+    if not _can_end(root, endless):
+        raise RequestError(
+            f"{param} requires values that require values of the same kind, and so on: no answer could end. Allow "
+            "null, an empty list or a missing property somewhere in the circle.",
+            param=param,
+        )
+
+
+def _can_end(node: object, endless: set[str]) -> bool:
+    """True if a finite value may match, unless it must hold what is `endless`."""
+    if not isinstance(node, dict):
+        return True
+    reference = node.get("$ref")
+    if isinstance(reference, str) and reference in endless:
+        return False
+    if not all(_can_end(each, endless) for each in _listed(node, "allOf")):
+        return False
+    for name in ("anyOf", "oneOf"):
+        choices = _listed(node, name)
+        if choices and not any(_can_end(each, endless) for each in choices):
+            return False
+    return _can_value_end(node, endless)
+
+
+def _can_value_end(node: Schema, endless: set[str]) -> bool:
+    kinds = node.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if "const" in node or "enum" in node or not set(map(str, kinds)) <= {"object", "array"}:
+        return True
+    return ("object" in kinds and _can_object_end(node, endless)) or ("array" in kinds and _can_list_end(node, endless))
+
+
+def _can_object_end(node: Schema, endless: set[str]) -> bool:
+    known: Mapping[str, object] = node["properties"] if isinstance(node.get("properties"), dict) else {}
+    rest = node.get("additionalProperties", True) if not node.get("patternProperties") else True
+    return all(_can_end(known.get(name, rest), endless) for name in _listed(node, "required") if isinstance(name, str))
+
+
+def _can_list_end(node: Schema, endless: set[str]) -> bool:
+    least = node.get("minItems", 0)
+    firsts = _listed(node, "prefixItems")
+    if not isinstance(least, int):
+        return True
+    rest = [node.get("items", True)] if least > len(firsts) else []
+    return all(_can_end(each, endless) for each in [*firsts[:least], *rest])
+
+
+def _listed(node: Schema, name: str) -> list[Any]:
+    value = node.get(name)
+    return value if isinstance(value, list) else []

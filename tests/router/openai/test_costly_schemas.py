@@ -1,0 +1,117 @@
+"""The work that a client's schema makes is bounded, done once, and off the event loop; what is refused is charged."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from router.api_keys import ApiKeys
+from router.config import IngressConfig
+from router.generation.generation_service import GenerationService
+from router.metrics.ingress_metrics import IngressMetrics
+from router.openai.api import build_app
+from router.requests import json_schema
+from router.tokenizer.chat_template import ChatTemplate
+from router.tokenizer.tokenizer import Tokenizer
+from router.tokenizer.tokenizer_files import TokenizerFiles
+from tests.router.fake_backend import FakeBackend
+from tests.router.key_files import api_keys
+
+TEMPLATE = "{{ tools }}{{ messages[0].content }}<tool_call>"
+MESSAGES = [{"role": "user", "content": "hi"}]
+SMALL = {"type": "object", "properties": {"a": {"type": "integer"}}}
+LISTS = {"enum": [[]] * 340_000}
+
+
+def client_of(backend: FakeBackend, tokenizer: Tokenizer, keys: ApiKeys | None = None) -> httpx.AsyncClient:
+    files = TokenizerFiles(tokenizer, ChatTemplate(TEMPLATE, {}))
+    service = GenerationService(backend, files, IngressConfig("fake", "nowhere"), IngressMetrics())
+    transport = httpx.ASGITransport(build_app(service, keys or ApiKeys()), raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://outrider")
+
+
+def tool(parameters: object) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "x", "guided_json": LISTS}, None),
+        ("/v1/completions", {"prompt": "x", "guided_json": {"enum": [[]] * 12_000}}, "guided_json"),
+        ("/v1/completions", {"prompt": "x", "guided_json": json.dumps({"enum": [[]] * 12_000})}, "guided_json"),
+        ("/v1/completions", {"prompt": "x", "response_format": {"type": "json_object", "schema": LISTS}}, None),
+        ("/v1/chat/completions", {"messages": MESSAGES, "tools": [tool({"enum": [[]] * 12_000})]}, "tools"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "tools": [tool({"enum": [1] * 99})] * 200}, "tools"),
+        (
+            "/v1/responses",
+            {"input": "x", "text": {"format": {"type": "json_schema", "name": "a", "schema": LISTS}}},
+            None,
+        ),
+        (
+            "/v1/messages",
+            {"messages": MESSAGES, "max_tokens": 1, "tools": [{"name": "f", "input_schema": {"enum": [[]] * 12_000}}]},
+            "tools",
+        ),
+    ],
+)
+async def test_a_kilobyte_that_expands_to_many_parts_is_refused_by_name(
+    backend: FakeBackend, tokenizer: Tokenizer, path: str, body: dict[str, Any], param: str | None
+) -> None:
+    packed = gzip.compress(json.dumps(body).encode())
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    async with client_of(backend, tokenizer) as http:
+        answer = await http.post(path, content=packed, headers=headers)
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    if param is None:
+        assert message.startswith("The body holds")
+    else:
+        assert message.startswith(f"{param} holds more than 10000")
+    assert not backend.requests
+
+
+async def test_a_schema_is_read_once_and_in_another_thread(
+    backend: FakeBackend, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend.card = replace(backend.card, max_model_len=1000)
+    threads: list[int] = []
+    read = json_schema._Document.read
+
+    def counted(self: Any) -> Any:
+        threads.append(threading.get_ident())
+        return read(self)
+
+    monkeypatch.setattr(json_schema._Document, "read", counted)
+    chat = {"messages": MESSAGES, "max_tokens": 1, "n": 4}
+    async with client_of(backend, tokenizer) as http:
+        for path, body, num_schemas in (
+            ("/v1/completions", {"prompt": "x", "max_tokens": 1, "n": 4, "guided_json": SMALL}, 1),
+            ("/v1/chat/completions", {**chat, "guided_json": SMALL}, 1),
+            ("/v1/chat/completions", {**chat, "tools": [tool(SMALL)], "tool_choice": "required"}, 1),
+            ("/v1/chat/completions", {**chat, "tools": [tool(SMALL)], "guided_json": SMALL}, 2),
+        ):
+            threads.clear()
+            answer = await http.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            assert len(threads) == num_schemas
+            assert threading.get_ident() not in threads
+
+
+async def test_refusals_count_in_the_tenant_s_rate(backend: FakeBackend, tokenizer: Tokenizer) -> None:
+    keys = api_keys("bad tenant=bad tokens_per_minute=5000", "good tenant=good tokens_per_minute=5000")
+    wrong = {"prompt": "x", "guided_json": {"enum": [[]] * 12_000}}
+    async with client_of(backend, tokenizer, keys) as http:
+        bad, good = ({"authorization": f"Bearer {key}"} for key in ("bad", "good"))
+        assert (await http.post("/v1/completions", json=wrong, headers=bad)).status_code == 400
+        for path, body in (("/v1/completions", wrong), ("/tokenize", {"prompt": "x"})):
+            answer = await http.post(path, json=body, headers=bad)
+            assert answer.status_code == 429
+            assert int(answer.headers["retry-after"]) >= 1
+        assert (await http.post("/v1/completions", json={"prompt": "x"}, headers=good)).status_code == 200
