@@ -27,13 +27,13 @@ from router.metrics.tracing import TracedBackend, tracer_from_environment
 from router.requests.chat_message import ChatMessageFields
 from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest
+from router.requests.constraints.structured_output import Constraint
 from router.requests.generate_params import GenerateParams, Prompt
 from router.requests.generation_fields import GenerationFields
 from router.requests.prompted_tools import with_prompted_tools
 from router.requests.reasoning_format import HARMONY, Thinking, find_reasoning, thinking_after, with_one_text
 from router.requests.sampling_params import bad_word_forms
 from router.requests.sequence_requests import check_num_choices, generate_requests
-from router.requests.structured_output import Constraint
 from router.requests.tools import ToolUse
 from router.tokenizer.tokenizer_files import TokenizerFiles
 

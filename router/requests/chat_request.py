@@ -10,9 +10,9 @@ from pydantic import Field, WithJsonSchema, model_validator
 from protos.errors import RequestError
 from protos.messages import GrammarKind
 from router.requests.chat_message import MAX_MESSAGES, ChatMessageFields
+from router.requests.constraints.json_schema import check_parts
+from router.requests.constraints.structured_output import Constraint
 from router.requests.generation_fields import MAX_LOGPROBS, GenerationFields, Int, TokenLimit
-from router.requests.json_schema import check_parts
-from router.requests.structured_output import Constraint
 from router.requests.tools import Tool, ToolUse, tool_use
 
 MAX_TOOLS = 1024

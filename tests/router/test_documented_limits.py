@@ -13,7 +13,8 @@ from protos import convert, json_parts
 from router import client_limits as limits
 from router.config import IngressLimits
 from router.grpc_api import reading_gate, server
-from router.requests import chat_request, completion_request, json_schema, sequence_requests
+from router.requests import chat_request, completion_request, sequence_requests
+from router.requests.constraints import json_schema
 
 PAGE = (Path(__file__).parents[2] / "docs/security.md").read_text(encoding="utf-8")
 MIB, KIB = 1 << 20, 1 << 10

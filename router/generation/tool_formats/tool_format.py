@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from protos.errors import RequestError
 from protos.messages import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
 from router.generation.tool_formats.call_body import CallBody
-from router.requests.json_schema import schema_source
+from router.requests.constraints.json_schema import schema_source
 from router.requests.tools import NAME_PATTERN, Function, ToolUse
 from router.tokenizer.tokenizer import Tokenizer
 

@@ -16,7 +16,7 @@ from router.config import IngressConfig
 from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
-from router.requests import json_schema
+from router.requests.constraints import json_schema
 from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles

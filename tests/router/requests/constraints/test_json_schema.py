@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, TypeAdapter, conint, conlist, constr
 
 from engine.sampling.grammar_trial import _library_source, new_matcher, new_tokenizer
 from protos.errors import RequestError
-from router.requests.json_schema import MAX_PARTS, schema_source
+from router.requests.constraints.json_schema import MAX_PARTS, schema_source
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, END_ID, write_tokenizer
 
 

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from protos.errors import RequestError
 from protos.messages import Grammar, GrammarKind
 from router.requests.body import Body
-from router.requests.json_schema import schema_source
+from router.requests.constraints.json_schema import schema_source
 
 _ANY_OBJECT = {"type": "object"}
 

@@ -1,0 +1,1 @@
+"""What an answer must be: constraints on its text, under the names of any server."""
