@@ -17,10 +17,9 @@ from actors.pair.pair import Pair
 from actors.prefill.prefill import Prefill
 from actors.process.process_logging import is_json_wanted
 from actors.settings import PairSettings, ProcessShare
-from cluster.checkpoints.gguf_models import convert_gguf_models
-from cluster.checkpoints.model_files import check_models
 from cluster.config import DeployConfig, parse_config
-from cluster.local.serve_environment import CONNECTION_DRAIN_S, warn_of_missing_variables
+from cluster.local.serve_environment import CONNECTION_DRAIN_S, check_tls, warn_of_missing_variables
+from cluster.node_check import check_nodes
 from cluster.placement.devices import pin_devices
 from cluster.placement.placement import (
     INGRESS_CPUS,
@@ -31,7 +30,7 @@ from cluster.placement.placement import (
     plan_pair,
 )
 from cluster.placement.topology import read_topology
-from cluster.preflight import check_driver
+from cluster.preflight import check_driver, check_files
 from cluster.replica_settings import ingress_config, pair_settings, placement_request, prefill_settings
 from cluster.schema.frontends import SERVES_OWN_POLICY
 from cluster.schema.replicas import Scaled
@@ -56,9 +55,8 @@ def build(args: dict[str, Any]) -> Application:
     Raises:
         ConfigError: `args` are wrong, a model is missing, or the cluster cannot hold what they ask for.
     """
-    config = convert_gguf_models(parse_config(args))
-    for note in check_models(config):
-        logger.warning(note)
+    asked = parse_config(args)
+    config = check_files(asked, logger.warning)
     warn_of_missing_variables()
     topology = read_topology()
     check_driver(topology)
@@ -67,6 +65,9 @@ def build(args: dict[str, Any]) -> Application:
     if request.gpus is not None:
         log_missing_nodes(placement, request.num_pairs, nodes)
     settings = pair_settings(config, placement)
+    if ray.is_initialized():
+        check_tls(config.ingress)
+        check_nodes(asked, settings, placement, nodes)
     logger.info("each pair: bundles %s, target %s, draft %s", placement.bundles, placement.target, placement.draft)
     router = _router_config(config)
     pair = serve.deployment(name="Pair", **_pair_options(config, settings, placement, router))(Pair)
@@ -100,8 +101,14 @@ def _nodes() -> list[NodeResources]:
     """Return the resources of Ray's nodes, or this machine's where no cluster runs (`serve build`)."""
     if not ray.is_initialized():
         return [NodeResources(os.cpu_count() or 1, len(read_topology().devices))]
-    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return [NodeResources(int(each.get("CPU", 0)), int(each.get("GPU", 0)), each) for each in resources]
+    return [
+        NodeResources(
+            int(each.get("CPU", 0)), int(each.get("GPU", 0)), each, node["NodeID"], node["NodeManagerAddress"]
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+        for each in (node["Resources"],)
+    ]
 
 
 def _pair_options(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
@@ -12,22 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
-from ray.serve.schema import (
-    DeploymentSchema,
-    HTTPOptionsSchema,
-    ServeApplicationSchema,
-    ServeDeploySchema,
-    gRPCOptionsSchema,
-)
+from pydantic import ValidationError
+from ray.serve.schema import ServeDeploySchema
 
-from cluster.config import DeployConfig, parse_config, unknown_key
+from cluster.config import DeployConfig, parse_config
+from cluster.serve_options import BUILDERS, refusals, unknown_keys
 from protos.errors import ConfigError
 
 _LAST_PORT = 65_535
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 VLLM_SERVICER_FUNCTION = "router.grpc_api.vllm_servicer.add_vllm_engine_to_server"
-_BUILDERS = ("cluster.app:build", "outrider:build")
+_SERVES_ERRORS = (ValidationError, TypeError, AttributeError, LookupError, NotImplementedError)  # of its validators
 _PATHS = {
     "target": ("path",),
     "draft": ("path",),
@@ -63,11 +58,11 @@ def checked_deployment(deployment: dict[str, Any], source: str) -> DeployFile:
     """
     try:
         schema = ServeDeploySchema.model_validate(deployment)
-    except ValidationError as error:
+    except _SERVES_ERRORS as error:
         raise ConfigError(f"Ray Serve does not accept {source}:\n{error}") from None
-    if mistakes := list(_unknown_keys(deployment)):
-        raise ConfigError(f"{source} is wrong:\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
+    _report(unknown_keys(deployment), source)
     grpc, config = schema.grpc_options, parse_config(_our_args(schema, source))
+    _report(refusals(deployment, has_prefill=config.prefill.max_replicas > 0), source)
     grpc_port = grpc.port if grpc.grpc_servicer_functions else None
     _check_port_numbers(schema.http_options.port, grpc_port, source)
     if config.ingress.open_admin and schema.http_options.host not in LOOPBACK:
@@ -84,6 +79,12 @@ def checked_deployment(deployment: dict[str, Any], source: str) -> DeployFile:
         grpc_port=grpc_port,
         config=config,
     )
+
+
+def _report(mistakes: Iterable[str], source: str) -> None:
+    """Raise ConfigError for mistakes, if there are some."""
+    if lines := [f"  {mistake}" for mistake in mistakes]:
+        raise ConfigError(f"{source} is wrong:\n" + "\n".join(lines))
 
 
 def _check_port_numbers(http_port: int, grpc_port: int | None, source: str) -> None:
@@ -177,25 +178,8 @@ def _load(path: Path) -> dict[str, Any]:
     return deployment
 
 
-def _unknown_keys(deployment: dict[str, Any]) -> Iterator[str]:
-    """Name the keys that Serve would ignore, since they might be a later version's."""
-    yield from _unknown(deployment, ServeDeploySchema, "")
-    yield from _unknown(deployment.get("http_options", {}), HTTPOptionsSchema, "http_options.")
-    yield from _unknown(deployment.get("grpc_options", {}), gRPCOptionsSchema, "grpc_options.")
-    for application in deployment["applications"]:
-        where = f"application {application.get('name', '')!r}: "
-        yield from _unknown(application, ServeApplicationSchema, where)
-        for each in filter(None, application.get("deployments") or ()):
-            yield from _unknown(each, DeploymentSchema, f"{where}deployment {each.get('name', '')!r}: ")
-
-
-def _unknown(section: dict[str, Any], schema: type[BaseModel], where: str) -> Iterator[str]:
-    valid = [each.alias or name for name, each in schema.model_fields.items()]
-    return (unknown_key(f"{where}{key}", str(key), valid) for key in section if key not in valid)
-
-
 def _our_args(schema: ServeDeploySchema, source: str) -> dict[str, Any]:
     for application in schema.applications:
-        if application.import_path in _BUILDERS:
+        if application.import_path in BUILDERS:
             return application.args
-    raise ConfigError(f"{source} has no application with import_path {' or '.join(_BUILDERS)}")
+    raise ConfigError(f"{source} has no application with import_path {' or '.join(BUILDERS)}")

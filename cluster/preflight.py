@@ -5,20 +5,29 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 import psutil
 
 from cluster.cache_budget import draft_cache_config, prefill_cache_config
-from cluster.checkpoints.model_files import weight_bytes
+from cluster.checkpoints.gguf_models import convert_gguf_models
+from cluster.checkpoints.model_files import check_models, weight_bytes
+from cluster.checkpoints.model_path import resolve_model_path
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile
 from cluster.local.ports import is_free
 from cluster.placement.topology import NodeTopology, read_topology
+from cluster.planning.model_shape import ModelShape
 from cluster.schema.models import DraftProcess
+from cluster.schema.replicas import PairSection, PrefillSection
+from engine.config import CacheConfig, KVDtype, ModelDtype
 from engine.model.checkpoint.node_memory import available_bytes
 from protos.errors import ConfigError
+from router.api_keys import ApiKeys
+from router.tokenizer.chat_template import ChatTemplate
 
 _GIB = 1 << 30
 _RAY_BYTES = int(1.5 * _GIB)  # idle cluster, controller, proxy and ingress
@@ -39,6 +48,25 @@ def check_ports(file: DeployFile) -> None:
                 f"port {port} is taken by {_holder(port)}; stop it, or change {key}.port in deploy.yaml, "
                 "or --port and --grpc-port (an Outrider that runs already stops with Ctrl-C, or with `serve shutdown`)"
             )
+
+
+def check_files(config: DeployConfig, report: Callable[[str], None]) -> DeployConfig:
+    """Return `config` with GGUF files converted, after a report of what its operator should know.
+
+    Everything that replicas of a node read is looked at, but for the numbers of weights.
+
+    Raises:
+        ConfigError: a model is missing or not read, keys or a template are unreadable, or there is too little room for
+            a log.
+    """
+    config = convert_gguf_models(config, report)
+    for note in check_models(config):
+        report(f"note: {note}")
+    ApiKeys.from_file(config.ingress.api_keys_file)
+    if (template := config.ingress.chat_template_text) is not None:
+        ChatTemplate(template, {})
+    check_log(config)
+    return config
 
 
 def check_log(config: DeployConfig) -> None:
@@ -72,18 +100,68 @@ def check_memory(config: DeployConfig, topology: NodeTopology | None = None) -> 
     check_driver(topology)
     if config.pair.gpus is not None and not topology.devices:
         return
-    if topology.devices:
-        _check_gpus(config, topology)
+    check_gpu_memory(config, topology, config.pair.max_replicas, os.environ.get("CUDA_VISIBLE_DEVICES"))
     pairs, prefills = config.pair.max_replicas, config.prefill.max_replicas
-    per_pair, per_prefill = _host_bytes(config) if topology.devices else (_pair_bytes(config), _prefill_bytes(config))
+    per_pair, per_prefill = replica_bytes(config, is_on_gpu=bool(topology.devices))
     needed = _RAY_BYTES + pairs * per_pair + prefills * per_prefill
     available = available_bytes()
     if needed > available:
-        remedy = "pair.num_replicas" if topology.devices else "cache.memory_gib or pair.num_replicas"
         raise ConfigError(
             f"about {needed / _GIB:.1f} GiB of memory are needed and {available / _GIB:.1f} GiB are available; "
-            f"lower {remedy}, or stop other programs"
+            f"lower {_remedy(is_on_gpu=bool(topology.devices))}, or stop other programs"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRoom:
+    """The memory of a node for new replicas, that of those which they replace included, and the places by Ray's count.
+
+    Both kinds of replica may have places there.
+    """
+
+    name: str
+    free_bytes: int
+    num_pairs: int
+    num_prefills: int = 0
+
+
+def check_room(config: DeployConfig, rooms: Sequence[NodeRoom], *, is_on_gpu: bool) -> None:
+    """Raise ConfigError if a node with a place for a replica has too little memory for one, or all nodes for all.
+
+    Of a moving number of replicas it is the least one: nodes may be added for more.
+    """
+    sizes = replica_bytes(config, is_on_gpu=is_on_gpu)
+    remedy = _remedy(is_on_gpu=is_on_gpu)
+    for room in rooms:
+        for kind, size, places in zip(("pair", "prefill"), sizes, (room.num_pairs, room.num_prefills), strict=True):
+            if places and size > room.free_bytes:
+                raise ConfigError(
+                    f"node {room.name} may get a replica of {kind}, which takes about {size / _GIB:.1f} GiB of memory, "
+                    f"and has {room.free_bytes / _GIB:.1f} GiB for it; lower {remedy}, or keep it off that node by "
+                    f"{kind}.resources"
+                )
+    pairs, prefills = _least(config.pair), _least(config.prefill)
+    num_places = sum(min(room.num_pairs, room.free_bytes // max(1, sizes[0])) for room in rooms)
+    needed, free = pairs * sizes[0] + prefills * sizes[1], sum(room.free_bytes for room in rooms)
+    if config.pair.gpus is None and (pairs > num_places or needed > free):
+        raise ConfigError(
+            f"{pairs} pairs and {prefills} prefill replicas take about {needed / _GIB:.1f} GiB of memory, and the "
+            f"{len(rooms)} nodes for them have {free / _GIB:.1f} GiB, enough for {num_places} pairs; lower {remedy}, "
+            "or add nodes"
+        )
+
+
+def _least(section: PairSection | PrefillSection) -> int:
+    return section.autoscaling.min_replicas if section.autoscaling else section.max_replicas
+
+
+def _remedy(*, is_on_gpu: bool) -> str:
+    return "pair.num_replicas" if is_on_gpu else "cache.memory_gib or pair.num_replicas"
+
+
+def replica_bytes(config: DeployConfig, *, is_on_gpu: bool) -> tuple[int, int]:
+    """Return the main memory of a pair and of a prefill replica."""
+    return _host_bytes(config) if is_on_gpu else (_pair_bytes(config), _prefill_bytes(config))
 
 
 def check_gpus(config: DeployConfig, topology: NodeTopology | None = None) -> None:
@@ -128,16 +206,16 @@ def check_driver(topology: NodeTopology, torch_version: str | None = None) -> No
         )
 
 
-def _check_gpus(config: DeployConfig, topology: NodeTopology) -> None:
+def check_gpu_memory(config: DeployConfig, topology: NodeTopology, num_pairs: int, visible: str | None = None) -> None:
     """Raise ConfigError where a GPU cannot hold a rank's weights, a draft's beside them, and a set pool; or a draft's.
 
-    Pairs get GPUs in the order of CUDA_VISIBLE_DEVICES, each the target's first.
+    `num_pairs` get GPUs in the order of `visible` (as CUDA_VISIBLE_DEVICES; None: all), each the target's first.
     """
-    memory = topology.memory_of(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    memory = topology.memory_of(visible)
     if not memory:
         return
-    num_ranks, num_pairs = config.target.tensor_parallel_size, config.pair.max_replicas
-    shares = not config.draft_paths or _shares_gpu(config, len(memory) // num_pairs)
+    num_ranks = config.target.tensor_parallel_size
+    shares = not config.draft_paths or _shares_gpu(config, len(memory) // max(1, num_pairs))
     per_pair = num_ranks if shares else num_ranks + 1
     places = [index for index in range(min(len(memory), num_pairs * per_pair)) if index % per_pair < num_ranks]
     pool = 0 if config.cache.is_measured else (config.cache.to_engine().memory_bytes or 0) // num_ranks
@@ -189,14 +267,32 @@ def _pair_bytes(config: DeployConfig) -> int:
     targets = [config.target.path] * config.target.tensor_parallel_size
     paths = [*targets, *config.draft_paths]
     weights = sum(_LOADING_FACTOR * weight_bytes(path) for path in paths)
-    caches = config.cache.to_engine().memory_bytes or 0
-    caches += len(config.draft_paths) * (draft_cache_config(config.cache).memory_bytes or 0)
+    caches = _pool_bytes(config.cache.to_engine(), config.target.path, config.target.dtype)
+    for draft in config.draft_models:
+        caches += _pool_bytes(draft_cache_config(config.cache), str(draft.path), draft.dtype)
     return weights + caches + (1 + len(paths)) * _PROCESS_BYTES
 
 
 def _prefill_bytes(config: DeployConfig) -> int:
     rank = _LOADING_FACTOR * weight_bytes(config.target.path) + _PROCESS_BYTES
-    return config.target.tensor_parallel_size * rank + (prefill_cache_config(config).memory_bytes or 0)
+    pool = _pool_bytes(prefill_cache_config(config), config.target.path, config.target.dtype)
+    return config.target.tensor_parallel_size * rank + pool
+
+
+def _pool_bytes(cache: CacheConfig, path: str, dtype: ModelDtype) -> int:
+    """Return the bytes of a KV pool once it is full; of a number of blocks they follow from the model's shape.
+
+    It is 0 where config.json does not give it in Llama's names: the start, which knows the model, looks again.
+    """
+    if cache.num_blocks is None:
+        return cache.memory_bytes or 0
+    folder = resolve_model_path(path)
+    try:
+        shape = ModelShape.of(folder, "float32" if dtype is ModelDtype.FLOAT32 else "bf16")
+    except ConfigError:
+        return 0
+    bytes_per_token = shape.kv_bytes if cache.dtype is KVDtype.AUTO else shape.kv_bytes / (shape.bytes_per_weight)
+    return int(cache.num_blocks * cache.block_size * bytes_per_token)
 
 
 def _holder(port: int) -> str:

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from actors.settings import AutoTuneSettings, DraftSettings, KVEventSettings, PairSettings, PrefillSettings
+from actors.settings import (
+    AutoTuneSettings,
+    DraftSettings,
+    KVEventSettings,
+    PairSettings,
+    PrefillSettings,
+    ProcessShare,
+)
 from cluster.cache_budget import draft_cache_config, draft_part, prefill_cache_config, target_cache_config
 from cluster.checkpoints.model_files import weight_bytes
 from cluster.checkpoints.model_path import resolve_model_path
@@ -70,6 +77,12 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
         alarm_webhook=config.pair.alarm_webhook,
         auto_tune=_auto_tune(config, placement),
     )
+
+
+def unplaced_settings(config: DeployConfig) -> PairSettings:
+    """Return the settings of a pair of which it is not known yet where it will be, and what it gets there."""
+    num_gpus = 0 if config.pair.gpus is None else config.pair.gpus.count
+    return pair_settings(config, PairPlacement(ProcessShare(), ProcessShare(), num_gpus))
 
 
 def prefill_settings(config: DeployConfig, engine: EngineConfig, placement: PairPlacement) -> PrefillSettings:

@@ -37,7 +37,13 @@ HOMES = {
     "torch": ("engine/", "actors/"),
     "transformers": ("engine/", "actors/", "router/generation/response_template.py"),
     "fastapi": ("router/",),
-    "pydantic": ("router/", "cluster/config.py", "cluster/schema/", "cluster/deploy_file.py"),
+    "pydantic": (
+        "router/",
+        "cluster/config.py",
+        "cluster/schema/",
+        "cluster/deploy_file.py",
+        "cluster/serve_options.py",
+    ),
     "grpc": ("router/", "protos/outrider_pb2_grpc.py"),
 }
 PACKAGES = [*sorted(OURS), "bench", "models"]

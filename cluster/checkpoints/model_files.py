@@ -8,7 +8,7 @@ from pathlib import Path
 from cluster.checkpoints.model_path import resolve_model_path
 from cluster.config import DeployConfig
 from engine.model.checkpoint.end_tokens import find_end_tokens
-from engine.model.checkpoint.hub import cached_folder, find_model
+from engine.model.checkpoint.hub import cached_folder, find_model, require_model, require_repository
 from engine.model.checkpoint.scheme import scheme_of
 from engine.model.checkpoint.stored_weights import refuse_unscaled, stored_weights
 from engine.model.checkpoint.vocabulary import refuse_tokens_without_rows
@@ -16,18 +16,20 @@ from engine.model.checkpoint.weight_files import read_config, refuse_unindexed, 
 from protos.errors import ConfigError
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 
+_HEAD_FILES = ("*.safetensors", "*.pt", "*.bin")
+
 
 def check_models(config: DeployConfig) -> list[str]:
-    """Check the target's weights and tokenizer and draft models' weights; return what an operator should know.
+    """Check the target's weights and tokenizer and the drafts' weights; return what an operator should know.
 
     A redeploy that cannot work is thus refused while the old pairs still serve. Of weights only the headers are read;
-    Hub ids are fetched where they are loaded.
+    what is on the Hub alone is fetched where it is loaded.
 
     Raises:
-        ConfigError: a file is missing, cut short or not what its name says, or weights are in a format that is not
-            read.
+        ConfigError: a file is missing, cut short or not what its name says, weights are in a format that is not read,
+            or a model is neither here nor on the Hub.
     """
-    notes = []
+    notes = [f"{path!r} is no folder here, and is taken for a Hub id" for path in hub_models(config)]
     target = Path(resolve_model_path(config.target.path))
     if target.is_dir():
         _check_weights(target)
@@ -41,6 +43,11 @@ def check_models(config: DeployConfig) -> list[str]:
         draft = Path(resolve_model_path(str(each.path)))
         if draft.is_dir():
             _check_weights(draft)
+    for model_id in hub_models(config):
+        require_model(model_id)
+    head = config.draft.head
+    if head is not None and head.path is not None:
+        _check_head(resolve_model_path(head.path))
     return notes
 
 
@@ -74,6 +81,15 @@ def _check_weights(folder: Path) -> None:
     else:
         refuse_unindexed(folder, config)
         refuse_unscaled(config, headers, str(folder))
+
+
+def _check_head(path: str) -> None:
+    """Raise ConfigError for a head that has no files; those that it has are read where it is loaded."""
+    folder = Path(path)
+    if not folder.is_dir():
+        require_repository(path)
+    elif not any(file for pattern in _HEAD_FILES for file in folder.glob(pattern)):
+        raise ConfigError(f"draft.path {path!r} has no weights of a head; it needs one of {', '.join(_HEAD_FILES)}")
 
 
 def hub_models(config: DeployConfig) -> list[str]:

@@ -5,19 +5,33 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from actors.pair.local_pair import LocalPair
 from actors.settings import PairSettings
 from cluster.config import DeployConfig
+from cluster.deploy_file import VLLM_SERVICER_FUNCTION, DeployFile
 from cluster.placement.placement import NodeResources, plan_pair
 from cluster.placement.topology import read_topology
 from cluster.replica_settings import ingress_config, pair_settings, placement_request
+from cluster.schema.frontends import RouterSection
 from cluster.schema.models import DraftProcess
+from cluster.schema.replicas import PrefillSection
 from cluster.schema.speculation import DraftMode
+from cluster.serve_options import refusals_without_ray
 from protos.errors import ConfigError
 from router.generation.generation_service import GenerationService
+from router.ingress import GRPC_SERVICER_FUNCTIONS
 from router.metrics.ingress_metrics import IngressMetrics
 from router.tokenizer.tokenizer_files import load_tokenizer_files
+
+# Of replicas that there is one of, and of a router, an index and other nodes, which there are not.
+WITHOUT_EFFECT = (
+    *("pair.autoscaling", "pair.resources", "pair.kv_events", "draft.num_threads", "ingress.num_replicas"),
+    *("ingress.limits.migration_deadline_s", "ingress.limits.max_migrations"),
+    *(f"router.{key}" for key in RouterSection.model_fields),
+    *(f"prefill.{key}" for key in PrefillSection.model_fields),
+)
 
 
 def in_one_process(config: DeployConfig) -> DeployConfig:
@@ -38,14 +52,40 @@ def _obstacles(config: DeployConfig) -> Iterator[str]:
         yield f"pair asks for {config.pair.max_replicas} replicas"
     if config.prefill.max_replicas > 0:
         yield f"prefill asks for {config.prefill.max_replicas} replicas"
+    yield from _without_effect(config)
     if config.target.tensor_parallel_size > 1:
         yield f"target.tensor_parallel_size is {config.target.tensor_parallel_size}"
     if config.draft.process is DraftProcess.OWN:
         yield "draft.process is 'own'"
+    if config.draft.gpu == "own":
+        yield "draft.gpu is 'own'"
     if config.tune.auto:
         yield "tune.auto is true"
     if config.speculation.mode is DraftMode.ASYNC:
         yield "speculation.mode is 'async'"
+
+
+def _without_effect(config: DeployConfig) -> Iterator[str]:
+    """Name the keys of what there is not, where they are set to something else than their default."""
+    for path in WITHOUT_EFFECT:
+        value: Any = config
+        default: Any = DeployConfig
+        for key in path.split("."):
+            field = (default if isinstance(default, type) else type(default)).model_fields[key]
+            value, default = getattr(value, key), field.get_default(call_default_factory=True)
+        if value != default and not (path == "prefill.num_replicas" and value == 0):
+            yield f"{path} is {value!r:.80}"
+
+
+def refuse_serves_options(file: DeployFile) -> None:
+    """Raise ConfigError for an option of Serve, which a server in one process does not have."""
+    obstacles = list(refusals_without_ray(file.deployment))
+    functions = (file.deployment.get("grpc_options") or {}).get("grpc_servicer_functions") or []
+    offered = [*GRPC_SERVICER_FUNCTIONS, *([VLLM_SERVICER_FUNCTION] if file.config.ingress.vllm_grpc else [])]
+    if functions and sorted(functions) != sorted(offered):
+        obstacles.append(f"grpc_options.grpc_servicer_functions has not the {len(offered)} services that are offered")
+    if obstacles:
+        raise ConfigError(f"without Ray there is no Ray Serve: {'; '.join(obstacles)}; remove it, or leave --no-ray out")
 
 
 def local_settings(config: DeployConfig) -> PairSettings:

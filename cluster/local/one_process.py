@@ -15,7 +15,12 @@ from cluster.checkpoints.gguf_models import convert_gguf_models
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile
 from cluster.local.http_server import HttpServer, MetricsForOperators, Places, share_of_files
-from cluster.local.local_service import in_one_process, local_settings, running_service
+from cluster.local.local_service import (
+    in_one_process,
+    local_settings,
+    refuse_serves_options,
+    running_service,
+)
 from cluster.local.serve_environment import tls_variables
 from cluster.proxy.haproxy_config import ProxySettings
 from router.api_keys import ApiKeys
@@ -40,6 +45,7 @@ def serve_in_process(file: DeployFile, on_ready: Callable[[], None]) -> None:
     """
     if is_json_wanted():
         configure_logging()
+    refuse_serves_options(file)
     config = convert_gguf_models(in_one_process(file.config))
     settings = local_settings(config)
     os.environ["OMP_NUM_THREADS"] = str(settings.target_share.num_threads)  # before torch is loaded

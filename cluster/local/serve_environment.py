@@ -13,6 +13,7 @@ from ray._raylet import Config  # type: ignore[attr-defined]  # of the compiled 
 from actors.process.process_logging import FORMAT_VARIABLE, is_json_wanted
 from cluster.local.ports import free_ports
 from cluster.schema.frontends import IngressSection
+from protos.errors import ConfigError
 from router.grpc_api.callers import LOCAL_PROXY
 from router.grpc_api.reading_gate import MAX_MESSAGE_BYTES
 
@@ -97,6 +98,21 @@ def tls_variables(ingress: IngressSection) -> dict[str, str]:
     }
     # No link is followed: those of a mounted secret change with its contents.
     return {name: str(Path(path).expanduser().absolute()) for name, path in files.items() if path is not None}
+
+
+def check_tls(ingress: IngressSection) -> None:
+    """Raise ConfigError where HAProxy runs with another certificate than `ingress` has, or with none.
+
+    It is given to the cluster, when that starts: clients would be served in clear, or with an old certificate.
+    """
+    wanted = tls_variables(ingress)
+    names = ("OUTRIDER_TLS_CERTIFICATE", "OUTRIDER_TLS_CLIENT_CA")
+    if other := next((name for name in names if os.environ.get(name, "") != wanted.get(name, "")), None):
+        raise ConfigError(
+            f"ingress has {wanted.get(other) or 'no file'} for {other}, and HAProxy {os.environ.get(other) or 'none'}, "
+            f"which it has from the start of Ray; set {other} on every node before `ray start`, or start "
+            "`outrider serve` anew"
+        )
 
 
 def cluster_variables() -> dict[str, str]:

@@ -29,11 +29,13 @@ _NUM_VERSIONS = 4  # of the ingress side by side: streams of those that a redepl
 
 @dataclass(frozen=True, slots=True)
 class NodeResources:
-    """The resources of one node, in whole cores and devices."""
+    """The resources of one node, in whole cores and devices; Ray's id of it, and its address."""
 
     num_cpus: int
     num_gpus: int = 0
     all: Mapping[str, float] = field(default_factory=dict)  # by Ray's names
+    node_id: str = ""
+    name: str = "this machine"
 
     def num_places(self, demand: Mapping[str, float]) -> int:
         """Count the replicas of this demand that the node holds when nothing else runs there."""
@@ -116,6 +118,14 @@ class PairPlacement:
             for name, amount in bundle.items():
                 total[name] = total.get(name, 0) + amount
         return total
+
+    @property
+    def prefill_demand(self) -> dict[str, float]:
+        """Return what a prefill replica takes of its node; nothing where there are none."""
+        if self.prefill is None:
+            return {}
+        gpus = {"GPU": float(self.num_prefill_gpus)} if self.num_prefill_gpus else {}
+        return {"CPU": self.prefill.num_cpus, **gpus, **self.prefill_resources}
 
 
 def plan_pair(request: PlacementRequest, nodes: list[NodeResources], topology: NodeTopology) -> PairPlacement:

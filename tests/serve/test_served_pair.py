@@ -6,6 +6,7 @@ The tests run in order: a redeploy lets the pair finish its streams, and the las
 import copy
 import json
 import os
+import re
 import shutil
 import socket
 import threading
@@ -22,6 +23,7 @@ import pytest
 import ray
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ray import serve
 from safetensors.torch import load_file, save_file
 
 from bench.served.abuse import attack
@@ -35,8 +37,9 @@ from protos import outrider_pb2_grpc
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams
 from router.tokenizer.tokenizer_files import load_tokenizer_files
+from tests.engine.fixtures.checkpoints import write_checkpoint
 from tests.serve.other_network import listening_ports, other_network, probe_from_there
-from tests.serve.served_pair import MODEL, ServedPair, eventually, once, title
+from tests.serve.served_pair import MODEL, ServedPair, eventually, once, processes, title
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -311,10 +314,44 @@ def test_a_killed_target_costs_a_pause_and_no_token(served: ServedPair, long_tex
     assert actual.finish_reason == "length"
 
 
-def test_a_wrong_key_is_refused_and_the_running_application_stays(served: ServedPair):
-    with pytest.raises(ConfigError, match="unknown key; did you mean 'num_tokens'"):
-        redeploy(served, speculation={"num_token": 4})
-    assert served.stream().finish_reason == "length"
+def bad_deployments(good: Path, folder: Path) -> Iterator[tuple[dict[str, object], str]]:
+    """Changes to `args` that no replica could start with, each with the reason."""
+
+    def spoilt(name: str, file: str, text: str | None) -> dict[str, object]:
+        shutil.copytree(good / "target", folder / name)
+        if text is None:
+            (folder / name / file).unlink()
+        else:
+            (folder / name / file).write_text(text)
+        return {"target": {"path": str(folder / name), "dtype": "float32", "num_threads": 1}}
+
+    write_checkpoint(folder / "other", seed=1, vocab_size=90)
+    other = {"draft": {"kind": "model", "path": str(folder / "other"), "dtype": "float32", "num_threads": 1}}
+    yield {"speculation": {"num_token": 4}}, "unknown key; did you mean 'num_tokens'"
+    yield {"target": {"path": "modls/target"}}, "'modls/target' is no folder here, and the Hub does not give it"
+    yield spoilt("header", "model.safetensors", "no header"), "is not a whole safetensors file"
+    yield spoilt("tokenizer", "tokenizer.json", "{}"), "tokenizer"
+    yield {"ingress": {"open_admin": True, "vllm_grpc": True, "chat_template": "{% if %}"}}, "is not valid Jinja"
+    yield {"ingress": {"api_keys_file": str(folder / "keys")}}, "there is no such file"
+    yield {"cache": {"memory_gib": 4000}}, "may get a replica of pair, which takes about 50"
+    yield {"cache": {"num_blocks": 64, "dtype": "fp8"}}, "cache.dtype is 'fp8'"
+    yield other, "the draft's vocabulary has 90 tokens and the target's 16"
+
+
+def test_what_could_not_start_is_refused_while_the_running_pair_answers(served: ServedPair, tmp_path: Path):
+    before, answer = pair_ids(), served.stream(temperature=1.0).token_ids
+    for changes, reason in bad_deployments(target_path(served).parent, tmp_path):
+        with pytest.raises(ConfigError, match=re.escape(reason)):
+            redeploy(served, **changes)
+        (application,) = serve.status().applications.values()
+        assert application.status == "DEPLOY_FAILED"
+        assert reason in application.message
+        assert served.stream(temperature=1.0).token_ids == answer
+    assert pair_ids() == before
+
+
+def pair_ids() -> set[int]:
+    return {each.pid for name in ("TargetActor", "DraftActor") for each in processes(name)}
 
 
 def test_a_stream_outlives_a_redeploy_and_health_watches_end(served: ServedPair, long_text: list[int]):

@@ -8,16 +8,13 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from cluster.checkpoints.gguf_models import convert_gguf_models
-from cluster.checkpoints.model_files import check_models, hub_models
 from cluster.checkpoints.model_path import resolve_model_path
 from cluster.cli.console import report
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile, read_deploy_file
-from cluster.preflight import check_log, check_memory
+from cluster.preflight import check_files, check_memory
+from cluster.replica_settings import unplaced_settings
 from protos.errors import ConfigError
-from router.api_keys import ApiKeys
-from router.tokenizer.chat_template import ChatTemplate
 
 
 def check(
@@ -29,6 +26,7 @@ def check(
 ) -> None:
     """Check a deploy.yaml, its models and this machine's memory; start nothing."""
     file = check_deployment(read_deploy_file(deploy_file))
+    _check_start(file.config)
     report(f"{deploy_file} is fine: model {file.config.model_id!r}")
     if quality:
         _report_quality(file.config, quality)
@@ -41,21 +39,19 @@ def check_deployment(file: DeployFile) -> DeployFile:
         ConfigError: a model is missing or not read, keys are unreadable, or there is too little memory, or too little
             room for a log.
     """
-    config = convert_gguf_models(file.config, report)
-    for path in hub_models(config):
-        report(f"note: {path!r} is no folder here, and is taken for a Hub id")
-    for note in check_models(config):
-        report(f"note: {note}")
-    ApiKeys.from_file(config.ingress.api_keys_file)
-    if (template := config.ingress.chat_template_text) is not None:
-        ChatTemplate(template, {})
-    check_log(config)
+    config = check_files(file.config, report)
     check_memory(config)
     return replace(file, config=config)
 
 
+def _check_start(config: DeployConfig) -> None:
+    # Not at the top: it loads torch, which `outrider serve` does not do in this process.
+    from actors.start_check import check_start
+
+    check_start(unplaced_settings(config), is_on_gpu=config.pair.gpus is not None)
+
+
 def _report_quality(config: DeployConfig, files: list[Path]) -> None:
-    # Not at the top: it loads torch, which no other command does in this process.
     from engine.model.runner.perplexity import measure_quality
 
     model = replace(config.to_engine().model, path=resolve_model_path(config.target.path))

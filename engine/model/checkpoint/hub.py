@@ -105,6 +105,21 @@ def find_model(model_id: str) -> HubModel:
     return HubModel(model_id, info.sha or "main", weights)
 
 
+def require_model(model_id: str) -> None:
+    """Raise ConfigError unless a model is in the cache as a whole, or the Hub has it. Nothing is fetched."""
+    if cached_folder(model_id) is None:
+        find_model(model_id)
+
+
+def require_repository(repository_id: str) -> None:
+    """Raise ConfigError unless the files of a head, in whatever format, are in the cache, or on the Hub."""
+    try:
+        snapshot_download(repository_id, local_files_only=True)
+    except (OSError, ValueError):
+        with _reported_errors(repository_id):
+            HfApi().model_info(repository_id, timeout=_API_TIMEOUT_S)
+
+
 def fetch_model(model_id: str) -> Path:
     """Return the folder of a model on the Hub; fetch what is missing, with progress.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.attention.backend import check_kv_kind, choose_attention, is_batch_invariant, is_triton
 from engine.attention.base import PlanAttention
@@ -127,7 +127,7 @@ class ModelRunner:
         kv_dtype = kv_name(kind, stock.dtype)
         self.model_version = model_version(model.path, model.quantization, str(stock.dtype), kv_dtype)
         self.kv_layout = self._new_kv_layout(model, head, kv_dtype, device)
-        self.max_model_len = _length_limit(stock, max_model_len, self.num_blocks * self.block_size)
+        self.max_model_len = length_limit(stock.config, max_model_len, self.num_blocks * self.block_size)
         if device.type == "cuda":
             with enough_memory(device, "a pass over a prompt", _PASSES_REMEDY):
                 warm_up(self._compute, self.block_size, self.max_model_len)
@@ -139,7 +139,7 @@ class ModelRunner:
         self, stock: PreTrainedModel, model: ModelConfig, head: HeadConfig | None, device: torch.device
     ) -> None:
         """Take over `stock` and its head, packed and checked; no page of their files stays in memory."""
-        quantization = _quantization(model, device)
+        quantization = usable_quantization(model, device)
         if device.type == "cpu":
             leave_checkpoint(stock, linear_factory(quantization))
         self.head: Head | None = None
@@ -331,7 +331,8 @@ class ModelRunner:
         self._cache.copy_blocks(source_ids, block_ids)
 
 
-def _quantization(model: ModelConfig, device: torch.device) -> Quantization:
+def usable_quantization(model: ModelConfig, device: torch.device) -> Quantization:
+    """Return the configured quantization. Raises ConfigError where the device has no kernels for it."""
     quantization = Quantization(model.quantization)
     if quantization is not Quantization.NONE and not can_quantize(device):
         raise ConfigError(
@@ -367,9 +368,10 @@ def _has_graphs(graphs: GraphConfig, device: torch.device, plan_attention: PlanA
     return True
 
 
-def _length_limit(model: PreTrainedModel, configured: int | None, num_slots: int) -> int:
-    positions = max_positions(model.config) or num_slots
-    if unread := unread_lengths(model.config):
+def length_limit(config: PreTrainedConfig, configured: int | None, num_slots: int) -> int:
+    """Return the tokens that a sequence may have. Raises ConfigError for more than the model has positions."""
+    positions = max_positions(config) or num_slots
+    if unread := unread_lengths(config):
         named = ", ".join(f"{name} {value}" for name, value in unread.items())
         logger.warning("config.json has %s, which are not read: texts longer than that may come out otherwise", named)
     if configured is not None and configured > positions:

@@ -81,8 +81,21 @@ def test_a_setting_that_cannot_work_is_refused_in_a_sentence(
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_path_that_is_taken_for_a_hub_id_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("path", ["models/demo/draft", "models/demo/target"])
+def test_a_mistyped_path_is_refused_though_it_has_the_form_of_a_hub_id(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, path: str
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     file = tmp_path / "deploy.yaml"
-    file.write_text(BUNDLED.read_text().replace("models/demo/draft", "models/drft"))
-    main(["check", str(file)])
-    assert "'models/drft' is no folder here, and is taken for a Hub id" in " ".join(capsys.readouterr().out.split())
+    file.write_text(BUNDLED.read_text().replace(path, "modls/demo"))
+    assert main(["check", str(file)]) == 1
+    assert "'modls/demo' is no folder here, and the Hub does not give it" in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_a_start_would_refuse_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert check(tmp_path, cache__dtype="fp8") == 1
+    assert "cache.dtype is 'fp8', which the Triton kernel on GPUs reads" in " ".join(capsys.readouterr().err.split())
+    assert check(tmp_path, scheduler__max_model_len=1 << 20) == 1
+    assert "max_model_len is 1048576, but the model has" in " ".join(capsys.readouterr().err.split())
+    assert check(tmp_path, cache__memory_gib=None, cache__num_blocks=1 << 40) == 1
+    assert "GiB of memory are needed" in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,34 @@
+"""A look at what a pair would load, made on the node where it would start, while another pair may still serve there."""
+
+from __future__ import annotations
+
+from actors.settings import DraftSettings, PairSettings
+from engine.config import DraftVocabulary, check_text_drafts
+from engine.model.loader import load_config
+from engine.model.runner.outline import check_outline
+from engine.proposer.vocab_mapping.choice import choose_vocabulary
+from engine.proposer.vocab_mapping.translation import SameVocabulary
+
+
+def check_start(settings: PairSettings, *, is_on_gpu: bool) -> None:
+    """Return if a pair could start, as far as the headers of its files tell.
+
+    Raises:
+        ConfigError: it could not: the target, its head or a draft cannot be served here, or do not fit each other.
+    """
+    engine = settings.engine
+    check_outline(engine.model, engine.cache, engine.scheduler.max_model_len, engine.head, is_on_gpu=is_on_gpu)
+    for each in settings.of_drafts.values():
+        _check_draft(settings, each.draft, is_on_gpu=is_on_gpu)
+
+
+def _check_draft(settings: PairSettings, draft: DraftSettings, *, is_on_gpu: bool) -> None:
+    assert draft.model is not None, "it is one of the draft models"
+    assert draft.cache is not None, "and a draft model has a pool"
+    check_outline(draft.model, draft.cache, is_on_gpu=is_on_gpu)
+    choice = choose_vocabulary(settings.engine.model.path, draft.model.path, draft.vocabulary)
+    if choice.vocabulary is DraftVocabulary.TEXT:
+        check_text_drafts(settings.engine.speculation.tree, draft.fan_out)
+    elif choice.pair is None:
+        draft_size = int(load_config(draft.model.path).get_text_config().vocab_size)
+        SameVocabulary(draft_size, choice.target_tokens.vocab_size)

@@ -1,0 +1,147 @@
+"""A look at the nodes that would hold a new deployment, before Serve touches what runs there."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.settings import PairSettings
+from cluster.config import DeployConfig
+from cluster.placement.placement import NodeResources, PairPlacement
+from cluster.placement.topology import NodeTopology, read_topology
+from cluster.preflight import NodeRoom, check_driver, check_files, check_gpu_memory, check_room
+from engine.model.checkpoint.node_memory import available_bytes
+from protos.errors import ConfigError, ServingError
+
+logger = logging.getLogger(__name__)
+
+_DEADLINE_S = 600.0  # a file in GGUF is converted on each node
+_NICENESS = 10  # streams go on beside it
+_REPLICAS = ("ray::TargetActor", "ray::DraftActor")
+_DEPLOYMENTS = (":Pair", ":Prefill")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFinding:
+    """A node's answer: its memory for replicas, and the reason against a start there."""
+
+    free_bytes: int
+    obstacle: str | None = None
+
+
+def check_nodes(
+    config: DeployConfig, settings: PairSettings, placement: PairPlacement, nodes: Sequence[NodeResources]
+) -> None:
+    """Look at every node that may get a pair or a prefill replica, and at the memory of all of them together.
+
+    The model is built there without its numbers if replicas run that would make room for it. Where none do, nothing is
+    lost by a start that fails, and it says more.
+
+    Raises:
+        ConfigError: a replica could not start; names the node and the reason.
+    """
+    demand, prefill = placement.demand, placement.prefill_demand
+    places = [(node, node.num_places(demand), node.num_places(prefill) if prefill else 0) for node in nodes]
+    wanted = [each for each in places if each[1] or each[2]]
+    is_on_gpu, is_replacing = placement.num_gpus > 0, _has_replicas()
+    logger.info("looking at %d nodes, %s", len(wanted), "to replace pairs" if is_replacing else "where no pair runs")
+    findings = _ask([node for node, *_ in wanted], config, settings if is_replacing else None, is_on_gpu=is_on_gpu)
+    for (node, *_), found in zip(wanted, findings, strict=True):
+        if found.obstacle is not None:
+            raise ConfigError(f"on node {node.name}: {found.obstacle}")
+    rooms = [
+        NodeRoom(node.name, found.free_bytes, num_pairs, num_prefills)
+        for (node, num_pairs, num_prefills), found in zip(wanted, findings, strict=True)
+    ]
+    if rooms:
+        check_room(config, rooms, is_on_gpu=is_on_gpu)
+
+
+def _ask(
+    nodes: Sequence[NodeResources], config: DeployConfig, settings: PairSettings | None, *, is_on_gpu: bool
+) -> list[NodeFinding]:
+    """Return the finding of each node. Raises ConfigError for one that gives none."""
+    look = ray.remote(num_cpus=0, max_calls=1, max_retries=0)(find)
+    own_id = ray.get_runtime_context().get_node_id()
+    asked: list[Any] = [
+        look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False)).remote(
+            config, settings, is_on_gpu=is_on_gpu
+        )
+        for node in nodes
+        if settings is not None or node.node_id != own_id
+    ]
+    found = []
+    for node in nodes:
+        if settings is None and node.node_id == own_id:  # its files have been looked at, where the application is built
+            found.append(_room(config, is_on_gpu=is_on_gpu))
+            continue
+        try:
+            found.append(ray.get(asked.pop(0), timeout=_DEADLINE_S))
+        except RayError as error:
+            reason = str(error).strip().rpartition("\n")[2] or type(error).__name__
+            raise ConfigError(
+                f"node {node.name} could not be looked at: {reason}; see the log of its raylet, or end the node"
+            ) from None
+    return found
+
+
+def find(config: DeployConfig, settings: PairSettings | None, *, is_on_gpu: bool) -> NodeFinding:
+    """Look at this node, in a worker of its raylet: its files, its GPUs and, with `settings`, the models' structure."""
+    os.nice(_NICENESS)
+    try:
+        config = check_files(config, logger.info)
+        if settings is not None:
+            # Not at the top: it loads torch, in the process of this look alone.
+            from actors.start_check import check_start
+
+            check_start(settings, is_on_gpu=is_on_gpu)
+    except ServingError as error:
+        return NodeFinding(0, error.message)
+    return _room(config, is_on_gpu=is_on_gpu)
+
+
+def _room(config: DeployConfig, *, is_on_gpu: bool) -> NodeFinding:
+    topology = read_topology() if is_on_gpu else NodeTopology()
+    try:
+        check_driver(topology)
+        per_pair = config.target.tensor_parallel_size + bool(config.draft_paths)
+        num_pairs = max(1, len(topology.devices) // per_pair)
+        check_gpu_memory(config, topology, min(num_pairs, config.pair.max_replicas))
+    except ServingError as error:
+        return NodeFinding(0, error.message)
+    return NodeFinding(available_bytes() + _bytes_of_replicas())
+
+
+def _bytes_of_replicas() -> int:
+    """Return the memory of this node's running pairs and prefill replicas, which a deployment replaces.
+
+    They are children of the raylet, as this process is.
+    """
+    raylet: Any = psutil.Process().parent()
+    sizes = 0
+    for process in raylet.children(recursive=True):
+        try:
+            title = process.cmdline()[:1]
+            if title and _is_replica(title[0]):
+                sizes += process.memory_full_info().uss
+        except psutil.Error:  # it has just ended
+            continue
+    return sizes
+
+
+def _is_replica(title: str) -> bool:
+    name = title.split(".")[0]  # a method's name follows while it runs
+    return name.startswith(_REPLICAS) or (name.startswith("ray::ServeReplica:") and name.endswith(_DEPLOYMENTS))
+
+
+def _has_replicas() -> bool:
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return any("SERVE_REPLICA" in each["name"] and "#Pair#" in each["name"] for each in actors)

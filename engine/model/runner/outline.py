@@ -1,0 +1,128 @@
+"""A model without its numbers: what its configuration and the headers of its files tell of its start.
+
+A deployment that takes the place of one that serves is looked at in this way first. Nothing is read but headers, so
+numbers that are not finite, and a forward that is not as it should be, are found by the start alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from engine.attention.backend import check_kv_kind, choose_attention
+from engine.attention.torch_attention import ATTENTION_NAME
+from engine.config import CacheConfig, HeadConfig, HeadKind, KVDtype, ModelConfig
+from engine.model.attention_probe import record_attention, refusal
+from engine.model.checkpoint.completeness import refuse_incomplete
+from engine.model.checkpoint.dtype import resolve_dtype
+from engine.model.checkpoint.hub import cached_folder
+from engine.model.checkpoint.reading_errors import READING_ERRORS
+from engine.model.checkpoint.scheme import SECTIONS, scheme_of
+from engine.model.draft_heads.loader import load_head
+from engine.model.loader import load_config
+from engine.model.runner.model_runner import length_limit, usable_quantization
+from protos.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_META = torch.device("meta")
+_MAX_HEAD_BYTES = 2 << 30  # a head's tensors are read; of a larger one the start tells
+
+
+def check_outline(
+    model: ModelConfig,
+    cache: CacheConfig,
+    max_model_len: int | None = None,
+    head: HeadConfig | None = None,
+    *,
+    is_on_gpu: bool = False,
+) -> None:
+    """Return if a `ModelRunner` with these arguments could be made, as far as headers tell.
+
+    Of a model on the Hub that is not fetched yet the configuration is looked at. Kernels of a GPU are not looked at,
+    for no process has one before the pair is placed.
+
+    Raises:
+        ConfigError: it could not.
+    """
+    device = torch.device("cuda" if is_on_gpu else "cpu")
+    config = load_config(model.path)
+    resolve_dtype(model.dtype, device)
+    length_limit(config, max_model_len, 0)
+    usable_quantization(model, device)
+    if not is_on_gpu:
+        attention = choose_attention(model.attention, device, is_deterministic=model.deterministic)
+        check_kv_kind(KVDtype(cache.dtype), attention, device)
+    outline = _outline(model.path, config)
+    if outline is None:
+        return
+    if head is not None and head.kind is not HeadKind.SELF and _is_small(head):
+        with _left_to_the_start(f"the head of {model.path!r}"):
+            load_head(head, outline, _META)
+    with _left_to_the_start(f"the attention of {model.path!r}"):
+        record_attention(outline)
+    if outline.config.get_text_config()._attn_implementation != ATTENTION_NAME:
+        raise refusal(outline, "its layers have an attention of their own")
+    if outline._is_stateful:
+        raise refusal(outline, "it keeps a recurrent state, which no block of keys and values holds")
+
+
+def _outline(path: str, config: PreTrainedConfig) -> PreTrainedModel | None:
+    """Return the model with shapes alone; None for one that is not here yet. Raises ConfigError where files lack some.
+
+    Of a quantized checkpoint the files hold other tensors than the model, and `check_models` has looked at these.
+    """
+    folder = Path(path).expanduser() if Path(path).expanduser().is_dir() else cached_folder(path)
+    if folder is None:
+        return None
+    is_quantized = scheme_of(config.to_dict(), path) is not None
+    for section in SECTIONS if is_quantized else ():
+        if hasattr(config, section):
+            delattr(config, section)
+    try:
+        with _META:
+            model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+        if is_quantized:
+            return model.eval()
+        loaded: Any = type(model).from_pretrained(
+            folder,
+            config=config,
+            device_map="meta",
+            attn_implementation="eager",
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except (*READING_ERRORS, SafetensorError) as error:
+        raise ConfigError(
+            f"{path!r} (model type {config.model_type}) cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+    model, info = loaded
+    refuse_incomplete(path, info, model.state_dict())
+    return model.eval()
+
+
+def _is_small(head: HeadConfig) -> bool:
+    if head.path is None:
+        return True
+    folder = Path(head.path).expanduser()
+    return folder.is_dir() and sum(file.stat().st_size for file in folder.iterdir()) <= _MAX_HEAD_BYTES
+
+
+@contextmanager
+def _left_to_the_start(what: str) -> Iterator[None]:
+    """Look at something; an error that may come from the want of numbers alone is left to the start."""
+    try:
+        yield
+    except (ConfigError, RuntimeError) as error:
+        cause = error.__cause__ if isinstance(error, ConfigError) else error
+        if not isinstance(cause, RuntimeError):
+            raise
+        logger.info("%s is left to the start, since it needs numbers: %s", what, cause)

@@ -1,0 +1,92 @@
+"""What can be said of a start without a number of the weights: every model that starts passes, each flaw has a name."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from engine.config import CacheConfig, HeadConfig, HeadKind, ModelConfig
+from engine.model.runner.outline import check_outline
+from protos.errors import ConfigError
+from tests.engine.fixtures.families import REFUSED, SERVED, write_family
+
+CACHE = CacheConfig(16, num_blocks=8, memory_bytes=None)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    write_family(folder, SERVED["llama"]())
+    return folder
+
+
+@pytest.fixture
+def copy(llama: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(llama, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_a_family_that_is_served_passes(family: str, tmp_path: Path):
+    write_family(tmp_path, SERVED[family]())
+    check_outline(ModelConfig(str(tmp_path)), CACHE)
+
+
+@pytest.mark.parametrize("family", sorted(set(REFUSED) - {"bart"}))  # its numbers alone show it
+def test_a_family_that_is_refused_is_refused_without_its_numbers(family: str, tmp_path: Path):
+    write_family(tmp_path, REFUSED[family]())
+    with pytest.raises(ConfigError, match="cannot be served"):
+        check_outline(ModelConfig(str(tmp_path)), CACHE)
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def drop_tensor(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.0.self_attn.q_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (drop_tensor, r"incomplete: 1 tensors are missing, 'model\.layers\.0\.self_attn\.q_proj\.weight'"),
+        (lambda folder: change_config(folder, hidden_size=48), "do not fit its configuration"),
+        (lambda folder: change_config(folder, num_hidden_layers=1), "the configuration leaves it out"),
+        (lambda folder: change_config(folder, model_type="lama"), "no model configuration that transformers knows"),
+        (lambda folder: change_config(folder, hidden_size="x"), "no model configuration that transformers knows"),
+    ],
+)
+def test_files_that_do_not_make_the_model_are_refused(copy: Path, spoil: Callable[[Path], None], message: str):
+    spoil(copy)
+    with pytest.raises(ConfigError, match=message):
+        check_outline(ModelConfig(str(copy)), CACHE)
+
+
+def test_settings_that_the_node_cannot_honour_are_refused(llama: Path):
+    model = ModelConfig(str(llama))
+    for changed, cache, length, message in (
+        (model, CACHE, 1 << 20, r"max_model_len is 1048576, but the model has 128 positions"),
+        (model, replace(CACHE, dtype="fp8"), None, "cache.dtype is 'fp8'"),
+        (replace(model, attention="unknown"), CACHE, None, "attention is 'unknown'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_outline(changed, cache, length)
+    with pytest.raises(ConfigError, match="quantization is 'int8', which needs our kernels"):
+        check_outline(replace(model, quantization="int8"), CACHE, is_on_gpu=True)
+
+
+def test_a_head_of_another_target_is_refused(llama: Path, tmp_path: Path):
+    head = HeadConfig(HeadKind.MEDUSA, str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 1, "medusa_num_layers": 1}))
+    weights = load_file(llama / "model.safetensors")["model.embed_tokens.weight"]
+    save_file({"0.0.linear.weight": weights, "0.0.linear.bias": weights[0].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="does not fit the target"):
+        check_outline(ModelConfig(str(llama)), CACHE, head=head)
