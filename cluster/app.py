@@ -6,11 +6,13 @@ import logging
 import os
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import ray
 from ray import serve
 from ray.serve import Application
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import LoggingConfig
 
 from actors.pair.pair import Pair
@@ -18,7 +20,12 @@ from actors.prefill.prefill import Prefill
 from actors.process.process_logging import is_json_wanted
 from actors.settings import PairSettings, ProcessShare
 from cluster.config import DeployConfig, parse_config
-from cluster.local.serve_environment import CONNECTION_DRAIN_S, check_tls, warn_of_missing_variables
+from cluster.local.serve_environment import (
+    CONNECTION_DRAIN_S,
+    check_tls,
+    warn_of_missing_variables,
+    warn_of_open_folders,
+)
 from cluster.node_check import check_nodes
 from cluster.placement.devices import pin_devices
 from cluster.placement.placement import (
@@ -35,6 +42,7 @@ from cluster.replica_settings import ingress_config, pair_settings, placement_re
 from cluster.schema.frontends import SERVES_OWN_POLICY
 from cluster.schema.replicas import Scaled
 from engine.config import EngineConfig
+from protos.errors import ConfigError
 from router.config import RouterConfig
 from router.ingress import Ingress
 from router.routing.index.index_client import IndexClient, open_prefill_index
@@ -49,13 +57,29 @@ _WATCHED = {
 }
 
 
+class RefusedDeploymentError(ConfigError, RayServeException):
+    """A ConfigError in a form that Serve takes as final; it builds an application four times that raises another."""
+
+
 def build(args: dict[str, Any]) -> Application:
     """Return the application `outrider`: `Ingress` in front of `Pair`, and `Prefill` behind it where it is asked for.
 
+    What runs already is not touched before this returns. In a cluster the nodes that would hold it are looked at.
+
     Raises:
-        ConfigError: `args` are wrong, a model is missing, or the cluster cannot hold what they ask for.
+        ConfigError: `args` are wrong, a model is missing or could not start, or the cluster cannot hold what they ask
+            for.
     """
+    try:
+        return _built(args)
+    except ConfigError as error:
+        raise RefusedDeploymentError(error.message) from None
+
+
+def _built(args: dict[str, Any]) -> Application:
     asked = parse_config(args)
+    if ray.is_initialized():
+        _check_log_path(asked)
     config = check_files(asked, logger.warning)
     warn_of_missing_variables()
     topology = read_topology()
@@ -67,6 +91,7 @@ def build(args: dict[str, Any]) -> Application:
     settings = pair_settings(config, placement)
     if ray.is_initialized():
         check_tls(config.ingress)
+        _warn_of_session()
         check_nodes(asked, settings, placement, nodes)
     logger.info("each pair: bundles %s, target %s, draft %s", placement.bundles, placement.target, placement.draft)
     router = _router_config(config)
@@ -81,6 +106,21 @@ def build(args: dict[str, Any]) -> Application:
         num_gpus=placement.num_gpus,
     )
     return ingress.bind(pair.bind(settings, pin, open_index, prefill), ingress_config(config), prefill)
+
+
+def _check_log_path(config: DeployConfig) -> None:
+    """Raise ConfigError for a log whose folder would be below that of whichever process opens it."""
+    log = config.tune.log
+    if log is not None and not Path(log).expanduser().is_absolute():
+        raise ConfigError(
+            f"tune.log {log!r} is a relative path, and each process has a folder of its own; give a whole one"
+        )
+
+
+def _warn_of_session() -> None:
+    node = ray._private.worker.global_worker.node
+    if node is not None:
+        warn_of_open_folders(Path(node.get_session_dir_path()))
 
 
 def _prefill(

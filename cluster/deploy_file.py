@@ -28,6 +28,7 @@ _PATHS = {
     "draft": ("path",),
     "ingress": ("api_keys_file", "chat_template", "tls_certificate_file", "tls_client_ca_file"),
 }
+_MADE_PATHS = {"tune": ("log",)}  # of folders that may not be there yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,17 @@ class DeployFile:
     http_port: int
     grpc_port: int | None  # None: no gRPC server
     config: DeployConfig
+
+    @property
+    def http_url(self) -> str:
+        """The address of HTTP."""
+        scheme = "http" if self.config.ingress.tls_certificate_file is None else "https"
+        return f"{scheme}://{in_url(self.http_host)}:{self.http_port}"
+
+
+def in_url(host: str) -> str:
+    """Return a host as it stands before a port: one of IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def read_deploy_file(path: Path) -> DeployFile:
@@ -126,13 +138,18 @@ def with_absolute_paths(deployment: dict[str, Any]) -> dict[str, Any]:
     """Return a copy in which the files and folders of this folder are named from the root."""
     changed = deepcopy(deployment)
     for args in (application.get("args", {}) for application in changed["applications"]):
-        for name, keys in _PATHS.items():
-            section = args.get(name) or {}
-            for key in (key for key in keys if section.get(key)):
-                path = os.path.expanduser(section[key])
-                if os.path.exists(path):  # else it is a Hub id, a template's text, or stands beside our packages
-                    section[key] = str(Path(path).absolute())
+        for name, keys in (_PATHS | _MADE_PATHS).items():
+            _make_absolute(args.get(name) or {}, keys, is_made=name in _MADE_PATHS)
+        for draft in args.get("drafts") or ():
+            _make_absolute(draft, ("path",))
     return changed
+
+
+def _make_absolute(section: dict[str, Any], keys: Iterable[str], *, is_made: bool = False) -> None:
+    for key in (key for key in keys if section.get(key)):
+        path = os.path.expanduser(section[key])
+        if is_made or os.path.exists(path):  # else it is a Hub id, a template's text, or stands beside our packages
+            section[key] = str(Path(path).absolute())
 
 
 class _OnceLoader(yaml.SafeLoader):

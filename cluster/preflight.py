@@ -78,7 +78,7 @@ def check_log(config: DeployConfig) -> None:
     if folder is None:
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free + sum(file.stat().st_size for file in folder.iterdir())
     except (OSError, ValueError) as error:
         raise ConfigError(f"tune.log {str(folder)!r} cannot be had: {error}; give another folder") from error

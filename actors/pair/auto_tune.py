@@ -82,7 +82,7 @@ class AutoTune:
 
     async def _new_draft(self, rang_at_s: float) -> Path | None:
         """Return a draft that was made after the alarm, by this pair or another of the node; None for none."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         while True:
             with _lock(self._folder / "lock") as is_mine:
                 if is_mine:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 _PREFIX = "outrider-sockets-"
 _LOCK = "lock"
+_MOST_BYTES, _SHORT = 48, Path("/tmp")  # of TMPDIR: the rest of a socket's path has 59 bytes at most
 _locks: list[int] = []  # open for as long as this process lives
 
 
@@ -19,10 +20,13 @@ def private_folder() -> Path:
     Folders of processes that are gone are removed on the way: a killed process could not do it. A lock tells, which
     ends with its process; ids of processes mean nothing where containers share the folder for temporary files.
     """
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    parent = Path(tempfile.gettempdir())
+    if len(os.fsencode(parent)) > _MOST_BYTES:
+        parent = _SHORT
+    for folder in parent.glob(f"{_PREFIX}*"):
         if _is_left(folder):
             shutil.rmtree(folder, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     lock = os.open(folder / "new", os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     (folder / "new").rename(folder / _LOCK)  # a folder without a lock is one that is being made

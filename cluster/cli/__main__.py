@@ -5,6 +5,7 @@ A command is a function in a file of `commands/`; it is added by one line here.
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -21,7 +22,9 @@ from cluster.cli.commands.top import top
 from cluster.cli.commands.try_drafts import try_drafts
 from cluster.cli.commands.tune import tune
 from cluster.cli.console import report_error
-from protos.errors import ServingError
+from protos.errors import ConfigError, ServingError
+
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
 app = typer.Typer(
     name="outrider",
@@ -45,7 +48,9 @@ app.add_typer(draft, name="draft")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return the exit status."""
+    _reach_this_machine()
     try:
+        _check_folder()
         app(args=arguments)
     except ServingError as error:
         report_error(error)
@@ -53,6 +58,20 @@ def main(arguments: list[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
     return 0
+
+
+def _reach_this_machine() -> None:
+    """Keep the environment's proxy out of calls to this machine, by any library: it would call itself."""
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        hosts = os.environ.get(name, os.environ.get("NO_PROXY", "")).split(",")
+        os.environ[name] = ",".join(dict.fromkeys([*filter(None, hosts), *_THIS_MACHINE]))
+
+
+def _check_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(f"the current folder is gone or cannot be entered ({error}); change to another one") from None
 
 
 if __name__ == "__main__":

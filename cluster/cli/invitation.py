@@ -15,13 +15,12 @@ def race_in_terminal(file: DeployFile) -> None:
     ingress, host = file.config.ingress, file.http_host
     if not sys.stdout.isatty() or ingress.api_keys_file or ingress.tls_certificate_file or host not in LOOPBACK:
         return
-    race(f"http://{host}:{file.http_port}/v1", file.config.model_id)
+    race(f"{file.http_url}/v1", file.config.model_id)
 
 
 def invitation(file: DeployFile, logs: str | None = None) -> str:
     """Return the addresses, a first request, and the way to stop."""
-    scheme = "http" if file.config.ingress.tls_certificate_file is None else "https"
-    address = f"{scheme}://{file.http_host}:{file.http_port}"
+    address = file.http_url
     body = {"model": file.config.model_id, "prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0}
     lines = [
         f"  page   {address}/",

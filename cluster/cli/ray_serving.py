@@ -14,11 +14,9 @@ from cluster.cli.console import report
 from cluster.cli.invitation import invitation, race_in_terminal
 from cluster.cli.loading_view import LoadingView
 from cluster.deploy_file import DeployFile
-from cluster.local.local_cluster import AppStatus, LocalCluster
+from cluster.local.local_cluster import AppStatus, LocalCluster, logs_folder
 from cluster.placement.placement import most_gpus
 from cluster.replica_settings import placement_request
-
-_LOGS = "/tmp/ray/session_latest/logs"
 
 
 class Interrupt:
@@ -77,7 +75,7 @@ def serve_on_ray(file: DeployFile, view: LoadingView, *, has_dashboard: bool = F
             cluster.deploy(file)
         cluster.wait_running(partial(_follow, interrupt, view))
         view.stop()
-        report(f"[3/3] ready after {time.monotonic() - began_s:.0f} s\n\n{invitation(file, _LOGS)}")
+        report(f"[3/3] ready after {time.monotonic() - began_s:.0f} s\n\n{invitation(file, str(logs_folder()))}")
         with interrupt.breaking():
             race_in_terminal(file)
         interrupt.is_set.wait()

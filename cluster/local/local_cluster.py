@@ -7,8 +7,8 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import chdir, suppress
+from collections.abc import Callable, Iterator
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +22,7 @@ from ray.serve._private.api import serve_start
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.deploy_file import DeployFile, with_absolute_paths
+from cluster.local.own_files import PRIVATE, check_file_limit
 from cluster.local.serve_environment import haproxy_files, set_variables, tls_variables
 from cluster.placement.devices import order_devices
 from cluster.schema.frontends import IngressSection
@@ -74,6 +75,7 @@ class LocalCluster:
         where a user's `engine` or `models` would take the place of ours. They all wait for cores, this one too, but for
         the threads that compute.
         """
+        check_file_limit()
         set_variables()
         os.environ.update({**tls_variables(ingress), **order_devices(gpus_per_pair)})
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PROJECT), os.environ.get("PYTHONPATH")]))
@@ -82,7 +84,7 @@ class LocalCluster:
         self._owner = own(Path(self._folder.name))
         os.environ.update(haproxy_files(self._folder.name))
         wait_for_cores()
-        with chdir(self._folder.name):
+        with chdir(self._folder.name), _private_files():
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
@@ -163,6 +165,23 @@ class LocalCluster:
         return AppStatus(application.status.value, "\n".join(filter(None, messages)), tuple(waiting))
 
 
+@contextmanager
+def _private_files() -> Iterator[None]:
+    """Start processes within it whose files other users may not read."""
+    before = os.umask(PRIVATE)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def logs_folder() -> Path:
+    """Return the folder of the logs of this process's cluster."""
+    node = ray._private.worker.global_worker.node
+    assert node is not None, "this process has started it"
+    return Path(node.get_logs_dir_path())
+
+
 def _end_monitors() -> None:
     """End the processes of this driver's cluster that nothing asks for: 1% of a core, and what they take of memory.
 
@@ -210,6 +229,6 @@ def _end_processes(folder: str) -> None:
 
 
 def _reason(message: str) -> str:
-    """Return our own error out of Serve's message, which wraps it in the stack of every process on the way."""
+    """Return our own error out of Serve's message, which puts a sentence or the stacks of processes before it."""
     _, _, reason = message.rpartition("\nprotos.errors.")
-    return reason or message
+    return reason.partition(" failed with exception:\n")[2] or reason

@@ -85,7 +85,9 @@ def refuse_serves_options(file: DeployFile) -> None:
     if functions and sorted(functions) != sorted(offered):
         obstacles.append(f"grpc_options.grpc_servicer_functions has not the {len(offered)} services that are offered")
     if obstacles:
-        raise ConfigError(f"without Ray there is no Ray Serve: {'; '.join(obstacles)}; remove it, or leave --no-ray out")
+        raise ConfigError(
+            f"without Ray there is no Ray Serve: {'; '.join(obstacles)}; remove it, or leave --no-ray out"
+        )
 
 
 def local_settings(config: DeployConfig) -> PairSettings:

@@ -13,7 +13,7 @@ from actors.process.process_logging import configure_logging, is_json_wanted
 from actors.settings import PairSettings
 from cluster.checkpoints.gguf_models import convert_gguf_models
 from cluster.config import DeployConfig
-from cluster.deploy_file import DeployFile
+from cluster.deploy_file import DeployFile, in_url
 from cluster.local.http_server import HttpServer, MetricsForOperators, Places, share_of_files
 from cluster.local.local_service import (
     in_one_process,
@@ -21,6 +21,7 @@ from cluster.local.local_service import (
     refuse_serves_options,
     running_service,
 )
+from cluster.local.own_files import PRIVATE
 from cluster.local.serve_environment import tls_variables
 from cluster.proxy.haproxy_config import ProxySettings
 from router.api_keys import ApiKeys
@@ -45,6 +46,7 @@ def serve_in_process(file: DeployFile, on_ready: Callable[[], None]) -> None:
     """
     if is_json_wanted():
         configure_logging()
+    os.umask(PRIVATE)
     refuse_serves_options(file)
     config = convert_gguf_models(in_one_process(file.config))
     settings = local_settings(config)
@@ -69,8 +71,7 @@ async def _grpc(service: GenerationService, api_keys: ApiKeys, file: DeployFile)
         from router.grpc_api.vllm_engine import VllmEngineApi  # its messages are in a package of their own
 
         add_more = VllmEngineApi(service, api_keys).add_to
-    host = f"[{file.http_host}]" if ":" in file.http_host else file.http_host
-    address, gate = f"{host}:{file.grpc_port}", ReadingGate(api_keys, service.metrics.count_request)
+    address, gate = f"{in_url(file.http_host)}:{file.grpc_port}", ReadingGate(api_keys, service.metrics.count_request)
     limits, tls = connection_limits(share_of_files(MAX_GRPC_CONNECTIONS)), _tls_files(file.config)
     server = await start_grpc_server(GrpcApi(service, api_keys), gate, address, add_more, limits=limits, tls=tls)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import random
 import socket
+from typing import Any
 
 from protos.errors import ConfigError
 
@@ -12,17 +13,35 @@ _OURS = range(20_000, 30_000)  # between the ports of Ray and those of Serve, wh
 
 
 def is_free(host: str, port: int) -> bool:
-    """True if a server could listen there now. Raises ConfigError if the host is none of this machine."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    """True if a server could listen there now.
+
+    Raises:
+        ConfigError: the host is none of this machine, or this user may not listen at such a port.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        return all(_is_free(family, address) for family, _, _, _, address in found)
+    except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            raise ConfigError(
+                f"host {host!r} is no address of this machine ({error}); use 127.0.0.1, or 0.0.0.0 for all"
+            ) from None
+        if error.errno == errno.EACCES:
+            raise ConfigError(f"port {port} is kept for root ({error}); use one from 1024 on") from None
+        raise
+
+
+def _is_free(family: int, address: Any) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         try:
-            probe.bind((host, port))
+            probe.bind(address)
         except OSError as error:
-            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-                raise ConfigError(
-                    f"host {host!r} is no address of this machine ({error}); use 127.0.0.1, or 0.0.0.0 for all"
-                ) from None
-            return False
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise
     return True
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from ray._raylet import Config  # type: ignore[attr-defined]  # of the compiled module
 
 from actors.process.process_logging import FORMAT_VARIABLE, is_json_wanted
+from cluster.local.own_files import is_private, private_root
 from cluster.local.ports import free_ports
 from cluster.schema.frontends import IngressSection
 from protos.errors import ConfigError
@@ -52,7 +53,9 @@ _EVERY_CLUSTER = (
     "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH",
     "RAY_AUTH_MODE",
+    "RAY_USAGE_STATS_ENABLED",
 )
+_FOREIGN = ("RAY_ADDRESS", "RAY_NAMESPACE")  # of another cluster, to which processes of ours would connect
 _TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 _PROJECT = Path(__file__).resolve().parents[2]
 _HAPROXY = _PROJECT / "cluster" / "proxy" / "haproxy.sh"
@@ -75,8 +78,12 @@ def set_variables() -> None:
     calls them: the usual ones may belong to another cluster. Serve and gRPC would silently share most of them
     with it, and each cluster would get some of the other's calls.
     """
+    for name in _FOREIGN:
+        os.environ.pop(name, None)
     for name, value in {**FAST_PATH, **_OWN_CLUSTER, **_log_variables()}.items():
         os.environ.setdefault(name, value)
+    if "RAY_TMPDIR" not in os.environ:
+        os.environ["RAY_TMPDIR"] = private_root()
     if os.environ["RAY_AUTH_MODE"] == "token" and not any(name in os.environ for name in _TOKENS):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     ports = free_ports(len(_PROXY_PORTS) + _NUM_GRPC_PORTS)  # at once: of two draws both might be the same
@@ -150,6 +157,16 @@ def _haproxy_variables() -> dict[str, str]:
         "OUTRIDER_PYTHON": sys.executable,
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(_HAPROXY),
     }
+
+
+def warn_of_open_folders(session: Path) -> None:
+    """Log that other users of this machine can read the logs of Ray's session, and put their sockets in its place."""
+    if not is_private(session):
+        logger.warning(
+            "other users of this machine can read Ray's logs and exchange its sockets in %s; run `eval \"$(outrider "
+            'env)"` before `ray start`, which sets RAY_TMPDIR to a folder of your own, and umask 077',
+            session,
+        )
 
 
 def warn_of_missing_variables() -> None:

@@ -6,7 +6,7 @@
 # and standby.py, which starts it again where it has died. While one stands in, the next takes over its listening sockets
 # (-x): with Ray's -dR it could not bind their ports, and no connection that waits to be accepted is lost.
 if [ ! -x "$OUTRIDER_HAPROXY" ] || [ "$OUTRIDER_HAPROXY" -ef "$0" ]; then
-    echo "OUTRIDER_HAPROXY is '$OUTRIDER_HAPROXY', and must be the path of HAProxy's own program (README.md, Configure)" >&2
+    echo "OUTRIDER_HAPROXY is '$OUTRIDER_HAPROXY', and must be the path of HAProxy's own program; 'outrider env' prints it" >&2
     exit 1
 fi
 if [ ! -x "$OUTRIDER_PYTHON" ]; then

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
 from itertools import chain
 
 from pydantic import BaseModel
@@ -19,32 +19,54 @@ from router.openai.response_writer import ResponseWriter
 
 logger = logging.getLogger(__name__)
 
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which every reader of events leaves out
+KEEP_ALIVE_S = 15.0
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class EventStream(StreamingResponse):
-    """A response that sends events; `deltas`, which they are made of, are closed however the response ends."""
+    """A response that sends events; `first` and `deltas`, which they are made of, are ended however it ends."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, deltas: Stream[Delta], events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self, first: asyncio.Task[Iterable[BaseModel]], deltas: Stream[Delta], events: AsyncGenerator[bytes, None]
+    ) -> None:
+        self._first = first
         self._deltas = deltas
         super().__init__(events, headers=_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._deltas):
+        try:
             await super().__call__(scope, receive, send)
+        finally:
+            await _end(self._first, self._deltas)
 
 
 async def start_stream(generation: Generation, writer: ResponseWriter) -> EventStream:
-    """Return a response whose first event is there already: an error before it is answered with its own status."""
+    """Return a response whose first event is there already: an error before it is answered with its own status.
+
+    One that takes longer than `KEEP_ALIVE_S` is begun without, and sends comments meanwhile: who waits for bytes, a
+    client or a balancer, would give a silent connection up long before `first_token_timeout_s`.
+    """
     deltas = generation.deltas()
+    first = asyncio.create_task(_first_chunks(deltas, writer), name="first-chunks")
     try:
-        first = await _first_chunks(deltas, writer)
+        await asyncio.wait([first], timeout=KEEP_ALIVE_S)
+        if first.done():
+            first.result()
     except BaseException:
-        await deltas.aclose()
+        await _end(first, deltas)
         raise
-    return EventStream(deltas, _events(first, deltas, writer))
+    return EventStream(first, deltas, _events(first, deltas, writer))
+
+
+async def _end(first: asyncio.Task[Iterable[BaseModel]], deltas: Stream[Delta]) -> None:
+    """Close `deltas`, after the task that may be waiting for the first of them."""
+    if not first.done():
+        first.cancel()
+        await asyncio.wait([first])
+    await deltas.aclose()
 
 
 async def _first_chunks(deltas: Stream[Delta], writer: ResponseWriter) -> Iterable[BaseModel]:
@@ -57,11 +79,14 @@ async def _first_chunks(deltas: Stream[Delta], writer: ResponseWriter) -> Iterab
 
 
 async def _events(
-    first: Iterable[BaseModel], deltas: Stream[Delta], writer: ResponseWriter
+    first: asyncio.Task[Iterable[BaseModel]], deltas: Stream[Delta], writer: ResponseWriter
 ) -> AsyncGenerator[bytes, None]:
     """Yield one event per chunk, then `[DONE]`; an error becomes one last event with OpenAI's error object instead."""
     try:
-        for chunk in first:
+        while not first.done():
+            yield KEEP_ALIVE
+            await asyncio.wait([first], timeout=KEEP_ALIVE_S)
+        for chunk in first.result():
             yield writer.event(chunk)
         async for delta in deltas:
             for chunk in writer.chunks(delta):

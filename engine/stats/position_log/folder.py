@@ -20,7 +20,7 @@ class LogFolder:
 
     def new_file(self) -> Path:
         """Return the path of a file that no other process has; names in order are files in order of time."""
-        self._path.mkdir(parents=True, exist_ok=True)
+        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return self._path / f"{time.time_ns():020d}-{os.getpid()}{SUFFIX}"
 
     def make_room(self, current: Path) -> None:

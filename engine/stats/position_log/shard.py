@@ -91,6 +91,7 @@ def write_shard(file: Path, model: LoggedModel, requests: Seq[LoggedRequest]) ->
     )
     partial = file.with_name(file.name.removesuffix(SUFFIX) + PARTIAL)
     try:
+        partial.touch(mode=0o600)  # it holds what clients wrote
         partial.write_bytes(content)
         os.replace(partial, file)
     except OSError:

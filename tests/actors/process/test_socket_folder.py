@@ -1,5 +1,7 @@
 """Sockets lie where only their owner may enter, and do not outlive him for long."""
 
+import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -7,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.channel.draft_messages import DRAFT_SOCKET
 from actors.process.socket_folder import private_folder
 
 MAKE = """
@@ -40,3 +43,16 @@ def test_folders_of_killed_processes_are_removed_and_of_living_ones_kept(tmp_pat
         process.wait()
         private_folder()
         assert [folder.exists() for folder in (left, own, other)] == [False, True, True]
+
+
+def test_a_long_folder_for_temporary_files_leaves_room_for_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    long = tmp_path / ("a" * 90)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    folder = private_folder()
+    try:
+        (folder / "a-draft-with-a-long-name").mkdir()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folder / "a-draft-with-a-long-name" / DRAFT_SOCKET))
+    finally:
+        shutil.rmtree(folder)

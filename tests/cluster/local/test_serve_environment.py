@@ -54,3 +54,9 @@ def test_an_operator_s_own_ports_are_kept() -> None:
     set_variables()
     assert os.environ[FIRST] == "41000"
     assert LAST not in os.environ
+
+
+def test_the_address_of_another_cluster_is_not_asked() -> None:
+    os.environ["RAY_ADDRESS"] = "10.0.0.1:6379"
+    set_variables()
+    assert "RAY_ADDRESS" not in os.environ

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -90,6 +91,17 @@ def test_logged_positions_are_those_of_the_target_and_no_token_changes(model: Pa
     assert stats.num_positions == sum(len(request.positions) for request in requests)
     assert stats.num_bytes == sum(file.stat().st_size for file in log_files(tmp_path))
     assert read_model(log_files(tmp_path)[0]).vocab_size == VOCAB_SIZE
+
+
+def test_no_other_user_can_read_what_clients_wrote(model: Path, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        texts(engine(model, tmp_path / "log"))
+    finally:
+        os.umask(before)
+    (file, *_) = log_files(tmp_path / "log")
+    assert stat.S_IMODE((tmp_path / "log").stat().st_mode) == 0o700
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_requests_that_say_no_and_those_beyond_the_share_leave_nothing(model: Path, tmp_path: Path) -> None:

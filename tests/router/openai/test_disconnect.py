@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import httpx
 import pytest
 
+from protos.errors import EngineError
+from protos.messages import GenerateRequest
 from tests.router.fake_backend import FakeBackend
 
 
@@ -29,6 +32,59 @@ async def test_leaving_before_the_first_token_stops_it(base_url: str, backend: F
     async with httpx.AsyncClient(timeout=0.3) as http:
         with pytest.raises(httpx.ReadTimeout):
             await http.post(f"{base_url}/completions", json=body)
+    await backend.until_idle()
+    assert backend.num_closed == 1
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.openai.event_stream.KEEP_ALIVE_S", 0.05)
+
+
+PATHS = {
+    "completions": {"prompt": "a"},
+    "chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "responses": {"input": "a"},
+    "messages": {"messages": [{"role": "user", "content": "a"}]},
+}
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_stream_says_that_it_is_alive_before_its_first_token(
+    base_url: str, backend: FakeBackend, path: str
+) -> None:
+    backend.step_s = 0.3
+    body = {"model": "fake", "max_tokens": 1, "stream": True, **PATHS[path]}
+    body = {("max_output_tokens" if path == "responses" and key == "max_tokens" else key): body[key] for key in body}
+    async with httpx.AsyncClient(timeout=0.2) as http, http.stream("POST", f"{base_url}/{path}", json=body) as response:
+        text = (await response.aread()).decode()
+    assert response.status_code == 200
+    assert text.startswith(": keep-alive\n\n: keep-alive\n\n")
+    assert "data: " in text
+    assert ": keep-alive" not in text[text.index("data: ") :]
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_an_error_after_a_sign_of_life_is_the_last_event(base_url: str, backend: FakeBackend) -> None:
+    def fail(request: GenerateRequest, token_ids: Sequence[int]) -> int:
+        raise EngineError("lost")
+
+    backend.step_s, backend.next_token = 0.3, fail
+    async with httpx.AsyncClient() as http:
+        answer = await http.post(f"{base_url}/completions", json={"model": "fake", "prompt": "a", "stream": True})
+    assert answer.status_code == 200
+    assert json.loads(answer.text.rpartition("data: ")[2])["error"]["message"] == "lost"
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_leaving_after_a_sign_of_life_stops_it(base_url: str, backend: FakeBackend) -> None:
+    backend.step_s = 30.0
+    body = {"model": "fake", "prompt": "a", "max_tokens": 120, "stream": True}
+    async with httpx.AsyncClient() as http, http.stream("POST", f"{base_url}/completions", json=body) as response:
+        async for line in response.aiter_lines():
+            assert line == ": keep-alive"
+            break
     await backend.until_idle()
     assert backend.num_closed == 1
 

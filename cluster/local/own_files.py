@@ -1,0 +1,56 @@
+"""The files of a deployment, which other users of the machine may not read: logs, sockets and what clients wrote."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import stat
+from pathlib import Path
+from tempfile import mkdtemp
+
+from protos.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PRIVATE = 0o077  # umask: files of mode 0600, folders of 0700
+_ROOT = Path("/tmp")  # so short, and not below TMPDIR: a socket's path has 107 bytes, of which Ray takes 66
+_MIN_FILES = 16_384  # HAProxy wants 8,209 at its start, and each of Ray's processes some hundreds
+
+
+def private_root() -> str:
+    """Return this user's folder for Ray's sessions, of mode 0700, made where there is none.
+
+    Ray gives its own folders mode 0777. Where somebody else has taken the name, it is a fresh folder of another name.
+    """
+    folder = _ROOT / f"outrider-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+            folder.chmod(0o700)
+            return str(folder)
+    except OSError:
+        pass
+    logger.warning("%s is another user's; sessions of Ray go into a new folder", folder)
+    return mkdtemp(prefix=f"{folder.name}-", dir=_ROOT)
+
+
+def is_private(folder: Path) -> bool:
+    """True if this folder, or one that it is in, is open to one user alone."""
+    return any(not each.stat().st_mode & PRIVATE for each in (folder, *folder.parents))
+
+
+def check_file_limit() -> None:
+    """Let this process and its children open as many files as the system allows.
+
+    Raises:
+        ConfigError: they are too few for HAProxy and Ray's processes.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if most != resource.RLIM_INFINITY and most < _MIN_FILES:
+        raise ConfigError(
+            f"a process may open {most} files here, and HAProxy and Ray's processes need {_MIN_FILES}; raise the hard "
+            "limit (ulimit -Hn, or LimitNOFILE of a service), or use --no-ray"
+        )

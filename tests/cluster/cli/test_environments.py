@@ -1,0 +1,68 @@
+"""Commands in environments that other programs have set up."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from cluster.cli.__main__ import main
+from cluster.cli.deployment import ServeOptions, deployment_of
+from cluster.cli.invitation import invitation
+from cluster.deploy_file import checked_deployment, with_absolute_paths
+from tests.cluster.cli.fake_server import answering, events
+
+CHUNK = {"object": "text_completion", "choices": [{"index": 0, "text": "a", "finish_reason": "length"}]}
+
+
+@pytest.mark.parametrize("proxy", ["http_proxy", "HTTP_PROXY", "ALL_PROXY"])
+def test_a_proxy_of_the_environment_is_not_asked_for_a_server_of_this_machine(
+    proxy: str, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.setenv(name, "")  # so that what the command sets is undone
+    monkeypatch.setenv(proxy, "http://127.0.0.1:9")  # nobody listens there
+    with answering(events(CHUNK), "text/event-stream") as url:
+        assert main(["bench", "--url", url, "-n", "1", "--max-tokens", "1", "--prompt-words", "1"]) == 0
+    drafts = json.dumps({"drafts": []})
+    with answering(drafts) as url:
+        assert main(["draft", "show", "--url", url]) == 0
+
+
+def test_hosts_that_need_no_proxy_are_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NO_PROXY", "intern.example")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("no_grpc_proxy", raising=False)
+    main(["env"])
+    for name in ("NO_PROXY", "no_proxy", "no_grpc_proxy"):
+        assert os.environ[name] == "intern.example,localhost,127.0.0.1,::1,0.0.0.0"
+
+
+def test_a_folder_that_is_gone_is_told_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["check", "deploy.yaml"]) == 1
+    assert "the current folder is gone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("127.0.0.1", "http://127.0.0.1:8000"), ("::1", "http://[::1]:8000"), ("localhost", "http://localhost:8000")],
+)
+def test_an_address_can_be_copied_whatever_the_host_is(host: str, address: str):
+    file = checked_deployment(deployment_of("demo", ServeOptions(host=host)), "demo")
+    assert f"HTTP   {address}/v1 " in invitation(file)
+
+
+def test_relative_paths_are_those_of_the_folder_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small").mkdir()
+    args = {"tune": {"log": "my log"}, "drafts": [{"name": "a", "path": "small"}, {"name": "b", "path": "org/b"}]}
+    changed = with_absolute_paths({"applications": [{"args": args}]})["applications"][0]["args"]
+    assert changed["tune"] == {"log": str(tmp_path / "my log")}
+    assert [each["path"] for each in changed["drafts"]] == [str(tmp_path / "small"), "org/b"]
