@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,6 @@ def test_a_mistyped_key_of_a_setting_is_refused(capsys: pytest.CaptureFixture[st
 
 def test_env_prints_what_a_shell_can_evaluate(capsys: pytest.CaptureFixture[str]):
     assert main(["env"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "export RAY_SERVE_ENABLE_HA_PROXY=1" in lines
-    assert all(line.startswith("export ") for line in lines)
+    script = f"{capsys.readouterr().out}\necho $RAY_SERVE_ENABLE_HA_PROXY $RAY_AUTH_MODE $(umask)"
+    said = subprocess.run(["sh", "-euc", script], capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["1", "token", "0077"]
