@@ -7,7 +7,7 @@ numbers that are not finite, and a forward that is not as it should be, are foun
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -17,9 +17,9 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from engine.attention.backend import check_kv_kind, choose_attention
-from engine.attention.torch_attention import ATTENTION_NAME
+from engine.attention.torch_attention import ATTENTION_NAME, PASS_KEYWORD
 from engine.config import CacheConfig, HeadConfig, HeadKind, KVDtype, ModelConfig
-from engine.model.attention_probe import record_attention, refusal
+from engine.model.attention_probe import RecordingPass, refusal, understood
 from engine.model.checkpoint.completeness import refuse_incomplete
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.hub import cached_folder
@@ -33,6 +33,7 @@ from protos.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _META = torch.device("meta")
+_NUM_TOKENS = 2
 _MAX_HEAD_BYTES = 2 << 30  # a head's tensors are read; of a larger one the start tells
 
 
@@ -66,12 +67,26 @@ def check_outline(
     if head is not None and head.kind is not HeadKind.SELF and _is_small(head):
         with _left_to_the_start(f"the head of {model.path!r}"):
             load_head(head, outline, _META)
-    with _left_to_the_start(f"the attention of {model.path!r}"):
-        record_attention(outline)
-    if outline.config.get_text_config()._attn_implementation != ATTENTION_NAME:
-        raise refusal(outline, "its layers have an attention of their own")
     if outline._is_stateful:
         raise refusal(outline, "it keeps a recurrent state, which no block of keys and values holds")
+    with _left_to_the_start(f"the attention of {model.path!r}"):
+        _check_attention(outline)
+
+
+def _check_attention(model: PreTrainedModel) -> None:
+    """Raise ConfigError unless each layer of an outline calls our attention once; windows are read off numbers."""
+    recording = RecordingPass()
+    keywords: Mapping[str, object] = {PASS_KEYWORD: recording}
+    positions = torch.arange(_NUM_TOKENS, device=_META)[None]
+    with understood(model):
+        model.set_attn_implementation(ATTENTION_NAME)
+        config = model.config.get_text_config()
+        if config._attn_implementation != ATTENTION_NAME:
+            raise refusal(model, "its layers have an attention of their own")
+        model(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False, **keywords)
+    layers = sorted(record.layer for record in recording.records)
+    if layers != list(range(config.num_hidden_layers)):
+        raise refusal(model, f"{len(layers)} calls of attention came from its {config.num_hidden_layers} layers")
 
 
 def _outline(path: str, config: PreTrainedConfig) -> PreTrainedModel | None:
