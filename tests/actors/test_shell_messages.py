@@ -1,11 +1,19 @@
-"""A request arrives at the target, and its sampling at the draft, exactly as it was sent."""
+"""What one process sends arrives at the other whole: requests, their sampling at the draft, answers and reports."""
 
 from __future__ import annotations
 
-from actors.channel.draft_messages import Open, Round
-from actors.shell_messages import Add, ShellToTarget
+import typing
+
+import pytest
+
+from actors.channel.draft_messages import DraftMessage, Open, Round
+from actors.channel.synced_sequence import SyncedSequence
+from actors.draft.draft_server import _sequence
+from actors.shell_messages import Add, ShellToTarget, TargetToShell
+from engine.sequence.request_tokens import DraftRule, RequestTokens
 from protos.frames import FrameCodec
 from protos.messages import GenerateRequest, Grammar, GrammarKind, SamplingParams, VerifyMode
+from tests.filled import at_default, filled, names
 
 SAMPLING = SamplingParams(
     seed=-5,
@@ -13,6 +21,23 @@ SAMPLING = SamplingParams(
     bad_words=((1, 2),),
     grammar=Grammar(GrammarKind.JSON_SCHEMA, '{"const": "ü"}', "response_format"),
 )
+
+
+@pytest.mark.parametrize(
+    ("protocol", "kind"),
+    [
+        (protocol, kind)
+        for protocol in (ShellToTarget, TargetToShell, Round, DraftMessage)
+        for kind in typing.get_args(protocol) or (protocol,)
+    ],
+)
+def test_every_field_of_every_message_arrives(protocol: typing.Any, kind: type) -> None:
+    sent = filled(kind)
+    assert not at_default(sent)
+    codec: FrameCodec[object] = FrameCodec(protocol)
+    received = codec.feed(codec.encode(sent))
+    assert received == [sent]
+    assert repr(received) == repr([sent]), "fields that are not compared too"
 
 
 def test_a_grammar_reaches_the_target_unchanged() -> None:
@@ -25,3 +50,44 @@ def test_a_grammar_reaches_the_draft_unchanged() -> None:
     codec: FrameCodec[Round] = FrameCodec(Round)
     sent = Round(opens=(Open("a", (1, 2), 2, SAMPLING, 0, VerifyMode.COUPLED, 0, False),))
     assert codec.feed(codec.encode(sent)) == [sent]
+
+
+# What a draft need not know of a request; a new field of one belongs here, or into `Open`.
+NOT_FOR_DRAFTS = {
+    "speculation",  # but for `verify` and the number of drafts, which `Open` has
+    "priority",
+    "timeout_s",
+    "prediction_token_ids",
+    "session_id",
+    "is_seeded",
+    "returns_sources",
+    "returns_guesses",
+    "num_places",
+    "is_admitted",
+    "is_moved",
+    "weight",
+    "model_version",
+    "is_traced",
+    "is_logged",
+    "feed_address",
+}
+
+
+def test_a_draft_knows_of_a_request_all_that_its_drafts_hang_on() -> None:
+    request = filled(GenerateRequest)
+    sequence = RequestTokens(request, DraftRule(5, VerifyMode.BLOCK))
+    sequence.num_computed_tokens = 1
+    opening = SyncedSequence(sequence).opening()
+    assert names(Open) == {*names(GenerateRequest) - NOT_FOR_DRAFTS - {"prompt_token_ids", "output_token_ids"}} | {
+        "token_ids",
+        "num_prompt_tokens",
+        "verify",
+        "num_drafts",
+        "is_next",
+    }
+    assert not at_default(opening)
+    known = _sequence(opening)
+    assert {name for name in names(GenerateRequest) if getattr(known.request, name) != getattr(request, name)} == (
+        NOT_FOR_DRAFTS
+    )
+    assert (known.verify, known.num_wanted_drafts) == (VerifyMode.BLOCK, sequence.num_wanted_drafts)

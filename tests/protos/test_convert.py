@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from google.protobuf.message import Message
 
 from protos import convert
 from protos import outrider_pb2 as pb2
@@ -39,6 +40,35 @@ def test_every_request_field_is_one_of_the_http_body() -> None:
     names -= {"prompt_token_ids", "include_drafts"}  # `prompt` and `stream_options` have them there
     names -= {"allowed_tools"}  # part of `tool_choice` there
     assert names <= {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}
+
+
+def set_all(message: Message) -> None:
+    """Set every field of a message, and of those in it, but for recursion: there is none."""
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            value[7] = 1.5
+        elif field.message_type is not None:
+            set_all(value.add() if field.is_repeated else value)
+        elif field.is_repeated:
+            value.append("text" if field.cpp_type == field.CPPTYPE_STRING else 5)
+        else:
+            values = {field.CPPTYPE_STRING: '{"a": 1}', field.CPPTYPE_BOOL: True}
+            setattr(message, field.name, values.get(field.cpp_type, 5))
+
+
+def test_every_field_that_is_set_is_converted() -> None:
+    request = pb2.GenerateRequest()
+    set_all(request)
+    every = {field.name for field in pb2.GenerateRequest.DESCRIPTOR.fields}
+    chat = set(every) - {"prompt", "prompt_token_ids", "include_drafts", "allowed_tools"}
+    request.ClearField("prompt")
+    fields = convert.request_fields(request)
+    assert chat | {"prompt", "stream", "stream_options", "top_logprobs"} == set(fields)
+    [message], [tool] = fields["messages"], fields["tools"]
+    assert set(message) == {field.name for field in pb2.ChatMessage.DESCRIPTOR.fields}
+    assert set(tool["function"]) == {field.name for field in pb2.Tool.DESCRIPTOR.fields}
+    assert set(fields["speculation"]) == {field.name for field in pb2.Speculation.DESCRIPTOR.fields}
 
 
 @pytest.mark.parametrize(

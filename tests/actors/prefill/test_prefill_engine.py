@@ -268,3 +268,20 @@ async def test_a_replica_copies_nothing_from_itself(engine: PrefillEngine) -> No
     assert again[-1] == FetchEnd(8)
     await until(lambda: engine.stats.num_prefix_hit_tokens == 96)
     assert engine.stats.remote.num_fetches == 0
+
+
+async def test_a_tenant_s_blocks_are_kept_under_its_salt_and_serve_no_other(
+    engine: PrefillEngine, index: FakeIndex
+) -> None:
+    salted = replace(ORDER, cache_salt="of one tenant")
+    await replies_of(engine, salted)
+    expected = set(block_keys(PROMPT, 16, root_key(engine._layout.model_version, "of one tenant")))
+    await until(lambda: expected <= index.keys)
+    assert engine.stats.num_prefix_hit_tokens == 0
+    for salt in ("", "of another"):
+        await replies_of(engine, replace(ORDER, cache_salt=salt))
+        assert engine.stats.num_prefix_hit_tokens == 0
+        refused = [each async for each in engine.copy(replace(ORDER, cache_salt=salt + "!"), engine._layout, False)]
+        assert refused[-1].failure is FetchFailure.REFUSED
+    copied = [each async for each in engine.copy(salted, engine._layout, False)]
+    assert np.array_equal(values(copied), values(await replies_of(engine, salted)))

@@ -418,3 +418,22 @@ def test_a_follower_leaves_where_the_prompts_part(model: ModelConfig) -> None:
     assert order.request_id == "long"
     ended = [chunk.request_id for chunk in pair.chunks if chunk.finish_reason]
     assert ended == ["short", "long"]
+
+
+def test_an_order_has_the_salt_and_the_tokens_of_its_request(model: ModelConfig) -> None:
+    pair = build(model, Setup())
+    prompt = tuple(range(3, 47))
+    for request_id, salt in (("a", "one"), ("b", "two"), ("c", "")):
+        pair.core.add(GenerateRequest(request_id, prompt, SamplingParams(max_tokens=1), cache_salt=salt))
+        pair.run()
+    orders = pair.transport.orders
+    assert [(order.request_id, order.cache_salt, order.first_block) for order in orders] == [
+        ("a", "one", 0),
+        ("b", "two", 0),
+        ("c", "", 0),
+    ]
+    assert all(order.token_ids == prompt[: len(order.token_ids)] for order in orders)
+    assert all(len(order.token_ids) // P * P == len(order.token_ids) > 0 for order in orders)
+    assert len({order.fetch_id for order in orders}) == 3
+    assert all(order.timeout_s > 0 for order in orders)
+    assert pair.remote.stats().num_prefix_hit_tokens == 0

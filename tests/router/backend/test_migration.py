@@ -20,6 +20,7 @@ from protos.messages import FinishReason, GenerateRequest, SamplingParams, Token
 from router.backend import migration
 from router.backend.migration import MigratingBackend
 from router.config import IngressLimits
+from tests.filled import filled, names
 from tests.router.fake_backend import FakeBackend
 
 REQUEST = GenerateRequest("r", (10,), SamplingParams(seed=7, max_tokens=8, stop_token_ids=(0,)))
@@ -40,6 +41,17 @@ async def test_the_stream_goes_on_from_the_committed_tokens(fail_after: int) -> 
     assert backend.requests[1].output_token_ids == tuple(range(11, 11 + fail_after))
     assert backend.requests[1].sampling == REQUEST.sampling
     assert backend.num_running == 0
+
+
+async def test_what_moves_is_the_whole_request() -> None:
+    request = replace(filled(GenerateRequest), output_token_ids=(), timeout_s=50.0)
+    request = replace(request, sampling=replace(REQUEST.sampling, num_prompt_logprobs=2), is_moved=False)
+    backend = FakeBackend(failures=[UnavailableError("gone")], fail_after=2)
+    await tokens_of(backend, request)
+    moved = backend.requests[1]
+    changed = {name for name in names(GenerateRequest) if getattr(moved, name) != getattr(request, name)}
+    assert changed == {"request_id", "output_token_ids", "timeout_s", "sampling", "num_places", "is_moved"}
+    assert moved.sampling == replace(request.sampling, num_prompt_logprobs=None)
 
 
 async def test_many_losses_are_survived_while_there_is_progress() -> None:
