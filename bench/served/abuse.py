@@ -108,7 +108,8 @@ class Processes:
     def of(cls, pid: int) -> Processes:
         lasting: dict[int, str] = {}
         num_bytes: Counter[str] = Counter()
-        for process in psutil.Process(pid).children(recursive=True):
+        served = psutil.Process(pid)
+        for process in (served, *served.children(recursive=True)):
             try:
                 title = (process.cmdline() or [process.name()])[0]
                 size = process.memory_info().rss
@@ -134,7 +135,7 @@ def main() -> None:
     deploy["http_options"]["port"], deploy["grpc_options"]["port"] = face.http_port, face.grpc_port
     path = args.folder / "deploy.yaml"
     path.write_text(yaml.safe_dump(deploy, sort_keys=False))
-    application = ServedApplication(path, face.url)
+    application = ServedApplication(path, face.url, options=["--no-ray"] if args.no_ray else [])
     try:
         application.wait_until_ready()
         with Bystanders(face.url, face.model) as bystanders:
@@ -170,6 +171,7 @@ def report(outcomes: list[Outcome], before: Processes, after: Processes) -> bool
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="PART", help="attacks whose names have one of these parts")
+    parser.add_argument("--no-ray", action="store_true", help="serve in one process, where HAProxy holds off nobody")
     parser.add_argument("--folder", type=Path, default=Path(".cache/abuse"), help="for the deploy.yaml and the log")
     return parser.parse_args()
 

@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import random
+import resource
 import subprocess
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -246,7 +247,7 @@ async def _paused_readers(face: Face) -> Answers:
 
 @_attack("300 clients that send a header's byte a second, 300 a body's, 300 nothing")
 async def _slow_clients(face: Face) -> Answers:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 900\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 900\r\n\r\n"
     slow = (_raw(face, 300, head[:30], drip=b"a", hold_s=6.0), _raw(face, 300, head, drip=b" ", hold_s=6.0))
     return sum(await asyncio.gather(*slow, _raw(face, 300, b"", hold_s=6.0)), Counter())
 
@@ -255,7 +256,7 @@ async def _slow_clients(face: Face) -> Answers:
 async def _stalled_bodies(face: Face) -> Answers:
     part, key = b"a" * 20_480, f"Authorization: Bearer {face.key}\r\n".encode()
     heads = [
-        b"%s /v1/completions HTTP/1.1\r\nHost: x\r\n%sContent-Length: 8000000\r\n\r\n" % (method, headers)
+        b"%s /v1/completions HTTP/1.1\r\nHost: localhost\r\n%sContent-Length: 8000000\r\n\r\n" % (method, headers)
         for method, headers in ((b"POST", b""), (b"POST", key), (b"PUT", b""), (b"GET", b""))
     ]
     stalls = [(head + sent, drip) for head in heads for sent in (b"", part) for drip in (b"", b"a")]
@@ -263,12 +264,39 @@ async def _stalled_bodies(face: Face) -> Answers:
     return Counter(await asyncio.gather(*(_stall(face, *stall) for stall in stalls for _ in range(number))))
 
 
+@_attack("1,800 connections of two addresses that send nothing, and a health check beside them")
+async def _idle_connections(face: Face) -> Answers:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    addresses = [f"127.0.0.{2 + rank % 2}" for rank in range(min(1800, most // 2))]
+    idle = [asyncio.create_task(_idle_one(face, address)) for address in addresses]
+    await asyncio.sleep(3.0)
+    async with httpx.AsyncClient(base_url=face.url, timeout=5.0) as client:
+        answers = Counter([status_of(await client.get("/live"))])
+    return answers + Counter(await asyncio.gather(*idle))
+
+
+async def _idle_one(face: Face, address: str) -> str:
+    writer = None
+    try:
+        reader, writer = await asyncio.open_connection(face.host, face.http_port, local_addr=(address, 0))
+        await asyncio.wait_for(reader.read(), _STALL_S)
+    except TimeoutError:
+        return STILL_OPEN
+    except OSError:
+        pass
+    finally:
+        if writer is not None:
+            writer.transport.abort()
+    return "closed"
+
+
 @_attack("requests that are no HTTP, two lengths in one, 100 kB of headers")
 async def _strange_http(face: Face) -> Answers:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n"
     both = head + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /admin"
     headers = (
-        b"GET /health HTTP/1.1\r\nHost: x\r\n"
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
         + b"".join(b"X-%d: %s\r\n" % (i, b"v" * 100) for i in range(1000))
         + b"\r\n"
     )
@@ -355,7 +383,7 @@ async def _call(channel: grpc.aio.Channel, method: str, payload: bytes, timeout_
 
 
 def _request(method: str, path: str, body: bytes) -> bytes:
-    head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     return head.encode() + b"\r\n\r\n" + body
 
 

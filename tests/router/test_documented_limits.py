@@ -19,6 +19,7 @@ from router.requests.constraints import json_schema
 PAGE = (Path(__file__).parents[2] / "docs/security.md").read_text(encoding="utf-8")
 MIB, KIB = 1 << 20, 1 << 10
 HTTP = IngressLimits()
+GRPC_OF_ADDRESS = limits.MAX_CONNECTIONS_PER_ADDRESS * limits.MAX_GRPC_CONNECTIONS // limits.MAX_HTTP_CONNECTIONS
 KEYED, OPEN = reading_gate.ReadingLimits(), reading_gate.OPEN_LIMITS
 OPEN_SIZES = list(reading_gate.OPEN_METHODS.values())
 
@@ -33,11 +34,13 @@ def test_the_proxy_and_the_server_without_it_have_the_same_limits() -> None:
     "row",
     [
         f"TLS handshake | {limits.REQUEST_TIMEOUT_S} s | the same, and {limits.MAX_HEAD_BYTES // KIB} KiB of headers |",
-        f"| {limits.REQUEST_TIMEOUT_S} s between its parts; after {limits.BODY_GRACE_S} s "
+        f"| {limits.REQUEST_TIMEOUT_S} s between its parts (HAProxy: {haproxy_config.CLIENT_TIMEOUT_S} s); "
+        f"after {limits.BODY_GRACE_S} s "
         f"{limits.MIN_BODY_BYTES_PER_S:,} bytes per second on average; {HTTP.max_body_bytes // MIB} MiB |",
         f"| {limits.REQUEST_TIMEOUT_S} s, and {limits.KEEP_ALIVE_S} s after an answer |",
         f"| {limits.UNREAD_S} s |",
-        f"| {limits.MAX_CONNECTIONS_PER_ADDRESS} | the same over HTTP, none over gRPC | `OUTRIDER_MAX_CONNECTIONS_PER",
+        f"| {limits.MAX_CONNECTIONS_PER_ADDRESS} over HTTP, {GRPC_OF_ADDRESS} over gRPC; a quarter of it while half of",
+        f"| {limits.MAX_CONNECTIONS_PER_ADDRESS} over HTTP, none over gRPC | `OUTRIDER_MAX_CONNECTIONS_PER_ADDRESS`",
         f"| {limits.MAX_HTTP_CONNECTIONS} over HTTP, {limits.MAX_GRPC_CONNECTIONS} over gRPC; of "
         f"{limits.MAX_HTTP_CONNECTIONS + limits.MAX_GRPC_CONNECTIONS + limits.NUM_OPERATOR_CONNECTIONS}, ",
         f"| {HTTP.max_body_bytes_in_flight // MIB} MiB | the same | `ingress.limits.max_body_bytes_in_flight` |",

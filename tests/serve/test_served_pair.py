@@ -240,7 +240,8 @@ def test_hostile_clients_change_nothing_for_the_streams_beside_them(served: Serv
         "random bodies",
         "schemathesis",
     )  # minutes
-    long = ("800 probes",)  # a quarter of a minute, for probes that router/backend/test_shared_answer.py bounds
+    # A quarter of a minute each: router/backend/test_shared_answer.py and cluster/local/test_http_server.py bound them.
+    long = ("800 probes", "1,800 connections")
     names = [name for name in ATTACKS if not any(part in name for part in (*slow, *long))]
     face = Face(served.file.http_host, served.file.http_port, served.file.grpc_port, MODEL)
     with Bystanders(face.url, MODEL) as bystanders:

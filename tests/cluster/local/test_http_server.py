@@ -13,14 +13,21 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import httpx
 import psutil
 import pytest
 
 from cluster.local.http_server import Places
 from cluster.local.ports import free_port
+from protos import outrider_pb2 as pb2
+from protos import outrider_pb2_grpc
+from router.api_keys import ApiKeys
 from router.client_limits import MAX_CONNECTIONS_PER_ADDRESS, MAX_HEAD_BYTES, REQUEST_TIMEOUT_S
-from tests.cluster.local.fake_server import serving
+from router.grpc_api.api import GrpcApi
+from router.grpc_api.reading_gate import ReadingGate
+from router.grpc_api.server import connection_limits, start_grpc_server
+from tests.cluster.local.fake_server import fake_service, serving
 from tests.cluster.proxy.test_haproxy_config import make_certificate
 from tests.router.key_files import api_keys
 
@@ -274,3 +281,29 @@ async def test_a_tls_handshake_that_stands_still_loses_its_place(tmp_path: Path)
         async with httpx.AsyncClient(verify=trusting) as client:
             for _ in range(2):
                 assert (await client.get(f"https://localhost:{port}/live")).status_code == 200
+
+
+async def test_grpc_has_tls_and_its_own_limits_of_connections(tmp_path: Path) -> None:
+    certificate = make_certificate(tmp_path)
+    service, keys, port = fake_service(), ApiKeys(), free_port()
+    server = await start_grpc_server(
+        GrpcApi(service, keys),
+        ReadingGate(keys, service.metrics.count_request),
+        f"127.0.0.1:{port}",
+        limits=connection_limits(2),
+        tls=(str(certificate), str(certificate)),
+    )
+    pem = certificate.read_bytes()
+    request = pb2.GenerateRequest(prompt="abc", max_tokens=4)
+    try:
+        async with grpc.aio.secure_channel(f"localhost:{port}", grpc.ssl_channel_credentials(pem, pem, pem)) as channel:
+            answer = await outrider_pb2_grpc.GenerationStub(channel).Generate(request, timeout=20)
+            assert answer.choices[0].text == "defg"
+            others = [await opened(port, b"") for _ in range(4)]
+            ended = await asyncio.wait_for(asyncio.gather(*(each.read() for each in others[1:])), 10)
+            assert ended == [b""] * 3
+        async with grpc.aio.secure_channel(f"localhost:{port}", grpc.ssl_channel_credentials(pem)) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await outrider_pb2_grpc.GenerationStub(channel).Generate(request, timeout=3)
+    finally:
+        await server.stop(None)

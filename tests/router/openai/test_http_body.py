@@ -7,6 +7,8 @@ import gc
 import json
 import re
 import time
+import tracemalloc
+import zlib
 from collections.abc import AsyncIterator
 
 import httpx
@@ -166,3 +168,23 @@ def test_a_body_of_a_million_items_is_refused_in_parts_of_a_second(
     gc.enable()
     assert re.search(words, str(error))
     assert seconds < 1.0
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_bomb_is_never_expanded_beyond_the_limit(service: GenerationService, encoding: str) -> None:
+    """Its status alone does not show it: 413 also came when all of it had been expanded."""
+    limits = IngressLimits()
+    object.__setattr__(service.config, "limits", limits)
+    compressor = zlib.compressobj(1, zlib.DEFLATED, (16 if encoding == "gzip" else 0) + zlib.MAX_WBITS)
+    block = b" " * (1 << 20)
+    bomb = b"".join(compressor.compress(block) for _ in range(512)) + compressor.flush()
+    transport = httpx.ASGITransport(build_app(service, api_keys("secret")))
+    headers = {**HEADERS, "content-encoding": encoding, "x-api-key": "secret"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://outrider", headers=headers) as client:
+        for content in (bomb, bomb[:-8]):
+            tracemalloc.start()
+            answer = await client.post("/v1/completions", content=content)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            assert answer.status_code == 413
+            assert peak < 3 * limits.max_body_bytes

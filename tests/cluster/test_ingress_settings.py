@@ -1,0 +1,49 @@
+"""Every setting of the frontends arrives in an ingress replica's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+from cluster.config import parse_config
+from cluster.replica_settings import ingress_config
+from router.config import IngressConfig, IngressLimits
+
+
+def test_each_setting_arrives(tmp_path: Path) -> None:
+    """None is left at its default, by which one that is lost on its way would be hidden."""
+    (tmp_path / "config.json").write_text("{}")
+    limits = {
+        "max_body_bytes": 2048,
+        "max_body_bytes_in_flight": 4096,
+        "max_choices": 3,
+        "strict_max_tokens": True,
+        "first_token_timeout_s": 1.5,
+        "inter_token_timeout_s": 2.5,
+        "migration_deadline_s": 3.5,
+        "max_migrations": 4,
+    }
+    settings = {
+        "model_aliases": ("first", "second"),
+        "open_admin": True,
+        "tool_format": "hermes",
+        "reasoning_format": "think",
+        "chat_template": "{{ messages }}",
+        "prompt_tools": True,
+        "vllm_grpc": True,
+        "strict_fields": True,
+        "cors_origins": ("https://a.example",),
+        "allowed_hosts": ("b.example",),
+    }
+    args = {"model_id": "model", "target": {"path": str(tmp_path)}, "ingress": {**settings, "limits": limits}}
+    config = ingress_config(parse_config(args))
+    assert config.limits == IngressLimits(**limits)
+    assert {name: getattr(config, name) for name in settings} == settings
+    assert (config.model_id, config.model_path) == ("model", str(tmp_path))
+    unset = IngressConfig("", "")
+    left = {each.name for each in fields(unset) if getattr(config, each.name) == getattr(unset, each.name)}
+    assert left == {"api_keys_file"}, "of this file alone open_admin is refused; below it arrives"
+    assert not [name for name in limits if getattr(config.limits, name) == getattr(unset.limits, name)]
+    keys = tmp_path / "keys"
+    with_keys = ingress_config(parse_config({**args, "ingress": {"api_keys_file": str(keys)}}))
+    assert with_keys.api_keys_file == str(keys)
