@@ -247,7 +247,7 @@ async def _paused_readers(face: Face) -> Answers:
 
 @_attack("300 clients that send a header's byte a second, 300 a body's, 300 nothing")
 async def _slow_clients(face: Face) -> Answers:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 900\r\n\r\n"
+    head = _request("POST", "/v1/completions", b" " * 900)[:-900]
     slow = (_raw(face, 300, head[:30], drip=b"a", hold_s=6.0), _raw(face, 300, head, drip=b" ", hold_s=6.0))
     return sum(await asyncio.gather(*slow, _raw(face, 300, b"", hold_s=6.0)), Counter())
 
@@ -383,8 +383,8 @@ async def _call(channel: grpc.aio.Channel, method: str, payload: bytes, timeout_
 
 
 def _request(method: str, path: str, body: bytes) -> bytes:
-    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    return head.encode() + b"\r\n\r\n" + body
+    lines = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    return f"{method} {path} HTTP/1.1\r\n{lines}".encode() + b"\r\n\r\n" + body
 
 
 async def _raw(face: Face, number: int, request: bytes, *, drip: bytes = b"", hold_s: float) -> Answers:

@@ -264,7 +264,7 @@ def test_a_disconnected_stream_frees_its_blocks(served: ServedPair):
 def test_a_disconnected_client_stops_an_answer_that_is_not_streamed(served: ServedPair):
     plain = {"speculation": {"enabled": False}, "ignore_eos": True}  # a step for each token
     body = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": LONG, **plain}).encode()
-    head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     num_steps = served.metric("outrider_num_steps")
     with socket.create_connection((served.file.http_host, served.file.http_port)) as client:
         client.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode())

@@ -163,7 +163,7 @@ def _template(model: str, tenant: str, num_choices: int, max_tokens: int) -> byt
     }
     content = json.dumps(body)
     head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Authorization: Bearer key-of-{tenant}\r\nContent-Length: {len(content % 0)}\r\n\r\n"
     )
     return (head + content).encode()
