@@ -126,6 +126,17 @@ async def _many_biases(face: Face) -> Answers:
     )
 
 
+@_attack("40 bodies of a kilobyte that expand to a schema of 340,000 lists, or of 12,000")
+async def _packed_schemas(face: Face) -> Answers:
+    bodies: list[Any] = []
+    for size in (340_000, 12_000):
+        schema = {"enum": [[]] * size}
+        for field in ({"guided_json": schema}, {"response_format": {"type": "json_object", "schema": schema}}):
+            body = {"model": face.model, "max_tokens": 8, "prompt": "x", **field}
+            bodies += [gzip.compress(json.dumps(body).encode())] * 10
+    return await _post_all(face, bodies, content_encoding="gzip")
+
+
 @_attack("twelve grammars of 980 rules, two that compile for ever, expressions that explode, deep and circular schemas")
 async def _grammars(face: Face) -> Answers:
     rules = "\n".join(f'r{index} ::= "a" r{index + 1} | "b" r{(index * 7) % 980}' for index in range(979))

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from actors.engine_loop.engine_loop import AbortAll, EngineLoop
+from actors.shell_messages import Abort, Add
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
 from engine.proposer import Proposer
@@ -565,3 +567,26 @@ def test_a_draft_that_the_parser_cannot_bear_is_forgotten(folder: Path, tokenize
         assert matcher.masks(()) == before
         assert not matcher.has_failed
     assert matcher.read(tokenizer.encode("3", add_special_tokens=False).ids)
+
+
+def test_a_request_that_is_aborted_while_its_grammar_is_compiled_never_runs(folder: Path) -> None:
+    engine = build(folder)
+    emitted: list[object] = []
+    loop = EngineLoop(engine, emitted.append)
+    slow = Grammar(GrammarKind.GRAMMAR, entangled_rules(700), "guided_grammar")
+    for name in ("aborted", "all"):
+        loop.submit(Add(request(name, slow)))
+    loop._carry_out_commands()
+    compiled = engine.prepare(request("same", slow))
+    assert compiled is not None
+    loop.submit(Abort("aborted"))
+    loop._carry_out_commands()
+    assert set(loop._preparing) == {"all"}
+    loop.submit(AbortAll())
+    loop._carry_out_commands()
+    assert compiled.result(60)
+    loop._carry_out_commands()
+    assert not loop._preparing
+    assert not engine.has_work
+    assert engine.stats().num_used_blocks == 0
+    assert not emitted

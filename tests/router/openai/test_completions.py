@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai.types import Completion
 
-from protos.errors import EngineError, OverloadedError, UnavailableError
+from protos.errors import EngineError, OverloadedError, RequestError, UnavailableError
 from protos.messages import (
     FinishReason,
     GenerateRequest,
@@ -351,3 +351,15 @@ async def test_an_absent_seed_is_drawn_anew(client: openai.AsyncOpenAI, backend:
     first, second, third, _ = [request.sampling.seed for request in backend.requests]
     assert not any(request.is_seeded for request in backend.requests)
     assert first == second != third
+
+
+async def test_where_one_of_several_choices_fails_none_of_the_others_goes_on(
+    http: httpx.AsyncClient, backend: FakeBackend
+) -> None:
+    for is_stream in (False, True):
+        backend.failures, backend.fail_after, backend.step_s = [RequestError("no more", param="prompt")], 4, 0.001
+        body = {"prompt": ["abc", "abcd"], "n": 3, "max_tokens": 100, "stream": is_stream}
+        answer = await http.post("/v1/completions", json=body)
+        assert "no more" in answer.text
+        await backend.until_idle()
+        assert backend.num_running == 0
