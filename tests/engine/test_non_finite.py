@@ -15,10 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.config import (
     CacheConfig,
+    DraftVocabulary,
     EngineConfig,
     KVDtype,
     ModelConfig,
+    ModelDtype,
     Quantization,
+    SchedulerConfig,
     SpeculationConfig,
     TreeConfig,
     TreeKind,
@@ -26,6 +29,7 @@ from engine.config import (
 from engine.draft import Draft
 from engine.engine_core import EngineCore
 from engine.native.library import Instructions, native_library
+from engine.proposer.draft_model.loader import load_drafter
 from engine.sequence.batch import ScheduledSequence
 from engine.sequence.sequence import Sequence
 from protos.messages import (
@@ -46,11 +50,11 @@ CLEAN, POISONED = (5, 9, 14, 20, 31), (5, 9, POISON, 20, 31)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Four layers of a Llama each, whose values behind `POISON` are more than the dtype holds."""
 
     @cache
-    def write(dtype: str) -> Path:
+    def write(dtype: str, factor: float | None = None) -> Path:
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=VOCAB_SIZE,
@@ -70,7 +74,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             model.model.embed_tokens.weight[:, 0] = 0.0
             model.model.embed_tokens.weight[POISON] = 0.0
             model.model.embed_tokens.weight[POISON, 0] = 100.0
-            model.model.layers[0].self_attn.v_proj.weight[:, 0] = FACTORS[dtype]
+            model.model.layers[0].self_attn.v_proj.weight[:, 0] = FACTORS[dtype] if factor is None else factor
             model.lm_head.weight[POISON] = 0.0  # never said
         folder = tmp_path_factory.mktemp(dtype)
         model.to(getattr(torch, dtype)).save_pretrained(folder)
@@ -160,7 +164,7 @@ ALL_BACKENDS = pytest.mark.parametrize(("dtype", "attention", "kv"), BACKENDS)
 
 @ALL_BACKENDS
 def test_a_faulty_request_ends_alone(
-    folders: Callable[[str], Path], dtype: str, attention: str, kv: KVDtype, caplog: pytest.LogCaptureFixture
+    folders: Callable[..., Path], dtype: str, attention: str, kv: KVDtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither those beside it nor those that take its blocks afterwards get another text."""
     folder = folders(dtype)
@@ -181,7 +185,7 @@ def test_a_faulty_request_ends_alone(
 @pytest.mark.parametrize("verify", VerifyMode)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_rejected_draft_that_overflows_changes_no_token(
-    folders: Callable[[str], Path], dtype: str, attention: str, kv: KVDtype, verify: VerifyMode, temperature: float
+    folders: Callable[..., Path], dtype: str, attention: str, kv: KVDtype, verify: VerifyMode, temperature: float
 ) -> None:
     folder = folders(dtype)
     params = SpeculationParams(verify=verify)
@@ -208,7 +212,7 @@ def test_a_rejected_draft_that_overflows_changes_no_token(
 
 @ALL_BACKENDS
 def test_branches_that_overflow_change_no_token(
-    folders: Callable[[str], Path], dtype: str, attention: str, kv: KVDtype
+    folders: Callable[..., Path], dtype: str, attention: str, kv: KVDtype
 ) -> None:
     folder = folders(dtype)
     asked = [request(str(seed), (*CLEAN, seed), seed=seed, temperature=1.0) for seed in range(1, 4)]
@@ -221,7 +225,7 @@ def test_branches_that_overflow_change_no_token(
 
 @pytest.mark.parametrize("verify", VerifyMode)
 def test_a_sequence_whose_own_token_overflows_keeps_what_came_before(
-    folders: Callable[[str], Path], verify: VerifyMode
+    folders: Callable[..., Path], verify: VerifyMode
 ) -> None:
     """The poison is accepted as a draft here: tokens up to it are committed, and the end is the same without drafts."""
     folder = folders("float32")
@@ -236,7 +240,7 @@ def test_a_sequence_whose_own_token_overflows_keeps_what_came_before(
     assert endings == [([POISON], FinishReason.NON_FINITE)] * 3
 
 
-def test_blocks_of_a_faulty_request_are_not_found_again(folders: Callable[[str], Path]) -> None:
+def test_blocks_of_a_faulty_request_are_not_found_again(folders: Callable[..., Path]) -> None:
     core = new_core(folders("float16"), "float16", is_caching=True)
     run(core, request("clean", CLEAN * 8))
     clean = core.blocks.cached_keys
@@ -248,7 +252,7 @@ def test_blocks_of_a_faulty_request_are_not_found_again(folders: Callable[[str],
     assert core.blocks.num_free_blocks == core.blocks.num_blocks
 
 
-def test_logprobs_of_a_prompt_that_overflows_are_an_error(folders: Callable[[str], Path]) -> None:
+def test_logprobs_of_a_prompt_that_overflows_are_an_error(folders: Callable[..., Path]) -> None:
     chunks = run(
         new_core(folders("float16"), "float16"), request("a", POISONED * 20, num_prompt_logprobs=1, num_logprobs=1)
     )
@@ -269,8 +273,34 @@ def test_quantized_products_keep_what_is_not_finite(quantization: Quantization, 
     assert texts(chunks)["good"]
 
 
-def test_a_bias_of_infinity_in_masks_is_no_fault(folders: Callable[[str], Path]) -> None:
+def test_a_bias_of_infinity_in_masks_is_no_fault(folders: Callable[..., Path]) -> None:
     """A row that sampling parameters leave with one token, or scores without a bound, has finite logits."""
     core = new_core(folders("float16"), "float16")
     chunks = run(core, request("a", logit_bias=((3, 1e38), (4, -1e38)), max_tokens=4))
     assert texts(chunks)["a"] == [3] * 4
+
+
+@pytest.mark.parametrize("verify", VerifyMode)
+@pytest.mark.parametrize("tree", [None, TreeConfig(TreeKind.DYNAMIC, 5)], ids=["chain", "tree"])
+def test_a_draft_model_that_overflows_drafts_nothing_and_is_counted(
+    folders: Callable[..., Path], tree: TreeConfig | None, verify: VerifyMode
+) -> None:
+    target, draft = folders("float32", 0.4), folders("float32")
+    config = ModelConfig(str(draft), dtype=ModelDtype.FLOAT32, device="cpu")
+    drafter = load_drafter(
+        config, CacheConfig(num_blocks=24), SchedulerConfig(), str(target), DraftVocabulary.AUTO, tree
+    )
+    asked = [
+        request(name, prompt, temperature=1.0, seed=3, speculation=SpeculationParams(verify=verify))
+        for name, prompt in (("sound", CLEAN), ("poisoned", POISONED))
+    ]
+    plain = texts(run(new_core(target, "float32"), *asked))
+    core = new_core(target, "float32", "auto", drafter.proposer, tree=tree)
+    chunks = run(core, *asked)
+    if verify is VerifyMode.COUPLED:
+        assert texts(chunks) == plain
+    assert {name: len(of) for name, of in texts(chunks).items()} == {"sound": 24, "poisoned": 24}
+    drafts = core.stats().drafts
+    assert drafts.num_draft_tokens > 0
+    if tree is None:
+        assert drafts.num_invalid_tokens > 10

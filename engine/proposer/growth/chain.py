@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 from engine.draft import Draft, SparseDistribution
+from engine.native.logits import are_finite
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import Purpose
 from engine.sampling.sampler import Sampler
+from engine.sampling.sparse_distribution import one_hot
 from engine.sampling.thread_limit import limited_threads
 from engine.sequence.request_tokens import RequestTokens
 from engine.span import Span
+from engine.verifier.verify_task import IMPOSSIBLE_ID
 from protos.messages import VerifyMode
 
 _MAX_STEPS = 16  # of one plan
@@ -46,6 +49,7 @@ class Chain:
         self.token_ids: list[int] = []
         self.distributions: list[SparseDistribution] = []
         self.block_table = block_table
+        self._num_sound: int | None = None  # tokens before the first that is not; None: all are
         self._matcher = matcher
         self._position_offset = position_offset
         self.is_coupled = sequence.verify is VerifyMode.COUPLED
@@ -66,9 +70,23 @@ class Chain:
         """KV index of the token to be fed next."""
         return self.row.position - 1 + self._position_offset
 
+    def add(self, token_id: int, *, is_sound: bool) -> None:
+        """Append a token; one is not sound that logits gave which are not finite."""
+        if not is_sound and self._num_sound is None:
+            self._num_sound = len(self.token_ids)
+        self.token_ids.append(token_id)
+
     def draft(self) -> Draft:
-        """Return what has grown so far."""
-        return Draft(tuple(self.token_ids), tuple(self.distributions))
+        """Return what has grown so far; it ends with a token that is none where the draft model has overflowed.
+
+        The target computes what lies before that, and counts it as invalid.
+        """
+        token_ids, distributions = tuple(self.token_ids), tuple(self.distributions)
+        if self._num_sound is not None:
+            token_ids = (*token_ids[: self._num_sound], IMPOSSIBLE_ID)
+            if distributions:
+                distributions = (*distributions[: self._num_sound], one_hot(IMPOSSIBLE_ID))
+        return Draft(token_ids, distributions)
 
     def next_row(self) -> LogitsRow:
         """`row`, with what the grammar allows there."""
@@ -113,12 +131,13 @@ class ChainSampler:
         """
         rows = [chain.next_row() for chain in chains]
         with limited_threads(logits):
+            are_sound = are_finite(logits)
             if all(chain.is_coupled for chain in chains):
                 token_ids = self._sampler.draw(logits, rows)
             else:
                 token_ids = self._choose_mixed(chains, self._sampler.apply_processors(logits, rows), rows)
-        for chain, token_id in zip(chains, token_ids.tolist(), strict=True):
-            chain.token_ids.append(token_id)
+        for chain, token_id, is_sound in zip(chains, token_ids.tolist(), are_sound.tolist(), strict=True):
+            chain.add(token_id, is_sound=is_sound)
         return token_ids
 
     def rank(self, rows: Seq[LogitsRow], is_coupled: Seq[bool], logits: Tensor, k: int) -> list[list[int]]:

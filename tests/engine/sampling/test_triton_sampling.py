@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="the package triton is not installed")
 
 import triton
 import triton.language as tl

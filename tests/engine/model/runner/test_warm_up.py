@@ -51,7 +51,7 @@ def test_warming_up_changes_no_logit(tmp_path: Path) -> None:
 
 
 def test_each_variant_of_the_samplers_kernels_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="the package triton is not installed")
     from engine.sampling import triton_draw, triton_nucleus
 
     launched: list[tuple[object, ...]] = []
