@@ -21,6 +21,7 @@ from actors.kv_transfer.prefill_reply import PrefillReply
 from actors.prefill.prefill_engine import PrefillEngine
 from actors.settings import PrefillSettings
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.engine_core import EngineCore
 from engine.remote_prefill.fetch_failure import FetchFailure
 from engine.remote_prefill.kv_transfer import ChunkHeader, FetchAccepted, FetchEnd, FetchOrder, KVLayout
 from protos.block_keys import block_keys, root_key, split_keys
@@ -285,3 +286,31 @@ async def test_a_tenant_s_blocks_are_kept_under_its_salt_and_serve_no_other(
         assert refused[-1].failure is FetchFailure.REFUSED
     copied = [each async for each in engine.copy(salted, engine._layout, False)]
     assert np.array_equal(values(copied), values(await replies_of(engine, salted)))
+
+
+@pytest.mark.parametrize("num_read", [1, 3])
+async def test_an_order_that_is_given_up_leaves_an_idle_engine_and_every_block_free(
+    engine: PrefillEngine, num_read: int
+) -> None:
+    """The reader leaves once the order is accepted, or after its first blocks; most of the prompt is left then."""
+    core, may_step = engine._loop._engine, threading.Semaphore(2)
+    assert isinstance(core, EngineCore)
+    step = core.step
+    core.step = lambda: step() if may_step.acquire() else []  # type: ignore[method-assign]
+    order = replace(ORDER, token_ids=tuple(range(1, 64)) * 7)
+    replies = engine.read(order, engine._layout, use_direct=False)
+    for _ in range(num_read):
+        await anext(replies)
+    await until(lambda: core.has_work)
+    assert engine.num_requests == 1
+    await replies.aclose()
+    assert engine.num_requests == 0
+    may_step.release(1000)
+    await until(lambda: not core.has_work)
+    core.scheduler.check_integrity()
+    core.blocks.check_integrity([])
+    assert core.blocks.num_free_blocks == core.blocks.num_blocks
+    assert not engine._events
+    assert not engine._exporter._watched
+    assert core.stats().times.num_steps < 6
+    assert [type(reply) for reply in await replies_of(engine)][-1] is FetchEnd

@@ -320,6 +320,30 @@ def test_a_follower_takes_over_when_the_first_one_leaves(model: ModelConfig) -> 
     assert pair.transport.orders[1].first_block > 0, "what had come is in the prefix cache"
 
 
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_an_aborted_fetch_leaves_two_idle_engines_and_every_block_free(model: ModelConfig, num_steps: int) -> None:
+    """News of it that come later, and its deadline, find no fetch."""
+    pair = build(model, Setup())
+    pair.core.add(long_request("a"))
+    for _ in range(num_steps):
+        pair.step()
+    (sequence,) = pair.core.scheduler._running
+    assert sequence.is_fetching
+    pair.core.abort("a")
+    assert not sequence.block_table
+    assert pair.source.stats.num_fetching == 0
+    for engine in (pair.core, pair.remote):
+        assert not engine.has_work
+        assert engine.blocks.num_free_blocks == engine.blocks.num_blocks
+        engine.blocks.check_integrity([])
+    pair.clock.now_s += 1000.0
+    for _ in range(3):
+        pair.step()
+    assert pair.source.stats.failures == {}
+    pair.core.add(long_request("b"))
+    assert pair.run()["b"]
+
+
 def test_sequences_of_different_salts_do_not_follow_each_other(model: ModelConfig) -> None:
     pair = build(model, Setup())
     pair.core.add(long_request("a", cache_salt="one"))
