@@ -9,6 +9,7 @@ from enum import Enum, auto
 from protos.messages import FinishReason
 from router.generation.delta import Delta, Gain, ToolCallDelta, told_apart
 from router.generation.json_extent import JsonExtent
+from router.generation.tool_formats.argument_value import arguments_in
 from router.generation.tool_formats.call_body import CallBody, CallPiece, num_held
 from router.generation.tool_formats.tool_format import LONGEST_HEAD, ToolFormat
 
@@ -50,7 +51,7 @@ class ToolCallParser:
         """Return the delta with its text told apart; one that stopped after whole calls ended with `tool_calls`."""
         gains = self._feed(delta.text)
         if delta.finish_reason is not None:
-            gains.append(self._flush())
+            gains.append(self._flush(delta.finish_reason))
         reason = delta.finish_reason
         is_whole = self._state is not _State.ARGUMENTS and not (self._state is _State.BODY and self._has_begun)
         if reason is FinishReason.STOP and self._num_calls and is_whole:
@@ -142,12 +143,21 @@ class ToolCallParser:
         """A complete call that is written in another order, or no call at all."""
         body, self._held = self._held[:end], self._held[end + len(self._format.end) :]
         self._state = _State.TEXT
-        parsed = _parse(body) if self._format.arguments_key else None
+        return self._whole_call(body) or self._content(self._mark + body + self._format.end)
+
+    def _whole_call(self, body: str) -> Gain | None:
+        """Return the call in the text of a whole one, which may have no arguments; None if it is no call."""
+        key = self._format.arguments_key
+        if not key:
+            head = self._format.bare_head_pattern.fullmatch(body)
+            return None if head is None else self._new_call(head[1], "{}", self._format.call_id(head))
+        parsed = _parse(body)
         call = parsed if isinstance(parsed, dict) else {}
-        name, arguments = self._tool_name(call.get("name")), call.get(self._format.arguments_key)
-        if name is not None and isinstance(arguments, dict):
-            return self._new_call(name, json.dumps(arguments, ensure_ascii=False))
-        return self._content(self._mark + body + self._format.end)
+        name, arguments = self._tool_name(call.get("name")), arguments_in(call.get(key))
+        is_call = bool(self._format.begin) or key in call or len(call) == 1
+        if name is None or arguments is None or not is_call:
+            return None
+        return self._new_call(name, json.dumps(arguments, ensure_ascii=False))
 
     def _read_arguments(self) -> Gain | None:
         if not self._held:
@@ -172,11 +182,14 @@ class ToolCallParser:
         self._state, self._held = _State.TEXT, behind
         return _NOTHING
 
-    def _flush(self) -> Gain:
+    def _flush(self, reason: FinishReason) -> Gain:
         """Return the rest at the end of the text; a call whose arguments have begun is not taken back."""
         held, self._held = self._held, ""
         if self._state is _State.TEXT:
             return self._content(held if self._num_calls == 0 else held.rstrip())
+        if self._state is _State.HEAD and reason is FinishReason.STOP and (call := self._whole_call(held)) is not None:
+            self._state = _State.TEXT
+            return call
         is_call = self._has_begun or self._state not in (_State.HEAD, _State.BODY)
         return _NOTHING if is_call else self._content(self._mark + held)
 
@@ -206,6 +219,8 @@ class ToolCallParser:
     def _end_of_call(self) -> int | None:
         """Return the end of the body of the call that is held; None while it may go on."""
         if not self._format.end and not self._format.arguments_key:
+            if (place := self._held.find(self._format.begin)) >= 0:
+                return place
             return len(self._held) if len(self._held) > LONGEST_HEAD else None
         if not self._format.end:
             return self._end_of_object()

@@ -19,6 +19,15 @@ _TYPES: dict[type, tuple[str, ...]] = {
 }
 
 
+def arguments_in(value: object) -> dict[str, object] | None:
+    """Return the arguments that a call holds: an empty object where it says nothing; None for anything else."""
+    if isinstance(value, str) and value.strip():
+        value = _value_in(value)
+    if value is None or value == "" or (isinstance(value, str) and not value.strip()):
+        return {}
+    return value if isinstance(value, dict) else None
+
+
 def properties(schema: object) -> Mapping[str, object]:
     """Return the schemas of a function's parameters by name."""
     found = schema.get("properties") if isinstance(schema, Mapping) else None

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from router.requests.tools import NAME_PATTERN
 
-_HEAD = re.compile(rf"\s*call:\s*({NAME_PATTERN})\s*(?=\{{)")
+_HEAD = re.compile(rf"\s*call:\s*({NAME_PATTERN})\s*(?=\{{{{|$)")
 _KEY = re.compile(r'\s*([^\s:{}\[\],"<]+)\s*:')
 _BARE = re.compile(r"[^,{}\[\]]*")
 _MAX_DEPTH = 64
@@ -19,6 +19,8 @@ def read_gemma_call(text: str, quote: str) -> list[tuple[str, Mapping[str, objec
     head = _HEAD.match(text)
     if head is None:
         raise ValueError("it has no head")
+    if head.end() == len(text):
+        return [(head[1], {})]
     reader = _Reader(text, head.end(), quote)
     arguments = reader.value(0)
     if not isinstance(arguments, dict) or text[reader.place :].strip():

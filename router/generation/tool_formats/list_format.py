@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from router.generation.tool_formats.argument_value import arguments_in
 from router.generation.tool_formats.tool_format import literal
 from router.generation.tool_formats.whole_format import Calls, WholeFormat
 from router.requests.tools import Function, ToolUse
@@ -70,12 +71,15 @@ def read_list(text: str) -> Calls:
     calls: Calls = []
     for entry in _entries(text):
         match entry:
-            case {"name": str(name), "arguments": dict(arguments)}:
-                calls.append((name, arguments))
-            case {"tool_name": str(name), "parameters": dict(arguments)}:
-                calls.append((name, arguments))
+            case {"name": str(name), **rest}:
+                arguments = arguments_in(rest.get("arguments"))
+            case {"tool_name": str(name), **rest}:
+                arguments = arguments_in(rest.get("parameters"))
             case _:
                 raise ValueError("an entry is no call")
+        if arguments is None:
+            raise ValueError("a call's arguments are no object")
+        calls.append((name, arguments))
     return calls
 
 

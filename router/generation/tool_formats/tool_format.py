@@ -17,6 +17,7 @@ from router.tokenizer.tokenizer import Tokenizer
 
 NAME, _NUMBER = "{name}", "{number}"
 _NAME_FIRST = r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"%s"\s*:\s*(?=\{)'
+_BEFORE_ARGUMENTS = r"(?=\{)"
 LONGEST_HEAD = 512  # characters, of a call whose end has no mark
 _ANY_ARGUMENTS = {"type": "object"}
 
@@ -100,7 +101,13 @@ class ToolFormat:
         parts = [groups.get(part, re.escape(part)) for part in self.head]
         if self.optional:
             parts.insert(-1, rf"(?:{re.escape(self.optional)}(?P<id>\w{{1,64}}))?")
-        return re.compile(r"\s*" + "".join(parts) + r"\s*(?=\{)")
+        return re.compile(r"\s*" + "".join(parts) + r"\s*" + _BEFORE_ARGUMENTS)
+
+    @property
+    def bare_head_pattern(self) -> re.Pattern[str]:
+        """A whole call without arguments, where head and arguments are not one JSON object."""
+        head = self.head_pattern.pattern.removesuffix(_BEFORE_ARGUMENTS)
+        return re.compile(rf'{head}(?:null|"")?\s*(?:{re.escape(self.tail.strip())})?\s*')
 
     def with_tokens(self, tokenizer: Tokenizer) -> ToolFormat:
         """Return the format for a model: marks that are added tokens of its tokenizer by their ids.

@@ -80,6 +80,20 @@ HERMES_TEXTS: dict[str, Read] = {
             '{"arguments": ' + "[" * 5000,
         )
     },
+    **{  # without arguments, or with none in them
+        f"<tool_call>{body}</tool_call>": Read("", (("f", "{}"),), DONE)
+        for body in (
+            '{"name": "f"}',
+            '\n{"name": "f", "arguments": null}\n',
+            '{"name": "f", "arguments": ""}',
+            '{"arguments": "{}", "name": "f"}',
+        )
+    },
+    '<tool_call>{"name": "f"}': Read("", (("f", "{}"),), DONE),  # the end mark was a token that ends the answer
+    '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>': Read("", (("f", '{"a": 1}'),), DONE),
+    '<tool_call>{"name": "f", "arguments": [1]}</tool_call>': Read(
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', (), STOP
+    ),
     '<tool_call>\n{"name": "f", ': Read('<tool_call>\n{"name": "f", ', (), STOP),
 }
 LLAMA_TEXTS: dict[str, Read] = {
@@ -92,6 +106,9 @@ LLAMA_TEXTS: dict[str, Read] = {
     bare("unknown", "{}"): Read(bare("unknown", "{}"), (), STOP),
     '{"answer": {"name": "f"}} so': Read('{"answer": {"name": "f"}} so', (), STOP),
     '{"name": "f"': Read('{"name": "f"', (), STOP),
+    '{"name": "f"}': Read("", (("f", "{}"),), DONE),
+    '{"name": "f", "parameters": null}; {"name": "f", "parameters": ""}': Read("", (("f", "{}"), ("f", "{}")), DONE),
+    '{"name": "f", "age": 3}': Read('{"name": "f", "age": 3}', (), STOP),  # an answer in JSON
 }
 
 
@@ -135,6 +152,15 @@ NAMED_TEXTS: list[tuple[ToolFormat, str, Read]] = [
         MISTRAL,
         f"so [TOOL_CALLS]f[ARGS]{ARGUMENTS}[TOOL_CALLS]get.weather[ARGS]{{}}",
         Read("so", (("f", ARGUMENTS), ("get.weather", "{}")), DONE),
+    ),
+    *((DEEPSEEK, f"{OPEN}{deepseek('f', body)}{CLOSE}", Read("", (("f", "{}"),), DONE)) for body in ("", "null", '""')),
+    *((DEEPSEEK_V3, f"{OPEN}{fenced('f', body)}{CLOSE}", Read("", (("f", "{}"),), DONE)) for body in ("", "null")),
+    (KIMI, f"{KIMI_OPEN}{kimi('f', 0, '')}{KIMI_CLOSE}", Read("", (("f", "{}"),), DONE)),
+    (MISTRAL, "[TOOL_CALLS]f[ARGS]", Read("", (("f", "{}"),), DONE)),
+    (
+        MISTRAL,
+        "[TOOL_CALLS]f[ARGS][TOOL_CALLS]get.weather[ARGS]null",
+        Read("", (("f", "{}"), ("get.weather", "{}")), DONE),
     ),
     (MISTRAL, "[TOOL_CALLS]" + "x" * 600, Read("[TOOL_CALLS]" + "x" * 600, (), STOP)),
 ]

@@ -351,3 +351,29 @@ def test_gemmas_calls_are_written_with_its_own_quotes(compiled: tuple[Any, Any],
     )
     assert [allows(compiled, grammar, text) for text in (good, wrong)] == [True, False]
     assert calls_in(read(GEMMA, [good])) == [("write", '{"text": "a", "count": 2}')]
+
+
+@pytest.mark.parametrize(
+    ("format_", "text"),
+    [
+        *(
+            (each, f'{each.begin}[{{"name": "now"{rest}}}]{each.end}')
+            for each in (GRANITE, MISTRAL_LIST, NEMOTRON, TOOL_CALLS)
+            for rest in ("", ', "arguments": null', ', "arguments": ""', ', "arguments": {}')
+        ),
+        *(
+            (COHERE, f'{COHERE.begin}[{{"tool_call_id": "0", "tool_name": "now"{rest}}}]{COHERE.end}')
+            for rest in ("", ', "parameters": null')
+        ),
+        (GEMMA, "<|tool_call>call:now<tool_call|>"),
+        (FUNCTION_GEMMA, "<start_function_call>call:now{}<end_function_call>"),
+        (PYTHONIC, "[now()]"),
+        (GLM, "<tool_call>now</tool_call>"),
+        (QWEN_XML, "<tool_call>\n<function=now>\n</function>\n</tool_call>"),
+        (SEED, "<seed:tool_call><function=now></function></seed:tool_call>"),
+        (MINIMAX, '<minimax:tool_call><invoke name="now"></invoke></minimax:tool_call>'),
+        (DSML, f'{DSML.sections[0]}<｜DSML｜invoke name="now"></｜DSML｜invoke>{DSML.sections[1]}'),
+    ],
+)
+def test_a_call_without_arguments_is_a_call(format_: ToolFormat, text: str) -> None:
+    assert calls_in(read(format_, [text])) == calls_in(read(format_, list(text))) == [("now", "{}")]
