@@ -38,7 +38,18 @@ def request_fields(request: pb2.GenerateRequest) -> dict[str, object]:
     return _chat_fields(request, fields) if request.messages else fields
 
 
-def _check_entries(request: pb2.GenerateRequest) -> None:
+def tokenize_fields(request: pb2.TokenizeRequest) -> dict[str, object]:
+    """Return the fields that the client has set, named and shaped as in the JSON body of `/tokenize`.
+
+    Raises:
+        RequestError: a text that holds JSON does not, or there are too many entries.
+    """
+    _check_entries(request)
+    fields = {descriptor.name: _plain(descriptor.name, value) for descriptor, value in request.ListFields()}
+    return _chat_fields(request, fields) if request.messages else {"prompt": "", **fields}
+
+
+def _check_entries(request: pb2.GenerateRequest | pb2.TokenizeRequest) -> None:
     """Count what a chat is made of before it is expanded: an entry of two bytes costs microseconds."""
     num_entries = len(request.messages) + len(request.tools) + len(request.allowed_tools)
     if num_entries <= _MAX_ENTRIES:
@@ -49,7 +60,7 @@ def _check_entries(request: pb2.GenerateRequest) -> None:
         )
 
 
-def _chat_fields(request: pb2.GenerateRequest, fields: dict[str, object]) -> dict[str, object]:
+def _chat_fields(request: pb2.GenerateRequest | pb2.TokenizeRequest, fields: dict[str, object]) -> dict[str, object]:
     """Return the fields of a chat, whose messages and tools are flat in gRPC."""
     fields["messages"] = [_message(message) for message in request.messages]
     if request.tools:
@@ -61,7 +72,7 @@ def _chat_fields(request: pb2.GenerateRequest, fields: dict[str, object]) -> dic
         fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": choice}
     if "chat_template_kwargs" in fields:
         fields["chat_template_kwargs"] = _json(request.chat_template_kwargs, "chat_template_kwargs")
-    if "logprobs" in fields:
+    if isinstance(request, pb2.GenerateRequest) and request.HasField("logprobs"):
         fields |= {"logprobs": True, "top_logprobs": request.logprobs}
     return fields
 

@@ -74,7 +74,7 @@ class GenerationServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Text to token ids, as generation would do it.
+        """A text or a chat to token ids, as generation would do it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

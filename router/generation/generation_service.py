@@ -24,17 +24,18 @@ from router.generation.tool_formats.find_format import find_format
 from router.generation.tool_formats.tool_format import HERMES
 from router.metrics.ingress_metrics import IngressMetrics
 from router.metrics.tracing import TracedBackend, tracer_from_environment
-from router.requests.chat_message import ChatMessageFields
-from router.requests.chat_request import ChatCompletionRequest
+from router.requests.chat_request import ChatCompletionRequest, ChatPromptFields
 from router.requests.completion_request import CompletionRequest
 from router.requests.constraints.structured_output import Constraint
 from router.requests.generate_params import GenerateParams, Prompt
 from router.requests.generation_fields import GenerationFields
 from router.requests.prompted_tools import with_prompted_tools
-from router.requests.reasoning_format import HARMONY, Thinking, find_reasoning, thinking_after, with_one_text
+from router.requests.reasoning_format import HARMONY, Thinking, find_reasoning, thinking_after
 from router.requests.sampling_params import bad_word_forms
-from router.requests.sequence_requests import check_num_choices, generate_requests
+from router.requests.sequence_requests import check_num_choices, generate_requests, truncated
+from router.requests.tokenize_request import TokenizeRequest
 from router.requests.tools import ToolUse
+from router.tokenizer.chat_prompt import chat_prompt
 from router.tokenizer.tokenizer_files import TokenizerFiles
 
 if TYPE_CHECKING:
@@ -75,9 +76,11 @@ class GenerationService:
         template = files.chat_template.source if files.chat_template else ""
         self._prompts_tools = config.prompt_tools and "tools" not in template
         self._reasoning = find_reasoning(files.tokenizer, template, config.reasoning_format)
-        self._has_messages = self._reasoning is not None and self._reasoning.name == HARMONY
+        if files.chat_template is not None:
+            chat_prompt(files.chat_template)  # learns its rules now, and not in the first request
         format_ = HERMES if self._prompts_tools else find_format(template, config.tool_format)
-        is_read = format_ is not None and (self._has_messages or not format_.covers_thoughts)
+        has_messages = self._reasoning is not None and self._reasoning.name == HARMONY
+        is_read = format_ is not None and (has_messages or not format_.covers_thoughts)
         self._format = format_.with_tokens(files.tokenizer) if format_ is not None and is_read else None
         self._response_template = self._read_response_template()
         self._grammars = asyncio.Semaphore(_NUM_GRAMMARS)
@@ -235,20 +238,42 @@ class GenerationService:
             return grammar
         return replace(grammar, thought=thinking.mark)
 
-    async def chat_prompt(self, body: ChatCompletionRequest) -> list[int]:
-        """Return the token ids of a chat's prompt."""
+    async def chat_prompt(self, body: ChatPromptFields) -> list[int]:
+        """Return the token ids of a chat's prompt, for an answer and for those who count them."""
         self.check_model(body.model)
         variables = body.template_variables
         if body.tool_use is not None:
             self._check_tools()
             variables["tools"] = await asyncio.to_thread(lambda use: use.for_template, body.tool_use)
-        return await self.encode_chat(
-            body.messages,
-            use=body.tool_use,
+        text = await asyncio.to_thread(self._render, body, variables)
+        return await self.encode(text, "messages", add_special_tokens=bool(body.add_special_tokens))
+
+    async def tokenize(self, body: TokenizeRequest) -> Sequence[int]:
+        """Return the token ids of a text or of a chat's prompt, as generation would see them."""
+        self.check_model(body.model)
+        if body.prompt is None:
+            tokens = await self.chat_prompt(body)
+        else:
+            has_special = body.add_special_tokens is not False
+            tokens = await self.encode(body.prompt, "prompt", add_special_tokens=has_special)
+        return truncated(tokens, body.truncate_prompt_tokens, None, await self.card())
+
+    def _render(self, body: ChatPromptFields, variables: Mapping[str, object]) -> str:
+        """Return the text of a prompt, by the model's template, which writes its own special tokens."""
+        if self.files.chat_template is None:
+            raise RequestError(
+                f"The model {self.config.model_id!r} has no chat template; use /v1/completions, or add its template as "
+                "chat_template.jinja to the folder of the model and start again.",
+                param="messages",
+            )
+        turns = [message.for_template() for message in body.messages]
+        if self._prompts_tools:
+            turns = with_prompted_tools(turns, body.tool_use)
+        return chat_prompt(self.files.chat_template).render(
+            turns,
             add_generation_prompt=body.add_generation_prompt is not False,
             continue_final_message=bool(body.continue_final_message),
             variables=variables,
-            add_special_tokens=bool(body.add_special_tokens),
         )
 
     def _check_tools(self) -> None:
@@ -261,41 +286,6 @@ class GenerationService:
                 "has none.",
                 param="tools",
             )
-
-    async def encode_chat(
-        self,
-        messages: list[ChatMessageFields],
-        *,
-        use: ToolUse | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: dict[str, object] | None = None,
-        add_special_tokens: bool = False,
-    ) -> list[int]:
-        """Return the token ids of a chat, by the model's template, which writes its own special tokens."""
-        template = self.files.chat_template
-        if template is None:
-            raise RequestError(
-                f"The model {self.config.model_id!r} has no chat template; use /v1/completions, or add its template as "
-                "chat_template.jinja to the folder of the model and start again.",
-                param="messages",
-            )
-
-        def render() -> str:
-            turns = [message.for_template() for message in messages]
-            if self._has_messages:
-                turns = [with_one_text(turn) for turn in turns]
-            if self._prompts_tools:
-                turns = with_prompted_tools(turns, use)
-            return template.render(
-                turns,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                variables=variables,
-            )
-
-        text = await asyncio.to_thread(render)
-        return await self.encode(text, "messages", add_special_tokens=add_special_tokens)
 
     async def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a prompt.

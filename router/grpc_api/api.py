@@ -27,6 +27,7 @@ from router.grpc_api.messages import choice_message, chunk_message, usage_messag
 from router.metrics.tracing import call_span
 from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest
+from router.requests.tokenize_request import TokenizeRequest
 from router.requests.validation_errors import as_request_error
 
 logger = logging.getLogger(__name__)
@@ -101,12 +102,10 @@ class GrpcApi:
                     yield chunk
 
     async def tokenize(self, request: pb2.TokenizeRequest, context: CallContext) -> pb2.TokenizeResponse:
-        """Return the token ids of a text."""
+        """Return the token ids of a text or a chat."""
         async with self._call("Tokenize", context):
             authenticate(self._api_keys, context)
-            self._service.check_model(request.model or None)
-            add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
-            tokens = await self._service.encode(request.prompt, "prompt", add_special_tokens=add_special_tokens)
+            tokens = await self._service.tokenize(validated(convert.tokenize_fields(request), TokenizeRequest))
             card = await self._service.card()
             return pb2.TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=card.max_model_len)
 

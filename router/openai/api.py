@@ -40,7 +40,7 @@ from router.openai.responses.responses_request import ResponsesRequest
 from router.openai.responses.responses_writer import ResponsesWriter
 from router.openai.static_page import PAGE_PREFIX, StaticPage
 from router.requests.admin_request import KillDrafts, StopCanaries, SwapDrafts, TryDrafts
-from router.requests.chat_request import ChatCompletionRequest
+from router.requests.chat_request import ChatCompletionRequest, unread_parts
 from router.requests.completion_request import CompletionRequest
 from router.requests.foreign_turn import ForeignTurn
 from router.requests.token_ids import check_token_ids
@@ -86,6 +86,7 @@ class OpenAIApi:
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat."""
         body = await self._body(request, ChatCompletionRequest)
+        ignore_fields(request, [f"messages.{rank}" for rank in unread_parts(body.messages)])
         generation = await self._service.chat(body)
         return await self._answer(request, generation, ChatWriter(generation, self._tokenizer))
 
@@ -106,18 +107,23 @@ class OpenAIApi:
     async def count_tokens(self, request: Request) -> Response:
         """Answer with the number of tokens that a message's prompt has."""
         body = await self._body(request, MessagesRequest)
-        prompt = await self._service.chat_prompt(self._chat_body(request, body.to_chat()))
+        chat = self._chat_body(request, body.to_chat())
+        prompt = await self._service.chat_prompt(chat)
         return JSONResponse(InputTokens(input_tokens=len(prompt)))
 
     def _chat_body(self, request: Request, turn: ForeignTurn) -> ChatCompletionRequest:
-        """Return a turn of another API as a chat; tools that only its own servers run are named as ignored."""
+        """Return a turn of another API as a chat.
+
+        Tools that only its own servers run are named as ignored, like what of its history has no text.
+        """
         if turn.foreign_tools and self._is_strict:
             raise RequestError(
                 f"{turn.foreign_tools[0]} is no function; this server runs no tools itself.",
                 param=turn.foreign_tools[0],
             )
-        ignore_fields(request, turn.foreign_tools)
-        return turn.chat_request()
+        chat = turn.chat_request()
+        ignore_fields(request, turn.ignored(chat))
+        return chat
 
     async def _answer(self, request: Request, generation: Generation, writer: ResponseWriter) -> Response:
         logger.debug("request %s is %s", request.headers.get("x-request-id"), generation.id)
@@ -154,12 +160,8 @@ class OpenAIApi:
     async def tokenize(self, request: Request) -> Response:
         """Answer with the token ids of a text or of a chat, as generation would see them."""
         body = await self._body(request, TokenizeRequest)
-        self._service.check_model(body.model)
-        if body.messages is not None:
-            tokens = await self._service.encode_chat(body.messages, add_generation_prompt=body.add_generation_prompt)
-        else:
-            assert body.prompt is not None
-            tokens = await self._service.encode(body.prompt, "prompt", add_special_tokens=body.add_special_tokens)
+        ignore_fields(request, [f"messages.{rank}" for rank in unread_parts(body.messages or [])])
+        tokens = list(await self._service.tokenize(body))
         card = await self._service.card()
         answer = TokenizeAnswer(count=len(tokens), max_model_len=card.max_model_len, tokens=tokens)
         if body.return_token_strs:

@@ -1,48 +1,27 @@
-"""A message of a chat: its schema, and its form in a chat template."""
+"""A message of a chat: its schema, and its form in a chat template.
+
+What was said before is not judged: calls that were cut, parts that are not read and older spellings are taken as far as
+they have a text. `ChatCompletionRequest` judges the turn that asks for something.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, WithJsonSchema, model_validator
 
-from protos.errors import RequestError
-from router.requests.body import Body, read_json
+from protos.json_parts import check_parts
+from router.requests.body import Body
+from router.tokenizer.content_parts import PlainContent, plain_content
 
-
-def _join_text_parts(value: object) -> object:
-    if not isinstance(value, list):
-        return value
-    texts = []
-    for rank, part in enumerate(value):
-        text = _text_of(part)
-        if text is None:
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise RequestError(f"content[{rank}] is of type {kind!r}; this model reads text only.", param="messages")
-        texts.append(text)
-    return "".join(texts)
-
-
-def _text_of(part: object) -> str | None:
-    """Return the text of a content part, nothing of one that replays thoughts; None if it is no text."""
-    if not isinstance(part, dict):
-        return None
-    match part.get("type"):
-        case "text":
-            text = part.get("text")
-        case "refusal":
-            text = part.get("refusal")
-        case "thinking" | "redacted_thinking" | "reasoning":
-            return ""
-        case _:
-            return None
-    return text if isinstance(text, str) else None
-
-
-# Of an answer that is sent back as it came: `content` and `thoughts` say it all.
+# Of an answer that is sent back as it came: `content`, `calls` and `thoughts` say it all.
 _SAID_ELSEWHERE = {
     "annotations",
+    "audio",
+    "function_call",
     "parsed",
     "reasoning",
     "reasoning_content",
@@ -58,10 +37,11 @@ _PART_SCHEMA = {
     "required": ["type", "text"],
 }
 _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}, {"type": "null"}]}
+_UNKNOWN = "unknown"  # the name of a function that a call does not name
 
 
 class Role(StrEnum):
-    """The author of a message; `developer` is OpenAI's newer name of `system`."""
+    """The author of a message; `developer` is OpenAI's newer name of `system`, `function` the older one of `tool`."""
 
     SYSTEM = "system"
     DEVELOPER = "developer"
@@ -71,6 +51,7 @@ class Role(StrEnum):
     FUNCTION = "function"
 
 
+_TEMPLATE_ROLES = {Role.DEVELOPER: Role.SYSTEM, Role.FUNCTION: Role.TOOL}
 MAX_MESSAGES = 1 << 16  # of one chat: it also bounds the number of mistakes that are listed
 
 
@@ -78,7 +59,7 @@ class ChatMessageFields(Body):
     """One message, an answer of ours as `model_dump()` writes it included."""
 
     role: Annotated[Role, Field(strict=False)]
-    content: Annotated[str | None, BeforeValidator(_join_text_parts), WithJsonSchema(_CONTENT_SCHEMA)] = None
+    content: Annotated[str | None, WithJsonSchema(_CONTENT_SCHEMA)] = None
     name: str | None = None
     refusal: str | None = None
     reasoning: str | None = None
@@ -91,14 +72,27 @@ class ChatMessageFields(Body):
     tool_call_id: str | None = None
     annotations: Any = None
     parsed: Any = None
-    audio: None = None
-    function_call: None = None
+    audio: Any = None
+    function_call: dict[str, Any] | None = None  # the older form of a single call
+    _plain: PlainContent = PrivateAttr(PlainContent(""))
 
-    @model_validator(mode="after")
-    def _needs_content(self) -> ChatMessageFields:
-        if self.content is None and self.role is not Role.ASSISTANT:
-            raise RequestError(f"a message of role {self.role.value!r} has no content.", param="messages")
-        return self
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read_content(cls, value: Any, handler: ModelWrapValidatorHandler[ChatMessageFields]) -> ChatMessageFields:
+        if not isinstance(value, Mapping) or isinstance(value.get("content"), str | None):
+            return handler(value)
+        is_result = value.get("role") in (Role.TOOL, Role.FUNCTION)
+        if not isinstance(value["content"], list) and not is_result:
+            return handler(value)
+        plain = plain_content(value["content"])
+        message = handler({**value, "content": plain.text})
+        message._plain = plain
+        return message
+
+    @property
+    def unread(self) -> tuple[tuple[int, str], ...]:
+        """The kinds of the content's parts that have no text, by their places."""
+        return self._plain.unread
 
     @property
     def thoughts(self) -> str:
@@ -107,26 +101,68 @@ class ChatMessageFields(Body):
         texts = [block.get("thinking") for block in blocks]
         return self.reasoning or self.reasoning_content or "".join(text for text in texts if isinstance(text, str))
 
-    def for_template(self) -> dict[str, object]:
+    def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it.
 
-        The arguments of calls are objects there, not JSON texts, and `developer` is `system`.
+        The arguments of calls are objects there, not JSON texts, as far as they are any; `developer` is `system`.
         """
         fields = self.model_dump(exclude_none=True, exclude=_SAID_ELSEWHERE)
-        if self.tool_calls is not None:
-            fields["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
-            fields.setdefault("content", "")  # which many templates read without asking for it
+        fields["role"] = str(_TEMPLATE_ROLES.get(self.role, self.role))
+        if self.role is Role.ASSISTANT:
+            fields |= self._answer(fields.pop("tool_calls", None) or [], fields.get("content"))
+        else:
+            fields.setdefault("content", "")
         if self.thoughts:  # each family of templates has its own name for them
             fields |= {"reasoning_content": self.thoughts, "reasoning": self.thoughts, "thinking": self.thoughts}
-        fields["role"] = str(Role.SYSTEM if self.role is Role.DEVELOPER else self.role)
         return fields
+
+    def _answer(self, calls: list[dict[str, Any]], content: str | None) -> dict[str, Any]:
+        """Return the content and the calls of an assistant's message."""
+        if self.function_call is not None:
+            calls = [*calls, {"function": self.function_call}]
+        said = content or self.refusal
+        if calls:  # many templates read the content of such messages without asking for it
+            return {"content": said or "", "tool_calls": [_call_for_template(call) for call in calls]}
+        return {} if said is None else {"content": said}
 
 
 def _call_for_template(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError("a message's tool call has no function with a name.", param="messages")
-    arguments = function.get("arguments") or "{}"
-    if isinstance(arguments, str):
-        arguments = read_json(arguments, "the arguments of a message's tool call", "messages")
-    return {**call, "function": {**function, "arguments": arguments}}
+    """Return a call with a type, a function's name, and arguments; one of another form gives what it has."""
+    match call:
+        case {"function": dict(function)}:
+            outer, arguments = call, function.get("arguments")
+        case {"custom": dict(custom)}:
+            function, outer, arguments = {}, {"id": call.get("id")}, {"input": custom.get("input")}
+            function["name"] = custom.get("name")
+        case _:
+            function, outer, arguments = {"name": call.get("name")}, {"id": call.get("id")}, call.get("arguments")
+    name = function.get("name")
+    whole = {
+        **outer,
+        "type": "function",
+        "function": {
+            **function,
+            "name": name if isinstance(name, str) and name else _UNKNOWN,
+            "arguments": _read_arguments(arguments),
+        },
+    }
+    if whole.get("id") is None:
+        return {key: value for key, value in whole.items() if key != "id"}
+    return {**whole, "id": str(whole["id"])}
+
+
+def _read_arguments(arguments: object) -> dict[str, Any] | str:
+    """Return the object that arguments are; the text of those that are none, since the answer was cut."""
+    if arguments is None:
+        return {}
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    text = text.encode(errors="replace").decode()
+    if not text.strip():
+        return {}
+    check_parts(text.encode(), "the arguments of a message's tool call")
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate cannot be sent
+    except (ValueError, RecursionError):
+        return text
+    return {} if value is None else value if isinstance(value, dict) else text

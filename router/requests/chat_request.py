@@ -9,54 +9,54 @@ from pydantic import Field, WithJsonSchema, model_validator
 
 from protos.errors import RequestError
 from protos.messages import GrammarKind
-from router.requests.chat_message import MAX_MESSAGES, ChatMessageFields
+from router.requests.body import Body
+from router.requests.chat_message import MAX_MESSAGES, ChatMessageFields, Role
 from router.requests.constraints.json_schema import check_parts
 from router.requests.constraints.structured_output import Constraint
 from router.requests.generation_fields import MAX_LOGPROBS, GenerationFields, Int, TokenLimit
 from router.requests.tools import Tool, ToolUse, tool_use
 
 MAX_TOOLS = 1024
+_INSTRUCTIONS = (Role.SYSTEM, Role.DEVELOPER)
 _CHOICE_SCHEMA = {"anyOf": [{"enum": ["none", "auto", "required", None]}, {"type": "object"}]}
 
 
-class ChatCompletionRequest(GenerationFields):
-    """The body of `/v1/chat/completions`."""
+Messages = Annotated[list[ChatMessageFields], Field(min_length=1, max_length=MAX_MESSAGES)]
 
-    messages: Annotated[list[ChatMessageFields], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_tokens: TokenLimit | None = None  # OpenAI's older name of max_completion_tokens
-    max_completion_tokens: TokenLimit | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+class UnreadPartError(RequestError):
+    """A turn that asks for something holds a part that is not read. `rank` is that of its message."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message, param="messages")
+        self.rank = rank
+
+
+class ChatPromptFields(Body):
+    """The fields of a chat that its prompt is made of."""
+
+    messages: Messages
+    model: str | None = None  # the one that is served
+    add_special_tokens: bool | None = None  # a chat template writes its own
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     documents: list[Any] | None = None  # read by the templates of models for retrieval
     chat_template: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None  # read by the templates of reasoning models
-    include_reasoning: bool | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[Any, WithJsonSchema(_CHOICE_SCHEMA)] = None
     parallel_tool_calls: bool | None = None
 
-    audio: Any = None
-    modalities: Any = None
-    moderation: Any = None
-    web_search_options: Any = None
-
     @model_validator(mode="after")
-    def _check_combinations(self) -> ChatCompletionRequest:
-        if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise RequestError("max_tokens and max_completion_tokens differ; send one of them.", param="max_tokens")
+    def _check_the_end(self) -> ChatPromptFields:
+        check_what_is_asked(self.messages or [])
         if self.continue_final_message and self.add_generation_prompt:
             raise RequestError(
                 "continue_final_message and add_generation_prompt exclude each other; send one of them.",
                 param="continue_final_message",
             )
         check_parts([tool.function.parameters for tool in self.tools or ()], "tools")
-        if self.tool_use is not None and self.constraint is not None:
-            _check_tools_and_constraint(self.tool_use, self.constraint)
         return self
 
     @property
@@ -78,9 +78,59 @@ class ChatCompletionRequest(GenerationFields):
         """The tools that the model may call; None if it may call none."""
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
+
+class ChatCompletionRequest(ChatPromptFields, GenerationFields):
+    """The body of `/v1/chat/completions`."""
+
+    max_tokens: TokenLimit | None = None  # OpenAI's older name of max_completion_tokens
+    max_completion_tokens: TokenLimit | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    include_reasoning: bool | None = None
+
+    audio: Any = None
+    modalities: Any = None
+    moderation: Any = None
+    web_search_options: Any = None
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> ChatCompletionRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise RequestError("max_tokens and max_completion_tokens differ; send one of them.", param="max_tokens")
+        if self.tool_use is not None and self.constraint is not None:
+            _check_tools_and_constraint(self.tool_use, self.constraint)
+        return self
+
     @property
     def num_logprobs(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
+
+
+def check_what_is_asked(messages: list[ChatMessageFields]) -> None:
+    """Raise RequestError for instructions, or a last user's turn after all answers, that are not read whole.
+
+    What was said before is history, which the client cannot take back: there a note stands in for what is not read.
+    """
+    roles = [message.role for message in messages]
+    first = next((rank for rank, role in enumerate(roles) if role not in _INSTRUCTIONS), len(roles))
+    answered = max((rank for rank, role in enumerate(roles) if role is Role.ASSISTANT), default=-1)
+    last = max((rank for rank, role in enumerate(roles) if role is Role.USER), default=-1)
+    asked = [*range(first), *(rank for rank in range(answered + 1, len(roles)) if roles[rank] in _INSTRUCTIONS)]
+    asked += [last] if last > answered else []
+    for rank in asked:
+        message = messages[rank]
+        if message.content is None:
+            raise RequestError(f"a message of role {message.role.value!r} has no content.", param="messages")
+        if message.unread:
+            place, kind = message.unread[0]
+            raise UnreadPartError(f"content[{place}] is of type {kind!r}; this model reads text only.", rank)
+
+
+def unread_parts(messages: list[ChatMessageFields]) -> list[int]:
+    """Return the ranks of messages that hold parts which are not read."""
+    return [rank for rank, message in enumerate(messages) if message.unread]
 
 
 def _check_tools_and_constraint(use: ToolUse, constraint: Constraint) -> None:

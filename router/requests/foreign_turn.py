@@ -9,35 +9,48 @@ from typing import Any
 from pydantic import ValidationError
 
 from protos.errors import RequestError
-from router.requests.chat_request import ChatCompletionRequest
+from router.requests.chat_request import ChatCompletionRequest, UnreadPartError, unread_parts
 from router.requests.validation_errors import as_request_error
+
+
+@dataclass(slots=True)
+class ForeignChat:
+    """The messages of a chat as they are read, the name of each in the client's request, and what was left out."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def add(self, name: str, message: dict[str, Any]) -> None:
+        self.messages.append(message)
+        self.names.append(name)
+
+    def open_answer(self, name: str) -> dict[str, Any]:
+        """Return the assistant's message at the end, a new one where another's is."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.add(name, {"role": "assistant"})
+        return self.messages[-1]
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignTurn:
-    """The chat, and the tools left out of it since only the API's own servers run them."""
+    """The fields of the chat, its messages, and the tools left out since only the API's own servers run them."""
 
-    chat: dict[str, Any]
+    fields: dict[str, Any]
+    chat: ForeignChat
     foreign_tools: list[str] = field(default_factory=list)
 
     def chat_request(self) -> ChatCompletionRequest:
         """Return the chat, validated. Raises `RequestError` for what no chat can be."""
-        said = {name: value for name, value in self.chat.items() if value is not None}
+        said = {name: value for name, value in self.fields.items() if value is not None}
         try:
-            return ChatCompletionRequest.model_validate_json(json.dumps(said))
+            return ChatCompletionRequest.model_validate_json(json.dumps({**said, "messages": self.chat.messages}))
         except ValidationError as error:
             raise as_request_error(error, ChatCompletionRequest) from None
+        except UnreadPartError as error:
+            raise RequestError(error.message, param=self.chat.names[error.rank]) from None
 
-
-def text_of(content: object, kinds: tuple[str, ...], name: str) -> str:
-    """Return the text of a string or of parts of these types. Raises `RequestError` for any other part."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for part in content if isinstance(content, list) else [content]:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        text = part.get("text") if isinstance(part, dict) else None
-        if kind not in kinds or not isinstance(text, str):
-            raise RequestError(f"{name} has a part of type {kind!r}; this model reads text only.", param=name)
-        texts.append(text)
-    return "".join(texts)
+    def ignored(self, request: ChatCompletionRequest) -> list[str]:
+        """Return the client's names of what the request, made of this turn, does not say."""
+        unread = [self.chat.names[rank] for rank in unread_parts(request.messages)]
+        return list(dict.fromkeys([*self.foreign_tools, *self.chat.left_out, *unread]))

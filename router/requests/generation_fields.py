@@ -51,6 +51,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenLimitOrZero = Annotated[Int, Field(ge=-1, le=_INT64)]  # -1: what fits in the context, which bounds it in any case
 TokenLimit = Annotated[TokenLimitOrZero, AfterValidator(_token_limit)]
 Seed = Annotated[Int, Field(ge=-_INT64 - 1, le=2 * _INT64 + 1), AfterValidator(_seed)]
+PromptLimit = Annotated[Int, Field(ge=-1, le=_INT32)]
 
 # Parameters of OpenAI's API that change the answer and are not served: the values beside them ask for nothing.
 NOT_SERVED: dict[str, tuple[object, ...]] = {
@@ -147,7 +148,7 @@ class GenerationFields(Constraints):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None  # of a prompt in text; a chat template writes its own
-    truncate_prompt_tokens: Annotated[Int, Field(ge=-1, le=_INT32)] | None = None  # keeps the last; -1: what fits
+    truncate_prompt_tokens: PromptLimit | None = None  # keeps the last; -1: what fits
     prompt_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
     return_token_sources: bool | None = None

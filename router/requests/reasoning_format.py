@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from protos.messages import Thought
@@ -100,11 +99,3 @@ def _last_message(prompt_token_ids: list[int], start_id: int | None) -> tuple[in
     """Return the message that the prompt leaves open, from its mark on."""
     places = (place for place in range(len(prompt_token_ids) - 1, -1, -1) if prompt_token_ids[place] == start_id)
     return tuple(prompt_token_ids[next(places, len(prompt_token_ids)) :])
-
-
-def with_one_text(turn: Mapping[str, object]) -> dict[str, object]:
-    """Return a turn as harmony's template takes it: beside calls there are either thoughts or a text."""
-    thoughts, text = turn.get("thinking"), turn.get("content")
-    if not turn.get("tool_calls") or not thoughts or not text:
-        return dict(turn)
-    return {**{key: value for key, value in turn.items() if key != "content"}, "thinking": f"{thoughts}\n\n{text}"}

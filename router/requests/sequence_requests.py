@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 
 from protos.errors import ContextLengthError, RequestError
@@ -72,16 +73,18 @@ def _check_prompt_logprobs(num_tokens: int, num_logprobs: int | None) -> None:
 
 
 def _truncated(prompt: Prompt, params: GenerateParams, card: ModelCard) -> Prompt:
+    kept = truncated(prompt.token_ids, params.fields.truncate_prompt_tokens, params.max_tokens, card)
+    return prompt if len(kept) == len(prompt.token_ids) else Prompt(tuple(kept))
+
+
+def truncated(token_ids: Sequence[int], num_kept: int | None, max_tokens: int | None, card: ModelCard) -> Sequence[int]:
     """Return the end of a prompt that the client wants shortened, to a length or (-1) to what leaves room."""
-    num_kept = params.fields.truncate_prompt_tokens
     if num_kept is None:
-        return prompt
+        return token_ids
     if num_kept < 0:
-        wanted = max(params.max_tokens or 1, 1)
+        wanted = max(max_tokens or 1, 1)
         num_kept = card.max_model_len - (wanted if wanted < card.max_model_len else 1)
-    if num_kept == 0 or num_kept >= len(prompt.token_ids):
-        return prompt
-    return Prompt(prompt.token_ids[-num_kept:])
+    return token_ids[-num_kept:] if 0 < num_kept < len(token_ids) else token_ids
 
 
 def _cost(requests: list[GenerateRequest]) -> int:

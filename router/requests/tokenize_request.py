@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from protos.errors import RequestError
 from router.requests.body import Body
-from router.requests.chat_message import MAX_MESSAGES, ChatMessageFields
+from router.requests.chat_request import ChatPromptFields, Messages
+from router.requests.generation_fields import PromptLimit
 
 
-class TokenizeRequest(Body):
-    """The body of `/tokenize`: a text or a chat."""
+class TokenizeRequest(ChatPromptFields):
+    """The body of `/tokenize`: a text, or a chat with all that its prompt is made of.
 
-    model: str | None = None
+    `add_special_tokens` is true for a text where it is left out, and false for a chat, whose template writes its own.
+    """
+
     prompt: str | None = None
-    messages: Annotated[list[ChatMessageFields], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    add_special_tokens: bool = True  # of a text; a chat template writes its own
-    add_generation_prompt: bool = True
+    messages: Messages | None = None  # type: ignore[assignment]
+    truncate_prompt_tokens: PromptLimit | None = None
     return_token_strs: bool = False
 
     @model_validator(mode="after")

@@ -25,6 +25,10 @@ _RENDER_LIMIT_S = 5.0  # of processor time; 1,000 messages take some millisecond
 _TICK = "_outrider_tick"
 
 
+class TemplateTimeError(RequestError):
+    """The template works too long on these messages."""
+
+
 class ChatTemplate:
     """One model's template, compiled once.
 
@@ -52,6 +56,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, object] | None = None,
+        limit_s: float | None = None,
     ) -> str:
         """Return the prompt for `messages`, ready for encoding without further special tokens.
 
@@ -60,25 +65,26 @@ class ChatTemplate:
             add_generation_prompt: whether the text ends where the assistant's answer begins.
             continue_final_message: the text ends with the last message's content, for the model to go on with it.
             variables: further names that the template may read, as `chat_template_kwargs` of a request.
+            limit_s: processor time that it may take; None: some seconds.
 
         Raises:
             RequestError: the template refuses these messages (roles out of order, say), or fails on them.
+            TemplateTimeError: it takes too long.
         """
         names = {
             "tools": None,
             "documents": None,
             **self._special_tokens,
             **(variables or {}),
-            _TICK: _deadline(_RENDER_LIMIT_S),
+            _TICK: _deadline(_RENDER_LIMIT_S if limit_s is None else limit_s),
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         try:
             text = self._template.render(names)
         except _FAILURES as error:
-            raise RequestError(
-                f"The model's chat template refuses these messages: {error}", param="messages"
-            ) from error
+            kind = TemplateTimeError if isinstance(error, _TimeIsOverError) else RequestError
+            raise kind(f"The model's chat template refuses these messages: {error}", param="messages") from error
         return _cut_behind(text, messages[-1].get("content")) if continue_final_message else text
 
 
@@ -95,20 +101,25 @@ _FAILURES = (
 )
 
 
+class _TimeIsOverError(TemplateError):
+    pass
+
+
 def _deadline(limit_s: float) -> Callable[[], None]:
     """Return a function that fails once this thread has worked for `limit_s` since now."""
     end_s = time.thread_time() + limit_s
 
     def tick() -> None:
         if time.thread_time() > end_s:
-            raise TemplateError(f"it has worked for {limit_s:g} s of processor time; send less, or mend its loops")
+            raise _TimeIsOverError(f"it has worked for {limit_s:g} s of processor time; send less, or mend its loops")
 
     return tick
 
 
 def _cut_behind(text: str, content: object) -> str:
     """Return the prompt up to the end of the last message's content; a template may have stripped its white space."""
-    final = content if isinstance(content, str) else ""
+    parts = content if isinstance(content, list) else [{"text": content or ""}]
+    final = "".join(str(part["text"]) for part in parts)
     start = text.rfind(final.strip()) if final.strip() else -1
     if start < 0:
         raise RequestError(

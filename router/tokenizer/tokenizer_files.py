@@ -48,7 +48,7 @@ def load_tokenizer_files(path: str, chat_template: str | None = None) -> Tokeniz
     """
     folder = _folder(path)
     config = _read_json(folder / "tokenizer_config.json")
-    special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
+    special_tokens = _read_special_tokens(folder, config)
     template = chat_template or _read_template(folder, config)
     return TokenizerFiles(
         tokenizer=_load_tokenizer(folder),
@@ -56,6 +56,17 @@ def load_tokenizer_files(path: str, chat_template: str | None = None) -> Tokeniz
         digest=digest(_text(folder / "tokenizer.json"), template or "", repr(sorted(special_tokens.items()))),
         response_template=answers if isinstance(answers := config.get("response_template"), dict) else None,
     )
+
+
+def load_chat_template(folder: Path) -> ChatTemplate | None:
+    """Read the chat template of the model in a folder; None where it has none. Raises ConfigError."""
+    config = _read_json(folder / "tokenizer_config.json")
+    template = _read_template(folder, config)
+    return ChatTemplate(template, _read_special_tokens(folder, config)) if template else None
+
+
+def _read_special_tokens(folder: Path, config: dict[str, object]) -> dict[str, str]:
+    return _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
 
 
 def _folder(path: str) -> Path:

@@ -15,6 +15,9 @@ from cluster.deploy_file import DeployFile, read_deploy_file
 from cluster.preflight import check_files, check_memory
 from cluster.replica_settings import unplaced_settings
 from protos.errors import ConfigError
+from router.tokenizer.chat_prompt import chat_prompt
+from router.tokenizer.chat_template import ChatTemplate
+from router.tokenizer.tokenizer_files import load_chat_template
 
 
 def check(
@@ -40,6 +43,8 @@ def check_deployment(file: DeployFile) -> DeployFile:
             room for a log.
     """
     config = check_files(file.config, report)
+    for rule in _template_rules(config):
+        report(f"note: the chat template: {rule}")
     check_memory(config)
     return replace(file, config=config)
 
@@ -49,6 +54,16 @@ def _check_start(config: DeployConfig) -> None:
     from actors.start_check import check_start
 
     check_start(unplaced_settings(config), is_on_gpu=config.pair.gpus is not None)
+
+
+def _template_rules(config: DeployConfig) -> list[str]:
+    """Return what the chat template refuses or loses, and what is done about it; nothing of a model on the Hub."""
+    folder = Path(resolve_model_path(config.target.path))
+    own = config.ingress.chat_template_text
+    if own is None and not folder.is_dir():
+        return []
+    template = load_chat_template(folder) if own is None else ChatTemplate(own, {})
+    return [] if template is None else [str(rule) for rule in chat_prompt(template).rules]
 
 
 def _report_quality(config: DeployConfig, files: list[Path]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from router.requests.tools import NAME_PATTERN
 
-_HEAD = re.compile(rf"\s*call:\s*({NAME_PATTERN})\s*(?=\{{{{|$)")
+_HEAD = re.compile(rf"\s*call:\s*({NAME_PATTERN})\s*(?=\{{|$)")
 _KEY = re.compile(r'\s*([^\s:{}\[\],"<]+)\s*:')
 _BARE = re.compile(r"[^,{}\[\]]*")
 _MAX_DEPTH = 64

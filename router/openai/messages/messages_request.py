@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from protos.errors import RequestError
 from router.requests.body import Body
-from router.requests.foreign_turn import ForeignTurn, text_of
+from router.requests.foreign_turn import ForeignChat, ForeignTurn
 from router.requests.generation_fields import Int, Seed, SpeculationFields, TokenLimit
+from router.tokenizer.content_parts import kind_of, plain_content, text_in
 
-_TEXT = ("text",)
+_SERVER_KINDS = ("_use", "_result")  # of blocks about what Anthropic's servers did
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -46,14 +46,11 @@ class MessagesRequest(Body):
         tools = list(enumerate(self.tools or []))
         own = [_function(tool, rank) for rank, tool in tools if tool.get("type") in (None, "custom")]
         foreign = [f"tools.{rank}" for rank, tool in tools if tool.get("type") not in (None, "custom")]
-        messages = [*self._system(), *self._messages()]
-        if not messages:
-            raise RequestError("messages have no content; send a text at least.", param="messages")
-        is_prefill = messages[-1]["role"] == "assistant" and bool(messages[-1].get("content"))
+        conversation = self._conversation()
+        is_prefill = _is_begun(conversation.messages[-1])
         choice = self.tool_choice or {}
-        chat = {
+        fields = {
             "model": self.model,
-            "messages": messages,
             "max_tokens": self.max_tokens,
             "continue_final_message": is_prefill or None,
             "temperature": self.temperature,
@@ -73,14 +70,17 @@ class MessagesRequest(Body):
             "speculation": self.speculation and self.speculation.model_dump(exclude_unset=True),
             "store": self.store,
         }
-        return ForeignTurn(chat, foreign)
+        return ForeignTurn(fields, conversation, foreign)
 
-    def _system(self) -> list[dict[str, Any]]:
-        text = text_of(self.system, _TEXT, "system")
-        return [{"role": "system", "content": text}] if text else []
-
-    def _messages(self) -> list[dict[str, Any]]:
-        return [said for message in self.messages for said in _said(message)]
+    def _conversation(self) -> ForeignChat:
+        chat = ForeignChat()
+        if plain_content(self.system).text:
+            chat.add("system", {"role": "system", "content": self.system})
+        for rank, message in enumerate(self.messages):
+            _say(chat, message, f"messages.{rank}")
+        if not chat.messages:
+            raise RequestError("messages have no content; send a text at least.", param="messages")
+        return chat
 
     def _thinking(self) -> dict[str, Any] | None:
         if self.thinking is None:
@@ -101,27 +101,42 @@ class MessagesRequest(Body):
         )
 
 
-def _said(message: dict[str, Any]) -> Iterable[dict[str, Any]]:
-    """Yield one message as those of a chat: each result of a tool is a message of its own there."""
+def _is_begun(message: dict[str, Any]) -> bool:
+    """True if a message is the beginning of the answer that is asked for."""
+    has_text = bool(plain_content(message.get("content")).text)
+    return message["role"] == "assistant" and has_text and not message.get("tool_calls")
+
+
+def _say(chat: ForeignChat, message: dict[str, Any], name: str) -> None:
+    """Add one message as those of a chat: each result of a tool is a message of its own there."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(content, list):
-        yield {"role": role, "content": content}
+        chat.add(name, {"role": role, "content": content})
         return
-    blocks = [block for block in content if isinstance(block, dict)]
-    if len(blocks) < len(content):
-        raise RequestError("a message's content holds something that is no object.", param="messages")
-    for block in blocks:
-        if block.get("type") == "tool_result":
-            text = text_of(block.get("content"), _TEXT, "messages")
-            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
-    calls = [_call(block) for block in blocks if block.get("type") == "tool_use"]
-    thoughts = "".join(str(block.get("thinking", "")) for block in blocks if block.get("type") == "thinking")
-    others = ("tool_result", "tool_use", "thinking", "redacted_thinking")
-    rest = [block for block in blocks if block.get("type") not in others]
-    text = text_of(rest, _TEXT, "messages")
+    calls, thoughts, rest = [], "", []
+    for block in content:
+        kind = kind_of(block)
+        if kind == "tool_result":
+            chat.add(name, {"role": "tool", "tool_call_id": _id(block.get("tool_use_id")), "content": _output(block)})
+        elif kind == "tool_use":
+            calls.append(_call(block))
+        elif kind == "thinking":
+            thoughts += str(block.get("thinking", ""))
+        elif role == "assistant" and kind.endswith(_SERVER_KINDS) and not text_in(block):
+            chat.left_out.append(f"{name}.{kind}")
+        elif kind != "redacted_thinking":
+            rest.append(block)
     if rest or calls or thoughts:
-        said: dict[str, Any] = {"role": role, "content": text}
-        yield {**said, **({"tool_calls": calls} if calls else {}), **({"reasoning": thoughts} if thoughts else {})}
+        said = {"role": role, "content": rest, "tool_calls": calls or None, "reasoning": thoughts or None}
+        chat.add(name, {key: value for key, value in said.items() if value is not None})
+
+
+def _output(block: dict[str, Any]) -> object:
+    return block.get("content") or ""
+
+
+def _id(value: object) -> str | None:
+    return None if value is None else str(value)
 
 
 def _call(block: dict[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from pydantic import WithJsonSchema, model_validator
 
 from protos.errors import RequestError
 from router.requests.body import Body
-from router.requests.foreign_turn import ForeignTurn, text_of
+from router.requests.foreign_turn import ForeignChat, ForeignTurn
 from router.requests.generation_fields import Seed, SpeculationFields, Text, TokenLimit
+from router.tokenizer.content_parts import text_in
 
-_TEXT = ("input_text", "output_text", "text", "refusal")
 _KEPT = ("previous_response_id", "conversation", "background", "prompt")
 
 _INPUT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]}
@@ -68,9 +68,8 @@ class ResponsesRequest(Body):
         """Return the turn as a chat. Raises `RequestError`."""
         tools = list(enumerate(self.tools or []))
         own = [_function(tool) for _, tool in tools if tool.get("type") == "function"]
-        chat = {
+        fields = {
             "model": self.model,
-            "messages": self._messages(),
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -87,19 +86,23 @@ class ResponsesRequest(Body):
             "speculation": self.speculation and self.speculation.model_dump(exclude_unset=True),
             "store": self.store,
         }
-        return ForeignTurn(chat, [f"tools.{rank}" for rank, tool in tools if tool.get("type") != "function"])
+        foreign = [f"tools.{rank}" for rank, tool in tools if tool.get("type") != "function"]
+        return ForeignTurn(fields, self._conversation(), foreign)
 
-    def _messages(self) -> list[dict[str, Any]]:
-        messages: list[dict[str, Any]] = []
+    def _conversation(self) -> ForeignChat:
+        chat = ForeignChat()
         if self.instructions:
-            messages.append({"role": "system", "content": self.instructions})
+            chat.add("instructions", {"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
-            return [*messages, {"role": "user", "content": self.input}]
+            chat.add("input", {"role": "user", "content": self.input})
+            return chat
         if not isinstance(self.input, list) or not self.input:
             raise RequestError("input must be a text or a list of items.", param="input")
         for rank, item in enumerate(self.input):
-            _add_item(messages, item, f"input[{rank}]")
-        return messages
+            _add_item(chat, item, f"input[{rank}]")
+        if not chat.messages:
+            raise RequestError("input holds no item that has a text; send a message.", param="input")
+        return chat
 
     def _format(self) -> dict[str, Any] | None:
         match (self.text or {}).get("format"):
@@ -113,41 +116,60 @@ class ResponsesRequest(Body):
         raise RequestError("text.format must be of type text, json_object or json_schema.", param="text.format")
 
 
-def _add_item(messages: list[dict[str, Any]], item: Any, name: str) -> None:
+def _add_item(chat: ForeignChat, item: Any, name: str) -> None:
     """Add an item to the chat: thoughts, text and calls that follow one another are one message of the assistant."""
-    match item:
-        case {"type": "function_call", "name": str(function), "call_id": str(call_id)}:
-            arguments = {"name": function, "arguments": item.get("arguments") or "{}"}
-            call = {"id": call_id, "type": "function", "function": arguments}
-            _assistant(messages).setdefault("tool_calls", []).append(call)
-        case {"type": "function_call_output", "call_id": str(call_id), "output": output}:
-            content = text_of(output, _TEXT, name)
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
-        case {"type": "reasoning"}:
-            parts = item.get("content") or item.get("summary") or []
-            thoughts = text_of(parts, ("reasoning_text", "summary_text"), name)
-            if thoughts:
-                messages.append({"role": "assistant", "reasoning": thoughts})
-        case {"role": str(role), "content": content} if item.get("type", "message") == "message":
-            text = text_of(content, _TEXT, name)
-            is_open = role == "assistant" and bool(messages) and set(messages[-1]) == {"role", "reasoning"}
-            if is_open:
-                messages[-1]["content"] = text
-            else:
-                messages.append({"role": role, "content": text})
-        case _:
-            kind = item.get("type") if isinstance(item, dict) else type(item).__name__
-            raise RequestError(
-                f"{name} is of type {kind!r}; this server reads messages, reasoning, function_call and "
-                "function_call_output, and keeps no items to refer to.",
-                param="input",
-            )
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind == "message" and isinstance(item.get("role"), str):
+        _add_message(chat, item, name)
+    elif kind == "reasoning":
+        thoughts = "".join(map(_thought, item.get("content") or item.get("summary") or []))
+        if thoughts:
+            chat.add(name, {"role": "assistant", "reasoning": thoughts})
+    elif isinstance(kind, str) and kind.endswith("_call_output"):
+        content = item.get("output")
+        chat.add(name, {"role": "tool", "tool_call_id": _call_id(item), "content": "" if content is None else content})
+    elif isinstance(kind, str) and (kind == "function_call" or (kind.endswith("_call") and "call_id" in item)):
+        chat.open_answer(name).setdefault("tool_calls", []).append(_call(item, kind))
+    elif not isinstance(kind, str) or kind in ("message", "item_reference"):
+        raise RequestError(
+            f"{name} is of type {kind or type(item).__name__!r}; this server reads messages, reasoning, calls and "
+            "their outputs, and keeps no items to refer to.",
+            param="input",
+        )
+    elif text := text_in(item):  # something that OpenAI's servers did
+        chat.add(name, {"role": "assistant", "content": text})
+    else:
+        chat.left_out.append(name)
 
 
-def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant"})
-    return messages[-1]
+def _add_message(chat: ForeignChat, item: dict[str, Any], name: str) -> None:
+    is_open = item["role"] == "assistant" and bool(chat.messages) and set(chat.messages[-1]) == {"role", "reasoning"}
+    if is_open:
+        chat.messages[-1]["content"] = item.get("content")
+    else:
+        chat.add(name, {"role": item["role"], "content": item.get("content")})
+
+
+def _thought(part: Any) -> str:
+    text = part.get("text") if isinstance(part, dict) else part
+    return text if isinstance(text, str) else ""
+
+
+def _call_id(item: dict[str, Any]) -> str | None:
+    id_ = item.get("call_id") or item.get("id")
+    return None if id_ is None else str(id_)
+
+
+def _call(item: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return a call as chats have it: of a function, of a custom tool with its input, or of a tool with its action."""
+    if kind == "function_call":
+        name, arguments = item.get("name"), item.get("arguments")
+    elif kind == "custom_tool_call":
+        name, arguments = item.get("name"), {"input": item.get("input")}
+    else:
+        name = kind.removesuffix("_call")
+        arguments = {key: item[key] for key in item if key not in ("type", "id", "call_id", "status")}
+    return {"id": _call_id(item), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:

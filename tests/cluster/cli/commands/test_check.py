@@ -27,6 +27,16 @@ def test_a_chat_template_is_a_file_or_a_text(tmp_path: Path, capsys: pytest.Capt
     assert "is fine: model 'outrider-demo'" in " ".join(capsys.readouterr().out.split())
 
 
+def test_chats_that_the_template_refuses_are_named_with_what_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    template = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}"
+    assert check(tmp_path, ingress__chat_template=template + "{% endfor %}") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "note: the chat template: system messages are not taken: their text goes before the first user's" in said
+    assert "written as text, in Hermes's form" in said
+
+
 def test_a_chat_template_that_is_no_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "mine.jinja").write_bytes(b"\xff\xfe")
     assert check(tmp_path, ingress__chat_template=str(tmp_path / "mine.jinja")) == 1

@@ -1,0 +1,98 @@
+"""The parts of a message's content as one text: what has a text is read, in whichever API's form it comes.
+
+A picture, a sound or a file has none. In what was said before a note stands in for it, so that a chat which holds one
+can go on; in the turn that asks for something it is refused by name (`ChatCompletionRequest`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
+_NATIVE = ("text", "input_text", "output_text", "refusal")
+_BYTES = {"image": "image", "screenshot": "image", "audio": "audio", "video": "video"}  # kinds without a text
+_NOTES = {**_BYTES, "file": "file", "document": "file", "upload": "file"}
+_MAX_DEPTH = 8
+# Where texts stand in parts and items of other kinds, in the order in which they are read.
+_TEXT_KEYS = (
+    *("title", "url", "text", "refusal", "logs", "stdout", "stderr"),
+    *("content", "output", "source", "results", "outputs"),
+)
+_SOURCES = ("base64", "url", "file")  # of bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PlainContent:
+    """The text of a content, and the kinds of its parts that have none, by their places."""
+
+    text: str
+    unread: tuple[tuple[int, str], ...] = ()
+
+
+def plain_content(content: object) -> PlainContent:
+    """Return the text of a string, of parts, or of anything else that a tool may have answered."""
+    if content is None or isinstance(content, str):
+        return PlainContent(content or "")
+    if isinstance(content, Mapping) and "type" in content:
+        content = [content]
+    if not isinstance(content, list):
+        return PlainContent(json.dumps(content, ensure_ascii=False))
+    pieces: list[tuple[str, bool]] = []  # a text, and whether it joins its neighbours as it is
+    unread = []
+    for place, part in enumerate(content):
+        kind = kind_of(part)
+        text = text_in(part)
+        if not text and not _may_be_empty(part, kind):
+            unread.append((place, kind))
+            text = note_for(kind)
+        if text:
+            pieces.append((text, kind in _NATIVE))
+    return PlainContent(_joined(pieces), tuple(unread))
+
+
+def _may_be_empty(part: object, kind: str) -> bool:
+    texts = (part.get("text"), part.get("refusal")) if isinstance(part, Mapping) else (part,)
+    return kind in _THOUGHTS or (kind in _NATIVE and "" in texts)
+
+
+def _joined(pieces: list[tuple[str, bool]]) -> str:
+    text = ""
+    was_native = True
+    for piece, is_native in pieces:
+        text += piece if not text or (is_native and was_native) else f"\n{piece}"
+        was_native = is_native
+    return text
+
+
+def kind_of(part: object) -> str:
+    """Return the type of a part, or of the value that stands in its place; a text is a part of type text."""
+    if isinstance(part, str):
+        return "text"
+    kind = part.get("type", "text" if "text" in part else None) if isinstance(part, Mapping) else None
+    return kind if isinstance(kind, str) else type(part).__name__
+
+
+def note_for(kind: str) -> str:
+    """Return the note that stands in for a part without a text."""
+    return f"[{next((note for name, note in _NOTES.items() if name in kind), 'content')} omitted]"
+
+
+def text_in(value: object, depth: int = 0) -> str:
+    """Return the text in a part or an item; nothing of thoughts, of encrypted texts and of bytes."""
+    if isinstance(value, str) or depth > _MAX_DEPTH:
+        return value if isinstance(value, str) else ""
+    if isinstance(value, list):
+        return "\n".join(filter(None, (text_in(each, depth + 1) for each in value)))
+    if not isinstance(value, Mapping) or _is_textless(value):
+        return ""
+    if value.get("type") == "text" and isinstance(value.get("data"), str):  # a document's source
+        return str(value["data"])
+    texts = (text_in(value.get(key), depth + 1) for key in _TEXT_KEYS)
+    return "\n".join(filter(None, texts))
+
+
+def _is_textless(part: Mapping[str, object]) -> bool:
+    kind = kind_of(part)
+    return kind in (*_THOUGHTS, *_SOURCES) or any(name in kind for name in _BYTES)

@@ -1,0 +1,272 @@
+"""The rules of a chat template, learnt by rendering small chats: which it takes, and which it shows whole.
+
+A text that does not come out is lost, unless it is a thought: templates leave the thoughts of earlier turns out on
+purpose. The place of a text is the template's own business.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from protos.errors import RequestError
+from router.tokenizer.chat_repairs import Messages
+from router.tokenizer.chat_template import ChatTemplate
+from router.tokenizer.template_rules import Rule, TemplateRules
+from router.tokenizer.written_calls import Message
+
+logger = logging.getLogger(__name__)
+
+_RENDER_LIMIT_S, _LIMIT_S = 0.25, 2.0  # of processor time: for one chat, and for all; a chat takes some 0.2 ms
+_WORD = re.compile("qz[a-z]{3}q")  # a text of a probe, which no template writes itself
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "qztooq",
+        "description": "reads",
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "string", "description": "a text"}},
+            "required": ["x"],
+        },
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LearntRules:
+    """What a template loses is mended in every chat, what it refuses in a chat that is refused."""
+
+    losses: TemplateRules
+    all_: TemplateRules
+
+
+class _Outcome(Enum):
+    SHOWN = auto()
+    LOST = auto()
+    REFUSED = auto()
+
+
+def learn_rules(template: ChatTemplate, *, has_tools: bool) -> LearntRules:
+    """Return the rules of a template for chats with or without tools."""
+    return _Learner(template, has_tools=has_tools).learn()
+
+
+def _turn(role: str, word: str, **more: Any) -> Message:
+    return {"role": role, "content": f"qz{word}q" if word else "", **more}
+
+
+def _call(id_: str | None = "abcdefgh1", word: str = "arg", **function: Any) -> dict[str, Any]:
+    named = {"name": "qzcalq", "arguments": {"x": f"qz{word}q"}} | function
+    return {**({} if id_ is None else {"id": id_}), "type": "function", "function": named}
+
+
+def _calls(*calls: dict[str, Any], word: str = "", **more: Any) -> Message:
+    return _turn("assistant", word, tool_calls=list(calls), **more)
+
+
+def _result(id_: str | None = "abcdefgh1", word: str = "res") -> Message:
+    return _turn("tool", word, **({} if id_ is None else {"tool_call_id": id_}))
+
+
+_SYSTEM, _LATE = _turn("system", "sys"), _turn("system", "lat")
+_USER, _USER_2, _USER_3 = _turn("user", "usa"), _turn("user", "usb"), _turn("user", "usc")
+_SAID, _SAID_2 = _turn("assistant", "asa"), _turn("assistant", "asb")
+_CALLED, _RESULT = _calls(_call()), _result()
+_CALLED_2, _RESULT_2 = _calls(_call("abcdefgh2", "arh")), _result("abcdefgh2", "ret")
+_BOTH = _calls(_call(), _call("abcdefgh2", "arh"))
+_TALKING = _calls(_call(), word="tal")
+_FOREIGN_IDS = ("call_abcdefghijklmnopqrstuvwx", "toolu_01AbCd", "functions.f:0", "x", "0-1-2", "", None)
+_AROUND = {Rule.ALTERNATING_AROUND_TOOLS}
+
+# Chats, and the rules that may mend them, the least change first. Later chats are tried with the rules found before.
+_PROBES: list[tuple[list[Messages], list[set[Rule]]]] = [
+    ([[_USER], [_USER, _SAID, _USER_2]], [{Rule.CONTENT_AS_PARTS}]),
+    ([[_SYSTEM, _USER], [_SYSTEM, _USER, _SAID, _USER_2]], [{Rule.NO_SYSTEM}]),
+    ([[_SYSTEM, _LATE, _USER]], [{Rule.ONE_SYSTEM}]),
+    (
+        [
+            [_USER, _LATE],
+            [_SYSTEM, _USER, _LATE],
+            [_SYSTEM, _USER, _LATE, _SAID, _USER_2],
+            [_SYSTEM, _USER, _SAID, _LATE, _USER_2],
+            [_SYSTEM, _USER, _SAID, _USER_2, _LATE],
+        ],
+        [{Rule.LATE_SYSTEM_AS_USER}, {Rule.LATE_SYSTEM_AS_USER, Rule.ALTERNATING}],
+    ),
+    ([[_USER, _USER_2], [_USER, _USER_2, _SAID, _USER_3], [_USER, _SAID, _SAID_2, _USER_2]], [{Rule.ALTERNATING}]),
+    ([[_SAID, _USER], [_SYSTEM, _SAID, _USER], [_SYSTEM]], [{Rule.USER_FIRST}]),
+    ([[_USER, _SAID]], [{Rule.USER_LAST}]),
+    ([[_USER, {"role": "assistant"}, _USER_2]], [{Rule.CONTENT}]),
+    (
+        [[_USER, _turn("assistant", ""), _USER_2]],
+        [{Rule.NO_EMPTY_ASSISTANT}, {Rule.NO_EMPTY_ASSISTANT, Rule.ALTERNATING}],
+    ),
+    ([[_turn("system", ""), _USER]], [{Rule.NO_EMPTY_SYSTEM}]),
+    ([[_turn("user", "")], [_turn("user", ""), _SAID, _USER]], [{Rule.NO_EMPTY_USER}]),
+    (
+        [[_USER, _CALLED, _RESULT], [_USER, _CALLED, _RESULT, _SAID, _USER_2]],
+        [
+            {Rule.ARGUMENTS_AS_TEXT},
+            {Rule.NO_TEXT_IS_NONE},
+            {Rule.RESULT_NAMES},
+            {Rule.NO_TEXT_IS_NONE, Rule.ARGUMENTS_AS_TEXT},
+            {Rule.RESULT_NAMES, Rule.ARGUMENTS_AS_TEXT},
+            {Rule.LONG_IDS},
+            {Rule.LONG_IDS, Rule.ARGUMENTS_AS_TEXT},
+            {Rule.CALLS_AS_TEXT},
+            {Rule.CALLS_AS_TEXT, Rule.ALTERNATING},
+        ],
+    ),
+    (
+        [
+            [_SYSTEM, _USER, _CALLED, _RESULT],
+            [_SYSTEM, _USER, _SAID, _USER_2, _CALLED, _RESULT],
+            [_SYSTEM, _USER, _SAID],
+        ],
+        [{Rule.SYSTEM_IN_LAST_USER}, {Rule.NO_SYSTEM}],
+    ),
+    (
+        [[_USER, _calls(_call(id_)), _result(id_)] for id_ in _FOREIGN_IDS],
+        [{Rule.SHORT_IDS}, {Rule.LONG_IDS}],
+    ),
+    (
+        [
+            [_USER, _CALLED, _RESULT, _USER_2],
+            [_USER, _CALLED, _RESULT, _SAID, _SAID_2, _USER_2],
+            [_USER, _SAID, _CALLED, _RESULT, _SAID_2],
+            [_USER, _CALLED, _USER_2],
+            [_USER, _CALLED, _SAID, _USER_2],
+        ],
+        [_AROUND, {Rule.TEXT_BESIDE_CALLS}, {Rule.RESULTS_FOR_CALLS}, _AROUND | {Rule.RESULTS_FOR_CALLS}],
+    ),
+    (
+        [[_USER, _TALKING, _RESULT], [_SYSTEM, _USER, _TALKING, _RESULT]],
+        [{Rule.TEXT_BEFORE_CALLS}, {Rule.TEXT_BEFORE_CALLS} | _AROUND],
+    ),
+    (
+        [
+            [_USER, _TALKING, _RESULT, _SAID],
+            [_USER, _TALKING, _RESULT, _SAID, _USER_2],
+            [_USER, _TALKING, _RESULT, _calls(_call("abcdefgh2"), word="tam"), _RESULT_2, _SAID, _USER_2],
+        ],
+        [
+            {Rule.TEXT_BEFORE_ANSWERED_CALLS},
+            {Rule.TEXT_BEFORE_CALLS},
+            {Rule.TEXT_BEFORE_ANSWERED_CALLS} | _AROUND,
+            {Rule.TEXT_BEFORE_CALLS} | _AROUND,
+        ],
+    ),
+    (
+        [[_USER, _calls(_call(), word="tal", reasoning="r", reasoning_content="r", thinking="r"), _RESULT]],
+        [{Rule.TEXT_INTO_THOUGHT}],
+    ),
+    (
+        [[_USER, _BOTH, _RESULT, _RESULT_2], [_USER, _BOTH, _RESULT, _RESULT_2, _SAID, _USER_2]],
+        [{Rule.ONE_CALL}, {Rule.CALLS_AS_TEXT}, {Rule.CALLS_AS_TEXT, Rule.ALTERNATING}],
+    ),
+    (
+        [
+            [_USER, _RESULT],
+            [_USER, _RESULT, _SAID, _USER_2],
+            [_USER, _SAID, _RESULT],
+            [_USER, _CALLED, _RESULT, _SAID, _RESULT_2],
+            [_RESULT, _USER],
+        ],
+        [{Rule.ORPHANS_AS_TEXT}, {Rule.ORPHANS_AS_TEXT} | _AROUND, {Rule.ORPHANS_AS_TEXT, Rule.USER_FIRST} | _AROUND],
+    ),
+    (
+        [
+            [_USER, _CALLED, _USER_2, _RESULT],
+            [_USER, _CALLED, _LATE, _RESULT],
+            [_USER, _CALLED, _CALLED_2, _RESULT, _RESULT_2],
+        ],
+        [{Rule.RESULTS_AFTER_CALLS}, {Rule.RESULTS_AFTER_CALLS} | _AROUND],
+    ),
+    ([[_CALLED, _RESULT, _USER], [_SYSTEM, _CALLED, _RESULT]], [{Rule.USER_BEFORE_CALLS}, {Rule.USER_FIRST}]),
+    ([[_USER, _CALLED, _result(word="")]], [{Rule.NO_EMPTY_RESULT}]),
+    ([[_USER, _calls(_call(arguments='qzcutq{"')), _RESULT]], [{Rule.ARGUMENTS_AS_OBJECTS}]),
+    ([[_USER, _CALLED]], [{Rule.RESULTS_FOR_CALLS}]),
+]
+
+
+class _Learner:
+    def __init__(self, template: ChatTemplate, *, has_tools: bool) -> None:
+        self._template = template
+        self._tools: list[dict[str, Any]] | None = [_TOOL] if has_tools else None
+        self._end_s = time.thread_time() + _LIMIT_S
+
+    def learn(self) -> LearntRules:
+        """Find the rules, probe by probe, until the time is over."""
+        found, losses = TemplateRules(), TemplateRules()
+        if (rule := self._rule_of_tools()) is not None:
+            found = losses = TemplateRules(frozenset({rule}))
+        for chats, remedies in _PROBES:
+            if time.thread_time() > self._end_s:
+                logger.warning("the chat template takes long: its rules are learnt in part")
+                break
+            remedy = self._remedy(chats, self._outcomes(chats, found), found, remedies)
+            if remedy is not None:
+                found |= remedy
+            losses |= self._against_losses(chats, losses, found, remedies)
+        return LearntRules(losses, found | losses)
+
+    def _against_losses(
+        self, chats: list[Messages], losses: TemplateRules, found: TemplateRules, remedies: list[set[Rule]]
+    ) -> TemplateRules:
+        """Return the rules that chats need which the template takes as they are, without some of their texts."""
+        lost = [chat for chat in chats if self._outcome(chat, losses) is _Outcome.LOST]
+        if not lost:
+            return TemplateRules()
+        known = [*remedies, *({rule} for rule in Rule if rule in found.rules), set(found.rules)]
+        return self._remedy(lost, [_Outcome.LOST] * len(lost), losses, known) or TemplateRules()
+
+    def _rule_of_tools(self) -> Rule | None:
+        """Return the rule without which tools are not shown, or chats without tools are refused."""
+        if self._tools is None:
+            is_refused = self._render([_USER], TemplateRules()) is None
+            self._tools = [] if is_refused else None
+            is_mended = is_refused and self._render([_USER], TemplateRules()) is not None
+            return Rule.NO_TOOLS_IS_A_LIST if is_mended else None
+        texts = [self._render([_USER], TemplateRules(frozenset(rules))) for rules in ((), (Rule.SYSTEM_FOR_TOOLS,))]
+        is_mended = [_TOOL["function"]["name"] in (text or "") for text in texts] == [False, True]
+        return Rule.SYSTEM_FOR_TOOLS if is_mended else None
+
+    def _remedy(
+        self, chats: list[Messages], before: list[_Outcome], found: TemplateRules, remedies: list[set[Rule]]
+    ) -> TemplateRules | None:
+        """Return the first of the remedies that mend most of the chats, and spoil none."""
+        best, num_best = None, 0
+        for rules in remedies if any(each is not _Outcome.SHOWN for each in before) else ():
+            remedy = TemplateRules(frozenset(rules))
+            gains = [
+                (outcome is _Outcome.SHOWN) - (was is _Outcome.SHOWN)
+                for outcome, was in zip(self._outcomes(chats, found | remedy), before, strict=True)
+            ]
+            if min(gains) >= 0 and sum(gains) > num_best:
+                best, num_best = remedy, sum(gains)
+        return best
+
+    def _outcomes(self, chats: list[Messages], rules: TemplateRules) -> list[_Outcome]:
+        return [self._outcome(chat, rules) for chat in chats]
+
+    def _outcome(self, chat: Messages, rules: TemplateRules) -> _Outcome:
+        text = self._render(chat, rules)
+        if text is None:
+            return _Outcome.REFUSED
+        is_shown = all(word in text for word in _WORD.findall(json.dumps(chat)))
+        return _Outcome.SHOWN if is_shown else _Outcome.LOST
+
+    def _render(self, chat: Messages, rules: TemplateRules) -> str | None:
+        """Return the prompt; None if the template refuses the chat."""
+        if time.thread_time() > self._end_s:
+            return None
+        try:
+            return self._template.render(rules.adapt(chat), variables={"tools": self._tools}, limit_s=_RENDER_LIMIT_S)
+        except RequestError:
+            return None

@@ -1,0 +1,225 @@
+"""Chats that agents send reach every template whole, and ordinary ones as they came."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from protos.errors import RequestError
+from router.requests.chat_message import ChatMessageFields
+from router.tokenizer import chat_template
+from router.tokenizer.chat_prompt import ChatPrompt
+from router.tokenizer.chat_template import ChatTemplate
+from router.tokenizer.template_rules import PLAINEST, Rule, TemplateRules
+from tests.router.tokenizer.published import TEMPLATES, prompt, template
+
+Chat = list[dict[str, Any]]
+WORD = re.compile("w[0-9]+w")
+TOOL = {"type": "function", "function": {"name": "read", "description": "reads", "parameters": {"type": "object"}}}
+WHOLE_TOOL = json.loads(json.dumps(TOOL))
+WHOLE_TOOL["function"]["parameters"] |= {"properties": {"x": {"type": "string", "description": "d"}}, "required": ["x"]}
+HI, YES = {"role": "user", "content": "w1w"}, {"role": "assistant", "content": "w2w"}
+SYSTEM, MORE = {"role": "system", "content": "w3w"}, {"role": "user", "content": "w4w"}
+
+
+def call(id_: str | None = "abcdefgh1", arguments: object = '{"x": "w5w"}', name: str = "w6w") -> dict[str, Any]:
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def calls(*each: dict[str, Any], content: str | None = None) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "tool_calls": list(each or [call()])}
+
+
+LONG_ID = "call_0123456789abcdef01234567"
+RESULT = {"role": "tool", "tool_call_id": "abcdefgh1", "content": "w7w"}
+
+
+def turns(chat: Chat) -> list[dict[str, Any]]:
+    return [ChatMessageFields.model_validate(message).for_template() for message in chat]
+
+
+def words(chat: Chat) -> list[str]:
+    return [word for message in turns(chat) for word in WORD.findall(json.dumps(message))]
+
+
+def assert_shown(name: str, chat: Chat, tools: list[dict[str, Any]] | None = None) -> str:
+    text = prompt(name).render(turns(chat), variables={"tools": tools} if tools else None)
+    missing = [word for word in words(chat) if word not in text]
+    assert not missing, (name, chat, text)
+    return text
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> Chat:
+    """Anything that a client may call a chat: each text in it is a word of its own."""
+    counter = iter(range(10, 1000))
+    said = st.sampled_from([True, True, True, False])
+
+    def text() -> str:
+        return f"w{next(counter)}w" if draw(said) else ""
+
+    def one_call() -> dict[str, Any]:
+        word = f"w{next(counter)}w"
+        made = call(
+            draw(st.sampled_from(["abcdefgh1", LONG_ID, "toolu_1", "x", "functions.f:0", None])),
+            draw(st.sampled_from([f'{{"x": "{word}"}}', f'{{"x": "{word}', word, "", None, "[1]", {"x": word}])),
+            name=f"w{next(counter)}w",
+        )
+        return {key: value for key, value in made.items() if key != "type" or draw(said)}
+
+    chat: Chat = []
+    for role in draw(st.lists(st.sampled_from("SDUUAACCTTL"), min_size=1, max_size=9)):
+        match role:
+            case "S" | "D" | "U":
+                names = {"S": "system", "D": "developer", "U": "user"}
+                chat.append({"role": names[role], "content": text()})
+            case "A":
+                chat.append({"role": "assistant"} | ({"content": text() or None} if draw(said) else {}))
+            case "C":
+                each = [one_call() for _ in range(draw(st.integers(0, 3)))]
+                chat.append({"role": "assistant", "content": text() or None, "tool_calls": each})
+            case "T":
+                id_ = draw(st.sampled_from(["abcdefgh1", "toolu_1", "other", None]))
+                chat.append({"role": "tool", "tool_call_id": id_, "content": text()})
+            case "L":
+                chat.append({"role": "assistant", "function_call": {"name": f"w{next(counter)}w", "arguments": "{}"}})
+                chat.append({"role": "function", "name": "f", "content": text()})
+    return chat
+
+
+@given(st.sampled_from(list(TEMPLATES)), histories(), st.sampled_from([None, [TOOL], [WHOLE_TOOL]]))
+@settings(max_examples=400, deadline=None)
+@example("qwen3.5", [SYSTEM, {"role": "developer", "content": "w8w"}, HI], None)
+@example("mistral_nemo", [SYSTEM, HI, calls(call("call_1"), content="w8w"), RESULT, MORE, YES], [TOOL])
+@example("llama3.1", [calls(call(), call("b")), RESULT, HI], [TOOL])
+@example("gpt_oss", [HI, calls(call(), call("b"), content="w8w"), RESULT, YES, SYSTEM], None)
+def test_no_history_is_refused_and_no_text_of_it_is_lost(
+    name: str, chat: Chat, tools: list[dict[str, Any]] | None
+) -> None:
+    assert_shown(name, chat, tools)
+
+
+ORDINARY: list[Chat] = [
+    [HI],
+    [HI, YES, MORE],
+    [SYSTEM, HI, YES, MORE],
+    [HI, calls(), RESULT],
+    [SYSTEM, HI, calls(), RESULT, YES, MORE],
+    [HI, {"role": "assistant", "content": "w2w", "reasoning": "hm"}, MORE],
+]
+
+
+@pytest.mark.parametrize("tools", [None, [WHOLE_TOOL]], ids=["plain", "tools"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_chat_that_a_template_takes_and_shows_is_rendered_as_it_came(name: str, tools: Any) -> None:
+    num_kept = 0
+    for chat in ORDINARY:
+        try:
+            text = template(name).render(turns(chat), variables={"tools": tools} if tools else None)
+        except RequestError:
+            continue
+        if all(word in text for word in words(chat)) and (tools is None or "read" in text):
+            assert prompt(name).render(turns(chat), variables={"tools": tools} if tools else None) == text
+            num_kept += 1
+    assert num_kept or name in ("content_in_parts", "function_gemma", "defined_tools") or tools
+
+
+@pytest.mark.parametrize(
+    ("name", "chat", "wanted"),
+    [
+        ("qwen3.5", [SYSTEM, HI, {"role": "system", "content": "w8w"}], "user\nw1w<|im_end|>\n<|im_start|>user\nw8w"),
+        ("qwen3.5", [SYSTEM, {"role": "developer", "content": "w8w"}, HI], "system\nw3w\n\nw8w<|im_end|>"),
+        ("gemma_2", [SYSTEM, HI], "<start_of_turn>user\nw3w\n\nw1w<end_of_turn>"),
+        ("gemma_2", [SYSTEM, HI, MORE], "user\nw3w\n\nw1w\n\nw4w<end_of_turn>"),
+        ("gemma_2", [YES], "<start_of_turn>user\nContinue.<end_of_turn>\n<start_of_turn>model\nw2w"),
+        ("mistral_nemo", [SYSTEM, HI, calls(), RESULT], "[INST]w3w\n\nw1w[/INST][TOOL_CALLS]"),
+        ("mistral_nemo", [HI, calls(), RESULT, MORE], "[/TOOL_RESULTS]OK.</s>[INST]w4w[/INST]"),
+        ("llama3.1", [HI, calls(content="w8w"), RESULT], "assistant<|end_header_id|>\n\nw8w<|eot_id|>"),
+        ("chatml", [HI, calls(), RESULT], '<tool_call>\n{"name": "w6w", "arguments": {"x": "w5w"}}\n</tool_call>'),
+        ("chatml", [HI, calls(), RESULT], "user\n<tool_response>\nw7w\n</tool_response><|im_end|>"),
+        ("phi_3", [HI, RESULT], "<|user|>\n<tool_response>\nw7w\n</tool_response><|end|>"),
+        ("deepseek_r1", [HI, calls(content="w8w"), RESULT], "<｜Assistant｜>w8w<｜end▁of▁sentence｜><｜Assistant｜>"),
+        ("qwen3", [HI, calls(call(arguments='{"x": "w5w')), RESULT], '"arguments": {"x": "w5w}'),
+        ("glm_4.6", [HI, calls(call(arguments='{"x": "w5w')), RESULT], '<arg_value>{"x": "w5w</arg_value>'),
+        ("smollm", [HI, {"role": "assistant"}, MORE], "assistant\n<|im_end|>\n<|im_start|>user\nw4w"),
+    ],
+)
+def test_changes_are_the_least_that_help(name: str, chat: Chat, wanted: str) -> None:
+    assert wanted in assert_shown("chatml" if name == "smollm" else name, chat)
+
+
+def test_ids_stay_the_same_in_every_turn_and_name_call_and_result_alike() -> None:
+    chat = [
+        HI,
+        calls(call(LONG_ID)),
+        {**RESULT, "tool_call_id": LONG_ID},
+    ]
+    first = assert_shown("mistral_small_3.2", chat)
+    [called] = re.findall(r"\[CALL_ID\](\w{9})\[ARGS\]", first)
+    assert f"[TOOL_RESULTS]{called}[TOOL_CONTENT]" in first
+    assert assert_shown("mistral_small_3.2", [*chat, YES, MORE]).startswith(first)
+
+
+def test_nine_letters_are_kept() -> None:
+    assert "[CALL_ID]abcdefgh1[ARGS]" in assert_shown("mistral_small_3.2", [HI, calls(), RESULT, MORE])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_text_of_a_user_or_a_tool_becomes_the_system_s(name: str) -> None:
+    chat = [HI, SYSTEM, MORE, calls(call("b")), RESULT, RESULT, YES, HI]
+    for rules in (TemplateRules(frozenset(prompt(name).rules)), PLAINEST):
+        adapted = rules.adapt(turns(chat))
+        system = " ".join(str(message["content"]) for message in adapted if message["role"] == "system")
+        assert not {"w1w", "w4w", "w7w", "w2w"} & set(WORD.findall(system))
+
+
+def test_an_answer_that_is_continued_stays_last() -> None:
+    chat = [HI, HI, YES, {"role": "assistant", "content": "w9w so"}]
+    for name in TEMPLATES.keys() - {"pedant"}:  # which takes no answer at the end
+        text = prompt(name).render(turns(chat), continue_final_message=True)
+        assert text.endswith("w9w so"), name
+        assert all(word in text for word in words(chat))
+
+
+def test_a_chat_that_no_change_makes_good_is_refused_with_the_template_s_words() -> None:
+    pedant = ChatPrompt(ChatTemplate("{{ raise_exception('never') }}", {}))
+    with pytest.raises(RequestError, match="refuses these messages: never"):
+        pedant.render(turns([HI]))
+
+
+def test_a_template_that_does_not_end_is_probed_and_tried_but_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(chat_template, "_RENDER_LIMIT_S", 0.05)
+    monkeypatch.setattr("router.tokenizer.template_probes._LIMIT_S", 0.1)
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with caplog.at_level(logging.WARNING):
+        slow = ChatPrompt(ChatTemplate(endless, {}))
+    assert "learnt in part" in caplog.text
+    with pytest.raises(RequestError, match="processor time"):
+        slow.render(turns([HI]))
+
+
+def test_rules_are_said_once_in_words() -> None:
+    assert prompt("chatml").rules == [Rule.CONTENT, Rule.CALLS_AS_TEXT]
+    assert prompt("granite_4").rules == []
+    assert all((len(rule) < 120 and ":" in rule) or "must be" in rule or "must have" in rule for rule in Rule)
+
+
+def test_a_long_chat_is_adapted_in_no_time() -> None:
+    many = calls(*(call(f"id{rank}") for rank in range(3000)))
+    results = [{**RESULT, "tool_call_id": f"id{rank}"} for rank in reversed(range(3000))]
+    adapted = TemplateRules(frozenset({Rule.ONE_CALL, Rule.RESULTS_AFTER_CALLS, Rule.SHORT_IDS})).adapt(
+        turns([HI, many, *results])
+    )
+    assert len(adapted) == 6001
+    assert all(
+        called["tool_calls"][0]["id"] == result["tool_call_id"]
+        for called, result in zip(adapted[1::2], adapted[2::2], strict=True)
+    )
