@@ -97,7 +97,7 @@ class _Document:
         return self._schema(self._root)
 
     def _schema(self, node: Schema) -> Schema:
-        read = {}
+        read: Schema = {}
         for name, value in node.items():
             if name in _SCHEMAS_BY_NAME and isinstance(value, dict):
                 read[name] = {key: self._any(inner) for key, inner in value.items()}
