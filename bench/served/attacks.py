@@ -130,7 +130,7 @@ async def _many_biases(face: Face) -> Answers:
 async def _packed_schemas(face: Face) -> Answers:
     bodies: list[Any] = []
     for size in (340_000, 12_000):
-        schema = {"enum": [[]] * size}
+        schema: dict[str, Any] = {"enum": [[]] * size}
         for field in ({"guided_json": schema}, {"response_format": {"type": "json_object", "schema": schema}}):
             body = {"model": face.model, "max_tokens": 8, "prompt": "x", **field}
             bodies += [gzip.compress(json.dumps(body).encode())] * 10
