@@ -50,7 +50,8 @@ def paged_attention(  # the signature is that of transformers' AttentionInterfac
         raise UnsupportedAttentionError("its attention adds a bias or a mask of its own")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = LayerOptions(scaling, getattr(module, WINDOW_ATTRIBUTE, sliding_window), softcap, s_aux)
-    return attention_pass.attend(module.layer_idx, query, key, value, options), None
+    # In one piece, as transformers' own functions return it: some families take a view of it.
+    return attention_pass.attend(module.layer_idx, query, key, value, options).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

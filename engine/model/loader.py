@@ -147,7 +147,9 @@ def load_config(path: str) -> PreTrainedConfig:
     if _looks_local(path) and not Path(path).expanduser().is_dir():
         raise ConfigError(f"model folder {path!r} does not exist; give a local folder or a Hub id such as 'org/name'")
     try:
-        return cast(PreTrainedConfig, AutoConfig.from_pretrained(path, trust_remote_code=False))
+        config = cast(PreTrainedConfig, AutoConfig.from_pretrained(path, trust_remote_code=False))
+        config.get_text_config()  # raises where several parts are models of text
+        return config
     except READING_ERRORS as error:
         raise ConfigError(f"{path!r} holds no model configuration that transformers knows: {_named(error)}") from error
 

@@ -26,7 +26,7 @@ from engine.kv_cache.pool import KVCache, LayerShape, block_bytes
 from engine.model.attention_probe import LayerRecord, record_attention, refusal, set_windows, understood
 from engine.model.checkpoint.node_memory import check_pool_memory
 from engine.model.decoders.llama_decoder import LlamaDecoder
-from engine.model.decoders.stock_decoder import StockDecoder
+from engine.model.decoders.stock_decoder import StockDecoder, counts_rows
 from engine.model.determinism import first_difference, has_experts, obstacle
 from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps
@@ -97,7 +97,8 @@ class PagedModel:
         Raises:
             ConfigError: the model's family cannot be served.
         """
-        sequences, far = _probe_token_ids(model), _far_position(model)
+        with understood(model):
+            sequences, far = _probe_token_ids(model), _far_position(model)
         stock: _Stock | None = None
         if rank.is_first:  # the others read their part of the weights alone, which are those of a mapped file
             with understood(model), dequantized(model, quantization):
@@ -121,13 +122,8 @@ class PagedModel:
         with understood(model):
             logits = self._probed(sequences, far, plan_attention)
             leaked = self._probed((_others(sequences[0], self.vocab_size), sequences[1]), far, plan_attention)
-        if rank.is_first and not (error := _relative_error(logits, stock_logits)) <= tolerance:
-            place = f" on {rank.size} ranks" if rank.size > 1 else ""
-            raise refusal(model, f"its logits in a forward batch{place} differ from the stock model's by {error:.1%}")
-        rows = slice(-len(sequences[1]), None)
-        leak = _leak(logits[rows], leaked[rows], has_experts=has_experts(model))
-        if rank.is_first and not leak <= (_MAX_EXPERTS_LEAK if has_experts(model) else _MAX_LEAK):
-            raise refusal(model, f"other tokens beside a sequence in a forward batch change its logits by {leak:.2%}")
+        if rank.is_first:
+            _check(model, logits, stock_logits, leaked, tolerance, num_own=len(sequences[1]))
         if is_deterministic and (difference := self._first_difference(plan_attention)):
             raise _not_deterministic(model, f"the same tokens have other logits in {difference} than in a prefill")
 
@@ -230,15 +226,39 @@ def _not_deterministic(model: PreTrainedModel, reason: str) -> ConfigError:
     )
 
 
+def _check(
+    model: PreTrainedModel, logits: Tensor, expected: Tensor, leaked: Tensor, tolerance: float, *, num_own: int
+) -> None:
+    """Refuse logits that are not those expected of each sequence, or that change for the last beside others."""
+    parts = (slice(None, -num_own), slice(-num_own, None))
+    error = max(_relative_error(logits[rows], expected[rows]) for rows in parts)
+    if not error <= tolerance:
+        raise refusal(model, f"its logits in a forward batch differ from the stock model's by {error:.1%}")
+    if _is_leaking(model, leaked[-num_own:], logits[-num_own:]):
+        raise refusal(model, "the tokens beside a sequence in a forward batch change its logits")
+
+
 @torch.inference_mode()
 def _stock_logits(model: PreTrainedModel, sequences: tuple[list[int], list[int]], far: int) -> Tensor:
-    """Logits of both sequences behind the first chunk, the second one's tokens at positions from `far` on."""
-    logits = []
-    for ids, start in zip(sequences, (0, far), strict=True):
-        positions = torch.arange(start, start + len(ids), device=model.device)[None]
-        inputs = torch.tensor([ids], device=model.device)
-        logits.append(model(input_ids=inputs, position_ids=positions, use_cache=False).logits[0].float())
-    return torch.cat(logits)[_PROBE_CHUNK:]
+    """Logits of both sequences behind the first chunk, the second one's tokens at positions from `far` on.
+
+    Raises:
+        ConfigError: the positions that the model gives a text are not those from 0 on.
+    """
+
+    def logits(token_ids: list[int], **positions: Tensor) -> Tensor:
+        inputs = torch.tensor([token_ids], device=model.device)
+        found: Tensor = model(input_ids=inputs, use_cache=False, **positions).logits[0]
+        return found.float()
+
+    def positions(start: int, length: int) -> Tensor:
+        return torch.arange(start, start + length, device=model.device)[None]
+
+    first, second = sequences
+    near = logits(first)
+    if _is_leaking(model, logits(first, position_ids=positions(0, len(first))), near):
+        raise refusal(model, "it counts the positions of a text otherwise than from 0 on")
+    return torch.cat((near[_PROBE_CHUNK:], logits(second, position_ids=positions(far, len(second)))))
 
 
 def _relative_error(logits: Tensor, expected: Tensor) -> float:
@@ -249,10 +269,12 @@ def _relative_error(logits: Tensor, expected: Tensor) -> float:
     return float(_row_errors(logits, expected).median())
 
 
-def _leak(logits: Tensor, others: Tensor, *, has_experts: bool) -> float:
-    """Distance of a sequence's logits from those beside other tokens: none, but for roundings of experts."""
-    errors = _row_errors(others, logits)
-    return float(errors.median() if has_experts else errors.max())
+def _is_leaking(model: PreTrainedModel, logits: Tensor, expected: Tensor) -> bool:
+    """True if something has changed logits that it must not change, but for roundings of experts."""
+    errors = _row_errors(logits, expected)
+    if has_experts(model):
+        return not float(errors.median()) <= _MAX_EXPERTS_LEAK
+    return not float(errors.max()) <= _MAX_LEAK
 
 
 def _row_errors(logits: Tensor, expected: Tensor) -> Tensor:
@@ -262,7 +284,12 @@ def _row_errors(logits: Tensor, expected: Tensor) -> Tensor:
 
 
 def _far_position(model: PreTrainedModel) -> int:
-    """Return the first position of the probe's second sequence, which ends with the last one that the model has."""
+    """Return the first position of the probe's second sequence, which ends with the last one that the model has.
+
+    A model that counts rows is its own reference only where a sequence begins.
+    """
+    if counts_rows(model):
+        return 0
     limit = max_positions(model.config) or _FAR
     return max(0, min(limit, _MAX_TABLE if LlamaDecoder.fits(model) else limit) - _PROBE_LENGTHS[1])
 

@@ -60,7 +60,7 @@ def _yarn_length(rope: dict[str, Any]) -> int | None:
     factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
     if rope.get("rope_type") != "yarn" or not factor or not original:
         return None
-    return round(factor * original)
+    return int(factor * original + 0.5)
 
 
 def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:

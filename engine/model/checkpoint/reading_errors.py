@@ -6,5 +6,6 @@ from huggingface_hub.errors import StrictDataclassError
 
 READING_ERRORS = (
     *(OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, ImportError),
+    AssertionError,
     StrictDataclassError,
 )

@@ -20,6 +20,11 @@ _ROW_COUNTER = "attn_temperature_tuning"  # of Llama 4's layers, which scale a q
 _FINAL = -1  # index of the states behind the final norm
 
 
+def counts_rows(model: PreTrainedModel) -> bool:
+    """True for a model that takes a row's index in the pass, plus the length of its cache, for a position."""
+    return any(getattr(module, _ROW_COUNTER, None) for module in model.modules())
+
+
 class _RowPositions:
     """Stands in for transformers' cache, in layers that take a row's index plus the cache's length for its position."""
 
@@ -47,7 +52,7 @@ class StockDecoder:
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._taps = taps
         self._tapped: dict[int, Tensor] = {}
-        self._counts_rows = any(getattr(module, _ROW_COUNTER, None) for module in model.modules())
+        self._counts_rows = counts_rows(model)
         if taps:
             self._hook()
 

@@ -23,6 +23,7 @@ from transformers import (
     PhimoeConfig,
     PreTrainedConfig,
     Qwen2Config,
+    RobertaConfig,
     RoCBertConfig,
     SmolLM3Config,
     Starcoder2Config,
@@ -122,6 +123,7 @@ _BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
     [
         BertConfig(**_BERT, vocab_size=VOCAB_SIZE),
         RoCBertConfig(**_BERT, vocab_size=VOCAB_SIZE),
+        RobertaConfig(**_BERT, vocab_size=VOCAB_SIZE, is_decoder=True),  # its positions begin behind the padding's
         FalconH1Config(**PLAIN, **_MAMBA),
     ],
     ids=lambda config: config.model_type,

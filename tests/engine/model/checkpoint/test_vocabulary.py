@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,9 @@ def check(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("look", [load, check])
-def test_a_template_that_writes_a_token_without_a_row_is_refused(look, tmp_path: Path) -> None:
+def test_a_template_that_writes_a_token_without_a_row_is_refused(
+    look: Callable[[Path], object], tmp_path: Path
+) -> None:
     write(tmp_path, BYTE_VOCAB_SIZE, template=TEMPLATE)
     with pytest.raises(ConfigError, match=r"writes '<\|mark\|>' \(id 300\), and the model has 300 rows: every chat"):
         look(tmp_path)
