@@ -50,9 +50,9 @@ from router.routing.index.index_client import IndexClient, open_prefill_index
 logger = logging.getLogger(__name__)
 
 _EXTRA_CALLS = 64  # metrics, model cards and refusals, which must get through when a pair is full
+_HEALTH = {"health_check_period_s": 2.0, "health_check_timeout_s": 10.0}  # three that fail: a replica is replaced
 _WATCHED = {
-    "health_check_period_s": 2.0,
-    "health_check_timeout_s": 10.0,
+    **_HEALTH,
     "graceful_shutdown_timeout_s": 30.0,  # after that the ingress moves what still runs to another replica
 }
 
@@ -225,5 +225,6 @@ def _ingress_options(config: DeployConfig) -> dict[str, Any]:
         "max_surge_percent": 100,  # a redeploy starts the new ones first, so that one always answers
         "ray_actor_options": {"num_cpus": INGRESS_CPUS},
         "max_ongoing_requests": 4096,
+        **_HEALTH,
         "graceful_shutdown_timeout_s": CONNECTION_DRAIN_S,
     }

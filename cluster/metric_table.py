@@ -17,7 +17,9 @@ from engine.stats.engine_stats import DraftStats, EngineStats
 from engine.stats.step_times import StepTimes
 from protos.messages import SpeculationStats
 from protos.served_draft import CanaryOutcome, CanaryReport, DraftReport
+from router.backend.replica_texts import up_text
 from router.metrics.ingress_metrics import IngressMetrics
+from router.metrics.proxy_answers import proxy_text
 from router.metrics.traffic_metrics import Traffic
 from router.routing.routed_call import Route
 
@@ -61,7 +63,8 @@ def sample_metrics() -> MetricTexts:
     draft = DraftReport("pair", "/new", "digest", 0.0, is_deployed=False, canary=canary)
     pair.update(Pong(0.0, engine, {"model": DraftChannelStats()}), num_refused=0, drafts=(draft,))
     prefill.update(engine, DirectStats())
-    return MetricTexts(ingress.text(), pair.text(), prefill.text())
+    ingress_text = ingress.text() + up_text("ingress", "b", is_up=True) + proxy_text("1 1 1")
+    return MetricTexts(ingress_text, pair.text(), prefill.text())
 
 
 def metric_table() -> str:

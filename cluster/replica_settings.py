@@ -187,5 +187,6 @@ def ingress_config(config: DeployConfig) -> IngressConfig:
         strict_fields=config.ingress.strict_fields,
         cors_origins=config.ingress.cors_origins,
         allowed_hosts=config.ingress.allowed_hosts,
+        min_pairs=config.pair.min_replicas,
         limits=IngressLimits(**config.ingress.limits.model_dump()),
     )

@@ -32,7 +32,7 @@ class IngressConfig:
     service of vLLM's engine beside ours. `strict_fields` refuses fields that no schema has; else they are ignored and
     named in a header. `cors_origins` are the origins of web pages that may call, a star standing for anything.
     `allowed_hosts` are more names that the server answers to on loopback, and all that it answers to elsewhere; any
-    where there are none.
+    where there are none. `min_pairs` is the number of pairs that are to serve, the least where it moves.
     """
 
     model_id: str
@@ -48,6 +48,7 @@ class IngressConfig:
     strict_fields: bool = False
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
+    min_pairs: int = 1
     limits: IngressLimits = field(default_factory=IngressLimits)
 
 

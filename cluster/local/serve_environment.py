@@ -37,6 +37,8 @@ _OWN_CLUSTER = {
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(CONNECTION_DRAIN_S + 60),  # of each HAProxy that a later one replaces
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # Serve's 0.1 costs 3% of a core, which the models want
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # the fast path keeps 1000 lines back, and loses them with a process
+    "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "3s",  # of two failed ones: an ingress that hangs gets no more requests
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # one that hangs would hold its clients as long as one that drains
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",  # a dead HAProxy is replaced after three of them
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",  # three of Ray's 5 s end a manager that starts on a busy machine
     "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(MAX_MESSAGE_BYTES),  # of a client; Ray's own limit is 2 GiB
@@ -47,6 +49,8 @@ _OWN_CLUSTER = {
 _EVERY_CLUSTER = (
     *_GATE_PROXY,
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S",
+    "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER",
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS",
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S",

@@ -87,7 +87,7 @@ def harden(text: str, settings: ProxySettings, has_stand_in: bool = False) -> st
         r"(frontend http_frontend\n *bind [^\n]*)",
         rf"\1{_tls(settings, 'h2,http/1.1')}\n{_limits(settings, MAX_HTTP_CONNECTIONS)}"
         "    http-after-response set-header Connection close if is_crowded !is_operator\n"
-        rf"{_bodies()}{_NO_UPGRADES}{_REQUEST_IDS}{_PATH}{_metrics_rule(settings)}{_REFUSALS}",
+        rf"{_PATH}{_ANSWERS}{_bodies()}{_NO_UPGRADES}{_REQUEST_IDS}{_metrics_rule(settings)}{_REFUSALS}",
     )
     if "frontend grpc_frontend" in text:
         bind = r"(frontend grpc_frontend\n(?: *#[^\n]*\n)* *bind [^\n]*?)( proto h2)?\n"
@@ -99,7 +99,8 @@ def harden(text: str, settings: ProxySettings, has_stand_in: bool = False) -> st
         text = _without_routes(text)
         if has_stand_in:
             text = re.sub(r"(frontend (?:http|grpc)_frontend\n(?: *#[^\n]*\n)*) *bind [^\n]*\n", r"\1", text)
-    return f"# hardened\n{text}{_REFUSED_CLIENTS}{ENDLESS_CALLERS}"
+    text = re.sub(r"\nglobal\n|^global\n", r"\g<0>    tune.stick-counters 4\n", text, count=1)
+    return f"# hardened\n{text}{_OWN_ANSWERS}{_REFUSED_CLIENTS}{ENDLESS_CALLERS}"
 
 
 def _bodies() -> str:
@@ -155,6 +156,11 @@ backend endless_callers
     stick-table type ipv6 size 100k expire 60s store conn_cur
 """
 _REFUSALS = Path(__file__).with_name("refusals.cfg").read_text(encoding="utf-8")
+_ANSWERS = Path(__file__).with_name("answers.cfg").read_text(encoding="utf-8")
+_OWN_ANSWERS = """
+backend own_answers
+    stick-table type integer size 1k store gpc(3)
+"""
 _REFUSED_CLIENTS = """
 backend clients
     stick-table type binary len 32 size 100k expire 60s store gpc(2),gpc_rate(2,2s)

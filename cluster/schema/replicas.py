@@ -136,6 +136,11 @@ class Scaled(Section):
     autoscaling: AutoscalingSection | None = None
     resources: dict[str, Annotated[float, Field(gt=0, strict=False)]] = Field(default={})
 
+    @property
+    def min_replicas(self) -> int:
+        """The number that is to serve, the least where it moves."""
+        return self.autoscaling.min_replicas if self.autoscaling is not None else self.num_replicas or 1
+
     def conflicts(self) -> Iterator[str]:
         if self.num_replicas is not None and self.autoscaling is not None:
             yield "num_replicas and autoscaling contradict each other; keep one of them"

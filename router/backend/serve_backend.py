@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from contextvars import Context
@@ -17,6 +18,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from protos.errors import EngineError, OverloadedError, ServingError, ShuttingDownError, UnavailableError
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
 from protos.served_draft import DraftOrder, DraftReport
+from router.backend.replica_texts import ReplicaTexts, up_text
 from router.backend.token_feed import Inbox, TokenFeed
 from router.routing.request_routing import RequestRouting
 from router.routing.routed_call import RoutedCall
@@ -24,9 +26,10 @@ from router.routing.routed_call import RoutedCall
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 2.0
+_NAME = re.compile(r'\breplica="([^"]*)"')
 _TAKEN_TIMEOUT_S = 2.0  # for a pair to take the request, until Serve is asked whether there will be one
 _END_OF_STREAM_TIMEOUT_S = 1.0
-_PREFILL_METRICS_TIMEOUT_S = 2.0
+_PREFILL_METRICS_TIMEOUT_S = 4.0  # for Serve to know a replica, and for each to answer
 
 
 class ServeBackend:
@@ -48,6 +51,7 @@ class ServeBackend:
         self._prefill = prefill
         self._routing = routing
         self._is_deleted = is_deleted
+        self._pair_texts, self._prefill_texts = ReplicaTexts(_name_in), ReplicaTexts(_name_in)
         self._feed = TokenFeed()
         self._generate = handle.options(method_name="generate", stream=True)
         self._describe = handle.options(method_name="describe")
@@ -124,26 +128,24 @@ class ServeBackend:
         raise first
 
     async def metrics_texts(self) -> Sequence[str]:
-        """Return the metrics of all replicas that answer, pairs first."""
+        """Return the metrics of all replicas, pairs first; a prefill replica's error must not cost the pairs'."""
+        prefill = asyncio.create_task(self._prefill_metrics())
         try:
-            results = await _metrics_of(self._handle)
+            pairs = await _metrics_of(self._pair_texts, self._handle)
         except (Exception, asyncio.CancelledError) as error:
+            prefill.cancel()
             raise _as_serving_error(error) from error
-        results += await self._prefill_metrics()
-        for result in results:
-            if isinstance(result, BaseException):
-                logger.warning("a replica did not send its metrics: %s", result)
-        return [result for result in results if isinstance(result, str)]
+        return [*pairs, *await prefill]
 
-    async def _prefill_metrics(self) -> list[str | BaseException]:
-        """Return the metrics of prefill replicas; an error there must not cost the pairs' metrics."""
+    async def _prefill_metrics(self) -> list[str]:
         if self._prefill is None:
             return []
         try:
             async with asyncio.timeout(_PREFILL_METRICS_TIMEOUT_S):
-                return await _metrics_of(self._prefill)
+                return await _metrics_of(self._prefill_texts, self._prefill)
         except Exception as error:
-            return [error]
+            logger.warning("prefill replicas did not send their metrics: %s", error)
+            return []
 
 
 async def _read(stream: DeploymentResponseGenerator[Any], inbox: Inbox) -> None:
@@ -161,9 +163,14 @@ def _has_end(batch: list[TokenChunk]) -> bool:
     return any(chunk.finish_reason is not None for chunk in batch)
 
 
-async def _metrics_of(handle: DeploymentHandle[Any]) -> list[str | BaseException]:
-    results: list[str | BaseException] = await handle.broadcast("metrics_text").results_async(return_exceptions=True)
-    return list(results)
+async def _metrics_of(texts: ReplicaTexts[str], handle: DeploymentHandle[Any]) -> list[str]:
+    answers = await texts.read(handle)
+    return [(text or "") + up_text("replica", name, text is not None) for name, text in answers.items()]
+
+
+def _name_in(text: str) -> str:
+    found = _NAME.search(text)
+    return found[1] if found else ""
 
 
 async def _end(stream: DeploymentResponseGenerator[Any], reading: asyncio.Task[None], is_finished: bool) -> None:

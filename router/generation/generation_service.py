@@ -66,6 +66,7 @@ class GenerationService:
         self.config = config
         self.files = files
         self.metrics = metrics
+        metrics.set_wanted_pairs(config.min_pairs)
         self.tracer = tracer_from_environment() if tracer is None else tracer
         migrating = MigratingBackend(backend, config.limits, metrics.count_migration, self._forget_card)
         self._gate = migrating.gate

@@ -95,6 +95,11 @@ class IngressMetrics:
             "Lines of the file of the API keys that admit nobody, as they are wrong.",
             registry=self._registry,
         )
+        self._wanted_pairs = Gauge(
+            "outrider_pairs_wanted",
+            "Pairs that are to serve by deploy.yaml, the least where it gives bounds; of each ingress replica alike.",
+            registry=self._registry,
+        )
         self.router = RouterMetrics(self._registry)
         self.traffic = TrafficMetrics(self._registry)
 
@@ -110,6 +115,10 @@ class IngressMetrics:
     def set_body_bytes(self, num_bytes: int) -> None:
         """Note how much the bodies hold that are being read and checked."""
         self._body_bytes.set(num_bytes)
+
+    def set_wanted_pairs(self, num_pairs: int) -> None:
+        """Note how many pairs are to serve."""
+        self._wanted_pairs.set(num_pairs)
 
     def count_migration(self) -> None:
         """Count one attempt to go on with a request whose pair was lost."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
 from router.metrics.exposition import CONTENT_TYPE, merge_metrics
 from router.metrics.http_metrics import CountRequests
+from router.metrics.proxy_answers import ANSWERS_HEADER, proxy_text
 from router.metrics.tracing import TraceRequests
 from router.openai.answers import DetokenizeAnswer, HealthAnswer, InputTokens, KilledDrafts, ServedModel, TokenizeAnswer
 from router.openai.chat_writer import ChatWriter
@@ -229,17 +231,20 @@ class OpenAIApi:
         is_private = self._is_metrics_private
         with suppress(AuthenticationError):
             is_private = self._client(request).is_admin or is_private
-        return PlainTextResponse(await self._metrics_texts[is_private].get(), media_type=CONTENT_TYPE)
+        text = await self._metrics_texts[is_private].get() + proxy_text(request.headers.get(ANSWERS_HEADER, ""))
+        return PlainTextResponse(text, media_type=CONTENT_TYPE)
 
     async def _read_metrics(self, *, is_private: bool) -> str:
-        try:
-            replica_texts = await self._service.replica_metrics()
-        except ServingError as error:
-            logger.warning("the pairs' metrics are missing: %s", error)
-            replica_texts = []
-        frontend_texts = await self._service.frontend_metrics()
+        replica_texts, frontend_texts = await asyncio.gather(self._replica_texts(), self._service.frontend_metrics())
         model_id = self._service.config.model_id
         return await asyncio.to_thread(merge_metrics, frontend_texts, replica_texts, model_id, is_private=is_private)
+
+    async def _replica_texts(self) -> Sequence[str]:
+        try:
+            return await self._service.replica_metrics()
+        except ServingError as error:
+            logger.warning("the pairs' metrics are missing: %s", error)
+            return []
 
 
 def build_app(

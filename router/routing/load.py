@@ -21,6 +21,7 @@ from protos.worker_load import WorkerLoad
 
 FloatArray = NDArray[np.float64]
 
+_SILENT_FROM_S, _SILENT_UNTIL_S = 5.0, 60.0  # of the age of work about which a worker has reported nothing
 _FORGET_S = 10.0  # after the last request sent, in which no signal has come: nobody knows whether they still run
 
 _ROW = np.dtype(
@@ -116,6 +117,13 @@ class LoadTable:
         """Add a request's work to a worker until a signal measured after `work.sent_at_s` replaces the estimate."""
         self._sent.setdefault(worker_id, []).append(work)
         self._add(self._row(worker_id), work)
+
+    def is_silent(self, worker_id: str, now_s: float) -> bool:
+        """True if a worker has reported nothing since it was sent work, for longer than a busy one stays silent.
+
+        It hangs, or its reports are lost: after `_SILENT_UNTIL_S` it may be asked again.
+        """
+        return any(_SILENT_FROM_S < now_s - work.sent_at_s < _SILENT_UNTIL_S for work in self._sent.get(worker_id, ()))
 
     def withdraw(self, worker_id: str, request_id: str) -> None:
         """Remove a request that the worker refused or never got; unknown ones are ignored."""

@@ -43,7 +43,9 @@ class RouterMetrics:
         self._hit_histogram = self._blocks("request_hit_blocks", "Blocks found per request.")
         self._achievable_histogram = self._blocks("request_achievable_blocks", "Blocks some pair held, per request.")
         self._blind = self._gauge("blind", "1: block keys of engines and router differ, or the index hears nothing.")
-        self._known = self._gauge("index_blocks", "Distinct blocks in the index.")
+        self._known = self._gauge(
+            "index_blocks", "Distinct blocks in the index, which is one for all ingress replicas."
+        )
         self._doubtful = self._gauge("index_doubtful_pairs", "Pairs whose snapshot the index is waiting for.")
 
     def record_choice(self, route: Route) -> None:

@@ -47,8 +47,12 @@ class Selector:
         self._sessions: OrderedDict[str, str] = OrderedDict()
 
     def select(self, request: RouteRequest, candidates: Sequence[str], now_s: float) -> Decision:
-        """Choose among `candidates` (at least one) and reserve: blocks and work count for the chosen worker at once."""
+        """Choose among `candidates` (at least one) and reserve: blocks and work count for the chosen worker at once.
+
+        Workers that seem to hang are passed over while there are others.
+        """
         self.index.expire(now_s)
+        candidates = [each for each in candidates if not self.loads.is_silent(each, now_s)] or candidates
         policy_input = PolicyInput(
             num_tokens=request.num_tokens,
             block_size=self._block_size,

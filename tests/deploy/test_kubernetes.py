@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from grpc_health.v1 import health_pb2
 from cluster.config import DeployConfig
 from cluster.deploy_file import checked_deployment
 from cluster.local.serve_environment import CONNECTION_DRAIN_S
+from cluster.metric_table import sample_metrics
 from cluster.placement.placement import NodeResources, plan_pair
 from cluster.placement.topology import NodeTopology
 from cluster.replica_settings import placement_request
 from cluster.schema.frontends import LimitsSection
 from protos import outrider_pb2
+from router.metrics.exposition import merge_metrics
+from router.metrics.proxy_answers import NAME
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -96,12 +100,46 @@ def test_pairs_and_prefill_replicas_run_in_the_pods_of_their_groups_alone():
             assert NodeResources(0, 0, resources(other)).num_places(demand) == (1 if other == group else 0)
 
 
-@pytest.mark.parametrize("name", ["disruption-budget.yaml", "pod-monitor.yaml"])
-def test_the_budget_and_the_monitor_select_our_pods(name: str):
+def test_the_budget_selects_our_pods():
     templates = [SERVICE["rayClusterConfig"]["headGroupSpec"], *GROUPS.values()]
-    selected = manifest(name)["spec"]["selector"]["matchLabels"]
+    selected = manifest("disruption-budget.yaml")["spec"]["selector"]["matchLabels"]
     assert all(selected.items() <= each["template"]["metadata"]["labels"].items() for each in templates)
     assert not any(key.startswith("app.kubernetes.io") for key in selected), "KubeRay gives those to every cluster"
+
+
+def scraped(family: str) -> list[str]:
+    """Return the pods from which the monitors scrape a family of ours, which any pod would give."""
+    monitors = yaml.safe_load_all((FOLDER / "pod-monitor.yaml").read_text(encoding="utf-8"))
+    templates = {"head": SERVICE["rayClusterConfig"]["headGroupSpec"], **GROUPS}
+    found = []
+    for monitor in monitors:
+        for name, group in templates.items():
+            kind = "head" if name == "head" else "worker"
+            labels = {**group["template"]["metadata"]["labels"], "ray.io/node-type": kind}
+            ports = {port["name"] for port in group["template"]["spec"]["containers"][0]["ports"]}
+            if monitor["spec"]["selector"]["matchLabels"].items() <= labels.items():
+                found += [name for each in monitor["spec"]["podMetricsEndpoints"] if gives(each, family, ports)]
+    return found
+
+
+def gives(endpoint: dict[str, Any], family: str, ports: set[str]) -> bool:
+    assert endpoint["port"] in ports
+    if endpoint["port"] != "serve":
+        return False
+    rules = endpoint["metricRelabelings"]
+    assert all(rule["sourceLabels"] == ["__name__"] for rule in rules)
+    return all((re.fullmatch(rule["regex"], family) is not None) == (rule["action"] == "keep") for rule in rules)
+
+
+def test_every_series_is_scraped_once():
+    """Each pod answers for all replicas: scraped of each, sums were as many times too large."""
+    texts = sample_metrics()
+    text = merge_metrics({"b": texts.ingress}, [texts.pair, texts.prefill], "m")
+    families = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    assert len(families) > 50
+    for family in families - {NAME}:
+        assert scraped(family) == ["head"], family
+    assert sorted(scraped(NAME)) == sorted(["head", *GROUPS]), "each pod's HAProxy counts its own"
 
 
 def test_rays_ports_ask_for_a_token() -> None:

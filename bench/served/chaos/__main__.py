@@ -5,8 +5,9 @@
 Two pairs, a prefill replica and two ingress replicas serve the demo on this machine while six seeded streams go round,
 with prompts that no cache holds. What is promised for each fault: no text changes, no token is lost or doubled, and no
 stream fails but those whose connection the fault ended; their beginnings were right, and the next one has the same
-text. Then, for as many minutes as `--soak` says, memory, blocks, actors, handles and threads stay as they are. The exit
-status is 1 if a promise is broken.
+text. Each is watched until no process has come or gone for half a minute and one HAProxy runs. Then, for as many
+minutes as `--soak` says, memory, blocks, actors, handles and threads stay as they are. The exit status is 1 if one of
+these promises is broken.
 """
 
 from __future__ import annotations
@@ -29,7 +30,17 @@ from bench.served.chaos.processes import Usage
 from bench.served.chaos.world import MODEL, POLL_S, Args, World
 
 HABITS = Habits(num_seeds=6, num_tokens=256, num_lines=12, is_cold=True)
-_HEAD = ("fault", "sent", "failed", "tokens lost or doubled", "texts changed", "longest stall", "recovery", "promises")
+_HEAD = (
+    "fault",
+    "sent",
+    "failed",
+    "tokens lost or doubled",
+    "texts changed",
+    "longest stall",
+    "recovery",
+    "rest",
+    "promises",
+)
 _SOAK_HEAD = ("minute", "RSS", "blocks in use", "processes", "actors", "threads", "handles")
 _WARM_S = 60.0
 _END_TIMEOUT_S = 60.0
@@ -38,11 +49,12 @@ _GROWTH = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The streams during a fault, and the seconds until everything was back."""
+    """The streams during a fault, and the seconds until everything was back, and until nothing had changed for long."""
 
     fault: Fault
     stay: Stay
     recovery_s: float
+    rest_s: float
     problem: str = ""
 
     @property
@@ -84,10 +96,21 @@ class Chaos:
         except TimeoutError as error:
             problem = str(error)
         recovery_s = time.monotonic() - began_s
+        if not fault.is_final:
+            problem = problem or self._rest()
+        rest_s = time.monotonic() - began_s
         stay = stay or self._stay_to_the_end()
         if fault.has_other_texts:
             stay = self._judged_by_other_texts(stay)
-        return Outcome(fault, stay, recovery_s, problem)
+        return Outcome(fault, stay, recovery_s, rest_s, problem)
+
+    def _rest(self) -> str:
+        """Wait until nothing changes any more, and return what became of it where something does."""
+        try:
+            self._world.await_rest()
+        except TimeoutError as error:
+            return str(error)
+        return ""
 
     def _stay_to_the_end(self) -> Stay:
         """Return what the streams met, those that still ran when all was back included."""
@@ -183,7 +206,8 @@ def report(outcome: Outcome) -> None:
     again = f", again after {stay.longest_outage_s:.1f} s" if stay.failures else ""
     print(
         f"| {outcome.fault.name} | {stay.num_streams}{refused} | {len(stay.failures)}{again} | {stay.num_tokens_off} | "
-        f"{stay.num_changed} | {stay.longest_stall_s:.1f} s | {outcome.recovery_s:.1f} s | {verdict} |",
+        f"{stay.num_changed} | {stay.longest_stall_s:.1f} s | {outcome.recovery_s:.1f} s | "
+        f"{outcome.rest_s:.0f} s | {verdict} |",
         flush=True,
     )
 

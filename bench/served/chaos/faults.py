@@ -20,7 +20,7 @@ LONG_STEP_S = 35.0  # longer than a stream waits for its pair, `ingress.limits.i
 FILL_S = 6.0
 CLOCK_SHIFT_S = 3600.0
 _NODE = "chaos_node"
-_FACES = frozenset({"ingress", "HAProxy's manager"})  # the clients' connections end with them
+_FACES = frozenset({"ingress", "HAProxy", "HAProxy's manager"})  # the clients' connections end with them
 _STOPPED = ("target", "draft", "pair shell", "prefill replica", "index", "HAProxy's manager", "Serve controller")
 
 
@@ -39,26 +39,26 @@ class Fault:
     has_other_texts: bool = False
 
 
-def _kill(kind: str, world: World) -> None:
-    processes = world.processes.of(kind)
-    victim = processes[0]
-    victim.kill()
-    world.eventually(lambda: not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE, f"{kind} ends")
-    world.eventually(lambda: len(world.processes.of(kind)) >= len(processes), f"{kind} is back")
+def _kill(kinds: tuple[str, ...], world: World) -> None:
+    """Kill one process of each kind at once."""
+    numbers = {kind: len(world.processes.of(kind)) for kind in kinds}
+    victims = [world.processes.of(kind)[0] for kind in kinds]
+    for victim in victims:
+        victim.kill()
+    for kind, victim in zip(kinds, victims, strict=True):
+        world.eventually(partial(_has_ended, victim), f"{kind} ends")
+    for kind, number in numbers.items():
+        world.eventually(partial(_are_back, world, kind, number), f"{kind} is back")
     world.await_running()
     world.eventually(world.generates, "a request is answered")
 
 
-def _kill_haproxy(world: World) -> None:
-    """Kill HAProxy: another one stands in until Serve has replaced it, and its manager with it."""
-    kind = "HAProxy's manager"
-    world.eventually(lambda: bool(world.processes.of(kind)), f"{kind} runs")
-    manager = world.processes.of(kind)[0]
-    _kill("HAProxy", world)
-    world.eventually(lambda: not manager.is_running(), "Serve has seen the loss")
-    world.eventually(lambda: bool(world.processes.of(kind)), f"{kind} is back")
-    time.sleep(STOP_S)  # for its HAProxy, which takes the place of the one that stands in
-    world.eventually(world.generates, "a request is answered")
+def _are_back(world: World, kind: str, number: int) -> bool:
+    return len(world.processes.of(kind)) >= number
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 def _stop(kind: str, world: World) -> None:
@@ -169,14 +169,17 @@ def other_weights(args: Args) -> None:
     args["target"]["path"] = "models/demo/draft"
 
 
-_KILLED = (*_STOPPED[:5], "ingress", "standby proxy", *_STOPPED[5:])
+_KILLED = (
+    *((kind,) for kind in (*_STOPPED[:5], "ingress", "standby proxy", "HAProxy", *_STOPPED[5:])),
+    *(("target", other) for other in ("draft", "pair shell", "index", "Serve controller")),
+    ("HAProxy", "HAProxy's manager"),
+)
 
 FAULTS = [
-    *(Fault(f"kill: {kind}", partial(_kill, kind), kind in _FACES) for kind in _KILLED),
-    Fault("kill: HAProxy", _kill_haproxy, may_break=True),
+    *(Fault(f"kill: {' and '.join(kinds)}", partial(_kill, kinds), not _FACES.isdisjoint(kinds)) for kinds in _KILLED),
     *(
         Fault(f"stop {STOP_S:.0f} s: {kind}", partial(_stop, kind))
-        for kind in (*_STOPPED, "ingress", "standby proxy", "HAProxy")
+        for kind in (*_STOPPED, "ingress", "standby proxy", "HAProxy", "raylet")
     ),
     Fault("kill: raylet of a second node, with the prefill replica", _kill_second_raylet),
     Fault(f"fill /dev/shm for {FILL_S:.0f} s", _fill_shared_memory),

@@ -76,6 +76,16 @@ class Processes:
             (process for process in self.all() if title_of(process).startswith(title)), key=lambda each: each.pid
         )
 
+    def at_work(self) -> frozenset[tuple[int, str]]:
+        """Return those of known kinds by id and kind; what changes no more is at rest."""
+        titles = {process.pid: title_of(process) for process in self.all()}
+        return frozenset(
+            (pid, kind)
+            for pid, title in titles.items()
+            for kind, beginning in KINDS.items()
+            if title.startswith(beginning)
+        )
+
     def usage(self) -> Usage:
         """Return what they use now."""
         sizes = [size for size in map(_usage_of, self.all()) if size is not None]

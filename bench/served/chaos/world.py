@@ -31,6 +31,7 @@ from cluster.local.serve_environment import set_variables
 MODEL = "chaos"
 POLL_S = 0.25
 RECOVERY_TIMEOUT_S = 180.0
+REST_S, REST_TIMEOUT_S = 30.0, 240.0
 _REQUEST_TIMEOUT_S = 120.0
 _SHM_BYTES = 1 << 30
 _STORE_BYTES = 400_000_000  # Ray's object store: it would else want a third of the memory, and not find it there
@@ -167,6 +168,23 @@ class World:
             return httpx.post(f"{self.base_url}/v1/completions", json=body, timeout=30.0).status_code == httpx.codes.OK
         except httpx.HTTPError:
             return False
+
+    def await_rest(self) -> None:
+        """Return when no process has come or gone for `REST_S`, and one HAProxy runs: none stands in, none drains.
+
+        Raises:
+            TimeoutError: it has not come to rest within `REST_TIMEOUT_S`.
+        """
+        seen, since_s = self.processes.at_work(), time.monotonic()
+
+        def is_at_rest() -> bool:
+            nonlocal seen, since_s
+            now = self.processes.at_work()
+            if now != seen:
+                seen, since_s = now, time.monotonic()
+            return time.monotonic() - since_s > REST_S and sum(kind == "HAProxy" for _, kind in now) == 1
+
+        self.eventually(is_at_rest, "no process comes or goes, and one HAProxy runs", REST_TIMEOUT_S)
 
     def eventually(self, is_so: Callable[[], bool], what: str, timeout_s: float = RECOVERY_TIMEOUT_S) -> None:
         """Wait until something becomes true.

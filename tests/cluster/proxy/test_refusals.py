@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.proxy import haproxy_config
 from cluster.proxy.haproxy_config import ProxySettings
+from router.metrics.proxy_answers import ANSWERS_HEADER, proxy_text
 from tests.cluster.proxy.test_haproxy_config import Proxy, start, status_of, wait_for
 
 __all__ = ["start"]  # the fixture
@@ -35,7 +37,7 @@ class FullServer(BaseHTTPRequestHandler):
         self._answer(self.status, {"Retry-After": "7"} | ({"X-Outrider-Full": "1"} if is_marked else {}))
 
     def do_GET(self) -> None:
-        self._answer(200, {})
+        self._answer(200, {"Seen-Answers": self.headers.get(ANSWERS_HEADER, "")})
 
     def _answer(self, status: int, headers: dict[str, str]) -> None:
         self.send_response(status)
@@ -75,14 +77,14 @@ def serve(
 
 
 def ask(
-    proxy: Proxy, method: str = "POST", path: str = "/v1/completions", **headers: str
+    proxy: Proxy, method: str = "POST", path: str = "/v1/completions", body: bytes = b"{}", **headers: str
 ) -> tuple[int, http.client.HTTPMessage, bytes]:
     client = http.client.HTTPConnection("127.0.0.1", proxy.http, timeout=20)
-    client.request(method, path, b"{}" if method == "POST" else None, headers)
+    client.request(method, path, None if method == "GET" else body, headers)
     answer = client.getresponse()
-    body = answer.read()
+    answered = answer.read()
     client.close()
-    return answer.status, answer.headers, body
+    return answer.status, answer.headers, answered
 
 
 def test_a_client_s_next_requests_are_refused_without_the_ingress(proxy: Proxy) -> None:
@@ -107,6 +109,19 @@ def test_its_own_refusals_make_no_work_for_serve_s_manager(proxy: Proxy) -> None
     assert sorted(methods) == [[b"GET"], [b"POST"]], (
         "one line of the four refusals; each of the two threads logs its own"
     )
+
+
+def test_what_the_proxy_answers_by_itself_is_counted_for_a_scrape(proxy: Proxy) -> None:
+    """400 of 400 refusals were seen by clients, and one by the ingress."""
+    for _ in range(5):
+        ask(proxy, Authorization="Bearer a")
+    ask(proxy, "PUT", "/v1/completions", b"a" * 50_000)
+    ask(proxy, "GET", "/v1/models")
+    _, headers, _ = ask(proxy, "GET", "/metrics", **{"X-Outrider-Proxy-Answers": "9 9 9"})
+    assert headers["Seen-Answers"] == "4 1 0"
+    samples = next(iter(text_string_to_metric_families(proxy_text("4 1 0")))).samples
+    assert {each.labels["kind"]: each.value for each in samples} == {"refused": 4, "client": 1, "server": 0}
+    assert proxy_text("") == proxy_text("1 2 x") == ""
 
 
 def test_other_clients_and_other_paths_are_not_refused(proxy: Proxy) -> None:

@@ -17,6 +17,7 @@ from actors.pair.token_stream import TokenStream
 from protos.errors import EngineError, OverloadedError, RequestError, ServingError, ShuttingDownError, UnavailableError
 from protos.messages import FinishReason, GenerateRequest, ModelCard, TokenChunk
 from router.backend import serve_backend
+from router.backend.replica_texts import up_text
 from router.backend.serve_backend import ServeBackend
 from router.routing.request_routing import RequestRouting
 from router.routing.routed_call import RoutedCall
@@ -163,5 +164,6 @@ async def test_the_model_card_is_asked_for(backend: ServeBackend) -> None:
 
 
 async def test_prefill_replicas_show_their_metrics_and_may_be_absent(backend: ServeBackend) -> None:
-    assert await backend.metrics_texts() == ["outrider_x 1\n"] * 2
-    assert await open_backend(prefill=AbsentDeployment()).metrics_texts() == ["outrider_x 1\n"]
+    text = "outrider_x 1\n" + up_text("replica", "unknown-0", True)
+    assert await backend.metrics_texts() == [text] * 2
+    assert await open_backend(prefill=AbsentDeployment()).metrics_texts() == [text]

@@ -57,6 +57,34 @@ def test_a_session_returns_to_its_worker_among_equals():
     assert set(later) == {first}
 
 
+def chosen_from(selector: Selector, first: int, now_s: float) -> set[str]:
+    return {selector.select(request(n, 1000 + n), WORKERS, now_s=now_s).worker_id for n in range(first, first + 8)}
+
+
+def report(selector: Selector, worker_id: str, now_s: float) -> None:
+    selector.loads.update(WorkerLoad(worker_id, 0, now_s, 0, 0, 0, 0, prefill_tokens_per_s=1000.0))
+
+
+def test_a_worker_that_reports_nothing_of_its_work_gets_no_more_for_a_minute():
+    """A pair that was stopped went on to get its share until Serve replaced it."""
+    selector = make_selector()
+    assert chosen_from(selector, 0, 1.0) == set(WORKERS)
+    for worker_id in "bcd":
+        report(selector, worker_id, 2.0)
+    assert chosen_from(selector, 10, 7.0) == {"b", "c", "d"}
+    report(selector, "a", 8.0)
+    assert "a" in chosen_from(selector, 20, 8.1)
+    for worker_id in "bcd":
+        report(selector, worker_id, 9.0)
+    assert "a" in chosen_from(selector, 30, 80.0), "its reports may have been lost"
+
+
+def test_workers_that_are_all_silent_are_asked_all_the_same():
+    selector = make_selector()
+    assert chosen_from(selector, 0, 1.0) == set(WORKERS)
+    assert chosen_from(selector, 10, 10.0) == set(WORKERS)
+
+
 def test_only_candidates_are_chosen():
     selector = make_selector()
     selector.select(request(0, 1, 2, 3, 4, 5, 6), WORKERS, now_s=1.0)

@@ -1,0 +1,58 @@
+"""The metrics of every replica of a deployment, each within a time of its own: one that hangs hides itself alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 2.0
+UP = "outrider_replica_up"
+_HEAD = f"# HELP {UP} 1: the replica has sent its metrics within {TIMEOUT_S:g} s; 0: it has not.\n# TYPE {UP} gauge\n"
+Text = TypeVar("Text")
+
+
+def up_text(label: str, name: str, is_up: bool) -> str:
+    """Return the series that says whether a replica answers, with the label that names it."""
+    return f'{_HEAD}{UP}{{{label}="{name}"}} {int(is_up)}\n'
+
+
+class ReplicaTexts(Generic[Text]):
+    """Asks every replica that Serve knows for its metrics, and remembers the names of those that have answered.
+
+    Args:
+        name_of: the name that an answer gives its replica; an empty one where it gives none.
+    """
+
+    def __init__(self, name_of: Callable[[Text], str]) -> None:
+        self._name_of = name_of
+        self._names: dict[Any, str] = {}  # by the id of the actor
+
+    async def read(self, handle: Any) -> dict[str, Text | None]:
+        """Return the answer of each replica by its name; None for one that does not answer in time.
+
+        `handle` is Serve's `DeploymentHandle`, whose own way to all results gives none until the last has come.
+        """
+        results = await handle.broadcast("metrics_text")._fetch_replica_results_async()
+        answers = [asyncio.ensure_future(result.get_async()) for result in results]
+        await asyncio.wait(answers, timeout=TIMEOUT_S)
+        names: dict[Any, str] = {}
+        texts: dict[str, Text | None] = {}
+        for rank, (result, answer) in enumerate(zip(results, answers, strict=True)):
+            actor, text = getattr(result, "_actor_id", rank), _outcome(answer)
+            names[actor] = (self._names.get(actor) if text is None else self._name_of(text)) or f"unknown-{rank}"
+            texts[names[actor]] = text
+            if text is None:
+                logger.warning("replica %s has not sent its metrics", names[actor])
+        self._names = names
+        return texts
+
+
+def _outcome(answer: asyncio.Future[Text]) -> Text | None:
+    if not answer.done():
+        answer.cancel()
+        return None
+    return None if answer.cancelled() or answer.exception() is not None else answer.result()
