@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from tokenizers import Tokenizer
@@ -248,8 +249,7 @@ def _stock_logits(model: PreTrainedModel, sequences: tuple[list[int], list[int]]
 
     def logits(token_ids: list[int], **positions: Tensor) -> Tensor:
         inputs = torch.tensor([token_ids], device=model.device)
-        found: Tensor = model(input_ids=inputs, use_cache=False, **positions).logits[0]
-        return found.float()
+        return cast(Tensor, model(input_ids=inputs, use_cache=False, **positions).logits[0].float())
 
     def positions(start: int, length: int) -> Tensor:
         return torch.arange(start, start + length, device=model.device)[None]
