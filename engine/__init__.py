@@ -1,4 +1,4 @@
-"""The numeric core: from token ids to token ids, with no Ray, no asyncio and no HTTP.
+"""The numeric core: token ids in, token ids out. It knows no Ray, no asyncio and no HTTP.
 
 Dimension letters, the same in every file:
 

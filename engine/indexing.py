@@ -1,4 +1,4 @@
-"""Indices as tensors can use them fastest: a slice where they follow each other, a tensor elsewhere."""
+"""Fast indices for tensors: a slice for consecutive values, a tensor otherwise."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def _has_triton() -> bool:
 
 
 def runs_triton(tensor: Tensor) -> bool:
-    """True if kernels of Triton compute on a tensor's device; processes without a GPU need no such package."""
+    """True if Triton kernels can compute on a tensor's device."""
     return tensor.is_cuda and _has_triton()
 
 
 def index_of(values: Seq[int], device: torch.device) -> Index:
-    """Return `values` (at least one) as a slice if each is one more than the last: a slice costs no copy."""
-    return slice(values[0], values[0] + len(values)) if is_run(values) else index_tensor(values, device)
+    """Return `values` (at least one) as a slice if they are consecutive: a slice costs no copy."""
+    return slice(values[0], values[0] + len(values)) if is_consecutive(values) else index_tensor(values, device)
 
 
-def is_run(values: Seq[int]) -> bool:
-    """True if each value is one more than the last."""
+def is_consecutive(values: Seq[int]) -> bool:
+    """True if each value is one more than the value before it."""
     first, num_values = values[0], len(values)
     return values[-1] - first == num_values - 1 and list(values) == list(range(first, first + num_values))
 
@@ -44,19 +44,19 @@ def index_tensor(values: Iterable[int], device: torch.device) -> Tensor:
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of main memory on `device`; to a GPU through pinned memory, and the host does not wait for it."""
+    """Copy a tensor from main memory to `device`; a copy to a GPU uses pinned memory and does not block."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def upload(values: Seq[object], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of (nested) numbers; to a GPU they go through pinned memory, without a wait."""
+    """Return a tensor of (nested) numbers; a copy to a GPU uses pinned memory and does not block."""
     if device.type == "cuda" and values:
         return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
     return torch.tensor(values, dtype=dtype, device=device)
 
 
 def copy_into(buffer: Tensor, values: Seq[object]) -> None:
-    """Overwrite a tensor with (nested) numbers of its shape; a GPU's through pinned memory, without a wait."""
+    """Overwrite a tensor with (nested) numbers of its shape; a copy to a GPU does not block."""
     if buffer.device.type == "cuda":
         buffer.copy_(torch.tensor(values, dtype=buffer.dtype, pin_memory=True), non_blocking=True)
     else:
@@ -64,7 +64,7 @@ def copy_into(buffer: Tensor, values: Seq[object]) -> None:
 
 
 def copy_array(buffer: Tensor, values: NDArray[np.integer]) -> None:
-    """Overwrite a tensor with an array of its shape; a GPU's through pinned memory, without a wait."""
+    """Overwrite a tensor with an array of its shape; a copy to a GPU does not block."""
     rows = torch.from_numpy(values)
     if buffer.device.type == "cuda":
         buffer.copy_(rows.to(buffer.dtype).pin_memory(), non_blocking=True)

@@ -27,11 +27,11 @@ from transformers import GenerationConfig
 from engine.config import (
     CacheConfig,
     EngineConfig,
-    JudgeKind,
     ModelConfig,
     ModelDtype,
     Quantization,
     SchedulerConfig,
+    ScorerKind,
     SpeculationConfig,
     StepConfig,
 )
@@ -171,7 +171,7 @@ def _contenders(args: argparse.Namespace) -> list[Contender]:
         Contender(f"exact drafts, K={args.num_draft_tokens}", exact, SpeculationParams()),
         Contender("draft alone", engine(draft, is_drafted=False), SpeculationParams(enabled=False)),
     ]
-    for judge in JudgeKind:
+    for judge in ScorerKind:
         steps = StepConfig(judge=judge, rating_prompt=_RATING_PROMPT, step_end="\n", think=None)
         stepping = engine(target, steps)
         contenders += [

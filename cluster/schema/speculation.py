@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from cluster.schema.models import NAME_PATTERN
 from cluster.schema.section import EngineSection, Section, one_of
-from engine.config import MAX_TREE_NODES, JudgeKind, SpeculationConfig, StepConfig, TreeConfig, TreeKind
+from engine.config import MAX_TREE_NODES, ScorerKind, SpeculationConfig, StepConfig, TreeConfig, TreeKind
 from protos.messages import SpeculationMethod, VerifyMode
 
 
@@ -65,7 +65,7 @@ class StepsSection(EngineSection):
     """
 
     threshold: float = Field(default=_STEPS.threshold, strict=False)
-    judge: Annotated[JudgeKind, one_of(*JudgeKind)] = _STEPS.judge
+    judge: Annotated[ScorerKind, one_of(*ScorerKind)] = _STEPS.judge
     rating_prompt: str = Field(default=_STEPS.rating_prompt, min_length=1)
     step_end: str = _STEPS.step_end
     think: list[str] | None = Field(default=list(_STEPS.think or ()), min_length=2, max_length=2)

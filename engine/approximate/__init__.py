@@ -1,5 +1,5 @@
-"""Reasoning steps that the draft writes and the target judges as a whole: all that is not exact in this engine.
+"""Reasoning steps: the draft writes a whole step and the target scores it. Only this package is not exact.
 
-Everything outside this package keeps the target's distribution. Nothing in here is built unless a deployment configures
-it, and nothing in here touches a request that has not asked for it.
+Everything outside it keeps the target's distribution. Nothing in it is built unless a deployment configures it, and
+it touches only requests that ask for it.
 """

@@ -1,4 +1,4 @@
-"""The boundaries of reasoning and of its steps in a text of tokens."""
+"""Finds the boundaries of reasoning and of its steps in text."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from tokenizers import Tokenizer
 
 from engine.config import StepConfig
 
-_MARKER_TOKENS = 16  # a marker is at most so many tokens, or it is not seen where it lies across two passes
+_MARKER_TOKENS = 16  # longest marker that is found when two passes each commit a part of it
 
 
 @dataclass(frozen=True, slots=True)
-class StepCut:
-    """The number of tokens in one whole step; `is_ending` where the text goes on to end the reasoning."""
+class StepEnd:
+    """The number of tokens in a complete step; `is_ending` if the reasoning ends right after it."""
 
     num_tokens: int
     is_ending: bool = False
 
 
 class StepText:
-    """Reads tokens as text, special tokens included."""
+    """Searches decoded tokens, special tokens included."""
 
     def __init__(self, tokenizer: Tokenizer, config: StepConfig) -> None:
         self._tokenizer = tokenizer
@@ -30,30 +30,31 @@ class StepText:
         self._think = config.think
 
     def is_thinking(self, token_ids: Seq[int], num_new: int, was_thinking: bool) -> bool:
-        """True if the text is inside the markers after its `num_new` last tokens; the last marker decides."""
+        """True if the text ends between the markers; the last marker in its `num_new` last tokens decides."""
         if self._think is None:
             return True
         text = self._text(token_ids[max(0, len(token_ids) - num_new - _MARKER_TOKENS) :])
         begin, end = (text.rfind(marker) for marker in self._think)
-        return was_thinking if begin == end else begin > end  # equal where both are absent
+        return was_thinking if begin == end else begin > end  # equal if both are absent
 
-    def cut(self, token_ids: Seq[int], num_read: int, stop_token_ids: Collection[int] = ()) -> StepCut | None:
-        """Return the step that `token_ids` begin with, None while it is incomplete, as after the first `num_read`.
+    def find_end(self, token_ids: Seq[int], num_searched: int, stop_token_ids: Collection[int] = ()) -> StepEnd | None:
+        """Return the end of the step that `token_ids` begin with; None if the step is incomplete.
 
-        Tokens that would end the reasoning, or the whole output, are no part of a step: the target decides on them.
+        The first `num_searched` tokens have no end. Tokens that end the reasoning or the output do not belong to a
+        step: the target decides about them.
         """
-        for number in range(num_read + 1, len(token_ids) + 1):
+        for number in range(num_searched + 1, len(token_ids) + 1):
             if token_ids[number - 1] in stop_token_ids:
-                return StepCut(number - 1, is_ending=True)
+                return StepEnd(number - 1, is_ending=True)
             text = self._text(token_ids[:number])
             if self._think is not None and self._think[1] in text:
-                return StepCut(self._num_before(token_ids, text.index(self._think[1])), is_ending=True)
+                return StepEnd(self._num_before(token_ids, text.index(self._think[1])), is_ending=True)
             if self._step_end in text.lstrip():
-                return StepCut(number)
+                return StepEnd(number)
         return None
 
     def _num_before(self, token_ids: Seq[int], num_characters: int) -> int:
-        """Count the tokens whose text lies before a character."""
+        """Count the tokens whose text ends before a character."""
         fitting = (n for n in range(len(token_ids), 0, -1) if len(self._text(token_ids[:n])) <= num_characters)
         return next(fitting, 0)
 

@@ -1,14 +1,14 @@
-"""Reasoning-step speculation (SpecReason, arXiv:2504.07891): lossy, for requests that ask for it, where it is allowed.
+"""Reasoning-step speculation (SpecReason, arXiv:2504.07891): lossy, for requests that ask, if the deployment allows it.
 
-The draft writes a whole step of reasoning; the target reads it in one pass and scores it. A step that scores at least
-the threshold is committed as the draft wrote it; else the target writes that step itself, token by token and exactly,
-with the drafts and the verifier that every other request has. After its own step the draft may try the next one.
+The draft writes a whole reasoning step, and the target scores it in one pass. If the score reaches the threshold, the
+step is committed as the draft wrote it. Otherwise the target writes the step itself, exactly, with the drafts and the
+verifier of every other request. Then the draft may write the next step.
 
-    TARGET --its step ends--> DRAFT --step complete--> JUDGE --score >= threshold--> ACCEPTED --> DRAFT ...
+    TARGET --its step ends--> DRAFT --step complete--> SCORE --score >= threshold--> ACCEPTED --> DRAFT ...
       ^                         |                        |
-      +---- the draft is away --+------- rejected -------+
+      +-- the draft is absent --+------- rejected -------+
 
-The draft writes a few tokens per engine step, like for any pass, so that no request waits for a whole step of another.
+The draft writes a few tokens per engine step, so no request waits for another's whole reasoning step.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from engine.approximate.judge import StepJudge, judge_of
 from engine.approximate.reasoning_sequence import Phase, ReasoningSequence
-from engine.approximate.step_text import StepCut, StepText
+from engine.approximate.step_scorer import StepScorer, make_scorer
+from engine.approximate.step_text import StepEnd, StepText
 from engine.config import StepConfig
 from engine.draft import NO_DRAFT, Draft
 from engine.proposer import Proposer
@@ -42,16 +42,16 @@ logger = logging.getLogger(__name__)
 
 
 class StepSpeculation:
-    """Stands before a proposer and a verifier, and passes on to them all that is not a reasoning step.
+    """Wraps a proposer and a verifier; handles reasoning steps and passes on everything else.
 
-    It belongs to the engine's thread, which calls `write` once before it schedules.
+    Used by the engine's thread alone, which calls `write` once before it schedules.
 
     Args:
-        config: Threshold, lengths and number of the steps.
+        config: Threshold, lengths and number of steps.
         text: Finds the boundaries of steps.
-        judge: Scores a step.
-        proposer: Drafts of everything else.
-        writer: The draft that writes steps; it may be (a part of) `proposer`.
+        scorer: Scores a step.
+        proposer: Drafts for everything else.
+        writer: The draft that writes steps; may be `proposer` or a part of it.
         verifier: Verifies everything else.
         vocabulary: The target's token ids.
     """
@@ -60,7 +60,7 @@ class StepSpeculation:
         self,
         config: StepConfig,
         text: StepText,
-        judge: StepJudge,
+        scorer: StepScorer,
         *,
         proposer: Proposer,
         writer: Proposer,
@@ -70,7 +70,7 @@ class StepSpeculation:
         self.stats = ReasoningStats()
         self._config = config
         self._text = text
-        self._judge = judge
+        self._scorer = scorer
         self._proposer = proposer
         self._writer = writer
         self._verifier = verifier
@@ -93,16 +93,16 @@ class StepSpeculation:
             self._writer.close(reasoning.draft_sequence.request_id)
 
     def commit(self, sequences: Seq[Sequence]) -> None:
-        """Ask for drafts, but not where the draft writes a step instead."""
+        """Commit the sequences whose next pass needs an exact draft."""
         exact = [each for each in sequences if self._phase(each) not in (Phase.DRAFT, Phase.ACCEPTED)]
         if exact:
             self._proposer.commit(exact)
 
     def write(self) -> bool:
-        """Let the draft go on with every step it writes, and submit the complete ones.
+        """Draft more of every open step, and submit the complete ones.
 
-        Sets `is_held` and `draft_allowance` of their sequences. True if anything is being written, so that a step
-        that computes nothing is no reason to rest.
+        Sets `is_held` and `draft_allowance` of their sequences. Returns True if a step is being written: the engine
+        must not go idle then, even if its own step computes nothing.
         """
         for reasoning in self._reasoning.values():
             self._advance(reasoning)
@@ -116,24 +116,25 @@ class StepSpeculation:
         return True
 
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
-        """Return the complete steps, each with the judge's question behind it, and all other drafts."""
-        judged = [self._is_to_be_judged(query) for query in queries]
-        asked = [query for query, is_judged in zip(queries, judged, strict=True) if not is_judged]
-        drafts = iter(self._proposer.propose(asked) if asked else ())
+        """Return the submitted steps, each followed by the scorer's suffix, and all other drafts."""
+        submitted = [self._is_submitted(query) for query in queries]
+        exact = [query for query, is_step in zip(queries, submitted, strict=True) if not is_step]
+        drafts = iter(self._proposer.propose(exact) if exact else ())
         return [
-            self._judged_draft(query.sequence.request_id) if is_judged else next(drafts)
-            for query, is_judged in zip(queries, judged, strict=True)
+            self._submitted_draft(query.sequence.request_id) if is_step else next(drafts)
+            for query, is_step in zip(queries, submitted, strict=True)
         ]
 
     def verify(self, logits: Tensor, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
-        """Judge the steps, and verify everything else exactly.
+        """Score the steps, and verify everything else exactly.
 
-        Coupled verification keeps the tokens of a rejected step that the target would have sampled itself: there any
-        draft is as good as none.
+        A rejected step serves as an ordinary draft in coupled verification, which accepts the tokens that the target
+        would have sampled itself.
         """
         accepted: dict[int, VerifyResult] = {}
         rejected: set[int] = set()
         exact: list[VerifyTask] = []
+        # Accept or reject each step; a rejected one leaves a task for the exact verifier.
         for index, task in enumerate(tasks):
             reasoning = self._proposed(task.sequence)
             if reasoning is None:
@@ -145,6 +146,7 @@ class StepSpeculation:
                 is_coupled = task.sequence.verify is VerifyMode.COUPLED
                 exact.append(task._replace(draft=Draft(tuple(reasoning.step_ids)) if is_coupled else NO_DRAFT))
                 self._leave_to_target(reasoning)
+        # Merge both kinds of results in the order of the tasks.
         verified = iter(self._verifier.verify(logits, exact) if exact else ())
         outcomes = (accepted[index] if index in accepted else next(verified) for index in range(len(tasks)))
         return [each._replace(is_exact=False) if index in rejected else each for index, each in enumerate(outcomes)]
@@ -154,24 +156,24 @@ class StepSpeculation:
         return Phase.TARGET if reasoning is None else reasoning.phase
 
     def _advance(self, reasoning: ReasoningSequence) -> None:
-        """Take in the committed tokens, and begin a step where it is the draft's turn."""
-        if reasoning.is_stale:  # preempted, or without room for the step: the target has gone on by itself
+        """Look at the committed tokens, and begin a step if it is the draft's turn."""
+        if reasoning.is_stale:  # after a preemption, or a pass without room for the step, the target has written on
             self._abandon(reasoning)
         if reasoning.phase is Phase.ACCEPTED:
             reasoning.phase = Phase.TARGET
             if reasoning.is_ending:
                 self._leave_to_target(reasoning)
         if reasoning.phase is Phase.TARGET:
-            self._look(reasoning)
+            self._find_boundary(reasoning)
             is_turn = reasoning.is_thinking and reasoning.is_at_boundary and reasoning.is_ready
             if is_turn and self._num_possible(reasoning) > 0:
                 reasoning.hold()
                 self._writer.commit((reasoning.draft_sequence,))
 
-    def _look(self, reasoning: ReasoningSequence) -> None:
-        """Find out if the target's text is reasoning, and if a step of it has ended."""
+    def _find_boundary(self, reasoning: ReasoningSequence) -> None:
+        """Update `is_thinking` and `is_at_boundary` from the new committed tokens."""
         token_ids = reasoning.sequence.token_ids
-        num_read, num_new = max(0, reasoning.num_seen - reasoning.base_len), len(token_ids) - reasoning.num_seen
+        num_searched, num_new = max(0, reasoning.num_seen - reasoning.base_len), len(token_ids) - reasoning.num_seen
         if num_new == 0:
             return
         reasoning.num_seen = len(token_ids)
@@ -179,49 +181,50 @@ class StepSpeculation:
         if not reasoning.is_thinking:
             reasoning.base_len, reasoning.is_at_boundary = len(token_ids), True
         elif not reasoning.is_at_boundary:
-            is_long = len(token_ids) - reasoning.base_len >= self._config.max_step_tokens
-            reasoning.is_at_boundary = is_long or self._text.cut(token_ids[reasoning.base_len :], num_read) is not None
+            step_ids = token_ids[reasoning.base_len :]
+            is_long = len(step_ids) >= self._config.max_step_tokens
+            reasoning.is_at_boundary = is_long or self._text.find_end(step_ids, num_searched) is not None
 
     def _num_possible(self, reasoning: ReasoningSequence) -> int:
-        """Return how many tokens the draft's next step may have: it leaves the target at least one to write."""
+        """Return the most tokens of the draft's next step; the target keeps at least one token to write."""
         if reasoning.stats.num_judged >= self._config.max_steps:
             return 0
-        num_remaining = reasoning.sequence.num_remaining_tokens - 1 - len(self._judge.suffix_ids)
+        num_remaining = reasoning.sequence.num_remaining_tokens - 1 - len(self._scorer.suffix_ids)
         return min(self._config.max_step_tokens, num_remaining)
 
     def _num_wanted(self, reasoning: ReasoningSequence) -> int:
         return min(reasoning.sequence.num_draft_tokens, self._num_possible(reasoning) - len(reasoning.step_ids))
 
     def _extend(self, reasoning: ReasoningSequence, token_ids: Seq[int]) -> None:
-        """Add what the draft has written to its step; where that is nothing, the target goes on without it."""
+        """Append the draft's tokens to its step; without any, the target writes the step."""
         if not token_ids:
             self._abandon(reasoning)
             return
-        num_read = len(reasoning.step_ids)
+        num_searched = len(reasoning.step_ids)
         reasoning.draft_sequence.token_ids += token_ids
         step_ids = reasoning.step_ids
-        cut = self._text.cut(step_ids, num_read, reasoning.sequence.stop_token_ids)
-        if cut is None and len(step_ids) < self._num_possible(reasoning):
+        end = self._text.find_end(step_ids, num_searched, reasoning.sequence.stop_token_ids)
+        if end is None and len(step_ids) < self._num_possible(reasoning):
             return
-        cut = cut or StepCut(len(step_ids))
-        if cut.num_tokens == 0:
+        end = end or StepEnd(len(step_ids))
+        if end.num_tokens == 0:
             self._leave_to_target(reasoning)
             return
-        reasoning.submit(cut.num_tokens, len(self._judge.suffix_ids), is_ending=cut.is_ending)
+        reasoning.submit(end.num_tokens, len(self._scorer.suffix_ids), is_ending=end.is_ending)
 
-    def _is_to_be_judged(self, query: DraftQuery) -> bool:
-        """True if this pass has room for the step, which it then marks as proposed."""
+    def _is_submitted(self, query: DraftQuery) -> bool:
+        """True if this query has a submitted step and room for it; the step is then marked as proposed."""
         reasoning = self._reasoning.get(query.sequence.request_id)
-        if reasoning is None or reasoning.phase is not Phase.JUDGE or reasoning.is_stale:
+        if reasoning is None or reasoning.phase is not Phase.SCORE or reasoning.is_stale:
             return False
-        reasoning.is_proposed = query.max_draft_tokens >= len(reasoning.step_ids) + len(self._judge.suffix_ids)
+        reasoning.is_proposed = query.max_draft_tokens >= len(reasoning.step_ids) + len(self._scorer.suffix_ids)
         return reasoning.is_proposed
 
-    def _judged_draft(self, request_id: str) -> Draft:
-        return Draft((*self._reasoning[request_id].step_ids, *self._judge.suffix_ids))
+    def _submitted_draft(self, request_id: str) -> Draft:
+        return Draft((*self._reasoning[request_id].step_ids, *self._scorer.suffix_ids))
 
     def _proposed(self, sequence: Sequence) -> ReasoningSequence | None:
-        """Return the reasoning whose step was proposed in this pass, and clear the mark."""
+        """Return the reasoning of a step that this pass has proposed, and clear its mark."""
         reasoning = self._reasoning.get(sequence.request_id)
         if reasoning is None or not reasoning.is_proposed:
             return None
@@ -229,10 +232,10 @@ class StepSpeculation:
         return reasoning
 
     def _is_accepted(self, reasoning: ReasoningSequence, logits: Tensor) -> bool:
-        """Judge a step and count the verdict; `logits [S + suffix + 1, V]` follow the committed tokens."""
+        """Score a step and count the result; `logits [S + suffix + 1, V]` follow the committed tokens."""
         step_ids = reasoning.step_ids
-        score = self._judge.score(logits, step_ids)
-        if math.isnan(score):  # the target has overflowed on the step
+        score = self._scorer.score(logits, step_ids)
+        if math.isnan(score):  # the target's logits overflowed
             score = 0.0
         is_accepted = score >= reasoning.threshold
         self.stats += ReasoningStats.of_verdict(len(step_ids), score, is_accepted=is_accepted)
@@ -246,12 +249,12 @@ class StepSpeculation:
         return is_accepted
 
     def _abandon(self, reasoning: ReasoningSequence) -> None:
-        """Give up a step that will not be judged."""
+        """Drop a step without a score."""
         self.stats += ReasoningStats(num_abandoned=1)
         self._leave_to_target(reasoning)
 
     def _leave_to_target(self, reasoning: ReasoningSequence) -> None:
-        """Let the target write the next step; the draft starts over from the committed tokens."""
+        """Let the target write the next step, and give the draft a new sequence of the committed tokens."""
         self._writer.close(reasoning.draft_sequence.request_id)
         reasoning.release()
         self._writer.open(reasoning.new_draft_sequence())
@@ -265,18 +268,18 @@ def step_speculation(
     writer: Proposer,
     verifier: Verifier,
 ) -> StepSpeculation:
-    """Return step speculation over the target's own tokenizer.
+    """Return step speculation that uses the target's tokenizer.
 
     Raises:
-        ConfigError: the model has no tokenizer.json, or none that the judge can use.
+        ConfigError: the model has no tokenizer.json, or the scorer cannot use it.
     """
     if tokenizer_file is None:
-        raise ConfigError("speculation.steps needs the target's tokenizer.json, and there is none; remove the steps")
+        raise ConfigError("speculation.steps needs the target's tokenizer.json, which does not exist; remove the steps")
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     return StepSpeculation(
         config,
         StepText(tokenizer, config),
-        judge_of(config, tokenizer),
+        make_scorer(config, tokenizer),
         proposer=proposer,
         writer=writer,
         verifier=verifier,

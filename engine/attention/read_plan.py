@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.attention.shared_prefix import Extent, SharedExtents, hidden_keys, share
 from engine.attention.tree_mask import hide_in_tree
-from engine.indexing import Index, index_of, index_tensor, is_run
+from engine.indexing import Index, index_of, index_tensor, is_consecutive
 from engine.kv_cache.pool import KVCache
 from engine.span import Span
 
@@ -115,7 +115,7 @@ class ReadPlan:
     def _is_alone(self, extent: Extent) -> bool:
         if extent.num_rows > MAX_PACKED_ROWS:
             return True
-        return extent.num_blocks * self._block_size >= self._min_view_tokens and is_run(extent.block_ids)
+        return extent.num_blocks * self._block_size >= self._min_view_tokens and is_consecutive(extent.block_ids)
 
     def _single(self, extent: Extent, window: int | None) -> Read:
         """One span, with exactly the keys that it needs."""

@@ -1,4 +1,4 @@
-"""The configuration of an engine: frozen dataclasses, checked when they are made."""
+"""The configuration of an engine: frozen dataclasses that check themselves when constructed."""
 
 from engine.config.engine_config import CacheConfig, EngineConfig, KVDtype, SchedulerConfig
 from engine.config.log_config import PositionLogConfig
@@ -22,7 +22,7 @@ from engine.config.speculation_config import (
     TreeKind,
     check_text_drafts,
 )
-from engine.config.step_config import DEFAULT_RATING_PROMPT, JudgeKind, StepConfig
+from engine.config.step_config import DEFAULT_RATING_PROMPT, ScorerKind, StepConfig
 
 __all__ = [
     "DEFAULT_RATING_PROMPT",
@@ -36,7 +36,6 @@ __all__ = [
     "GraphKind",
     "HeadConfig",
     "HeadKind",
-    "JudgeKind",
     "KVDtype",
     "ModelConfig",
     "ModelDtype",
@@ -44,6 +43,7 @@ __all__ = [
     "Quantization",
     "SamplingSource",
     "SchedulerConfig",
+    "ScorerKind",
     "SpeculationConfig",
     "StepConfig",
     "TreeConfig",

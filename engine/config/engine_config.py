@@ -1,4 +1,4 @@
-"""The whole configuration of an engine, with the limits of its KV pool and its scheduler."""
+"""The configuration of an engine, with the limits of its KV pool and its scheduler."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from protos.errors import ConfigError
 
 
 class KVDtype(StrEnum):
-    """The storage of keys and values (`engine.kv_cache.kv_dtype`): INT8 and FP8 take about half of bfloat16's bytes."""
+    """The dtype of cached keys and values (`engine.kv_cache.kv_dtype`); INT8 and FP8 take half of bfloat16's bytes."""
 
-    AUTO = "auto"  # as the model computes
+    AUTO = "auto"  # the model's own dtype
     INT8 = "int8"  # on processors
     FP8 = "fp8"  # on GPUs
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV pool: P tokens per block and either a number of blocks or a budget of bytes for all layers together.
+    """The KV pool: P tokens per block, and a number of blocks or a budget of bytes for all layers together.
 
-    `gpu_memory_utilization`, if given, takes the place of `memory_bytes` on a GPU: the pool is what is left of this
-    share of its memory when all else has its own (`engine.model.gpu_memory`). If it `counts_own_use`, the share
-    is that of this process's model alone, and what others use is not part of it.
+    On a GPU `gpu_memory_utilization`, if given, replaces `memory_bytes`: the pool gets what weights and activations
+    leave of this share of the GPU's memory (`engine.model.gpu_memory`). With `counts_own_use` the share covers this
+    process alone, and memory used by other processes does not count.
 
     Raises:
-        ConfigError: no size is given, a size is below 1, or the share is none.
+        ConfigError: no size is given, a size is below 1, or the share is not in (0, 1].
     """
 
     block_size: int = 16
@@ -46,20 +46,20 @@ class CacheConfig:
         if self.block_size < 1:
             raise ConfigError(f"cache.block_size is {self.block_size}; it must be at least 1")
         if self.num_blocks is None and self.memory_bytes is None:
-            raise ConfigError("cache has neither num_blocks nor memory_gib; set one of them")
+            raise ConfigError("cache has no num_blocks and no memory_gib; set one of them")
         if self.num_blocks is not None and self.num_blocks < 1:
             raise ConfigError(f"cache.num_blocks is {self.num_blocks}; it must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of one step and of one sequence. `max_model_len` None means the model's own number of positions.
+    """Limits of one step and of one sequence.
 
-    While sequences decode, prompts get chunks that take as long as `max_stall_passes` passes without prompts; None:
-    all that `max_tokens_per_step` leaves.
+    While sequences decode, a chunk of a prompt takes at most as long as `max_stall_passes` passes without prompts; with
+    None, only `max_tokens_per_step` limits it. With `max_model_len` None, the limit is the model's number of positions.
 
     Raises:
-        ConfigError: a limit of a step is below 1, `max_stall_passes` not above 0, or `max_model_len` below 2.
+        ConfigError: a limit of a step is below 1, `max_stall_passes` is not above 0, or `max_model_len` is below 2.
     """
 
     max_num_sequences: int = 64
@@ -82,20 +82,20 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything `EngineCore` needs to know.
+    """The configuration of an `EngineCore`.
 
     Raises:
-        ConfigError: a target that is sharded would draft for itself.
+        ConfigError: a sharded target drafts for itself.
     """
 
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    head: HeadConfig | None = None  # drafts from the target's hidden states, instead of a draft model
-    min_remote_prefill_tokens: int = 512  # shorter prompts are read here, whatever the prefill replicas offer
-    log: PositionLogConfig | None = None  # what the target finds likely, of requests that allow it
-    overlap: bool = True  # where passes are recorded, the next begins before the host has seen this one's tokens
+    head: HeadConfig | None = None  # drafts in the target's process, instead of a draft model
+    min_remote_prefill_tokens: int = 512  # shorter prompts are always prefilled locally
+    log: PositionLogConfig | None = None  # the target's likeliest tokens, for requests that allow logging
+    overlap: bool = True  # with recorded passes, issue the next pass before the host has this pass's tokens
 
     def __post_init__(self) -> None:
         if self.head is not None and self.head.kind is HeadKind.SELF and self.model.tensor_parallel_size > 1:

@@ -1,4 +1,4 @@
-"""The log of verified positions; its presence in an `EngineConfig` is the operator's consent."""
+"""The log of verified positions. An operator consents to it by setting it in an `EngineConfig`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PositionLogConfig:
-    """A folder that holds at most `max_bytes`, and the share of the requests that go into it, 0 to 1."""
+    """A folder of at most `max_bytes`, and the share of requests that are logged, 0 to 1."""
 
     folder: str
     max_bytes: int

@@ -1,4 +1,4 @@
-"""A model that an engine computes: its files, its device, its kernels, and a draft head beside it."""
+"""The configuration of a model: its files, its device, its kernels, and its draft head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from protos.errors import ConfigError
 
 
 class ModelDtype(StrEnum):
-    """The numbers of a computation; AUTO is bfloat16 where the processor multiplies in it, float32 elsewhere."""
+    """The dtype of the computation; AUTO is bfloat16 if the processor has bfloat16 products, and float32 otherwise."""
 
     AUTO = "auto"
     BFLOAT16 = "bfloat16"
@@ -18,7 +18,7 @@ class ModelDtype(StrEnum):
 
 
 class Quantization(StrEnum):
-    """The storage of the weights of a model's linear layers (`engine.model.linear.quantized_linear`)."""
+    """The quantization of a model's linear layers (`engine.model.linear.quantized_linear`)."""
 
     NONE = "none"
     INT8 = "int8"
@@ -26,7 +26,7 @@ class Quantization(StrEnum):
 
 
 class AttentionKind(StrEnum):
-    """The attention (`engine.attention.backend`); AUTO is TRITON or NATIVE where they can run, TORCH elsewhere."""
+    """The attention backend (`engine.attention.backend`); AUTO is TRITON or NATIVE if it can run, else TORCH."""
 
     AUTO = "auto"
     TORCH = "torch"
@@ -35,17 +35,17 @@ class AttentionKind(StrEnum):
 
 
 class SamplingSource(StrEnum):
-    """The defaults of what a request leaves out: the checkpoint's advice, or those of OpenAI's API."""
+    """The source of sampling defaults: AUTO takes them from the checkpoint, NONE from OpenAI's API."""
 
     AUTO = "auto"
     NONE = "none"
 
 
 class GraphKind(StrEnum):
-    """The recording of small passes: AUTO where the device and the model allow it.
+    """The recording of small passes: AUTO records them if the device and the model allow it.
 
-    EAGER pads them as AUTO does and computes them call by call: for tests, and to tell a faulty recording from a faulty
-    computation.
+    EAGER pads passes as AUTO does, but computes them call by call: for tests, and to find out if a fault comes from the
+    recording or the computation.
     """
 
     AUTO = "auto"
@@ -55,11 +55,11 @@ class GraphKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GraphConfig:
-    """The passes to be recorded (`engine.model.cuda_graphs.graph_runner`).
+    """The passes to record (`engine.model.cuda_graphs.graph_runner`).
 
-    They are those of each of `batches` with each of `row_counts` per sequence; without `batches`, of any rows in all up
-    to `max_batch` sequences with the most rows, by small steps. `EngineCore.from_config` fills in what follows from its
-    limits; without `row_counts` nothing is recorded.
+    With `batches`, one graph is recorded per batch size and per entry of `row_counts` (rows per sequence). Without
+    `batches`, graphs are recorded by total rows, in small steps, up to `max_batch` sequences with the most rows each.
+    Without `row_counts` nothing is recorded. `EngineCore.from_config` derives `row_counts` and the limits.
 
     Raises:
         ConfigError: a batch has less than 1 sequence.
@@ -79,15 +79,15 @@ class GraphConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The place of a model and the way it is computed.
+    """The location of a model, and how it is computed.
 
-    `path` is a local folder or a Hub id. `num_threads` is the torch thread count of the process; None leaves torch's
-    choice. `deterministic` makes the bits of a token's logits depend on the text before it alone
-    (`engine.model.determinism`). The model is sharded over `tensor_parallel_size` processes, each on a device of its
-    own (`engine.model.runner.tensor_parallel_runner`).
+    `path` is a local folder or a Hub id. `num_threads` is torch's number of threads; None keeps torch's default. With
+    `deterministic`, the bits of a token's logits depend only on the text before it (`engine.model.determinism`). The
+    model is sharded over `tensor_parallel_size` processes with one device each
+    (`engine.model.runner.tensor_parallel_runner`).
 
     Raises:
-        ConfigError: a sharded model would be quantised or deterministic.
+        ConfigError: a sharded model is quantised or deterministic.
     """
 
     path: str
@@ -116,7 +116,7 @@ class ModelConfig:
 
 
 class HeadKind(StrEnum):
-    """Drafters in the target's process that read what it has computed: its hidden states, or (SELF) its KV."""
+    """Drafters in the target's process. They use the target's hidden states, or (SELF) its KV."""
 
     MEDUSA = "medusa"
     EAGLE3 = "eagle3"
@@ -125,15 +125,15 @@ class HeadKind(StrEnum):
 
     @property
     def keeps_kv(self) -> bool:
-        """True if it has KV of its own, which replicas that compute blocks for others must compute too."""
+        """True if the head has its own KV; prefill replicas must then compute it too."""
         return self in (HeadKind.EAGLE3, HeadKind.MTP)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """A head and its folder or Hub id; `path` is None for those made of the target's own weights (mtp, self).
+    """A head and its folder or Hub id; `path` is None for heads made of the target's own weights (mtp, self).
 
-    Of kind SELF the target's weights draft in another `quantization`, or the first `num_layers` of its layers, or both.
+    SELF drafts with the target's weights in another `quantization`, with its first `num_layers` layers, or both.
     """
 
     kind: HeadKind

@@ -1,4 +1,4 @@
-"""The number of drafts, their shape, and the rule that verifies them."""
+"""The number of drafts, their shape, and their verification."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ MAX_TREE_NODES = 64
 
 
 class DraftVocabulary(StrEnum):
-    """The way from a draft model's tokens to the target's (`engine.proposer.vocab_mapping`)."""
+    """The mapping of a draft model's tokens to the target's (`engine.proposer.vocab_mapping`)."""
 
-    AUTO = "auto"  # by comparing the two tokenizers
-    SAME = "same"  # one tokenizer: ids are ids
-    INTERSECTION = "intersection"  # drafts are made of the tokens that both have
-    TEXT = "text"  # the draft continues the text, which is encoded again
+    AUTO = "auto"  # chosen by comparing the two tokenizers
+    SAME = "same"  # one tokenizer, equal ids
+    INTERSECTION = "intersection"  # draft only tokens that both vocabularies have
+    TEXT = "text"  # decode the draft's text and encode it again
 
 
 class TreeKind(StrEnum):
-    """The shape of a tree: it follows the draft's probabilities or is the same in every pass."""
+    """The shape of a tree: DYNAMIC follows the draft's probabilities, STATIC is the same in every pass."""
 
     DYNAMIC = "dynamic"
     STATIC = "static"
@@ -31,13 +31,13 @@ class TreeKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TreeConfig:
-    """Drafts that branch while at most `max_batch` sequences decode: in larger batches every row of a pass costs.
+    """Tree drafts, used while at most `max_batch` sequences decode: in larger batches each row costs time.
 
-    A tree has `num_nodes`. `parents` are a static tree's shape, as in `engine.draft.Draft`; without them it is the best
-    one for the acceptance of `engine.proposer.growth.tree_shape`.
+    A tree has `num_nodes` nodes. `parents` is the shape of a static tree, as in `engine.draft.Draft`; without it the
+    shape is the best one for the acceptance assumed in `engine.proposer.growth.tree_shape`.
 
     Raises:
-        ConfigError: the number of nodes is out of range, or `parents` are no shape of so many nodes.
+        ConfigError: `num_nodes` is out of range, or `parents` is not a tree of `num_nodes` nodes.
     """
 
     kind: TreeKind = TreeKind.DYNAMIC
@@ -58,46 +58,46 @@ class TreeConfig:
         if wrong is not None:
             raise ConfigError(
                 f"speculation.tree.parents has {self.parents[wrong]} for node {wrong}; a parent comes before its "
-                "children, and -1 stands for the committed tokens"
+                "children, and -1 means the committed tokens"
             )
 
     def num_nodes_for(self, num_sequences: int, verify: VerifyMode) -> int:
-        """Nodes of each sequence's tree where so many decode; 0 is a chain. Block verification judges chains."""
+        """Return the nodes per tree while `num_sequences` decode; 0 for a chain, as in block verification."""
         return self.num_nodes if num_sequences <= self.max_batch and verify is not VerifyMode.BLOCK else 0
 
 
 def check_text_drafts(tree: TreeConfig | None, fan_out: int | None, reason: str = "draft.vocabulary is 'text'") -> None:
-    """Raise ConfigError unless drafts are chains made on request, as all drafts that go through text are.
+    """Raise ConfigError if drafts are trees or made ahead: drafts that go through text are chains in mode 'sync'.
 
     Args:
-        tree: the shape of drafts that branch; None for chains.
-        fan_out: outcomes per position that are drafted ahead; None for none.
-        reason: why drafts go through text.
+        tree: The shape of tree drafts; None for chains.
+        fan_out: Outcomes per position that are drafted ahead; None in mode 'sync'.
+        reason: Why drafts go through text.
     """
     if tree is None and fan_out is None:
         return
     conflict = "speculation.tree is set" if tree is not None else "speculation.mode is 'async'"
     raise ConfigError(
-        f"{reason}, which gives chains in mode 'sync' alone, and {conflict}; remove it, "
+        f"{reason}, which allows only chains in mode 'sync', but {conflict}; remove it, "
         "or set draft.vocabulary to 'intersection'"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """The speculation of a deployment: by default, and at most for a request that asks.
+    """A deployment's speculation: the defaults, and the limits for requests that choose their own.
 
-    `num_tokens` is K, the drafts per pass, and `num_guess_tokens` that of suffixes and predictions, which cost nothing
-    to make and end where they are not expected to go on; None: as many as a request may ask for. `methods` are those on
-    offer, the default first; what is none of `SpeculationMethod` names one more draft model. When `adaptive`, each pass
-    of each request gets its own K between 0 and `max_num_tokens` (or what the request asks for) and `num_tokens` is
-    only the first one; a deployment with `num_tokens` 0 still drafts for those alone that ask.
+    `num_tokens` is K, the drafts per pass. `num_guess_tokens` is K of suffixes and predictions, which cost nothing to
+    make and end where they are not expected to continue; None allows `max_num_tokens`. `methods` lists the methods on
+    offer, the default first; a name outside `SpeculationMethod` is a further draft model. A deployment with
+    `num_tokens` 0 drafts only for requests that ask.
 
-    When adaptive, drafts do not make a pass longer than `target_itl_s`, and the method AUTO is one of the others by
-    class of requests (`engine.proposer.adaptive.method_chooser`).
+    With `adaptive`, each pass of each request gets its own K between 0 and `max_num_tokens` (or the request's limit),
+    and `num_tokens` is only the first K. Drafts then keep a pass within `target_itl_s`, and the method AUTO chooses
+    another method for each class of requests (`engine.proposer.adaptive.method_chooser`).
 
-    With a `tree` drafts branch, and K is how deep they go. With `steps` a request may ask for approximate reasoning
-    steps; without, nothing here is ever anything but exact.
+    With a `tree`, drafts are trees of depth K. With `steps`, a request may ask for approximate reasoning steps; without
+    them everything is exact.
 
     Raises:
         ConfigError: `max_num_tokens` is above `MAX_DRAFT_TOKENS`, or another length above `max_num_tokens`.
@@ -124,7 +124,7 @@ class SpeculationConfig:
                 )
 
     def without_drafts(self) -> SpeculationConfig:
-        """Return this configuration for an engine without a proposer: K is 0 everywhere."""
+        """Return this configuration with K = 0 everywhere, for an engine without a proposer."""
         return replace(self, num_tokens=0, max_num_tokens=0, num_guess_tokens=None)
 
     @property
@@ -134,13 +134,13 @@ class SpeculationConfig:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The methods among which AUTO chooses."""
+        """The methods that AUTO chooses from."""
         aside = (SpeculationMethod.AUTO, SpeculationMethod.NONE)
         return tuple(method for method in self.methods if method not in aside)
 
     @property
-    def guess_limit(self) -> int:
-        """K of drafts that cost nothing to make, for a request that does not say."""
+    def free_draft_limit(self) -> int:
+        """The default K of drafts that cost nothing to make."""
         if self.num_tokens == 0:
             return 0
         return self.max_num_tokens if self.num_guess_tokens is None else self.num_guess_tokens

@@ -1,4 +1,4 @@
-"""The reasoning steps that a deployment allows; the presence in a `SpeculationConfig` is the operator's consent."""
+"""Reasoning steps. An operator consents to them by setting them in a `SpeculationConfig`."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ DEFAULT_RATING_PROMPT = (
 )
 
 
-class JudgeKind(StrEnum):
-    """The target's score of a step, from 0 to 9 (`engine.approximate.judge`)."""
+class ScorerKind(StrEnum):
+    """The source of a step's score, 0 to 9 (`engine.approximate.step_scorer`)."""
 
-    RATING = "rating"  # the digit it expects to say when it is asked for one
-    LIKELIHOOD = "likelihood"  # how near the step's tokens come to those it finds likeliest
+    RATING = "rating"  # a digit that the target answers to a prompt
+    LIKELIHOOD = "likelihood"  # the likelihood of the step's tokens
 
 
 @dataclass(frozen=True, slots=True)
 class StepConfig:
-    """Reasoning steps: where they are, how long they may be, and when one is good enough.
+    """The boundaries of reasoning steps, their greatest length, and the score that accepts one.
 
-    A step ends behind `step_end`, or after `max_step_tokens`. Steps are drafted between the two markers `think`, the
-    last of which may stand in the prompt; without markers, anywhere in the output. At most `max_steps` of one request
-    are drafted. `threshold` is what a request that names none gets.
+    A step ends after `step_end`, or after `max_step_tokens`. Steps are drafted between the two markers `think`, which
+    the prompt may contain; without markers, anywhere in the output. At most `max_steps` steps of a request are drafted.
+    `threshold` is the default of requests.
 
     Raises:
         ConfigError: a limit is out of range, or a marker is empty.
     """
 
     threshold: float = 7.0
-    judge: JudgeKind = JudgeKind.RATING
+    judge: ScorerKind = ScorerKind.RATING
     rating_prompt: str = DEFAULT_RATING_PROMPT
     step_end: str = "\n\n"
     think: tuple[str, str] | None = ("<think>", "</think>")
@@ -48,5 +48,5 @@ class StepConfig:
         if self.max_step_tokens < 1 or self.max_steps < 1:
             raise ConfigError(
                 f"speculation.steps.max_step_tokens is {self.max_step_tokens} and max_steps {self.max_steps}; both "
-                "must be at least 1 (leave speculation.steps out for none)"
+                "must be at least 1 (to disable steps, remove speculation.steps)"
             )

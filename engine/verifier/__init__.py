@@ -1,5 +1,5 @@
-"""Verifiers turn the target's rows and a draft into committed tokens, distributed exactly as the target alone.
+"""Verifiers turn the target's logits and a draft into tokens with exactly the target's distribution.
 
-Vocabulary: *accepted* tokens are drafts that stand; the *recovered* token replaces the first draft that does not; the
-*bonus* token follows when all drafts stand. One pass commits the accepted tokens and one recovered or bonus token.
+*Accepted* tokens are drafts that pass verification. The *recovered* token replaces the first rejected draft. The
+*bonus* token follows if all drafts are accepted. A pass commits the accepted tokens and one recovered or bonus token.
 """

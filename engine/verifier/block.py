@@ -1,12 +1,12 @@
-"""Block verification (Sun et al., arXiv:2403.10444): the drafts of a pass are judged together, not one by one.
+"""Block verification (Sun et al., arXiv:2403.10444): verifies the drafts of a pass together, not one by one.
 
-A draft that the target likes better than the draft did makes up for one before it that it likes less, so that draft i
-stands with probability E[rho_i], the most that any rule can reach which sees only the distributions along the chain.
-The residual after tau accepted drafts is norm(max(0, rho_tau p - q)).
+A draft with p > q compensates for an earlier one with p < q. Draft i is accepted with probability E[rho_i], the most
+that any rule can reach if it sees only the distributions along the chain. The residual after tau accepted drafts is
+norm(max(0, rho_tau p - q)).
 
-Unlike rejection, how many drafts stand depends on all drafts of the pass and all their uniform numbers, also on those
-beyond what is committed. Positions there are drafted and judged again by the next pass, which must know nothing of
-that: uniforms and draft noise are keyed by the pass (`engine.sampling.sampler.pass_keys`), never by the position alone.
+Unlike rejection, the number of accepted drafts depends on all drafts of the pass and on all their uniform numbers, even
+after the committed tokens. The next pass drafts and verifies those positions again, and must be independent of this
+one: uniforms and draft noise are keyed by the pass (`engine.sampling.sampler.pass_keys`), never by the position alone.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from engine.verifier.verify_task import VerifyTask
 
 
 def verify_by_block(sampler: Sampler, logits: Tensor, tasks: Seq[VerifyTask], rows: RowBatch) -> list[VerifyResult]:
-    """Verify chains; `logits [R, V]` lie in the order of the tasks' rows."""
+    """Verify chains; `logits [R, V]` are in the order of the tasks' rows."""
     chains = ChainBatch(sampler.probs(sampler.apply_processors(logits, rows), rows), tasks)
     ratios = chain_ratios(chains)
-    counts = [count_accepted(successes) for successes in _judge_chains(chains, ratios)]
+    counts = [count_accepted(successes) for successes in _accept_flags(chains, ratios)]
     return chains.results(counts, [rho[count] for rho, count in zip(ratios, counts, strict=True)])
 
 
@@ -40,8 +40,8 @@ def chain_ratios(chains: ChainBatch) -> list[list[float]]:
     return [running_ratios(*pair) for pair in zip(p, q, strict=True)]
 
 
-def _judge_chains(chains: ChainBatch, ratios: Seq[Seq[float]]) -> list[list[bool]]:
-    """Return per task, for each draft, if its uniform number lets it and all before it stand."""
+def _accept_flags(chains: ChainBatch, ratios: Seq[Seq[float]]) -> list[list[bool]]:
+    """Return per task, for each draft, if its uniform number accepts it and all drafts before it."""
     rows = chains.draft_rows
     if not rows:
         return [[] for _ in chains.tasks]
@@ -51,7 +51,7 @@ def _judge_chains(chains: ChainBatch, ratios: Seq[Seq[float]]) -> list[list[bool
 
 
 def chain_success_probs(chains: ChainBatch, ratios: Seq[Seq[float]]) -> Tensor:
-    """Return h_1 to h_K of each task, one after the other, `[n] float64`: what follows draft i is in row i + 1."""
+    """Return h_1 to h_K of each task in one tensor, `[n] float64`; row i + 1 has the distribution after draft i."""
     places = zip(chains.first_rows, chains.proposals, strict=True)
     ends = [(first_row, drafts, i + 1) for first_row, drafts in places for i in range(len(drafts))]
     row_ids = [rejection_rule.final_row(first_row, count) for first_row, _, count in ends]
@@ -61,14 +61,14 @@ def chain_success_probs(chains: ChainBatch, ratios: Seq[Seq[float]]) -> Tensor:
 
 
 # ---- the formulas (algorithm 2), which the tests enumerate --------------------------------------------------------
-# p is the target's distribution and q the draft's, rho the running ratio, h the probability that a draft and all before
-# it stand.
+# p is the target's distribution, q the draft's, rho the running ratio, and h the probability of accepting a draft with
+# all drafts before it.
 
 
 def running_ratios(target_probs: Seq[float], draft_probs: Seq[float]) -> list[float]:
     """Return rho_0 to rho_K: rho_0 = 1, rho_i = min(1, rho_{i-1} p_i(x_i) / q_i(x_i)).
 
-    A draft may make up for an unlikely one before it, up to 1. After one that the target excludes all are 0.
+    A likely draft may compensate for an unlikely one before it, up to 1. After a draft with p = 0 all ratios are 0.
     """
     ratios = [1.0]
     for p, q in zip(target_probs, draft_probs, strict=True):
@@ -79,7 +79,7 @@ def running_ratios(target_probs: Seq[float], draft_probs: Seq[float]) -> list[fl
 def excess_mass(target_probs: Tensor, row_ids: Seq[int], ratios: Tensor, proposals: Seq[SparseDistribution]) -> Tensor:
     """Return S = sum over t of max(0, rho p(t) - q(t)) in each chosen row of `target_probs [R, V]`: `[n] float64`.
 
-    It is rho minus the mass that rho p and q have in common, and that takes only the few tokens of q.
+    S is rho minus the mass that rho p and q share, which only needs the few tokens of q.
     """
     entries = [
         (index, token_id, weight / WEIGHT_SUM)
@@ -97,19 +97,19 @@ def excess_mass(target_probs: Tensor, row_ids: Seq[int], ratios: Tensor, proposa
 
 
 def success_probs(ratios: Tensor, excess: Tensor) -> Tensor:
-    """Return H = S / (S + 1 - rho), `[n] float64`; 1 where that is 0/0, which is where p and q agree.
+    """Return H = S / (S + 1 - rho), `[n] float64`; 1 for 0/0, where p and q agree.
 
-    After the last draft no q competes: S is rho, and h is rho too.
+    After the last draft there is no q: S is rho, and h is rho too.
     """
     total = excess + 1.0 - ratios
     return torch.where(total > 0, excess / total, 1.0)
 
 
 def is_success(uniforms: Tensor, probs: Tensor) -> Tensor:
-    """True where u < h, `[n] float64`, u in [0, 1). Strict: u = 0 must not accept what is impossible."""
+    """True if u < h, `[n] float64`, u in [0, 1). Strict: u = 0 must not accept a draft with p = 0."""
     return uniforms < probs
 
 
 def count_accepted(successes: Seq[bool]) -> int:
-    """Count the drafts up to the *last* success; a failure before it decides nothing."""
-    return max((index + 1 for index, is_standing in enumerate(successes) if is_standing), default=0)
+    """Count the drafts up to the *last* success; failures before it do not matter."""
+    return max((index + 1 for index, is_accepted in enumerate(successes) if is_accepted), default=0)

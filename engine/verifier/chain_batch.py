@@ -1,4 +1,4 @@
-"""Drafted chains laid out over the rows of a step, for the verifiers that compare p with q."""
+"""The chains of a step and their rows, for the verifiers that compare p with q."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 
 
 class ChainBatch:
-    """The chains of prepared tasks: p at their rows, and q of each of their drafts.
+    """The chains of prepared tasks, with p at their rows and q of their drafts.
 
     Args:
         target_probs: p, `[R, V]`, in the order of the tasks' rows.
@@ -34,17 +34,17 @@ class ChainBatch:
 
     @property
     def draft_rows(self) -> list[LogitsRow]:
-        """The rows that judge the drafts: row i of a task judges its draft i."""
+        """The rows that verify the drafts: row i of a task verifies its draft i."""
         pairs = zip(self.tasks, self.proposals, strict=True)
         return [row for task, drafts in pairs for row in task.rows[: len(drafts)]]
 
     def by_task(self, values: Seq[Value]) -> list[list[Value]]:
-        """Return one list per task of values that lie in the order of `draft_rows`."""
+        """Split values in the order of `draft_rows` into one list per task."""
         rest = iter(values)
         return [list(islice(rest, len(drafts))) for drafts in self.proposals]
 
     def drafted_probs(self) -> tuple[Tensor, Tensor]:
-        """Return p and q of every drafted token, `[n] float64` each, in the order of `draft_rows`."""
+        """Return p and q of all drafted tokens, `[n] float64` each, in the order of `draft_rows`."""
         places = zip(self.first_rows, self.proposals, strict=True)
         row_ids = [first_row + i for first_row, drafts in places for i in range(len(drafts))]
         draft_ids = [draft_id for task in self.tasks for draft_id in task.draft_ids]
@@ -53,9 +53,9 @@ class ChainBatch:
         return p, q.to(p.device)
 
     def results(self, counts: Seq[int], scales: Seq[float] | None = None) -> list[VerifyResult]:
-        """Return the results for `counts` accepted drafts, the recovered or bonus tokens drawn all at once.
+        """Draw all recovered and bonus tokens at once, and return the results for `counts` accepted drafts.
 
-        `scales` are those of `final_probs`.
+        `scales` goes to `final_probs`.
         """
         last_rows = [task.rows[count] for task, count in zip(self.tasks, counts, strict=True)]
         final_ids = draw_tokens(self.final_probs(counts, scales), last_rows)
@@ -67,7 +67,7 @@ class ChainBatch:
     def final_probs(self, counts: Seq[int], scales: Seq[float] | None = None) -> Tensor:
         """Return norm(max(0, scale p - q)), `[tasks, V]`: the distribution of the token after the accepted drafts.
 
-        Without `scales` p weighs 1. After the last draft q is 0 and the distribution is p itself.
+        Without `scales` each scale is 1. After the last draft q is 0, and the distribution is p itself.
         """
         places = list(zip(self.first_rows, self.proposals, counts, strict=True))
         row_ids = [rejection_rule.final_row(first_row, count) for first_row, _, count in places]
@@ -79,6 +79,6 @@ class ChainBatch:
 
 
 def draw_tokens(probs: Tensor, rows: Seq[LogitsRow]) -> list[int]:
-    """Draw a token from each of `probs [n, V]`, which follow these rows; one of probability zero is never drawn."""
+    """Draw a token from each of `probs [n, V]`, with the rows' noise; a token of probability 0 is never drawn."""
     noise = gumbel(row_keys(rows, Purpose.RESIDUAL, probs.device), probs.shape[1])
     return (probs.log() + noise).argmax(dim=1).tolist()  # log 0 + noise = -inf

@@ -1,8 +1,8 @@
-"""Coupled verification: run the ordinary sampler at every row and accept drafts while they are what it sampled.
+"""Coupled verification: run the ordinary sampler at every row, and accept drafts that equal the sampled tokens.
 
-The output is a function of prefix, seed and target logits, whatever the draft does: each emitted token is the one
-plain decoding would have sampled at that position with that noise (Daliri, Musco, Suresh, arXiv:2408.07978). A wider
-or deeper tree only has a better chance to hold what comes.
+The output is a function of prefix, seed and target logits, not of the draft: plain decoding samples the same token at
+each position with the same noise (Daliri, Musco, Suresh, arXiv:2408.07978). A wider or deeper tree only makes a match
+more likely.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from engine.verifier.verify_task import IMPOSSIBLE_ID, VerifyTask
 
 
 def verify_coupled(sampler: Sampler, logits: Tensor, tasks: Seq[VerifyTask], rows: RowBatch) -> list[VerifyResult]:
-    """Verify chains, or trees; `logits [R, V]` lie in the order of `rows`, those of the tasks."""
+    """Verify chains, or trees; `logits [R, V]` are in the order of `rows`, the rows of all tasks."""
     sampled_ids = sampler.draw(logits, rows).tolist()
     if not tasks[0].is_tree:
-        return match(sampled_ids, [task.judged_ids for task in tasks])
+        return match(sampled_ids, [task.verified_ids for task in tasks])
     ends = list(accumulate(len(task.rows) for task in tasks))
     return [
         descend(sampled_ids[end - len(task.rows) : end], task.draft_ids, task.draft.parents)
@@ -32,9 +32,9 @@ def verify_coupled(sampler: Sampler, logits: Tensor, tasks: Seq[VerifyTask], row
 
 
 def match(sampled_ids: Seq[int], chains: Seq[Seq[int]]) -> list[VerifyResult]:
-    """Emit for each chain what was sampled, up to and with the first token that is not its draft, or the bonus.
+    """Emit each chain's sampled tokens, up to and including the first that differs from its draft, or the bonus token.
 
-    A chain has one row more than drafts. A row after the first difference was computed on a wrong prefix, so it is
+    A chain has one row more than drafts. Rows after the first difference were computed on a wrong prefix and are
     ignored.
     """
     draft_ids: list[int] = []
@@ -42,7 +42,7 @@ def match(sampled_ids: Seq[int], chains: Seq[Seq[int]]) -> list[VerifyResult]:
     for chain in chains:
         first_rows.append(len(draft_ids))
         draft_ids += chain
-        draft_ids.append(IMPOSSIBLE_ID)  # so that each chain has a row that differs
+        draft_ids.append(IMPOSSIBLE_ID)  # so each chain has a row that differs
     different = np.flatnonzero(np.array(sampled_ids) != np.array(draft_ids))
     last_rows = different[np.searchsorted(different, first_rows)].tolist()
     return [
@@ -52,9 +52,10 @@ def match(sampled_ids: Seq[int], chains: Seq[Seq[int]]) -> list[VerifyResult]:
 
 
 def descend(sampled_ids: Seq[int], draft_ids: Seq[int], parents: Seq[int]) -> VerifyResult:
-    """Emit what was sampled on the way down; `sampled_ids[0]` follows no node, `sampled_ids[node + 1]` follows `node`.
+    """Walk down a tree along the sampled tokens, and emit them.
 
-    Rows of nodes off the path were computed on prefixes that are not committed.
+    `sampled_ids[0]` follows the committed tokens, and `sampled_ids[node + 1]` follows `node`. Rows off the path were
+    computed on prefixes that are not committed.
     """
     children: dict[tuple[int, int], int] = {}
     for node, (parent, draft_id) in enumerate(zip(parents, draft_ids, strict=False)):

@@ -1,7 +1,7 @@
-"""Passes in which a row has no finite logits: the model has overflowed behind that row's prefix.
+"""Rows without finite logits: the model overflowed after that row's prefix.
 
-Such a row decides nothing. If the draft before it falls, nothing has happened: plain decoding would not have computed
-it. If the draft stands, the target has no next token, and the sequence ends there.
+Such a faulty row has no token. If the draft before it is rejected, the row does not matter: plain decoding would not
+have computed it. If that draft is accepted, the target has no next token, and the sequence ends.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from engine.verifier.verify_task import VerifyTask
 
 
 def before_fault(task: VerifyTask, are_finite: Seq[bool]) -> VerifyTask:
-    """Return a prepared task whose chain ends before the draft that its first faulty row would judge.
+    """Cut a prepared task's chain before the draft that its first faulty row would verify.
 
-    Block verification judges all drafts of a pass together, so those behind the fault must not be there. The length
-    follows from the drafts before it alone, and any such length is exact. In a tree each node is judged by itself.
+    Block verification verifies the drafts of a pass together, so drafts after the fault must be removed. The new length
+    depends only on the drafts before the fault, so the result stays exact. In a tree each node is verified by itself.
     """
     row = _first_fault(range(len(task.rows)), task, are_finite)
     if row is None or task.is_tree:
@@ -25,10 +25,9 @@ def before_fault(task: VerifyTask, are_finite: Seq[bool]) -> VerifyTask:
 
 
 def up_to_fault(task: VerifyTask, result: VerifyResult, are_finite: Seq[bool]) -> VerifyResult:
-    """Return what is left of a result in which a faulty row has a token.
+    """Cut a result before the token of its first faulty row.
 
-    The drafts before it are committed, and the next pass meets the fault again, in its first row: then the sequence
-    ends.
+    The drafts before it are committed. The next pass meets the fault in its first row, and the sequence ends.
     """
     fault = _first_fault([result.row_of(index) for index in range(len(result.token_ids))], task, are_finite)
     if fault is None:
@@ -39,5 +38,5 @@ def up_to_fault(task: VerifyTask, result: VerifyResult, are_finite: Seq[bool]) -
 
 
 def _first_fault(rows: Seq[int], task: VerifyTask, are_finite: Seq[bool]) -> int | None:
-    """Return the index of the first of the task's `rows` that is faulty."""
+    """Return the index in `rows` of the task's first faulty row."""
     return next((index for index, row in enumerate(rows) if not are_finite[task.first_row + row]), None)

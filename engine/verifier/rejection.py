@@ -1,15 +1,16 @@
-"""Verification by rejection (arXiv:2211.17192, arXiv:2302.01318), with q sparse and in integer weights.
+"""Verification by rejection (arXiv:2211.17192, arXiv:2302.01318), with a sparse q in integer weights.
 
-Draft x ~ q is accepted with probability min(1, p(x)/q(x)); the first that is not is replaced by a token from
-norm(max(0, p - q)); when all stand, a bonus token comes from p of the last row. The emitted mass is min(p, q) +
-max(0, p - q) = p. The formulas are in `rejection_rule`; this file batches them over the sequences of a step.
+Draft x ~ q is accepted with probability min(1, p(x)/q(x)). The first rejected draft is replaced by a token from
+norm(max(0, p - q)). If all are accepted, a bonus token is drawn from p of the last row. The emitted mass is
+min(p, q) + max(0, p - q) = p. The formulas are in `rejection_rule`; this file batches them over the sequences of a
+step.
 
-In a tree siblings are judged one after the other, each by what those before it left. They are drawn from one
-distribution without replacement (Sequoia, arXiv:2402.12374; recursive rejection, arXiv:2402.14160): c_1 from q_1 = q,
-c_2 from q_2 = q without c_1, and so on. The first is tested against p_1 = p. Where c_j falls, the next is tested
-against p_{j+1} = norm(max(0, p_j - q_j)), and after the last the recovered token is drawn from it. Each step is the
-rejection rule for a target p_j, so what is emitted has the distribution p. The shape of a tree must not depend on the
-drawn tokens. A tree without branches gives what its chain gives.
+In a tree siblings are tested one after the other. They are drawn from one distribution without replacement (Sequoia,
+arXiv:2402.12374; recursive rejection, arXiv:2402.14160): c_1 from q_1 = q, c_2 from q_2 = q without c_1, and so on.
+The first is tested against p_1 = p. If c_j is rejected, the next is tested against p_{j+1} = norm(max(0, p_j - q_j));
+after the last sibling the recovered token is drawn from that residual. Each step is the rejection rule for a target
+p_j, so the emitted token has the distribution p. The shape of a tree must not depend on the drawn tokens. A tree
+without branches gives the same result as a chain.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from engine.verifier.verify_task import VerifyTask
 
 
 def verify_by_rejection(sampler: Sampler, logits: Tensor, tasks: Seq[VerifyTask], rows: RowBatch) -> list[VerifyResult]:
-    """Verify chains; `logits [R, V]` lie in the order of the tasks' rows."""
+    """Verify chains; `logits [R, V]` are in the order of the tasks' rows."""
     chains = ChainBatch(sampler.probs(sampler.apply_processors(logits, rows), rows), tasks)
-    return chains.results([rejection_rule.count_accepted(stands) for stands in _judge_chains(chains)])
+    return chains.results([rejection_rule.count_accepted(flags) for flags in _accept_flags(chains)])
 
 
-def _judge_chains(chains: ChainBatch) -> list[list[bool]]:
-    """Return per task which drafts stand if all before them do."""
+def _accept_flags(chains: ChainBatch) -> list[list[bool]]:
+    """Return per task which drafts are accepted, provided that all drafts before them are."""
     rows = chains.draft_rows
     if not rows:
         return [[] for _ in chains.tasks]
@@ -52,7 +53,7 @@ def _judge_chains(chains: ChainBatch) -> list[list[bool]]:
 
 @dataclass(frozen=True, slots=True)
 class Sibling:
-    """A child of the node that the walk has reached; the weights of `q`, its q_j, sum to what its elders have left."""
+    """A child of the walk's current node; `q` is its q_j, with the weights left by its earlier siblings."""
 
     node: int
     token_id: int
@@ -60,21 +61,21 @@ class Sibling:
 
     @property
     def draft_prob(self) -> float:
-        """q_j of its own token."""
+        """q_j of the sibling's own token."""
         return self.q.weights[self.q.token_ids.index(self.token_id)] / sum(self.q.weights)
 
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """The nodes that stand, from the top down, and the distribution of the token after them, `[V]`."""
+    """The accepted nodes, from the top down, and the distribution of the token after them, `[V]`."""
 
     path: tuple[int, ...]
     final_probs: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class _Verdict:
-    """The child that stands, if one does, and otherwise the distribution of what takes their place, `[V]`."""
+class _SiblingsResult:
+    """The accepted child; if all are rejected, None and the residual distribution, `[V]`."""
 
     node: int | None
     final_probs: Tensor
@@ -83,7 +84,7 @@ class _Verdict:
 def verify_tree_by_rejection(
     sampler: Sampler, logits: Tensor, tasks: Seq[VerifyTask], rows: RowBatch
 ) -> list[VerifyResult]:
-    """Verify trees; `logits [R, V]` lie in the order of the tasks' rows."""
+    """Verify trees; `logits [R, V]` are in the order of the tasks' rows."""
     target_probs = sampler.probs(sampler.apply_processors(logits, rows), rows)  # [R, V]
     by_task = torch.split(target_probs, [len(task.rows) for task in tasks])
     walks = [_walk(probs, task) for probs, task in zip(by_task, tasks, strict=True)]
@@ -96,28 +97,30 @@ def verify_tree_by_rejection(
 
 
 def _walk(target_probs: Tensor, task: VerifyTask) -> _Walk:
-    """Descend while a child stands; `target_probs` are those of the task's rows."""
+    """Descend while a child is accepted; `target_probs` has the task's rows."""
     path: list[int] = []
     while True:
         row = _row_after(path)
         siblings = siblings_of(task.draft, row - 1)
-        verdict = _judge(target_probs[row], siblings, _uniforms(task.rows[row], len(siblings), target_probs.device))
-        if verdict.node is None:
-            return _Walk(tuple(path), verdict.final_probs)
-        path.append(verdict.node)
+        outcome = _try_siblings(
+            target_probs[row], siblings, _uniforms(task.rows[row], len(siblings), target_probs.device)
+        )
+        if outcome.node is None:
+            return _Walk(tuple(path), outcome.final_probs)
+        path.append(outcome.node)
 
 
-def _judge(target_probs: Tensor, siblings: Seq[Sibling], uniforms: Tensor) -> _Verdict:
+def _try_siblings(target_probs: Tensor, siblings: Seq[Sibling], uniforms: Tensor) -> _SiblingsResult:
     for sibling, u in zip(siblings, uniforms, strict=True):
         p = rejection_rule.target_probs_of(target_probs[None], [0], [sibling.token_id])
         if bool(rejection_rule.is_accepted(u, p, p.new_tensor([sibling.draft_prob]))):
-            return _Verdict(sibling.node, target_probs)
+            return _SiblingsResult(sibling.node, target_probs)
         target_probs = residual(target_probs, sibling)
-    return _Verdict(None, target_probs)
+    return _SiblingsResult(None, target_probs)
 
 
 def _uniforms(row: LogitsRow, num_siblings: int, device: torch.device) -> Tensor:
-    """Return a number per child that may follow a row, `[siblings] float64`; no other pass judges this position."""
+    """Return a uniform number per child after a row, `[siblings] float64`; no other pass verifies this position."""
     keys = row_keys([row], Purpose.ACCEPT, device).expand(num_siblings)
     return uniform(keys, torch.arange(num_siblings, device=device))
 
@@ -127,10 +130,10 @@ def _row_after(path: Seq[int]) -> int:
 
 
 def siblings_of(draft: Draft, parent: int) -> list[Sibling]:
-    """Return the children of `parent` in the order in which they were drawn.
+    """Return the children of `parent` in the order of their draws.
 
-    A distribution that its token cannot have come from is not believed, nor one that is not its elder siblings':
-    one-hot is exact for any token that was chosen without knowledge of the verifier's noise.
+    A distribution is ignored if it excludes its token or differs from the first sibling's. Then q is one-hot, which is
+    exact for any token that was chosen without knowledge of the verifier's noise.
     """
     nodes = [node for node, its_parent in enumerate(draft.parents) if its_parent == parent]
     shared = _shared_distribution(draft, nodes)
@@ -138,14 +141,14 @@ def siblings_of(draft: Draft, parent: int) -> list[Sibling]:
     siblings: list[Sibling] = []
     for node in nodes:
         token_id = draft.token_ids[node]
-        is_believed = token_id in left.token_ids and draft.distributions[node] == shared
-        siblings.append(Sibling(node, token_id, left if is_believed else one_hot(token_id)))
+        is_valid = token_id in left.token_ids and draft.distributions[node] == shared
+        siblings.append(Sibling(node, token_id, left if is_valid else one_hot(token_id)))
         left = without(left, token_id)
     return siblings
 
 
 def _shared_distribution(draft: Draft, siblings: Seq[int]) -> SparseDistribution:
-    """Return the distribution that siblings were drawn from, that of the first; `NO_PROPOSAL` where it cannot be."""
+    """Return the distribution of the first sibling, which all share; `NO_PROPOSAL` if it excludes its token."""
     if not siblings or len(draft.distributions) != len(draft.token_ids):
         return rejection_rule.NO_PROPOSAL
     eldest = siblings[0]
@@ -154,7 +157,7 @@ def _shared_distribution(draft: Draft, siblings: Seq[int]) -> SparseDistribution
 
 
 def without(q: SparseDistribution, token_id: int) -> SparseDistribution:
-    """Return what is left of q to draw from once a token is drawn; its weights are the same."""
+    """Return q without a token that was drawn; the other weights stay the same."""
     pairs = [pair for pair in zip(q.token_ids, q.weights, strict=True) if pair[0] != token_id]
     return SparseDistribution(tuple(token for token, _ in pairs), tuple(weight for _, weight in pairs))
 

@@ -1,7 +1,7 @@
-"""The formulas of rejection verification: which draft stands, and the distribution of the token that follows.
+"""The formulas of rejection verification: which drafts are accepted, and the distribution of the next token.
 
-All are pure and take any floating dtype. The verifier computes with exactly these functions, and the tests enumerate
-them. p is the target's distribution and q the draft's, both after every sampling parameter.
+All functions are pure and take any floating dtype. The verifier uses exactly these functions, and the tests enumerate
+them. p is the target's distribution and q the draft's, both after all sampling parameters.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ NO_PROPOSAL = SparseDistribution((), ())
 
 
 def proposals_of(draft: Draft) -> tuple[SparseDistribution, ...]:
-    """Return the distribution q of each drafted token, one-hot where none came with it.
+    """Return the distribution q of each drafted token; one-hot for a token without a distribution.
 
-    A distribution that its token cannot have come from is not believed: one-hot is exact for any token that was chosen
-    without knowledge of the verifier's noise.
+    A distribution that excludes its own token is ignored: one-hot is exact for any token that was chosen without
+    knowledge of the verifier's noise.
     """
     if len(draft.distributions) != len(draft.token_ids):
         return tuple(one_hot(token_id) for token_id in draft.token_ids)
@@ -44,27 +44,27 @@ def draft_probs_of(distributions: Seq[SparseDistribution], token_ids: Seq[int]) 
 
 
 def is_accepted(uniforms: Tensor, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """True where u q(x) < p(x), all `[n] float64`, u in [0, 1). Strict: u = 0 must not accept p(x) = 0."""
+    """True if u q(x) < p(x), all `[n] float64`, u in [0, 1). Strict: u = 0 must not accept p(x) = 0."""
     return uniforms * draft_probs < target_probs
 
 
-def count_accepted(stands: Seq[bool]) -> int:
-    """Count the drafts before the first that falls; numbers after it are for a prefix that is not committed."""
-    return next((index for index, is_standing in enumerate(stands) if not is_standing), len(stands))
+def count_accepted(flags: Seq[bool]) -> int:
+    """Count the drafts before the first rejected one; flags after it belong to a prefix that is not committed."""
+    return next((index for index, is_accepted in enumerate(flags) if not is_accepted), len(flags))
 
 
 def final_row(first_row: int, num_accepted: int) -> int:
-    """Return the row of the recovered or bonus token: the one after the accepted drafts, never simply the last."""
+    """Return the row of the recovered or bonus token: the row after the accepted drafts, not always the last row."""
     return first_row + num_accepted
 
 
 def final_proposal(proposals: Seq[SparseDistribution], num_accepted: int) -> SparseDistribution:
-    """Return q of the draft that fell; zero everywhere for a bonus, so that its residual is p."""
+    """Return q of the rejected draft; zero for a bonus token, so its residual is p."""
     return proposals[num_accepted] if num_accepted < len(proposals) else NO_PROPOSAL
 
 
 def dense_probs(distributions: Seq[SparseDistribution], like: Tensor) -> Tensor:
-    """Return probabilities `[n, V]`, dtype and V of `like [*, V]`, without the mass outside the vocabulary."""
+    """Return probabilities `[n, V]`, dtype and V of `like [*, V]`; tokens outside the vocabulary are dropped."""
     entries = [
         (index, token_id, weight / WEIGHT_SUM)
         for index, distribution in enumerate(distributions)
@@ -79,7 +79,7 @@ def dense_probs(distributions: Seq[SparseDistribution], like: Tensor) -> Tensor:
 
 
 def recovered_probs(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """Return norm(max(0, p - q)), `[n, V]`; p itself where rounding leaves nothing, so where p and q agree."""
+    """Return norm(max(0, p - q)), `[n, V]`; p itself if rounding leaves no mass, as when p and q agree."""
     excess = (target_probs - draft_probs).clamp_(min=0)
     mass = excess.sum(dim=1, keepdim=True)
     return torch.where(mass > 0, excess / mass, target_probs)

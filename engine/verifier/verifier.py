@@ -1,6 +1,6 @@
-"""The verifier of a step: one batched pass through the sampler, then one short walk per sequence.
+"""The verifier of a step: one batched pass through the sampler, then a short walk per sequence.
 
-Each sequence is verified in its own mode; greedy and sampled rows and rows of all modes share the batch.
+Each sequence is verified in its own mode. Greedy rows, sampled rows and rows of all modes share the batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.verifier.verify_result import VerifyResult
 from engine.verifier.verify_task import IMPOSSIBLE_ID, VerifyTask, prepare_all
 from protos.messages import VerifyMode
 
-_Rule = tuple[bool, VerifyMode]  # of trees or of chains: tasks of one rule are verified together
+_Rule = tuple[bool, VerifyMode]  # (is a tree, mode): tasks of one rule are verified together
 _VERIFY_CHAIN = {
     VerifyMode.COUPLED: verify_coupled,
     VerifyMode.REJECTION: verify_by_rejection,
@@ -45,17 +45,18 @@ class Verifier:
         self._sampler = sampler
 
     def verify(self, logits: Tensor, tasks: Seq[VerifyTask]) -> list[VerifyResult]:
-        """Verify every task against its rows of `logits [R, V] float32`; results in the order of the tasks.
+        """Verify every task against its rows of `logits [R, V] float32`; return results in the order of the tasks.
 
-        A task without drafts is plain decoding. Nothing is changed. Every prefix of what is committed has the target's
-        distribution, so the caller may cut off what lies beyond a stop token or a length limit.
+        A task without drafts is plain decoding. The call changes no argument. Every prefix of a result has the target's
+        distribution, so the caller may cut tokens after a stop token or a length limit.
         """
+        # Tasks of one rule are next to each other, so that each rule is one batch.
         order, counts = _by_rule(tasks)
         prepared = prepare_all([tasks[index] for index in order], Vocabulary(logits.shape[1]))
         with limited_threads(logits):
             is_finite = are_finite(logits)
             verified = self._verify_sorted(logits, prepared, counts)
-            if not bool(is_finite.all()):
+            if not bool(is_finite.all()):  # verify again, without the drafts after a faulty row
                 flags = is_finite.tolist()
                 cut = [before_fault(task, flags) for task in prepared]
                 verified = self._verify_sorted(logits.where(is_finite[:, None], 0.0), cut, counts)
@@ -65,10 +66,10 @@ class Verifier:
             return _with_logprobs(logits, tasks, verified)
 
     def draw(self, logits: Tensor, tasks: Seq[VerifyTask]) -> Tensor:
-        """Return what `verify` commits for tasks without drafts that are verified by matching, `[tasks] int64`.
+        """Sample the next token of coupled tasks without drafts, as `verify` does: `[tasks] int64`.
 
         The tokens stay on the device of the logits, and the host does not wait for them. A row without finite logits
-        has `IMPOSSIBLE_ID`.
+        gets `IMPOSSIBLE_ID`.
         """
         prepared = prepare_all(tasks, Vocabulary(logits.shape[1]))
         rows = RowBatch([task.rows for task in prepared])
@@ -76,14 +77,14 @@ class Verifier:
         return self._sampler.draw(selected, rows).where(are_finite(selected), IMPOSSIBLE_ID)
 
     def _verify_sorted(self, logits: Tensor, tasks: Seq[VerifyTask], counts: Mapping[_Rule, int]) -> list[VerifyResult]:
-        """Verify prepared tasks, those of one rule after another: `counts` of each."""
+        """Verify prepared tasks in the order of their rules; `counts` has the number of tasks per rule."""
         rows = RowBatch([task.rows for task in tasks])
         logits = _select(logits, tasks, rows)
         results: list[VerifyResult] = []
         first_row = 0
         for (is_tree, mode), count in counts.items():
             members = tasks[len(results) : len(results) + count]
-            assert not is_tree or mode in _VERIFY_TREE, f"{mode} judges chains: no tree is scheduled for it"
+            assert not is_tree or mode in _VERIFY_TREE, f"{mode} verifies chains only: no tree is scheduled for it"
             verify = _VERIFY_TREE[mode] if is_tree else _VERIFY_CHAIN[mode]
             members_rows = rows if count == len(tasks) else RowBatch([task.rows for task in members])
             end_row = first_row + len(members_rows)
@@ -93,7 +94,7 @@ class Verifier:
 
 
 def _by_rule(tasks: Seq[VerifyTask]) -> tuple[Seq[int], Mapping[_Rule, int]]:
-    """Return the order of the tasks in which those of one rule stand together, and the number of each rule's."""
+    """Return an order that groups the tasks by rule, and the number of tasks per rule."""
     rules = [(task.is_tree, task.mode) for task in tasks]
     if rules and rules.count(rules[0]) == len(rules):
         return range(len(rules)), {rules[0]: len(rules)}
@@ -104,7 +105,7 @@ def _by_rule(tasks: Seq[VerifyTask]) -> tuple[Seq[int], Mapping[_Rule, int]]:
 
 
 def _select(logits: Tensor, tasks: Seq[VerifyTask], rows: RowBatch) -> Tensor:
-    """Return the rows of the tasks, in their order; the logits themselves when that is what they are already."""
+    """Return the tasks' rows of the logits in the order of the tasks, without a copy if they are in that order."""
     first_rows = [task.first_row for task in tasks]
     if len(rows) == len(logits) and first_rows == sorted(first_rows):  # no two tasks share a row
         return logits
@@ -112,7 +113,7 @@ def _select(logits: Tensor, tasks: Seq[VerifyTask], rows: RowBatch) -> Tensor:
 
 
 def _with_logprobs(logits: Tensor, tasks: Seq[VerifyTask], results: Seq[VerifyResult]) -> list[VerifyResult]:
-    """Return the results with the logprobs of every emitted token where its request wants them."""
+    """Add the logprobs of every emitted token to the results of requests that want them."""
     if all(task.sequence.sampling.num_logprobs is None for task in tasks):
         return list(results)
     wanted = [_queries(task, result) for task, result in zip(tasks, results, strict=True)]

@@ -8,12 +8,12 @@ from protos.messages import TokenLogprobs
 
 
 class VerifyResult(NamedTuple):
-    """The outcome for one sequence: `token_ids` holds the accepted tokens and then the recovered or bonus token.
+    """The result for one sequence: `token_ids` holds the accepted tokens, then the recovered or bonus token.
 
-    `path` has the accepted nodes of a tree, from the top down. It is empty for a chain: there the first drafts stand.
-    Where `is_finite` is False the target has no next token, as its row has no finite logits: the one in `token_ids` is
-    not to be committed. Where `is_exact` is False a reasoning step was judged (`engine.approximate`), which says
-    nothing of how drafts fare.
+    `path` has the accepted nodes of a tree, from the top down. It is empty for a chain, whose first `num_accepted`
+    drafts are accepted. If `is_finite` is False, the row has no finite logits and the token in `token_ids` must not be
+    committed. If `is_exact` is False, a reasoning step was scored (`engine.approximate`): the result does not count as
+    acceptance of drafts.
     """
 
     token_ids: tuple[int, ...]
@@ -24,5 +24,5 @@ class VerifyResult(NamedTuple):
     is_finite: bool = True
 
     def row_of(self, index: int) -> int:
-        """Return the row that gave token `index`, counted from the task's first."""
+        """Return the row of token `index`, counted from the task's first row."""
         return self.path[index - 1] + 1 if self.path and index > 0 else index

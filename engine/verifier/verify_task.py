@@ -1,4 +1,4 @@
-"""One sequence's verification: its draft, and the rows of the target's logits that judge it."""
+"""One sequence's verification: its draft, and the rows of the target's logits that verify it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ IMPOSSIBLE_ID = -1  # equals no sampled token and has probability 0
 class VerifyTask(NamedTuple):
     """One sequence's rows of the step's logits, from `first_row`: after the committed tokens, then after each draft.
 
-    The rows may end before the first draft outside the vocabulary, which no model can compute, or before the first that
-    the sequence's grammar forbids. A draft that was drawn from a distribution must stay in the task nevertheless:
-    rejection and block verification treat it as rejected, not as never made.
+    The rows may end before the first draft that is outside the vocabulary, which no model can compute, or that the
+    sequence's grammar forbids. If that draft was drawn from a distribution, it must stay in the task: rejection and
+    block verification treat it as rejected, not as absent.
 
-    The verifier fills in `rows` (`prepare_all`). `rows[0]` is judged after the committed tokens, `rows[i + 1]` after
-    draft i and those before it in the chain, or above it in the tree.
+    The verifier fills in `rows` (`prepare_all`). `rows[0]` follows the committed tokens. `rows[i + 1]` follows draft i
+    and the drafts before it in the chain, or above it in the tree.
     """
 
     sequence: Sequence
@@ -42,22 +42,22 @@ class VerifyTask(NamedTuple):
         return bool(self.draft.parents)
 
     @property
-    def judged_ids(self) -> tuple[int, ...]:
-        """The drafts of a prepared task that a row follows."""
+    def verified_ids(self) -> tuple[int, ...]:
+        """The drafts of a prepared task that are followed by a row."""
         return self.draft.token_ids[: len(self.rows) - 1]
 
     @property
     def draft_ids(self) -> tuple[int, ...]:
-        """The drafts of a prepared task; `IMPOSSIBLE_ID` in place of a last one that no row follows."""
+        """The drafts of a prepared task; `IMPOSSIBLE_ID` replaces a last draft that is not followed by a row."""
         ids = self.draft.token_ids
         return ids if len(ids) < len(self.rows) else (*ids[:-1], IMPOSSIBLE_ID)
 
 
 def prepare_all(tasks: Seq[VerifyTask], vocabulary: Vocabulary) -> list[VerifyTask]:
-    """Return the tasks with their rows, their drafts cut where they cannot stand in the target's `vocabulary`.
+    """Return the tasks with their rows, and with their drafts cut at the first impossible token.
 
-    A draft ends with the first token that is outside the vocabulary or, in a chain, that the grammar forbids. That
-    token cannot be accepted, so no row follows it: there is one row more than valid drafts.
+    A draft ends with the first token that is outside the `vocabulary` or, in a chain, that the grammar forbids. That
+    token cannot be accepted and is not followed by a row, so a task has one row more than valid drafts.
     """
     draft_ids = [*chain.from_iterable([task.draft.token_ids for task in tasks])]
     are_known = vocabulary.num_known(draft_ids) == len(draft_ids)
@@ -79,7 +79,7 @@ def prepare_all(tasks: Seq[VerifyTask], vocabulary: Vocabulary) -> list[VerifyTa
 
 
 def _with_rows(task: VerifyTask, vocabulary: Vocabulary) -> VerifyTask:
-    """Prepare a tree, or what a grammar rules: its rows have masks of their own."""
+    """Prepare a tree, or a draft under a grammar, whose rows have their own masks."""
     ids = task.draft.token_ids
     sequence, matcher = task.sequence, task.sequence.matcher
     num_valid = vocabulary.num_known(ids)
@@ -100,5 +100,5 @@ def _with_rows(task: VerifyTask, vocabulary: Vocabulary) -> VerifyTask:
 
 
 def _heads(ids: tuple[int, ...], num_valid: int) -> list[tuple[int, ...]]:
-    """Return what leads to each row of a chain: no draft, then one more each."""
+    """Return the drafts before each row of a chain: none, then one more per row."""
     return [ids[:count] for count in range(num_valid + 1)]

@@ -87,7 +87,7 @@ def test_limits_reach_the_engine(model: str):
     engine = settings.engine
     assert (engine.model.dtype, engine.model.num_threads) == ("float32", 3)
     speculation = engine.speculation
-    assert (speculation.num_tokens, speculation.verify, speculation.guess_limit) == (6, "rejection", 9)
+    assert (speculation.num_tokens, speculation.verify, speculation.free_draft_limit) == (6, "rejection", 9)
     assert (engine.cache.block_size, engine.cache.memory_bytes) == (32, 2 << 30)
     assert (engine.scheduler.max_tokens_per_step, engine.scheduler.max_model_len) == (512, 100)
     assert settings.max_requests == 13

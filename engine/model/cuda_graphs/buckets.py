@@ -69,7 +69,7 @@ def _row_counts(speculation: SpeculationConfig) -> list[int]:
     if speculation.adaptive:
         longest = max(longest, speculation.max_num_tokens)
     if speculation.method in (SpeculationMethod.SUFFIX, SpeculationMethod.HYBRID):
-        longest = max(longest, speculation.guess_limit)
+        longest = max(longest, speculation.free_draft_limit)
     if speculation.tree is not None:
         longest = max(longest, speculation.tree.num_nodes)
     return sorted({1, speculation.num_tokens + 1, longest + 1})

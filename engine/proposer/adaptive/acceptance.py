@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_FIRST_GUESS = 0.7  # acceptance of a class without passes
+_INITIAL_RATE = 0.7  # acceptance of a class without passes
 _CLASS_WINDOW = 100.0  # passes of a class that count
 _REQUEST_WINDOW = 20.0  # passes of a request that count
 _CLASS_TRUST = 4.0  # passes that the position before (or the first guess) is worth to a class
@@ -112,7 +112,7 @@ class _ClassCounts:
     def rates(self) -> list[float]:
         """Return the rates by position; one that was seldom tried is taken to be like the one before."""
         if self._rates is None:
-            self._rates, rate = [], _FIRST_GUESS
+            self._rates, rate = [], _INITIAL_RATE
             for accepted, tried in zip(self._accepted.tolist(), self._tried.tolist(), strict=True):
                 rate = (accepted + _CLASS_TRUST * rate) / (tried + _CLASS_TRUST)
                 self._rates.append(rate)

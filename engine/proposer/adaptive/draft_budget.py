@@ -172,7 +172,7 @@ class DraftBudget:
         self._batch_size = num_sequences
         bits = num_sequences.bit_length()
         if bits not in self._row_costs:
-            self._row_costs[bits] = self._row_cost.first_guess()
+            self._row_costs[bits] = self._row_cost.weak_copy()
         self._row_cost = self._row_costs[bits]
 
     def _set_lengths(self, sequences: Seq[Sequence]) -> None:

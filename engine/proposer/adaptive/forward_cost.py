@@ -56,7 +56,7 @@ class ForwardCost:
         self._noise = _FIRST_NOISE  # the usual deviation of known sizes: half of all passes are within 0.67 of it
         self._expected: list[float] = []  # the curve as it is now, empty until it is needed
 
-    def first_guess(self) -> ForwardCost:
+    def weak_copy(self) -> ForwardCost:
         """Return the same curve, as one that has seen each of its sizes once at most."""
         guess = ForwardCost()
         guess._log_s = list(self._log_s)

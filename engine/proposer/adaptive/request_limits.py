@@ -22,7 +22,7 @@ def draft_rule(request: GenerateRequest, deployment: SpeculationConfig, chooser:
         num_draft_tokens=_num_draft_tokens(request, deployment),
         verify=asked.verify or deployment.verify,
         method=_method(request, deployment, chooser),
-        num_guess_tokens=None if has_one_length else deployment.guess_limit,
+        num_guess_tokens=None if has_one_length else deployment.free_draft_limit,
         has_fixed_length=_has_fixed_length(request, deployment),
     )
 
@@ -47,7 +47,7 @@ def _num_draft_tokens(request: GenerateRequest, deployment: SpeculationConfig) -
         return min(asked.num_tokens, deployment.max_num_tokens)
     if _is_planned(request, deployment):
         return deployment.max_num_tokens
-    return deployment.guess_limit if method == SpeculationMethod.SUFFIX else deployment.num_tokens
+    return deployment.free_draft_limit if method == SpeculationMethod.SUFFIX else deployment.num_tokens
 
 
 def check_steps(request: GenerateRequest, is_allowed: bool, deployment: SpeculationConfig) -> None:

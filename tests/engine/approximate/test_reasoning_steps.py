@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from engine.approximate.step_text import StepCut, StepText
+from engine.approximate.step_text import StepEnd, StepText
 from engine.config import (
     CacheConfig,
     EngineConfig,
-    JudgeKind,
     ModelConfig,
     SchedulerConfig,
+    ScorerKind,
     SpeculationConfig,
     StepConfig,
 )
@@ -31,7 +31,7 @@ from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, write_tokenize
 from tests.engine.fixtures.checkpoints import Folders, write_checkpoint
 
 K = 3
-ANYWHERE = StepConfig(threshold=0.0, judge=JudgeKind.LIKELIHOOD, think=None, max_step_tokens=8)
+ANYWHERE = StepConfig(threshold=0.0, judge=ScorerKind.LIKELIHOOD, think=None, max_step_tokens=8)
 BEST_ONLY = replace(ANYWHERE, threshold=9.0)
 PROMPTS = ((5, 9, 33, 7), (60, 61, 62, 63, 64, 65), (8,) * 20)
 CACHE = CacheConfig(num_blocks=64, memory_bytes=None, block_size=4)
@@ -246,7 +246,7 @@ def test_the_target_writes_every_step_while_the_draft_is_away(pair: Folders):
 def test_a_rating_leaves_no_word_of_its_question(pair: Folders):
     """The question is read behind the step and not committed: what follows is as if it had never been asked."""
     (asked,) = requests(approximate=(True,))
-    rated = replace(ANYWHERE, judge=JudgeKind.RATING, rating_prompt="0 to 9: ")
+    rated = replace(ANYWHERE, judge=ScorerKind.RATING, rating_prompt="0 to 9: ")
     engine = new_engine(pair.target, new_drafter(pair.draft), rated)
     found = texts(run(engine, [asked]))["r0"]
     unrated = texts(run(new_engine(pair.target, new_drafter(pair.draft), ANYWHERE), [asked]))["r0"]
@@ -287,15 +287,15 @@ def test_a_step_ends_behind_its_mark_and_before_the_end_of_reasoning(
     tokenizer: Tokenizer, text: str, step: str | None, is_ending: bool
 ):
     token_ids = ids(tokenizer, text)
-    cut = StepText(tokenizer, StepConfig()).cut(token_ids, 0)
+    end = StepText(tokenizer, StepConfig()).find_end(token_ids, 0)
     if step is None:
-        assert cut is None
+        assert end is None
     else:
-        assert cut == StepCut(len(ids(tokenizer, step)), is_ending)
+        assert end == StepEnd(len(ids(tokenizer, step)), is_ending)
 
 
 def test_a_step_ends_before_a_stop_token(tokenizer: Tokenizer):
-    assert StepText(tokenizer, StepConfig()).cut([40, 41, 0, 42], 0, {0}) == StepCut(2, is_ending=True)
+    assert StepText(tokenizer, StepConfig()).find_end([40, 41, 0, 42], 0, {0}) == StepEnd(2, is_ending=True)
 
 
 def test_the_last_marker_says_whether_the_text_is_reasoning(tokenizer: Tokenizer):

@@ -8,7 +8,7 @@ from protos.errors import ConfigError
 
 def test_an_engine_without_a_proposer_has_no_drafts_of_any_kind() -> None:
     off = SpeculationConfig(num_tokens=4, num_guess_tokens=8).without_drafts()
-    assert (off.num_tokens, off.max_num_tokens, off.guess_limit) == (0, 0, 0)
+    assert (off.num_tokens, off.max_num_tokens, off.free_draft_limit) == (0, 0, 0)
     assert not off.can_draft
 
 

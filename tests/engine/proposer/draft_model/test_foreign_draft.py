@@ -202,7 +202,7 @@ def test_a_draft_through_text_is_what_the_draft_model_says_next(folders: Folders
 
 def test_text_offers_chains_when_asked_and_nothing_else(folders: Folders) -> None:
     model = ModelConfig(str(folders.draft), dtype="float32")
-    with pytest.raises(ConfigError, match=r"gives chains in mode 'sync' alone, and speculation.tree is set"):
+    with pytest.raises(ConfigError, match=r"allows only chains in mode 'sync', but speculation.tree is set"):
         new_proposer(folders, DraftVocabulary.TEXT, TreeConfig())
     with pytest.raises(ConfigError, match=r"and speculation.mode is 'async'"):
         load_drafter(model, CACHE, SchedulerConfig(), str(folders.target), DraftVocabulary.TEXT, None, 3)

@@ -1,4 +1,4 @@
-"""The target's score of a reasoning step, from 0 to 9, out of the one pass that reads it."""
+"""The target's score of a reasoning step, from 0 to 9, computed from one pass over the step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from engine.config import JudgeKind, StepConfig
+from engine.config import ScorerKind, StepConfig
 from protos.errors import ConfigError
 from protos.messages import MAX_STEP_SCORE
 
 
-class StepJudge(Protocol):
-    """Scores steps; `suffix_ids` are read behind a step, in the same pass, and never committed."""
+class StepScorer(Protocol):
+    """Scores steps. The pass computes `suffix_ids` after the step; they are never committed."""
 
     suffix_ids: tuple[int, ...]
 
@@ -28,10 +28,10 @@ class StepJudge(Protocol):
         """
 
 
-class LikelihoodJudge:
-    """Scores a step by its nearness to the target's likeliest tokens: 9 times the geometric mean of p(x) / max p.
+class LikelihoodScorer:
+    """Scores a step by the likelihood of its tokens: 9 times the geometric mean of p(x) / max p.
 
-    It needs nothing of the model but its logits. A step that a greedy target would have written scores 9.
+    It works with any model. A step that a greedy target would have written scores 9.
     """
 
     suffix_ids: tuple[int, ...] = ()
@@ -42,10 +42,10 @@ class LikelihoodJudge:
         return MAX_STEP_SCORE * float((chosen - rows.amax(dim=1)).mean().exp())
 
 
-class RatingJudge:
-    """Scores a step by the digit that the target gives when a prompt behind the step asks for one (arXiv:2504.07891).
+class RatingScorer:
+    """Asks the target for a digit in a prompt after the step (arXiv:2504.07891).
 
-    The score is the expectation over the ten digits, so that a target without a clear answer gives no random one.
+    The score is the expectation over the ten digits, so an undecided target does not give a random score.
     """
 
     def __init__(self, suffix_ids: tuple[int, ...], digit_ids: tuple[int, ...]) -> None:
@@ -58,22 +58,22 @@ class RatingJudge:
         return float(probs @ torch.arange(10, dtype=torch.float64, device=probs.device))
 
 
-def judge_of(config: StepConfig, tokenizer: Tokenizer) -> StepJudge:
-    """Return the judge that a deployment has chosen.
+def make_scorer(config: StepConfig, tokenizer: Tokenizer) -> StepScorer:
+    """Return the scorer of a deployment.
 
     Raises:
-        ConfigError: the tokenizer has no token for a digit, or the rating prompt has none at all.
+        ConfigError: the tokenizer writes a digit in several tokens, or the rating prompt has no tokens.
     """
-    if config.judge is JudgeKind.LIKELIHOOD:
-        return LikelihoodJudge()
+    if config.judge is ScorerKind.LIKELIHOOD:
+        return LikelihoodScorer()
     suffix_ids = tuple(tokenizer.encode(config.rating_prompt, add_special_tokens=False).ids)
     digit_ids = [tokenizer.encode(str(digit), add_special_tokens=False).ids for digit in range(10)]
     wrong = next((digit for digit, ids in enumerate(digit_ids) if len(ids) != 1), None)
     if wrong is not None:
         raise ConfigError(
-            f"speculation.steps.judge is 'rating', and the target's tokenizer writes the digit {wrong} in "
-            f"{len(digit_ids[wrong])} tokens instead of 1; use judge 'likelihood'"
+            f"speculation.steps.judge is 'rating', but the target's tokenizer writes the digit {wrong} in "
+            f"{len(digit_ids[wrong])} tokens instead of 1; set it to 'likelihood'"
         )
     if not suffix_ids:
         raise ConfigError("speculation.steps.rating_prompt has no tokens; ask the target for a digit")
-    return RatingJudge(suffix_ids, tuple(ids[0] for ids in digit_ids))
+    return RatingScorer(suffix_ids, tuple(ids[0] for ids in digit_ids))
