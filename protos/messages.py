@@ -231,7 +231,7 @@ class GenerateRequest:
     session_id: str = ""  # shared by requests of one conversation; among equal pairs the router stays with the last one
     is_seeded: bool = False
     returns_sources: bool = False  # chunks name the source of each token
-    returns_guesses: bool = False  # chunks without tokens hold the drafts of the pass that is computed
+    returns_drafts: bool = False  # chunks without tokens hold the drafts of the pass that is computed
     num_places: int = 1  # that a pair must have before it takes this one: for itself, and for choices that follow it
     is_admitted: bool = False  # a choice of a request that was admitted, or one that moves: a full pair takes it too
     is_moved: bool = False  # its pair was lost after it had taken it: it goes before newcomers
@@ -387,7 +387,7 @@ class TokenChunk:
     steps: StepStats | None = None  # the sums so far; None where the output is exact
     sources: tuple[str, ...] = ()  # one per token when asked for, else empty
     explanation: SpeculationExplanation | None = None  # the sums so far, when asked for
-    guess_ids: tuple[int, ...] = ()  # drafts under verification, in a chunk without tokens; never part of the output
+    draft_ids: tuple[int, ...] = ()  # drafts under verification, in a chunk without tokens; never part of the output
     offset: int = 0  # tokens of the output before `token_ids`, those of earlier attempts included
     times: FirstTokenTimes | None = None  # with the first tokens of a request that is traced
     error: str = ""  # the message of a `NonFiniteLogitsError`, with that finish reason

@@ -73,7 +73,7 @@ def serve_target(
         core.runner.watch(_end_process)
     server = ShellServer(FrameListener(folder / TARGET_SOCKET), _card(core, settings), lambda: _stats(drafts))
     reporter = StatusReporter(server.emit, kv_events, lambda: core.blocks.cached_keys)
-    core.on_drafted = lambda guesses: server.emit(StepOutput(tuple(guesses)))
+    core.on_drafted = lambda drafts: server.emit(StepOutput(tuple(drafts)))
     loop = EngineLoop(core, server.emit, lambda: _flush(drafts), reporter)
     if transport is not None:
         transport.open(_runner(core).kv_layout, on_news=loop.wake)

@@ -72,7 +72,7 @@ class EngineCore:
 
     Attributes:
         on_computed: called with every batch once its KV is in the pool, before it is committed; its owner may set it.
-        on_drafted: called, before a pass that has drafts of requests that want to see them, with a chunk of each.
+        on_drafted: called before a pass with one chunk of drafts for each request that wants to see them.
         model_name: the model and its dtype, for errors. Its owner may set it.
         position_log: what is told of verified positions; None: nothing is. Its owner may set it; `close` closes it.
     """
@@ -282,7 +282,7 @@ class EngineCore:
         has_progress = any([self._receive(), self._write_steps()])
         batch = self._schedule()
         drafts = self._propose(batch)
-        self._show_guesses(batch, drafts)
+        self._show_drafts(batch, drafts)
         logits = self._forward(batch, drafts)
         self._is_starved = not (has_progress or batch.scheduled)
         return InFlightBatch(batch, drafts, logits)
@@ -316,17 +316,17 @@ class EngineCore:
             checked.append(draft if matcher is None else constrain(draft, scheduled.max_draft_tokens, matcher))
         return checked
 
-    def _show_guesses(self, batch: Batch, drafts: Seq[CheckedDraft]) -> None:
-        """Hand out the drafts that are about to be verified, of requests that ask; of a tree the first branch."""
-        guesses = [
+    def _show_drafts(self, batch: Batch, drafts: Seq[CheckedDraft]) -> None:
+        """Send the drafts of this pass to the requests that want to see them; of a tree, the first branch."""
+        shown = [
             TokenChunk(
-                each.sequence.request_id, (), guess_ids=draft.first_branch, offset=each.sequence.num_output_tokens
+                each.sequence.request_id, (), draft_ids=draft.first_branch, offset=each.sequence.num_output_tokens
             )
             for each, draft in zip(batch.sampled, drafts, strict=True)
-            if draft.num_valid > 0 and each.sequence.request.returns_guesses
+            if draft.num_valid > 0 and each.sequence.request.returns_drafts
         ]
-        if guesses:
-            self.on_drafted(guesses)
+        if shown:
+            self.on_drafted(shown)
 
     @timed("forward_s")
     def _forward(self, batch: Batch, drafts: Seq[CheckedDraft]) -> Tensor | None:

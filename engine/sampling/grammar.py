@@ -75,7 +75,7 @@ class GrammarMatcher:
     def forced_ids(self, draft_ids: Seq[int], max_tokens: int) -> list[int]:
         """Return at most `max_tokens` tokens that must follow allowed drafts, as the tokenizer would spell them.
 
-        The text is certain where there is any; its tokens are a guess, for the grammar may allow other spellings.
+        The text is certain where there is any; its tokens are a draft, because the grammar may allow other spellings.
         """
         if max_tokens <= 0:
             return []

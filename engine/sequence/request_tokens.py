@@ -17,14 +17,14 @@ from protos.messages import GenerateRequest, SpeculationMethod, VerifyMode
 class DraftRule:
     """The drafts of one request: their number, their verification and their source.
 
-    `num_draft_tokens` is K that a pass may have; 0 is plain decoding. `num_guess_tokens` is K of drafts that cost
+    `num_draft_tokens` is K that a pass may have; 0 is plain decoding. `num_free_draft_tokens` is K of drafts that cost
     nothing to make; None is as of any. If `has_fixed_length`, no pass has another K.
     """
 
     num_draft_tokens: int
     verify: VerifyMode
     method: str = SpeculationMethod.NONE
-    num_guess_tokens: int | None = None
+    num_free_draft_tokens: int | None = None
     has_fixed_length: bool = False
 
 
@@ -49,7 +49,7 @@ class RequestTokens(TokenBlocks):
         self.method = rule.method
         self.matcher = matcher
         self.num_draft_tokens = rule.num_draft_tokens
-        self.num_guess_tokens = rule.num_guess_tokens
+        self.num_free_draft_tokens = rule.num_free_draft_tokens
         self.has_fixed_length = rule.has_fixed_length
         self.draft_allowance = rule.num_draft_tokens  # K of its next pass, never more
         self.least_chance = 0.0  # of standing, for those drafts of its next pass whose chance is known
@@ -84,7 +84,7 @@ class RequestTokens(TokenBlocks):
     @property
     def num_wanted_matches(self) -> int:
         """K of the next pass if its drafts cost nothing to make."""
-        limit = self.draft_allowance if self.num_guess_tokens is None else self.num_guess_tokens
+        limit = self.draft_allowance if self.num_free_draft_tokens is None else self.num_free_draft_tokens
         return max(0, min(limit, self.num_remaining_tokens - 1))
 
     def append(self, token_ids: Seq[int]) -> None:

@@ -264,7 +264,7 @@ def _unread(chunk: TokenChunk, num_committed: int) -> TokenChunk | None:
     Raises:
         UnavailableError: tokens before it are missing.
     """
-    if chunk.guess_ids:
+    if chunk.draft_ids:
         return chunk  # a picture of the pass that is computed: no part of the output
     num_read = num_committed - chunk.offset
     if num_read < 0:

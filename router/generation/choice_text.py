@@ -85,8 +85,8 @@ class ChoiceText:
             finish_reason=finish_reason,
             stop_string=self.stop_string,
             sources=chunk.sources[:num_kept],
-            guess_ids=chunk.guess_ids,
-            guess_text=self._tokenizer.decode(chunk.guess_ids) if chunk.guess_ids else "",
+            draft_ids=chunk.draft_ids,
+            draft_text=self._tokenizer.decode(chunk.draft_ids) if chunk.draft_ids else "",
         )
 
     @property

@@ -36,8 +36,8 @@ class Delta:
     finish_reason: FinishReason | None = None
     tool_calls: tuple[ToolCallDelta, ...] = ()
     sources: tuple[str, ...] = ()  # one per token if asked for
-    guess_ids: tuple[int, ...] = ()  # drafts that are not verified yet; never among the tokens
-    guess_text: str = ""
+    draft_ids: tuple[int, ...] = ()  # drafts that are not verified yet; never among the tokens
+    draft_text: str = ""
     reasoning: str = ""  # what the model thought before the text, told apart from it
     num_reasoning_tokens: int = 0  # of the tokens, marks of the thought included
     stop_string: str | None = None  # the one that ended the text
@@ -107,8 +107,8 @@ def pieces(delta: Delta) -> Iterator[Delta]:
         yield piece if bounds is None else _with_tokens(piece, delta, slice(*bounds))
     if delta.finish_reason is not None:
         yield Delta(delta.index, "", finish_reason=delta.finish_reason, stop_string=delta.stop_string)
-    if delta.guess_ids:
-        yield Delta(delta.index, "", guess_ids=delta.guess_ids, guess_text=delta.guess_text)
+    if delta.draft_ids:
+        yield Delta(delta.index, "", draft_ids=delta.draft_ids, draft_text=delta.draft_text)
 
 
 def _thought_and_text(delta: Delta) -> Iterator[Delta]:
@@ -156,8 +156,8 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
         finish_reason=deltas[-1].finish_reason,
         tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
         sources=tuple(source for delta in deltas for source in delta.sources),
-        guess_ids=deltas[-1].guess_ids,
-        guess_text=deltas[-1].guess_text,
+        draft_ids=deltas[-1].draft_ids,
+        draft_text=deltas[-1].draft_text,
         reasoning="".join(delta.reasoning for delta in deltas),
         num_reasoning_tokens=sum(delta.num_reasoning_tokens for delta in deltas),
         stop_string=deltas[-1].stop_string,

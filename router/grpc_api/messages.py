@@ -40,7 +40,7 @@ def chunk_message(delta: Delta, generation: Generation) -> pb2.GenerateChunk:
         logprobs=_logprobs(delta),
         x_speculation=None if steps is None else pb2.ApproximateSpeculation(**steps.figures()),
         token_sources=delta.sources,
-        drafts=pb2.Drafts(token_ids=delta.guess_ids, text=delta.guess_text) if delta.guess_ids else None,
+        drafts=pb2.Drafts(token_ids=delta.draft_ids, text=delta.draft_text) if delta.draft_ids else None,
         tool_calls=[
             pb2.ToolCallDelta(index=call.index, id=call.id or "", name=call.name or "", arguments=call.arguments)
             for call in delta.tool_calls

@@ -95,7 +95,7 @@ class ChatWriter(ResponseWriter):
                 logprobs=self._chunk_logprobs(piece),
                 **self._token_ids(piece),
             )
-        if piece.guess_ids:
+        if piece.draft_ids:
             yield ChatChunk(object="chat.completion.chunk", **self._drafts(piece))
 
     def last_chunks(self) -> Iterable[ChatChunk]:

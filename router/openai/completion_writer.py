@@ -43,7 +43,7 @@ class CompletionWriter(ResponseWriter):
     def _chunks(self, piece: Delta) -> Iterable[TextCompletion]:
         if self._has_news(piece):
             yield self._completion([self._choice(piece)], self._chunk_accounts(piece))
-        if piece.guess_ids:
+        if piece.draft_ids:
             yield TextCompletion(object="text_completion", **self._drafts(piece))
 
     def last_chunks(self) -> Iterable[TextCompletion]:

@@ -121,8 +121,8 @@ class ResponseWriter(ABC):
 
     def _drafts(self, delta: Delta) -> dict[str, Any]:
         """Return the body of an event with drafts that are not verified yet; no choice, so no reader takes them."""
-        guess = DraftEvent(index=delta.index, token_ids=list(delta.guess_ids), text=delta.guess_text)
-        return {"choices": [], "x_drafts": [guess], **self._envelope(), **self._usage_so_far()}
+        draft = DraftEvent(index=delta.index, token_ids=list(delta.draft_ids), text=delta.draft_text)
+        return {"choices": [], "x_drafts": [draft], **self._envelope(), **self._usage_so_far()}
 
     def _has_news(self, delta: Delta) -> bool:
         """True if the client sees anything of this delta."""

@@ -52,10 +52,10 @@ function tokensOf(choice) {
 }
 
 // The tokens of a draft that did not come, by the position of the first that differs.
-function noteRejected(rejected, guess, ids, from) {
-  if (!guess) return;
-  const wrong = guess.token_ids.findIndex((id, index) => from + index < ids.length && ids[from + index] !== id);
-  if (wrong >= 0) rejected.set(from + wrong, wrong === 0 ? guess.text : `token ${guess.token_ids[wrong]} of ${guess.text}`);
+function noteRejected(rejected, draft, ids, from) {
+  if (!draft) return;
+  const wrong = draft.token_ids.findIndex((id, index) => from + index < ids.length && ids[from + index] !== id);
+  if (wrong >= 0) rejected.set(from + wrong, wrong === 0 ? draft.text : `token ${draft.token_ids[wrong]} of ${draft.text}`);
 }
 
 // The calls of tools as text: the name once, then its arguments as they come.
@@ -67,15 +67,15 @@ async function generate(signal) {
   const { path, body } = request();
   const out = byId("play-text");
   const committed = document.createTextNode("");
-  const ahead = element("span", "", "guess");
+  const ahead = element("span", "", "unverified");
   out.replaceChildren(committed, ahead);
   byId("play-reasons").replaceChildren();
   const ids = [], sources = [], tokens = [], rejected = new Map();
-  let guess = null, explanation = null, spec = null, from = 0;
+  let draft = null, explanation = null, spec = null, from = 0;
   const began = performance.now();
   for await (const event of stream(path, shown(body), signal)) {
-    for (const draft of event.x_drafts || []) {
-      [guess, from] = [draft, ids.length];
+    for (const shownDraft of event.x_drafts || []) {
+      [draft, from] = [shownDraft, ids.length];
       ahead.textContent = ` [${draft.text}]`;
     }
     for (const choice of event.choices) {
@@ -84,8 +84,8 @@ async function generate(signal) {
       sources.push(...(choice.token_sources || []));
       tokens.push(...tokensOf(choice));
       if (choice.token_ids && choice.token_ids.length) {
-        noteRejected(rejected, guess, ids, from);
-        guess = null;
+        noteRejected(rejected, draft, ids, from);
+        draft = null;
         ahead.textContent = "";
       }
     }

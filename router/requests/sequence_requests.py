@@ -114,7 +114,7 @@ def _request(
         session_id=digest(client.secret(params.fields.prompt_cache_key or params.fields.user or "")),
         is_seeded=params.fields.seed is not None,
         returns_sources=bool(params.fields.return_token_sources),
-        returns_guesses=params.fields.has_draft_events,
+        returns_drafts=params.fields.has_draft_events,
         model_version=card.model_version,
         is_logged=client.is_logged and params.fields.store is not False,
     )

@@ -61,7 +61,7 @@ NOT_FOR_DRAFTS = {
     "session_id",
     "is_seeded",
     "returns_sources",
-    "returns_guesses",
+    "returns_drafts",
     "num_places",
     "is_admitted",
     "is_moved",

@@ -242,7 +242,7 @@ def test_the_default_number_of_drafts_keeps_to_the_limit_of_requests():
     )
 
 
-def test_guesses_have_a_length_of_their_own_unless_every_length_is_planned():
+def test_free_drafts_have_a_length_of_their_own_unless_every_length_is_planned():
     assert "num_guess_tokens is 20; it must be between 0 and speculation.max_num_tokens" in error_of(
         speculation={"num_guess_tokens": 20}
     )

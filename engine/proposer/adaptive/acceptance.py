@@ -13,7 +13,7 @@ Ints = NDArray[np.int64]
 _INITIAL_RATE = 0.7  # acceptance of a class without passes
 _CLASS_WINDOW = 100.0  # passes of a class that count
 _REQUEST_WINDOW = 20.0  # passes of a request that count
-_CLASS_TRUST = 4.0  # passes that the position before (or the first guess) is worth to a class
+_CLASS_TRUST = 4.0  # passes that the position before (or the first estimate) is worth to a class
 _REQUEST_TRUST = 8.0  # passes that the class is worth to a request
 
 

@@ -20,7 +20,7 @@ class AskedDrafts:
 class DraftCosts:
     """One `DraftCost` per method. Where several draft for one pass, its wait is divided between them.
 
-    What a method costs is known by passes for which it drafted alone, and guessed until there was one.
+    What a method costs is known by passes for which it drafted alone, and estimated until there was one.
     """
 
     def __init__(self) -> None:

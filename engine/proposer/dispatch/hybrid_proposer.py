@@ -99,7 +99,7 @@ class HybridProposer:
         """Choose it, and make room in the pass for the match if it is one."""
         sequence.num_matched = 0
         turn = self._better_turn(sequence)
-        if turn.is_match and sequence.num_guess_tokens is not None:
+        if turn.is_match and sequence.num_free_draft_tokens is not None:
             sequence.num_matched = len(turn.token_ids)
         return turn
 

@@ -28,7 +28,7 @@ _NAMESPACE = "outrider"
 _REPORT_TIMEOUT_S = 2.0
 _FIRST_PAUSE_S = 0.1  # without queries after a failure; a late reply ends it
 _LONGEST_PAUSE_S = 2.0
-_FETCH_SHARE = 0.5  # a guess on the safe side: the replica has measured it, and computes where that takes less
+_FETCH_SHARE = 0.5  # an estimate on the safe side: the replica has measured it, and computes where that is faster
 
 Reply = TypeVar("Reply")
 

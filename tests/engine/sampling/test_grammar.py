@@ -256,7 +256,7 @@ def test_a_drafted_end_is_forgotten_like_any_draft(
 
 
 def test_a_draft_model_drafts_within_the_grammar(folder: Path) -> None:
-    """The target's own weights as the draft: only a draft that knows the grammar guesses all of its tokens."""
+    """The target's own weights as the draft: only a draft that knows the grammar has all of its tokens accepted."""
     engine = build(folder, draft_model(folder))
     run(engine, every_kind(temperature=1.0))
     drafts = engine.stats().drafts

@@ -37,8 +37,8 @@ class ChunkByChunk(EngineBackend):
         super().__init__(core, card)
         core.on_drafted = self._show
 
-    def _show(self, guesses: list[TokenChunk]) -> None:
-        for chunk in guesses:
+    def _show(self, drafts: list[TokenChunk]) -> None:
+        for chunk in drafts:
             self._chunks[chunk.request_id].append(chunk)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:

@@ -88,7 +88,7 @@ def test_a_request_has_every_field_of_its_body() -> None:
         session_id=first.session_id,
         is_seeded=True,
         returns_sources=True,
-        returns_guesses=True,
+        returns_drafts=True,
         num_places=4,
         tenant=client.tenant_id,
         weight=2.0,

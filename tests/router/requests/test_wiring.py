@@ -355,7 +355,7 @@ def test_no_field_of_that_sequence_is_at_its_default_by_accident() -> None:
         "tenant",
         "weight",
         "is_logged",
-        "returns_guesses",
+        "returns_drafts",
     }
     assert _at_default(first.sampling, SamplingParams()) == set()
     assert _at_default(first.speculation, SpeculationParams()) == {"enabled", "is_approximate", "threshold"}

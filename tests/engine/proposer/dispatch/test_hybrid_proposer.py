@@ -152,7 +152,7 @@ def test_hybrid_drafts_from_repetition_and_from_the_model() -> None:
 def test_a_match_may_be_longer_than_what_the_model_is_asked_for() -> None:
     other, prediction = model(), tuple(range(20, 40))
     proposer, sequence = HybridProposer(PredictionMatcher(), other), new_sequence(prediction=prediction)
-    sequence.num_guess_tokens = 10
+    sequence.num_free_draft_tokens = 10
     proposer.open(sequence)
     assert sequence.num_wanted_drafts == 4
     grow(proposer, sequence, *prediction[:3])
@@ -167,7 +167,7 @@ def test_a_match_may_be_longer_than_what_the_model_is_asked_for() -> None:
 def test_a_match_is_as_long_as_the_request_or_the_budget_allows(has_own_length: bool) -> None:
     prediction = tuple(range(20, 40))
     proposer, sequence = HybridProposer(PredictionMatcher(), model()), new_sequence(prediction=prediction)
-    sequence.num_guess_tokens = 10 if has_own_length else None
+    sequence.num_free_draft_tokens = 10 if has_own_length else None
     sequence.max_output_tokens = 9
     proposer.open(sequence)
     sequence.draft_allowance = 2
