@@ -7,7 +7,7 @@ It needs no Ray and no server:
     from protos.messages import GenerateRequest, SamplingParams
 
     core = EngineCore.from_config(EngineConfig(ModelConfig("models/demo/target")))
-    prompt_token_ids = (1, 2, 3)  # what the model's tokenizer makes of a text
+    prompt_token_ids = (1, 2, 3)  # from the model's tokenizer
     core.add(GenerateRequest("first", prompt_token_ids, SamplingParams(temperature=0.0, max_tokens=8)))
     while core.has_work:
         for chunk in core.step():

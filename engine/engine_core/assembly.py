@@ -1,4 +1,4 @@
-"""The parts of an engine, loaded as its configuration wants them."""
+"""Loads the parts of an engine from its configuration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from engine.stats.rates import RateMeter
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """The parameters of `EngineCore`, whose constructor describes each, and its log of positions."""
+    """The arguments of `EngineCore`, described there, and its position log."""
 
     runner: ModelRunner
     scheduler: Scheduler
@@ -45,7 +45,7 @@ def load_parts(
     step_writer: Proposer | None,
     models: Mapping[str, Proposer],
 ) -> EngineParts:
-    """Load the model and make the other parts fit it; the parameters are those of `EngineCore.from_config`."""
+    """Load the model, then build the other parts to fit it. `EngineCore.from_config` describes the parameters."""
     model = replace(config.model, graphs=sized(config.model.graphs, config.scheduler, config.speculation))
     runner = load_runner(model, config.cache, config.scheduler.max_model_len, config.head)
     blocks = BlockManager(

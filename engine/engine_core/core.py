@@ -49,32 +49,31 @@ logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """A model as the engine needs it; `engine.model.runner.model_runner.ModelRunner` is the real one."""
+    """A model, as the engine uses it. `engine.model.runner.model_runner.ModelRunner` implements it."""
 
     vocab_size: int
 
     @property
     def can_overlap(self) -> bool:
-        """True if `forward` may return before the pass is computed."""
+        """True if `forward` may return before the device has computed the pass."""
 
     def forward(self, spans: Seq[Span]) -> Tensor:
-        """Logits `[R, V] float32` of the rows that the spans ask for, in span order."""
+        """Return the logits `[R, V] float32` of the spans' requested rows, in span order."""
 
     def move(self, moves: Seq[KVMove]) -> None:
-        """Bring KV to other places before the next `forward`."""
+        """Move KV to other slots before the next `forward`."""
 
 
 class EngineCore:
-    """One model, its sequences and its truth: what `step` returns is committed and never taken back.
+    """One model and its sequences. Tokens that `step` returns are committed and never taken back.
 
-    Not thread-safe: all belongs to one thread. After a step has raised, the engine's state is in doubt: it computes
-    nothing more, and its owner builds a new one.
+    Not thread-safe: one thread owns it. After a step has raised, the engine refuses to compute; build a new one.
 
     Attributes:
-        on_computed: called with every batch once its KV is in the pool, before it is committed; its owner may set it.
-        on_drafted: called before a pass with one chunk of drafts for each request that wants to see them.
-        model_name: the model and its dtype, for errors. Its owner may set it.
-        position_log: what is told of verified positions; None: nothing is. Its owner may set it; `close` closes it.
+        on_computed: called with each batch when its KV is in the pool and before it is committed. The owner may set it.
+        on_drafted: called before a pass with one chunk of drafts per request that asked to see them.
+        model_name: the model and its dtype, for errors. The owner may set it.
+        position_log: logs verified positions; None if nothing is logged. The owner may set it; `close` closes it.
     """
 
     def __init__(
@@ -89,17 +88,17 @@ class EngineCore:
         grammars: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Assemble an engine of its parts.
+        """Assemble an engine from its parts.
 
         Args:
             runner: the model.
-            scheduler: it plans over `blocks`, and offers prompts to `source`.
-            blocks: the manager of the runner's blocks.
-            speculation: the source and the judge of drafts.
-            source: KV blocks from elsewhere; None: every prompt is read here.
-            rates: the meter that `source` reads; None: one of its own.
-            grammars: None: no token has bytes, for the model has no tokenizer.
-            clock: seconds, from which time-outs of requests run.
+            scheduler: plans over `blocks` and offers prompts to `source`.
+            blocks: manages the runner's blocks.
+            speculation: the proposer and the verifier.
+            source: fetches KV blocks from prefill engines; None if this engine prefills every prompt.
+            rates: the meter that `source` reads; None creates one.
+            grammars: the compiler; None if the model has no tokenizer.
+            clock: returns seconds; requests time out on it.
         """
         self.runner = runner
         self.scheduler = scheduler
@@ -141,13 +140,17 @@ class EngineCore:
     ) -> EngineCore:
         """Load the model and assemble an engine around it.
 
-        Without a proposer every pass is plain decoding, but where the configuration has a head, which then drafts.
-        Without a transport every prompt is read here. `step_writer` writes reasoning steps where the configuration
-        allows them; None: the proposer does. A head cannot: it sees no further than the target. `models` are draft
-        models beside a head, by the names of their methods.
+        Args:
+            config: the model, its head, the pool and the limits.
+            proposer: drafts, unless the configuration has a head. With neither, every pass is plain decoding.
+            event_sink: receives the changes of the prefix cache.
+            transport: fetches KV from prefill engines; None if this engine prefills every prompt.
+            step_writer: writes reasoning steps where the configuration allows them; None uses the proposer. A head
+                cannot write them, since it drafts from the target's hidden states.
+            models: draft models that serve together with a head, by method name.
 
         Raises:
-            ConfigError: the model, its head, the pool or the limits cannot be had.
+            ConfigError: the model, its head, the pool or the limits are not usable.
         """
         parts = load_parts(config, proposer, event_sink, transport, step_writer, models or {})
         core = cls(
@@ -170,14 +173,14 @@ class EngineCore:
 
     @property
     def is_starved(self) -> bool:
-        """True where the last step found nothing to compute: all that is left waits for blocks from elsewhere."""
+        """True if the last step computed nothing, since all sequences wait for blocks from prefill engines."""
         return self._is_starved and self.has_work
 
     def prepare(self, request: GenerateRequest) -> Future[Any] | None:
-        """Begin what of `add` may take long, the compilation of a grammar, in another thread. Optional.
+        """Start compiling the request's grammar in a worker thread. Optional.
 
         Returns:
-            What is done when `add` takes no time; None where it takes none now.
+            A future; once it is done, `add` does not wait. None if `add` would not wait now.
 
         Raises:
             OverloadedError: too many grammars wait to be compiled.
@@ -185,10 +188,10 @@ class EngineCore:
         return self._grammars.prepare(request)
 
     def add(self, request: GenerateRequest, arrival_s: float | None = None) -> None:
-        """Queue a request. Its time-out runs from `arrival_s` on the engine's clock, from now if None.
+        """Queue a request. Its time-out starts at `arrival_s` on the engine's clock, or now if that is None.
 
         Raises:
-            RequestError: it can never be computed here: its length, its token ids, its grammar, or its id is taken.
+            RequestError: its length, token ids or grammar are not usable here, or its id is in use.
         """
         self._check_alive()
         self._vocabulary.check(request)
@@ -204,7 +207,7 @@ class EngineCore:
             self._proposer.open(sequence)
 
     def abort(self, request_id: str) -> TokenChunk | None:
-        """End a request now; its blocks are free when this returns.
+        """End a request. Its blocks are free when this returns.
 
         Returns its last chunk, without tokens, or None if the id is unknown (it may have just finished).
         """
@@ -214,9 +217,9 @@ class EngineCore:
         return chunk
 
     def step(self) -> list[TokenChunk]:
-        """Return every sequence's new tokens of one pass; the next one may be on its way then.
+        """Return every sequence's new tokens from one pass. The next pass may already be issued.
 
-        A pass that fails is logged here, once, and raised: no sequence can be trusted after it.
+        A failed pass is logged here, once, and raised: it leaves no sequence in a known state.
         """
         self._check_alive()
         try:
@@ -227,11 +230,11 @@ class EngineCore:
             raise
 
     def forget_draft(self) -> None:
-        """Begin anew to learn what drafts are worth: from now on another model makes them. For the engine's thread."""
+        """Discard the measurements of drafts, since another model makes them now. Call it on the engine's thread."""
         self._planning.forget_draft()
 
     def stats(self) -> EngineStats:
-        """A snapshot of the counters."""
+        """Return a snapshot of the counters."""
         return EngineStats(
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
@@ -261,7 +264,7 @@ class EngineCore:
         )
 
     def close(self) -> None:
-        """Abort everything that waits or runs; a second call finds nothing to do."""
+        """Abort all waiting and running requests. A second call does nothing."""
         for request_id in self.scheduler.request_ids:
             self.abort(request_id)
         if self.position_log is not None:
@@ -273,12 +276,12 @@ class EngineCore:
         verified = self._verify(issued)
         self._keep_accepted(issued, verified)
         chunks = self._commit(issued, verified)
-        self._tell_proposer(issued.batch.sampled, chunks)
+        self._commit_to_proposer(issued.batch.sampled, chunks)
         self._record(issued)
         return chunks
 
     def _issue(self) -> InFlightBatch:
-        """Schedule, propose, forward: hand the next pass to the device, whatever there is to compute."""
+        """Schedule, propose and forward: issue the next pass to the device."""
         has_progress = any([self._receive(), self._write_steps()])
         batch = self._schedule()
         drafts = self._propose(batch)
@@ -301,7 +304,7 @@ class EngineCore:
 
     @timed("draft_s")
     def _propose(self, batch: Batch) -> list[CheckedDraft]:
-        """Return one draft per sampled sequence; the proposer is asked only for those that have room for one."""
+        """Return one draft per sampled sequence. Only sequences with room for drafts go to the proposer."""
         sampled = batch.sampled
         wanting = [scheduled for scheduled in sampled if scheduled.max_draft_tokens > 0]
         drafts = iter(self._proposer.propose(wanting) if wanting else ())
@@ -334,14 +337,15 @@ class EngineCore:
 
     @timed("sample_s")
     def _verify(self, issued: InFlightBatch) -> list[VerifyResult]:
-        """Judge the drafts; a next pass that needs nothing but the tokens drawn here is issued before they are read."""
-        tasks = issued.tasks()  # before the scores are there: their rows are found by what is still wanted
+        """Verify the drafts. If the next pass needs only the tokens drawn here, issue it before reading them."""
+        tasks = issued.tasks()  # before scoring, which changes `num_scored_rows` and so the tasks' first rows
         if issued.logits is None:
             return []
         score_prompts(issued.logits, issued.batch, issued.num_drafts)
         if not tasks:
             return []
         log = self.position_log
+        # Copy the rows to log first: a pass that is issued meanwhile overwrites the logits.
         copied = None if log is None else log.copy(issued.logits, tasks, issued.num_drafts)
         drawn = self._overlap.issue_next(issued, tasks)
         verified = self._verifier.verify(issued.logits, tasks) if drawn is None else drawn.results()
@@ -352,7 +356,7 @@ class EngineCore:
 
     @timed("forward_s")
     def _keep_accepted(self, issued: InFlightBatch, verified: Seq[VerifyResult]) -> None:
-        """Bring the KV of accepted drafts to its place, and their hidden states to the head."""
+        """Move the KV of accepted drafts to its final slots, and pass their hidden states to the head."""
         self.runner.move(issued.compactions(verified))
         if self._head is not None and issued.batch.scheduled:
             self._head.learn(passed_rows(issued.batch, issued.num_drafts, verified))
@@ -367,19 +371,19 @@ class EngineCore:
         return chunks
 
     def _explain_faults(self, chunks: Seq[TokenChunk]) -> None:
-        """Log, count and name the cause of each sequence that ends since it has no next token."""
+        """Log, count and explain each sequence that ends because its logits are not finite."""
         for chunk in chunks:
             if chunk.finish_reason is FinishReason.NON_FINITE:
                 self._num_non_finite += 1
                 chunk.error = (
-                    f"{self.model_name} has no finite logits (but NaN or infinity) after {chunk.offset} tokens of the "
-                    "answer, which ends there: its numbers overflow on this text. Another try gives the same; a "
-                    "target.dtype of bfloat16 or float32 holds larger numbers than float16"
+                    f"{self.model_name} computed NaN or infinite logits after {chunk.offset} tokens of the answer, "
+                    "which ends there: its numbers overflow on this text. A retry gives the same; set target.dtype "
+                    "to bfloat16 or float32, which hold larger numbers than float16"
                 )
                 logger.warning("request %s: %s", chunk.request_id, chunk.error)
 
     def _report_sources(self, issued: InFlightBatch, verified: Seq[VerifyResult]) -> None:
-        """Note where the tokens of those that ask come from, before they are committed."""
+        """Record the source of each token for requests that ask for it, before the tokens are committed."""
         for each, draft, outcome in zip(issued.batch.sampled, issued.drafts, verified, strict=True):
             if (report := each.sequence.report) is not None:
                 method = self._counting.method_of(draft, each.sequence)
@@ -387,8 +391,8 @@ class EngineCore:
                 report.record(token_sources(draft, outcome, method), method, reason)
 
     @timed("draft_s")
-    def _tell_proposer(self, sampled: Seq[ScheduledSequence], chunks: Seq[TokenChunk]) -> None:
-        """Report what was committed, but not before the last of the passes that go without drafts is."""
+    def _commit_to_proposer(self, sampled: Seq[ScheduledSequence], chunks: Seq[TokenChunk]) -> None:
+        """Report committed tokens to the proposer, except while an issued pass without drafts is still to come."""
         running = [each.sequence for each in sampled if each.sequence.status is SequenceStatus.RUNNING]
         grown = [sequence for sequence in running if sequence.num_wanted_drafts > 0]
         if grown and not self._overlap.has_pass:
@@ -398,7 +402,7 @@ class EngineCore:
                 self._forget(chunk.request_id)
 
     def _forget(self, request_id: str) -> None:
-        """Let proposer and log go of a sequence that has ended; its tokens are all there."""
+        """Close an ended sequence in the proposer and the log, once all its tokens are committed."""
         self._proposer.close(request_id)
         if self.position_log is not None:
             self.position_log.end(request_id)
@@ -416,4 +420,4 @@ class EngineCore:
 
 
 def _ignore(news: object) -> None:
-    """Do nothing with a batch, or with drafts."""
+    """Ignore a batch, or drafts."""

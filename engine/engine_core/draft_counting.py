@@ -1,4 +1,4 @@
-"""Outcomes of drafts, counted by the method that drafted and by the class of requests."""
+"""Counts the outcomes of drafts by method and by class of requests."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _OWN_METHODS = tuple(method for method in SpeculationMethod if method.can_branch
 
 
 class DraftCounting:
-    """The sums of an engine's drafts; state of the engine's thread."""
+    """The draft counters of an engine, owned by the engine's thread."""
 
     def __init__(self, config: SpeculationConfig) -> None:
         own = (each for each in config.methods if each in _OWN_METHODS)
         self._own_method = next(own, SpeculationMethod.MODEL)
-        # Where a draft must be worth its row, which of them are made follows the load, and so does their acceptance.
+        # Adaptive suffix drafts are chosen by load, so a change of their acceptance is no drift.
         self._priced = (SpeculationMethod.SUFFIX,) if is_adaptive(config) else ()
         self._drafts = DraftCounters()
         self._classes = ClassCounters()
@@ -44,16 +44,16 @@ class DraftCounting:
         return self._drift.snapshot()
 
     def method_of(self, draft: CheckedDraft, sequence: RequestTokens) -> str:
-        """Return the text that was matched, or the model or head that drafted: for hybrids the deployment's own."""
+        """Return the draft's source: matched text, or a model or head. Hybrids default to the deployment's own."""
         is_named = sequence.method not in (SpeculationMethod.HYBRID, SpeculationMethod.NONE)
         return str(draft.draft.source or (sequence.method if is_named else self._own_method))
 
     def check(self, draft: CheckedDraft) -> None:
-        """Count what was cut off a draft before its pass."""
+        """Count a draft that was cut before its pass."""
         self._drafts.num_invalid_tokens += draft.is_cut
 
     def count(self, tasks: Seq[VerifyTask], drafts: Seq[CheckedDraft], verified: Seq[VerifyResult]) -> None:
-        """Count the passes with drafts, equal ones at once: hundreds of one step have few values between them."""
+        """Count the passes with drafts. Equal outcomes are grouped: hundreds of rows have few distinct ones."""
         passes = Counter(
             [
                 (
@@ -71,7 +71,7 @@ class DraftCounting:
         )
         for (method, is_greedy, has_grammar, num_valid, depth, num_forced, num_accepted), count in passes.items():
             self._drafts.record(num_valid, num_accepted, depth, count)
-            # What the grammar forced says nothing of the method that drafted before it.
+            # Tokens that the grammar forced are no evidence about the method that drafted before them.
             if (num_own := depth - num_forced) > 0:
                 key = ClassKey(method, class_name(is_greedy=is_greedy, is_structured=has_grammar))
                 self._classes.record(key, num_own, min(num_accepted, num_own), count)

@@ -1,4 +1,4 @@
-"""The lengths and methods of an engine's drafts, which earlier passes decide where the configuration is adaptive."""
+"""Plans the lengths and methods of an engine's drafts; an adaptive configuration learns them from earlier passes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from protos.messages import GenerateRequest
 
 
 class DraftPlanning:
-    """The rules of a deployment's drafts and the budget behind them; state of the engine's thread.
+    """The draft rules of a deployment and their budget, owned by the engine's thread.
 
     Attributes:
-        budget: what plans each pass; None where K is fixed.
+        budget: plans each pass; None if K is fixed.
     """
 
     def __init__(self, config: SpeculationConfig) -> None:
@@ -30,32 +30,32 @@ class DraftPlanning:
 
     @property
     def speedups(self) -> dict[str, float]:
-        """Measured tokens per second against no speculation, by class of requests."""
+        """Measured speedup over no speculation, by class of requests."""
         return {} if self.budget is None else self.budget.speedups
 
     def rule(self, request: GenerateRequest) -> DraftRule:
-        """Return the drafts that a new request may have."""
+        """Return the draft rule of a new request."""
         return draft_rule(request, self._config, self._chooser)
 
     def is_open(self, sequence: Sequence) -> bool:
-        """False while drafts are switched off for the class of such requests."""
+        """False while the budget has switched drafts off for the sequence's class."""
         return self.budget is None or self.budget.is_open(sequence)
 
     def forget_draft(self) -> None:
-        """Begin anew to learn what drafts are worth: from now on another model makes them."""
+        """Discard the measurements of drafts, since another model makes them now."""
         if self.budget is not None:
             self.budget.forget_draft()
 
     def plan_next(
         self, issued: InFlightBatch, verified: Seq[VerifyResult], timer: StepTimer, *, is_underway: bool
     ) -> None:
-        """Let the budget learn from a committed pass and set the next one's lengths, before anything is drafted for it.
+        """Update the budget with a committed pass, then set the draft lengths of the next one.
 
         Args:
-            issued: the pass.
-            verified: its outcomes, of each sampled sequence.
-            timer: the step's, up to the commit.
-            is_underway: True where the next pass has been issued without drafts.
+            issued: the committed pass.
+            verified: the outcome of each sampled sequence.
+            timer: the step's timer, up to the commit.
+            is_underway: True if the next pass has already been issued, without drafts.
         """
         if self.budget is None:
             return
@@ -70,7 +70,7 @@ class DraftPlanning:
         time = PassTime(times.draft_s, times.total_s - times.draft_s) if is_comparable else None
         num_prompt_rows = sum(scheduled.num_tokens for scheduled in issued.batch.scheduled) - len(sampled)
         self.budget.observe(passes, time, num_prompt_rows)
-        # A plan made while this pass was on its way is unused, unless another pass follows it.
+        # After a pass issued ahead, the earlier plan is still unused, unless yet another pass is underway.
         if not issued.is_ahead or is_underway:
             sequences = [scheduled.sequence for scheduled in sampled]
             self.budget.plan([each for each in sequences if each.status is SequenceStatus.RUNNING])

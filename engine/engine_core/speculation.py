@@ -1,4 +1,4 @@
-"""The source of an engine's drafts and their judge, as a configuration wants them."""
+"""Builds the proposer and the verifier of an engine from its configuration."""
 
 from __future__ import annotations
 
@@ -22,11 +22,17 @@ from protos.messages import SpeculationMethod
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """The source of an engine's drafts and their judge.
+    """The proposer and the verifier of an engine.
 
-    `head` reads the model's hidden states; it is, or stands behind, the proposer. `steps` are both `proposer` and
-    `verifier` where reasoning steps are speculated on; None: every request is exact. `overlap` None: no pass begins
-    before the one before is committed; one that does knows neither heads nor steps.
+    Attributes:
+        proposer: makes the drafts.
+        verifier: accepts or rejects them.
+        config: the limits of drafts.
+        head: reads the model's hidden states. It is the proposer, or the proposer calls it.
+        steps: speculates on reasoning steps, and is then both `proposer` and `verifier`; None if all requests are
+            exact.
+        overlap: issues passes ahead; None if each pass waits for the commit of the last one. It does not support heads
+            or steps.
     """
 
     proposer: Proposer | StepSpeculation
@@ -45,7 +51,7 @@ def load_speculation(
     step_writer: Proposer | None,
     models: Mapping[str, Proposer],
 ) -> Speculation:
-    """Return the parts that draft and judge: the head of the configuration drafts, or else `proposer`."""
+    """Return the parts that draft and verify. The configuration's head drafts if it has one, otherwise `proposer`."""
     speculation, verifier, steps = config.speculation, Verifier(Sampler()), None
     head = head_proposer(runner, speculation.tree)
     own = head or self_proposer(runner, speculation.tree)

@@ -1,1 +1,1 @@
-"""The plan of each step, and the consequences of its outcome for each sequence."""
+"""Plans each step and applies its outcome to each sequence."""

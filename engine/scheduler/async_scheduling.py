@@ -1,19 +1,19 @@
-"""The host one step behind: a pass is issued before the host has seen the tokens of the one before.
+"""Issues the next pass before the host has read the tokens of this one.
 
-All that the next pass needs to know of this one are the tokens drawn from it, and those are on the device. So where the
-next pass can be nothing but one more token of each sequence, it is issued first, with its input gathered there; while
-it is computed, the host reads this pass's tokens, commits and sends them, and takes commands. vLLM calls this
-asynchronous scheduling, SGLang an overlap scheduler.
+If the next pass is one more token of each sequence, its only unknown input is the tokens drawn from this pass, and they
+are already on the device. So the next pass is issued first and gathers its input on the device. While it is computed,
+the host reads, commits and sends this pass's tokens and takes commands. vLLM calls this asynchronous scheduling, SGLang
+an overlap scheduler.
 
     host      draw j, issue j + 1 | wait | commit j ...... draw j + 1, issue j + 2 | wait | commit j + 1 ......
     device    .... pass j | draw j  | pass j + 1 ........................ | draw j + 1 | pass j + 2 ............
 
-Tokens of pass j + 1 are drawn when those of pass j are committed, so every sampling parameter and every grammar counts
-as ever, and the noise is that of the position: the texts are the same with and without this.
+The texts are the same with and without this: tokens of pass j + 1 are drawn after pass j is committed, so sampling
+parameters and grammars apply as usual, and the noise depends on the position alone.
 
-A sequence that turns out to have ended in pass j has a row in pass j + 1, which is dropped. That row has written one
-slot behind what the sequence had computed, in a block without a key. The device computes in the order in which passes,
-moves and blocks from elsewhere are issued, all by one thread, so the next owner of the block writes to it later.
+If a sequence ends in pass j, its row in pass j + 1 is dropped. That row has written one slot after the sequence's
+computed tokens, in a block without a key. The block's next owner writes to it later: one thread issues all passes,
+moves and fetched blocks, and the device runs them in that order.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from engine.verifier.verify_task import VerifyTask
 
 
 class FedRunner(Protocol):
-    """A runner that takes tokens from the device."""
+    """A runner whose input tokens may be on the device."""
 
     def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Tensor:
-        """Logits `[R, V] float32` of the spans' rows; `input_ids` [T], if given, replace the spans' tokens."""
+        """Return logits `[R, V] float32` of the spans' rows. `input_ids` [T], if given, replace the spans' tokens."""
 
 
 class DrawnTokens:
-    """Tokens on their way to the host, which waits for them alone: not for what is issued after them."""
+    """Tokens being copied to the host. Reading them does not wait for work issued after them."""
 
     def __init__(self, token_ids: Tensor) -> None:
         self._token_ids = token_ids
@@ -57,42 +57,42 @@ class DrawnTokens:
             self._event.record()
 
     def results(self) -> list[VerifyResult]:
-        """Wait for the tokens, which follow no drafts."""
+        """Wait for the tokens and return them as results of passes without drafts."""
         if self._event is not None:
             self._event.synchronize()
         return [VerifyResult((token_id,), 0, is_finite=token_id >= 0) for token_id in self._token_ids.tolist()]
 
 
 class Overlap(Protocol):
-    """Issues passes before the one before is committed; state of the engine's thread.
+    """Issues passes ahead of the commit of the last one. Owned by the engine's thread.
 
     Attributes:
-        num_passes: passes that were issued before the host had seen their tokens.
+        num_passes: number of passes issued before the host had read the tokens of the last one.
     """
 
     num_passes: int
 
     @property
     def has_pass(self) -> bool:
-        """True while a pass is on its way whose outcome has not been asked for."""
+        """True if an issued pass has not been taken yet."""
 
     def take(self) -> InFlightBatch | None:
-        """Return the pass that is on its way, with those of its sequences that still run; None: schedule one."""
+        """Return the issued pass, without sequences that have ended; None if the next pass must be scheduled."""
 
     def issue_next(self, issued: InFlightBatch, tasks: Seq[VerifyTask]) -> DrawnTokens | None:
-        """Issue the pass after `issued`, if it needs nothing but the tokens drawn from this one.
+        """Issue the pass after `issued`, if it needs only the tokens drawn from `issued`.
 
         Args:
-            issued: the pass that is to be verified, with logits.
-            tasks: what is to be verified of it, at least one.
+            issued: the pass to verify, with logits.
+            tasks: its verification tasks, at least one.
 
         Returns:
-            The tokens drawn, in the order of `tasks`; None if nothing was issued, and `tasks` are to be verified.
+            The tokens drawn, in the order of `tasks`; None if nothing was issued and `tasks` must be verified.
         """
 
 
 class SyncScheduling:
-    """Every pass is scheduled when the one before is committed."""
+    """Schedules each pass after the commit of the last one."""
 
     num_passes = 0
     has_pass = False
@@ -105,7 +105,7 @@ class SyncScheduling:
 
 
 class AsyncScheduling:
-    """Issues the next pass first wherever it can, and waits like `SyncScheduling` elsewhere."""
+    """Issues the next pass ahead where possible, and otherwise waits as `SyncScheduling` does."""
 
     def __init__(self, runner: FedRunner, scheduler: Scheduler, verifier: Verifier) -> None:
         self.num_passes = 0
@@ -133,25 +133,25 @@ class AsyncScheduling:
         return drawn
 
     def _issue(self, batch: Batch, token_ids: Tensor, tasks: Seq[VerifyTask]) -> None:
-        """Compute `batch`, whose sequences are among those of `tasks`, from the tokens drawn for them."""
+        """Compute `batch` from the tokens drawn for `tasks`, which include all its sequences."""
         rows = {task.sequence.request_id: row for row, task in enumerate(tasks)}
         chosen = [rows[scheduled.sequence.request_id] for scheduled in batch.scheduled]
         if len(chosen) < len(tasks):
             token_ids = token_ids.index_select(0, index_tensor(chosen, token_ids.device))
         spans = [Span([0], scheduled.start, scheduled.sequence.block_table, 1) for scheduled in batch.scheduled]
-        logits = self._runner.forward(spans, token_ids.clamp(min=0))  # one without a token has a row that is dropped
+        logits = self._runner.forward(spans, token_ids.clamp(min=0))  # -1 is no token: its row is dropped later
         self._ahead = InFlightBatch(batch, [NOTHING] * len(batch.scheduled), logits, is_ahead=True)
         self.num_passes += 1
 
 
 def _is_plain(task: VerifyTask) -> bool:
-    """True if its token is what the sampler picks, and its logits are of no further use."""
+    """True if the sampler picks the token directly and nothing else needs the logits."""
     sequence = task.sequence
     return sequence.is_matched and not task.draft.token_ids and sequence.sampling.num_logprobs is None
 
 
 def _of_running(issued: InFlightBatch) -> InFlightBatch | None:
-    """Return the pass without the rows of sequences that have ended since it was issued; None if no row is left."""
+    """Return the pass without the rows of sequences that have ended since; None if no row is left."""
     all_scheduled = issued.batch.scheduled
     rows = [row for row, scheduled in enumerate(all_scheduled) if scheduled.sequence.status is SequenceStatus.RUNNING]
     if len(rows) == len(all_scheduled) or not rows:

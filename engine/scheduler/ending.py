@@ -1,4 +1,4 @@
-"""The end of a sequence, and the chunk that reports it. It knows no stop strings: the ingress finds those."""
+"""Decides where a sequence ends and builds the chunk that reports it. The ingress finds stop strings."""
 
 from __future__ import annotations
 
@@ -9,67 +9,67 @@ from engine.verifier.verify_result import VerifyResult
 from protos.messages import FinishReason, TokenChunk, TokenLogprobs
 
 
-class Cut(NamedTuple):
-    """The tokens of one pass that are kept; a stop token is the last of them."""
+class KeptTokens(NamedTuple):
+    """The tokens of one pass to commit. A stop token is the last one."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
 
 
-def cut_output(sequence: Sequence, token_ids: tuple[int, ...]) -> Cut:
-    """Keep the tokens up to the first stop token, or up to the length limit; the sequence itself is not changed."""
+def keep_output(sequence: Sequence, token_ids: tuple[int, ...]) -> KeptTokens:
+    """Keep the tokens up to the first stop token or the length limit. The sequence is not changed."""
     limit = sequence.num_remaining_tokens
     if not sequence.stop_token_ids.isdisjoint(token_ids):
         for index, token_id in enumerate(token_ids[:limit]):
             if _is_stop(sequence, token_id, sequence.num_output_tokens + index):
-                return Cut(token_ids[: index + 1], FinishReason.STOP, token_id)
+                return KeptTokens(token_ids[: index + 1], FinishReason.STOP, token_id)
     if len(token_ids) >= limit:
-        return Cut(token_ids[:limit], FinishReason.LENGTH)
-    return Cut(token_ids)
+        return KeptTokens(token_ids[:limit], FinishReason.LENGTH)
+    return KeptTokens(token_ids)
 
 
-def with_grammar(sequence: Sequence, cut: Cut) -> Cut:
-    """Return the end of a pass whose tokens are appended: another one where it ended before the grammar did.
+def with_grammar(sequence: Sequence, kept: KeptTokens) -> KeptTokens:
+    """Correct the finish reason after the tokens are appended: GRAMMAR if the grammar failed before its end.
 
-    Where nothing can follow, the end is all that a grammar's mask allows; the text is not complete then.
+    A failed grammar's mask allows the end token alone, so the text stops without being complete.
     """
     has_failed = sequence.matcher is not None and sequence.matcher.has_failed
-    is_short = has_failed and cut.finish_reason is FinishReason.STOP
-    return cut._replace(finish_reason=FinishReason.GRAMMAR) if is_short else cut
+    is_short = has_failed and kept.finish_reason is FinishReason.STOP
+    return kept._replace(finish_reason=FinishReason.GRAMMAR) if is_short else kept
 
 
-def cut_outcome(sequence: Sequence, outcome: VerifyResult) -> Cut:
-    """Keep what a verified pass commits: nothing where the target has no next token, and the sequence ends."""
+def keep_outcome(sequence: Sequence, outcome: VerifyResult) -> KeptTokens:
+    """Keep the tokens of a verified pass. If the logits are not finite, keep nothing and end the sequence."""
     if sequence.has_faulty_prompt or not outcome.is_finite:
-        return Cut((), FinishReason.NON_FINITE)
-    return cut_output(sequence, outcome.token_ids)
+        return KeptTokens((), FinishReason.NON_FINITE)
+    return keep_output(sequence, outcome.token_ids)
 
 
-def finished_before_start(sequence: Sequence) -> Cut | None:
-    """Return the end of a sequence that has nothing left to do when it arrives, None for all others.
+def finished_before_start(sequence: Sequence) -> KeptTokens | None:
+    """Return the end of a sequence that is complete when it arrives, None if it is not.
 
-    A stream can break between its last token and its finish reason; the replica that takes over gives only the latter.
+    A stream can break between its last token and its finish reason. The replica that takes over sends only the reason.
     """
     if sequence.is_scoring:
         return None
     num_output = sequence.num_output_tokens
     last_id = sequence.token_ids[-1]
     if num_output > 0 and _is_stop(sequence, last_id, num_output - 1):
-        return Cut((), FinishReason.STOP, last_id)
-    return Cut((), FinishReason.LENGTH) if sequence.num_remaining_tokens <= 0 else None
+        return KeptTokens((), FinishReason.STOP, last_id)
+    return KeptTokens((), FinishReason.LENGTH) if sequence.num_remaining_tokens <= 0 else None
 
 
-def chunk_of(sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] = ()) -> TokenChunk:
-    """Return the tokens that one pass committed, as a message."""
-    request, report, token_ids = sequence.request, sequence.report, cut.token_ids
+def chunk_of(sequence: Sequence, kept: KeptTokens, logprobs: tuple[TokenLogprobs, ...] = ()) -> TokenChunk:
+    """Return the message with the tokens that one pass committed."""
+    request, report, token_ids = sequence.request, sequence.report, kept.token_ids
     offset = len(sequence.token_ids) - sequence.num_prompt_tokens - len(token_ids)
     return TokenChunk(
         request_id=request.request_id,
         token_ids=token_ids,
         logprobs=logprobs,
-        finish_reason=cut.finish_reason,
-        stop_token_id=cut.stop_token_id,
+        finish_reason=kept.finish_reason,
+        stop_token_id=kept.stop_token_id,
         num_cached_tokens=sequence.num_cached_tokens or 0,
         speculation=sequence.speculation_stats(),
         prompt_logprobs=() if offset else tuple(sequence.prompt_logprobs),
@@ -81,15 +81,15 @@ def chunk_of(sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] =
     )
 
 
-def finish(sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] = ()) -> TokenChunk:
+def finish(sequence: Sequence, kept: KeptTokens, logprobs: tuple[TokenLogprobs, ...] = ()) -> TokenChunk:
     """Mark the sequence as ended and return its last chunk."""
     sequence.status = SequenceStatus.FINISHED
-    return chunk_of(sequence, cut, logprobs)
+    return chunk_of(sequence, kept, logprobs)
 
 
 def _is_stop(sequence: Sequence, token_id: int, output_index: int) -> bool:
-    """True if the token stops; below min_tokens none does.
+    """True if the token is a stop token at or after min_tokens.
 
-    The sampler masks stop tokens there, and one that a migrated prefix has there does not count either.
+    The sampler masks earlier stop tokens. A migrated prefix may contain one; it does not count.
     """
     return token_id in sequence.stop_token_ids and output_index >= sequence.sampling.min_tokens

@@ -1,26 +1,26 @@
-"""The turns of waiting requests: tenants get tokens in proportion to their weights, however many they ask for.
+"""Orders waiting requests so that tenants get tokens in proportion to their weights, however many they ask for.
 
-Start-time fair queueing (Goyal, Vin and Cheng, 1996): a request's turn is the end of its tenant's request before it,
-but not before the turn that is being served. A lower priority is a later turn by a fixed number of tokens, so that one
-that waits is passed by a bounded amount of others' work and not for ever.
+This is start-time fair queueing (Goyal, Vin and Cheng, 1996): a request's turn is the end of its tenant's last request,
+or the turn being served now if that is later. A lower priority delays the turn by a fixed number of tokens, so the
+work that overtakes a waiting request is bounded.
 """
 
 from __future__ import annotations
 
 from protos.messages import GenerateRequest
 
-PRIORITY_TOKENS = 1 << 16  # tokens of others' work that one step of priority is worth
+PRIORITY_TOKENS = 1 << 16  # one step of priority delays a turn by so many tokens
 
 
 class FairQueue:
-    """Gives each request its turn; knows no clock and no rate: turns are counted in tokens over weight."""
+    """Assigns turns. A turn is measured in tokens divided by weight, so no clock and no rate is needed."""
 
     def __init__(self) -> None:
-        self._now = 0.0  # the turn that was served last
-        self._ends: dict[tuple[str, int], float] = {}  # of each tenant's last request, by priority; later than now
+        self._now = 0.0  # the turn served last
+        self._ends: dict[tuple[str, int], float] = {}  # end of the last request by tenant and priority, if after now
 
     def turn(self, request: GenerateRequest, num_tokens: int) -> float:
-        """Return the turn of a request that may read and write `num_tokens`; the lower, the sooner."""
+        """Return the turn of a request of at most `num_tokens` of prompt and output. Lower turns come first."""
         flow = request.tenant, request.priority
         start = max(self._now, self._ends.get(flow, 0.0))
         self._ends[flow] = start + num_tokens / request.weight

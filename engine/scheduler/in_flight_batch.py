@@ -1,4 +1,4 @@
-"""A pass that was handed to the device and whose outcome has not been read."""
+"""A pass that is issued to the device and not yet verified."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from engine.verifier.verify_task import VerifyTask
 
 @dataclass(frozen=True, slots=True)
 class InFlightBatch:
-    """A pass, with all that its verification and its commit need.
+    """A pass, with the state that its verification and commit need.
 
-    `drafts` has one for each sampled sequence. `logits` [R, V] float32 are those of the batch's rows, None if it is
-    empty. If `is_ahead`, the pass was issued before the host had seen the tokens that it computes.
+    `drafts` has one draft per sampled sequence. `logits` [R, V] float32 are the batch's rows, None if the batch is
+    empty. If `is_ahead`, the pass was issued before the host had read its input tokens.
     """
 
     batch: Batch
@@ -43,7 +43,7 @@ class InFlightBatch:
         return tasks
 
     def compactions(self, verified: Seq[VerifyResult]) -> list[KVMove]:
-        """Return the moves that make chains of the accepted paths of trees; any later pass may read them."""
+        """Return the KV moves that make the accepted paths of trees contiguous, for all later passes."""
         pairs = zip(self.batch.sampled, verified, strict=True)
         moves = [
             compaction(each.sequence.block_table, each.draft_start, outcome.path)

@@ -1,4 +1,4 @@
-"""The greatest length of a sequence, by the model's positions and the pool's slots."""
+"""The maximum length of a sequence, by the model's positions and the pool's slots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from protos.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class LengthLimit:
-    """Tokens of prompt and output together, by the model and by the KV pool."""
+    """The maximum tokens of prompt and output together, by the model and by the KV pool."""
 
     max_model_len: int
     num_slots: int

@@ -1,4 +1,4 @@
-"""The source of each token that a pass commits, and the reason of a pass without drafts."""
+"""Names the source of each token that a pass commits, and the reason why a pass had no drafts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from protos.messages import PlainReason, TokenSource, has_own_weights
 
 
 def token_sources(draft: CheckedDraft, outcome: VerifyResult, method: str) -> list[str]:
-    """Return one source per token of `outcome`; accepted drafts name their method: `accepted:model`."""
+    """Return one source per token of `outcome`. Accepted drafts name their method: `accepted:model`."""
     if not outcome.is_exact:
         return [str(TokenSource.STEP)] * len(outcome.token_ids)
     accepted = [_accepted(draft, position, method) for position in range(outcome.num_accepted)]
@@ -18,7 +18,7 @@ def token_sources(draft: CheckedDraft, outcome: VerifyResult, method: str) -> li
 
 
 def plain_reason(scheduled: ScheduledSequence, draft: CheckedDraft, *, is_class_open: bool) -> PlainReason | None:
-    """Return why the pass had no drafts; None if it had some. Read it before the pass is committed."""
+    """Return why the pass had no drafts, None if it had some. Call it before the pass is committed."""
     if draft.num_valid > 0:
         return None
     if scheduled.max_draft_tokens > 0:
@@ -35,7 +35,7 @@ def plain_reason(scheduled: ScheduledSequence, draft: CheckedDraft, *, is_class_
 
 
 def _empty_reason(scheduled: ScheduledSequence, draft: CheckedDraft) -> PlainReason:
-    """Return why a proposer that was asked has brought nothing into the pass."""
+    """Return why the pass has no drafts although the proposer was called."""
     if draft.was_proposed:
         return PlainReason.CONSTRAINT if scheduled.sequence.matcher is not None else PlainReason.INVALID
     return PlainReason.DRAFT_AWAY if has_own_weights(scheduled.sequence.method) else PlainReason.NO_MATCH
@@ -47,7 +47,7 @@ def _accepted(draft: CheckedDraft, position: int, method: str) -> str:
 
 
 def _last(draft: CheckedDraft, outcome: VerifyResult) -> TokenSource:
-    """Return the source of the token behind the accepted ones: a tree is exhausted at a node without children."""
+    """Return the source of the token after the accepted ones: BONUS if the path ends at a leaf of the drafts."""
     drafted = draft.draft
     if not drafted.token_ids:
         return TokenSource.PLAIN

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens, each from the row before it, gathered while the prompt is computed."""
+"""Collects the log-probabilities of a prompt's tokens during prefill, each from the row before it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from engine.sequence.batch import Batch, ScheduledSequence
 
 
 def score_prompts(logits: Tensor, batch: Batch, num_drafts: Seq[int]) -> None:
-    """Add to each sequence's `prompt_logprobs` what this pass's rows of `logits [R, V] float32` say.
+    """Append to each sequence's `prompt_logprobs` from this pass's `logits [R, V] float32`.
 
-    A sequence with a row that gives none is marked, and ends with the step. Call it before the step is committed.
-    `num_drafts` are those of each sampled sequence.
+    A sequence whose row is not finite is marked, and ends with the step. Call it before the step is committed.
+    `num_drafts` has one count per sampled sequence.
     """
     if all(scheduled.sequence.sampling.num_prompt_logprobs is None for scheduled in batch.scheduled):
         return
@@ -33,7 +33,7 @@ def score_prompts(logits: Tensor, batch: Batch, num_drafts: Seq[int]) -> None:
 
 
 def _queries(scheduled: ScheduledSequence, first_row: int) -> list[LogprobQuery]:
-    """Return a query for each unscored prompt token behind a scheduled row; preempted prompts are read twice."""
+    """Return a query for each prompt token after a scheduled row, unless it was scored before a preemption."""
     sequence = scheduled.sequence
     num_top = sequence.sampling.num_prompt_logprobs
     if num_top is None or not scheduled.num_scored_rows:

@@ -1,11 +1,11 @@
-"""The tokens that each sequence computes in the next step, and the consequences of a step's outcome.
+"""Plans the tokens that each sequence computes in the next step, and applies a step's outcome.
 
-There is no prefill phase and no decode phase: every sequence has computed tokens that catch up with its committed ones.
-The scheduler knows no model, no tensor and no proposer, and its clock is injected.
+There is no prefill phase and no decode phase: the computed tokens of every sequence catch up with its committed ones.
+The scheduler depends on no model, tensor or proposer, and its clock is injected.
 
     add -> WAITING -> admitted, with slots for all its tokens -> RUNNING -> ended: finished, aborted or timed out
               ^                                                     |
-              +------- preempted: blocks given back, tokens kept ---+
+              +------- preempted: blocks released, tokens kept -----+
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from operator import attrgetter
 from engine.config import SchedulerConfig, TreeConfig
 from engine.kv_cache.block_manager import BlockManager
 from engine.remote_prefill.prefill_source import NoPrefillSource, PrefillLoad, PrefillSource
-from engine.scheduler.ending import Cut, chunk_of, cut_outcome, finish, finished_before_start, with_grammar
+from engine.scheduler.ending import KeptTokens, chunk_of, finish, finished_before_start, keep_outcome, with_grammar
 from engine.scheduler.fair_queue import FairQueue
 from engine.scheduler.length_limit import LengthLimit
 from engine.sequence.batch import Batch, ScheduledSequence
@@ -35,7 +35,7 @@ from protos.messages import FinishReason, TokenChunk, TokenLogprobs, has_own_wei
 
 logger = logging.getLogger(__name__)
 
-_MAX_SCORED_TOKENS = 256  # of one prompt in one step: their logits are all in memory at once
+_MAX_SCORED_TOKENS = 256  # of one prompt in one step, since their logits are all in memory at once
 
 _by_urgency = attrgetter("urgency")
 
@@ -43,20 +43,21 @@ _by_urgency = attrgetter("urgency")
 class Scheduler:
     """Plans steps within a budget of tokens and a pool of blocks.
 
-    The more urgent of two sequences has moved here from a lost pair, or else has the earlier turn (`fair_queue`). The
+    Sequences moved from a lost pair are the most urgent, then the ones with the earliest turn (`fair_queue`). The
     rules:
 
     1. Verification comes first: a sequence that has caught up computes its last token and up to K drafts, or the nodes
-       of a `tree`. Every last token gets its slot before any draft does; drafts shrink to what budget and pool leave.
-       There are none where more sequences have prompts to read than decode: making drafts would hold them up.
-    2. Prefill chunks fill the budget, running sequences before new ones; while others decode, only as much of it as
-       `rates` say they can wait for.
-    3. New sequences are admitted in order of urgency, none overtakes, while there are blocks for all their tokens and
-       one to spare per running sequence. An idle pool holds whatever `add` accepts: admission cannot deadlock.
-    4. When a slot is missing, blocks kept for drafts are given back first; then the least urgent running sequence is
-       preempted. The most urgent one never is, so there is always progress.
-    5. `source` may bring blocks of a new sequence from elsewhere. Meanwhile it computes nothing, holds its slots and a
-       token of the budget, and delays no other sequence.
+       of a `tree`. Every last token gets its slot before any draft does; drafts shrink to fit the budget and the pool.
+       If more sequences prefill than decode, nothing is drafted, since drafting would delay the prefills.
+    2. Prefill chunks fill the budget, running sequences before new ones. While others decode, chunks take at most the
+       time that `max_stall_passes` allows, as measured by `rates`.
+    3. New sequences are admitted in order of urgency, without overtaking, while there are blocks for all their tokens
+       and one spare block per running sequence. An idle pool fits every request that `add` accepts, so admission
+       cannot deadlock.
+    4. When a slot is missing, blocks reserved for drafts are released first, then the least urgent running sequence is
+       preempted. The most urgent one is never preempted, so there is always progress.
+    5. `source` may fetch blocks of a new sequence from a prefill engine. Meanwhile the sequence computes nothing, holds
+       its slots and one token of the budget, and delays no other sequence.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # most urgent first
         self._running: list[Sequence] = []  # most urgent first
-        self._deadlines: list[tuple[float, int, str]] = []  # heap of (time, arrival, request id), of ended ones too
+        self._deadlines: list[tuple[float, int, str]] = []  # heap of (time, arrival, request id); may hold ended ones
         self._ended: list[TokenChunk] = []  # last chunks of sequences that ended outside `commit`
 
     @property
@@ -108,30 +109,30 @@ class Scheduler:
 
     @property
     def num_queued_prefill_tokens(self) -> int:
-        """Tokens accepted and not yet computed, those of running prefills included.
+        """Tokens of waiting requests and running prefills that are not computed yet.
 
-        Tokens that were cached when their sequence joined the queue do not count, nor those that are being fetched.
+        Excludes tokens that were cached when their sequence joined the queue, and tokens being fetched.
         """
         num_waiting_tokens = sum(len(each.token_ids) - each.num_expected_tokens for each in self._waiting)
         return num_waiting_tokens + sum(sequence.num_uncomputed_tokens for sequence in self._prefilling())
 
     @property
     def num_running_decode_tokens(self) -> int:
-        """Context tokens of the sequences that decode now."""
+        """Context tokens of the decoding sequences."""
         return sum(len(sequence.token_ids) for sequence in self._running if _is_ready(sequence))
 
     @property
     def prefill_load(self) -> PrefillLoad:
-        """The work that one more prompt would wait for here, and the work that would wait for it."""
+        """The queued work that one more prompt would wait for, and the decoding that it would delay."""
         decoding = [len(sequence.token_ids) for sequence in self._running if _is_ready(sequence)]
         num_queued_tokens = sum(sequence.num_uncomputed_tokens for sequence in self._prefilling())
         return PrefillLoad(num_queued_tokens, len(decoding), sum(decoding))
 
     def add(self, sequence: Sequence) -> None:
-        """Take a sequence into the queue; its output is limited to what the model and the pool can hold.
+        """Queue a sequence. Its output is limited to the lengths that the model and the pool support.
 
         Raises:
-            RequestError: it can never be computed here, or its id is taken.
+            RequestError: its prompt is empty or too long, or its id is in use.
         """
         self._limit.check_prompt(sequence.num_prompt_tokens)
         if sequence.request_id in self._sequences:
@@ -153,34 +154,34 @@ class Scheduler:
             heappush(self._deadlines, (deadline_s, sequence.arrival, sequence.request_id))
 
     def abort(self, request_id: str) -> TokenChunk | None:
-        """End a sequence now: its blocks are free when this returns.
+        """End a sequence. Its blocks are free when this returns.
 
         Returns its last chunk, without tokens, or None if the id is unknown (it may have just finished).
         """
         sequence = self._sequences.get(request_id)
-        return None if sequence is None else self._end(sequence, Cut((), FinishReason.ABORT))
+        return None if sequence is None else self._end(sequence, KeptTokens((), FinishReason.ABORT))
 
     def schedule(self) -> Batch:
-        """Plan one step. All slots it writes are reserved, and the prefixes it completes are published.
+        """Plan one step, reserve all slots that it writes, and publish the prefixes that it completes.
 
-        The step must then be computed and committed. In between `follow` may plan the next one; what is added meanwhile
-        waits, and what is aborted is to be left out.
+        The step must then be computed and committed. Before the commit, `follow` may plan the next one; sequences added
+        meanwhile wait, and aborted ones must be left out of the commit.
         """
         self._expire()
-        ready, behind = self._secure_ready()
-        is_crowded = self._is_crowded(len(ready), behind)
+        ready, prefilling = self._secure_ready()
+        is_crowded = self._is_crowded(len(ready), prefilling)
         decodes = self._schedule_decodes([each for each in ready if not each.is_held], is_crowded=is_crowded)
         budget = self._max_tokens_per_step - sum([1 + each.max_draft_rows for each in decodes])
         if decodes and self._max_stall_passes is not None:
             budget = int(min(budget, self._rates.chunk_tokens(self._max_stall_passes)))
-        prefills = self._schedule_prefills(budget, behind)
+        prefills = self._schedule_prefills(budget, prefilling)
         return Batch((*decodes, *prefills), (*decodes, *[each for each in prefills if each.is_sampled]))
 
     def follow(self, batch: Batch) -> Batch | None:
-        """Plan the step after `batch`, whose tokens are not known yet: one more of each sequence that they may not end.
+        """Plan the step after `batch` before its tokens are known: one more token of each sequence that may go on.
 
-        Its slots are reserved. Before it is committed, sequences that have ended meanwhile are to be left
-        out. None where the step might be another than this: commit `batch`, and call `schedule`.
+        Its slots are reserved. Leave out sequences that end before it is committed. Returns None if `schedule` might
+        plan a different step; then commit `batch` and call `schedule`.
         """
         sequences = [scheduled.sequence for scheduled in batch.sampled]
         if len(sequences) < self.num_running or self._has_news():
@@ -189,7 +190,7 @@ class Scheduler:
             return None
         going_on = [sequence for sequence in sequences if sequence.num_remaining_tokens > 1]
         for sequence in going_on:
-            # `schedule` could not publish these: a token was not known.
+            # `schedule` could not publish these blocks, since a token was unknown.
             self._blocks.publish(sequence, len(sequence.token_ids))
         if not going_on or not all(self._blocks.reserve(each, len(each.token_ids) + 1) for each in going_on):
             return None
@@ -199,21 +200,21 @@ class Scheduler:
     def commit(self, batch: Batch, num_drafts: Seq[int], verified: Seq[VerifyResult]) -> list[TokenChunk]:
         """Apply a step's outcome: the number of drafts and the verifier's result of each sampled sequence.
 
-        Returns the new tokens of every sequence, and the last chunks of those that timed out. Rejected drafts leave
-        nothing behind: the next pass writes their slots again.
+        Returns the new tokens of every sequence, and the last chunks of sequences that timed out. Rejected drafts need
+        no cleanup: the next pass overwrites their slots.
         """
         chunks, self._ended = self._ended, []
         sampled = batch.sampled
         for scheduled in batch.scheduled[len(sampled) :]:
             scheduled.sequence.num_computed_tokens = scheduled.start + scheduled.num_tokens
             if scheduled.sequence.has_faulty_prompt:
-                chunks.append(self._end(scheduled.sequence, Cut((), FinishReason.NON_FINITE)))
+                chunks.append(self._end(scheduled.sequence, KeptTokens((), FinishReason.NON_FINITE)))
         for scheduled, num_proposed, outcome in zip(sampled, num_drafts, verified, strict=True):
             chunks.append(self._commit_pass(scheduled.sequence, num_proposed, outcome))
         return chunks
 
     def check_integrity(self) -> None:
-        """Assert what holds between two steps; for tests."""
+        """Assert the invariants between two steps; for tests."""
         self._blocks.check_integrity(self._running)
         assert self._running == sorted(self._running, key=_by_urgency)
         assert self._waiting == sorted(self._waiting, key=_by_urgency)
@@ -225,7 +226,7 @@ class Scheduler:
         assert len(self._running) <= self._max_num_sequences
 
     def _has_news(self) -> bool:
-        """True if a sequence can be admitted, or has to be ended."""
+        """True if a sequence can be admitted, or has timed out."""
         if self._deadlines and self._deadlines[0][0] <= self._clock():
             return True
         if not self._waiting or self.num_running >= self._max_num_sequences:
@@ -236,14 +237,14 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][0] <= self._clock():
             _, arrival, request_id = heappop(self._deadlines)
             sequence = self._sequences.get(request_id)
-            if sequence is not None and sequence.arrival == arrival:  # else it has ended, and its id may be used again
+            if sequence is not None and sequence.arrival == arrival:  # else it has ended, and its id may be reused
                 logger.info("request %s: timed out after %s s", sequence.request_id, sequence.request.timeout_s)
-                self._ended.append(self._end(sequence, Cut((), FinishReason.TIMEOUT)))
+                self._ended.append(self._end(sequence, KeptTokens((), FinishReason.TIMEOUT)))
 
     def _secure_ready(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Return the sequences that sample in this step in any case, each with a slot for its last token; the others.
+        """Return the ready sequences, each with a slot for its last token, and the running ones that still prefill.
 
-        They never exceed the budget: each was admitted when it had a token left beside all that ran before.
+        Ready sequences never exceed the budget: each was admitted while the budget had a token left for it.
         """
         size = self._blocks.block_size
         for sequence in [each for each in self._running if len(each.token_ids) > size * len(each.block_table)]:
@@ -266,26 +267,28 @@ class Scheduler:
             if victim is sequence:
                 return
 
-    def _is_crowded(self, num_ready: int, behind: Seq[Sequence]) -> bool:
-        """True where sequences decode, and this step could read prompts of more: of those behind and of new ones."""
-        num_behind = sum([not sequence.is_fetching for sequence in behind])
+    def _is_crowded(self, num_ready: int, prefilling: Seq[Sequence]) -> bool:
+        """True if some sequences decode and this step could prefill more than that, running and new ones together."""
+        num_prefilling = sum([not sequence.is_fetching for sequence in prefilling])
         num_new = min(len(self._waiting), self._max_num_sequences - self.num_running)
-        if not 0 < num_ready < num_behind + num_new:
+        if not 0 < num_ready < num_prefilling + num_new:
             return False
-        return num_ready < num_behind or self._blocks.can_admit(self._waiting[0], self.num_running)
+        return num_ready < num_prefilling or self._blocks.can_admit(self._waiting[0], self.num_running)
 
     def _schedule_decodes(self, ready: list[Sequence], *, is_crowded: bool) -> list[ScheduledSequence]:
         budget, blocks, size = self._max_tokens_per_step - len(ready), self._blocks, self._blocks.block_size
         scheduled = []
         for sequence in ready:
             num_tokens = len(sequence.token_ids)
-            has_none = is_crowded and not sequence.has_fixed_length  # the text of such a seed may depend on lengths
+            # A seeded text may depend on K, so a sequence of fixed length drafts even in a crowd.
+            has_none = is_crowded and not sequence.has_fixed_length
             num_rows = num_drafts = 0 if has_none else min(sequence.num_wanted_drafts, budget)
             num_nodes = 0
             if self._tree is not None and num_drafts > 0:
                 num_nodes = min(_num_tree_nodes(self._tree, sequence, len(ready)), budget)
                 num_rows = max(num_drafts, num_nodes)
-            has_slots = num_tokens + num_rows <= size * len(sequence.block_table)  # of most: a call less
+            # Most sequences have slots already. Where the pool is short, the drafts shrink to the available ones.
+            has_slots = num_tokens + num_rows <= size * len(sequence.block_table)
             if not has_slots and not blocks.reserve(sequence, num_tokens + num_rows):
                 num_rows = blocks.num_available_slots(sequence) - num_tokens
                 num_drafts, num_nodes = min(num_drafts, num_rows), min(num_nodes, num_rows)
@@ -297,18 +300,18 @@ class Scheduler:
         return scheduled
 
     def _schedule_prefills(self, budget: int, running: Seq[Sequence]) -> list[ScheduledSequence]:
-        """Return chunks without drafts, those of `running` first.
+        """Return prefill chunks, `running` sequences first.
 
-        A draft model may still read the prompt, and the first token must not wait.
+        Chunks have no drafts: the draft model may still prefill the prompt, and the first token must not wait for it.
 
-        A chunk stops short of its sequence's last token only where it takes all that is left of the budget (so at most
-        one does, and it is the last) or where its prompt's log-probabilities are wanted.
+        A chunk ends before its sequence's last token only if it uses up the budget (then it is the last chunk) or if
+        its prompt's log-probabilities are requested.
         """
         scheduled: list[ScheduledSequence] = []
-        behind = self._behind(running)
-        while budget > 0 and (sequence := next(behind, None)):
+        candidates = self._prefill_candidates(running)
+        while budget > 0 and (sequence := next(candidates, None)):
             if sequence.is_fetching:
-                budget -= 1  # so that all that run could sample in one step
+                budget -= 1  # all running sequences must be able to sample in one step
                 continue
             num_tokens = min(sequence.num_uncomputed_tokens, budget)
             if sequence.is_scoring:
@@ -319,10 +322,11 @@ class Scheduler:
             budget -= num_tokens
         return scheduled
 
-    def _behind(self, running: Seq[Sequence]) -> Iterator[Sequence]:
-        """Yield the sequences with tokens to catch up, those that are `running` first.
+    def _prefill_candidates(self, running: Seq[Sequence]) -> Iterator[Sequence]:
+        """Yield the sequences to prefill: first the `running` ones, then new ones.
 
-        A new one is admitted only when it is asked for, and so can adopt what those before it have just published.
+        A new sequence is admitted only when the iterator reaches it, so it can reuse blocks that were published for the
+        sequences before it.
         """
         yield from running
         while self._waiting and self._admit(self._waiting[0]):
@@ -344,7 +348,7 @@ class Scheduler:
         return True
 
     def _prefilling(self) -> Iterator[Sequence]:
-        """Iterate over the sequences that have tokens to catch up, and do it here."""
+        """Iterate over the running sequences that this engine prefills."""
         return (sequence for sequence in self._running if not _is_ready(sequence) and not sequence.is_fetching)
 
     def _stop_fetching(self, sequence: Sequence) -> None:
@@ -358,7 +362,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Put a sequence back into the queue with its committed tokens, which are its whole state.
 
-        Its full blocks stay cached while there is room.
+        Its full blocks stay cached while the pool has room.
         """
         self._stop_fetching(sequence)
         logger.info("request %s: preempted at %d tokens, no free block", sequence.request_id, len(sequence.token_ids))
@@ -370,25 +374,25 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _commit_pass(self, sequence: Sequence, num_proposed: int, outcome: VerifyResult) -> TokenChunk:
-        cut = cut_outcome(sequence, outcome)
-        num_accepted = min(outcome.num_accepted, len(cut.token_ids))
+        kept = keep_outcome(sequence, outcome)
+        num_accepted = min(outcome.num_accepted, len(kept.token_ids))
         if outcome.is_exact:
             sequence.record_pass(num_proposed, num_accepted)
-        sequence.append(cut.token_ids)
-        cut = with_grammar(sequence, cut)
+        sequence.append(kept.token_ids)
+        kept = with_grammar(sequence, kept)
         sequence.num_computed_tokens = len(sequence.token_ids) - 1
-        if cut.token_ids and not sequence.clock.is_committed:
+        if kept.token_ids and not sequence.clock.is_committed:
             self.prefill_times.observe(sequence.clock.commit(self._clock()))
-        logprobs = outcome.logprobs[: len(cut.token_ids)]
-        if cut.finish_reason is None:
-            return chunk_of(sequence, cut, logprobs)
-        return self._end(sequence, cut, logprobs)
+        logprobs = outcome.logprobs[: len(kept.token_ids)]
+        if kept.finish_reason is None:
+            return chunk_of(sequence, kept, logprobs)
+        return self._end(sequence, kept, logprobs)
 
-    def _end(self, sequence: Sequence, cut: Cut, logprobs: tuple[TokenLogprobs, ...] = ()) -> TokenChunk:
-        """Drop the sequence; what it computed of committed tokens stays in the prefix cache, but not what is faulty."""
+    def _end(self, sequence: Sequence, kept: KeptTokens, logprobs: tuple[TokenLogprobs, ...] = ()) -> TokenChunk:
+        """Remove the sequence. The KV of its committed tokens stays in the prefix cache, unless its logits failed."""
         if sequence.status is SequenceStatus.RUNNING:
             self._stop_fetching(sequence)
-            if cut.finish_reason is FinishReason.NON_FINITE:
+            if kept.finish_reason is FinishReason.NON_FINITE:
                 self._blocks.retract(sequence, sequence.num_cached_tokens or 0)
             else:
                 self._blocks.publish(sequence, sequence.num_computed_tokens)
@@ -397,7 +401,7 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
         del self._sequences[sequence.request_id]
-        return finish(sequence, cut, logprobs)
+        return finish(sequence, kept, logprobs)
 
 
 def _num_tree_nodes(tree: TreeConfig, sequence: Sequence, num_ready: int) -> int:
@@ -405,5 +409,5 @@ def _num_tree_nodes(tree: TreeConfig, sequence: Sequence, num_ready: int) -> int
 
 
 def _is_ready(sequence: Sequence) -> bool:
-    """True if it has caught up with its tokens, so its next pass samples."""
+    """True if all tokens but the last are computed, so the next pass samples."""
     return len(sequence.token_ids) - sequence.num_computed_tokens == 1 and not sequence.is_fetching

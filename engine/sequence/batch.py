@@ -1,4 +1,4 @@
-"""One step's work as the scheduler planned it: which sequences compute how many tokens, and which of them sample."""
+"""The scheduler's plan of one step: how many tokens each sequence computes, and which sequences sample."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from engine.span import Span
 class ScheduledSequence(NamedTuple):
     """One sequence's rows of a step: `token_ids[start : start + num_tokens]`, then at most `max_draft_tokens` drafts.
 
-    They are a prefill chunk when they end before the committed tokens do; otherwise the last committed token and
-    every draft are rows whose logits are sampled. Block slots for all of them are already in the block table.
+    Rows that end before the last committed token are a prefill chunk. Otherwise the last committed token and every
+    draft are sampled. The block table already has slots for all rows.
 
-    Where `max_tree_nodes` is not 0 the drafts may be a tree of so many nodes, none deeper than `max_draft_tokens`.
+    If `max_tree_nodes` is not 0, the drafts may be a tree of at most so many nodes and at most `max_draft_tokens` deep.
     """
 
     sequence: Sequence
@@ -33,7 +33,7 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def max_draft_rows(self) -> int:
-        """Rows, and slots, that its drafts may take."""
+        """Rows and slots that the drafts may take."""
         return max(self.max_draft_tokens, self.max_tree_nodes)
 
     @property
@@ -43,17 +43,17 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def num_scored_rows(self) -> int:
-        """Rows before the sampled ones whose logits are wanted for the prompt's log-probabilities."""
+        """Rows before the sampled ones that the prompt's log-probabilities need logits of."""
         if self.sequence.sampling.num_prompt_logprobs is None:
             return 0
         return self.num_tokens - self.is_sampled if self.sequence.is_scoring else 0
 
     def num_logits(self, num_drafts: int) -> int:
-        """Count the last rows whose logits are wanted; none of most prefill chunks, which have no drafts."""
+        """Count the rows, at the end, whose logits are computed; 0 for most prefill chunks."""
         return self.num_scored_rows + (num_drafts + 1 if self.is_sampled else 0)
 
     def span(self, draft_ids: Seq[int], parents: Seq[int] = ()) -> Span:
-        """Return what the model computes; `parents` make the drafts a tree."""
+        """Return the model's input. `parents` make the drafts a tree."""
         sequence = self.sequence
         token_ids = sequence.token_ids[self.start : self.start + self.num_tokens]
         token_ids += draft_ids
@@ -62,21 +62,21 @@ class ScheduledSequence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The scheduled sequences of one step, sampled ones first; empty when there is nothing to compute.
+    """The scheduled sequences of one step, sampled ones first. Empty when there is nothing to compute.
 
-    `sampled` are those that yield tokens.
+    `sampled` are the sequences that emit tokens.
     """
 
     scheduled: tuple[ScheduledSequence, ...]
     sampled: tuple[ScheduledSequence, ...]
 
     def num_logits(self, num_drafts: Seq[int]) -> list[int]:
-        """Count the rows of logits of each scheduled sequence, in order, given the drafts of each sampled one."""
+        """Count the logits rows of each scheduled sequence, in order. `num_drafts` has one count per sampled one."""
         padded = [*num_drafts, *([0] * (len(self.scheduled) - len(num_drafts)))]
         return [scheduled.num_logits(count) for scheduled, count in zip(self.scheduled, padded, strict=True)]
 
     def spans(self, drafts: Seq[Draft]) -> list[Span]:
-        """Return the span of each scheduled sequence, in order, given the drafts of each sampled one."""
+        """Return the span of each scheduled sequence, in order. `drafts` has one draft per sampled one."""
         padded = [*drafts, *([NO_DRAFT] * (len(self.scheduled) - len(drafts)))]
         pairs = zip(self.scheduled, padded, strict=True)
         return [scheduled.span(draft.token_ids, draft.parents) for scheduled, draft in pairs]

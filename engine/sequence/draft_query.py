@@ -1,4 +1,4 @@
-"""The question to a proposer: drafts behind the committed tokens of a sequence."""
+"""The query to a proposer: a sequence, and the number of drafts wanted after its committed tokens."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from engine.sequence.request_tokens import RequestTokens
 
 
 class DraftQuery(Protocol):
-    """A sequence and the room that its next pass has for drafts; a `ScheduledSequence` is one."""
+    """A sequence and the limits of the drafts in its next pass. `ScheduledSequence` implements it."""
 
     @property
     def sequence(self) -> RequestTokens:
-        """The sequence, all of whose tokens are committed."""
+        """The sequence; all its tokens are committed."""
 
     @property
     def max_draft_tokens(self) -> int:
-        """Longest chain, and depth of the deepest tree."""
+        """Maximum length of a chain and depth of a tree."""
 
     @property
     def max_tree_nodes(self) -> int:
-        """Nodes of the largest tree; 0 where drafts must be chains."""
+        """Maximum number of tree nodes; 0 if drafts must be chains."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnscheduledQuery:
-    """A `DraftQuery` outside the target's scheduler: the query to a draft process, or to a draft of a draft."""
+    """A `DraftQuery` without the target's scheduler: for a draft process, or for the draft of a draft."""
 
     sequence: RequestTokens
     max_draft_tokens: int

@@ -1,4 +1,4 @@
-"""The phases of a sequence before its first tokens, for metrics and traces."""
+"""Times the phases of a sequence before its first tokens, for metrics and traces."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from protos.messages import FirstTokenTimes
 
 
 class FirstTokenClock:
-    """Takes the engine's time at each change of phase; `transfer_s` is added by the transfers themselves."""
+    """Records the engine's time at each change of phase. The transfers add to `transfer_s`."""
 
     def __init__(self, arrival_s: float) -> None:
         self._arrival_s = arrival_s
         self._admitted_s = arrival_s
         self._times: FirstTokenTimes | None = None
-        self.is_committed = False  # tokens have come
+        self.is_committed = False  # the first tokens are committed
         self.transfer_s = 0.0
 
     def admit(self, now_s: float) -> None:
-        """Note that the sequence has its first blocks."""
+        """Record that the sequence has its first blocks."""
         self._admitted_s = now_s
 
     def commit(self, now_s: float) -> float:
-        """Note that the first tokens are committed, which ends the last phase, and return the seconds of prefill."""
+        """Record that the first tokens are committed and return the seconds of prefill."""
         self.is_committed = True
         prefill_s = max(0.0, now_s - self._admitted_s - self.transfer_s)
         self._times = FirstTokenTimes(max(0.0, self._admitted_s - self._arrival_s), self.transfer_s, prefill_s)
         return prefill_s
 
     def take(self) -> FirstTokenTimes | None:
-        """Return the phases, once, when they are known."""
+        """Return the phases on the first call after `commit`, None otherwise."""
         times, self._times = self._times, None
         return times

@@ -1,6 +1,6 @@
-"""A request and its committed tokens: all that a proposer knows of a sequence, in the target's process and in others.
+"""A request and its committed tokens: a proposer's view of a sequence, in the target's process and in others.
 
-It knows nothing of scheduling.
+It does not depend on scheduling.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from protos.messages import GenerateRequest, SpeculationMethod, VerifyMode
 
 @dataclass(frozen=True, slots=True)
 class DraftRule:
-    """The drafts of one request: their number, their verification and their source.
+    """The drafts of one request: their number, verification and source.
 
-    `num_draft_tokens` is K that a pass may have; 0 is plain decoding. `num_free_draft_tokens` is K of drafts that cost
-    nothing to make; None is as of any. If `has_fixed_length`, no pass has another K.
+    `num_draft_tokens` is the largest K of a pass; 0 is plain decoding. `num_free_draft_tokens` is K for drafts that cost
+    nothing to make; None uses `num_draft_tokens`. If `has_fixed_length`, every pass has the same K.
     """
 
     num_draft_tokens: int
@@ -29,14 +29,14 @@ class DraftRule:
 
 
 class RequestTokens(TokenBlocks):
-    """Committed tokens, and how those behind them are sampled, drafted and verified.
+    """Committed tokens, and how the next ones are sampled, drafted and verified.
 
-    `token_ids` are the prompt, then the output. A `matcher` has read the output in `token_ids`, and nothing else.
+    `token_ids` are the prompt, then the output. The `matcher` has read exactly the output.
 
     Args:
         request: its prompt and output are the first tokens.
         rule: its drafts.
-        matcher: the grammar of the output; None where any text will do.
+        matcher: the grammar of the output; None if the output is free.
     """
 
     def __init__(self, request: GenerateRequest, rule: DraftRule, matcher: GrammarMatcher | None = None) -> None:
@@ -51,11 +51,11 @@ class RequestTokens(TokenBlocks):
         self.num_draft_tokens = rule.num_draft_tokens
         self.num_free_draft_tokens = rule.num_free_draft_tokens
         self.has_fixed_length = rule.has_fixed_length
-        self.draft_allowance = rule.num_draft_tokens  # K of its next pass, never more
-        self.least_chance = 0.0  # of standing, for those drafts of its next pass whose chance is known
-        self.num_matched = 0  # drafts of its next pass that are made already, where it may have more of them than K
+        self.draft_allowance = rule.num_draft_tokens  # largest K of the next pass
+        self.least_chance = 0.0  # the next pass drops drafts with a lower known chance of acceptance
+        self.num_matched = 0  # ready drafts for the next pass; they may exceed `draft_allowance`
         self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.max_output_tokens = request.sampling.max_tokens  # lowered to what the model and the pool hold
+        self.max_output_tokens = request.sampling.max_tokens  # the scheduler lowers it to the limits of model and pool
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
 
     @property
@@ -65,7 +65,7 @@ class RequestTokens(TokenBlocks):
 
     @property
     def num_output_tokens(self) -> int:
-        """Committed tokens behind the prompt."""
+        """Committed tokens after the prompt."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -75,7 +75,7 @@ class RequestTokens(TokenBlocks):
 
     @property
     def num_wanted_drafts(self) -> int:
-        """K of the next pass: one pass emits at most K + 1 tokens, and no more are left to generate."""
+        """K of the next pass, limited so that its K + 1 tokens do not exceed the tokens left to generate."""
         num_drafts = self.draft_allowance if self.draft_allowance > self.num_matched else self.num_matched
         num_left = self.max_output_tokens - 1 - len(self.token_ids) + self.num_prompt_tokens
         num_drafts = min(num_drafts, num_left)
@@ -88,7 +88,7 @@ class RequestTokens(TokenBlocks):
         return max(0, min(limit, self.num_remaining_tokens - 1))
 
     def append(self, token_ids: Seq[int]) -> None:
-        """Commit tokens: they are output from now on, and the grammar goes on behind them."""
+        """Commit output tokens and advance the grammar over them."""
         self.token_ids += token_ids
         if self.matcher is not None:
             self.matcher.read(token_ids)

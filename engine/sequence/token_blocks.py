@@ -1,6 +1,6 @@
-"""Token ids and the blocks that hold their KV: all that the block manager needs of a sequence.
+"""Token ids and the blocks that hold their KV: the block manager's view of a sequence.
 
-It knows nothing of requests, sampling or scheduling.
+It does not depend on requests, sampling or scheduling.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from protos.block_keys import BlockKey
 class TokenBlocks:
     """Tokens with a block table over one pool.
 
-    The KV of `token_ids[:num_computed_tokens]` is in the blocks of `block_table`. `token_ids` only grow, but for a
-    draft whose own tokenizer reads the end of a text anew.
+    The KV of `token_ids[:num_computed_tokens]` is in the blocks of `block_table`. `token_ids` only grow, except in a
+    draft with its own tokenizer, which tokenizes the end of the text again.
 
     Args:
-        token_ids: the list itself is kept, and may grow elsewhere.
+        token_ids: kept by reference; the owner may append to it.
         cache_salt: part of every key; tokens of different salts never share a block.
     """
 
@@ -27,14 +27,14 @@ class TokenBlocks:
         self.num_computed_tokens = 0
         self.block_table: array[int] = array("i")
         self.block_keys: list[BlockKey] = []  # keys of the leading full blocks, computed on demand
-        self.num_keyed_blocks = 0  # leading blocks of `block_table` that the prefix cache finds by these keys
+        self.num_keyed_blocks = 0  # leading blocks of `block_table` that are in the prefix cache under these keys
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens whose KV is still to be written; 1 once a prompt is in the cache, never 0."""
+        """Tokens whose KV is not written yet; 1 when the prompt is computed, never 0."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def is_scoring(self) -> bool:
-        """True if logits of every token are wanted: no block may come from the cache, which has none."""
+        """True if every token needs logits. Then no block may come from the cache, which has no logits."""
         return False

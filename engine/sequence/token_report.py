@@ -1,4 +1,4 @@
-"""The origin of a sequence's tokens, and why passes went without drafts, for requests that ask."""
+"""Reports the source of a sequence's tokens, and why passes had no drafts, for requests that ask."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from protos.messages import PlainReason, SpeculationExplanation
 
 
 class TokenReport:
-    """Sums over the passes of one sequence; `sources` has one entry per token of the last pass, before any cut."""
+    """Counts the passes of one sequence. `sources` has one entry per token of the last pass, before any cut."""
 
     def __init__(self) -> None:
         self.sources: tuple[str, ...] = ()
@@ -17,7 +17,7 @@ class TokenReport:
         self._plain: Counter[PlainReason] = Counter()
 
     def record(self, sources: Seq[str], method: str, reason: PlainReason | None) -> None:
-        """Take in one pass: with drafts of `method`, or without any for `reason`."""
+        """Count one pass: with drafts of `method`, or without drafts for `reason`."""
         self.sources = tuple(sources)
         if reason is None:
             self._drafted[method] += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduler.ending import cut_output, finished_before_start
+from engine.scheduler.ending import finished_before_start, keep_output
 from engine.sequence.sequence import Sequence
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, SpeculationStats
 from tests.builders import sequence_of
@@ -57,14 +57,14 @@ def test_passes_are_counted_by_how_many_drafts_they_accepted() -> None:
 def test_output_is_cut_at_the_first_stop_token_or_the_length(
     token_ids: tuple[int, ...], kept: tuple[int, ...], reason: FinishReason | None
 ) -> None:
-    cut = cut_output(new_sequence(max_tokens=4, stop=(9,)), token_ids)
+    cut = keep_output(new_sequence(max_tokens=4, stop=(9,)), token_ids)
     assert (cut.token_ids, cut.finish_reason) == (kept, reason)
     assert cut.stop_token_id == (9 if reason is FinishReason.STOP else None)
 
 
 def test_stop_tokens_do_not_stop_below_min_tokens() -> None:
     sequence = new_sequence((4,), stop=(9,), min_tokens=3)
-    assert cut_output(sequence, (9, 9, 9, 9)).token_ids == (9, 9, 9)
+    assert keep_output(sequence, (9, 9, 9, 9)).token_ids == (9, 9, 9)
 
 
 @pytest.mark.parametrize(
