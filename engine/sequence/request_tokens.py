@@ -17,8 +17,8 @@ from protos.messages import GenerateRequest, SpeculationMethod, VerifyMode
 class DraftRule:
     """The drafts of one request: their number, verification and source.
 
-    `num_draft_tokens` is the largest K of a pass; 0 is plain decoding. `num_free_draft_tokens` is K for drafts that cost
-    nothing to make; None uses `num_draft_tokens`. If `has_fixed_length`, every pass has the same K.
+    `num_draft_tokens` is the largest K of a pass; 0 is plain decoding. `num_free_draft_tokens` is K for drafts that
+    cost nothing to make; None uses `num_draft_tokens`. If `has_fixed_length`, every pass has the same K.
     """
 
     num_draft_tokens: int

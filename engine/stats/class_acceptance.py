@@ -1,4 +1,4 @@
-"""Acceptance by the method of drafts and the class of requests; both sets are small and fixed."""
+"""Acceptance by draft method and class of requests. Both sets are small and fixed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.sequence.request_tokens import RequestTokens
 
 @dataclass(frozen=True, slots=True)
 class ClassKey:
-    """Passes that should fare alike: the source of their drafts, and how their requests are sampled."""
+    """A class of passes with comparable acceptance: the draft method, and how the requests are sampled."""
 
     method: str
     name: str  # greedy or sampled, free or structured
@@ -18,7 +18,7 @@ class ClassKey:
 
 @dataclass(frozen=True, slots=True)
 class ClassStats:
-    """Sums since the start. Of `num_drafted[i]` passes with a draft at position i, `num_accepted[i]` accepted it."""
+    """Sums since the start: `num_drafted[i]` passes had a draft at position i, and `num_accepted[i]` accepted it."""
 
     method: str
     name: str
@@ -32,18 +32,18 @@ def class_key(method: str, sequence: RequestTokens) -> ClassKey:
 
 
 def class_name(*, is_greedy: bool, is_structured: bool) -> str:
-    """Return the class of requests that are sampled so."""
+    """Return the name of a class of requests."""
     return f"{'greedy' if is_greedy else 'sampled'}-{'structured' if is_structured else 'free'}"
 
 
 class ClassCounters:
-    """The running sums behind `ClassStats`."""
+    """Counts `ClassStats`."""
 
     def __init__(self) -> None:
         self._counts: dict[ClassKey, tuple[list[int], list[int]]] = {}
 
     def record(self, key: ClassKey, depth: int, num_accepted: int, num_passes: int = 1) -> None:
-        """Count passes of one outcome, whose drafts are `depth` deep."""
+        """Count passes with the same outcome and drafts of length `depth`."""
         drafted, accepted = self._counts.setdefault(key, ([], []))
         missing = [0] * (depth - len(drafted))
         drafted += missing

@@ -1,12 +1,12 @@
-"""Sequential detection of a fall of acceptance, per class of requests, on the drafts of the first position.
+"""Detects a fall of acceptance, per class of requests, from the drafts at the first position.
 
-The first position is the same whatever K is. Two rates of passes that count less with every step, one of the last
-seventy steps for large falls and one of the last thousand for small ones, are held against a reference that learns
-slowly: the alarm rings when either is more than `THRESHOLD` standard errors below. Where few passes run at once the
-slower ones last longer, for evidence is passes. The reference is as many passes behind as the slower rate has, so that
-a fall is held against what came before it. The error is that of both rates, of a binomial times an overdispersion that
-is measured on the same traffic, since passes of one text fare alike. Threshold and overdispersion are set by simulated
-run lengths (`bench.speculation.drift`, docs/watch.md).
+The first position is comparable for every K. Two decaying rates are compared with a slow reference: one over the last
+seventy steps, for large falls, and one over the last thousand, for small ones. The alarm starts when either is more
+than `THRESHOLD` standard errors below the reference. With few passes per step, the slower windows cover more steps, to
+hold enough passes. The reference lags by the window of the slower rate, so a fall is compared with the traffic before
+it. The standard error combines both rates: a binomial's, times an overdispersion measured on the same traffic, since
+passes of one text are correlated. Threshold and overdispersion were set by simulated run lengths
+(`bench.speculation.drift`, docs/watch.md).
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from typing import NamedTuple
 logger = logging.getLogger(__name__)
 
 THRESHOLD = 6.0  # standard errors
-_CLEAR = 2.0  # standard errors below the reference at which an alarm ends
-# Steps that count, and the passes that these have at least.
+_CLEAR = 2.0  # the alarm ends when the rate is fewer standard errors below the reference
+# Length of each recent window in steps, extended until it has so many passes.
 _RECENT_LENGTHS = ((67.0, 0.0), (1000.0, 5000.0))
-_REFERENCE_LENGTH = (5000.0, 40_000.0)  # without those of an alarm
-# The reference learns of steps only when so many are behind them: a fall must not become what it is held against.
+_REFERENCE_LENGTH = (5000.0, 40_000.0)  # the same for the reference; steps of an alarm do not count
+# The reference lags by so many steps and passes: a fall must not enter the reference that it is compared with.
 _LAG_STEPS, _LAG_PASSES = 1000, 5000
-_WINDOW_STEPS = 100  # whose spread against each other measures the overdispersion
-_PRIOR_SPREAD = 6.0  # times the binomial variance, until windows say otherwise
-_NUM_PRIOR_WINDOWS = 5  # that the prior is worth
-_MAX_SURPRISE = 4.0  # times the usual: what one window counts as at most
-_MIN_WINDOWS = 15  # before a reference is believed
-_MIN_PASSES = 500.0
-_MIN_RECENT = 20.0  # effective passes
-_LEAST_RATE = 0.02  # a rate nearer to 0 or 1 has an error that says nothing
-_MAX_ALARM_STEPS = 20_000  # after so many at a new level, it is the reference
+_WINDOW_STEPS = 100  # length of a window; the spread of windows measures the overdispersion
+_PRIOR_SPREAD = 6.0  # overdispersion before windows are measured, as a multiple of the binomial variance
+_NUM_PRIOR_WINDOWS = 5  # weight of the prior, in windows
+_MAX_SURPRISE = 4.0  # cap on one window's variance, as a multiple of the current overdispersion
+_MIN_WINDOWS = 15  # windows before the reference is used
+_MIN_PASSES = 500.0  # passes before the reference is used
+_MIN_RECENT = 20.0  # effective passes before a recent rate is used
+_LEAST_RATE = 0.02  # lower bound on the variance p (1 - p), which vanishes near rates of 0 and 1
+_MAX_ALARM_STEPS = 20_000  # after so many steps of an alarm, the new level becomes the reference
 
 
 @dataclass(frozen=True, slots=True)
 class DriftStats:
-    """One class's state: the rates, the alarms so far, and whether one rings now."""
+    """One class's state: its rates, the number of alarms so far, and whether an alarm is on."""
 
     name: str
     recent: float
@@ -50,10 +50,10 @@ class DriftStats:
 
 
 class _Rate:
-    """A decayed rate, and how many independent passes it is worth."""
+    """An exponentially decayed rate and its effective number of passes."""
 
     def __init__(self, num_steps: float, num_passes: float) -> None:
-        """The last `num_steps` count, or more of them, so that `num_passes` do."""
+        """Average over about the last `num_steps` steps, or over more steps if these have fewer than `num_passes`."""
         self._num_steps, self._num_passes = num_steps, num_passes
         self._hits = self.weight = self._squares = 0.0
 
@@ -73,7 +73,7 @@ class _Rate:
 
 
 class _Window(NamedTuple):
-    """The passes of some steps."""
+    """Counts over consecutive steps."""
 
     num_steps: int
     num_passes: int
@@ -84,7 +84,7 @@ class _Window(NamedTuple):
 
 
 def _is_lag(windows: Sequence[_Window]) -> bool:
-    """Return True if these are as many steps as the reference is behind."""
+    """True if the windows cover the lag of the reference."""
     return (
         sum(each.num_steps for each in windows) >= _LAG_STEPS
         and sum(each.num_passes for each in windows) >= _LAG_PASSES
@@ -92,11 +92,11 @@ def _is_lag(windows: Sequence[_Window]) -> bool:
 
 
 class DriftDetector:
-    """The detector of one class; `observe` takes the steps in which the class had drafts."""
+    """The detector of one class. Call `observe` for each step that had drafts of the class."""
 
     is_alarming: bool
     _num_alarm_steps: int
-    _rang: int
+    _alarm_rate: int
     _recent: list[_Rate]
 
     def __init__(self) -> None:
@@ -105,30 +105,32 @@ class DriftDetector:
 
     @property
     def recent(self) -> float:
-        """Acceptance at the first position, over the last steps: of the rate that rang while there is an alarm."""
-        return self._recent[self._rang].value
+        """Recent acceptance at the first position; during an alarm, of the rate that caused it."""
+        return self._recent[self._alarm_rate].value
 
     @property
     def reference(self) -> float:
-        """Acceptance at the first position that is usual."""
+        """Usual acceptance at the first position."""
         return self._reference.value
 
     def observe(self, num_passes: int, num_accepted: int) -> bool:
-        """Take in one step; true if an alarm begins with it."""
+        """Add one step. Returns True if it starts an alarm."""
         for rate in self._recent:
             rate.observe(num_passes, num_accepted)
         if not self.is_alarming:
             self._observe_window(num_passes, num_accepted)
+        # During an alarm, look only for its end.
         if self.is_alarming:
             self._num_alarm_steps += 1
             if self._num_alarm_steps > _MAX_ALARM_STEPS:
                 self._start_over()
-            elif self._errors_below(self._recent[self._rang]) <= _CLEAR:
+            elif self._errors_below(self._recent[self._alarm_rate]) <= _CLEAR:
                 self._end_alarm()
             return False
+        # Otherwise, the rate with the larger deviation decides.
         errors = [self._errors_below(rate) for rate in self._recent]
         if max(errors) > THRESHOLD:
-            self.is_alarming, self._rang = True, errors.index(max(errors))
+            self.is_alarming, self._alarm_rate = True, errors.index(max(errors))
             self.num_alarms += 1
         return self.is_alarming
 
@@ -139,10 +141,10 @@ class DriftDetector:
         self._num_windows = 0
 
     def _end_alarm(self) -> None:
-        """Forget the steps of an alarm and those right before it; the reference has seen none of them."""
+        """Discard the steps of an alarm and the pending ones right before it, which the reference has not seen."""
         self.is_alarming = False
         self._num_alarm_steps = 0
-        self._rang = 0  # the index of the rate that rings
+        self._alarm_rate = 0  # index of the rate that caused the alarm
         self._recent = [_Rate(*length) for length in _RECENT_LENGTHS]
         self._window = _Window(0, 0, 0)
         self._pending: deque[_Window] = deque()
@@ -165,12 +167,12 @@ class DriftDetector:
         self._num_windows += 1
         share = max(1 / (self._num_windows + _NUM_PRIOR_WINDOWS), 0.01)
         surprise = (window.num_accepted / window.num_passes - expected) ** 2 / variance
-        if self._num_windows > _MIN_WINDOWS:  # a fall on its way must not pass for spread
+        if self._num_windows > _MIN_WINDOWS:  # a beginning fall must not count as spread
             surprise = min(surprise, _MAX_SURPRISE * max(self._spread, 1.0))
         self._spread += share * (surprise - self._spread)
 
     def _errors_below(self, recent: _Rate) -> float:
-        """Return how many standard errors a recent rate is below the reference; 0 while either is not known."""
+        """Return how many standard errors a recent rate is below the reference; 0 until both are measured."""
         if self._num_windows < _MIN_WINDOWS or self._reference.weight < _MIN_PASSES:
             return 0.0
         if recent.effective < _MIN_RECENT:
@@ -182,25 +184,25 @@ class DriftDetector:
 
 
 class DriftMonitor:
-    """One detector per class; `record` takes a pass, `end_step` all passes of a step together."""
+    """One detector per class. `record` adds passes; `end_step` evaluates all passes of a step together."""
 
     def __init__(self) -> None:
         self._detectors: dict[str, DriftDetector] = {}
         self._step: dict[str, tuple[int, int]] = {}
 
     def record(self, name: str, is_accepted: bool, num_passes: int = 1) -> None:
-        """Take in passes with a draft at the first position; `name` must come from a fixed set."""
+        """Add passes with a draft at the first position. `name` must come from a fixed set."""
         passes, accepted = self._step.get(name, (0, 0))
         self._step[name] = passes + num_passes, accepted + num_passes * is_accepted
 
     def end_step(self) -> None:
-        """Judge what the step has brought; each alarm that begins is logged."""
+        """Evaluate the step's passes and log each alarm that starts."""
         for name, (num_passes, num_accepted) in self._step.items():
             detector = self._detectors.setdefault(name, DriftDetector())
             if detector.observe(num_passes, num_accepted):
                 logger.warning(
-                    "acceptance of %s has fallen to %.3f from %.3f at the first position: the traffic has changed, or "
-                    "the draft has",
+                    "acceptance of %s has fallen to %.3f from %.3f at the first position: the traffic or the draft "
+                    "has changed",
                     name,
                     detector.recent,
                     detector.reference,

@@ -1,4 +1,4 @@
-"""The engine's counters, as metrics, the router's load signal and benchmarks read them."""
+"""The engine's counters, for metrics, the router's load signal and benchmarks."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from engine.stats.step_times import StepTimes
 
 @dataclass(frozen=True, slots=True)
 class DraftStats:
-    """Sums of all speculation since the engine started; plain decoding passes count nowhere.
+    """Sums of all speculation since the engine started. Passes of plain decoding do not count.
 
     `num_accepted_tokens_per_pos[i]` is the number of passes that accepted more than i drafts, so the conditional
-    acceptance at a position is the ratio of neighbours. Of a tree every node is a draft token, a position is a depth.
+    acceptance at a position is the ratio of neighbours. In a tree, every node is a draft token and a position is a
+    depth.
     """
 
     num_drafts: int = 0  # passes with at least one draft token
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
-    num_invalid_tokens: int = 0  # proposed ids outside the vocabulary or beyond the limit, cut off before the pass
+    num_invalid_tokens: int = 0  # proposed ids outside the vocabulary or over the limit, dropped before the pass
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens per pass with drafts, the recovered or bonus token included; 1 where there was none."""
+        """Mean tokens per pass with drafts, including the recovered or bonus token; 1 if no pass had drafts."""
         return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
 
 @dataclass(slots=True)
 class DraftCounters:
-    """The running sums behind `DraftStats`."""
+    """Counts `DraftStats`."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -42,7 +43,7 @@ class DraftCounters:
     num_invalid_tokens: int = 0
 
     def record(self, num_proposed: int, num_accepted: int, depth: int, num_passes: int = 1) -> None:
-        """Count verification passes of one outcome; `depth` is the most drafts that could have stood."""
+        """Count verification passes with the same outcome. `depth` is the largest possible `num_accepted`."""
         if num_proposed == 0:
             return
         self.num_drafts += num_passes
@@ -65,18 +66,18 @@ class DraftCounters:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningStats:
-    """Reasoning steps that drafts wrote (`engine.approximate`); apart, so that they never count as exact acceptance."""
+    """Reasoning steps that drafts wrote (`engine.approximate`), counted apart from exact acceptance."""
 
     num_accepted: int = 0
     num_rejected: int = 0
-    num_abandoned: int = 0  # begun and not judged: the draft had nothing to say, or the pass no room
+    num_abandoned: int = 0  # started and not scored: the draft stopped at once, or the pass had no room
     num_accepted_tokens: int = 0
     num_rejected_tokens: int = 0
-    total_score: float = 0.0  # of all judged ones
+    total_score: float = 0.0  # sum over all scored steps
 
     @classmethod
     def of_verdict(cls, num_tokens: int, score: float, *, is_accepted: bool) -> ReasoningStats:
-        """Return the counts of one judged step."""
+        """Return the counts of one scored step."""
         if is_accepted:
             return cls(num_accepted=1, num_accepted_tokens=num_tokens, total_score=score)
         return cls(num_rejected=1, num_rejected_tokens=num_tokens, total_score=score)
@@ -94,10 +95,10 @@ class ReasoningStats:
 
 @dataclass(frozen=True, slots=True)
 class PositionLogStats:
-    """Sums of the log of verified positions (`engine.stats.position_log`), which a full disk stops for good."""
+    """Sums of the log of verified positions (`engine.stats.position_log`). A full disk stops the log for good."""
 
-    num_positions: int = 0  # in files, those that were removed since included
-    num_dropped: int = 0  # the writer was late
+    num_positions: int = 0  # written to files, including files removed since
+    num_dropped: int = 0  # not logged, since the writer was too slow
     num_bytes: int = 0
     is_stopped: bool = False
 
@@ -106,19 +107,19 @@ class PositionLogStats:
 class RemotePrefillStats:
     """Sums since the engine started."""
 
-    num_tokens: int = 0  # whose KV came from elsewhere
+    num_tokens: int = 0  # tokens whose KV was fetched
     num_fetches: int = 0
     num_fetching: int = 0  # sequences that wait for blocks now
     failures: dict[str, int] = field(default_factory=dict)  # by cause
-    fetch_s: float = 0.0  # from order to end
-    transfer_s: float = 0.0  # of it, blocks under way
+    fetch_s: float = 0.0  # from the order to the last block
+    transfer_s: float = 0.0  # the part of it spent on transfers
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """One moment of an engine. Tokens and requests are counts; sums run since the engine started.
+    """A snapshot of an engine. Sums run since the engine started.
 
-    The three rates are those of `engine.stats.rates.RateMeter`, 0 until measured.
+    `engine.stats.rates.RateMeter` measures the three rates; they are 0 until measured.
     """
 
     num_running: int
@@ -126,7 +127,7 @@ class EngineStats:
     num_queued_prefill_tokens: int  # accepted, not cached and not yet computed
     num_running_decode_tokens: int  # context of the sequences that decode
     num_blocks: int
-    num_used_blocks: int  # held by sequences; cached blocks that no sequence holds are free
+    num_used_blocks: int  # held by sequences; cached blocks without a holder are free
     num_prefix_queried_tokens: int
     num_prefix_hit_tokens: int
     num_preemptions: int
@@ -150,8 +151,8 @@ class EngineStats:
         default_factory=HistogramStats
     )  # seconds from there to its first tokens, without transfers
     goodput: tuple[GoodputStats, ...] = ()
-    num_non_finite_requests: int = 0  # ended since their logits were not finite
-    num_overlapped_passes: int = 0  # issued before the host had seen their tokens (`engine.scheduler.async_scheduling`)
+    num_non_finite_requests: int = 0  # requests that ended because their logits were not finite
+    num_overlapped_passes: int = 0  # passes issued ahead (`engine.scheduler.async_scheduling`)
 
     @property
     def kv_usage(self) -> float:

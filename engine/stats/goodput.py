@@ -1,4 +1,4 @@
-"""The speed of decoding by the number of sequences that decode, so that two drafts are compared under equal load."""
+"""Decoding speed by the number of decoding sequences, to compare two drafts under equal load."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # it loads torch, and shells read these sums
+if TYPE_CHECKING:  # it imports torch, which the shells that read these sums do not need
     from engine.stats.rates import StepWork
 
 
 @dataclass(frozen=True, slots=True)
 class PassStats:
-    """Sums over the target's passes of one number of rows."""
+    """Sums over the target's passes with one number of rows."""
 
     num_rows: int
     num_passes: int = 0
@@ -23,19 +23,19 @@ class PassStats:
 
 @dataclass(frozen=True, slots=True)
 class GoodputStats:
-    """Sums over steps that read no prompt and decode `num_sequences` or more, but fewer than twice as many."""
+    """Sums over steps without prefill that decode at least `num_sequences` and fewer than twice as many."""
 
     num_sequences: int
-    num_tokens: int = 0  # committed: accepted drafts, and one recovered or bonus token per sequence and pass
+    num_tokens: int = 0  # committed tokens: accepted drafts, and a recovered or bonus token per sequence and pass
     seconds: float = 0.0
-    passes: tuple[PassStats, ...] = ()  # where a processor computes them
+    passes: tuple[PassStats, ...] = ()  # on a CPU only
 
 
 class GoodputMeter:
-    """Adds up the steps that only decode; prompts would hide the drafts' share.
+    """Sums the steps without prefill, since prefill time would hide the effect of drafts.
 
     Args:
-        times_passes: keep the passes by their rows. On a GPU the host only issues a pass, and its time says nothing.
+        times_passes: time the passes by number of rows. False on a GPU, where the host only issues a pass.
     """
 
     def __init__(self, *, times_passes: bool) -> None:
@@ -44,7 +44,7 @@ class GoodputMeter:
         self._passes: dict[int, dict[int, tuple[int, float]]] = defaultdict(dict)
 
     def observe(self, work: StepWork) -> None:
-        """Take in a step."""
+        """Add a step."""
         if work.num_prefill_tokens or not work.num_decode_sequences:
             return
         size = 1 << (work.num_decode_sequences.bit_length() - 1)
@@ -66,7 +66,7 @@ class GoodputMeter:
 
 
 def since(earlier: Seq[GoodputStats], now: Seq[GoodputStats]) -> tuple[GoodputStats, ...] | None:
-    """Return what came between two snapshots; None where an engine has started anew between them."""
+    """Return the difference of two snapshots; None if the engine restarted between them."""
     before = {each.num_sequences: each for each in earlier}
     if not before.keys() <= {each.num_sequences for each in now}:
         return None
@@ -97,13 +97,14 @@ def seconds_of(sums: Seq[GoodputStats]) -> float:
 
 
 def log_ratio(new: Seq[GoodputStats], old: Seq[GoodputStats]) -> float | None:
-    """Return the logarithm of new over old tokens per second, under equal load; None where no load is in both.
+    """Return the logarithm of new over old tokens per second under equal load; None without a common load.
 
-    Each number of sequences counts by the time that both have of it. A machine that was slower while one of the drafts
-    ran is no fault of that draft: the target's passes over as many rows count as long with both, the mean of them.
+    Each number of sequences is weighted by the time that both spent at it. Passes over the same number of rows count
+    with their mean time over both, so a machine that was slower during one draft does not bias the comparison.
     """
     others = {each.num_sequences: each for each in old if each.num_tokens > 0 and each.seconds > 0}
     total = weights = 0.0
+    # Only loads that occur in both are compared.
     for each in new:
         other = others.get(each.num_sequences)
         if other is None or each.num_tokens <= 0 or each.seconds <= 0:
@@ -117,7 +118,7 @@ def log_ratio(new: Seq[GoodputStats], old: Seq[GoodputStats]) -> float | None:
 
 
 def _excess_s(new: Seq[PassStats], old: Seq[PassStats]) -> float:
-    """Return the seconds that the new passes took above the mean of both, over as many rows: the old ones below it."""
+    """Return the new passes' seconds above the mean of both per number of rows. The old ones are as far below it."""
     others = {each.num_rows: each for each in old}
     excess_s = 0.0
     for each in new:

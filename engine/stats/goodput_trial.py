@@ -1,11 +1,11 @@
-"""A sequential test of two drafts on paired log ratios of their goodput: valid whenever it is looked at.
+"""A sequential test of two drafts on paired log ratios of their goodput. It is valid at any stopping time.
 
-Two martingales bet against a bound of the gain, and what they have won on average is the evidence. One is the t-test's
-with a Gaussian mixture over the effect size (arXiv:2310.03722, in a reduced filtration): it is quick where the ratios
-are alike. The other bets on their signs alone, which are fair coins if there is no gain, for the two blocks of a pair
-are neighbours in time and in random order: it is not held up by a block in which the machine did something else. No
-spread need be known beforehand, and looking after every pair costs nothing. `bench.speculation.canary` measures the
-error rates where the ratios are neither Gaussian nor independent.
+Two martingales bet against a bound of the gain, and the evidence is the mean of their winnings. One is the t-test's,
+with a Gaussian mixture over the effect size (arXiv:2310.03722, in a reduced filtration). It is fast if the ratios vary
+little. The other bets on the signs of the ratios. Without a gain they are fair coins, since the two blocks of a pair
+are adjacent in time and in random order. It is robust against single blocks with a disturbed machine. The test needs no
+known spread, and checking after every pair costs nothing. `bench.speculation.canary` measures the error rates for
+ratios that are not Gaussian and not independent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import StrEnum
 
-_EFFECT_VARIANCE = 4.0  # of the mixture over mean / spread: gains of twice the spread are found soonest
+_EFFECT_VARIANCE = 4.0  # variance of the mixture over mean / spread; it favours gains of twice the spread
 
 
 class Verdict(StrEnum):
@@ -23,12 +23,12 @@ class Verdict(StrEnum):
 
     OPEN = "open"
     KEEP = "keep"  # the new draft is faster
-    ROLL_BACK = "roll back"  # it gains less than the least gain, or nothing could be shown
+    ROLL_BACK = "roll back"  # it gains less than the minimum, or no gain was shown
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate of a mean, and the bounds between which it is."""
+    """An estimate of a mean, with its confidence bounds."""
 
     mean: float
     low: float
@@ -36,7 +36,7 @@ class Interval:
 
 
 def confidence_sequence(values: Seq[float], error_rate: float) -> Interval:
-    """Return the interval after these values; over all lengths it ever misses the mean with at most `error_rate`.
+    """Return the interval after these values. Over all lengths, it ever misses the mean with at most `error_rate`.
 
     With t the usual statistic of n values, g the mixture's variance and nu = n - 1, the interval holds the means for
     which (1 + n g)^(-1/2) ((1 + t^2 / nu) / (1 + t^2 / (nu (1 + n g))))^(n / 2) < 1 / error_rate.
@@ -55,31 +55,31 @@ def confidence_sequence(values: Seq[float], error_rate: float) -> Interval:
 
 
 def evidence(values: Seq[float], bound: float) -> float:
-    """Return the evidence that the mean is not `bound`, but on the side of it where the values' mean is.
+    """Return the evidence that the true mean is on the same side of `bound` as the values' mean.
 
-    With the truth at `bound` it ever reaches 1 / rate with a probability of `rate` at most.
+    If the true mean is `bound`, the evidence ever reaches 1 / rate with a probability of at most `rate`.
     """
     return (t_evidence(values, bound) + sign_evidence(values, bound)) / 2
 
 
 def t_evidence(values: Seq[float], bound: float) -> float:
-    """Return the value of the martingale behind `confidence_sequence`."""
+    """Return the value of the martingale that `confidence_sequence` inverts."""
     number, mean = len(values), _mean(values)
     if number < 2:
         return 1.0
     squares = math.fsum((value - mean) ** 2 for value in values)
     growth = 1 + number * _EFFECT_VARIANCE
-    if squares == 0:  # the limit: few values are no proof, however alike
+    if squares == 0:  # the limit: a few equal values are no proof
         return float(growth ** (-0.5 if mean == bound else (number - 1) / 2))
     share = number * (mean - bound) ** 2 / squares  # t^2 / nu
     return float(growth**-0.5 * ((1 + share) / (1 + share / growth)) ** (number / 2))
 
 
 def sign_evidence(values: Seq[float], bound: float) -> float:
-    """Return the value of bets on the values' signs, uniformly mixed over the probability p > 1/2 of the mean's sign.
+    """Return the value of bets on the values' signs, mixed uniformly over the probability p > 1/2 of the mean's sign.
 
-    It is the integral of 2 p^k (1 - p)^(n - k) over that half, times 2^n, where k of n have the sign. A sum of the
-    binomial distribution has it: 2^(n + 1) P(Beta(k + 1, n - k + 1) > 1/2) B(k + 1, n - k + 1).
+    If k of n values have that sign, it is 2^n times the integral of 2 p^k (1 - p)^(n - k) over p in (1/2, 1). In closed
+    form: 2^(n + 1) P(Beta(k + 1, n - k + 1) > 1/2) B(k + 1, n - k + 1), a binomial sum.
     """
     number, is_above = len(values), _mean(values) > bound
     num_agreeing = sum((value > bound) == is_above for value in values)
@@ -91,9 +91,9 @@ def sign_evidence(values: Seq[float], bound: float) -> float:
 class GoodputTrial:
     """The limits of a trial.
 
-    A draft that is not faster is kept with probability `false_keep` at most. One that gains `min_gain` (0.05: 5%) or
-    more is rolled back before `max_pairs` with `false_rollback` at most; after so many pairs without a verdict it is
-    rolled back.
+    A draft that is not faster is kept with a probability of at most `false_keep`. A draft that gains `min_gain` or more
+    (0.05: 5%) is rolled back before `max_pairs` with a probability of at most `false_rollback`. After `max_pairs`
+    without a verdict, the draft is rolled back.
     """
 
     min_gain: float = 0.05
@@ -126,7 +126,7 @@ class GoodputTrial:
         return _mean(log_ratios) < least and evidence(log_ratios, least) >= 1 / self.false_rollback
 
     def interval(self, log_ratios: Seq[float]) -> Interval:
-        """Return the interval of the mean log ratio that `false_keep` allows, by the t-test alone."""
+        """Return the confidence interval of the mean log ratio at error rate `false_keep`, by the t-test alone."""
         return confidence_sequence(log_ratios, self.false_keep)
 
 

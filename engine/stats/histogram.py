@@ -1,4 +1,4 @@
-"""A histogram of times in fixed buckets, as Prometheus counts them."""
+"""A histogram of times in fixed buckets, as in Prometheus."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WAIT_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0
 
 @dataclass(frozen=True, slots=True)
 class HistogramStats:
-    """Numbers of values up to each bound, and above all of them last; not cumulated."""
+    """Counts per bucket, not cumulative. The last count is for values above all bounds."""
 
     bounds: tuple[float, ...] = ()
     counts: tuple[int, ...] = (0,)
@@ -18,7 +18,7 @@ class HistogramStats:
 
     @property
     def cumulative(self) -> list[tuple[str, float]]:
-        """Return `(le, number)` of every bucket."""
+        """Cumulative counts: `(le, count)` of every bucket."""
         sums, so_far = [], 0
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
             so_far += count
@@ -27,7 +27,7 @@ class HistogramStats:
 
 
 class Histogram:
-    """The running counts behind `HistogramStats`."""
+    """Counts `HistogramStats`."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -35,7 +35,7 @@ class Histogram:
         self._total = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one value; a value equal to a bound is within it."""
+        """Count one value. A value equal to a bound belongs to its bucket."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._total += value
 

@@ -1,16 +1,15 @@
-"""The speed of this engine, measured on its own steps, for the router and the prefill decision.
+"""Measures the engine's speed on its own steps, for the router and the prefill decision.
 
-A step that prefills N tokens while sequences of D context tokens decode is taken to last
+The model of a step that prefills N tokens while sequences with D context tokens decode is
 
     seconds = N / rate * (1 + slowdown * D)
 
-so `seconds / N` is a straight line over D: its intercept is 1 / rate, its slope slowdown / rate. The line is fitted by
-least squares weighted with N, over sums that forget: recent steps count most, and a model, a load or a machine that
-changes shows within some fifty prompts.
+so `seconds / N` is a straight line over D with intercept 1 / rate and slope slowdown / rate. The line is fitted by
+least squares weighted with N, over decaying sums. Recent steps count most, so a change of model, load or machine shows
+within about fifty prompts.
 
-`engine.proposer.adaptive.forward_cost` learns a second model of a step's time, a curve over the rows of a pass. The
-draft budget compares two sizes of one pass by it; the line here answers for whole prompts, whatever the passes they
-come in.
+`engine.proposer.adaptive.forward_cost` fits another model of a step's time, a curve over the rows of a pass. The draft
+budget uses it to compare sizes of one pass. The line here predicts whole prompts, independent of their passes.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from math import inf
 
 from engine.sequence.batch import ScheduledSequence
 
-_MIN_CHUNK_TOKENS = 16  # below, a step's fixed cost hides the cost per token
+_MIN_CHUNK_TOKENS = 16  # in smaller chunks, a step's fixed cost hides the cost per token
 _PREFILL_DECAY = 0.97  # per step with a prefill chunk
 _DECODE_DECAY = 0.99  # per step with a decoding sequence
-_OUTLIER_FACTOR = 4.0  # a step slower than this many times the expected one counts as so many times
-_LEAST_CHUNK_TOKENS = 32  # a block or two, however fast the passes
-_PRIOR_SPREAD = 0.01  # of the mean of D², added to its variance: a slope from nearly equal D is no slope
+_OUTLIER_FACTOR = 4.0  # a slower step counts as this many times the expected time
+_LEAST_CHUNK_TOKENS = 32  # a block or two, even if passes are fast
+_PRIOR_SPREAD = 0.01  # share of the mean of D² added to its variance, since nearly equal D give no slope
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
     """The work of one step and its duration.
 
-    `num_decode_sequences` are those that had caught up when the step began, `num_decode_context_tokens` their committed
-    tokens by then, and `num_committed_tokens` what the step added to them. The pass of `pass_s` had a row for each
-    token and each of `num_drafts`.
+    `num_decode_sequences` counts the sequences that had caught up when the step began. `num_decode_context_tokens` are
+    their committed tokens at that time; `num_committed_tokens` are the tokens that the step added. The pass took
+    `pass_s` and had one row per token and per draft.
     """
 
     num_prefill_tokens: int
@@ -48,7 +47,7 @@ class StepWork:
 
     @classmethod
     def of(cls, batch: Seq[ScheduledSequence], seconds: float, num_drafts: int, pass_s: float) -> StepWork:
-        """Return the work of a step, read after the step was committed: its sequences have grown past them."""
+        """Return the work of a step. Call it after the commit: it counts how far the sequences have grown."""
         decoding = [scheduled for scheduled in batch if scheduled.num_tokens == 1]
         num_context_tokens = sum(scheduled.start + 1 for scheduled in decoding)
         return cls(
@@ -63,21 +62,21 @@ class StepWork:
 
 
 class RateMeter:
-    """Prefill and decode speed over an exponential window of steps; a few floating-point operations per step."""
+    """Prefill and decode speed over an exponential window of steps. It costs a few operations per step."""
 
     def __init__(self) -> None:
-        self._tokens = 0.0  # decayed sums over prefill steps: of N, N D, N D², t and t D
+        self._tokens = 0.0  # decayed sums of N, N D, N D², t and t D over prefill steps
         self._tokens_d = 0.0
         self._tokens_d2 = 0.0
         self._seconds = 0.0
         self._seconds_d = 0.0
-        self._committed = 0.0  # decayed sums over decode steps: of tokens, and of seconds times sequences
+        self._committed = 0.0  # decayed sums of tokens, and of seconds times sequences, over decode steps
         self._sequence_seconds = 0.0
-        self._passes = 0.0  # decayed sums over steps that decode and prefill nothing: their number, and seconds
+        self._passes = 0.0  # decayed number and seconds of decode steps without prefill
         self._pass_seconds = 0.0
 
     def observe(self, work: StepWork) -> None:
-        """Take one step in; chunks of fewer than 16 tokens do not tell prefill speed and are left out."""
+        """Add one step. Chunks of fewer than 16 tokens do not count for prefill speed."""
         if work.num_prefill_tokens >= _MIN_CHUNK_TOKENS and work.seconds > 0:
             self._observe_prefill(work)
         if work.num_decode_sequences > 0:
@@ -93,7 +92,7 @@ class RateMeter:
         return 1.0 / self._line()[0] if self._tokens > 0 else 0.0
 
     def chunk_tokens(self, num_passes: float) -> float:
-        """Return the prompt tokens that take as long as so many passes without prompts; infinite until measured."""
+        """Return the prompt tokens that take as long as `num_passes` decode passes; infinite until measured."""
         if self._tokens == 0 or self._passes == 0:
             return inf
         stall_s = num_passes * self._pass_seconds / self._passes
@@ -126,8 +125,8 @@ class RateMeter:
     def _line(self) -> tuple[float, float]:
         """Return seconds per prefill token with nothing decoding (positive), and the extra per decode token (>= 0).
 
-        Decoding makes no prefill faster: where noise says so the slope is 0; where it takes all the time, the intercept
-        is a hundredth of the mean.
+        The slope is never negative, since decoding makes no prefill faster. The intercept is at least a hundredth of
+        the mean.
         """
         mean_d = self._tokens_d / self._tokens
         mean_d2 = self._tokens_d2 / self._tokens

@@ -1,4 +1,4 @@
-"""The parts of a step, and the time that each takes."""
+"""Times the parts of a step."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of one step, or of `num_steps` steps together, by part; everything but `forward_s` is overhead."""
+    """Seconds of one step, or of `num_steps` steps together, by part. Everything but `forward_s` is overhead."""
 
-    receive_s: float = 0.0  # storing KV blocks that were computed elsewhere
+    receive_s: float = 0.0  # storing fetched KV blocks
     schedule_s: float = 0.0
-    draft_s: float = 0.0  # asking the proposer and telling it the outcome
+    draft_s: float = 0.0  # the calls of the proposer: propose and commit
     forward_s: float = 0.0
-    sample_s: float = 0.0  # on a GPU it holds the wait for the pass, and one step behind the issuing of the next
+    sample_s: float = 0.0  # on a GPU, includes waiting for the pass and, if passes overlap, issuing the next one
     commit_s: float = 0.0
     num_steps: int = 0
 
@@ -39,14 +39,14 @@ class StepTimes:
 
 
 class StepTimer:
-    """Splits the time since it was made among the parts of a step."""
+    """Splits the time since its creation among the parts of a step."""
 
     def __init__(self) -> None:
         self._last_s = time.perf_counter()
         self._parts: dict[str, float] = {}
 
     def lap(self, part: str) -> None:
-        """Count the time since the last lap for `part`, a field of `StepTimes`."""
+        """Add the time since the last lap to `part`, a field of `StepTimes`."""
         now_s = time.perf_counter()
         self._parts[part] = self._parts.get(part, 0.0) + now_s - self._last_s
         self._last_s = now_s
@@ -70,7 +70,7 @@ R = TypeVar("R")
 def timed(
     part: str,
 ) -> Callable[[Callable[Concatenate[T, P], R]], Callable[Concatenate[T, P], R]]:
-    """Make a method the part `part` of its object's step: the time since the last part ended counts for it."""
+    """Decorate a method that is part `part` of a step: the time since the last part ended counts for it."""
 
     def decorate(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
         @wraps(method)

@@ -1,1 +1,1 @@
-"""The log of verified positions, on which drafts are tuned: tokens, and what the target found likely. No text."""
+"""The log of verified positions, for tuning drafts: token ids and the target's likeliest tokens, without text."""

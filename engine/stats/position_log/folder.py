@@ -1,4 +1,4 @@
-"""The folder of a log: its files by age, and room for the next one."""
+"""The folder of a log: lists its files by age and removes the oldest."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pathlib import Path
 
 from engine.stats.position_log.shard import PARTIAL, SUFFIX
 
-_STALE_S = 600.0  # after which a file that is still being written is of a process that was killed
+_STALE_S = 600.0  # an older partial file was left by a killed process
 
 
 class LogFolder:
-    """The files of all processes that write into one folder, together never more than `max_bytes` for long."""
+    """The files of all processes that write into one folder. `make_room` limits them to `max_bytes` together."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path = path
         self._max_bytes = max_bytes
 
     def new_file(self) -> Path:
-        """Return the path of a file that no other process has; names in order are files in order of time."""
+        """Return an unused path. Names sort by time and include the process id, so they are unique."""
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return self._path / f"{time.time_ns():020d}-{os.getpid()}{SUFFIX}"
 
     def make_room(self, current: Path) -> None:
-        """Remove what killed processes have left, and the oldest files until the rest fit; never the `current` one."""
+        """Remove partial files of killed processes, and the oldest files until the rest fit, but not `current`."""
         for file in self._path.glob(f"*{PARTIAL}"):
             if _age_s(file) > _STALE_S:
                 file.unlink(missing_ok=True)
@@ -39,7 +39,7 @@ class LogFolder:
 
 
 def log_files(path: Path) -> list[Path]:
-    """Return the files of a log, the oldest first."""
+    """Return the files of a log, oldest first."""
     return sorted(path.glob(f"*{SUFFIX}"))
 
 

@@ -1,4 +1,4 @@
-"""The thread that writes the log: it joins the positions of each request and keeps files whole and few."""
+"""The thread that writes the log. It joins the positions of each request into complete files of a fixed size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.stats.position_log.top_rows import TopRows
 
 logger = logging.getLogger(__name__)
 
-FLUSH_S = 5.0  # between writes of the newest file, which grows until it is full
+FLUSH_S = 5.0  # seconds between writes of the newest file, which grows until it is full
 _SHARD_BYTES = 8 << 20
 _NICENESS = 10
 _CLOSE_S = 10.0
@@ -28,7 +28,7 @@ _CLOSE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class VerifiedRows:
-    """The positions of one pass: `rows[kept[i]]` tells the token at `positions[i]` of request `request_ids[i]`."""
+    """The positions of one pass: `rows[kept[i]]` predicts the token at `positions[i]` of request `request_ids[i]`."""
 
     rows: TopRows
     kept: Seq[int]
@@ -38,7 +38,7 @@ class VerifiedRows:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """A request whose last token is committed, or that was given up."""
+    """A request that finished or was aborted."""
 
     request_id: str
     traffic_class: str
@@ -55,20 +55,20 @@ class _Positions:
 
 
 class LogWriter:
-    """Writes from a thread of its own; `put` never waits.
+    """Writes on its own thread; `put` never waits.
 
-    The numbers may be read from any thread; those of positions count what is in a file.
+    Any thread may read the counters. `num_positions` counts positions that are in a file.
 
     Args:
-        folder: where files go and how many bytes they may have.
+        folder: the folder of the files, with its size limit.
         model: the target.
-        shard_bytes: size from which a file is full.
+        shard_bytes: a file of this size is full.
     """
 
     def __init__(self, folder: LogFolder, model: LoggedModel, shard_bytes: int = _SHARD_BYTES) -> None:
         self.num_positions = 0
         self.num_bytes = 0
-        self.num_taken_bytes = 0  # of rows that were put
+        self.num_taken_bytes = 0  # bytes of rows taken from the queue
         self.is_stopped = False
         self._folder = folder
         self._model = model
@@ -83,11 +83,11 @@ class LogWriter:
         self._thread.start()
 
     def put(self, message: VerifiedRows | EndedRequest) -> None:
-        """Hand over what is to be written."""
+        """Queue a message for writing."""
         self._queue.put(message)
 
     def close(self) -> None:
-        """Write what is left; a second call does nothing."""
+        """Write the remaining positions. A second call does nothing."""
         self._queue.put(None)
         self._thread.join(timeout=_CLOSE_S)
 
@@ -111,7 +111,7 @@ class LogWriter:
                 written_s = time.monotonic()
 
     def _take(self, timeout_s: float) -> bool:
-        """Take in one message; false at the last."""
+        """Process one message. Returns False after the last one."""
         try:
             message = self._queue.get(timeout=timeout_s)
         except queue.Empty:
@@ -138,7 +138,7 @@ class LogWriter:
         if not found:
             return
         positions = np.concatenate([each.places for each in found])
-        is_committed = positions < len(ended.token_ids)  # verified behind a stop token are those that are not
+        is_committed = positions < len(ended.token_ids)  # verified tokens after a stop token are not committed
         self._shard.append(
             LoggedRequest(
                 traffic_class=ended.traffic_class,
@@ -157,7 +157,7 @@ class LogWriter:
         return sum(request.num_bytes for request in self._shard)
 
     def _write(self) -> None:
-        """Write the newest file anew if it has grown, and begin the next one where it is full."""
+        """Rewrite the newest file if it has grown, and start the next one if it is full."""
         if not self._num_unwritten:
             return
         if self._file is None:
@@ -171,7 +171,7 @@ class LogWriter:
             self._file, self._file_bytes, self._shard = None, 0, []
 
     def _stop(self, reason: str) -> None:
-        """Write no more; requests go on as if there were no log."""
+        """Stop logging. Requests continue without a log."""
         self.is_stopped = True
         self._open.clear()
         self._shard.clear()

@@ -1,4 +1,4 @@
-"""The engine's side of the log: it copies rows of logits and hands them over, and never waits."""
+"""The engine's side of the log: copies rows of logits and passes them to the writer, without waiting."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from engine.stats.position_log.top_rows import TopRows
 from engine.verifier.verify_result import VerifyResult
 from engine.verifier.verify_task import VerifyTask
 
-_MAX_WAITING_BYTES = 32 << 20  # of rows that the writer has not taken; what comes then is dropped
-_MAX_POSITIONS = 4096  # of one request; later ones are not logged
+_MAX_WAITING_BYTES = 32 << 20  # rows that the writer has not taken yet; further rows are dropped
+_MAX_POSITIONS = 4096  # logged positions of one request
 
 
 @dataclass(frozen=True, slots=True)
 class CopiedRows:
-    """Rows of a pass whose verdict is not known: those of task `tasks[i]` begin with row `first_rows[i]` of them."""
+    """Rows of a pass that is not verified yet. The rows of task `tasks[i]` start at `first_rows[i]`."""
 
     rows: TopRows
     tasks: Seq[int]
@@ -34,9 +34,10 @@ class CopiedRows:
 
 
 class PositionLog:
-    """Logs what the target found likely at verified positions of requests that allow it, a share of them.
+    """Logs the target's likeliest tokens at verified positions, for a share of the requests that allow it.
 
-    All but `stats` belongs to the engine's thread. A log that stops, or is late, costs positions and nothing else.
+    Only `stats` may be used outside the engine's thread. A log that stops or is late loses positions and has no
+    other effect.
     """
 
     def __init__(self, config: PositionLogConfig, model: LoggedModel) -> None:
@@ -53,9 +54,9 @@ class PositionLog:
         return PositionLogStats(writer.num_positions, self._num_dropped, writer.num_bytes, writer.is_stopped)
 
     def copy(self, logits: Tensor, tasks: Seq[VerifyTask], num_drafts: Seq[int]) -> CopiedRows | None:
-        """Copy the rows of tasks that are logged; None if there are none, or no room.
+        """Copy the rows of logged tasks; None if no task is logged or the writer is late.
 
-        Called before their verdict, since a next pass that is issued meanwhile overwrites `logits` [R, V].
+        Call it before verification: a next pass that is issued meanwhile overwrites `logits` [R, V].
         """
         chosen = [index for index, task in enumerate(tasks) if self._is_logged(task.sequence)]
         if not chosen:
@@ -67,12 +68,12 @@ class PositionLog:
             rows += range(tasks[index].first_row, tasks[index].first_row + num_drafts[index] + 1)
         num_bytes = len(rows) * logits.shape[1] * logits.element_size()
         if self._num_put_bytes - self._writer.num_taken_bytes + num_bytes > _MAX_WAITING_BYTES:
-            self._num_dropped += len(chosen)  # of each at least the one that is sampled
+            self._num_dropped += len(chosen)  # at least the sampled position of each
             return None
         return CopiedRows(TopRows(logits, rows, self._model.top_k), chosen, first_rows)
 
     def record(self, copied: CopiedRows, tasks: Seq[VerifyTask], verified: Seq[VerifyResult]) -> None:
-        """Hand over the copied rows of tokens that verification keeps; called before they are committed."""
+        """Pass the copied rows of verified tokens to the writer. Call it before the tokens are committed."""
         kept: list[int] = []
         request_ids: list[str] = []
         positions: list[int] = []
@@ -89,7 +90,7 @@ class PositionLog:
         self._writer.put(VerifiedRows(copied.rows, kept, request_ids, positions))
 
     def end(self, request_id: str) -> None:
-        """Hand over the tokens of a request that has ended; nothing of one that is not logged."""
+        """Pass the tokens of an ended request to the writer. Requests that are not logged are ignored."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return
@@ -105,7 +106,7 @@ class PositionLog:
         )
 
     def close(self) -> None:
-        """Write what is left; a second call does nothing."""
+        """Write the remaining positions. A second call does nothing."""
         self._writer.close()
 
     def _is_logged(self, sequence: Sequence) -> bool:

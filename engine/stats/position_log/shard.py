@@ -1,8 +1,8 @@
-"""The format of a file of the log: safetensors, whose arrays a reader can map (docs/tuning.md).
+"""The file format of the log: safetensors, so a reader can map the arrays (docs/tuning.md).
 
-Requests lie one after another. Request i has the tokens `[ends[i - 1], ends[i])` of `token_ids`, its prompt and then
-its output, and the positions `[ends[i - 1], ends[i])` of `position_ends`. A position is a place in its request's
-tokens, with the `top_k` likeliest tokens there and their log-probabilities, the likeliest first, from the target's raw
+The arrays concatenate the requests. Request i has the tokens `[ends[i - 1], ends[i])` of `token_ids`, its prompt then
+its output, and the positions `[ends[i - 1], ends[i])` of `position_ends`. A position is an index into its request's
+tokens, with the `top_k` likeliest tokens there and their log-probabilities, likeliest first, from the target's raw
 logits.
 """
 
@@ -31,7 +31,7 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class LoggedModel:
-    """The target that a file is of: the digest of its weights (`engine.model.loader.model_version`) and V."""
+    """The target of a file: the digest of its weights (`engine.model.loader.model_version`) and V."""
 
     model_version: str
     vocab_size: int
@@ -43,16 +43,16 @@ class LoggedModel:
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """One request: its tokens, how they were sampled, and what the target found likely at some of their places.
+    """One request: its tokens, their sampling parameters, and the target's likeliest tokens at N logged positions.
 
-    `traffic_class` is as of `engine.stats.class_acceptance`. N positions, k = `LoggedModel.top_k`.
+    `traffic_class` is a class name of `engine.stats.class_acceptance`; k is `LoggedModel.top_k`.
     """
 
     traffic_class: str
     temperature: float
     repetition_penalty: float
     token_ids: Ints
-    positions: Ints  # [N] places in token_ids, rising
+    positions: Ints  # [N] indices into token_ids, ascending
     top_ids: Ints  # [N, k]
     top_logprobs: NDArray[np.float16]  # [N, k]
 
@@ -63,7 +63,7 @@ class LoggedRequest:
 
 
 def write_shard(file: Path, model: LoggedModel, requests: Seq[LoggedRequest]) -> int:
-    """Write a file that is whole or not there, and return its bytes.
+    """Write a file atomically and return its size in bytes.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written to.
@@ -101,12 +101,12 @@ def write_shard(file: Path, model: LoggedModel, requests: Seq[LoggedRequest]) ->
 
 
 def read_model(file: Path) -> LoggedModel:
-    """Return the target that a file is of. Raises ConfigError for a file that is no part of a log."""
+    """Return the target of a file. Raises ConfigError if the file is not part of a log."""
     return _model_of(file, _metadata(file))
 
 
 def count_shard(file: Path) -> tuple[int, int]:
-    """Return the number of requests and of positions of a file. Raises ConfigError: it is no part of a log."""
+    """Return a file's number of requests and of positions. Raises ConfigError if the file is not part of a log."""
     _metadata(file)
     try:
         with safe_open(file, "np") as shard:
@@ -120,7 +120,7 @@ def read_shard(file: Path) -> list[LoggedRequest]:
     """Return the requests of a file.
 
     Raises:
-        ConfigError: it is no part of a log, or is cut.
+        ConfigError: the file is not part of a log, or is damaged.
     """
     metadata = _metadata(file)
     _model_of(file, metadata)
@@ -154,15 +154,15 @@ def _metadata(file: Path) -> dict[str, str]:
         with safe_open(file, "np") as shard:
             return dict(shard.metadata() or {})
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{file} cannot be read as a part of a log: {error}; remove it") from error
+        raise ConfigError(f"{file} cannot be read as part of a log: {error}; remove it") from error
 
 
 def _model_of(file: Path, metadata: dict[str, str]) -> LoggedModel:
     if metadata.get("format") != FORMAT:
-        raise ConfigError(f"{file} is no log of verified positions; give the folder of deploy.yaml's tune.log")
+        raise ConfigError(f"{file} is not a log of verified positions; give the folder of deploy.yaml's tune.log")
     if metadata.get("version") != VERSION:
         raise ConfigError(
-            f"{file} is in version {metadata.get('version')!r} of the log's format, and this program reads {VERSION}; "
+            f"{file} has version {metadata.get('version')!r} of the log's format, but this program reads {VERSION}; "
             "tune with the program that wrote it"
         )
     return LoggedModel(metadata.get("model_version", ""), int(metadata.get("vocab_size", 0)))

@@ -1,4 +1,4 @@
-"""The likeliest tokens of rows of logits: found by the log's thread on a processor, on a device by the device."""
+"""Finds the likeliest tokens of rows of logits: on the log's thread on a CPU, on the device on a GPU."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 class TopRows:
-    """A copy of rows of logits, of which the log wants the `top_k` likeliest tokens.
+    """Copies logits rows for the top-k log.
 
-    Made in the engine's thread, which copies and waits for nothing. A device computes what is left beside the next
-    pass; a processor's work is done by `read`, in one thread of numpy's: torch's threads are the engine's.
+    The engine's thread creates it and only copies. A GPU computes the top k in parallel with the next pass. On a CPU
+    `read` computes it in one numpy thread, since torch's threads belong to the engine.
 
     Args:
         logits: `[R, V]` float32, overwritten by the next pass.
-        rows: those to copy.
+        rows: indices of the rows to copy.
         top_k: at most V.
     """
 
@@ -32,7 +32,7 @@ class TopRows:
             self._send(copied)
 
     def read(self) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
-        """Return the ids and log-probabilities `[N, top_k]` of each row, the likeliest first."""
+        """Return the ids and log-probabilities `[N, top_k]` of each row, likeliest first."""
         if self._rows is not None:
             return top_logprobs(self._rows.numpy(), self._top_k)
         assert self._top is not None

@@ -164,5 +164,5 @@ def test_a_file_that_is_no_log_and_one_that_is_cut_are_refused(model: Path, tmp_
     texts(engine(model, tmp_path))
     (file,) = log_files(tmp_path)
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match="cannot be read as a part of a log"):
+    with pytest.raises(ConfigError, match="cannot be read as part of a log"):
         read_shard(file)
