@@ -22,7 +22,7 @@ def draft_rule(request: GenerateRequest, deployment: SpeculationConfig, chooser:
         num_draft_tokens=_num_draft_tokens(request, deployment),
         verify=asked.verify or deployment.verify,
         method=_method(request, deployment, chooser),
-        num_guess_tokens=None if has_one_length else deployment.free_draft_limit,
+        num_free_draft_tokens=None if has_one_length else deployment.free_draft_limit,
         has_fixed_length=_has_fixed_length(request, deployment),
     )
 
