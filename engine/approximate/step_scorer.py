@@ -71,7 +71,7 @@ def make_scorer(config: StepConfig, tokenizer: Tokenizer) -> StepScorer:
     wrong = next((digit for digit, ids in enumerate(digit_ids) if len(ids) != 1), None)
     if wrong is not None:
         raise ConfigError(
-            f"speculation.steps.judge is 'rating', but the target's tokenizer writes the digit {wrong} in "
+            f"`speculation.steps.judge` is 'rating', but the target's tokenizer writes the digit {wrong} in "
             f"{len(digit_ids[wrong])} tokens instead of 1; set it to 'likelihood'"
         )
     if not suffix_ids:

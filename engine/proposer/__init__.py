@@ -1,4 +1,4 @@
-"""Proposers draft what may come next; no draft, however wrong, late or absent, changes the output's distribution."""
+"""Proposers draft the next tokens. A wrong, late or missing draft never changes the output's distribution."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from engine.sequence.request_tokens import RequestTokens
 
 
 class Proposer(Protocol):
-    """The engine's side of drafting; a remote draft, an in-process model and a table of n-grams all look like this.
+    """A source of drafts: a remote draft, a model in the same process, or a table of n-grams.
 
     The order per sequence is `open`, then (`propose`, `commit`) for every pass, then `close`. A preempted sequence
-    stays open. Implementations never raise for a sequence they do not know and never block beyond their own deadline.
+    stays open. Implementations never raise for an unknown sequence and never block beyond their own deadline.
     """
 
     def open(self, sequence: RequestTokens) -> None:
-        """The sequence was added; its prompt may be read (a draft model can start its own prefill)."""
+        """Add a sequence. A draft model can start to prefill the prompt."""
 
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
-        """One draft for each query, in order, of at most `query.max_draft_tokens` tokens; `NO_DRAFT` is always allowed.
+        """Return one draft per query, in order; `NO_DRAFT` is always allowed.
 
-        Tokens continue `query.sequence.token_ids`, all of which are committed.
+        A draft continues the committed tokens, `query.sequence.token_ids`, by at most `query.max_draft_tokens` tokens.
         """
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
-        """These sequences' `token_ids` have grown since they were last told of, and a draft will be asked for.
+        """Called after new tokens were committed to these sequences, before their next `propose`.
 
-        Finished ones are not among them, nor those that the next pass will decode plainly: they cost nothing, and the
-        next call has all that they have gained meanwhile.
+        Finished sequences are left out, and so are sequences that the next pass decodes without drafts: their new
+        tokens come with a later call.
         """
 
     def close(self, request_id: str) -> None:
-        """The sequence ended or was aborted; unknown ids are ignored."""
+        """Remove a finished or aborted sequence; unknown ids are ignored."""
 
 
 class HeadProposer(Proposer, Protocol):
-    """A proposer that reads the target's hidden states, in the target's process."""
+    """A proposer in the target's process that uses the target's hidden states."""
 
     def learn(self, passed: Seq[PassedRows]) -> None:
-        """The runner's last pass is verified, and these rows of it stand; called before the pass is committed.
+        """Take the accepted rows of the runner's last pass; called after verification and before the commit.
 
-        All sequences are among them, those that are not open here included: others may adopt what they leave behind.
+        `passed` has all sequences, even those that are not open here: other sequences may reuse their blocks.
         """

@@ -1,4 +1,4 @@
-"""A proposal as the target may use it: no longer than planned, and computed only as far as its ids exist."""
+"""A draft that is cut to its planned length, and computed only up to its first unknown id."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from protos.messages import VerifyMode
 
 
 class CheckedDraft(NamedTuple):
-    """A draft, and how many of its leading tokens are in the vocabulary; the grammar put the last `num_forced` there.
+    """A draft with the number of its leading tokens in the vocabulary; the grammar forced the last `num_forced`.
 
-    Where an id is not, the draft ends with it: the model must not see it, but a verifier that tests ratios must know
-    that something was proposed there; leaving it out would depend on the drawn token and bias the output.
+    A draft ends with its first id outside the vocabulary. The model must not compute it, but a verifier that tests
+    ratios must know of it: removing it would depend on the drawn token and bias the output.
     """
 
     draft: Draft
     num_valid: int
     num_forced: int = 0
-    was_proposed: bool = False  # the proposer had a draft, of which nothing may be left
+    was_proposed: bool = False  # the proposer had a draft, even if it was cut to nothing
 
     @property
     def computed(self) -> Draft:
@@ -29,7 +29,7 @@ class CheckedDraft(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """The most computed drafts that can stand."""
+        """The most computed tokens that a verifier can accept."""
         return self.computed.depth if self.draft.parents else self.num_valid
 
     @property
@@ -38,7 +38,7 @@ class CheckedDraft(NamedTuple):
 
     @property
     def first_branch(self) -> tuple[int, ...]:
-        """The computed tokens of a chain; of a tree those of its first branch."""
+        """The computed tokens of a chain, or of a tree's first branch."""
         return _first_path(self.computed).token_ids if self.draft.parents else self.token_ids
 
     @property
@@ -50,9 +50,9 @@ NOTHING = CheckedDraft(NO_DRAFT, 0)
 
 
 def check_draft(draft: Draft, query: DraftQuery, vocabulary: Vocabulary) -> CheckedDraft:
-    """Cut a draft to what its query has room for, and behind its first id that the target does not have.
+    """Cut a draft to the room of its query, and after its first id outside the target's vocabulary.
 
-    A tree loses its branches where the query has no room for one, or is verified in blocks, which judge a chain.
+    A tree is cut to its first branch if the query has no room for a tree, or in block verification.
     """
     if draft.parents:
         draft = draft.head(_num_well_formed(draft, query.max_draft_tokens))
@@ -65,7 +65,7 @@ def check_draft(draft: Draft, query: DraftQuery, vocabulary: Vocabulary) -> Chec
 
 
 def _num_well_formed(draft: Draft, max_depth: int) -> int:
-    """Leading nodes that have a parent before them and are not too deep; 0 if tokens and parents do not match."""
+    """Count the leading nodes that have an earlier parent and a valid depth; 0 if tokens and parents do not match."""
     if len(draft.parents) != len(draft.token_ids):
         return 0
     parents = draft.parents
@@ -75,7 +75,7 @@ def _num_well_formed(draft: Draft, max_depth: int) -> int:
 
 
 def _first_path(draft: Draft) -> Draft:
-    """The chain of first children."""
+    """Return the chain of first children."""
     nodes: list[int] = []
     for node, parent in enumerate(draft.parents):
         if parent == (nodes[-1] if nodes else -1):

@@ -1,4 +1,4 @@
-"""The common prefix of two runs of tokens."""
+"""The common prefix of two lists of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft under a grammar: it ends where the grammar forbids it, and goes on for free where only one text is left."""
+"""A draft under a grammar: cut at a forbidden token, and extended for free while the grammar allows only one text."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from engine.sampling.sparse_distribution import one_hot
 
 
 def constrain(checked: CheckedDraft, max_tokens: int, matcher: GrammarMatcher) -> CheckedDraft:
-    """Cut a draft at its first forbidden token, or let forced tokens follow it, up to `max_tokens` in all.
+    """Cut a draft at its first forbidden token, or append forced tokens, up to `max_tokens` in all.
 
-    A forbidden token that was drawn from a distribution stays as the rejected end of the draft: to leave it out would
-    depend on the draw and bias the output. One without a distribution is a function of the prefix, and so is everything
-    put in its place. A tree stays as it is: what is forbidden in it has no chance with the verifier.
+    A forbidden token that was drawn from a distribution stays as the rejected end of the draft: removing it would
+    depend on the draw and bias the output. Without a distribution the token is a function of the prefix, and so are the
+    tokens that replace it. A tree is not changed: the verifier rejects its forbidden tokens.
     """
     if checked.draft.parents:
         return checked
@@ -23,6 +23,7 @@ def constrain(checked: CheckedDraft, max_tokens: int, matcher: GrammarMatcher) -
         num_kept = num_allowed + 1
         kept = Draft(token_ids[:num_kept], distributions[:num_kept], source=checked.draft.source)
         return CheckedDraft(kept, num_allowed, was_proposed=True)
+    # Nothing was drawn after the kept tokens, so forced tokens may follow.
     kept_ids = token_ids[:num_allowed]
     forced_ids = matcher.forced_ids(kept_ids, max_tokens - num_allowed)
     drafted_ids = (*kept_ids, *forced_ids[: matcher.num_allowed((*kept_ids, *forced_ids)) - num_allowed])

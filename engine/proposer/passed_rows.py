@@ -1,4 +1,4 @@
-"""The rows of a verified pass that stand, and the token behind each: all that a head learns from a pass."""
+"""The accepted rows of a verified pass and the token after each, which are a head's input."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from engine.verifier.verify_result import VerifyResult
 
 @dataclass(frozen=True, slots=True)
 class PassedRows:
-    """One sequence's rows that stand, at positions [start, start + len(rows)).
+    """One sequence's accepted rows, at positions [start, start + len(rows)).
 
-    `rows` are their indices among the T rows of the pass: not in order where a tree was accepted. `next_ids` has the
-    token behind each; where the pass has sampled (`is_newest`), the last of them is the newest that will be committed.
+    `rows` has their indices in the T rows of the pass, which are not consecutive for a tree. `next_ids` has the token
+    after each row. If the pass has sampled the sequence (`is_newest`), the last id is the newest token to be committed.
     """
 
     sequence: Sequence
@@ -31,14 +31,19 @@ class PassedRows:
 
 
 def passed_rows(batch: Batch, num_drafts: Seq[int], verified: Seq[VerifyResult]) -> list[PassedRows]:
-    """Return those of each scheduled sequence; `num_drafts` has one per sampled one. Call it before the commit."""
+    """Return the accepted rows of each scheduled sequence; call it before the commit.
+
+    `num_drafts` and `verified` have an entry per sampled sequence.
+    """
     passed = []
     first_row = 0
     num_sampled = len(verified)
     for index, scheduled in enumerate(batch.scheduled):
+        # The committed tokens of the pass, with the token after each.
         end_row = first_row + scheduled.num_tokens
         rows = list(range(first_row, end_row))
         known = scheduled.sequence.token_ids[scheduled.start + 1 : scheduled.start + scheduled.num_tokens + 1]
+        # The accepted drafts of a sampled sequence come after them.
         if index < num_sampled:
             outcome = verified[index]
             path = outcome.path or range(outcome.num_accepted)

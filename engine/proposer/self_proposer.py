@@ -1,4 +1,4 @@
-"""Drafts by the target's own weights over the target's own blocks: nothing to read, nothing to keep."""
+"""Drafts by the target's own weights on the target's own KV blocks: no prefill, and no state."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from engine.span import Span
 
 
 class SelfProposer:
-    """Implements `Proposer`. A draft begins with the last committed token, the one whose KV the target lacks.
+    """Implements `Proposer`. A draft begins with the last committed token, whose KV the target has not computed.
 
-    All slots that it writes have been reserved for the pass that verifies the draft, and are written again there.
+    All slots that it writes are reserved for the pass that verifies the draft, which writes them again.
     """
 
     def __init__(self, runner: ModelRunner, draft: SelfDraft, tree: TreeConfig | None) -> None:
@@ -36,10 +36,10 @@ class SelfProposer:
         self._tree_sampler = TreeSampler(Sampler())
 
     def open(self, sequence: RequestTokens) -> None:
-        """Do nothing: the target reads the prompt."""
+        """Do nothing: the target prefills the prompt."""
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
-        """Do nothing: what is committed is in the target's blocks."""
+        """Do nothing: the committed tokens are in the target's blocks."""
 
     def close(self, request_id: str) -> None:
         """Do nothing."""
@@ -65,7 +65,7 @@ class SelfProposer:
                 token_ids = self._chain_sampler.extend(chains, self._draft.logits(step))
 
     def _branch(self, trees: Seq[Tree]) -> None:
-        """Grow level by level; what is computed and then dropped takes slots too, and ends a tree that has no more."""
+        """Grow level by level. Dropped nodes take slots too; a tree without free slots ends."""
         spans = [_root(tree.sequence) for tree in trees]
         while spans:
             self._tree_sampler.branch(trees, self._logits(spans))
@@ -79,7 +79,7 @@ class SelfProposer:
         return self._draft.logits(self._runner.lay_out(spans))
 
     def _tree(self, query: DraftQuery) -> Tree:
-        assert self._tree_config is not None, "without one there are chains"
+        assert self._tree_config is not None, "only a configured tree can be grown"
         sequence, depth = query.sequence, query.max_draft_tokens
         shape = shape_of(self._tree_config, sequence, query.max_tree_nodes, depth)
         return Tree(sequence, sequence, shape, query.max_tree_nodes, depth, sequence.matcher)

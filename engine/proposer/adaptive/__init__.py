@@ -1,1 +1,1 @@
-"""The number of drafts each sequence gets: acceptance, cost, goodput."""
+"""The number of drafts of each sequence, from acceptance, cost and goodput."""

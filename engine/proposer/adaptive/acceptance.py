@@ -1,4 +1,4 @@
-"""Acceptance by position: the chance that draft i of a sequence stands, from its passes and those of its class."""
+"""Acceptance by position: the chance that draft i of a sequence is accepted, from its own and its class's passes."""
 
 from __future__ import annotations
 
@@ -13,38 +13,41 @@ Ints = NDArray[np.int64]
 _INITIAL_RATE = 0.7  # acceptance of a class without passes
 _CLASS_WINDOW = 100.0  # passes of a class that count
 _REQUEST_WINDOW = 20.0  # passes of a request that count
-_CLASS_TRUST = 4.0  # passes that the position before (or the first estimate) is worth to a class
-_REQUEST_TRUST = 8.0  # passes that the class is worth to a request
+_CLASS_TRUST = 4.0  # weight, in passes, of the position before (or the initial rate) in a class's rate
+_REQUEST_TRUST = 8.0  # weight, in passes, of the class in a request's rate
 
 
 class AcceptanceTable:
-    """Conditional acceptance by position, of each request and of each class of requests, over recent passes.
+    """Conditional acceptance by position, for each request and each class of requests, over recent passes.
 
-    A rate is that of draft i given that all before it stood, so it does not depend on how long drafts were. A request's
-    rate leans on its class's until it has passes of its own, and a class's rate on that of the position before. A
-    position forgets only when it is tried. `observe` takes counts: no drafted token ever comes here.
+    A rate is the acceptance of draft i given that all drafts before it were accepted, so it does not depend on the
+    length of drafts. A new request starts from its class's rate, and a class from the rate of the position before. Old
+    passes fade only at positions that are tried. `observe` takes counts, never drafted tokens.
     """
 
     def __init__(self, num_positions: int) -> None:
         self._positions = np.arange(num_positions)  # [K]
-        self._rows: dict[str, int] = {}  # of each request in the two tables below
+        self._rows: dict[str, int] = {}  # request id -> row in the two tables below
         self._free_rows: list[int] = []
-        self._tried = np.zeros((0, num_positions))  # [rows, K] passes that tried a position, old ones fading
-        self._accepted = np.zeros((0, num_positions))  # [rows, K] those that kept it
+        self._tried = np.zeros((0, num_positions))  # [rows, K] decayed count of passes that tried a position
+        self._accepted = np.zeros((0, num_positions))  # [rows, K] the same for passes that accepted it
         self._classes: dict[str, _ClassCounts] = {}
 
     def observe(self, request_ids: Seq[str], classes: Seq[str], num_proposed: Ints, num_accepted: Ints) -> None:
-        """Take in one pass: per sequence its id, its class, and how many drafts it had and kept, `[B]` each."""
+        """Record one pass: each sequence's id, class, number of drafts and number of accepted drafts, `[B]` each."""
         drafted = np.flatnonzero(num_proposed)
         if len(drafted) == 0:
             return
+        # The accepted positions were tried, and the first rejected one.
         num_tried = np.minimum(num_proposed, num_accepted + 1)[drafted]
         is_tried = self._positions < num_tried[:, None]  # [D, K]
         is_accepted = self._positions < num_accepted[drafted, None]
+        # Update the requests.
         rows = [self._row(request_ids[index]) for index in drafted.tolist()]
         fade = 1.0 - is_tried / _REQUEST_WINDOW
         self._tried[rows] = fade * self._tried[rows] + is_tried
         self._accepted[rows] = fade * self._accepted[rows] + is_accepted
+        # Update the classes.
         members: dict[str, list[int]] = {}
         for place, index in enumerate(drafted.tolist()):
             members.setdefault(classes[index], []).append(place)
@@ -52,7 +55,7 @@ class AcceptanceTable:
             self._class(name).add(is_tried[places].sum(axis=0), is_accepted[places].sum(axis=0))
 
     def keep_only(self, request_ids: Seq[str]) -> None:
-        """Forget all other requests; what was learned from them stays with their class."""
+        """Forget all other requests; their classes keep the counts."""
         if len(self._rows) > len(request_ids):
             known = set(request_ids)
             for each in [each for each in self._rows if each not in known]:
@@ -63,7 +66,7 @@ class AcceptanceTable:
         return request_id in self._rows
 
     def of(self, request_ids: Seq[str], classes: Seq[str]) -> Floats:
-        """Return the chance that each draft stands, all before it included: `[B, K]`, falling along K."""
+        """Return the chance that each draft is accepted with all drafts before it: `[B, K]`, falling along K."""
         priors = {name: self._class(name).rates() for name in set(classes)}
         prior = np.array([priors[name] for name in classes])  # [B, K]
         rows = [self._rows.get(each, -1) for each in request_ids]
@@ -95,7 +98,7 @@ class AcceptanceTable:
 
 
 class _ClassCounts:
-    """Passes of a class's requests that tried each position, and those that kept it, `[K]`; old ones fade."""
+    """Decayed counts of a class's passes that tried each position, and that accepted it, `[K]`."""
 
     def __init__(self, num_positions: int) -> None:
         self._tried = np.zeros(num_positions)
@@ -103,14 +106,14 @@ class _ClassCounts:
         self._rates: list[float] | None = None
 
     def add(self, num_tried: Ints, num_accepted: Ints) -> None:
-        """Count one step, which tried position i for `num_tried[i]` of the class's sequences."""
+        """Add one step, which tried position i for `num_tried[i]` sequences of the class."""
         fade = (1.0 - 1.0 / _CLASS_WINDOW) ** num_tried
         self._tried = fade * self._tried + num_tried
         self._accepted = fade * self._accepted + num_accepted
         self._rates = None
 
     def rates(self) -> list[float]:
-        """Return the rates by position; one that was seldom tried is taken to be like the one before."""
+        """Return the rates by position; a position with few tries takes the rate of the previous position."""
         if self._rates is None:
             self._rates, rate = [], _INITIAL_RATE
             for accepted, tried in zip(self._accepted.tolist(), self._tried.tolist(), strict=True):

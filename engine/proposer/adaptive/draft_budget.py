@@ -1,23 +1,21 @@
-"""The number of drafts each sequence gets in the next pass: as many as make the most tokens per second.
+"""Chooses each sequence's number of drafts for the next pass, so that the pass makes the most tokens per second.
 
-After every pass the budget learns which drafts were accepted and what the pass cost, and sets the length of every next
-draft before any is drawn. So a length depends on committed tokens, counts and clocks alone, never on a token it
-decides about: `rejection` and `block` verification would otherwise be biased (the look-ahead counter-example of
-DSpark, arXiv:2607.05147: p = (.7, .3) comes out as (.85, .15)). `coupled` verification could not be biased even so.
-Lengths depend on clocks nevertheless, and so would the text that those two modes make of a seed: sequences of a
-client's seed keep the length that they came with.
+After every pass the budget learns from the accepted drafts and the time of the pass. It sets the length of every next
+draft before any token is drawn, so a length depends only on committed tokens, counts and clocks. Otherwise `rejection`
+and `block` verification would be biased (the look-ahead counter-example of DSpark, arXiv:2607.05147: p = (.7, .3) comes
+out as (.85, .15)); `coupled` verification cannot be biased. In the first two modes the text of a seed depends on the
+lengths, which depend on clocks: sequences with a client's seed keep their first length.
 
-The cost of drafts is the time that their rows add to a pass, and a prompt that is computed beside them fills what
-reading the weights leaves free: a pass is expected to have as many rows of prompts as recent ones had. Prompts
-themselves are work that no draft saves or adds to, so their time counts for no draft.
+The cost of drafts is the time that their rows add to a pass. Rows of a prompt use time that reading the weights leaves
+free, so a pass is expected to have as many prompt rows as recent passes. The time of the prompts themselves does not
+depend on drafts and counts for none.
 
-Suffixes know the chance of each of their drafts. They have no planned length but a price, the least chance that is
-worth a row (`engine.proposer.adaptive.row_price`), and are as long as their chances are above it.
+Suffixes know the chance of each of their drafts. Instead of a planned length they get a price, the least chance that is
+worth a row (`engine.proposer.adaptive.row_price`), and end where their chance falls below it.
 
-No drafts are a length like any other, and cost nothing. While there are none, a fixed share of the time is set aside
-for probes: one draft of one token now and then, in two passes running, since the first time of the two is that of a
-draft which reads what it missed. While there are some, now and then a pass goes without, to keep the baseline measured,
-and where several draft models draft, one with each of them alone.
+A plan may give all sequences length 0. Then a fixed share of the time is saved for probes: a draft of one token in two
+successive passes, since the first also prefills the tokens that the draft has missed. While sequences draft, one pass
+now and then has no drafts, which measures the baseline; with several draft models, one pass uses each of them alone.
 """
 
 from __future__ import annotations
@@ -38,26 +36,26 @@ from engine.sequence.sequence import Sequence
 from protos.messages import SpeculationMethod
 
 _PLAIN_PERIOD = 64  # steps between plain passes that measure the baseline
-_CLOSE_PERIOD = 16  # the same where drafts gain so little that all hangs on the baseline
+_CLOSE_PERIOD = 16  # the same while the expected gain is below `_CLOSE_GAIN`: the baseline then decides
 _CLOSE_GAIN = 1.1
-_PROBE_SHARE = 0.01  # of the time, for probes of sequences without drafts
-_MAX_SAVED = 10.0  # plain passes' time at most, for a probe
+_PROBE_SHARE = 0.01  # of the time is saved for probes of sequences without drafts
+_MAX_SAVED = 10.0  # plain passes: the most time that is saved for a probe
 _MIN_PROBE_PERIOD = 50  # steps between two probes, however cheap
-_FEW_MISSED = 2  # passes without a draft that leave the next one little to catch up with
-_OPTIMISM = 2.0  # standard errors of a cost: sizes that may be cheaper than they looked are tried again
-_MAX_SURPRISE = 1.5  # times the expected seconds: what a class is charged with at most for one pass, hiccups included
-_NUM_RECENT_PASSES = 8  # whose rows of prompts the next one is expected to have
-_LEAST_SHARE = 0.01  # of a pass's time that sampled rows are taken to cost, if beside a prompt they cost nothing
-_LONGEST = 6.0  # plain passes: how long a client waits at most where drafts pay,
-LONGEST_BESIDE = 2.5  # and where it may wait for those of others
-_REST = 8  # steps: so often it is asked again whether drafts pay for the sequences that have none
-_WAKE_GAIN = 1.05  # drafts begin where they promise this much
-_LEAST_GAIN = 1.02  # and end where they promise less: what they gain then costs clients longer waits
+_FEW_MISSED = 2  # passes without a draft; after more, the next draft has much to prefill
+_OPTIMISM = 2.0  # standard errors subtracted from a cost, so that sizes that may be cheaper are tried again
+_MAX_SURPRISE = 1.5  # times the expected seconds: the most that one slow pass may cost a class
+_NUM_RECENT_PASSES = 8  # passes whose prompt rows predict the prompt rows of the next pass
+_LEAST_SHARE = 0.01  # of a pass's time: the least cost of sampled rows, even if a prompt hides it
+_LONGEST = 6.0  # plain passes: the longest pass with drafts for a single sequence
+LONGEST_SHARED = 2.5  # the same for several sequences, which wait for each other's drafts
+_REST = 8  # steps between two plans while no sequence drafts
+_WAKE_GAIN = 1.05  # drafts start above this expected gain
+_LEAST_GAIN = 1.02  # drafts end below this expected gain, which is not worth the longer passes
 
 
 @dataclass(frozen=True, slots=True)
 class DraftedPass:
-    """One sequence's part of a pass: drafts asked for, computed and accepted."""
+    """One sequence's part of a pass: its drafts as requested, proposed and accepted."""
 
     sequence: Sequence
     num_asked: int
@@ -67,18 +65,19 @@ class DraftedPass:
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """Seconds a pass took: waiting for drafts, and everything else."""
+    """The seconds of a pass: the wait for drafts, and everything else."""
 
     draft_s: float
     target_s: float
 
 
 class DraftBudget:
-    """Plans draft lengths in [0, what the sequence may have]; state of the engine's thread.
+    """Plans draft lengths from 0 to each sequence's limit. Used by the engine's thread alone.
 
-    `first_length` is the length until there is something to plan by, and the longest one until it is known what drafts
-    cost. Drafts are not to make a pass longer than `max_pass_s`, where it is given: what is longer without them has
-    none.
+    Args:
+        first_length: The length before any pass is measured, and the limit until the cost of drafts is known.
+        max_length: The longest draft.
+        max_pass_s: The longest pass that drafts may cause; a pass that is longer without drafts gets none.
     """
 
     def __init__(self, first_length: int, max_length: int, max_pass_s: float = np.inf) -> None:
@@ -87,8 +86,8 @@ class DraftBudget:
         self._max_length = max_length
         self._positions = np.arange(max_length)
         self._acceptance = AcceptanceTable(max_length)
-        self._row_cost = ForwardCost()  # of passes of about so many sequences as the last
-        self._row_costs: dict[int, ForwardCost] = {}  # by the bits of that number
+        self._row_cost = ForwardCost()  # of passes with about as many sequences as the last pass
+        self._row_costs: dict[int, ForwardCost] = {}  # by the bit length of that number
         self._batch_size = 1
         self._prompt_rows: deque[int] = deque([0], maxlen=_NUM_RECENT_PASSES)
         self._draft_costs = DraftCosts()
@@ -97,38 +96,38 @@ class DraftBudget:
         self._num_steps_since_plain = _PLAIN_PERIOD
         self._num_rested = 0  # steps since the last plan
         self._is_speculating = False
-        self._expected_gain = 1.0  # tokens per second of the last plan, against none
+        self._expected_gain = 1.0  # tokens per second of the last plan relative to no drafts
         self._probe_credit_s = 0.0
-        self._probed: str | None = None  # request whose probe has had the first of its passes
-        self._last_drafted: dict[str, int] = {}  # step in which a sequence last had a draft, or was first seen
-        self._last_alone: dict[str, int] = {}  # step for which a method was last planned to draft alone
+        self._probed: str | None = None  # request that has had the first pass of its probe
+        self._last_drafted: dict[str, int] = {}  # request id -> step of its last draft, or of its first pass
+        self._last_alone: dict[str, int] = {}  # method -> step of the last plan for it to draft alone
         self._step = 0
 
     @property
     def speedups(self) -> dict[str, float]:
-        """Measured tokens per second against no speculation, by class of requests."""
+        """Measured tokens per second relative to plain decoding, by class of requests."""
         return {name: gate.meter.speedup for name, gate in self._gates.items()}
 
     def goodput(self, method: str, kind: str) -> float | None:
-        """Return the speed-up of a method's requests of a kind, greedy or sampled; None until it is measured."""
+        """Return the speedup of a method's greedy or sampled requests; None until it is measured."""
         gate = self._gates.get(f"{method}-{kind}")
         return gate.meter.speedup if gate is not None and gate.meter.is_measured else None
 
     def is_open(self, sequence: Sequence) -> bool:
-        """False while drafts are switched off for the class of such requests, in batches of the last one's size."""
+        """False while drafts are off for the sequence's class, in batches of the last pass's size."""
         return self._is_open(class_of(sequence))
 
     def forget_draft(self) -> None:
-        """Another draft has come: what is known of the one before is no guide. The target's costs stay."""
+        """Forget all measurements of the draft model, since another has replaced it; keep the target's costs."""
         self._acceptance = AcceptanceTable(self._max_length)
         self._draft_costs = DraftCosts()
         self._gates = {}
         self._is_speculating = True
 
     def observe(self, passes: Seq[DraftedPass], time: PassTime | None, num_prompt_rows: int = 0) -> None:
-        """Learn from a pass of these sequences and of so many rows of prompts besides.
+        """Learn from a pass of these sequences and `num_prompt_rows` prompt rows; call it once per pass, before `plan`.
 
-        `time` is None if it also computed what says nothing of other passes. Call it once per pass, before `plan`.
+        `time` is None if the pass also did work that other passes do not have.
         """
         self._prompt_rows.append(num_prompt_rows)
         if not passes:
@@ -136,7 +135,7 @@ class DraftBudget:
         self._set_batch_size(len(passes))
         self._step += 1
         drafted_ids = [each.sequence.request_id for each in passes if each.num_asked > 0]
-        reads_missed = not all(map(self._is_up_to_date, drafted_ids))
+        has_catch_up = not all(map(self._is_up_to_date, drafted_ids))
         self._acceptance.observe(
             [each.sequence.request_id for each in passes],
             [class_of(each.sequence) for each in passes],
@@ -149,7 +148,7 @@ class DraftBudget:
         self._row_price.observe(len(priced), sum(each.num_proposed for each in priced), num_accepted)
         is_comparable = num_prompt_rows == 0 or self._row_cost.max_rows > 0
         if time is not None and is_comparable:
-            self._observe_time(passes, time, num_prompt_rows, reads_missed)
+            self._observe_time(passes, time, num_prompt_rows, has_catch_up)
 
     def plan(self, sequences: Seq[Sequence]) -> None:
         """Set `draft_allowance` of all sequences that the next pass samples."""
@@ -168,7 +167,7 @@ class DraftBudget:
         self._num_rested = 0
 
     def _set_batch_size(self, num_sequences: int) -> None:
-        """Turn to the costs of passes of about so many sequences: a row of one more reads a context of its own."""
+        """Select the costs of passes with about as many sequences: each sequence adds a context to attend to."""
         self._batch_size = num_sequences
         bits = num_sequences.bit_length()
         if bits not in self._row_costs:
@@ -183,27 +182,31 @@ class DraftBudget:
     def _lengths(self, sequences: Seq[Sequence]) -> Ints:
         num_possible = np.array([self._num_possible(sequence) for sequence in sequences])
         num_rows = len(sequences) + sum(each.num_wanted_drafts for each in sequences if each.has_fixed_length)
+        # Before any pass is measured, use the first length.
         if self._row_cost.max_rows == 0:
             self._is_speculating = True
             first: Ints = np.minimum(num_possible, self._first_length)
             return first
+        # Use no drafts if a plain pass is due, or if the costs are not known for more rows.
         self._num_steps_since_plain += 1
         period = _PLAIN_PERIOD if self._expected_gain > _CLOSE_GAIN else _CLOSE_PERIOD
         room = self._row_cost.max_rows - max(self._prompt_rows) - num_rows
         if self._num_steps_since_plain > period or room <= 0:
             self._num_steps_since_plain = 0
             return np.zeros_like(num_possible)
+        # Plan the lengths of most methods; set a price for drafts that know their chances.
         row_seconds = self._row_seconds(num_rows, min(int(num_possible.sum()), room))
         is_priced = np.array([_is_priced(each) for each in sequences])
         lengths = self._planned(sequences, np.where(is_priced, 0, num_possible), row_seconds)
         lengths += self._priced(sequences, np.where(is_priced, num_possible, 0), row_seconds)
+        # Change the plan now and then to measure a method alone, or to probe a sequence without drafts.
         self._is_speculating = bool(lengths.any())
-        self._leave_one(sequences, lengths)
+        self._measure_alone(sequences, lengths)
         self._probe(sequences, lengths, np.where(is_priced, 0, num_possible), float(row_seconds[0]))
         return lengths
 
     def _planned(self, sequences: Seq[Sequence], num_possible: Ints, row_seconds: Floats) -> Ints:
-        """Return the lengths, of at most `num_possible`, that promise the most tokens per second."""
+        """Return the lengths, at most `num_possible`, with the most expected tokens per second."""
         self._expected_gain = 1.0
         if not num_possible.any():
             return np.zeros_like(num_possible)
@@ -214,9 +217,9 @@ class DraftBudget:
         return best.lengths if self._expected_gain > needed else np.zeros_like(best.lengths)
 
     def _priced(self, sequences: Seq[Sequence], num_possible: Ints, row_seconds: Floats) -> Ints:
-        """Set the price of a row, and return the lengths that those may have whose drafts are priced.
+        """Set the price of a row, and return the longest lengths of sequences with priced drafts.
 
-        A sequence of fixed length pays none: a price follows a clock.
+        A sequence with a fixed length gets no price, since a price depends on a clock.
         """
         num_priced = int(np.count_nonzero(num_possible))
         price = self._row_price.of(len(sequences), num_priced, row_seconds)
@@ -234,7 +237,7 @@ class DraftBudget:
         return np.where(is_open, np.minimum(num_possible, most), 0)
 
     def _best_allocation(self, sequences: Seq[Sequence], acceptance: Floats, row_seconds: Floats) -> Allocation:
-        """Allocate to the cheapest method's sequences, to those of the two cheapest, and so on: one may be too slow."""
+        """Return the best allocation over the cheapest method, the two cheapest, and so on: one may be too slow."""
         limit_s = min(self._limit_s, _longest_s(len(sequences), row_seconds))
         names = [method_of(sequence) for sequence in sequences]
         if len(different := set(names)) == 1:
@@ -248,8 +251,8 @@ class DraftBudget:
             allocations.append(allocate(acceptance * is_in[:, None], row_seconds, *prices, limit_s))
         return max(allocations, key=lambda each: each.tokens_per_s)
 
-    def _leave_one(self, sequences: Seq[Sequence], lengths: Ints) -> None:
-        """Now and then have one of several methods draft alone, to tell what each of them costs."""
+    def _measure_alone(self, sequences: Seq[Sequence], lengths: Ints) -> None:
+        """Let one of several methods draft alone now and then, to measure the cost of each."""
         methods = [method_of(sequence) for sequence in sequences]
         if len(set(methods)) < 2:
             return
@@ -263,20 +266,24 @@ class DraftBudget:
 
     @property
     def _limit_s(self) -> float:
-        """The longest pass to expect, so that most are within the limit of what is given."""
+        """The limit for the expected seconds of a pass, lowered by the noise so that most passes keep `max_pass_s`."""
         return self._max_pass_s / (1.0 + self._row_cost.noise)
 
     def _row_seconds(self, num_rows: int, num_drafts: int) -> Floats:
-        """Return the seconds that `num_rows` to `num_rows + num_drafts` sampled rows add to a pass, `[M + 1]`."""
-        optimism = _OPTIMISM if np.isinf(self._max_pass_s) else 0.0  # a limit is no place for trials
-        beside = np.unique(self._prompt_rows)[:, None]
-        weights = np.array([self._prompt_rows.count(rows) for rows in beside[:, 0].tolist()]) / len(self._prompt_rows)
-        whole = self._row_cost.seconds(beside + np.arange(num_rows, num_rows + num_drafts + 1), optimism)
-        added = np.maximum(whole - self._row_cost.seconds(beside, optimism), _LEAST_SHARE * whole)
+        """Return the seconds that `num_rows` to `num_rows + num_drafts` sampled rows add to a pass, `[M + 1]`.
+
+        It is the mean over the prompt rows of recent passes.
+        """
+        optimism = _OPTIMISM if np.isinf(self._max_pass_s) else 0.0  # under a time limit nothing is tried
+        prompt_rows = np.unique(self._prompt_rows)[:, None]
+        counts = [self._prompt_rows.count(rows) for rows in prompt_rows[:, 0].tolist()]
+        weights = np.array(counts) / len(self._prompt_rows)
+        whole = self._row_cost.seconds(prompt_rows + np.arange(num_rows, num_rows + num_drafts + 1), optimism)
+        added = np.maximum(whole - self._row_cost.seconds(prompt_rows, optimism), _LEAST_SHARE * whole)
         return weights @ added
 
     def _acceptance_of(self, sequences: Seq[Sequence], num_possible: Ints) -> Floats:
-        """Return the chance that each draft stands, `[B, K]`; 0 where a sequence may have no draft."""
+        """Return the chance that each draft is accepted, `[B, K]`; 0 for a draft that is not allowed."""
         names = [class_of(sequence) for sequence in sequences]
         acceptance = self._acceptance.of([sequence.request_id for sequence in sequences], names)
         lengths = [n if self._is_open(name) else 0 for n, name in zip(num_possible.tolist(), names, strict=True)]
@@ -285,10 +292,11 @@ class DraftBudget:
         return acceptance
 
     def _probe(self, sequences: Seq[Sequence], lengths: Ints, num_possible: Ints, plain_s: float) -> None:
-        """Give the sequence without drafts that has waited longest a draft of one token, if it has been saved for.
+        """Give a draft of one token to the sequence that has waited longest, if enough time is saved.
 
-        The same sequence has the next pass's too, which costs what a draft costs while drafts are made.
+        The same sequence also drafts in the next pass, which takes as long as an ordinary draft.
         """
+        # Save time, and find the sequences without drafts.
         self._probe_credit_s = min(
             self._probe_credit_s + self._num_rested * _PROBE_SHARE * plain_s, _MAX_SAVED * plain_s
         )
@@ -296,10 +304,12 @@ class DraftBudget:
         probed, self._probed = self._probed, None
         if not idle:
             return
+        # The second pass of a probe.
         second = next((index for index in idle if sequences[index].request_id == probed), None)
         if second is not None:
             lengths[second] = 1
             return
+        # The first pass of a new probe, if its expected time is saved.
         least_s = _PROBE_SHARE * _MIN_PROBE_PERIOD * plain_s
         first = min(idle, key=lambda index: self._last_drafted[sequences[index].request_id])
         probe = AskedDrafts(0 if lengths.any() else 1, 1)
@@ -307,15 +317,16 @@ class DraftBudget:
         if self._probe_credit_s >= min(max(expected_s, least_s), _MAX_SAVED * plain_s):
             lengths[first] = 1
             self._probed = sequences[first].request_id
-            self._probe_credit_s -= least_s  # and what its passes turn out to cost
+            self._probe_credit_s -= least_s  # `_observe_time` subtracts the measured cost
 
     def _is_up_to_date(self, request_id: str) -> bool:
-        """True if the draft of a request has at most the tokens of a few passes to read first, and no prompt."""
+        """True if the draft has to prefill the tokens of a few passes at most, and no prompt."""
         num_missed = self._step - 1 - self._last_drafted.get(request_id, self._step)
         return self._acceptance.knows(request_id) and num_missed <= _FEW_MISSED
 
-    def _observe_time(self, passes: Seq[DraftedPass], time: PassTime, num_prompt_rows: int, reads_missed: bool) -> None:
-        """Learn from the time of a pass; that of drafts says nothing where a draft first read what it had missed."""
+    def _observe_time(self, passes: Seq[DraftedPass], time: PassTime, num_prompt_rows: int, has_catch_up: bool) -> None:
+        """Learn from the time of a pass; the wait for drafts is ignored if one had to prefill missed tokens."""
+        # Learn the costs of the target and of the drafts.
         asked = _asked(passes)
         num_proposed = sum(each.num_proposed for each in passes)
         num_rows = len(passes) + num_proposed
@@ -325,8 +336,9 @@ class DraftBudget:
         if asked:
             if not self._is_speculating:  # a probe
                 self._probe_credit_s -= time.draft_s + self._row_cost.at(num_rows) - self._row_cost.at(len(passes))
-            if not reads_missed:
+            if not has_catch_up:
                 self._draft_costs.observe(asked, time.draft_s)
+        # Divide the pass between the classes, and measure the speedup of each.
         members: dict[str, list[DraftedPass]] = {}
         for each in passes:
             members.setdefault(class_of(each.sequence), []).append(each)
@@ -343,15 +355,15 @@ class DraftBudget:
     def _class_step(
         self, part: Seq[DraftedPass], num_rows: int, num_prompt_rows: int, time: PassTime, own_s: float
     ) -> ClassStep:
-        """Return a class's part of a step, of which its drafts took `own_s`.
+        """Return a class's part of a step; the wait for its drafts was `own_s`.
 
-        The target's time without the class's drafts goes by the ratio of the costs.
+        The target's time without the class's drafts is estimated by the ratio of the costs.
         """
         proposed = sum(each.num_proposed for each in part)
         whole_s, prompts_s = self._row_cost.at(num_prompt_rows + num_rows), self._row_cost.at(num_prompt_rows)
         plain_s = self._row_cost.at(num_prompt_rows + num_rows - proposed)
         least_s = _LEAST_SHARE * whole_s
-        added = max(whole_s - prompts_s, least_s) / whole_s  # of the pass's time: what its sampled rows added
+        added = max(whole_s - prompts_s, least_s) / whole_s  # share of the pass's time that sampled rows added
         share = max(plain_s - prompts_s, least_s) / max(whole_s - prompts_s, least_s)
         target_s = added * min(time.target_s, _MAX_SURPRISE * whole_s)
         return ClassStep(
@@ -382,22 +394,22 @@ def method_of(sequence: Sequence) -> str:
 
 
 def _is_priced(sequence: Sequence) -> bool:
-    """True where the drafts of a sequence know their chances."""
+    """True if the drafts of a sequence know their chances."""
     return method_of(sequence) == SpeculationMethod.SUFFIX
 
 
 def class_of(sequence: Sequence) -> str:
-    """Return the class of requests that should fare alike: by their method, and by greedy or sampled."""
+    """Return the class of requests with a similar acceptance: the method, with greedy or sampled."""
     return f"{method_of(sequence)}-{kind_of(is_greedy=sequence.is_greedy)}"
 
 
 def _longest_s(num_sequences: int, row_seconds: Floats) -> float:
-    """Return how long drafts may make a pass of so many sequences, whatever they promise."""
-    return (_LONGEST if num_sequences == 1 else LONGEST_BESIDE) * float(row_seconds[0])
+    """Return the longest pass of `num_sequences` sequences with drafts, in seconds, whatever the expected gain."""
+    return (_LONGEST if num_sequences == 1 else LONGEST_SHARED) * float(row_seconds[0])
 
 
 def _asked(passes: Seq[DraftedPass]) -> dict[str, AskedDrafts]:
-    """Return what a pass asked for, by method."""
+    """Return the requested drafts of a pass, by method."""
     numbers: dict[str, list[int]] = {}
     for each in passes:
         if each.num_asked > 0:
@@ -406,5 +418,5 @@ def _asked(passes: Seq[DraftedPass]) -> dict[str, AskedDrafts]:
 
 
 def kind_of(*, is_greedy: bool) -> str:
-    """Return the part of a class's name that is not its method."""
+    """Return the second part of a class's name, after its method."""
     return "greedy" if is_greedy else "sampled"

@@ -1,4 +1,4 @@
-"""The drafts of a step that are worth their time: the lengths that make the most expected tokens per second."""
+"""The draft lengths that give the most expected tokens per second."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 
 from engine.proposer.adaptive.acceptance import Floats, Ints
 
-_NEAR = 0.99  # of the best goodput: among lengths that promise so much the shortest pass is the best
+_NEAR = 0.99  # of the best goodput: among lengths above this, the shortest pass is chosen
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """`lengths` `[B]` drafts per sequence, and the expected tokens per second with and without them."""
+    """The drafts per sequence, `lengths [B]`, and the expected tokens per second with and without them."""
 
     lengths: Ints
     tokens_per_s: float
@@ -25,22 +25,29 @@ def allocate(
 ) -> Allocation:
     """Maximise G = (B + sum of acceptance) / (C(B + drafts) + D(drafts)) over all lengths.
 
-    `acceptance` `[B, K]` falls along K, and is 0 where a draft may not be; `row_seconds` `[M + 1]` is C(B) to C(B + M),
-    the M drafts that may be made at most; D is `step_s` per step of the longest draft and `token_s` per token. For a
-    given number of drafts and a given longest one the best are those of the largest acceptance (arXiv:2406.14066), and
-    each sequence's form a prefix; so every longest length and every number is tried, whatever the shape of C. Of those
-    that are nearly the best the one with the shortest pass is taken: clients wait less, and a promise that hangs on few
-    drafts is the surer one. No drafts are made with which C + D would be above `max_seconds`.
+    For a given number of drafts and a given longest draft, the drafts with the largest acceptance are best
+    (arXiv:2406.14066), and they form a prefix per sequence. So every longest length and every number is tried, for any
+    shape of C. Among lengths that are nearly the best, the shortest pass is chosen: clients wait less, and an estimate
+    for few drafts is more certain.
+
+    Args:
+        acceptance: `[B, K]`, falling along K; 0 for a draft that is not allowed.
+        row_seconds: `[M + 1]`, C(B) to C(B + M), where M is the largest number of drafts.
+        step_s: Seconds in D per step of the longest draft.
+        token_s: Seconds in D per drafted token.
+        max_seconds: Upper limit of C + D.
     """
     num_sequences, num_positions = acceptance.shape
     if num_sequences == 1:
         return _allocate_to_one(acceptance[0].tolist(), row_seconds.tolist(), step_s + token_s, max_seconds)
     plain = num_sequences / row_seconds[0]
-    order = np.argsort(-acceptance.T, axis=None, kind="stable")  # by position among equals: lengths stay prefixes
+    # Order all drafts by acceptance; equal ones by position, so that lengths stay prefixes.
+    order = np.argsort(-acceptance.T, axis=None, kind="stable")
     chances = acceptance.T.ravel()[order]
     max_drafts = min(len(row_seconds) - 1, int((chances > 0).sum()))
     if max_drafts == 0:
         return Allocation(np.zeros(num_sequences, dtype=np.int64), plain, plain)
+    # Compute the goodput of every longest length (rows) with every number of drafts (columns).
     depths = order // num_sequences + 1  # [B * K]
     longest = np.arange(1, num_positions + 1)[:, None]  # [K, 1]
     is_in = (depths <= longest) & (chances > 0)  # [K, B * K]
@@ -50,6 +57,7 @@ def allocate(
     goodput = np.where(seconds <= max_seconds, tokens / seconds, 0.0)
     if (best := goodput.max()) <= plain:
         return Allocation(np.zeros(num_sequences, dtype=np.int64), plain, plain)
+    # Choose the shortest pass among the nearly best ones.
     is_near = goodput >= max(_NEAR * best, np.nextafter(plain, np.inf))
     best_longest, best_last = np.unravel_index(int(np.where(is_near, seconds, np.inf).argmin()), goodput.shape)
     chosen = order[: best_last + 1][is_in[best_longest, : best_last + 1]]
@@ -60,7 +68,7 @@ def allocate(
 def _allocate_to_one(
     acceptance: list[float], row_seconds: list[float], draft_s: float, max_seconds: float
 ) -> Allocation:
-    """Allocate to one sequence, where the number of drafts is all there is: a short loop is the fastest."""
+    """Allocate to a single sequence; a short loop is faster than arrays."""
     plain, tokens = 1.0 / row_seconds[0], 1.0
     goodputs = []
     for length, (chance, seconds) in enumerate(zip(acceptance, row_seconds[1:], strict=False), start=1):

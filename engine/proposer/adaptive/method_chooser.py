@@ -1,8 +1,8 @@
-"""The method of each request that leaves it open: the one whose drafts have made most of its class's passes.
+"""Chooses the method of requests that leave it open, by the measured speed of each method in the request's class.
 
-A bandit over the methods on offer, per class of requests. Its reward is the measured goodput, tokens per second over
-those of plain decoding (`engine.proposer.adaptive.speculation_gate`), which counts what drafting costs. Its exploration
-is a fixed share of the requests, since traffic drifts and a figure that is not renewed grows old.
+A bandit over the methods on offer, per class of requests. Its reward is the goodput: tokens per second relative to
+plain decoding, with the cost of drafting included (`engine.proposer.adaptive.speculation_gate`). A fixed share of the
+requests explores, since traffic drifts and old measurements lose their value.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 
 logger = logging.getLogger(__name__)
 
-EXPLORED = 16  # one request of so many goes to the method that has been left alone longest
+EXPLORED = 16  # one request in 16 goes to the method that was used longest ago
 
-Goodput = Callable[[str, str], float | None]  # of a method and a class; None: not measured
+Goodput = Callable[[str, str], float | None]  # (method, class) -> goodput; None if not measured
 
 
 class MethodChooser:
-    """Chooses by counts and by times of earlier passes alone, never by a token that the choice decides about.
+    """Chooses by counts and times of earlier passes only, never by a token that depends on the choice.
 
     Args:
-        methods: those among which it chooses.
-        goodput: their measured goodput.
+        methods: The methods to choose from.
+        goodput: Their measured goodput.
     """
 
     def __init__(self, methods: Sequence[str], goodput: Goodput) -> None:
@@ -38,7 +38,7 @@ class MethodChooser:
 
 
 class _ClassChoices:
-    """The choices of one class: each method's latest request, and the best one so far."""
+    """The state of one class: each method's latest request, and the best method so far."""
 
     def __init__(self, name: str, methods: Sequence[str]) -> None:
         self._name = name
@@ -47,7 +47,7 @@ class _ClassChoices:
         self._best: str | None = None
 
     def next(self, goodputs: dict[str, float | None]) -> str:
-        """Try what is not measured, one request of some what was left alone, and use the best for the others."""
+        """Choose a method that is not measured; else the best one, or sometimes the one used longest ago."""
         self._num_requests += 1
         unknown = [method for method, goodput in goodputs.items() if goodput is None]
         if unknown:
@@ -63,5 +63,5 @@ class _ClassChoices:
     def _report(self, best: str, goodputs: dict[str, float | None]) -> None:
         if best != self._best:
             figures = ", ".join(f"{method} {goodput:.2f}" for method, goodput in goodputs.items())
-            logger.info("%s requests are drafted for by %s now; over plain decoding: %s", self._name, best, figures)
+            logger.info("%s requests now use %s; speedup over plain decoding: %s", self._name, best, figures)
             self._best = best

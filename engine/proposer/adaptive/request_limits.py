@@ -1,4 +1,4 @@
-"""Limits of a request's drafts: what it asks for, within what the deployment allows."""
+"""A request's draft settings, within the limits of the deployment."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from protos.messages import GenerateRequest, SpeculationMethod, VerifyMode
 
 
 def draft_rule(request: GenerateRequest, deployment: SpeculationConfig, chooser: MethodChooser) -> DraftRule:
-    """Return the drafts of a request; where its method is open, `chooser` chooses it.
+    """Return the draft settings of a request; `chooser` chooses its method if it is open.
 
-    K of its free drafts is None where the request or the budget sets one K for all. K may not follow a clock where a
-    seed promises the text and the verification makes the text depend on K.
+    K of free drafts is None if the request or the budget sets one K for all drafts. K must not depend on a clock if the
+    request has a seed and its verification makes the text depend on K.
     """
     asked = request.speculation
     has_one_length = asked.num_tokens is not None or _is_planned(request, deployment)
@@ -28,7 +28,7 @@ def draft_rule(request: GenerateRequest, deployment: SpeculationConfig, chooser:
 
 
 def _method(request: GenerateRequest, deployment: SpeculationConfig, chooser: MethodChooser) -> str:
-    """Return the method that is asked for; a choice may follow a clock where K may."""
+    """Return the request's method; a choice may depend on a clock only if K may."""
     method = request.speculation.method or deployment.method
     if method != SpeculationMethod.AUTO:
         return method
@@ -38,7 +38,7 @@ def _method(request: GenerateRequest, deployment: SpeculationConfig, chooser: Me
 
 
 def _num_draft_tokens(request: GenerateRequest, deployment: SpeculationConfig) -> int:
-    """Return K of a request: what it asks for, within what the deployment allows."""
+    """Return K of a request, within the deployment's limit."""
     asked = request.speculation
     method = asked.method or deployment.method
     if not asked.enabled or method == SpeculationMethod.NONE:
@@ -51,12 +51,12 @@ def _num_draft_tokens(request: GenerateRequest, deployment: SpeculationConfig) -
 
 
 def check_steps(request: GenerateRequest, is_allowed: bool, deployment: SpeculationConfig) -> None:
-    """Raise RequestError for a request that wants reasoning steps which cannot be had here."""
+    """Raise RequestError if a request asks for reasoning steps that this engine cannot draft."""
     if not request.speculation.is_approximate:
         return
     if not is_allowed or _num_draft_tokens(request, deployment) == 0:
         raise RequestError(
-            "speculation.mode is 'approximate', and this engine drafts no reasoning steps; leave it out",
+            "speculation.mode is 'approximate', but this engine drafts no reasoning steps; leave it out",
             param="speculation.mode",
         )
 
@@ -68,7 +68,7 @@ def _has_fixed_length(request: GenerateRequest, deployment: SpeculationConfig) -
 
 
 def is_adaptive(speculation: SpeculationConfig) -> bool:
-    """True if every pass gets its own K, except for requests with a fixed length."""
+    """True if every pass gets its own K, except in requests with a fixed length."""
     return speculation.adaptive and speculation.num_tokens > 0
 
 

@@ -1,10 +1,10 @@
-"""The speedup of each class of requests by speculation, measured while it serves, and a gate where there is hardly any.
+"""Measures each class's speedup by speculation while it serves, and switches drafts off if they gain too little.
 
-The baseline is what the same steps would have taken without the class's drafts: the step's own time, less what its
-drafts' rows and its share of the waiting cost, by a profile that plain passes keep honest.
+The baseline is the time of the same steps without the class's drafts: the step's time, minus the cost of its drafts'
+rows and its share of the wait for drafts. The costs come from a profile that plain passes keep up to date.
 
-A gate belongs to batches of about one size: rows that a stream alone has for nothing cost sixteen of them their share.
-It closes where drafts do not gain enough to be felt, for even then they make passes longer and uneven.
+Each gate is for batches of about one size: a row that is free for a single stream costs time in a batch of sixteen. The
+gate closes if the gain is too small to notice, since drafts also make passes longer and uneven.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from protos.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
-_FADE = 0.995  # per step: the last few hundred count
-_MIN_PASSES = 64.0  # of a class's sequences, before a measurement is believed
-_MIN_STEPS = 16  # of a trial
-_WORTH = 1.03  # below, the gate closes
+_FADE = 0.995  # per step: a few hundred recent steps count
+_MIN_PASSES = 64.0  # passes of a class's sequences before a measurement is used
+_MIN_STEPS = 16  # in a trial
+_WORTH = 1.03  # the gate closes below this speedup
 _FIRST_PAUSE = 64  # steps; doubles with every trial that fails
 _LONGEST_PAUSE = 4096
-_REPORTED_STEP = 256  # at which a class's speedup is said once
-_GAIN = 1.05  # below, it is said that drafts do not pay
+_REPORTED_STEP = 256  # steps before a class's speedup is logged once
+_GAIN = 1.05  # below this speedup the log advises against these drafts
 
 
 @dataclass(frozen=True, slots=True)
 class ClassStep:
-    """One class's part of one step: its sequences, what they committed, and the step's time with and without drafts."""
+    """One class's part of a step: sequences, committed tokens, and the step's time with and without its drafts."""
 
     num_sequences: int
     num_tokens: int
@@ -37,10 +37,10 @@ class ClassStep:
 
 
 class SpeedupMeter:
-    """Tokens per second of one class against no speculation, over recent steps, plain ones and probes included."""
+    """Tokens per second of one class relative to plain decoding, over recent steps, with plain steps and probes."""
 
     def __init__(self) -> None:
-        self._passes = 0.0  # decayed sums over steps: of sequences, of tokens, and of seconds times sequences
+        self._passes = 0.0  # all four are decayed sums over steps; seconds are multiplied by the sequences
         self._tokens = 0.0
         self._seconds = 0.0
         self._plain_seconds = 0.0
@@ -51,13 +51,13 @@ class SpeedupMeter:
 
     @property
     def speedup(self) -> float:
-        """The ratio; 1 until something is measured."""
+        """The ratio; 1 before anything is measured."""
         if self._passes == 0:
             return 1.0
         return self._tokens / self._passes * self._plain_seconds / self._seconds
 
     def observe(self, step: ClassStep) -> None:
-        """Take in one step."""
+        """Record one step."""
         self._passes = _FADE * self._passes + step.num_sequences
         self._tokens = _FADE * self._tokens + step.num_tokens
         self._seconds = _FADE * self._seconds + step.num_sequences * step.seconds
@@ -65,30 +65,30 @@ class SpeedupMeter:
 
 
 class SpeculationGate:
-    """Closed where a class gains too little in batches of a size; open again for a trial after ever longer pauses.
+    """Closes while a class gains too little in batches of a size; reopens for trials after longer and longer pauses.
 
     Args:
-        name: the class's in the log.
+        name: The name of the class in the log.
     """
 
     def __init__(self, name: str) -> None:
         self.meter = SpeedupMeter()
         self._name = name
         self._num_steps = 0
-        self._trials: dict[int, _Trial] = {}  # by the bits of the batch's size
+        self._trials: dict[int, _Trial] = {}  # by the bit length of the batch size
 
     def is_open(self, batch_size: int) -> bool:
-        """False while the class has no drafts in batches of so many sequences."""
+        """False while the class gets no drafts in batches of this size."""
         return self._trial(batch_size).num_steps_closed == 0
 
     def observe(self, step: ClassStep, batch_size: int, *, is_drafting: bool) -> None:
-        """Take in one step of the class in a batch of so many sequences, with drafts asked for or without."""
+        """Record one step of the class; `is_drafting` if it asked for drafts."""
         self.meter.observe(step)
         self._report()
         trial = self._trial(batch_size)
         if trial.num_steps_closed > 0:
             trial.num_steps_closed -= 1
-        elif is_drafting and (speedup := trial.judge(step)) is not None:
+        elif is_drafting and (speedup := trial.evaluate(step)) is not None:
             logger.info(
                 "speculation of %s gains too little in batches of about %d: speedup=%.2f, off for %d steps",
                 self._name,
@@ -101,16 +101,16 @@ class SpeculationGate:
         return self._trials.setdefault(batch_size.bit_length(), _Trial())
 
     def _report(self) -> None:
-        """Say once how the class fares, when its lengths have settled."""
+        """Log the class's speedup once, when its lengths have settled."""
         self._num_steps += 1
         if self._num_steps == _REPORTED_STEP:
             speedup = self.meter.speedup
-            verdict = "" if speedup >= _GAIN else ": these drafts do not pay here, choose another draft.kind or none"
-            logger.info("speculation of %s: speedup=%.2f over plain decoding%s", self._name, speedup, verdict)
+            advice = "" if speedup >= _GAIN else ": these drafts do not pay here, choose another draft.kind or none"
+            logger.info("speculation of %s: speedup=%.2f over plain decoding%s", self._name, speedup, advice)
 
 
 class _Trial:
-    """The speedup of the steps with drafts since the last pause, and what is left of a pause."""
+    """The speedup of steps with drafts since the last pause, and the steps left of a pause."""
 
     def __init__(self) -> None:
         self.num_steps_closed = 0
@@ -118,8 +118,8 @@ class _Trial:
         self._num_steps = 0
         self._backoff = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE)
 
-    def judge(self, step: ClassStep) -> float | None:
-        """Take in a step, and begin a pause if the speedup is known to be too little: return it then."""
+    def evaluate(self, step: ClassStep) -> float | None:
+        """Record a step. If the measured speedup is too small, begin a pause and return the speedup."""
         self._meter.observe(step)
         self._num_steps += 1
         if not self._meter.is_measured or self._num_steps < _MIN_STEPS:

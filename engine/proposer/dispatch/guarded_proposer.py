@@ -1,4 +1,4 @@
-"""A drafter in the target's process: what goes wrong in it costs drafts, as the end of a draft process would."""
+"""Guards a drafter in the target's process: its failure costs drafts only, like the end of a draft process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _Answer = TypeVar("_Answer")
 
 
 class GuardedProposer:
-    """Implements `Proposer` by another, which is switched off for good by its first exception.
+    """Wraps a proposer and switches it off permanently at its first exception.
 
-    That is logged once, and every later draft is `NO_DRAFT`.
+    The exception is logged once, and every later draft is `NO_DRAFT`.
     """
 
     def __init__(self, proposer: Proposer) -> None:
@@ -29,27 +29,27 @@ class GuardedProposer:
         self.is_on = True
 
     def open(self, sequence: RequestTokens) -> None:
-        """Tell the proposer of the sequence."""
+        """Open the sequence in the proposer."""
         self._try(lambda: self._proposer.open(sequence), None)
 
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
-        """Return the proposer's drafts; without it none."""
+        """Return the proposer's drafts, or no drafts once it is off."""
         return self._try(lambda: self._proposer.propose(queries), [NO_DRAFT] * len(queries))
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
-        """Tell the proposer what was committed."""
+        """Commit in the proposer."""
         self._try(lambda: self._proposer.commit(sequences), None)
 
     def close(self, request_id: str) -> None:
-        """Have the proposer forget the sequence."""
+        """Close the sequence in the proposer."""
         self._try(lambda: self._proposer.close(request_id), None)
 
     def _try(self, act: Callable[[], _Answer], without: _Answer) -> _Answer:
-        # Broad, for it stands where the edge of a draft's own process would: no draft may end the target.
+        # Broad, since this replaces the edge of a draft process: no draft may end the target.
         try:
             return act()
         except Exception:
-            logger.exception("the draft failed in the target's process and is off; plain decoding goes on")
+            logger.exception("the draft failed in the target's process and is off; plain decoding continues")
             self._proposer = NoProposer()
             self.is_on = False
             return without

@@ -1,4 +1,4 @@
-"""A free text match or a costly draft, pass by pass: the one that is expected to yield more accepted tokens."""
+"""Chooses per pass between a free text match and a costly draft, by the expected number of accepted tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from engine.proposer.text_match.text_matcher import TextMatcher
 from engine.sequence.draft_query import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 
-_MAX_LENGTH = 64  # positions of a draft whose acceptance is told apart
-_LONGEST_MATCH_BITS = 5  # matches of 16 tokens and more are of one kind
-_RETRY_PERIOD = 32  # a kind of match that is expected to yield less is tried once in so many times
+_MAX_LENGTH = 64  # positions of a draft with their own acceptance
+_LONGEST_MATCH_BITS = 5  # matches of 16 tokens or more are one kind
+_RETRY_PERIOD = 32  # a kind of match with a lower expectation is still tried once in 32 times
 
 
 @dataclass(slots=True)
 class _Turn:
-    """The drafts of a sequence's next pass; turns of one `kind` are judged together by their acceptance."""
+    """The draft of a sequence's next pass; turns of one `kind` share their acceptance."""
 
     kind: str
     base_len: int
@@ -30,30 +30,30 @@ class _Turn:
 
 
 class HybridProposer:
-    """Proposes what `matcher` finds where that is expected to yield at least as much as what `other` would draft.
+    """Proposes the match of `matcher` if its expected acceptance is at least that expected from `other`.
 
-    The choice is made when tokens are committed, and where it falls on the match `other` is not asked: it does no work,
-    and catches up when it is asked again. Matches are judged by the length of the context that supports them, `other`
-    by how its drafts for such requests have fared. So the choice depends on committed tokens and counts alone, never on
-    a draft that `other` has drawn, and every verifier stays exact. Sequences that the matcher is not for pass through.
+    The choice is made at the commit. If it is the match, `other` is not called: it does no work, and catches up at its
+    next call. The acceptance of matches is known by the length of the matched context, and the acceptance of `other`
+    for greedy and for sampled requests. So the choice depends on committed tokens and counts only, never on a draft
+    that `other` has drawn, and every verifier stays exact. Sequences outside `matcher.is_for` go to `other`.
     """
 
     def __init__(self, matcher: TextMatcher, other: Proposer) -> None:
         self._matcher = matcher
         self._other = other
         self._acceptance = AcceptanceTable(_MAX_LENGTH)
-        self._turns: dict[str, _Turn | None] = {}  # of the sequences that the matcher is for
+        self._turns: dict[str, _Turn | None] = {}  # by sequence that the matcher is for
         self._num_passed_over: dict[str, int] = {}
 
     def open(self, sequence: RequestTokens) -> None:
-        """Tell both of the sequence."""
+        """Open the sequence in both."""
         if self._matcher.is_for(sequence):
             self._matcher.open(sequence)
             self._turns[sequence.request_id] = None
         self._other.open(sequence)
 
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
-        """Return the matches that were chosen at the commit, and what `other` drafts for all else."""
+        """Return the matches chosen at the commit, and the drafts of `other` for all other queries."""
         turns = [self._current_turn(query.sequence) for query in queries]
         asked = [query for query, turn in zip(queries, turns, strict=True) if turn is None or not turn.is_match]
         answers = iter(self._other.propose(asked) if asked else ())
@@ -63,7 +63,7 @@ class HybridProposer:
                 drafts.append(next(answers))
                 continue
             draft = self._matched(turn, query) if turn.is_match else next(answers)
-            # How a tree fared does not show in what was committed.
+            # The committed tokens do not show the acceptance of a tree.
             turn.token_ids = () if draft.parents else draft.token_ids
             drafts.append(draft)
         return drafts
@@ -72,7 +72,7 @@ class HybridProposer:
         return Draft(turn.token_ids[: query.max_draft_tokens], source=self._matcher.source)
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
-        """Learn how the last drafts fared, and choose for the next pass."""
+        """Record the acceptance of the last drafts, and choose for the next pass."""
         matchable = [sequence for sequence in sequences if sequence.request_id in self._turns]
         for sequence in matchable:
             self._learn(sequence)
@@ -84,19 +84,19 @@ class HybridProposer:
             self._other.commit(asked)
 
     def close(self, request_id: str) -> None:
-        """Have both forget the sequence."""
+        """Close the sequence in both."""
         if request_id in self._turns:
             del self._turns[request_id]
             self._matcher.close(request_id)
         self._other.close(request_id)
 
     def _current_turn(self, sequence: RequestTokens) -> _Turn | None:
-        """The turn that was decided on exactly what is committed now."""
+        """Return the turn that was chosen for exactly the tokens committed now."""
         turn = self._turns.get(sequence.request_id)
         return turn if turn is not None and turn.base_len == len(sequence.token_ids) else None
 
     def _next_turn(self, sequence: RequestTokens) -> _Turn:
-        """Choose it, and make room in the pass for the match if it is one."""
+        """Choose the next turn; a match reserves its room in the pass."""
         sequence.num_matched = 0
         turn = self._better_turn(sequence)
         if turn.is_match and sequence.num_free_draft_tokens is not None:
@@ -122,7 +122,7 @@ class HybridProposer:
         return self._num_passed_over[kind] % _RETRY_PERIOD == 0
 
     def _learn(self, sequence: RequestTokens) -> None:
-        """Count how the last turn's draft fared; one that was made and never verified is not counted."""
+        """Count the accepted tokens of the last turn's draft, unless it was never verified."""
         turn = self._turns[sequence.request_id]
         if turn is None or not turn.token_ids or turn.base_len >= len(sequence.token_ids):
             return

@@ -1,4 +1,4 @@
-"""Several proposers behind one: each sequence is drafted for by those of its method, in order of rank."""
+"""Dispatches each sequence to the proposers of its method, in order of rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Ranking = tuple[Proposer, ...]
 
 @dataclass(slots=True)
 class _OpenSequence:
-    """An open sequence, and the proposers of its method, of which those of rank below `num_opened` know it."""
+    """An open sequence and the proposers of its method; ranks below `num_opened` have opened it."""
 
     sequence: RequestTokens
     ranking: Ranking
@@ -24,12 +24,12 @@ class _OpenSequence:
 
 
 class MethodDispatcher:
-    """Asks, per sequence, the first proposer of its method, and the next one where that has no draft.
+    """Calls the first proposer of a sequence's method, and the next one if it has no draft.
 
-    The first hears of every sequence and every commit. The others meet a sequence when they are first needed, so a
-    stand-in for a draft process that may be away costs nothing while it is there. Whether a proposer has a draft must
-    not depend on what the draft would say: then the choice does not either, and every verifier stays exact. A method
-    that is not here has no drafts.
+    The first proposer gets every sequence and every commit. The others open a sequence when they are first needed, so
+    a substitute for a draft process costs nothing while that process runs. Whether a proposer has a draft must not
+    depend on the draft's tokens; then the choice does not either, and every verifier stays exact. An unknown method
+    has no drafts.
     """
 
     def __init__(self, methods: Mapping[str, Ranking]) -> None:
@@ -37,14 +37,14 @@ class MethodDispatcher:
         self._sequences: dict[str, _OpenSequence] = {}
 
     def open(self, sequence: RequestTokens) -> None:
-        """Tell the first proposer of the sequence's method."""
+        """Open the sequence in the first proposer of its method."""
         ranking = self._methods.get(sequence.method, ())
         if ranking:
             opened = self._sequences[sequence.request_id] = _OpenSequence(sequence, ranking)
             _ensure_open(opened, 0)
 
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
-        """Ask rank by rank for what has no draft yet."""
+        """Ask rank by rank for drafts of the queries that have no draft yet."""
         drafts = [NO_DRAFT] * len(queries)
         rank = 0
         while asked := self._proposers(queries, drafts, rank):
@@ -56,24 +56,24 @@ class MethodDispatcher:
         return drafts
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
-        """Tell the first proposer of each sequence's method."""
-        told: dict[Proposer, list[RequestTokens]] = {}
+        """Commit in the first proposer of each sequence's method."""
+        by_proposer: dict[Proposer, list[RequestTokens]] = {}
         for sequence in sequences:
             opened = self._sequences.get(sequence.request_id)
             if opened is not None:
-                told.setdefault(opened.ranking[0], []).append(sequence)
-        for proposer, members in told.items():
+                by_proposer.setdefault(opened.ranking[0], []).append(sequence)
+        for proposer, members in by_proposer.items():
             proposer.commit(members)
 
     def close(self, request_id: str) -> None:
-        """Tell all proposers that know the sequence."""
+        """Close the sequence in all proposers that opened it."""
         opened = self._sequences.pop(request_id, None)
         if opened is not None:
             for proposer in opened.ranking[: opened.num_opened]:
                 proposer.close(request_id)
 
     def _proposers(self, queries: Seq[DraftQuery], drafts: Seq[Draft], rank: int) -> dict[Proposer, list[int]]:
-        """Return the proposers to be asked, and for which queries, now that all of lower rank have answered."""
+        """Return the proposers of this rank, each with the indices of its queries without a draft."""
         asked: dict[Proposer, list[int]] = {}
         for index, (query, draft) in enumerate(zip(queries, drafts, strict=True)):
             opened = self._sequences.get(query.sequence.request_id)
@@ -84,7 +84,7 @@ class MethodDispatcher:
 
 
 def _ensure_open(opened: _OpenSequence, rank: int) -> None:
-    """Tell the proposer of this rank of the sequence as it is now; the first is told by `commit`."""
+    """Open the sequence in the proposer of this rank, or commit its tokens there; rank 0 gets them from `commit`."""
     if rank >= opened.num_opened:
         opened.ranking[rank].open(opened.sequence)
         opened.num_opened = rank + 1

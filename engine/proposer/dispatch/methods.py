@@ -1,4 +1,4 @@
-"""From the methods a deployment offers to the proposers behind them."""
+"""The proposers of a deployment's methods."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def proposer_of(
     model_method: SpeculationMethod = SpeculationMethod.MODEL,
     others: Mapping[str, Proposer] = MappingProxyType({}),
 ) -> Proposer | None:
-    """One proposer for all of `methods`; None where they come down to plain decoding.
+    """Return one proposer for all of `methods`; None if they only allow plain decoding.
 
-    `model`, a draft model or a head, drafts for `model_method`, with n-grams in its place while it has nothing. A
-    request's prediction comes before all of them. `others` are more draft models, by the names that are their methods.
+    `model`, a draft model or a head, drafts for `model_method`; n-grams replace it while it has no draft. A request's
+    prediction takes precedence. `others` are further draft models, by the names of their methods.
     """
     suffix, ngram = SuffixProposer(), NgramProposer()
     rankings: dict[str, Ranking] = {

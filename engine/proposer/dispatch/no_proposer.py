@@ -1,4 +1,4 @@
-"""No speculation: plain decoding as the trivial proposer."""
+"""The proposer of plain decoding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.sequence.request_tokens import RequestTokens
 
 
 class NoProposer:
-    """Proposes nothing, so that every pass is plain decoding."""
+    """Proposes nothing: every pass is plain decoding."""
 
     def open(self, sequence: RequestTokens) -> None:
         """Do nothing."""

@@ -1,1 +1,1 @@
-"""Drafts by a model of its own, in step with the target or ahead of it."""
+"""Drafts by a separate model, in step with the target or ahead of it."""

@@ -1,17 +1,17 @@
-"""Drafting ahead of the verdict: while a pass is verified, continue what it may commit (arXiv:2603.03251).
+"""Drafts ahead of verification: while the target verifies a pass, draft after its likely outcomes (arXiv:2603.03251).
 
-What a pass commits is some of its drafts and one token more. The draft model computes the pass's drafts once, ranks the
-tokens that may end it after each of them, and drafts behind the likeliest of these outcomes, all in one batch:
+A pass commits some of its drafts and one more token. The draft model computes the pass's drafts once, ranks the tokens
+that may end the pass after each of them, and drafts after the likeliest outcomes, all in one batch:
 
-    committed .. t | x1  x2  x3          the pass that is being verified, read in one go
-                     |   |   '- b | y y y     all drafts stand, and the bonus token is b
+    committed .. t | x1  x2  x3          the pass that is verified, computed at once
+                     |   |   '- b | y y y     all drafts are accepted, and the bonus token is b
                      |   '- r | y y y         the third draft is replaced by r
                      '- s | y y y             the second draft is replaced by s
 
-A continuation is the very draft that its sequence would get if the outcome were committed already: the same model, the
-same prefix, the same noise (which knows a pass only by where it begins). So nothing depends on whether it was made
-ahead, and every mode of verification stays exact. Branches share the blocks of their prefix and copy the one in which
-they part; what they write is forgotten with the call.
+A draft made ahead equals the draft that its sequence would get after the commit: the same model, the same prefix and
+the same noise, which depends only on where a pass begins. So the result does not depend on drafting ahead, and every
+mode of verification stays exact. Branches share the blocks of their prefix, except for the last one, which they copy.
+Their KV is dropped at the end of the call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from operator import attrgetter
 import torch
 
 from engine.proposer.draft_model.branch import Branch
-from engine.proposer.draft_model.draft_model import DraftModel, Read, Reading
+from engine.proposer.draft_model.draft_model import DraftModel, PrefillJob, PrefillResult
 from engine.proposer.draft_model.draft_sequence import DraftSequence
 from engine.proposer.draft_model.fan_out import fan_out
 from engine.proposer.draft_model.offer import Offer
@@ -34,13 +34,13 @@ from engine.sampling.logits_row import LogitsRow
 from engine.sequence.request_tokens import RequestTokens
 from protos.messages import VerifyMode
 
-_MIN_ROWS, _MAX_ROWS = 8, 64  # of a wave
-_MAX_UNREAD = 64  # missing tokens of a sequence that decodes; those that read their prompt wait for the others
+_MIN_ROWS, _MAX_ROWS = 8, 64  # rows of a wave
+_MAX_MISSING = 64  # missing tokens of a decoding sequence; a sequence with more prefills its prompt and waits
 
 
 @dataclass(frozen=True, slots=True)
 class PendingPass:
-    """A sequence whose next pass verifies `draft_ids` (maybe none), and K of the pass after that."""
+    """A sequence, the drafts that its next pass verifies (maybe none), and K of the pass after that."""
 
     sequence: RequestTokens
     draft_ids: tuple[int, ...]
@@ -49,7 +49,7 @@ class PendingPass:
 
 @dataclass(frozen=True, slots=True)
 class _ReservedPass:
-    """A pending pass with slots for its committed tokens and its drafts."""
+    """A pending pass with reserved slots for its committed tokens and its drafts."""
 
     pending: PendingPass
     sequence: DraftSequence
@@ -57,10 +57,11 @@ class _ReservedPass:
 
 
 class AheadDrafter:
-    """Prepares drafts for outcomes of passes; `num_per_position` of them per position at which a pass may end.
+    """Drafts after likely outcomes of passes: on average `num_per_position` per position where a pass may end.
 
-    What one wave of branches brings is handed on before the next begins, so that a verdict which comes early costs the
-    least likely ones. Waves shrink while not even one is done in time, since many small ones take longer than a few.
+    Branches are drafted in waves. Each wave is emitted before the next begins, so an early verification loses only the
+    least likely outcomes. Waves shrink while not even the first is done in time, and grow again otherwise, since many
+    small waves take longer than a few large ones.
     """
 
     def __init__(self, model: DraftModel, num_per_position: int) -> None:
@@ -75,21 +76,25 @@ class AheadDrafter:
         emit: Callable[[tuple[Offer, ...]], None],
         is_stopped: Callable[[], bool],
     ) -> bool:
-        """Hand `emit` what is prepared, likeliest outcomes first; False if `is_stopped` ended it early.
+        """Emit drafts, those for the likeliest outcomes first; return False if `is_stopped` ended the call early.
 
-        `is_stopped` is asked before every step of the model. Prompts that are not read yet are read on the way; a
-        sequence that is unknown or finds no blocks is left out.
+        `is_stopped` is called before every step of the model. Missing prompts are prefilled; an unknown sequence, or
+        one without free blocks, is left out.
         """
+        # Reserve slots for all passes.
         self._model.sequences.begin_round()
         waiting = [reserved for each in pending if (reserved := self._begin(each)) is not None]
+        # Prefill a batch of passes, then draft after the outcomes of those that are complete.
         while waiting:
             if is_stopped():
                 return False
-            read = self._model.read([Reading(each.sequence, each.draft_ids) for each in _first_in_turn(waiting)])
-            is_read = {id(reading.sequence) for reading in read.readings}
-            passes = {id(each.sequence): each for each in waiting if id(each.sequence) in is_read}
+            result = self._model.prefill(
+                [PrefillJob(each.sequence, each.draft_ids) for each in _first_in_turn(waiting)]
+            )
+            is_done = {id(job.sequence) for job in result.jobs}
+            passes = {id(each.sequence): each for each in waiting if id(each.sequence) in is_done}
             waiting = [each for each in waiting if id(each.sequence) not in passes]
-            branches = self._branches([passes[id(reading.sequence)] for reading in read.readings], read)
+            branches = self._branches([passes[id(job.sequence)] for job in result.jobs], result)
             if not self._prepare_all(sorted(branches, key=attrgetter("order")), emit, is_stopped):
                 return False
         self._num_rows = min(_MAX_ROWS, 2 * self._num_rows)
@@ -108,32 +113,32 @@ class AheadDrafter:
             return None
         return _ReservedPass(pending, sequence, draft_ids)
 
-    def _branches(self, passes: Seq[_ReservedPass], read: Read) -> Iterator[Branch]:
+    def _branches(self, passes: Seq[_ReservedPass], result: PrefillResult) -> Iterator[Branch]:
         rows = [row for each in passes for row in _rows(each)]
         is_coupled = [each.pending.sequence.verify is VerifyMode.COUPLED for each in passes for _ in _rows(each)]
         num_ranks = max((self._num_ranks(len(each.draft_ids)) for each in passes), default=0)
-        ranked = iter(self._model.sampler.rank(rows, is_coupled, read.logits, num_ranks) if rows else ())
+        ranked = iter(self._model.sampler.rank(rows, is_coupled, result.logits, num_ranks) if rows else ())
         for each in passes:
             yield from self._branches_of(each, list(islice(ranked, len(each.draft_ids) + 1)))
 
     def _num_ranks(self, num_drafts: int) -> int:
-        """Tokens to be ranked at each position: one of them may be the draft's own, which is left out."""
+        """Return the number of tokens to rank at each position; one of them may be the draft itself and is left out."""
         return max(each.rank for each in fan_out(num_drafts, self._num_per_position)) + 2
 
     def _branches_of(self, reserved: _ReservedPass, ranked: Seq[Seq[int]]) -> Iterator[Branch]:
-        """The branches behind one pass; `ranked` are the likely tokens at each position where it may end."""
+        """Yield the branches of one pass; `ranked` has the likely tokens at each position where the pass may end."""
         drafts = reserved.draft_ids
         likely = [[token_id for token_id in ids if (token_id,) != drafts[k : k + 1]] for k, ids in enumerate(ranked)]
-        for order, candidate in enumerate(fan_out(len(drafts), self._num_per_position)):
-            token_ids = likely[candidate.num_accepted]
-            if candidate.rank < len(token_ids):
-                after = (*drafts[: candidate.num_accepted], token_ids[candidate.rank])
+        for order, outcome in enumerate(fan_out(len(drafts), self._num_per_position)):
+            token_ids = likely[outcome.num_accepted]
+            if outcome.rank < len(token_ids):
+                after = (*drafts[: outcome.num_accepted], token_ids[outcome.rank])
                 num_drafts = self._num_possible(reserved, after)
                 if num_drafts > 0:
                     yield Branch(reserved.sequence, after, num_drafts, order, self._model.runner.block_size)
 
     def _num_possible(self, reserved: _ReservedPass, after: tuple[int, ...]) -> int:
-        """K of the pass behind `after`; 0 where there will be none, or the draft's positions end."""
+        """Return K of the pass after `after`; 0 if the sequence ends there, or the draft model's positions do."""
         sequence = reserved.pending.sequence
         if after[-1] in sequence.stop_token_ids:
             return 0
@@ -155,7 +160,7 @@ class AheadDrafter:
     def _prepare(
         self, wave: Seq[Branch], emit: Callable[[tuple[Offer, ...]], None], is_stopped: Callable[[], bool]
     ) -> bool:
-        """Grow a draft behind each branch for which there are blocks."""
+        """Grow and emit a draft for each branch that finds free blocks."""
         with self._model.sequences.blocks.scratch(sum(branch.num_blocks for branch in wave)) as block_ids:
             chains = self._chains(wave, block_ids)
             if not self._model.grow(chains, is_stopped):
@@ -178,7 +183,7 @@ class AheadDrafter:
 
 
 def _rows(reserved: _ReservedPass) -> list[LogitsRow]:
-    """One for each position where the pass may end."""
+    """Return a row for each position where the pass may end."""
     target = reserved.sequence.target_sequence
     drafts = reserved.draft_ids
     rows = [row_after(target, target.token_ids, drafts[:k]) for k in range(len(drafts) + 1)]
@@ -186,8 +191,8 @@ def _rows(reserved: _ReservedPass) -> list[LogitsRow]:
 
 
 def _first_in_turn(waiting: Seq[_ReservedPass]) -> Seq[_ReservedPass]:
-    """Those that decode, if there are any, else all: a prompt is read while no other sequence waits."""
-    return [each for each in waiting if each.sequence.num_missing_tokens <= _MAX_UNREAD] or waiting
+    """Return the decoding sequences, or all if no sequence decodes: prompts are prefilled last."""
+    return [each for each in waiting if each.sequence.num_missing_tokens <= _MAX_MISSING] or waiting
 
 
 def _offer(branch: Branch, chain: Chain) -> Offer:

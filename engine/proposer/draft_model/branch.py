@@ -1,4 +1,4 @@
-"""One likely outcome of a pass, and the draft that grows behind it in blocks of its own."""
+"""One likely outcome of a pass, and the draft that grows after it in separate blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.proposer.growth.chain import Chain
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """The block of a sequence that a branch needs a copy of, before it writes behind what it shares."""
+    """A block of a sequence to copy into a branch, which then writes the rest of the block."""
 
     source_id: int
     block_id: int
@@ -19,9 +19,10 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """`after` follows the committed tokens of a sequence, whose blocks hold the KV of both but for the last token.
+    """A likely outcome, `after`, which follows the committed tokens of a sequence.
 
-    A draft of `num_drafts` grows behind it; `order` is its rank among the branches of the sequence, likeliest first.
+    The sequence's blocks hold the KV of both, without the last token. A draft of `num_drafts` tokens grows after it.
+    `order` is the branch's rank in its sequence, likeliest first.
     """
 
     sequence: DraftSequence
@@ -32,22 +33,22 @@ class Branch:
 
     @property
     def start(self) -> int:
-        """KV index of the last token of `after`: the first slot that the branch writes."""
+        """The KV index of the last token of `after`, which is the first slot that the branch writes."""
         return len(self.sequence.blocks.token_ids) + len(self.after) - 1
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that its slots take, the one in which it parts from its sequence included."""
+        """The number of the branch's own blocks, including the copied one."""
         return (self.start + self.num_drafts - 1) // self.block_size - self._first_block + 1
 
     def copy_into(self, block_ids: Seq[int]) -> list[BlockCopy]:
-        """The start of the first block is the sequence's; nothing if the branch begins where a block does."""
+        """Return the copy of the sequence's last shared block; empty if the branch begins with a new block."""
         if self.start % self.block_size == 0:
             return []
         return [BlockCopy(self.sequence.blocks.block_table[self._first_block], block_ids[0])]
 
     def chain(self, block_ids: Seq[int]) -> Chain:
-        """The branch's draft, to grow in `block_ids` behind the blocks it shares."""
+        """Return the branch's draft, which grows in `block_ids` after the shared blocks."""
         table = [*self.sequence.blocks.block_table[: self._first_block], *block_ids]
         return self.sequence.chain([*self.sequence.target_sequence.token_ids, *self.after], table, self.num_drafts)
 

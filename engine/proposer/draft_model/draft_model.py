@@ -1,4 +1,4 @@
-"""A draft model as proposers use it: prompts read, chains and trees grown, logits over the target's vocabulary."""
+"""A draft model for proposers: prefills prompts, grows chains and trees, and maps logits to the target's vocabulary."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from engine.span import Span
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """Tokens of a sequence to be computed: its missing tokens, and `draft_ids` behind them."""
+class PrefillJob:
+    """Tokens of a sequence to compute: its missing tokens, then `draft_ids`."""
 
     sequence: DraftSequence
     draft_ids: Seq[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """Readings that are complete, and the logits behind their last committed token and each of their drafts."""
+class PrefillResult:
+    """The complete jobs, with the logits after the last committed token and after each draft."""
 
-    readings: list[Reading]
-    logits: Tensor  # [R, V] float32, reading by reading
+    jobs: list[PrefillJob]
+    logits: Tensor  # [R, V] float32, job by job
 
 
 class DraftModel:
-    """A model runner, its sequences, and how chains grow by them.
+    """A model runner with its sequences and its sampler.
 
     Attributes:
-        sampler: chooses the drafts.
-        sequences: the open sequences.
-        translation: between its own tokens and the target's, which chains and trees are made of.
+        sampler: Chooses the drafts.
+        sequences: The open sequences.
+        translation: Maps the target's tokens, which chains and trees are made of, to the model's own tokens.
     """
 
     def __init__(
@@ -55,28 +55,28 @@ class DraftModel:
         self._tree_sampler = TreeSampler(Sampler())
         self._max_tokens_per_round = max_tokens_per_round
 
-    def read(self, readings: Seq[Reading]) -> Read:
-        """Compute what is committed but not in the pool, and the drafts behind it, within the budget of a round.
+    def prefill(self, jobs: Seq[PrefillJob]) -> PrefillResult:
+        """Compute the missing tokens and the drafts of jobs, within the token budget of a round.
 
-        Those with the least to compute go first: a long prompt waits for its turn, not the others for it.
+        Jobs with the fewest missing tokens go first, so they do not wait for a long prompt.
         """
         budget = self._max_tokens_per_round
         spans: list[Span] = []
-        begun: list[Reading] = []
-        for reading in sorted(readings, key=lambda reading: reading.sequence.num_missing_tokens):
+        begun: list[PrefillJob] = []
+        for job in sorted(jobs, key=lambda job: job.sequence.num_missing_tokens):
             if budget > 0:
-                spans.append(reading.sequence.next_span(budget, self.translation.read(reading.draft_ids)))
-                begun.append(reading)
+                spans.append(job.sequence.next_span(budget, self.translation.to_draft(job.draft_ids)))
+                begun.append(job)
                 budget -= len(spans[-1].token_ids)
         logits = self.translation.align(self.runner.forward(spans)) if spans else torch.empty(0, 0)
-        for reading, span in zip(begun, spans, strict=True):
-            blocks = reading.sequence.blocks
-            reading.sequence.computed(span)
+        for job, span in zip(begun, spans, strict=True):
+            blocks = job.sequence.blocks
+            job.sequence.computed(span)
             self.sequences.blocks.publish(blocks, blocks.num_computed_tokens)
-        return Read([reading for reading, span in zip(begun, spans, strict=True) if span.num_logits], logits)
+        return PrefillResult([job for job, span in zip(begun, spans, strict=True) if span.num_logits], logits)
 
     def grow(self, chains: Seq[Chain], is_stopped: Callable[[], bool] = lambda: False) -> bool:
-        """Feed every chain its own last token until all are long enough; False if it was stopped before."""
+        """Decode every chain until it is long enough; return False if `is_stopped` ended it early."""
         while chains := [chain for chain in chains if chain.num_left > 0]:
             token_ids = torch.tensor([chain.last_id for chain in chains])
             for step in self.runner.plan_own_steps(next_steps(chains)):
@@ -87,9 +87,9 @@ class DraftModel:
         return True
 
     def branch(self, trees: Seq[Tree], logits: Tensor) -> None:
-        """Grow trees whose roots have these logits, `[B, V]`, until no level is left that is worth a pass.
+        """Grow trees from their roots' logits, `[B, V]`, until no level is worth a pass.
 
-        A tree that finds no slots for its next level stays as it is.
+        A tree without free slots for its next level ends.
         """
         while trees:
             self._tree_sampler.branch(trees, logits)
@@ -99,5 +99,5 @@ class DraftModel:
             trees = [tree for tree in trees if tree.level]
             if trees:
                 spans = [tree.span() for tree in trees]
-                fed = [span._replace(token_ids=self.translation.read(span.token_ids)) for span in spans]
+                fed = [span._replace(token_ids=self.translation.to_draft(span.token_ids)) for span in spans]
                 logits = self.translation.align(self.runner.forward(fed))

@@ -1,4 +1,4 @@
-"""All sequences of a draft model, and which of them give up blocks when the pool is short."""
+"""All sequences of a draft model, and their eviction when the pool is full."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 class DraftSequences:
     """The draft's copies of the open sequences, over one pool of blocks.
 
-    A round is one call that drafts. Within it no sequence loses the blocks it has reserved; when the pool is short,
-    those drafted for longest ago give up theirs.
+    A round is one call that drafts. Within a round no sequence loses reserved blocks. When the pool is full, the
+    sequences that were drafted for longest ago lose their blocks.
     """
 
     def __init__(self, blocks: BlockManager, translation: Translation, grammars: GrammarCompiler | None = None) -> None:
-        """`grammars` None leaves drafts free of the grammars of their sequences, at the price of acceptance."""
+        """With `grammars` None, drafts ignore grammars and are accepted less often."""
         self.blocks = blocks
         self._translation = translation
         self._grammars = grammars
@@ -42,11 +42,11 @@ class DraftSequences:
             self.blocks.release(sequence.blocks)
 
     def begin_round(self) -> None:
-        """From here on, blocks reserved before may be given to others."""
+        """Begin a round: blocks that were reserved before may now be evicted."""
         self._round += 1
 
     def sync(self, target_sequence: RequestTokens) -> DraftSequence | None:
-        """Return the draft's copy, which now has all committed tokens; None for a sequence that is not open."""
+        """Return the draft's copy with all committed tokens; None if the sequence is not open."""
         sequence = self._by_id.get(target_sequence.request_id)
         if sequence is not None:
             sequence.sync(target_sequence)
@@ -54,19 +54,20 @@ class DraftSequences:
         return sequence
 
     def rewind(self, request_id: str, num_tokens: int) -> None:
-        """Behind its first `num_tokens` tokens a sequence is another one than it was when it was drafted for last.
+        """Drop a sequence's computed tokens after the first `num_tokens`, since they have changed.
 
-        A keyed block is never written again: a sequence that parts from one gives up its blocks, to adopt anew those
-        that it still agrees with.
+        A keyed block is never overwritten: if one has changed tokens, the sequence releases all its blocks and adopts
+        the valid ones again.
         """
         sequence = self._by_id.get(request_id)
         if sequence is not None and not sequence.rewind(num_tokens, self.blocks.block_size):
             self._release(sequence)
 
     def reserve(self, sequence: DraftSequence, num_tokens: int) -> bool:
-        """Slots for the first `num_tokens` positions, the cached prefix adopted; False if not even idling makes room.
+        """Reserve slots for the first `num_tokens` positions, and adopt a cached prefix.
 
-        A sequence that finds no room gives its own up.
+        Idle sequences are evicted if needed. If there is still no room, the sequence releases its own blocks, and the
+        result is False.
         """
         if not sequence.blocks.block_table:
             self.blocks.adopt_prefix(sequence.blocks)
@@ -81,7 +82,7 @@ class DraftSequences:
         self.blocks.check_integrity([sequence.blocks for sequence in self._by_id.values()])
 
     def _matcher(self, target_sequence: RequestTokens) -> GrammarMatcher | None:
-        """None also where the draft's own files do not do for the grammar; the target has the last word anyway."""
+        """Return the sequence's matcher; None without a grammar, or if the draft's tokenizer cannot express it."""
         if self._grammars is None:
             return None
         try:
@@ -91,7 +92,7 @@ class DraftSequences:
             return None
 
     def _evict_idle(self) -> bool:
-        """Release the blocks of the sequence drafted for longest ago, but of none in this round."""
+        """Release the blocks of the sequence that was drafted for longest ago, in an earlier round."""
         idle = [each for each in self._by_id.values() if each.last_round < self._round and each.blocks.block_table]
         if not idle:
             return False

@@ -1,4 +1,4 @@
-"""Loads a draft model, whatever its tokenizer: what a draft process serves."""
+"""Loads a draft model with any tokenizer, for a draft process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from engine.config import (
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.draft_model.text_proposer import TextProposer
-from engine.proposer.vocab_mapping.choice import Choice, choose_vocabulary
+from engine.proposer.vocab_mapping.choice import VocabularyChoice, choose_vocabulary
 from engine.proposer.vocab_mapping.translation import SharedTokens
 
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """A loaded draft model; `ahead` is set where it drafts ahead of verdicts too."""
+    """A loaded draft model; `ahead` is set if it also drafts ahead of verification."""
 
     proposer: ModelProposer | TextProposer
     ahead: AheadDrafter | None = None
@@ -36,10 +36,12 @@ def load_drafter(
     tree: TreeConfig | None = None,
     fan_out: int | None = None,
 ) -> Drafter:
-    """A draft for the target at `target_path`, which drafts ahead for `fan_out` outcomes per position of a pass.
+    """Load a draft model for the target at `target_path`.
+
+    With `fan_out` it drafts ahead for `fan_out` outcomes per position of a pass.
 
     Raises:
-        ConfigError: the model cannot be served, does not fit the target, or cannot draft in this way.
+        ConfigError: the model cannot be served, does not fit the target, or cannot draft with these settings.
     """
     choice = choose_vocabulary(target_path, model.path, vocabulary)
     if choice.vocabulary is DraftVocabulary.TEXT:
@@ -55,7 +57,7 @@ def load_drafter(
     return Drafter(proposer, None if fan_out is None else proposer.ahead_drafter(fan_out))
 
 
-def _why_text(choice: Choice, wanted: DraftVocabulary) -> str:
+def _why_text(choice: VocabularyChoice, wanted: DraftVocabulary) -> str:
     if wanted is DraftVocabulary.TEXT:
         return "draft.vocabulary is 'text'"
     coverage = choice.require_pair().coverage()

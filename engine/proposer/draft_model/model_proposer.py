@@ -1,8 +1,8 @@
-"""A draft model in this process: an independent, smaller language model with a KV pool of its own.
+"""A draft model in this process: a smaller language model with its own KV pool.
 
-One round: every sequence catches up with its committed tokens in one batch; its last rows give the first drafts;
-then all take K - 1 steps of one row each, and every step's tokens are the next step's input. What a rejected draft
-wrote is overwritten by the next round. Where drafts may branch, the steps are the levels of trees instead.
+In a round the model first computes the missing committed tokens of all sequences in one batch. The last rows give the
+first drafts. Then all sequences take K - 1 steps of one row each; every step's tokens are the next step's input. The
+next round overwrites the KV of rejected drafts. In tree drafts the steps are the levels of the trees.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.kv_cache.block_manager import BlockManager
 from engine.model.loader import tokenizer_file
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter
-from engine.proposer.draft_model.draft_model import DraftModel, Reading
+from engine.proposer.draft_model.draft_model import DraftModel, PrefillJob
 from engine.proposer.draft_model.draft_sequence import DraftSequence
 from engine.proposer.draft_model.draft_sequences import DraftSequences
 from engine.proposer.growth.chain import Chain
@@ -34,7 +34,7 @@ from engine.sequence.request_tokens import RequestTokens
 
 @dataclass(frozen=True, slots=True)
 class _DraftPlan:
-    """A sequence that can have a draft now, how long it may be, and of how many nodes if it may be a tree."""
+    """A sequence that can be drafted for, the longest draft, and the number of nodes if the draft may be a tree."""
 
     sequence: DraftSequence
     num_drafts: int
@@ -52,8 +52,9 @@ class _DraftPlan:
 class ModelProposer:
     """Drafts by running a model; implements `Proposer`.
 
-    It never fails a round: a sequence whose prompt is not computed yet, that finds no blocks or that is longer than the
-    draft's positions gets `NO_DRAFT`. When the pool is short, sequences drafted for longest ago give up their blocks.
+    A round never fails. A sequence gets `NO_DRAFT` if its prompt is not computed yet, if it finds no blocks, or if it
+    is longer than the draft's positions. When the pool is full, sequences that were drafted for longest ago lose their
+    blocks.
     """
 
     def __init__(
@@ -67,13 +68,19 @@ class ModelProposer:
         tree: TreeConfig | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        """`max_tokens_per_round` bounds the prompt tokens computed before a round's drafts.
+        """Take a loaded model and its pool.
 
-        Without `translation` the vocabularies are one, and `target_vocab_size` is with the target's padding. Without
-        `tree` drafts are chains whatever a query has room for.
+        Args:
+            runner: Computes the draft model.
+            blocks: The draft's KV pool.
+            max_tokens_per_round: Most prompt tokens that are computed before a round's drafts.
+            target_vocab_size: Width of the target's logits, padding included.
+            translation: Maps the target's tokens to the draft's; without it both have one vocabulary.
+            tree: The shape of tree drafts; without it all drafts are chains.
+            grammars: Compiles the grammars of requests; without it drafts ignore them.
 
         Raises:
-            ConfigError: draft and target have different vocabularies, and there is no translation.
+            ConfigError: draft and target have different vocabularies, and `translation` is missing.
         """
         if translation is None:
             translation = SameVocabulary(runner.vocab_size, target_vocab_size or runner.vocab_size)
@@ -93,9 +100,9 @@ class ModelProposer:
         translation: Translation | None = None,
         tokenizer_path: str | None = None,
     ) -> ModelProposer:
-        """Load the draft and give it a pool. Without `target_vocab_size` the two vocabularies are taken to be equal.
+        """Load the draft and allocate its pool. Without `target_vocab_size` the target has the draft's vocabulary size.
 
-        Grammars are about the tokens of the model at `tokenizer_path`; None is the draft itself.
+        Grammars use the tokenizer of the model at `tokenizer_path`, by default the draft's.
 
         Raises:
             ConfigError: the model cannot be served, or does not fit the target.
@@ -120,61 +127,65 @@ class ModelProposer:
 
     @property
     def counts(self) -> TranslationCounts:
-        """Tokens that were lost on the way to the target's vocabulary."""
+        """Counts of tokens that were lost in translation to the target's vocabulary."""
         return self._model.translation.counts
 
     @property
     def model_version(self) -> str:
-        """Names the draft's weights."""
+        """The version of the draft's weights."""
         return self._model.runner.model_version
 
     def ahead_drafter(self, fan_out: int) -> AheadDrafter:
-        """Return a drafter ahead of verdicts with this model, for the sequences that are open here."""
+        """Return a drafter ahead of verification with this model, for this proposer's open sequences."""
         return AheadDrafter(self._model, fan_out)
 
     def open(self, sequence: RequestTokens) -> None:
-        """Begin a copy of the sequence."""
+        """Add a copy of the sequence."""
         self.sequences.open(sequence)
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
-        """Nothing to do: `propose` compares its drafts with the committed tokens."""
+        """Do nothing: `propose` compares its drafts with the committed tokens."""
 
     def rewind(self, request_id: str, num_tokens: int) -> None:
-        """Only the first `num_tokens` tokens of a sequence are still what they were; drafts of it start over there."""
+        """Drop a sequence's computed tokens after the first `num_tokens`, since they have changed."""
         self.sequences.rewind(request_id, num_tokens)
 
     def close(self, request_id: str) -> None:
-        """Forget the sequence and free its blocks."""
+        """Remove the sequence and free its blocks."""
         self.sequences.close(request_id)
 
     @torch.inference_mode()
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
-        """Read what was committed, then grow all drafts together."""
+        """Prefill the newly committed tokens, then grow all drafts together."""
+        # Reserve slots, and prefill.
         self.sequences.begin_round()
         plans = {plan.request_id: plan for query in queries if (plan := self._begin(query))}
-        read = self._model.read([Reading(plan.sequence) for plan in plans.values()])
-        ready = [plans[reading.sequence.target_sequence.request_id] for reading in read.readings]
+        result = self._model.prefill([PrefillJob(plan.sequence) for plan in plans.values()])
+        ready = [plans[job.sequence.target_sequence.request_id] for job in result.jobs]
+        # Grow the chains, then the trees.
         branching = [row for row, plan in enumerate(ready) if plan.num_nodes > 0]
-        roots = read.logits[branching] if branching else read.logits[:0]  # a copy: the chains' passes overwrite them
-        drafts = self._draft_chains(ready, read.logits)
+        roots = (
+            result.logits[branching] if branching else result.logits[:0]
+        )  # a copy: the chains' passes overwrite them
+        drafts = self._draft_chains(ready, result.logits)
         drafts |= self._draft_trees([ready[row] for row in branching], roots)
         return [drafts.get(query.sequence.request_id, NO_DRAFT) for query in queries]
 
     def _draft_chains(self, ready: Seq[_DraftPlan], logits: Tensor) -> dict[str, Draft]:
-        """The drafts of those that have no tree, by request id; `logits [B, V]` are those of all."""
+        """Return the chains by request id; `logits [B, V]` has a row for every plan in `ready`."""
         rows = [row for row, plan in enumerate(ready) if plan.num_nodes == 0]
         chains = [ready[row].chain() for row in rows]
         if chains:
             self._model.sampler.extend(chains, logits if len(rows) == len(ready) else logits[rows])
             self._model.grow(chains)
         for row, chain in zip(rows, chains, strict=True):
-            ready[row].sequence.unverified_ids = self._model.translation.read(chain.token_ids[:-1])
+            ready[row].sequence.unverified_ids = self._model.translation.to_draft(chain.token_ids[:-1])
         return {ready[row].request_id: chain.draft() for row, chain in zip(rows, chains, strict=True)}
 
     def _draft_trees(self, plans: Seq[_DraftPlan], logits: Tensor) -> dict[str, Draft]:
-        """Trees from roots with these logits, `[B, V]`.
+        """Return the trees by request id, grown from their roots' logits, `[B, V]`.
 
-        Their KV is not kept: the next round computes again what was accepted.
+        Their KV is not kept: the next round computes the accepted tokens again.
         """
         trees = [self._tree(plan) for plan in plans]
         if trees:
@@ -182,7 +193,7 @@ class ModelProposer:
         return {plan.request_id: tree.draft() for plan, tree in zip(plans, trees, strict=True)}
 
     def _begin(self, query: DraftQuery) -> _DraftPlan | None:
-        """The query's sequence with slots for its committed tokens and all drafts that are fed back."""
+        """Reserve slots for a query's committed tokens and for all drafts that are inputs; None if that fails."""
         sequence = self.sequences.sync(query.sequence)
         if sequence is None or not sequence.blocks.token_ids:
             return None
@@ -194,7 +205,7 @@ class ModelProposer:
         return _DraftPlan(sequence, num_drafts, query.max_tree_nodes if self._tree_config is not None else 0)
 
     def _tree(self, plan: _DraftPlan) -> Tree:
-        assert self._tree_config is not None, "without one no plan has nodes"
+        assert self._tree_config is not None, "only a configured tree can be grown"
         sequence = plan.sequence
         shape = shape_of(self._tree_config, sequence.target_sequence, plan.num_nodes, plan.num_drafts)
         return Tree(sequence.target_sequence, sequence.blocks, shape, plan.num_nodes, plan.num_drafts, sequence.matcher)

@@ -1,4 +1,4 @@
-"""A draft for the target to look up by the tokens that it continues."""
+"""A draft that the target looks up by the tokens before it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from engine.draft import Draft
 
 
 class Offer(NamedTuple):
-    """Drafts that continue the first `base_len` committed tokens and `after`; of use once exactly these are committed.
+    """A draft after the first `base_len` committed tokens and `after`; usable once exactly these are committed.
 
-    Offers made ahead of a verdict have one such outcome each in `after`; one that answers a commit has nothing there.
-    It is a tuple because it is sent as one.
+    An offer made ahead of verification has a possible outcome in `after`. In the answer to a commit `after` is empty.
+    A tuple, since it is sent as one.
     """
 
     request_id: str

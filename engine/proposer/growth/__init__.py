@@ -1,1 +1,1 @@
-"""Drafts as they grow: chains and trees, and how their tokens are chosen."""
+"""Growing drafts: chains and trees, and the choice of their tokens."""

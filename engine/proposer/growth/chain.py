@@ -1,4 +1,4 @@
-"""Drafts in the making: one growing chain of tokens per sequence, and how the next token of all of them is chosen."""
+"""Growing chains, one per sequence, and the choice of their next tokens."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from engine.span import Span
 from engine.verifier.verify_task import IMPOSSIBLE_ID
 from protos.messages import VerifyMode
 
-_MAX_STEPS = 16  # of one plan
+_MAX_STEPS = 16  # in one plan
 _DISTRIBUTION_SIZE = 32  # at T=1, 8, 32 and 128 tokens accept 63, 68 and 71% of drafts in a synthetic study
 
 
 class Chain:
-    """The draft of one sequence while it grows, behind `prefix_ids`; `block_table` has slots for both.
+    """The growing draft of one sequence, after `prefix_ids`; `block_table` has slots for both.
 
-    `row` sees `token_ids` grow: it always stands for the next token. To the row the prefix is committed, so a chain
-    behind tokens that are merely likely is the chain that they would get once they are committed.
+    `row` shares `token_ids`, so it always samples the next token. It treats the prefix as committed: a chain after
+    likely tokens equals the chain after the same tokens once they are committed.
 
-    Tokens are the target's. Those that are fed lie `position_offset` slots behind their positions: the draft model may
-    read more tokens than the target has before the drafts, or less. `matcher` has read the committed tokens.
+    Tokens are the target's. The KV index of a token is its position plus `position_offset`, since the draft model may
+    have more or fewer tokens than the target before the drafts. `matcher` has accepted the committed tokens.
     """
 
     def __init__(
@@ -49,7 +49,9 @@ class Chain:
         self.token_ids: list[int] = []
         self.distributions: list[SparseDistribution] = []
         self.block_table = block_table
-        self._num_sound: int | None = None  # tokens before the first that is not; None: all are
+        self._num_finite: int | None = (
+            None  # tokens before the first with logits that are not finite; None if there is no such token
+        )
         self._matcher = matcher
         self._position_offset = position_offset
         self.is_coupled = sequence.verify is VerifyMode.COUPLED
@@ -57,59 +59,59 @@ class Chain:
 
     @property
     def num_left(self) -> int:
-        """Tokens until it is long enough."""
+        """The number of tokens to add."""
         return self.num_wanted - len(self.token_ids)
 
     @property
     def last_id(self) -> int:
-        """The token to be fed next."""
+        """The next input token."""
         return self.token_ids[-1] if self.token_ids else self.row.token_ids[-1]
 
     @property
     def next_kv_index(self) -> int:
-        """KV index of the token to be fed next."""
+        """The KV index of the next input token."""
         return self.row.position - 1 + self._position_offset
 
-    def add(self, token_id: int, *, is_sound: bool) -> None:
-        """Append a token; one is not sound that logits gave which are not finite."""
-        if not is_sound and self._num_sound is None:
-            self._num_sound = len(self.token_ids)
+    def add(self, token_id: int, *, is_finite: bool) -> None:
+        """Append a token; `is_finite` if its logits were finite."""
+        if not is_finite and self._num_finite is None:
+            self._num_finite = len(self.token_ids)
         self.token_ids.append(token_id)
 
     def draft(self) -> Draft:
-        """Return what has grown so far; it ends with a token that is none where the draft model has overflowed.
+        """Return the draft so far; if the draft model overflowed, it ends with `IMPOSSIBLE_ID`.
 
-        The target computes what lies before that, and counts it as invalid.
+        The target computes the tokens before `IMPOSSIBLE_ID` and rejects it.
         """
         token_ids, distributions = tuple(self.token_ids), tuple(self.distributions)
-        if self._num_sound is not None:
-            token_ids = (*token_ids[: self._num_sound], IMPOSSIBLE_ID)
+        if self._num_finite is not None:
+            token_ids = (*token_ids[: self._num_finite], IMPOSSIBLE_ID)
             if distributions:
-                distributions = (*distributions[: self._num_sound], one_hot(IMPOSSIBLE_ID))
+                distributions = (*distributions[: self._num_finite], one_hot(IMPOSSIBLE_ID))
         return Draft(token_ids, distributions)
 
     def next_row(self) -> LogitsRow:
-        """`row`, with what the grammar allows there."""
+        """Return `row` with the grammar's mask."""
         return masked(self.row, self._matcher, len(self.sequence.token_ids))
 
 
 def next_steps(chains: Seq[Chain]) -> list[Span]:
-    """The next tokens that each chain feeds back, the first of them known, in their slots; equally many of all."""
+    """Return a span of input tokens per chain, all of one length; only the first token of each is known yet."""
     num_steps = min(_MAX_STEPS, *(chain.num_left for chain in chains))
     return [Span([0] * num_steps, chain.next_kv_index, chain.block_table, num_steps) for chain in chains]
 
 
 def row_after(sequence: RequestTokens, prefix_ids: Seq[int], draft_ids: Seq[int]) -> LogitsRow:
-    """The row of the sequence that samples what follows `prefix_ids`, taken as committed, and then `draft_ids`."""
+    """Return the row that samples the token after `prefix_ids`, treated as committed, and `draft_ids`."""
     return LogitsRow(
         sequence.sampling, prefix_ids, sequence.num_prompt_tokens, sequence.request.sample_index, draft_ids=draft_ids
     )
 
 
 def masked(row: LogitsRow, matcher: GrammarMatcher | None, num_committed: int) -> LogitsRow:
-    """Return the row with what the grammar allows behind its prefix; `row` itself without a grammar.
+    """Return the row with the grammar's mask after its prefix; `row` itself without a grammar.
 
-    `matcher` has read the `num_committed` committed tokens; the prefix may be longer.
+    `matcher` has accepted the `num_committed` committed tokens; the prefix may be longer.
     """
     if matcher is None:
         return row
@@ -118,34 +120,34 @@ def masked(row: LogitsRow, matcher: GrammarMatcher | None, num_committed: int) -
 
 
 class ChainSampler:
-    """Chooses drafts with the sampler that the target verifies them with."""
+    """Chooses the tokens of chains with the target's sampler."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
     def extend(self, chains: Seq[Chain], logits: Tensor) -> Tensor:
-        """Append one token to each chain and return them, [B] int64; `logits` are [B, V] float32.
+        """Append one token to each chain and return the tokens, `[B] int64`; `logits` are `[B, V] float32`.
 
-        Chains for coupled verification sample with the noise the target will use; all others are drawn from a
-        sparse distribution that goes along, with noise of their own.
+        Chains for coupled verification sample with the target's noise. All others draw from a sparse distribution,
+        which the draft carries, with separate noise.
         """
         rows = [chain.next_row() for chain in chains]
         with limited_threads(logits):
-            are_sound = are_finite(logits)
+            are_valid = are_finite(logits)
             if all(chain.is_coupled for chain in chains):
                 token_ids = self._sampler.draw(logits, rows)
             else:
                 token_ids = self._choose_mixed(chains, self._sampler.apply_processors(logits, rows), rows)
-        for chain, token_id, is_sound in zip(chains, token_ids.tolist(), are_sound.tolist(), strict=True):
-            chain.add(token_id, is_sound=is_sound)
+        for chain, token_id, is_finite in zip(chains, token_ids.tolist(), are_valid.tolist(), strict=True):
+            chain.add(token_id, is_finite=is_finite)
         return token_ids
 
     def rank(self, rows: Seq[LogitsRow], is_coupled: Seq[bool], logits: Tensor, k: int) -> list[list[int]]:
-        """The up to `k` tokens per row that the target will most likely say there, likeliest first.
+        """Return up to `k` tokens per row that the target will most likely emit, likeliest first.
 
-        The target's token is the argmax of its scores plus a noise that is public: in coupled verification that of
-        every token, elsewhere that of the recovered or bonus token. So the draft ranks its own scores plus that noise
-        (and draws no draft from it).
+        The target emits the argmax of its scores plus public noise: in coupled verification the noise of every token,
+        otherwise the noise of the recovered or bonus token. So the draft ranks its own scores plus that noise, and
+        draws no draft from it.
         """
         scores = self._sampler.apply_processors(logits, rows)
         ranked: list[list[int]] = [[]] * len(rows)

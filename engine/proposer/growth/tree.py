@@ -1,12 +1,12 @@
-r"""A draft tree in the making: it grows level by level, and each level is one pass of the draft model.
+r"""A growing draft tree: it grows level by level, and each level is one pass of the draft model.
 
-Behind committed tokens:
+After the committed tokens:
 
-            c a t                committed
+            c a t                committed tokens
             /   \
-           x     y               level 1, from the logits behind what is committed
+           x     y               level 1, from the logits after the committed tokens
           / \    |
-         u   v   w               level 2, from one pass over x and y; then one over those of u, v, w that still matter
+         u   v   w               level 2, from one pass over x and y; the next pass computes the best of u, v, w
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = -1
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A candidate behind a node: how sure the draft is that it stands if the node does, or what it was drawn from."""
+    """A candidate child: the log of its chance if its parent is accepted, or the distribution it was drawn from."""
 
     token_id: int
     log_confidence: float = 0.0
@@ -37,7 +37,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A child in its tree. The draft has the nodes with the most `merit`; no node has more of it than its parent."""
+    """A child in its tree. The draft keeps the nodes with the most `merit`, which never exceeds the parent's."""
 
     child: Child
     parent: int
@@ -46,23 +46,23 @@ class Node:
 
 
 class Shape(Protocol):
-    """The nodes that a tree has."""
+    """Decides which nodes a tree has."""
 
     def num_wanted(self, node: Node | None) -> int:
-        """Children that are wanted of a node, of the root for None; the merit they get is `merit_of`."""
+        """Return the number of children to choose for a node; None is the root."""
 
     def merit_of(self, parent: Node | None, rank: int, child: Child) -> float:
-        """Merit of the child that comes at `rank` behind its parent."""
+        """Return the merit of a parent's child of rank `rank`."""
 
 
 class Tree:
-    """The draft of one sequence while it branches, up to `max_nodes` nodes, none deeper than `max_depth`.
+    """The growing draft tree of one sequence, with up to `max_nodes` nodes and a depth of at most `max_depth`.
 
-    `sequence` is the target's, and so are the nodes' tokens; `blocks` are the same tokens as the drafting model reads
-    them, with its KV. `matcher` has read the committed tokens.
+    `sequence` and the nodes' tokens are the target's; `blocks` has the sequence in the draft model's tokens, with its
+    KV. `matcher` has accepted the committed tokens.
 
-    `level` are the nodes whose children are wanted next. What is computed of a node lies behind the committed tokens
-    and the nodes computed before it, whatever its depth.
+    `level` has the nodes whose children are chosen next. The KV of the nodes follows the committed tokens in the order
+    of computation, at any depth.
     """
 
     def __init__(
@@ -86,26 +86,26 @@ class Tree:
 
     @property
     def num_slots(self) -> int:
-        """Slots for the committed tokens and all nodes that have been computed or are next."""
+        """The number of slots for the committed tokens, the computed nodes and the current level."""
         return len(self.blocks.token_ids) + len(self._computed)
 
     @property
     def level_parents(self) -> list[int]:
-        """The parent of each node of the level: nodes of the level before, or the root."""
+        """The parent of each node of the level: a node of the previous level, or the root."""
         return [self._nodes[node].parent for node in self.level]
 
     @property
     def rows(self) -> list[LogitsRow]:
-        """The rows that choose the children of the level."""
+        """The rows that sample the children of the level."""
         return [self._row(node) for node in self.level]
 
     @property
     def num_wanted(self) -> list[int]:
-        """Children that are wanted of each node of the level."""
+        """The number of children to choose for each node of the level."""
         return [self._shape.num_wanted(self._node(node)) for node in self.level]
 
     def add(self, children: Seq[Seq[Child]]) -> None:
-        """Put children behind the nodes of the level, best or first drawn first, and make the next level of them."""
+        """Add children to the nodes of the level, best or first drawn first, and set the next level."""
         first = len(self._nodes)
         for parent, siblings in zip(self.level, children, strict=True):
             above = self._node(parent)
@@ -117,11 +117,11 @@ class Tree:
         self._computed += self.level
 
     def stop(self) -> None:
-        """Leave the tree as it is."""
+        """End the tree's growth."""
         self.level = []
 
     def span(self) -> Span:
-        """The pass that computes the level, and a row of logits for each of its nodes."""
+        """Return the span that computes the level, with a row of logits for each node."""
         indices = {node: index for index, node in enumerate(self._computed)}
         parents = [indices.get(self._nodes[node].parent, ROOT) for node in self._computed]
         start = self.num_slots - len(self.level)
@@ -129,7 +129,7 @@ class Tree:
         return Span(token_ids, start, self.blocks.block_table, len(token_ids), parents)
 
     def draft(self) -> Draft:
-        """The tree's best nodes, best first."""
+        """Return a draft of the tree's best nodes, best first."""
         chosen = self._chosen()
         indices = {node: index for index, node in enumerate(chosen)}
         children = [self._nodes[node].child for node in chosen]
@@ -140,7 +140,7 @@ class Tree:
         )
 
     def _chosen(self) -> list[int]:
-        """The nodes of most merit. Sorting is stable, so that a parent stays before a child that is its equal."""
+        """Return the nodes with the most merit. The sort is stable: a parent stays before a child of equal merit."""
         by_merit = sorted(range(len(self._nodes)), key=lambda node: -self._nodes[node].merit)
         return by_merit[: self._max_nodes]
 

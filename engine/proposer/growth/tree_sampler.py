@@ -1,4 +1,4 @@
-"""The choice of the children of a tree's nodes: by the noise that verifies them, or drawn without replacement."""
+"""Chooses the children of a tree's nodes: by the verifier's noise, or drawn without replacement."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from engine.sampling.sampler import Sampler, draft_lanes, pass_keys
 from engine.sampling.sparse_distribution import WEIGHT_BITS, choose, quantize, sparse_distributions
 
 _DISTRIBUTION_SIZE = 32  # as for chains
-_NUM_BITS = 62 - WEIGHT_BITS  # of a uniform number that is scaled by the weight that is left
-_LANES_PER_RANK = 1 << 16  # more than drafts are deep
+_NUM_BITS = 62 - WEIGHT_BITS  # of a uniform number, which is multiplied by the remaining weight
+_LANES_PER_RANK = 1 << 16  # more than the depth of any draft
 
 
 class TreeSampler:
-    """Chooses children with the sampler that the target verifies them with."""
+    """Chooses children with the target's sampler."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
     def branch(self, trees: Seq[Tree], logits: Tensor) -> None:
-        """Add the children of every tree's level; `logits [R, V] float32` have a row for each node of the levels."""
+        """Add children to every tree's level; `logits [R, V] float32` has a row for each node of the levels."""
         rows = [row for tree in trees for row in tree.rows]
         wanted = [number for tree in trees for number in tree.num_wanted]
         are_matched = [tree.sequence.is_matched for tree in trees for _ in tree.level]
@@ -35,7 +35,7 @@ class TreeSampler:
     def _choose(
         self, scores: Tensor, rows: Seq[LogitsRow], wanted: Seq[int], are_matched: Seq[bool]
     ) -> list[list[Child]]:
-        """Return the children of each row, as the verification of its sequence wants them."""
+        """Return the children of each row, chosen for the verification of its sequence."""
         children: list[list[Child]] = [[]] * len(rows)
         for choose_children, flag in ((self._best, True), (self._drawn, False)):
             chosen = [index for index, each in enumerate(are_matched) if each is flag]
@@ -46,10 +46,10 @@ class TreeSampler:
         return children
 
     def _best(self, scores: Tensor, rows: Seq[LogitsRow], wanted: Seq[int]) -> list[list[Child]]:
-        """Return the tokens with the highest scores under the target's noise, which the target will probably sample.
+        """Return the tokens with the highest scores plus the target's noise, which the target will probably sample.
 
-        Confidence is the softmax of the noisy scores with the temperature taken out again, for draft and target differ
-        by as much at every temperature; of a greedy row it is the draft's own probability.
+        The confidence is the softmax of the noisy scores without the temperature, since draft and target differ equally
+        at every temperature. For a greedy row it is the draft's own probability.
         """
         noisy = self._sampler.perturb(scores, rows, Purpose.TARGET_GUMBEL)
         heat = [1.0 if row.sampling.is_greedy else row.sampling.temperature for row in rows]
@@ -63,10 +63,10 @@ class TreeSampler:
         ]
 
     def _drawn(self, scores: Tensor, rows: Seq[LogitsRow], wanted: Seq[int]) -> list[list[Child]]:
-        """Draw from each row's sparse distribution without replacement, fewer than wanted where it has fewer tokens.
+        """Draw up to `wanted` tokens from each row's sparse distribution without replacement.
 
-        The first is what a chain would draw. Noise is that of `Sampler.sample_sparse`, a lane for each draw; nodes at
-        one depth share it, and only one of them is ever judged.
+        The first token equals the token that a chain draws. The noise is as in `Sampler.sample_sparse`, with a lane per
+        draw. Nodes of one depth share it, and only one of them is ever verified.
         """
         probs, token_ids = self._sampler.probs(scores, rows).topk(min(_DISTRIBUTION_SIZE, scores.shape[1]))  # [R, k]
         left = quantize(probs)

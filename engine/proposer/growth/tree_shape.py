@@ -1,7 +1,7 @@
-"""The nodes that a tree has: those that are likeliest to stand, or the same ones in every pass.
+"""The shape of a tree: the nodes that are likeliest to be accepted, or the same nodes in every pass.
 
-Drafts drawn for rejection must have a shape that is the same in every pass: to keep or drop nodes by what was drawn
-would bias the output.
+Drafts drawn for rejection need the same shape in every pass: choosing nodes by their drawn tokens would bias the
+output.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from engine.draft import depths
 from engine.proposer.growth.tree import Child, Node, Shape
 from engine.sequence.request_tokens import RequestTokens
 
-# How often the first, second, ... child stands. The first is the demo pair's at T=1; the rest is assumed.
+# The acceptance of the first, second, ... child. The first is measured with the demo pair at T=1; the rest is assumed.
 RANK_ACCEPTANCE = (0.60, 0.14, 0.06, 0.035, 0.02, 0.015)
 
 
 class DynamicShape:
-    """The nodes whose paths the draft is surest of (EAGLE-2, arXiv:2406.16858; OPT-Tree, arXiv:2406.17276).
+    """The nodes with the most probable paths (EAGLE-2, arXiv:2406.16858; OPT-Tree, arXiv:2406.17276).
 
-    Merit is the log of the path's probability. A node that is not among the best now will never be, so it needs no
-    children: the tree that comes out is the best of its size, and stops growing where depth no longer pays.
+    Merit is the log of the path's probability. A node that is not among the best now never will be, so it needs no
+    children: the result is the best tree of its size, and it ends where depth no longer pays.
     """
 
     def __init__(self, num_nodes: int) -> None:
@@ -37,7 +37,7 @@ class DynamicShape:
 
 
 class StaticShape:
-    """The nodes of `parents`, as in `engine.draft.Draft`; merit is minus their index, so that they keep their order."""
+    """The nodes of `parents`, as in `engine.draft.Draft`. Merit is minus the index, so the nodes keep their order."""
 
     def __init__(self, parents: Seq[int]) -> None:
         self._children: dict[int, list[int]] = {}
@@ -57,11 +57,12 @@ def _index(node: Node | None) -> int:
 
 @cache
 def best_parents(num_nodes: int, max_depth: int, acceptance: tuple[float, ...] = RANK_ACCEPTANCE) -> tuple[int, ...]:
-    """The static tree that holds the most accepted tokens on average (Sequoia, arXiv:2402.12374).
+    """Return the static tree with the most accepted tokens on average (Sequoia, arXiv:2402.12374).
 
-    `acceptance[j]` is the chance that a node's child j stands. A node is worth the product of the chances on its path,
-    so the best tree has the `num_nodes` most valuable nodes; they come in the order of their value.
+    `acceptance[j]` is the chance that child j of a node is accepted. The value of a node is the product of the chances
+    on its path, so the best tree has the `num_nodes` most valuable nodes, in the order of their value.
     """
+    # Take the most valuable candidate, then add its first child and its next sibling.
     parents: list[int] = []
     candidates = [(-acceptance[0], 0, -1, 0, 1)]  # heap of (-value, tie, parent, rank, depth)
     while candidates and len(parents) < num_nodes:
@@ -71,13 +72,13 @@ def best_parents(num_nodes: int, max_depth: int, acceptance: tuple[float, ...] =
         if depth < max_depth:
             heappush(candidates, (loss * acceptance[0], 2 * node + 1, node, 0, depth + 1))
         if rank + 1 < len(acceptance):
-            younger = loss / acceptance[rank] * acceptance[rank + 1]
-            heappush(candidates, (younger, 2 * node + 2, parent, rank + 1, depth))
+            sibling = loss / acceptance[rank] * acceptance[rank + 1]
+            heappush(candidates, (sibling, 2 * node + 2, parent, rank + 1, depth))
     return tuple(parents)
 
 
 def trimmed(parents: Seq[int], num_nodes: int, max_depth: int) -> tuple[int, ...]:
-    """A shape without nodes deeper than `max_depth`, and no more than the first `num_nodes` of the others."""
+    """Return a shape of the first `num_nodes` nodes that are not deeper than `max_depth`."""
     indices = {-1: -1}
     for node, depth in enumerate(depths(parents)):
         if depth <= max_depth and len(indices) <= num_nodes:
@@ -86,7 +87,7 @@ def trimmed(parents: Seq[int], num_nodes: int, max_depth: int) -> tuple[int, ...
 
 
 def shape_of(config: TreeConfig, sequence: RequestTokens, num_nodes: int, max_depth: int) -> Shape:
-    """The shape of one pass's tree. Only drafts that are verified by matching may choose it by their tokens."""
+    """Return the shape of a pass's tree. Only drafts that are verified by matching may choose it by their tokens."""
     if config.kind is TreeKind.DYNAMIC and sequence.is_matched:
         return DynamicShape(num_nodes)
     if config.parents:

@@ -1,4 +1,4 @@
-"""The proposers of what drafts in a runner's own process: its head, or its own weights."""
+"""The proposers in a runner's own process: by its head, or by its own weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.proposer.self_proposer import SelfProposer
 
 
 def head_proposer(runner: ModelRunner, tree: TreeConfig | None) -> HeadProposer | None:
-    """Return a proposer by the head of `runner`, of trees where there is a `tree`; None for a runner without a head."""
+    """Return a proposer with the runner's head, or None if it has no head; with a `tree` it can draft trees."""
     if runner.head is None:
         return None
     if isinstance(runner.head, MedusaHeads):
@@ -22,7 +22,7 @@ def head_proposer(runner: ModelRunner, tree: TreeConfig | None) -> HeadProposer 
 
 
 def self_proposer(runner: ModelRunner, tree: TreeConfig | None) -> Proposer | None:
-    """Return a proposer by the weights of `runner`; None for a runner that does not draft for itself."""
+    """Return a proposer with the runner's own weights; None if the runner does not draft for itself."""
     if runner.self_draft is None:
         return None
     return GuardedProposer(SelfProposer(runner, runner.self_draft, tree))

@@ -1,7 +1,7 @@
-"""Drafts by Medusa heads: every position's distribution comes from one hidden state, so a round is one small product.
+"""Drafts by Medusa heads: one hidden state gives the distributions of all positions, so a round is one small product.
 
-The distributions of later positions do not know the earlier drafts. That costs acceptance and no exactness: each draft
-is drawn from the distribution that goes along with it, or sampled with the noise that verifies it.
+The distributions of later positions do not depend on the earlier drafts. This lowers acceptance, but stays exact: each
+draft is drawn from the distribution that it carries, or sampled with the verifier's noise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.proposer.passed_rows import PassedRows
 
 
 class MedusaProposer(StateProposer):
-    """Learns the state of each sequence's last row; a draft is as long as there are heads."""
+    """Keeps the state of each sequence's last row; a draft has at most one token per head."""
 
     def __init__(self, runner: ModelRunner, heads: MedusaHeads, tree: TreeConfig | None) -> None:
         super().__init__(runner, tree, heads.num_heads)
@@ -36,7 +36,7 @@ class MedusaProposer(StateProposer):
             self._states.keep(newest, features.index_select(0, rows))
 
     def _grow(self, chains: Seq[Chain], states: Tensor) -> None:
-        """Head by head, since penalties and grammars of a row count the drafts before it."""
+        """Sample head by head, since penalties and grammars of a row depend on the drafts before it."""
         logits = self._heads.logits(states, max(chain.num_left for chain in chains))  # [B, K, V]
         for depth in range(logits.shape[1]):
             growing = [row for row, chain in enumerate(chains) if chain.num_left > 0]
@@ -44,7 +44,7 @@ class MedusaProposer(StateProposer):
                 self._chain_sampler.extend([chains[row] for row in growing], logits[growing, depth])
 
     def _branch(self, trees: Seq[Tree], states: Tensor) -> None:
-        """All nodes of a level have the distribution of their depth's head."""
+        """Grow level by level; all nodes of a level share the distribution of one head."""
         logits = self._heads.logits(states, max(tree.max_depth for tree in trees))  # [B, K, V]
         for depth in range(logits.shape[1]):
             growing = [row for row, tree in enumerate(trees) if tree.level]

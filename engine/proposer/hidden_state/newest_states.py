@@ -1,4 +1,4 @@
-"""The states that heads draft from: per open sequence, the state behind its newest token but one."""
+"""The hidden states that heads draft from: one per open sequence, of the row that sampled its newest token."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from engine.sequence.request_tokens import RequestTokens
 
 @dataclass(frozen=True, slots=True)
 class _Newest:
-    """A state [S], and the number of committed tokens that it stands before the end of."""
+    """A state, `[S]`, and the number of committed tokens that it was computed for."""
 
     state: Tensor
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """Queries that can be drafted for, and their states [B, S]."""
+class DraftableQueries:
+    """Queries with a state, and their states, `[B, S]`."""
 
     queries: list[DraftQuery]
     states: Tensor
 
 
 class NewestStates:
-    """Follows the open sequences of one proposer. A state is used for exactly the tokens that it was computed for."""
+    """The states of a proposer's open sequences. A state is used only for the tokens that it was computed for."""
 
     def __init__(self) -> None:
         self._newest: dict[str, _Newest | None] = {}
@@ -42,17 +42,17 @@ class NewestStates:
         self._newest.pop(request_id, None)
 
     def keep(self, passed: Seq[PassedRows], states: Tensor) -> None:
-        """`states` [B, S] belong to the last rows of `passed`, whose sequences have all sampled."""
+        """Keep `states [B, S]`, which belong to the last rows of `passed`; all these sequences have sampled."""
         for each, state in zip(passed, states, strict=True):
             if each.sequence.request_id in self._newest:
                 self._newest[each.sequence.request_id] = _Newest(state, each.num_tokens)
 
-    def of(self, queries: Seq[DraftQuery]) -> Ready | None:
-        """The queries whose state is here, in order; None where none is."""
+    def of(self, queries: Seq[DraftQuery]) -> DraftableQueries | None:
+        """Return the queries that have a current state, in order; None if no query has one."""
         found = [(query, newest) for query in queries if (newest := self._of(query.sequence)) is not None]
         if not found:
             return None
-        return Ready([query for query, _ in found], torch.stack([newest.state for _, newest in found]))
+        return DraftableQueries([query for query, _ in found], torch.stack([newest.state for _, newest in found]))
 
     def _of(self, sequence: RequestTokens) -> _Newest | None:
         newest = self._newest.get(sequence.request_id)

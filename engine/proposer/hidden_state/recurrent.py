@@ -1,8 +1,8 @@
-"""Drafts by a recurrent head: a language model of one layer that goes on from the target's hidden states.
+"""Drafts by a recurrent head: a language model of one layer on the target's hidden states.
 
-With n committed tokens the newest pair that can be computed is n - 2, the feature of position n - 2 and token n - 1;
-its state tells the first draft. A step then feeds the state and the draft that it told as pair n - 1, and so on, in the
-slots that the verification has reserved. When the pass is verified the true pairs overwrite them.
+Its inputs are pairs. With n committed tokens the newest pair is n - 2: the feature of position n - 2 with token n - 1.
+Its state gives the first draft. The next step computes this state and this draft as pair n - 1, and so on, in the slots
+that are reserved for verification. After verification the true pairs overwrite them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from engine.span import Span
 
 
 class RecurrentProposer(StateProposer):
-    """Grows a draft by a step of the head for each token, or for each level of a tree.
+    """Grows a draft by one step of the head per token, or per level of a tree.
 
-    Every row that the target computes is learned, whatever drafts for its sequence, so that whatever block a sequence
-    adopts has the head's KV too. Where a cached prefix ends, the pair of its last position may be that of another
-    continuation: the right feature, and the token that followed there.
+    The head computes its KV for every row of the target, even if another proposer drafts for the sequence: any block
+    that a sequence adopts must have the head's KV. The last pair of a cached prefix may have the next token of another
+    continuation, with the right feature.
     """
 
     def __init__(self, runner: ModelRunner, head: RecurrentHead, tree: TreeConfig | None) -> None:
@@ -56,9 +56,9 @@ class RecurrentProposer(StateProposer):
                 token_ids = self._chain_sampler.extend(chains, self._head.logits(states))
 
     def _branch(self, trees: Seq[Tree], states: Tensor) -> None:
-        """Grow trees level by level, until no level is left that is worth a pass; `states` are those of the levels.
+        """Grow trees level by level until no level is worth a pass; `states` has a row per node of the levels.
 
-        What is computed and then dropped takes slots too: a tree that has none left stays as it is.
+        Dropped nodes take slots too; a tree without free slots ends.
         """
         while trees:
             levels = [tree.level for tree in trees]
@@ -74,7 +74,7 @@ class RecurrentProposer(StateProposer):
 
 
 def _parent_rows(trees: Seq[Tree], levels: Seq[Seq[int]]) -> list[int]:
-    """For every node of the trees' levels, the row of its parent among those of the levels before, `levels`."""
+    """Return for every node of the trees' levels the row of its parent in the previous levels, `levels`."""
     rows: list[int] = []
     first = 0
     for tree, level in zip(trees, levels, strict=True):

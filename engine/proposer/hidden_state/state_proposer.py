@@ -1,4 +1,4 @@
-"""The base of head proposers: they keep each sequence's newest hidden state, and grow a chain or a tree from it."""
+"""The base of head proposers: keeps each sequence's newest hidden state, and grows a chain or a tree from it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from engine.sequence.request_tokens import RequestTokens
 
 
 class StateProposer(ABC):
-    """Implements `HeadProposer`. It has a draft for every sequence that has decoded since it was opened.
+    """Implements `HeadProposer`. It drafts for every sequence that has decoded since it was opened.
 
-    Drafts have at most `max_depth` tokens; without a `tree` all of them are chains.
+    Drafts have at most `max_depth` tokens; without a `tree` all drafts are chains.
     """
 
     def __init__(self, runner: ModelRunner, tree: TreeConfig | None, max_depth: int | None = None) -> None:
@@ -40,42 +40,44 @@ class StateProposer(ABC):
         self._states.open(sequence)
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:  # noqa: B027
-        """Nothing to do: `learn` has brought all that a draft needs."""
+        """Do nothing: `learn` has kept the state of the newest token."""
 
     def close(self, request_id: str) -> None:
         self._states.close(request_id)
 
     @abstractmethod
     def learn(self, passed: Seq[PassedRows]) -> None:
-        """As `HeadProposer` has it."""
+        """Implements `HeadProposer.learn`."""
 
     @torch.inference_mode()
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
-        ready = self._states.of(queries)
-        if ready is None:
+        draftable = self._states.of(queries)
+        if draftable is None:
             return [NO_DRAFT] * len(queries)
-        is_tree = [self._tree_config is not None and query.max_tree_nodes > 0 for query in ready.queries]
-        chains = [self._chain(query) for query, has_tree in zip(ready.queries, is_tree, strict=True) if not has_tree]
-        trees = [self._tree(query) for query, has_tree in zip(ready.queries, is_tree, strict=True) if has_tree]
+        is_tree = [self._tree_config is not None and query.max_tree_nodes > 0 for query in draftable.queries]
+        chains = [
+            self._chain(query) for query, has_tree in zip(draftable.queries, is_tree, strict=True) if not has_tree
+        ]
+        trees = [self._tree(query) for query, has_tree in zip(draftable.queries, is_tree, strict=True) if has_tree]
         if chains:
-            self._grow(chains, _rows_of(ready.states, is_tree, False))
+            self._grow(chains, _rows_of(draftable.states, is_tree, False))
         if trees:
-            self._branch(trees, _rows_of(ready.states, is_tree, True))
+            self._branch(trees, _rows_of(draftable.states, is_tree, True))
         grown: list[Chain | Tree] = [*chains, *trees]
         drafts = {each.sequence.request_id: each.draft() for each in grown}
         return [drafts.get(query.sequence.request_id, NO_DRAFT) for query in queries]
 
     @abstractmethod
     def _grow(self, chains: Seq[Chain], states: Tensor) -> None:
-        """Lengthen every chain (at least one) until it is long enough; `states` are [B, S]."""
+        """Extend chains (at least one) until all are long enough; `states` is `[B, S]`."""
 
     @abstractmethod
     def _branch(self, trees: Seq[Tree], states: Tensor) -> None:
-        """Grow trees (at least one) level by level, until no level is left; `states` are [B, S]."""
+        """Grow trees (at least one) level by level until no level is left; `states` is `[B, S]`."""
 
     def _chain(self, query: DraftQuery) -> Chain:
         sequence = query.sequence
-        # A head feeds a draft beside the state before it, in the slot of that state: a draft model would one later.
+        # A head computes a draft together with the state before it, one slot earlier than a draft model.
         return Chain(
             sequence,
             sequence.token_ids,
@@ -86,7 +88,7 @@ class StateProposer(ABC):
         )
 
     def _tree(self, query: DraftQuery) -> Tree:
-        assert self._tree_config is not None, "without one there are chains"
+        assert self._tree_config is not None, "only a configured tree can be grown"
         depth = self._depth(query)
         shape = shape_of(self._tree_config, query.sequence, query.max_tree_nodes, depth)
         return Tree(query.sequence, query.sequence, shape, query.max_tree_nodes, depth, query.sequence.matcher)
@@ -96,6 +98,6 @@ class StateProposer(ABC):
 
 
 def _rows_of(states: Tensor, flags: Seq[bool], flag: bool) -> Tensor:
-    """The rows whose flag is `flag`; `states` themselves where that is all of them."""
+    """Return the rows whose flag is `flag`; `states` itself if that is every row."""
     rows = [row for row, each in enumerate(flags) if each is flag]
     return states if len(rows) == len(flags) else states[rows]

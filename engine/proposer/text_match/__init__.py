@@ -1,1 +1,1 @@
-"""Drafts copied from text: the sequence itself, finished requests, the client's prediction."""
+"""Drafts copied from text: from the sequence itself, from finished requests, or from the client's prediction."""

@@ -1,6 +1,6 @@
-"""Prompt lookup: what followed these last few tokens before may follow them again (Saxena 2023).
+"""Prompt lookup: drafts the tokens that followed an earlier occurrence of the last few tokens (Saxena 2023).
 
-No model and no GPU. The draft is a function of the prefix, so every verifier treats it as certain (q one-hot).
+It needs no model and no GPU. The draft is a function of the prefix, so q is one-hot for every verifier.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from protos.errors import ConfigError
 
 
 class NgramProposer:
-    """Drafts the continuation of the most recent earlier occurrence of the longest known suffix.
+    """Drafts the continuation of the latest earlier occurrence of the longest known suffix.
 
-    Suffixes have `min_size` to `max_size` tokens. A step costs the tokens it committed, not the context.
+    Suffixes have `min_size` to `max_size` tokens. The cost of a step depends on its committed tokens, not the context.
     """
 
     def __init__(self, min_size: int = 2, max_size: int = 4) -> None:
         if not 1 <= min_size <= max_size:
-            raise ConfigError(f"n-gram sizes {min_size} to {max_size} are no range; use 1 <= min_size <= max_size")
+            raise ConfigError(f"n-gram sizes {min_size} to {max_size} are not a range; use 1 <= min_size <= max_size")
         self._sizes = range(min_size, max_size + 1)
         self._tables: dict[str, _ContinuationTable] = {}
 
@@ -31,7 +31,7 @@ class NgramProposer:
         table.extend(sequence.token_ids)
 
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
-        """Copy what followed before."""
+        """Copy the continuations of earlier occurrences."""
         return [self._draft(query.sequence, query.max_draft_tokens) for query in queries]
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
@@ -42,7 +42,7 @@ class NgramProposer:
                 table.extend(sequence.token_ids)
 
     def close(self, request_id: str) -> None:
-        """Forget the sequence."""
+        """Remove the sequence."""
         self._tables.pop(request_id, None)
 
     def _draft(self, sequence: RequestTokens, num_tokens: int) -> Draft:
@@ -54,15 +54,15 @@ class NgramProposer:
 
 
 class _ContinuationTable:
-    """The place behind the last occurrence of each n-gram of one sequence."""
+    """The index after the last occurrence of each n-gram of one sequence."""
 
     def __init__(self, sizes: range) -> None:
         self._sizes = sizes
-        self._num_indexed = 0  # tokens that are known as continuations of what is before them
+        self._num_indexed = 0  # tokens that are indexed as continuations
         self._continuations: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its last occurrence
 
     def extend(self, token_ids: Seq[int]) -> None:
-        """Take in the tokens beyond those of the last call; `token_ids` only ever grows."""
+        """Index the tokens added since the last call; `token_ids` only grows."""
         for end in range(self._num_indexed, len(token_ids)):
             for size in self._sizes:
                 if size <= end:
@@ -70,7 +70,7 @@ class _ContinuationTable:
         self._num_indexed = len(token_ids)
 
     def find(self, token_ids: Seq[int]) -> int | None:
-        """Return the index behind the last earlier occurrence of the longest known suffix."""
+        """Return the index after the last earlier occurrence of the longest known suffix."""
         for size in reversed(self._sizes):
             start = self._continuations.get(tuple(token_ids[-size:]))
             if start is not None:
@@ -79,6 +79,6 @@ class _ContinuationTable:
 
 
 def copy_from(token_ids: Seq[int], start: int, num_tokens: int) -> tuple[int, ...]:
-    """`num_tokens` tokens from `start`; past the end the copy goes on with itself, as a period does."""
+    """Return `num_tokens` tokens from `start`; past the end the copy repeats itself with that period."""
     period = len(token_ids) - start
     return tuple(token_ids[start + i % period] for i in range(num_tokens))

@@ -1,4 +1,4 @@
-"""Texts that finished requests have generated, for others of the same tenant to draw on, within a fixed memory."""
+"""The texts of finished requests, for drafts of the same tenant's requests, within a fixed memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.proposer.text_match.suffix_index import SuffixIndex
 
 @dataclass(frozen=True, slots=True)
 class NoiseId:
-    """Names the randomness of a sequence: two with one name and one position draw the same numbers."""
+    """Identifies a sequence's noise: two sequences with one id draw the same numbers at each position."""
 
     seed: int
     sample_index: int
@@ -21,14 +21,14 @@ class NoiseId:
 @dataclass(slots=True)
 class _Tenant:
     index: SuffixIndex
-    noise_ends: dict[NoiseId, int] = field(default_factory=dict)  # where the last text of each ended, oldest first
+    noise_ends: dict[NoiseId, int] = field(default_factory=dict)  # noise -> end of its last text, oldest first
 
 
 class SharedTexts:
-    """The latest texts of each tenant, `max_tokens` in all.
+    """The latest texts of each tenant, at most `max_tokens` in all.
 
-    A tenant beyond it loses its own oldest tokens; where several are, those used longest ago lose everything first.
-    Tenants have separate indices, so that none is drafted what another one generated.
+    A tenant above the limit loses its own oldest tokens. If all tenants together are above it, the tenants that were
+    used longest ago lose everything first. Tenants have separate indices: no draft comes from another tenant's text.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -37,7 +37,7 @@ class SharedTexts:
         self.num_tokens = 0
 
     def add(self, tenant_id: str, noise_id: NoiseId, token_ids: Seq[int]) -> None:
-        """Take in a finished text."""
+        """Add a finished text."""
         tenant = self._tenants.setdefault(tenant_id, _Tenant(SuffixIndex(self._max_tokens)))
         self._tenants.move_to_end(tenant_id)
         num_before = len(tenant.index)
@@ -50,15 +50,15 @@ class SharedTexts:
         self._evict()
 
     def of(self, tenant_id: str) -> SuffixIndex | None:
-        """Return the tenant's texts, if there are any."""
+        """Return the tenant's texts; None if it has no texts."""
         tenant = self._tenants.get(tenant_id)
         if tenant is None:
             return None
         self._tenants.move_to_end(tenant_id)
         return tenant.index
 
-    def know(self, tenant_id: str, noise_id: NoiseId) -> bool:
-        """True if a text is held that was sampled with this very noise."""
+    def has_noise(self, tenant_id: str, noise_id: NoiseId) -> bool:
+        """True if the tenant has a text that was sampled with this noise."""
         tenant = self._tenants.get(tenant_id)
         return tenant is not None and noise_id in tenant.noise_ends
 

@@ -1,8 +1,8 @@
-"""Suffix decoding (arXiv:2411.04975): what indexed the end of the text before, here or in finished requests.
+"""Suffix decoding (arXiv:2411.04975): drafts the tokens that followed the text's end before, here or in other requests.
 
-No model and no GPU. Agents that quote files, repeat tool calls or walk the same loop again are drafted for in long
-runs, other text hardly at all: how far a draft goes depends on how far drafts like it have stood. The draft is a
-function of the prefix and of other texts, so every verifier treats it as certain (q one-hot).
+It needs no model and no GPU. Agents that quote files, repeat tool calls or repeat a loop get long drafts, other text
+hardly any: the length of a draft depends on the acceptance of similar drafts. The draft is a function of the prefix and
+of other texts, so q is one-hot for every verifier.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from engine.sequence.draft_query import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 from protos.errors import ConfigError
 
-_UNTAUGHT = MatchAcceptance()  # what was learned from a text of the same seed would tell of its noise
+_UNTAUGHT = MatchAcceptance()  # the prior alone: chances learned from a text of the same seed depend on its noise
 
 
 @dataclass(slots=True)
 class _IndexedSequence:
-    """An open sequence, the index of its prompt and output, and the last match, made at a length of it."""
+    """An open sequence, the index of its tokens, and its last match, made when it had `matched_at` tokens."""
 
     sequence: RequestTokens
     index: SuffixIndex
@@ -34,22 +34,21 @@ class _IndexedSequence:
 
 
 class SuffixProposer:
-    """Drafts from the request's own text and from its tenant's finished ones.
+    """Drafts from the request's own text and from its tenant's finished texts.
 
-    A draft goes on while it has a chance of `min_chance` to stand so far, and of the sequence's `least_chance`, below
-    which its row is worth more. The first token that is not worth its row is compared with the text too, so that more
-    is learned. A step costs the tokens it committed, not the context; `max_shared_tokens` bounds what is kept of
-    finished requests, at about 0.5 KB per token.
+    A draft ends where its chance falls below `min_chance`, or below the sequence's `least_chance`, the price of a row.
+    The first token below the price is also compared with the text, to learn from it. The cost of a step depends on its
+    committed tokens, not the context. At most `max_shared_tokens` of finished requests are kept, at about 0.5 KB each.
     """
 
     source = DraftSource.SUFFIX
 
     def __init__(self, min_chance: float = 0.1, max_shared_tokens: int = 1 << 17) -> None:
-        """Raises ConfigError for values out of range."""
+        """Raises ConfigError if a value is out of range."""
         if not 0 < min_chance <= 1:
-            raise ConfigError(f"min_chance {min_chance} is no chance; use more than 0 and at most 1")
+            raise ConfigError(f"min_chance is {min_chance}; use more than 0 and at most 1")
         if max_shared_tokens < 1:
-            raise ConfigError(f"max_shared_tokens {max_shared_tokens} holds no text; use at least 1")
+            raise ConfigError(f"max_shared_tokens is {max_shared_tokens}; use at least 1")
         self._min_chance = min_chance
         self._chances = MatchAcceptance()
         self._shared = SharedTexts(max_shared_tokens)
@@ -74,7 +73,7 @@ class SuffixProposer:
                 indexed.index.extend(sequence.token_ids[indexed.index.end :])
 
     def close(self, request_id: str) -> None:
-        """The output, and of the prompt what a match at its beginning needs, becomes the tenant's."""
+        """Add the output to the tenant's texts, with enough of the prompt for a match at the output's beginning."""
         indexed = self._sequences.pop(request_id, None)
         if indexed is None:
             return
@@ -84,18 +83,20 @@ class SuffixProposer:
             self._shared.add(sequence.request.cache_salt, _noise_of(sequence), text)
 
     def is_for(self, sequence: RequestTokens) -> bool:
-        """Any text may repeat."""
+        """True: any text may repeat."""
         return True
 
     def match(self, sequence: RequestTokens, max_tokens: int) -> TextMatch | None:
-        """Return what the occurrences of the text's end agree on, in its own text and in its tenant's."""
+        """Return the continuation that wins the vote of the earlier occurrences of the text's end."""
         indexed = self._sequences.get(sequence.request_id)
         if indexed is None or max_tokens == 0:
             return None
+        # Find the occurrences in the sequence and in the tenant's texts.
         suffix = sequence.token_ids[-MAX_MATCH:]
         occurrences = indexed.index.occurrences(suffix)
         if (shared := self._texts_for(sequence)) is not None:
             occurrences += shared.occurrences(suffix)
+        # Extend the match while its chance suffices; the last token may be below the price, only to learn from it.
         chances = self._chances if sequence.is_matched else _UNTAUGHT
         matched: list[VotedToken] = []
         chance, num_worth = 1.0, 0
@@ -112,23 +113,23 @@ class SuffixProposer:
         return TextMatch(tuple(token.token_id for token in drafted), drafted[0].match_len) if drafted else None
 
     def _learn(self, indexed: _IndexedSequence) -> None:
-        """Learn what became of the last match, drafted or not, up to its first wrong token."""
+        """Learn from the last match, drafted or not, up to its first wrong token."""
         committed = indexed.sequence.token_ids[indexed.matched_at :]
         for token, token_id in zip(indexed.matched, committed, strict=False):
-            stood = token.token_id == token_id
-            self._chances.observe(token.match_len, token.share, stood=stood)
-            if not stood:
+            is_accepted = token.token_id == token_id
+            self._chances.observe(token.match_len, token.share, is_accepted=is_accepted)
+            if not is_accepted:
                 break
         indexed.matched = ()
 
     def _texts_for(self, sequence: RequestTokens) -> SuffixIndex | None:
-        """The tenant's texts, unless they know the noise that will verify the draft.
+        """Return the tenant's texts, unless one was sampled with the verifier's noise.
 
-        A text sampled with the same seed tells what that noise is. With coupled verification noise is public; a ratio
-        test would be biased by it.
+        A text sampled with the same seed reveals the noise. That is harmless in coupled verification, where noise is
+        public, but biases a ratio test.
         """
         tenant_id = sequence.request.cache_salt
-        if not sequence.is_matched and self._shared.know(tenant_id, _noise_of(sequence)):
+        if not sequence.is_matched and self._shared.has_noise(tenant_id, _noise_of(sequence)):
             return None
         return self._shared.of(tenant_id)
 

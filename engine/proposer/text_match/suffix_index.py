@@ -1,8 +1,8 @@
-"""Earlier occurrences of the last tokens of a text, and what followed: a suffix tree that finds its nodes on demand.
+"""Earlier occurrences of the last tokens of a text, and their continuations: a suffix tree with implicit nodes.
 
-The occurrences of a suffix are the leaves under its node, and those that go on with a token are its children's.
-Chains of equal n-grams, as in DEFLATE (RFC 1951), give the occurrences, so a new token costs a few table entries
-instead of a path of nodes, and forgetting the oldest one costs the same.
+In a suffix tree the occurrences of a suffix are the leaves below its node. Here chains of equal n-grams, as in DEFLATE
+(RFC 1951), give the occurrences. So adding a token, or forgetting the oldest one, costs a few table entries instead of
+a path of nodes.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-MAX_MATCH = 16  # tokens of context that can tell occurrences apart
+MAX_MATCH = 16  # tokens of context that are compared
 SEPARATOR = -1  # between two texts; equals no token
 
-_SIZES = (1, 2, 4)  # a long suffix is looked up by a long n-gram: it has fewer occurrences to sort out
-_MAX_OCCURRENCES = 4  # of each size: the latest ones
+_SIZES = (1, 2, 4)  # sizes of n-grams; a long one has fewer occurrences to compare
+_MAX_OCCURRENCES = 4  # latest occurrences per size
 _NOWHERE = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Occurrence:
-    """A place where the end of a text occurred before.
+    """An earlier occurrence of the end of a text.
 
-    The `match_len` tokens before `position` are the text's last ones, and what follows begins there. `rank` is the
-    number of later places with the same n-gram. It is valid until the index takes in another token.
+    The `match_len` tokens before `position` equal the text's last tokens, and the continuation begins at `position`.
+    `rank` is the number of later occurrences of the same n-gram. An occurrence is valid until the index gets more
+    tokens.
     """
 
     index: SuffixIndex
@@ -34,15 +35,15 @@ class Occurrence:
     rank: int
 
     def follower(self, drafted_ids: Seq[int]) -> int:
-        """Return the token behind the place and as many more as are drafted, or SEPARATOR.
+        """Return the token of the continuation after `drafted_ids`, or SEPARATOR.
 
-        Past the end of all that is known the text goes on with what is drafted, as a period does.
+        Past the end of the index the text continues with the drafted tokens, which repeats a period.
         """
         return self.index.token_at(self.position + len(drafted_ids), drafted_ids)
 
 
 class _Chains:
-    """The places of all n-grams of one size, each linked to the one before it; a place is where the n-gram starts."""
+    """The places of all n-grams of one size, each linked to the previous equal one; an n-gram starts at its place."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -50,9 +51,9 @@ class _Chains:
         self.previous: list[int] = []  # by place modulo capacity
 
     def extend(self, tokens: Seq[int], text_start: int) -> None:
-        """Note all n-grams of `tokens` that are not noted yet, for an index that has forgotten nothing.
+        """Add the new n-grams of `tokens`; only for an index that has forgotten nothing.
 
-        Those that begin before `text_start` are none, for they reach into the text before.
+        An n-gram that begins before `text_start` is not added, since it overlaps the previous text.
         """
         heads, previous, first = self.heads, self.previous, len(self.previous)
         ngrams = zip(*(tokens[first + offset :] for offset in range(self.size)), strict=False)
@@ -63,9 +64,10 @@ class _Chains:
 
 
 class SuffixIndex:
-    """The last `capacity` tokens of one or several texts; all of them without a capacity.
+    """The last `capacity` tokens of one or more texts; by default all tokens.
 
-    Positions count all tokens ever taken in; those in [start, end) are held. Memory is proportional to them.
+    Positions count all tokens ever added. The index holds positions [start, end), and its memory is proportional to
+    them.
     """
 
     def __init__(self, capacity: int = sys.maxsize) -> None:
@@ -80,7 +82,7 @@ class SuffixIndex:
         return self.end - self.start
 
     def extend(self, token_ids: Seq[int]) -> None:
-        """Take in more tokens of the current text; the cost does not depend on what is held."""
+        """Add tokens to the current text; the cost does not depend on the size of the index."""
         if self.end + len(token_ids) <= self._capacity:
             self._tokens += token_ids
             self.end += len(token_ids)
@@ -91,14 +93,14 @@ class SuffixIndex:
             self._append(token_id)
 
     def end_text(self) -> None:
-        """Begin another text: nothing matches or continues across."""
+        """End the current text; no match and no continuation crosses its end."""
         self._text_start = self.end + 1
         self._append(SEPARATOR)
 
     def occurrences(self, suffix: Seq[int]) -> list[Occurrence]:
-        """Return the latest places where an end of `suffix` occurred before, of which MAX_MATCH tokens count.
+        """Return the latest occurrences of the end of `suffix`, compared over at most MAX_MATCH tokens.
 
-        Every n-gram size gives some, the longest first.
+        Each n-gram size gives up to `_MAX_OCCURRENCES`, the longest size first.
         """
         suffix = suffix[-MAX_MATCH:]
         found: dict[int, Occurrence] = {}
@@ -109,7 +111,7 @@ class SuffixIndex:
         return list(found.values())
 
     def token_at(self, position: int, continuation: Seq[int]) -> int:
-        """Return the token at a position; `continuation` is what follows the end."""
+        """Return the token at a position; `continuation` follows the end."""
         if position >= self.end:
             return continuation[position - self.end]
         return self._tokens[position % self._capacity]
@@ -123,7 +125,7 @@ class SuffixIndex:
             self._link(chains, self.end - chains.size)
 
     def _link(self, chains: _Chains, place: int) -> None:
-        """Note the n-gram that the latest token has completed, if it lies within the text and is all there."""
+        """Add the n-gram that the latest token completes, if it is within the current text and still held."""
         previous = _NOWHERE
         if place >= self._text_start and place >= self.start:
             key = self._key(place, chains.size)
@@ -143,7 +145,7 @@ class SuffixIndex:
         return hash(tuple([self._tokens[at % self._capacity] for at in range(place, min(place + size, self.end))]))
 
     def _positions(self, chains: _Chains, suffix: Seq[int]) -> Iterator[int]:
-        """Positions after the latest occurrences of the suffix's last n-gram; hashes may collide, so look closer."""
+        """Yield the positions after the latest occurrences of the suffix's last n-gram, hash collisions included."""
         if len(suffix) < chains.size:
             return
         place = chains.heads.get(hash(tuple(suffix[-chains.size :])), _NOWHERE)
@@ -155,7 +157,7 @@ class SuffixIndex:
             place = chains.previous[place % self._capacity]
 
     def _match_len(self, suffix: Seq[int], position: int) -> int:
-        """Return how many tokens before `position` are the last ones of the suffix."""
+        """Return the number of tokens before `position` that equal the end of the suffix."""
         length = 0
         while length < len(suffix) and position - length > self.start:
             if self._tokens[(position - length - 1) % self._capacity] != suffix[-1 - length]:
@@ -164,8 +166,8 @@ class SuffixIndex:
         return length
 
 
-def _put(ring: list[int], index: int, value: int) -> None:
-    if index == len(ring):
-        ring.append(value)
+def _put(buffer: list[int], index: int, value: int) -> None:
+    if index == len(buffer):
+        buffer.append(value)
     else:
-        ring[index] = value
+        buffer[index] = value

@@ -1,4 +1,4 @@
-"""Drafts that cost nothing: continuations that a text itself, or a text beside it, has for its end."""
+"""Drafts that cost nothing: continuations of a text's end, from the text itself or from another text."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from engine.sequence.request_tokens import RequestTokens
 
 @dataclass(frozen=True, slots=True)
 class TextMatch:
-    """A continuation, and how many tokens of the context support it."""
+    """A continuation, and the number of context tokens that match."""
 
     token_ids: tuple[int, ...]
     match_len: int
 
 
 class TextMatcher(Protocol):
-    """Tells at once, for every open sequence, what it would draft and how far the context supports it.
+    """Finds a draft for an open sequence immediately, with the length of its matching context.
 
-    A match is a function of committed tokens and of other texts, so every verifier treats it as certain.
+    A match is a function of committed tokens and of other texts, so q is one-hot for every verifier.
 
     Attributes:
-        source: the source of its drafts.
+        source: The source of its drafts.
     """
 
     source: DraftSource
 
     def is_for(self, sequence: RequestTokens) -> bool:
-        """True if there can be matches for this sequence at all."""
+        """True if this sequence can have matches."""
 
     def open(self, sequence: RequestTokens) -> None:
-        """The sequence was added; its prompt may be read."""
+        """Add a sequence with its prompt."""
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
-        """These sequences' `token_ids` have grown."""
+        """Called after new tokens were committed to these sequences."""
 
     def close(self, request_id: str) -> None:
-        """The sequence ended; unknown ids are ignored."""
+        """Remove a finished sequence; unknown ids are ignored."""
 
     def match(self, sequence: RequestTokens, max_tokens: int) -> TextMatch | None:
         """Return the next tokens, at most `max_tokens`, or None."""

@@ -1,1 +1,1 @@
-"""Drafts of a model whose tokenizer is not the target's (arXiv:2502.05202); the engine sees the target's ids alone."""
+"""Drafts of a model with a different tokenizer (arXiv:2502.05202); the engine only sees the target's ids."""

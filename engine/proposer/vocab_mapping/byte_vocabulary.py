@@ -1,4 +1,4 @@
-"""A tokenizer as the bytes its tokens stand for, and the tokens that spell a text: what two vocabularies share."""
+"""A tokenizer as a mapping between tokens and bytes, which makes two vocabularies comparable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from protos.errors import ConfigError
 from protos.token_bytes import find_token_bytes
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-# What may stand before a text while it is encoded: some tokenizers put a space before the first word of everything.
+# Possible prefixes of a text while it is encoded: some tokenizers add a space before the first word of any text.
 _LEADS = ("", "\n", ".")
 
 
@@ -21,17 +21,17 @@ class ByteVocabulary:
     """One tokenizer's tokens.
 
     Attributes:
-        names: the name of each id, control tokens included.
-        special_ids: control tokens; they stand for no text.
-        id_of: the id of the token that spells these bytes; where a character has a token and a byte token, the former.
+        names: The name of each id, control tokens included.
+        special_ids: Control tokens, which have no text.
+        id_of: Bytes -> id of the token that spells them; an ordinary token is preferred to a byte token.
     """
 
     def __init__(self, core: TokenizerCore, vocab_size: int) -> None:
-        """Of the ids that a model with `vocab_size` logits has. Raises ConfigError if its tokens do not spell bytes."""
+        """Use the ids below `vocab_size`. Raises ConfigError if tokens do not spell fixed bytes."""
         spelling = find_token_bytes(core)
         if spelling is None:
             raise ConfigError(
-                "its tokens do not stand for fixed bytes (neither byte-level nor SentencePiece), so they cannot be "
+                "its tokens have no fixed bytes (it is not byte-level and not SentencePiece), so they cannot be "
                 "compared with another tokenizer's; use a draft with the target's tokenizer"
             )
         core.no_truncation()
@@ -50,7 +50,7 @@ class ByteVocabulary:
 
     @classmethod
     def from_file(cls, file: Path, vocab_size: int) -> ByteVocabulary:
-        """Read a tokenizer.json; raises ConfigError where it is none, or spells no bytes."""
+        """Load a tokenizer.json. Raises ConfigError if that fails, or if tokens do not spell fixed bytes."""
         core = read_tokenizer(file)
         try:
             return cls(core, vocab_size)
@@ -58,17 +58,17 @@ class ByteVocabulary:
             raise ConfigError(f"{file}: {error}") from None
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return what the token adds to the text; nothing for control tokens and unknown ids."""
+        """Return the token's bytes; empty for control tokens and unknown ids."""
         return self._bytes.get(token_id, b"")
 
     def spell(self, token_ids: Seq[int]) -> bytes:
-        """The text of all of them."""
+        """Return the bytes of all tokens."""
         return b"".join(map(self.bytes_of, token_ids))
 
     def encode(self, text: str) -> list[int]:
-        """Tokens that spell exactly `text`, as it would be encoded within a longer one.
+        """Return the tokens of `text` within a longer text.
 
-        Where a normalizer changes the text, the tokens spell what it makes of it.
+        They spell exactly `text`, except if a normalizer changes it.
         """
         data = text.encode()
         for lead in _LEADS:
@@ -77,9 +77,9 @@ class ByteVocabulary:
         return self._encode(text)
 
     def encode_after(self, before: bytes, data: bytes) -> list[int] | None:
-        """Of the tokens of `data`, which is text and begins with `before`, those of the rest.
+        """Encode `data`, which begins with `before`, and return the tokens after `before`.
 
-        None where a token lies across the border, or `data` is no text.
+        None if a token crosses the end of `before`, or if `data` is not UTF-8.
         """
         try:
             token_ids = self._encode(data.decode())
@@ -95,14 +95,14 @@ class ByteVocabulary:
         return token_ids[start:] if is_spelled else None
 
     def encode_bytes(self, data: bytes) -> list[int]:
-        """Tokens that spell `data`, byte by byte where it is no text; bytes without a token are left out."""
+        """Return the tokens of `data`; if it is not UTF-8, one token per byte, without bytes that have no token."""
         try:
             return self.encode(data.decode())
         except UnicodeDecodeError:
             return [self.id_of[each] for each in map(_byte, data) if each in self.id_of]
 
     def ends(self, token_ids: Seq[int]) -> list[int]:
-        """Return the end of each token in the text of all of them, in bytes."""
+        """Return the end of each token in the bytes of all tokens."""
         return list(accumulate(len(self.bytes_of(token_id)) for token_id in token_ids))
 
     def _encode(self, text: str) -> list[int]:
@@ -110,7 +110,7 @@ class ByteVocabulary:
 
 
 def read_tokenizer(file: Path) -> TokenizerCore:
-    """Raises ConfigError where the file is no tokenizer."""
+    """Load a tokenizer.json. Raises ConfigError if the file is not a tokenizer."""
     try:
         return TokenizerCore.from_file(str(file))
     except Exception as error:  # the Rust library raises bare Exception
@@ -118,7 +118,7 @@ def read_tokenizer(file: Path) -> TokenizerCore:
 
 
 def names_of(core: TokenizerCore, vocab_size: int) -> dict[int, str]:
-    """The name of each id that a model with `vocab_size` logits has, control tokens included."""
+    """Return the name of each id below `vocab_size`, control tokens included."""
     names = core.get_vocab(with_added_tokens=True)
     return {token_id: name for name, token_id in names.items() if token_id < vocab_size}
 

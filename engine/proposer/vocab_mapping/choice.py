@@ -1,4 +1,4 @@
-"""The translation of a deployment's draft: as configured, or by the tokens that both tokenizers have."""
+"""Chooses the vocabulary mapping of a deployment's draft: as configured, or by the share of common tokens."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_LEAST_COVERAGE = 0.6  # from here on drafts of shared tokens bring at least as much (docs/speculation.md)
+_LEAST_COVERAGE = 0.6  # above it, drafts of shared tokens are at least as fast as text (docs/speculation.md)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The chosen vocabulary, never `auto`; `pair` is None where two models of one tokenizer need no comparison."""
+class VocabularyChoice:
+    """The chosen vocabulary, never `auto`; `pair` is None if both models have one tokenizer."""
 
     vocabulary: DraftVocabulary
     target_tokens: ModelTokens
     pair: VocabularyPair | None = None
 
     def require_pair(self) -> VocabularyPair:
-        """Return the pair of a choice that translates."""
-        assert self.pair is not None, "only the same vocabulary goes without"
+        """Return the pair of a choice with two vocabularies."""
+        assert self.pair is not None, "two vocabularies have a pair"
         return self.pair
 
 
@@ -51,7 +51,7 @@ class _TokenizedModel:
 
     @property
     def names(self) -> dict[int, str]:
-        """Names of the ids that its logits have."""
+        """The names of the ids of the logits."""
         return names_of(read_tokenizer(self.require_file()), self.tokens.vocab_size)
 
     @property
@@ -63,22 +63,22 @@ class _TokenizedModel:
         return self.file
 
 
-def choose_vocabulary(target_path: str, draft_path: str, wanted: DraftVocabulary) -> Choice:
-    """Compare the tokenizers of two models and choose, and log the figures behind the choice.
+def choose_vocabulary(target_path: str, draft_path: str, wanted: DraftVocabulary) -> VocabularyChoice:
+    """Compare the tokenizers of two models, choose the mapping, and log the figures.
 
-    Where one of them has no tokenizer.json, ids are taken to mean the same.
+    If one model has no tokenizer.json, equal ids are assumed to be equal tokens.
 
     Raises:
-        ConfigError: the tokenizers are not what `wanted` says, or cannot be compared.
+        ConfigError: the tokenizers do not allow `wanted`, or cannot be compared.
     """
     target, draft = _TokenizedModel.at(target_path), _TokenizedModel.at(draft_path)
     is_to_translate = wanted in (DraftVocabulary.INTERSECTION, DraftVocabulary.TEXT)
     if is_to_translate:
         _require_tokenizers(target, draft, wanted)
     elif _is_one_vocabulary(target, draft):
-        return Choice(DraftVocabulary.SAME, target.tokens)
+        return VocabularyChoice(DraftVocabulary.SAME, target.tokens)
     pair = VocabularyPair(target.vocabulary, draft.vocabulary, target.tokens, draft.tokens)
-    return Choice(_choose(pair, wanted), target.tokens, pair)
+    return VocabularyChoice(_choose(pair, wanted), target.tokens, pair)
 
 
 def _require_tokenizers(target: _TokenizedModel, draft: _TokenizedModel, wanted: DraftVocabulary) -> None:
@@ -88,16 +88,16 @@ def _require_tokenizers(target: _TokenizedModel, draft: _TokenizedModel, wanted:
 
 
 def _is_one_vocabulary(target: _TokenizedModel, draft: _TokenizedModel) -> bool:
-    """True if ids mean the same in both, as far as their files tell.
+    """True if equal ids are equal tokens in both models, by their tokenizer files.
 
-    The sizes of two models of one tokenizer differ by the padding of their embeddings, however much that is; without a
-    tokenizer the sizes are all that can be compared.
+    With one tokenizer the vocabulary sizes may differ by any padding of the embeddings. Without a tokenizer file only
+    the sizes are compared.
     """
     if target.file is None or draft.file is None:
         if not are_sizes_of_one(draft.tokens.vocab_size, target.tokens.vocab_size):
             raise ConfigError(
                 f"the draft's vocabulary has {draft.tokens.vocab_size} tokens and the target's "
-                f"{target.tokens.vocab_size}, and without a tokenizer.json of both they cannot be compared; use a "
+                f"{target.tokens.vocab_size}; without a tokenizer.json of both they cannot be compared: use a "
                 "draft with the target's tokenizer"
             )
         return True
@@ -105,7 +105,7 @@ def _is_one_vocabulary(target: _TokenizedModel, draft: _TokenizedModel) -> bool:
 
 
 def _choose(pair: VocabularyPair, wanted: DraftVocabulary) -> DraftVocabulary:
-    """Choose for two vocabularies that are not one, or shall not be taken for one."""
+    """Choose for two vocabularies that differ, or that the configuration treats as different."""
     num_shared, coverage = len(pair.shared_ids()), pair.coverage()
     if wanted is DraftVocabulary.SAME:
         raise ConfigError(
@@ -130,7 +130,7 @@ def _choose(pair: VocabularyPair, wanted: DraftVocabulary) -> DraftVocabulary:
 
 
 def _model_tokens(path: str) -> ModelTokens:
-    """From the model's configuration alone, without its weights."""
+    """Load the tokens from the model's configuration, without its weights."""
     config = load_config(path).get_text_config()
     ends = find_end_tokens(model_folder(path), int(config.vocab_size), config.eos_token_id)
     return ModelTokens(int(config.vocab_size), _ids(config.bos_token_id), ends.token_ids)

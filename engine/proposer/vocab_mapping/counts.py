@@ -1,4 +1,4 @@
-"""Counts of the tokens that get lost between two vocabularies."""
+"""Counts of tokens that are lost between two vocabularies."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TranslationCounts:
-    """Tokens that a draft wanted to say, and those of them that came to nothing.
+    """The number of drafted tokens, and of lost tokens.
 
-    The target has no token for them, or their text cannot follow what is committed.
+    A token is lost if the target has no token for it, or if its text cannot follow the committed text.
     """
 
     num_tokens: int = 0

@@ -1,4 +1,4 @@
-"""The target's committed tokens as the draft's own, re-encoded as they grow."""
+"""Re-encodes the target's committed tokens in the draft's tokens as they grow."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ _SPACES = b" \n\t\r"
 
 
 class TextReader:
-    """Follows one sequence of the target's tokens; `token_ids` are what the draft reads for them.
+    """Translates one growing sequence of the target's tokens; `token_ids` has the draft's tokens.
 
         target    | the | tok | eni |            the | tok | eni | zer |
         draft     | the | token | i |            the | tokenizer |          the last tokens change with what follows
                   '- settled -''-- tail --'
 
-    A text's last tokens are provisional: what follows may belong to the same word. So the end of the text, the tail, is
-    encoded anew with every commit; what lies further back is settled and never changes, however a whole text would be
-    encoded, since any spelling is a sound context for a draft. Bytes of a character that is not complete are held back.
+    The last tokens of a text are provisional, since later tokens may belong to the same word. So the end of the text,
+    the tail, is encoded again at every commit. Tokens before it are settled and never change, even if the whole text
+    would be encoded differently: any spelling is a valid context for a draft. The bytes of an incomplete character are
+    held back.
     """
 
     def __init__(
@@ -33,35 +34,35 @@ class TextReader:
         self._target = target
         self._draft = draft
         self._special_ids = special_ids
-        self._num_read = 0
+        self._num_translated = 0
         self._num_settled = 0
         self._tail = ""
         self._decoder = _new_decoder()
 
     @property
     def held(self) -> bytes:
-        """The first bytes of a character whose other bytes are not committed yet."""
+        """The first bytes of an incomplete character."""
         return self._decoder.getstate()[0]
 
-    def read(self, target_ids: Seq[int]) -> int:
-        """Go on to the end of `target_ids`, of which those that were read before have not changed.
+    def extend(self, target_ids: Seq[int]) -> int:
+        """Translate the tokens of `target_ids` that were added since the last call.
 
-        Returns how many of `token_ids` are the same as before; those behind are new.
+        Returns how many of the first `token_ids` have not changed.
         """
         num_settled = self._num_settled
         known = self.token_ids[num_settled:]
-        for token_id in target_ids[self._num_read :]:
+        for token_id in target_ids[self._num_translated :]:
             if token_id in self._special_ids:
                 self._end_text(self._special_ids[token_id])
             else:
                 self._tail += self._decoder.decode(self._target.bytes_of(token_id))
-        self._num_read = len(target_ids)
+        self._num_translated = len(target_ids)
         self._encode_tail()
         self._settle()
         return num_settled + num_equal(known, self.token_ids[num_settled:])
 
     def _end_text(self, special_ids: Seq[int]) -> None:
-        """A control token ends the text before it, a broken character included."""
+        """End the text before a control token, even within a character, and append the control token."""
         self._tail += self._decoder.decode(b"", final=True)
         self._decoder = _new_decoder()
         self._encode_tail()
@@ -73,14 +74,15 @@ class TextReader:
         self.token_ids[self._num_settled :] = self._draft.encode(self._tail) if self._tail else []
 
     def _settle(self) -> None:
-        """Keep only the last words of a tail that has grown long."""
+        """Settle all but the last words of a tail that has grown long."""
         data = self._tail.encode()
         if len(data) <= _MAX_TAIL_BYTES:
             return
         tail_ids = self.token_ids[self._num_settled :]
-        if self._draft.spell(tail_ids) != data:  # the tokenizer changes texts: there is no telling where to cut
+        if self._draft.spell(tail_ids) != data:  # the tokenizer changes texts, so the end of a token is unknown
             self._num_settled, self._tail = len(self.token_ids), ""
             return
+        # Settle up to the last border between words, or between tokens, that leaves a tail of `_MIN_TAIL_BYTES`.
         borders = [
             (num_tokens, end)
             for num_tokens, end in enumerate(self._draft.ends(tail_ids), start=1)

@@ -1,7 +1,7 @@
-"""Translation token by token, for a draft model that computes in its own ids and drafts in the target's.
+"""Translation token by token, for a draft model that computes its own ids and drafts in the target's ids.
 
-Everything that chooses a draft (penalties, masks, noise, distributions) works on logits over the target's vocabulary;
-only what the draft model is fed is written in its own ids.
+All choices of a draft (penalties, masks, noise, distributions) use logits over the target's vocabulary. Only the inputs
+of the draft model are in its own ids.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from protos.errors import ConfigError
 
 
 class Translation(Protocol):
-    """From the draft's ids to the target's and back."""
+    """Maps the draft's ids to the target's and back."""
 
     @property
     def is_identity(self) -> bool:
-        """Every id of the target's means the same to the draft."""
+        """True if every id of the target is the same token in the draft."""
 
     @property
     def counts(self) -> TranslationCounts:
-        """Tokens lost so far; none where the vocabularies are one."""
+        """Counts of the tokens lost so far; 0 with one vocabulary."""
 
     def align(self, logits: Tensor) -> Tensor:
-        """[R, V of the draft] -> [R, V of the target]; -inf for tokens that the draft cannot say."""
+        """Map logits `[R, V of the draft]` to `[R, V of the target]`, with -inf for tokens that the draft lacks."""
 
     def feed(self, token_ids: Tensor) -> Tensor:
-        """The draft's ids of drafted tokens, `[B] int64`."""
+        """Return the draft's ids of drafted tokens, `[B] int64`."""
 
-    def read(self, token_ids: Seq[int]) -> list[int]:
-        """Return the draft's tokens for the target's: one for each that was drafted, any number for others."""
+    def to_draft(self, token_ids: Seq[int]) -> list[int]:
+        """Return the draft's tokens for the target's: one for each drafted token, any number for other tokens."""
 
 
 class SameVocabulary:
-    """One tokenizer; only the padding of the logits may differ."""
+    """One vocabulary; only the padding of the logits may differ."""
 
     counts = TranslationCounts()
 
@@ -61,23 +61,23 @@ class SameVocabulary:
     def feed(self, token_ids: Tensor) -> Tensor:
         return token_ids
 
-    def read(self, token_ids: Seq[int]) -> list[int]:
-        """Padding ids that only the target's embedding has become another id: no text has them."""
+    def to_draft(self, token_ids: Seq[int]) -> list[int]:
+        """Replace ids that are only padding of the target's embedding by 0; texts never have them."""
         return [token_id if token_id < self._draft_size else 0 for token_id in token_ids]
 
 
 class SharedTokens:
-    """Drafts are made of the tokens that both vocabularies have (token-level intersection, arXiv:2502.05202).
+    """Drafts only tokens that both vocabularies have (token-level intersection, arXiv:2502.05202).
 
-    The draft's distribution is masked to them and renormalised before anything is drawn from it, so the distribution
-    that goes along is the one that was drawn from. What the draft reads has the target's borders of tokens: one token
-    for a shared one, for others its own spelling of the same bytes. So it only ever grows, as the target's tokens do.
+    The draft's distribution is masked to shared tokens and renormalised before the draw, so the verifier gets the
+    distribution that was drawn from. The draft model's input keeps the target's token borders: one token for a shared
+    token, and the draft's spelling of the same bytes for any other token. So the input only grows, like the target's.
     """
 
     is_identity = False
 
     def __init__(self, pair: VocabularyPair) -> None:
-        """Raises ConfigError where the vocabularies share no token."""
+        """Raises ConfigError if the vocabularies share no token."""
         self._draft = pair.draft
         self._target = pair.target
         self._target_size = pair.target_tokens.vocab_size
@@ -91,7 +91,7 @@ class SharedTokens:
         self._fed[self._target_ids] = self._draft_ids
         self._is_shared = torch.zeros(self._draft_size, dtype=torch.bool)
         self._is_shared[self._draft_ids] = True
-        self._read: dict[int, tuple[int, ...]] = {ours: (theirs,) for theirs, ours in shared.items()}
+        self._draft_ids_of: dict[int, tuple[int, ...]] = {ours: (theirs,) for theirs, ours in shared.items()}
         self._specials: Mapping[int, tuple[int, ...]] = pair.special_ids()
         self._num_tokens = 0
         self._num_lost = torch.zeros((), dtype=torch.int64)
@@ -112,17 +112,17 @@ class SharedTokens:
         self._move_to(token_ids.device)
         return self._fed[token_ids]
 
-    def read(self, token_ids: Seq[int]) -> list[int]:
-        return [each for token_id in token_ids for each in self._read_one(token_id)]
+    def to_draft(self, token_ids: Seq[int]) -> list[int]:
+        return [each for token_id in token_ids for each in self._to_draft_ids(token_id)]
 
-    def _read_one(self, token_id: int) -> tuple[int, ...]:
-        """Spelled when it first comes up; a vocabulary has many tokens that never do."""
-        if token_id not in self._read:
+    def _to_draft_ids(self, token_id: int) -> tuple[int, ...]:
+        """Return the draft's spelling of a token, computed at its first use: most tokens are never used."""
+        if token_id not in self._draft_ids_of:
             theirs = self._specials.get(token_id)
             if theirs is None:
                 theirs = tuple(self._draft.encode_bytes(self._target.bytes_of(token_id)))
-            self._read[token_id] = tuple(each for each in theirs if each < self._draft_size)
-        return self._read[token_id]
+            self._draft_ids_of[token_id] = tuple(each for each in theirs if each < self._draft_size)
+        return self._draft_ids_of[token_id]
 
     def _move_to(self, device: torch.device) -> None:
         if self._fed.device != device:

@@ -1,4 +1,4 @@
-"""The target's vocabulary beside the draft's: tests for being one, and otherwise the tokens that they share."""
+"""The vocabularies of target and draft: tests for one vocabulary, and the shared tokens of two."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from engine.proposer.vocab_mapping.byte_vocabulary import ByteVocabulary
 
-_MAX_PADDING_SHARE = 0.01  # of the vocabulary: two sizes of one tokenizer differ by the padding of their embeddings
-_ZIPF_SHIFT = 100  # the first tokens of a BPE, single bytes for the most part, are not its most frequent ones
+_MAX_PADDING_SHARE = 0.01  # of the vocabulary: most padding between two sizes of one tokenizer
+_ZIPF_SHIFT = 100  # since the first tokens of a BPE, mostly single bytes, are not its most frequent ones
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTokens:
-    """A model's own tokens: the columns of its logits, and the ids that begin and end a text."""
+    """A model's vocabulary size, and its ids that begin and end a text."""
 
     vocab_size: int
     bos_token_ids: tuple[int, ...] = ()
@@ -22,7 +22,7 @@ class ModelTokens:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPair:
-    """Two models' tokens; ids beyond a model's logits are left out of everything."""
+    """The tokens of two models; ids outside a model's logits are ignored."""
 
     target: ByteVocabulary
     draft: ByteVocabulary
@@ -30,7 +30,7 @@ class VocabularyPair:
     draft_tokens: ModelTokens
 
     def shared_ids(self) -> dict[int, int]:
-        """Return the target's id of each draft id that spells the same bytes, or plays the same role; one to one."""
+        """Map draft ids to target ids with the same bytes or the same role, one to one."""
         ids = {
             draft_id: self.target.id_of[data]
             for data, draft_id in self.draft.id_of.items()
@@ -43,10 +43,10 @@ class VocabularyPair:
         return {theirs: ours for theirs, ours in ids.items() if theirs < sizes[0] and ours < sizes[1]}
 
     def special_ids(self) -> Mapping[int, tuple[int, ...]]:
-        """Return what the draft reads for each control token of the target.
+        """Map each control token of the target to the draft's tokens.
 
-        It is the token of that name, or that begins or ends a text as it does; for others, which a chat template
-        writes, their names as text.
+        It is the draft's token with the same name, or with the same role at the beginning or end of a text. For other
+        control tokens, which chat templates use, it is the name as text.
         """
         by_name = {self.draft.names[token_id]: token_id for token_id in self.draft.special_ids}
         read: dict[int, tuple[int, ...]] = {}
@@ -62,10 +62,10 @@ class VocabularyPair:
         return read
 
     def coverage(self) -> float:
-        """Return the share of the target's text, roughly, that is written in shared tokens, 0 to 1.
+        """Estimate the share of the target's text that consists of shared tokens, 0 to 1.
 
-        Tokens of a byte pair encoding are numbered in the order in which they were merged, the frequent ones first; so
-        frequencies are taken to fall as Zipf's law says, with the rank that the id is.
+        The ids of a byte pair encoding follow the order of its merges, frequent tokens first. So frequencies are
+        estimated by Zipf's law, with the id as the rank.
         """
         shared = set(self.shared_ids().values())
         spelled = sorted(self.target.id_of.values())
@@ -74,12 +74,12 @@ class VocabularyPair:
 
 
 def are_names_of_one(draft_names: Mapping[int, str], target_names: Mapping[int, str]) -> bool:
-    """True if next to all ids mean the same in both: sizes of a family differ by a few control tokens at most."""
+    """True if almost all ids have the same name; models of a family may differ by a few control tokens."""
     num_different = sum(draft_names.get(token_id) != name for token_id, name in target_names.items())
     num_different += len(draft_names.keys() - target_names.keys())
     return num_different <= _MAX_PADDING_SHARE * len(target_names)
 
 
 def are_sizes_of_one(draft_size: int, target_size: int) -> bool:
-    """True if two models with so many logits may have one tokenizer."""
+    """True if two models with these numbers of logits may have one tokenizer."""
     return abs(draft_size - target_size) <= _MAX_PADDING_SHARE * target_size

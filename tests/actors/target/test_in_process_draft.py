@@ -81,5 +81,5 @@ def test_a_draft_that_fails_is_off_and_plain_decoding_goes_on(
     assert 0 < stats.num_accepted_tokens < 30
     assert not draft.stats.is_connected
     assert [record.message for record in caplog.records] == [
-        "the draft failed in the target's process and is off; plain decoding goes on"
+        "the draft failed in the target's process and is off; plain decoding continues"
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.proposer.adaptive.draft_budget import LONGEST_BESIDE, DraftBudget, DraftedPass, PassTime
+from engine.proposer.adaptive.draft_budget import LONGEST_SHARED, DraftBudget, DraftedPass, PassTime
 from engine.proposer.adaptive.row_price import RowPrice
 from engine.sequence.sequence import Sequence
 from protos.messages import SamplingParams, SpeculationMethod
@@ -43,7 +43,7 @@ class Matches:
             make_sequence(f"r{i}", (1,), sampling, num_drafts=MAX_DRAFTS, method=SpeculationMethod.SUFFIX)
             for i in range(num_sequences)
         ]
-        longest_s = LONGEST_BESIDE * costs.target_s(num_sequences)
+        longest_s = LONGEST_SHARED * costs.target_s(num_sequences)
         fitting = [k for k in range(MAX_DRAFTS + 1) if costs.target_s((k + 1) * num_sequences) <= longest_s]
         self.most_beside = MAX_DRAFTS if num_sequences == 1 else fitting[-1]  # that hold up the others no longer
         self.most = MAX_DRAFTS

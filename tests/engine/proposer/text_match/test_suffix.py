@@ -217,14 +217,14 @@ def test_chances_are_learned_by_length_of_the_match_and_per_vote() -> None:
     assert [chances.of(length, 1.0) for length in (1, 3, 9)] == [1 / 3, 0.6, 9 / 11]
     assert chances.of(3, 0.5) == 0.3
     for _ in range(400):
-        chances.observe(2, 0.5, stood=False)
-        chances.observe(5, 0.5, stood=True)
+        chances.observe(2, 0.5, is_accepted=False)
+        chances.observe(5, 0.5, is_accepted=True)
     assert chances.of(3, 1.0) < 0.1
     assert chances.of(7, 0.5) == pytest.approx(1.0, abs=0.1)
     assert chances.of(7, 1.0) == 1.0
     assert chances.of(1, 1.0) == 1 / 3
     for _ in range(400):
-        chances.observe(2, 1.0, stood=True)
+        chances.observe(2, 1.0, is_accepted=True)
     assert chances.of(3, 1.0) > 0.8, "what is long past counts no more"
 
 
@@ -326,7 +326,7 @@ def test_finished_texts_never_exceed_their_bound_and_the_latest_stay() -> None:
         held = {key: len(tenant.index) for key, tenant in shared._tenants.items()}
         assert shared.num_tokens == sum(held.values()) <= 50
         assert held[tenant_id] >= min(50, len(text) + 1)
-        assert shared.know(tenant_id, NoiseId(number, 0))
+        assert shared.has_noise(tenant_id, NoiseId(number, 0))
         assert sum(len(tenant.noise_ends) for tenant in shared._tenants.values()) <= 50
 
 
@@ -337,7 +337,7 @@ def test_the_tenant_used_longest_ago_gives_way() -> None:
     assert shared.of("one") is not None
     shared.add("three", NoiseId(3, 0), [1, 2, 3])
     assert shared.of("two") is None
-    assert not shared.know("two", NoiseId(2, 0))
+    assert not shared.has_noise("two", NoiseId(2, 0))
     assert shared.of("one") is not None
 
 

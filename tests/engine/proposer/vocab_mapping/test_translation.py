@@ -85,7 +85,7 @@ def read_in_steps(reader: TextReader, target_ids: list[int], dice: random.Random
     states, num_told, before = [], 0, []
     while num_told < len(target_ids):
         num_told += dice.randint(1, 5)
-        num_same = reader.read(target_ids[:num_told])
+        num_same = reader.extend(target_ids[:num_told])
         assert num_same == num_equal(before, reader.token_ids)
         before = list(reader.token_ids)
         states.append(before)
@@ -103,7 +103,7 @@ def test_what_the_draft_reads_spells_what_the_target_said(
     num_told = 0
     while num_told < len(target_ids):
         num_told += dice.randint(1, 5)
-        reader.read(target_ids[:num_told])
+        reader.extend(target_ids[:num_told])
         said = target.spell(target_ids[:num_told])
         assert draft.spell(reader.token_ids) + reader.held == said
         assert len(reader.held) < 4
@@ -116,7 +116,7 @@ def test_only_the_end_of_a_long_text_is_read_anew(vocabularies: list[ByteVocabul
         num_same = num_equal(before, after)
         assert len(draft.spell(before[num_same:])) <= 260
     at_once = TextReader(target, draft, {})
-    at_once.read(target.encode(TEXT * 20))
+    at_once.extend(target.encode(TEXT * 20))
     assert num_equal(at_once.token_ids, states[-1]) > 100  # mostly one and the same
 
 
@@ -126,7 +126,7 @@ def test_the_last_word_is_read_again_when_it_goes_on() -> None:
     letters = target.encode("of the")
     read = [[draft.bytes_of(each) for each in state] for state in read_in_steps(reader, letters, random.Random(0))]
     assert read[-1] == [b"of", b" the"] or read[-1] == [b"o", b"f", b" the"]
-    assert reader.read([*letters, *target.encode("se")]) < len(reader.token_ids)
+    assert reader.extend([*letters, *target.encode("se")]) < len(reader.token_ids)
 
 
 def test_a_control_token_ends_the_text_and_is_read_by_its_role() -> None:
@@ -137,7 +137,7 @@ def test_a_control_token_ends_the_text_and_is_read_by_its_role() -> None:
     assert special_ids[0] == (1,)
     assert set(special_ids) == {0, 1}  # <turn> is read as text, as far as the draft has its letters
     reader = TextReader(target, draft, special_ids)
-    reader.read([*target.encode("the"), 0, *target.encode("end")])
+    reader.extend([*target.encode("the"), 0, *target.encode("end")])
     assert draft.spell(reader.token_ids) == b"theend"
     assert reader.token_ids.count(1) == 1
 
@@ -158,10 +158,10 @@ def test_drafts_are_made_of_the_tokens_that_spell_the_same(folders: Folders) -> 
             own_id = next(each for each in pair.draft.special_ids if pair.draft.names[each] == "<end>")
         if own_id is None:
             assert bool((aligned[:, token_id] == float("-inf")).all())
-            assert pair.draft.spell(translation.read([token_id])) == pair.target.bytes_of(token_id) or token_id == 1
+            assert pair.draft.spell(translation.to_draft([token_id])) == pair.target.bytes_of(token_id) or token_id == 1
         else:
             assert aligned[:, token_id].equal(logits[:, own_id])
-            assert translation.read([token_id]) == [own_id] == translation.feed(torch.tensor([token_id])).tolist()
+            assert translation.to_draft([token_id]) == [own_id] == translation.feed(torch.tensor([token_id])).tolist()
     num_shared = int(aligned[0].isfinite().sum())
     assert 40 < num_shared < pair.target_tokens.vocab_size
 
@@ -218,7 +218,7 @@ def test_tokens_that_spell_nothing_will_do_where_they_are_the_same(folders: Fold
         core.save(str(tmp_path / name / "tokenizer.json"), pretty=name == "draft")
     paths = str(tmp_path / "target"), str(tmp_path / "draft")
     assert choose_vocabulary(*paths, DraftVocabulary.AUTO).vocabulary is DraftVocabulary.SAME
-    with pytest.raises(ConfigError, match="its tokens do not stand for fixed bytes"):
+    with pytest.raises(ConfigError, match="its tokens have no fixed bytes"):
         choose_vocabulary(*paths, DraftVocabulary.TEXT)
     size = len(names_of(Tokenizer.from_file(str(folders.target / "tokenizer.json")), 1000))
     ours = ByteVocabulary.from_file(folders.target / "tokenizer.json", size)
@@ -228,7 +228,7 @@ def test_tokens_that_spell_nothing_will_do_where_they_are_the_same(folders: Fold
 def test_padding_ids_that_only_the_target_has_never_reach_the_draft() -> None:
     translation = SameVocabulary(400, 402)
     assert not translation.is_identity
-    assert translation.read([5, 399, 400, 401]) == [5, 399, 0, 0]
+    assert translation.to_draft([5, 399, 400, 401]) == [5, 399, 0, 0]
     assert translation.align(torch.zeros(1, 400)).shape == (1, 402)
 
 
