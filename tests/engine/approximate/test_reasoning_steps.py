@@ -1,4 +1,4 @@
-"""Reasoning steps that the draft writes: they change their own requests and no others."""
+"""Reasoning steps by the draft change only the requests that ask for them."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_the_target_writes_every_step_while_the_draft_is_away(pair: Folders):
 
 
 def test_a_rating_leaves_no_word_of_its_question(pair: Folders):
-    """The question is read behind the step and not committed: what follows is as if it had never been asked."""
+    """The prompt after the step is computed and not committed, so the later text does not depend on it."""
     (asked,) = requests(approximate=(True,))
     rated = replace(ANYWHERE, judge=ScorerKind.RATING, rating_prompt="0 to 9: ")
     engine = new_engine(pair.target, new_drafter(pair.draft), rated)

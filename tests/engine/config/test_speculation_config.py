@@ -1,4 +1,4 @@
-"""The engine's speculation, as a deployment sets it and as an engine without a proposer has it."""
+"""The speculation of a deployment, and of an engine without a proposer."""
 
 import pytest
 

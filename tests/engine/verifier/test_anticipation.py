@@ -1,7 +1,7 @@
-"""Lengths that look at the drafts they cut bias the output; those of the budget do not.
+"""Lengths that depend on the drafts they cut bias the output; the budget's lengths do not.
 
 Rejection and block verification are exact for lengths that were fixed before the drafts were drawn. A scheduler that
-drops a drawn draft because of what it is conditions on it: the distribution of what is left is no longer q.
+drops a drawn draft because of its token conditions on it: the remaining drafts no longer have the distribution q.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Cut = Callable[[Draft], Draft]
 
 
 def emitted_probs(p: Tensor, q: Tensor, is_kept: Callable[[int], bool]) -> Tensor:
-    """The distribution of one token when a drawn draft is verified if it is kept and forgotten if not."""
+    """The distribution of one token if a drawn draft is verified when it is kept, and dropped otherwise."""
     distribution = torch.zeros_like(p)
     recovered = rejection_rule.recovered_probs(p[None], q[None])[0]
     for token_id, chance in enumerate(q.tolist()):
@@ -62,7 +62,7 @@ def keep(draft: Draft) -> Draft:
 
 
 def drop_unlikely(draft: Draft) -> Draft:
-    """The mutant: a draft ends before its first token that the draft itself found unlikely."""
+    """A mutant: a draft ends before its first token that the draft model found unlikely."""
     length = 0
     for distribution, token_id in zip(draft.distributions, draft.token_ids, strict=True):
         if probability_of(distribution, token_id) < 0.35 and distribution.weights != (WEIGHT_SUM,):
@@ -113,7 +113,7 @@ def one_pass(
 @pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
 def test_lengths_that_follow_what_was_accepted_leave_the_distribution_as_it_is(verify: VerifyMode) -> None:
     tokens, lengths = generate(verify, keep)
-    assert len(lengths) > 1, "the budget tells the sequences apart, or this proves nothing"
+    assert len(lengths) > 1, "the budget distinguishes the sequences, or this proves nothing"
     distribution = joint_probs(pair_library(V)[0].target, SamplingParams(), NUM_TOKENS)
     assert chi_square_tail(tokens, distribution) > 1e-4
 

@@ -1,4 +1,4 @@
-"""Block verification: enumerated to the last bit, then sampled over several passes through the real verifier."""
+"""Block verification: enumerated exactly, then sampled over several passes through the real verifier."""
 
 from __future__ import annotations
 

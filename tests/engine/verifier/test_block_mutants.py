@@ -1,4 +1,4 @@
-"""The mistakes that block verification invites, each patched into ours and shown to fail what the real code passes."""
+"""Likely mistakes of block verification, each patched into the code and refuted by checks that the code passes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def residual_is_not_scaled(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ChainBatch, "final_probs", lambda chains, counts, scales=None: real(chains, counts))
 
 
-# ---- which drafts stand -------------------------------------------------------------------------------------------
+# ---- accepted drafts ----------------------------------------------------------------------------------------------
 
 
 @mutant("enumeration", "samples, flat")
@@ -140,7 +140,7 @@ def uniforms_are_seen_again_in_the_next_pass(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("fresh", "samples, flat")
 def draft_noise_is_seen_again_in_the_next_pass(patch: pytest.MonkeyPatch) -> None:
-    """Drafts behind the committed tokens were judged already: their noise is no longer independent of the prefix."""
+    """Drafts after the committed tokens were verified already, so their noise is not independent of the prefix."""
     _key_by_position(patch, sampler)
 
 
@@ -180,7 +180,7 @@ def test_every_mutant_fails_its_checks(change: Patch, check: str, monkeypatch: p
 
 
 def drafting_in_the_running_pass() -> Drafting:
-    """Continues an outcome as if it were drafts of the pass that decides about it: with that pass's numbers."""
+    """Continues an outcome with the numbers of the pass that decides about it."""
     starts: dict[str, int] = {}
 
     def draft(model: TabularModel, sequences: Seq[Sequence], num_drafts: int) -> list[Draft]:

@@ -1,4 +1,4 @@
-"""Coupled verification: whatever is drafted, the very same tokens and logprobs."""
+"""Coupled verification: the same tokens and logprobs for any draft."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_speculation_reports_the_logprobs_of_plain_decoding() -> None:
 
 
 def test_rows_of_mixed_modes_find_their_own_logits() -> None:
-    """Tasks of all modes, in any order and with rows between them that belong to none."""
+    """Tasks of all modes, in any order, with unused rows between them."""
     greedy = SamplingParams(temperature=0.0)
     modes = [VerifyMode.REJECTION, VerifyMode.COUPLED, VerifyMode.BLOCK, VerifyMode.REJECTION]
     logits = torch.full((20, 12), -5.0)

@@ -1,7 +1,7 @@
-"""The output is a function of prompt, seed and target: a matrix of everything else, none of which may matter.
+"""The output is a function of prompt, seed and target only: a matrix of everything else shows no difference.
 
-All in float32 on one tiny random model, whose logits are steep enough that rounding decides nothing. The reference is
-plain decoding of each prompt alone, in an engine with room for everything.
+All tests use float32 and one tiny random model, whose logits are steep enough for rounding not to matter. The reference
+is plain decoding of each prompt alone, in an engine with room for everything.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SAMPLINGS = (
 
 
 class RandomProposer(NoProposer):
-    """Lies: random ids, some of them outside the vocabulary, of random length."""
+    """Proposes random ids of random length, some of them outside the vocabulary."""
 
     def __init__(self) -> None:
         self._random = random.Random(0)
@@ -63,7 +63,7 @@ class RandomProposer(NoProposer):
 
 
 class TreeAdversary(RandomProposer):
-    """Random trees: twins, ids outside the vocabulary, nodes too deep or too many, and parents that cannot be."""
+    """Random trees: equal siblings, ids outside the vocabulary, too many or too deep nodes, and impossible parents."""
 
     def propose(self, batch: Seq[ScheduledSequence]) -> list[Draft]:
         return [self._tree(self._ids(scheduled.max_draft_rows + 2)) for scheduled in batch]
@@ -275,7 +275,7 @@ def test_the_text_depends_on_nothing_but_prompt_seed_and_target(
 def test_paths_that_are_accepted_out_of_order_leave_the_right_kv(
     num_blocks: int, folders: Folders, reference: dict[str, Text]
 ) -> None:
-    """Every accepted node lies behind two that are not, so every pass moves KV, which later passes and prompts read."""
+    """Every accepted node comes after two rejected ones, so every pass moves KV, which later passes and prompts use."""
     setup = Setup(num_draft_tokens=3, num_blocks=num_blocks, tree=TREE)
     setup = replace(setup, proposer=lambda folders: Oracle(reference))
     engine = build(folders, setup)
@@ -307,7 +307,7 @@ def test_greedy_text_is_the_same_in_every_mode(
 
 
 def test_a_request_continues_elsewhere_with_the_same_text(folders: Folders, reference: dict[str, Text]) -> None:
-    """Migration relies on it: committed tokens and seed are the whole state."""
+    """Migration relies on this: committed tokens and seed are the whole state."""
     engine = build(folders, Setup(model, 4))
     for request in requests():
         whole = reference[request.request_id].token_ids

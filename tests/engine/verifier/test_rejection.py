@@ -1,4 +1,4 @@
-"""Rejection verification: enumerated to the last bit, then sampled through the real verifier."""
+"""Rejection verification: enumerated exactly, then sampled through the real verifier."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_samples_follow_the_target_without_a_draft_and_with_a_malicious_one(draf
 
 
 def test_successive_passes_use_independent_randomness() -> None:
-    """Five tokens take several passes, whose uniforms and noise must not be seen twice."""
+    """Five tokens take several passes, which must not share uniforms or noise."""
     experiment = Experiment(pair_library(3)[PEAKED], num_drafts=2, num_tokens=5, num_sequences=10_000)
     tokens = experiment.run(draft_by_sampling)
     expected = joint_probs(experiment.pair.target, experiment.sampling, 5)

@@ -1,4 +1,4 @@
-"""Trees: the target's distribution by rejection, enumerated to the last bit; the very same tokens when coupled."""
+"""Trees: exactly the target's distribution by rejection, enumerated; the same tokens in coupled mode."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SHAPES = {
 def drawn_trees(pair: Pair, sampling: SamplingParams, parents: Seq[int]) -> list[tuple[Draft, float]]:
     """Every tree of a shape that the pair can draw without replacement, with its probability.
 
-    Where a distribution has no token left, a node and what would be below it are missing.
+    If a distribution has no token left, a node and its descendants are missing.
     """
     grown = [_Grown(NO_DRAFT, {-1: -1}, 1.0)]
     for node, parent in enumerate(parents):
@@ -64,7 +64,7 @@ def drawn_trees(pair: Pair, sampling: SamplingParams, parents: Seq[int]) -> list
 
 @dataclass(frozen=True, slots=True)
 class _Grown:
-    """A tree in the making: where each node of the shape is in it, and its probability."""
+    """A partial tree: the index of each node of the shape, and its probability."""
 
     tree: Draft
     places: dict[int, int]
@@ -97,7 +97,7 @@ def _distribution_after(pair: Pair, sampling: SamplingParams, tree: Draft, paren
 
 
 def emitted_probs(pair: Pair, sampling: SamplingParams, trees: Seq[tuple[Draft, float]], num_tokens: int) -> Tensor:
-    """The joint distribution of what one pass emits, filled up by plain decoding, over every tree."""
+    """The joint distribution of a pass's tokens, completed by plain decoding, over every tree."""
     emitted: defaultdict[tuple[int, ...], Tensor | float] = defaultdict(float)
     for tree, tree_prob in trees:
         tasks = [VerifyTask(new_sequence(sampling, VerifyMode.REJECTION), tree, 0)]
@@ -114,7 +114,7 @@ def emitted_probs(pair: Pair, sampling: SamplingParams, trees: Seq[tuple[Draft, 
 def _walks(
     distributions: Tensor, draft: Draft, parent: int, prob: float
 ) -> Iterator[tuple[tuple[int, ...], Tensor, float]]:
-    """Accepted tokens, the distribution of the token after them, and the probability of that."""
+    """Accepted tokens, the distribution of the token after them, and the probability of this outcome."""
     p = distributions[parent + 1]
     for sibling in rejection.siblings_of(draft, parent):
         accept_prob = _accepting_share(p, sibling)
@@ -127,7 +127,7 @@ def _walks(
 
 
 def _accepting_share(target_probs: Tensor, sibling: rejection.Sibling) -> float:
-    """The share of uniform numbers in [0, 1) that let a sibling stand, by the real test, 6 binary digits at a time."""
+    """The share of uniform numbers in [0, 1) that accept a sibling, by the real test, 6 binary digits at a time."""
     p = rejection_rule.target_probs_of(target_probs[None], [0], [sibling.token_id])
     low, high = 0.0, 1.0
     for _ in range(10):
@@ -161,7 +161,7 @@ def test_sampling_parameters_keep_a_tree_exact(sampling: SamplingParams) -> None
 
 
 def check_grammar(name: str) -> None:
-    """Trees are drawn without the grammar, so that forbidden tokens stand beside allowed ones, and above them."""
+    """Trees are drawn without the grammar, so forbidden tokens are siblings and parents of allowed ones."""
     for pair in pair_library(4)[:2]:
         emitted = emitted_probs(pair, CONSTRAINED, drawn_trees(pair, CONSTRAINED, SHAPES[name]), 3)
         assert total_variation(emitted, joint_probs(pair.target, CONSTRAINED, 3)) < 1e-12, pair.name
@@ -173,7 +173,7 @@ def test_a_grammar_keeps_a_drawn_tree_exact(name: str) -> None:
 
 
 def test_a_mask_of_another_node_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mutant masks every node as the root, whatever the path to the node."""
+    """A mutant gives every node the root's mask."""
     monkeypatch.setattr(GrammarMatcher, "mask_after", lambda self, token_ids: self.masks(())[0])
     with pytest.raises(AssertionError):
         check_grammar("a branch below")
@@ -284,7 +284,7 @@ def plain_output() -> list[list[int]]:
 def draft_tree_by_coupling(
     model: TabularModel, sequences: Seq[Sequence], num_drafts: int, parents: Seq[int]
 ) -> list[Draft]:
-    """The best tokens of the draft under the noise of the target, siblings in order."""
+    """The draft's best tokens under the target's noise, siblings in order."""
     sampler = Sampler()
     trees = [NO_DRAFT] * len(sequences)
     for node in range(len(parents)):
@@ -301,7 +301,7 @@ def draft_tree_by_coupling(
 
 
 def draft_tree_by_malice(model: TabularModel, sequences: Seq[Sequence], num_drafts: int) -> list[Draft]:
-    """Random trees with twins; some tokens do not exist."""
+    """Random trees with equal siblings and some ids outside the vocabulary."""
     dice = random.Random(sum(sequence.num_output_tokens for sequence in sequences))
     sizes = [dice.randint(0, num_drafts) for _ in sequences]
     return [

@@ -1,7 +1,7 @@
-"""The mistakes that speculative engines have made, each patched into ours and shown to fail what the real code passes.
+"""Known mistakes of speculative engines, each patched into the code and refuted by checks that the code passes.
 
-The list is of mistakes seen in other engines, and of the errors of bookkeeping that are ours to make. Pairs are those
-of `tabular.pair_library`, because random near-uniform pairs are blind to several of them.
+The mistakes come from other engines, or are possible errors in our bookkeeping. The pairs come from
+`tabular.pair_library`, since random near-uniform pairs do not show some of the mistakes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NUCLEUS = SamplingParams(top_p=0.8)
 
 
 def check_samples_of_two_pairs() -> None:
-    """A peaked draft shows whether q is reported as it is; a flat one is accepted often, which shows a wrong bonus."""
+    """A peaked draft shows a wrong q; a flat draft is accepted often and shows a wrong bonus token."""
     check_samples(Experiment(PEAKED, num_drafts=2, num_tokens=3, num_sequences=2_500))
     check_samples(Experiment(FLAT, num_drafts=2, num_tokens=3, num_sequences=2_500))
 
@@ -68,7 +68,7 @@ class _Drafted(SparseDistribution):
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A mistake, where it is patched in, and the checks that must see it."""
+    """A mistake, the place of its patch, and the checks that must find it."""
 
     name: str
     patch: Callable[[pytest.MonkeyPatch], None]
@@ -273,7 +273,7 @@ def draft_knows_the_noise_that_verifies_it(patch: pytest.MonkeyPatch) -> None:
 
 
 def _match_each(patch: pytest.MonkeyPatch, match_one: Callable[[Seq[int], Seq[int]], VerifyResult]) -> None:
-    """Have `match_one` judge each chain of a pass by the tokens that were sampled at its rows."""
+    """Have `match_one` verify each chain of a pass by the tokens sampled at its rows."""
 
     def match(sampled_ids: Seq[int], chains: Seq[Seq[int]]) -> list[VerifyResult]:
         ends = list(accumulate(len(chain) + 1 for chain in chains))

@@ -1,4 +1,4 @@
-"""The choice between draft models of known costs and acceptance, on a simulated clock, for streams side by side."""
+"""The choice between draft models with known costs and acceptance, for parallel streams on a simulated clock."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ REQUEST_TOKENS = 60
 
 @dataclass(frozen=True)
 class Drafter:
-    """A draft model: its chance to be right, and its seconds per token of a draft."""
+    """A draft model: its acceptance, and its seconds per drafted token."""
 
     acceptance: float
     step_s: float
 
 
 def served(drafters: dict[str, Drafter], num_streams: int, num_requests: int) -> list[str]:
-    """Return the methods that requests got, one after the other on each stream; the models draft side by side."""
+    """Return the methods of successive requests on each stream; the models draft in parallel."""
     rng, budget, chosen = np.random.default_rng(0), DraftBudget(4, MAX_DRAFTS), list[str]()
     chooser = MethodChooser(tuple(drafters), budget.goodput)
 

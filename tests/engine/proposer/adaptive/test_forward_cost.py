@@ -46,7 +46,7 @@ def test_one_slow_pass_moves_the_curve_little() -> None:
 
 
 def test_hiccups_move_neither_the_curve_nor_what_is_expected_of_a_draft() -> None:
-    """One pass in eight takes two to six times what it should, as on a machine that others use."""
+    """One pass in eight is two to six times slower, as on a shared machine."""
     rows, draft, rng = ForwardCost(), DraftCost(), np.random.default_rng(3)
     for step in range(400):
         size = (4, 16, 32, 64, 128)[step % 5]

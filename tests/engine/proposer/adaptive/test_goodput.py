@@ -1,4 +1,4 @@
-"""The allocation against every other one there is."""
+"""The allocation against all possible allocations."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ METHODS = (SpeculationMethod.AUTO, SUFFIX, NGRAM, SpeculationMethod.NONE)
 
 
 class Deployment:
-    """Methods of known gains; a request's passes show its own with noise, and recent ones count."""
+    """Methods with known gains, measured with noise over recent passes."""
 
     def __init__(self, gains: dict[str, dict[SpeculationMethod, float]]) -> None:
         self.gains = gains
@@ -91,7 +91,7 @@ def test_the_choice_changes_no_token_and_all_methods_are_tried(target: Path) -> 
 
 
 def test_a_choice_follows_no_clock_where_a_seed_promises_the_text(target: Path) -> None:
-    """Under rejection the text depends on the drafts, and so on who makes them."""
+    """With rejection the text depends on the drafts, and so on the method."""
     sampling = SamplingParams(7, 1.0, max_tokens=24)
     speculation = SpeculationParams(verify=VerifyMode.REJECTION)
     requests = [

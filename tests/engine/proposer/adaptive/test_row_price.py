@@ -1,4 +1,4 @@
-"""The price of a row, and drafts that are as long as their chances are above it."""
+"""The price of a row, and drafts that end where their chance falls below it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_drafts_that_stand_make_the_time_of_a_row_dearer() -> None:
 
 
 class Matches:
-    """Sequences of which some find a match now and then, that tells the chance of each of its tokens."""
+    """Sequences that sometimes find a match, with a known chance of each token."""
 
     def __init__(self, num_sequences: int, costs: Costs) -> None:
         self.costs = costs
@@ -45,7 +45,7 @@ class Matches:
         ]
         longest_s = LONGEST_SHARED * costs.target_s(num_sequences)
         fitting = [k for k in range(MAX_DRAFTS + 1) if costs.target_s((k + 1) * num_sequences) <= longest_s]
-        self.most_beside = MAX_DRAFTS if num_sequences == 1 else fitting[-1]  # that hold up the others no longer
+        self.most_beside = MAX_DRAFTS if num_sequences == 1 else fitting[-1]  # that do not exceed the limit
         self.most = MAX_DRAFTS
 
     def speed(self, num_steps: int, budget: DraftBudget | float) -> float:
@@ -80,12 +80,12 @@ def test_no_one_least_chance_for_all_passes_is_much_better(costs: Costs, num_seq
     matches.speed(100, budget)
     speed = matches.speed(400, budget)
     assert speed >= 0.93 * best_speed(num_sequences, costs, is_bounded=True)
-    share = 0.85 if num_sequences in (2, 4) else 0.93  # few sequences pay for it that drafts hold up none for long
+    share = 0.85 if num_sequences in (2, 4) else 0.93  # few sequences lose speed by the limit of a pass
     assert speed >= share * best_speed(num_sequences, costs, is_bounded=False)
 
 
 def best_speed(num_sequences: int, costs: Costs, *, is_bounded: bool) -> float:
-    """The most tokens per second that one least chance brings; bounded: as long as drafts may hold up others."""
+    """Return the most tokens per second with one least chance; if bounded, within the longest shared pass."""
     speeds = []
     for least in (0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 1.1):
         matches = Matches(num_sequences, costs)

@@ -1,4 +1,4 @@
-"""Predictions and suffixes before the model: who is asked, what is drafted, and that no token changes."""
+"""Predictions and suffixes take precedence over the model, and no token changes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_request_without_a_prediction_passes_through() -> None:
 
 
 class FixedMatcher(PredictionMatcher):
-    """Always finds the same, with the same support."""
+    """Always finds the same match."""
 
     def __init__(self, match: TextMatch) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class FixedMatcher(PredictionMatcher):
 
 
 def chosen(match: TextMatch, true_ids: Seq[int], num_passes: int = 120) -> list[bool]:
-    """Return, pass by pass, True where the match was the draft; `true_ids` follow, and the model says 9."""
+    """Return for each pass if the draft was the match; the text is `true_ids`, and the model drafts 9."""
     proposer, sequence = HybridProposer(FixedMatcher(match), model()), new_sequence()
     proposer.open(sequence)
     grow(proposer, sequence, 0)
@@ -136,7 +136,7 @@ def test_a_right_prediction_saves_passes_without_a_model() -> None:
     speculation = SpeculationParams(method=SpeculationMethod.NGRAM)
     core.add(GenerateRequest("a", PROMPT, sampling, speculation, prediction_token_ids=text))
     run(core)
-    assert core.stats().times.num_steps == 1 + 3, "17 tokens a pass, for matches have a length of their own"
+    assert core.stats().times.num_steps == 1 + 3, "17 tokens a pass, since matches have a separate length"
 
 
 def test_hybrid_drafts_from_repetition_and_from_the_model() -> None:
@@ -172,6 +172,6 @@ def test_a_match_is_as_long_as_the_request_or_the_budget_allows(has_own_length: 
     proposer.open(sequence)
     sequence.draft_allowance = 2
     grow(proposer, sequence, *prediction[:3])
-    assert sequence.num_wanted_drafts == (5 if has_own_length else 2), "one of the last six is no draft"
+    assert sequence.num_wanted_drafts == (5 if has_own_length else 2), "one of the last six is not a draft"
     sequence.draft_allowance = 0
     assert sequence.num_wanted_drafts == (5 if has_own_length else 0)

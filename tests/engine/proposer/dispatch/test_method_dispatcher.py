@@ -1,4 +1,4 @@
-"""The proposer that is asked for each sequence, and the one that stands in."""
+"""The proposer of each sequence, and its substitute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several draft models of one engine: each drafts for those that name it, shows its name, and fails alone."""
+"""Several draft models in one engine: each drafts for requests that name it, shows its name, and fails alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft made ahead of a verdict is the very draft that would be made after it."""
+"""A draft made ahead of verification equals the draft made after it."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def pending_pass(drafter: Drafter, sequence: Sequence, num_drafts: int = K) -> P
 
 @dataclass(frozen=True, slots=True)
 class Afterwards:
-    """A draft model of its own, which is asked once an outcome is committed."""
+    """A fresh draft model, which drafts after the outcome is committed."""
 
     drafter: Drafter
 
     def agrees(self, sequence: Sequence, prepared: Offer, num_drafts: int = K) -> bool:
-        """The same tokens, drawn from the same distributions but for the last bits of a rounding."""
+        """The same tokens, drawn from the same distributions up to rounding."""
         copy = sequence_of(sequence.request, num_drafts, sequence.verify)
         copy.token_ids = [*sequence.token_ids, *prepared.after]
         self.drafter.proposer.open(copy)
@@ -100,7 +100,9 @@ def afterwards(folder: Path) -> Afterwards:
 
 @pytest.mark.parametrize("verify", MODES)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALIZED])
-@pytest.mark.parametrize("length", [8, 9, 10, 11])  # blocks have 4 tokens: branches part at every place of one
+@pytest.mark.parametrize(
+    "length", [8, 9, 10, 11]
+)  # blocks have 4 tokens: branches diverge at every position of a block
 def test_a_draft_made_ahead_is_the_one_that_would_be_made_afterwards(
     afterwards: Afterwards, drafter: Drafter, length: int, sampling: SamplingParams, verify: VerifyMode
 ) -> None:
@@ -141,7 +143,7 @@ def test_the_likeliest_outcome_is_what_the_draft_itself_would_say(drafter: Draft
 
 
 def test_nothing_is_left_behind(folder: Path, afterwards: Afterwards, drafter: Drafter) -> None:
-    """Rounds of drafting and drafting ahead, with every kind of verdict; each draft is that of a fresh model."""
+    """Rounds of drafting and drafting ahead, with every outcome; each draft equals a fresh model's."""
     oracle = Oracle(folder)
     sequence = new_sequence(drafter, "a", 9, SAMPLED)
     for num_accepted in (0, 3, 1, 2, 3, 0):
@@ -150,7 +152,7 @@ def test_nothing_is_left_behind(folder: Path, afterwards: Afterwards, drafter: D
         prepared = draft_ahead(drafter, [expected])
         true = next(each for each in prepared if len(each.after) == num_accepted + 1)
         sequence.token_ids += true.after
-        # Drafting ahead again without a question in between, as after a hit:
+        # Draft ahead again without a query in between, as after a hit.
         assert true.draft.token_ids == oracle.draft(sequence, K)
         for each in draft_ahead(drafter, [PendingPass(sequence, true.draft.token_ids, K)])[:2]:
             assert afterwards.agrees(sequence, each)
@@ -186,7 +188,7 @@ def test_drafting_ahead_that_is_stopped_ends_at_once_without_a_trace(
 
 
 def test_a_short_verification_gets_the_likeliest_outcomes(drafter: Drafter) -> None:
-    """Stopped again and again after the same few steps, it comes to prepare what fits."""
+    """If it is always stopped after the same few steps, its waves shrink until one is done."""
     sequences = [new_sequence(drafter, f"s{i}", 9) for i in range(4)]
     ahead_drafter = drafter.proposer.ahead_drafter(3)
     pending = [pending_pass(drafter, sequence) for sequence in sequences]
@@ -223,7 +225,7 @@ def test_sequences_without_room_or_unknown_are_left_out(folder: Path) -> None:
 def test_nothing_is_drafted_behind_the_end_of_a_text(drafter: Drafter) -> None:
     sequence = new_sequence(drafter, "a", 9, replace(GREEDY, max_tokens=5))
     prepared = draft_ahead(drafter, [pending_pass(drafter, sequence)])
-    # Five tokens in all: behind an outcome of n tokens the next pass may draft 4 - n.
+    # Five tokens in all: after an outcome of n tokens the next pass may draft 4 - n.
     assert {(len(each.after), len(each.draft.token_ids)) for each in prepared} == {(1, 3), (2, 2), (3, 1)}
     stopping = new_sequence(drafter, "b", 9, replace(GREEDY, stop_token_ids=tuple(range(VOCAB_SIZE))))
     assert draft_ahead(drafter, [pending_pass(drafter, stopping)]) == []
@@ -264,7 +266,7 @@ def test_noise_of_the_pass_before_is_noticed(
 
 
 def chain_in_the_running_pass(branch: Branch, block_ids: Seq[int]) -> Chain:
-    """Takes the outcome for drafts of the pass that is being verified, and uses that pass's noise a second time."""
+    """Treats the outcome as drafts of the pass under verification, and uses that pass's noise a second time."""
     sequence, num_outcome = branch.sequence.target_sequence, len(branch.after)
     table = [*branch.sequence.blocks.block_table[: branch.start // branch.block_size], *block_ids]
     chain = Chain(sequence, sequence.token_ids, table, branch.num_drafts + num_outcome, matcher=None)

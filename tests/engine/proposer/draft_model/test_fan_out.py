@@ -1,4 +1,4 @@
-"""Which outcomes of a pass are drafted for."""
+"""The outcomes of a pass that are drafted for."""
 
 import pytest
 

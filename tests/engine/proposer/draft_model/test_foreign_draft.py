@@ -1,4 +1,4 @@
-"""A draft with another tokenizer changes no output, is right where both can say the same, and loses no state."""
+"""A draft with another tokenizer changes no output, is accepted for shared text, and loses no state."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def sample_by_other_ids(scores: torch.Tensor, rows: Seq) -> torch.Tensor:
 
 @pytest.mark.parametrize("vocabulary", [DraftVocabulary.INTERSECTION, DraftVocabulary.TEXT])
 def test_a_draft_depends_on_nothing_but_what_is_committed(folders: Folders, vocabulary: DraftVocabulary) -> None:
-    """Rounds of every verdict; each draft is that of a model which meets the sequence for the first time."""
+    """Rounds with every outcome; each draft equals a fresh model's."""
     proposer, fresh = new_proposer(folders, vocabulary), new_proposer(folders, vocabulary)
     dice = random.Random(3)
     sequence = sequence_of(requests()[1], 5)
@@ -210,9 +210,7 @@ def test_text_offers_chains_when_asked_and_nothing_else(folders: Folders) -> Non
 
 # ---- verification by ratios: samples against the exact distribution -------------------------------------------------
 
-NUM_SAMPLES = (
-    2000  # a distribution in which two tokens of 12 change places has TV > 0.1: found with certainty (chi-square)
-)
+NUM_SAMPLES = 2000  # swapping two of 12 tokens in a distribution has TV > 0.1, which chi-square detects with certainty
 PROMPT = (1, 5, 3)
 
 
@@ -239,7 +237,7 @@ def test_drafts_through_text_leave_the_distribution_as_it_is(small: Folders) -> 
 
 
 def test_a_distribution_that_is_mapped_otherwise_than_its_draw_is_found_out(small: Folders) -> None:
-    """The adversary maps what it drew by one table and the distribution that goes along by another."""
+    """The adversary maps the drawn token by one table, and its distribution by another."""
     proposer = intersection(small)
 
     class Mutant:

@@ -1,4 +1,4 @@
-"""The draft model's proposals are what the draft alone would sample, whatever happened to earlier ones."""
+"""The draft model proposes the tokens that it would sample alone, whatever happened to earlier drafts."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_round_without_an_answer_and_a_repeated_question_change_nothing(folder
     sequence = new_sequence(drafter, "a")
     drafter.draft([sequence])
     assert drafter.draft([sequence]) == [oracle.draft(sequence)]
-    sequence.token_ids += [1, 2, 3, 4, 5, 6, 7, 8, 9]  # rounds that this proposer never heard of
+    sequence.token_ids += [1, 2, 3, 4, 5, 6, 7, 8, 9]  # rounds without this proposer
     assert drafter.draft([sequence]) == [oracle.draft(sequence)]
 
 
@@ -90,7 +90,7 @@ def test_accepted_drafts_are_not_computed_again(folder: Path, monkeypatch: pytes
         drafter.runner, "forward", lambda spans: asked.extend(len(span.token_ids) for span in spans) or forward(spans)
     )
     drafter.draft([sequence])
-    assert asked == [2]  # the last draft, which was never fed, and the bonus token
+    assert asked == [2]  # the last draft, which was never an input, and the bonus token
 
 
 def test_a_long_prompt_is_computed_in_chunks_while_others_draft(folder: Path, oracle: Oracle) -> None:
@@ -117,7 +117,7 @@ def test_a_short_pool_costs_drafts_and_nothing_else(folder: Path, oracle: Oracle
     drafter = new_drafter(folder, num_blocks=8)  # 32 slots: two sequences of 14 with their drafts
     first, second, third = (new_sequence(drafter, name) for name in "abc")
     assert drafter.draft([first, second, third]) == [oracle.draft(first), oracle.draft(second), ()]
-    # The third takes the blocks of the one that drafted longest ago; those of this very round keep theirs.
+    # The third sequence takes the blocks that were idle longest; this round's sequences keep their blocks.
     assert drafter.draft([second]) == [oracle.draft(second)]
     assert drafter.draft([second, third]) == [oracle.draft(second), oracle.draft(third)]
     first.token_ids += [4]

@@ -1,4 +1,4 @@
-"""Trees as a draft model grows them: their shapes, their distributions, and what comes of them in the real verifier."""
+"""Trees of a draft model: their shapes, their distributions, and their results in the real verifier."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PEAKED, FLAT = pair_library(4)[:2]
 
 
 def grow(shape: Shape, num_nodes: int, model: TabularModel, sequences: Seq[Sequence], max_depth: int) -> list[Draft]:
-    """Trees as a draft model grows them, with a tabular one."""
+    """Grows trees with a tabular draft model."""
     trees = [Tree(sequence, sequence, shape, num_nodes, max_depth, sequence.matcher) for sequence in sequences]
     sampler, growing = TreeSampler(Sampler()), trees
     while growing:
@@ -56,7 +56,7 @@ def test_samples_of_drawn_trees_follow_the_target() -> None:
 
 
 def check_siblings() -> None:
-    """The first token alone, behind three siblings: few cells, and most of the mass is decided among siblings."""
+    """The first token alone, with three siblings: few cells, and siblings decide most of the mass."""
     drafting = partial(grow, StaticShape((-1, -1, -1)), 3)
     for pair in (FLAT, PEAKED):
         check_samples(Experiment(pair, num_drafts=1, num_tokens=1, num_sequences=1_500), drafting)
@@ -72,7 +72,7 @@ def test_each_sibling_has_a_coin_of_its_own() -> None:
 
 
 def siblings_share_a_draw(patch: pytest.MonkeyPatch) -> None:
-    """Each is drawn by the same number, so which one is second tells what the first was."""
+    """Each sibling is drawn by the same number, so the second reveals the first."""
     patch.setattr(tree_sampler, "_LANES_PER_RANK", 0)
 
 

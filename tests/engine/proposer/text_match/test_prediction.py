@@ -1,4 +1,4 @@
-"""Predictions of several sequences: one index of a client's request, and none that tenants share."""
+"""Predictions of several sequences: one index per client request, not shared between tenants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def open_choices(matcher: PredictionMatcher, name: str, tenant: str = "") -> Non
             (1, 2, 3),
             SamplingParams(max_tokens=100),
             tenant=tenant,
-            prediction_token_ids=tuple(PREDICTION),  # as they come from the socket: equal, and not the same
+            prediction_token_ids=tuple(PREDICTION),  # as from the socket: equal, but not the same object
         )
         matcher.open(sequence_of(request))
 

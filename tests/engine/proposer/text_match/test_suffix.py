@@ -1,4 +1,4 @@
-"""Suffix drafting: what followed the known ends of a text, as far as it has a chance, in bounded memory, by tenant."""
+"""Suffix drafting: continuations of a text's end while their chance suffices, in bounded memory, by tenant."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def drafts(proposer: SuffixProposer, sequence: Sequence, num_tokens: int = 8) ->
 
 
 def draft_after(*prompt_ids: int, num_tokens: int = 8, **options: float) -> tuple[int, ...]:
-    """The draft after a prompt that is all there is to know."""
+    """Return the draft after a prompt, without other texts."""
     proposer = SuffixProposer(**options)
     return drafts(proposer, opened(proposer, new_sequence(*prompt_ids)), num_tokens)
 
@@ -60,7 +60,7 @@ def opened(proposer: SuffixProposer, sequence: Sequence) -> Sequence:
 
 
 def test_a_draft_goes_on_while_it_has_a_chance() -> None:
-    """With n tokens of context the next token has the chance n / (n + 2), before anything is learned."""
+    """With n tokens of context the next token has the prior chance n / (n + 2)."""
     text = list(range(1, 40))
     for match_len, min_chance, num_tokens in ((1, 0.5, 1), (1, 0.16, 2), (2, 0.25, 2), (3, 0.25, 3), (8, 0.5, 3)):
         draft = tuple(text[match_len : match_len + num_tokens])
@@ -87,7 +87,7 @@ def test_a_draft_ends_where_its_row_is_worth_more_than_its_chance() -> None:
 def test_matches_that_were_not_worth_a_row_are_learned_from() -> None:
     proposer = SuffixProposer()
     sequence = opened(proposer, new_sequence(1, 2, 3, 1, 2))
-    sequence.least_chance = 0.6  # a match of two tokens has 0.5 before anything is known
+    sequence.least_chance = 0.6  # the prior of a match of two tokens is 0.5
     assert drafts(proposer, sequence) == ()
     for _ in range(12):
         sequence.token_ids += [3, 1, 2]
@@ -95,7 +95,7 @@ def test_matches_that_were_not_worth_a_row_are_learned_from() -> None:
         drafts(proposer, sequence)
     short = opened(proposer, new_sequence(4, 5, 6, 4, 5, name="b"))
     short.least_chance = 0.6
-    assert drafts(proposer, short) == ()  # of matches as short nothing is known yet
+    assert drafts(proposer, short) == ()  # no match as short was learned yet
     long = opened(proposer, new_sequence(*range(30, 40), 7, *range(30, 40), name="c"))
     long.least_chance = 0.9
     assert drafts(proposer, long)[:1] == (7,)
@@ -132,7 +132,7 @@ Place = tuple[int, int, int]  # position, length of the match, later places with
 
 
 def slow_places(held: Seq[int], suffix: Seq[int]) -> list[Place]:
-    """Looks at every position of the held tokens, in which -1 separates texts and ends the last but one."""
+    """Look at every held position; -1 separates texts, and ends all texts but the last."""
 
     def match_len(position: int) -> int:
         length = 0
@@ -150,7 +150,7 @@ def slow_places(held: Seq[int], suffix: Seq[int]) -> list[Place]:
 
 
 def slow_continuation(held: Seq[int], places: Seq[Place], num_tokens: int) -> list[VotedToken]:
-    """Reads what followed each place, and lets those vote that have agreed so far."""
+    """Collect the continuation of each place, and let places vote that agree so far."""
     drafted: list[int] = []
     voted: list[VotedToken] = []
     for _ in range(num_tokens):
@@ -209,7 +209,7 @@ def test_a_commit_indexes_only_the_new_tokens() -> None:
     assert drafts(proposer, sequence)[:4] == (2, 3, 1, 2)
 
 
-# ---- what is learned ----------------------------------------------------------------------------------------------
+# ---- learned chances ----------------------------------------------------------------------------------------------
 
 
 def test_chances_are_learned_by_length_of_the_match_and_per_vote() -> None:
@@ -225,11 +225,11 @@ def test_chances_are_learned_by_length_of_the_match_and_per_vote() -> None:
     assert chances.of(1, 1.0) == 1 / 3
     for _ in range(400):
         chances.observe(2, 1.0, is_accepted=True)
-    assert chances.of(3, 1.0) > 0.8, "what is long past counts no more"
+    assert chances.of(3, 1.0) > 0.8, "old votes have faded"
 
 
 def match_lengths(is_right: bool, verify: VerifyMode = VerifyMode.COUPLED) -> list[int]:
-    """The lengths of one match after another, each of one known token, where they are always right or always wrong."""
+    """The lengths of successive matches with one known token, which is always right or always wrong."""
     proposer, sequence = SuffixProposer(min_chance=0.09), new_sequence(*range(1, 1000), verify=verify)
     proposer.open(sequence)
     lengths = []
@@ -253,7 +253,7 @@ def test_drafts_grow_where_they_stand_and_shrink_to_a_token_where_they_fall() ->
 
 @pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
 def test_lengths_tell_nothing_of_other_texts_where_noise_must_be_unknown(verify: VerifyMode) -> None:
-    """A length that follows what became of a text of the same seed would follow the number that judges the draft."""
+    """A length learned from a text of the same seed would depend on the number that verifies the draft."""
     assert set(match_lengths(is_right=False, verify=verify)) == {3}
 
 
@@ -342,7 +342,7 @@ def test_the_tenant_used_longest_ago_gives_way() -> None:
 
 
 def test_a_full_index_stops_growing() -> None:
-    """Every n-gram is new, which is the worst case; 1,000 tokens take less than 0.6 KB each, however many pass by."""
+    """Every n-gram is new, the worst case; 1,000 held tokens take less than 0.6 KB each, however many were added."""
     dice = random.Random(1)
     tracemalloc.start()
     index = SuffixIndex(capacity=1_000)
@@ -362,8 +362,8 @@ def test_a_full_index_stops_growing() -> None:
 @pytest.mark.parametrize(
     ("values", "word"),
     [
-        ({"min_chance": 0.0}, "min_chance 0.0"),
-        ({"min_chance": 1.5}, "min_chance 1.5"),
+        ({"min_chance": 0.0}, "min_chance is 0.0"),
+        ({"min_chance": 1.5}, "min_chance is 1.5"),
         ({"max_shared_tokens": 0}, "0"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Two tokenizers and one text: what is shared is found, and what is read spells what was said."""
+"""Two tokenizers and one text: shared tokens are found, and a translation spells the original."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.engine.fixtures.checkpoints import Folders, write_checkpoint
 from tests.engine.fixtures.foreign_pair import DRAFT_TEXTS, TARGET_TEXTS, new_tokenizer, write_foreign_pair
 
 TEXT = (
-    "The draft's na\u00efve \u2014 guess: \U0001f600\U0001f600 \u4f60\u597d,\n\n    def f(x):\n"
+    "The draft's na\u00efve \u2014 word: \U0001f600\U0001f600 \u4f60\u597d,\n\n    def f(x):\n"
     "\treturn 'the tokens' * 12345  # ok "
 )
 
@@ -49,7 +49,7 @@ def metaspace_vocabulary() -> ByteVocabulary:
 
 
 def _with_plain_bytes(core: Tokenizer, names: list[str]) -> Tokenizer:
-    """Byte tokens are ordinary ones, which the trainer does not know how to say."""
+    """Byte tokens are ordinary tokens, which the trainer cannot express."""
     content = json.loads(core.to_str())
     content["added_tokens"] = [each for each in content["added_tokens"] if each["content"] not in names]
     return Tokenizer.from_str(json.dumps(content))
@@ -81,7 +81,7 @@ def test_a_token_across_the_border_is_no_continuation(tmp_path: Path) -> None:
 
 
 def read_in_steps(reader: TextReader, target_ids: list[int], dice: random.Random) -> list[list[int]]:
-    """Return the tokens that the draft reads after each commit, and check the counts of `read` on the way."""
+    """Return the draft's tokens after each commit, and check the results of `extend`."""
     states, num_told, before = [], 0, []
     while num_told < len(target_ids):
         num_told += dice.randint(1, 5)
@@ -135,7 +135,7 @@ def test_a_control_token_ends_the_text_and_is_read_by_its_role() -> None:
     pair = VocabularyPair(target, draft, ModelTokens(100, eos_token_ids=(0,)), ModelTokens(100, eos_token_ids=(1,)))
     special_ids = pair.special_ids()
     assert special_ids[0] == (1,)
-    assert set(special_ids) == {0, 1}  # <turn> is read as text, as far as the draft has its letters
+    assert set(special_ids) == {0, 1}  # <turn> is text, as far as the draft has its letters
     reader = TextReader(target, draft, special_ids)
     reader.extend([*target.encode("the"), 0, *target.encode("end")])
     assert draft.spell(reader.token_ids) == b"theend"
@@ -195,7 +195,7 @@ def test_the_choice_follows_what_the_tokenizers_share(
     with pytest.raises(ConfigError, match=r"without a tokenizer\.json of both they cannot be compared"):
         chosen(tmp_path)
     (tmp_path / "config.json").write_text((folders.target / "config.json").read_text())
-    assert chosen(tmp_path) is DraftVocabulary.SAME  # no tokenizer: ids are taken to mean the same
+    assert chosen(tmp_path) is DraftVocabulary.SAME  # no tokenizer: equal ids are assumed to be equal tokens
     with pytest.raises(ConfigError, match=r"has no tokenizer.json to translate by"):
         chosen(tmp_path, DraftVocabulary.TEXT)
 
@@ -250,5 +250,5 @@ def test_models_without_a_tokenizer_are_compared_by_their_sizes(tmp_path: Path) 
     for name, size in (("target", 300), ("draft", 400)):
         (tmp_path / name).mkdir()
         write_checkpoint(tmp_path / name, seed=0, vocab_size=size)
-    with pytest.raises(ConfigError, match="draft's vocabulary has 400 tokens and the target's 300, and without"):
+    with pytest.raises(ConfigError, match="draft's vocabulary has 400 tokens and the target's 300; without"):
         choose_vocabulary(str(tmp_path / "target"), str(tmp_path / "draft"), DraftVocabulary.AUTO)
