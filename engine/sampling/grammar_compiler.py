@@ -1,4 +1,4 @@
-"""From the grammar a request states to the matcher of its sequence, by llguidance over the model's own tokenizer."""
+"""Compiles the grammars of requests into matchers, with llguidance over the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from protos.messages import MAX_GRAMMAR_CHARACTERS, GenerateRequest, Grammar, Gr
 logger = logging.getLogger(__name__)
 
 MAX_SOURCE_BYTES = MAX_GRAMMAR_CHARACTERS
-MAX_RULES = 1000  # the time to compile grows with their square: 0.1 s for these in Lark, 1 s in GBNF
+MAX_RULES = 1000  # compile time grows with the square: 0.1 s for so many rules in Lark, 1 s in GBNF
 _NUM_CACHED = 64
-_MAX_PENDING = 16  # grammars that wait for the compiler, each for some seconds at most
-_MAX_PENDING_OF_TENANT = 4  # the others' places are kept from one that sends many
-_RULE = re.compile(r'"\$ref"|^[^\S\n]*[?!]?\w', re.MULTILINE)  # a reference of a schema; the line that defines a rule
+_MAX_PENDING = 16  # grammars that wait for the compiler, a few seconds each at most
+_MAX_PENDING_OF_TENANT = 4  # one tenant cannot take all places
+_RULE = re.compile(r'"\$ref"|^[^\S\n]*[?!]?\w', re.MULTILINE)  # a reference in a schema, or a line that defines a rule
 
 
 class _Key(NamedTuple):
-    """A grammar of one tenant and salt: by the time that another's takes, nobody finds out what was asked here."""
+    """A grammar of one tenant and salt. Sharing the cache would let others time whether a grammar was used here."""
 
     tenant: str
     salt: str
@@ -38,35 +38,34 @@ class _Key(NamedTuple):
 
 
 class GrammarCompiler:
-    """Compiles each grammar once and hands out matchers for it; thread-safe.
+    """Compiles each grammar once and creates matchers for it. Thread-safe.
 
-    Grammars are compiled one after the other: in a process that can be killed first (`GrammarTrial`), and those that
-    keep its limits in a thread here, without Python's lock for most of the time. Both begin when the first one comes.
-    Failures are kept like successes, so a bad schema costs no more than a good one when it is sent again.
+    Grammars are compiled one at a time: first in a process that can be killed (`GrammarTrial`), then, if it stays
+    within the limits, in a thread here, mostly without Python's lock. Both start with the first grammar. Failures are
+    cached too, so sending a bad schema again is cheap.
     """
 
     def __init__(self, tokenizer_file: Path | None, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        """`vocab_size` is the number of logits; the tokenizer may name fewer ids, which then are never allowed."""
+        """`vocab_size` is the number of logits. Ids that the tokenizer does not have are never allowed."""
         self._tokenizer_file = tokenizer_file
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._tokenizer: LLTokenizer | None = None
         self._trial: GrammarTrial | None = None
         self._compiled: OrderedDict[_Key, Future[LLMatcher | str]] = OrderedDict()
-        self._pending: list[tuple[Future[LLMatcher | str], str]] = []  # and whose they are
+        self._pending: list[tuple[Future[LLMatcher | str], str]] = []  # (future, tenant)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._lock = threading.Lock()  # never held while a grammar is compiled
+        self._lock = threading.Lock()  # never held during compilation
 
     def prepare(self, request: GenerateRequest) -> Future[LLMatcher | str] | None:
-        """Begin to compile ahead of `matcher`, and return at once; a grammar that is wrong is reported there.
+        """Start compiling ahead of `matcher` and return at once. `matcher` reports a grammar's errors.
 
         Returns:
-            What is done when `matcher` has nothing to wait for; None where it has nothing to wait for now, or there is
-            no grammar.
+            A future; once it is done, `matcher` does not wait. None if it would not wait now, or there is no grammar.
 
         Raises:
             OverloadedError: too many grammars wait to be compiled.
-            RateLimitError: too many of this tenant do; clients without a tenant have the first limit alone.
+            RateLimitError: too many grammars of this tenant wait. Clients without a tenant have the first limit only.
         """
         grammar = request.sampling.grammar
         if grammar is None or _excess(grammar) is not None:
@@ -75,7 +74,7 @@ class GrammarCompiler:
         return None if compiled.done() else compiled
 
     def matcher(self, request: GenerateRequest) -> GrammarMatcher | None:
-        """Return a matcher that has read the request's committed output, None for a request without a grammar.
+        """Return a matcher that has read the request's committed output, or None without a grammar.
 
         Raises:
             RequestError: the grammar cannot be compiled, contradicts another parameter, or forbids the output so far.
@@ -108,7 +107,7 @@ class GrammarCompiler:
             raise RequestError(f"{param} has {excess} are compiled", param=param)
         if sampling.min_tokens > 0:
             raise RequestError(
-                f"min_tokens is {sampling.min_tokens}, but {param} says where the output may end; "
+                f"min_tokens is {sampling.min_tokens}, but {param} decides where the output may end; "
                 "leave min_tokens out and put the length into the constraint",
                 param="min_tokens",
             )
@@ -120,7 +119,7 @@ class GrammarCompiler:
             )
 
     def _compile(self, grammar: Grammar, request: GenerateRequest) -> Future[LLMatcher | str]:
-        """Return the compiled grammar, to be copied, or the error that it has, once that is known."""
+        """Return a future of the compiled grammar, to be copied, or of its error."""
         key = _Key(request.tenant, request.cache_salt, grammar.kind, grammar.source)
         with self._lock:
             if key not in self._compiled:
@@ -133,7 +132,7 @@ class GrammarCompiler:
             return self._compiled[key]
 
     def _forget_one(self) -> None:
-        """Forget the grammar that the tenant with the most of them has not used for longest: the others keep theirs."""
+        """Evict the least recently used grammar of the tenant with the most cached ones."""
         owners = Counter(key.tenant for key in self._compiled)
         most = max(owners.values())
         del self._compiled[next(key for key in self._compiled if owners[key.tenant] == most)]
@@ -154,8 +153,8 @@ class GrammarCompiler:
             )
 
     def _submit(self, grammar: Grammar) -> Future[LLMatcher | str]:
-        """Have the thread compile; it has a deep stack, untouched for free: an overflow would end the process."""
-        usual_bytes = threading.stack_size(STACK_BYTES)  # of all threads started until it is set back
+        """Compile in the pool's thread. It has a deep stack, since an overflow would end the process."""
+        usual_bytes = threading.stack_size(STACK_BYTES)  # applies to all threads started until it is reset
         try:
             return self._pool.submit(self._new_matcher, grammar)  # the first call starts the thread
         finally:
@@ -164,23 +163,23 @@ class GrammarCompiler:
     def _new_matcher(self, grammar: Grammar) -> LLMatcher | str:
         try:
             if self._tokenizer_file is None:
-                raise ValueError("the model has no tokenizer.json, so the bytes of its tokens are not known")
+                raise ValueError("the model has no tokenizer.json, so the bytes of its tokens are unknown")
             if self._trial is None:
                 self._trial = GrammarTrial(self._tokenizer_file, self._vocab_size, self._eos_token_ids)
             source = self._trial.source(grammar.kind, grammar.source)
             if self._tokenizer is None:
                 self._tokenizer = new_tokenizer(self._tokenizer_file, self._vocab_size, self._eos_token_ids)
             return new_matcher(self._tokenizer, source)
-        except ValueError as error:  # the library's, for grammars and tokenizers that it cannot read
+        except ValueError as error:  # the library cannot read the grammar or the tokenizer
             return str(error)
-        except BaseException as error:  # a panic of the library must cost this request alone
+        except BaseException as error:  # a panic of the library must fail this request only
             kind = type(error).__name__  # its message may quote the grammar
             logger.error("a grammar of %d characters could not be compiled: %s", len(grammar.source), kind)
             return f"its compiler failed: {error}"
 
 
 def _excess(grammar: Grammar) -> str | None:
-    """Return the size that is over its limit, and the limit; None where a grammar is small enough to compile."""
+    """Return the size that is over its limit, with the limit; None if the grammar is small enough to compile."""
     if len(grammar.source) > MAX_SOURCE_BYTES:
         return f"{len(grammar.source)} characters; at most {MAX_SOURCE_BYTES}"
     if grammar.kind not in (GrammarKind.JSON_SCHEMA, GrammarKind.GRAMMAR):

@@ -1,7 +1,8 @@
-"""A process of its own that compiles each grammar first: one that takes too long, or too much, ends it and no engine.
+"""Compiles each grammar first in a separate process, so that a costly grammar ends that process and not the engine.
 
-Few characters may be costly: a JSON schema of fourteen patterns that all must match takes twelve seconds, one of
-sixteen minutes, inside a call that nothing stops. Run as a program by `GrammarTrial`; it imports nothing of ours.
+Few characters can be costly: a JSON schema of fourteen patterns that all must match takes twelve seconds, one of
+sixteen takes minutes, in a call that cannot be interrupted. `GrammarTrial` runs this file as a program, so it imports
+no other module of the project.
 """
 
 from __future__ import annotations
@@ -22,44 +23,44 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 MAX_COMPILE_S = 2  # of processor time
 MAX_COMPILE_BYTES = 256 << 20
-STACK_BYTES = 512 << 20  # the library recurses from rule to rule, 1,000 nested ones overflow a thread's usual 8 MiB
-_TIMEOUT_S = 60.0  # for an answer, on a machine that is busy with other things; includes the process's start
-_LEXER_FUEL = 100_000  # for the first mask: 0.09 s, and 9 ms for the next (the library's 1,000,000: 1.7 s, 0.15 s)
+STACK_BYTES = 512 << 20  # the library recurses per rule: 1,000 nested rules overflow a thread's usual 8 MiB
+_TIMEOUT_S = 60.0  # for an answer on a busy machine, including the start of the process
+_LEXER_FUEL = 100_000  # the first mask takes 0.09 s, the next 9 ms (the library's 1,000,000: 1.7 s, 0.15 s)
 _NUM_WALKS, _WALK_TOKENS, _WALK_S = 16, 24, 0.02
-_CLOSING = ('"', ",", "}", "]", '",', '"}', "},", "],")  # what brings a walk to the next key, and to the end
+_CLOSING = ('"', ",", "}", "]", '",', '"}', "},", "],")  # tokens that lead a walk to the next key or to the end
 _CLOSING_SHARE = 0.6
-_DEAD_ENDS = ("NoExtension", "ff_tokens")  # of errors: nothing can follow; what must follow has no end
+_DEAD_ENDS = ("NoExtension", "ff_tokens")  # in errors: no token can follow; the forced tokens have no end
 _SHOWN = 80  # characters
-_MASK_ITEMS = 5_000  # of the parser, for one mask: 10 to 40 ms (the library's 50,000: 0.2 s)
+_MASK_ITEMS = 5_000  # parser items for one mask: 10 to 40 ms (the library's 50,000: 0.2 s)
 
 
 def limits() -> LLParserLimits:
-    """Return the library's own limits of a grammar, by count: they hold at the same token wherever it is read."""
+    """Return limits in counts, not in time, so that a grammar fails at the same token on every machine."""
     return LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, step_max_items=_MASK_ITEMS, verbose_errors=False)
 
 
 def new_tokenizer(file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """Read a tokenizer. Raises ValueError: the library cannot."""
+    """Read a tokenizer. Raises ValueError if the library cannot read it."""
     return LLTokenizer(file.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
 
 def new_matcher(tokenizer: LLTokenizer, source: str) -> LLMatcher:
-    """Compile a grammar in the library's form, its first mask included, and return what is to be copied.
+    """Compile a grammar in the library's form, including its first mask, and return the matcher to copy.
 
     Raises:
-        ValueError: the grammar's fault.
+        ValueError: the grammar has an error.
     """
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits())
     if matcher.is_error():
         raise ValueError(matcher.get_error().strip())
-    matcher.compute_bitmask()  # a grammar that matches nothing, or recurses for ever, fails only here
+    matcher.compute_bitmask()  # a grammar that matches nothing, or recurses without end, fails only here
     if matcher.is_error():
         raise ValueError("no text matches it")
     return matcher
 
 
 class GrammarTrial:
-    """Tries one grammar at a time; for one thread. The process starts with the first, and again after it was ended."""
+    """Tries one grammar at a time, for one thread. The process starts with the first grammar, and after each kill."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         numbers = map(str, (vocab_size, *eos_token_ids))
@@ -67,16 +68,16 @@ class GrammarTrial:
         self._process: subprocess.Popen[str] | None = None
 
     def source(self, kind: str, text: str) -> str:
-        """Return a grammar in the library's form, which compiles within the limits.
+        """Return a grammar in the library's form if it compiles within the limits.
 
         Raises:
-            ValueError: the grammar's fault.
+            ValueError: the grammar has an error or exceeds the limits.
         """
         process = self._running()
         try:
             with _killed_after(process, _TIMEOUT_S):
-                answer = _asked(process, {"kind": kind, "text": text})
-        except (OSError, ValueError):  # it ended, or was killed
+                answer = _request(process, {"kind": kind, "text": text})
+        except (OSError, ValueError):  # the process ended or was killed
             self.close()
             raise ValueError(
                 f"it takes more than {MAX_COMPILE_S} s or {MAX_COMPILE_BYTES >> 20} MiB to compile"
@@ -87,7 +88,7 @@ class GrammarTrial:
         return source
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -113,8 +114,8 @@ def _killed_after(process: subprocess.Popen[str], seconds: float) -> Iterator[No
         timer.cancel()
 
 
-def _asked(process: subprocess.Popen[str], question: dict[str, str]) -> dict[str, str]:
-    """Return the answer. Raises OSError or ValueError without one."""
+def _request(process: subprocess.Popen[str], question: dict[str, str]) -> dict[str, str]:
+    """Return the process's answer. Raises OSError or ValueError if it gives no answer."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(json.dumps(question) + "\n")
@@ -124,7 +125,7 @@ def _asked(process: subprocess.Popen[str], question: dict[str, str]) -> dict[str
 
 
 class _Compiler:
-    """The other end: answers in a thread with a deep stack."""
+    """The process's side. It answers in a thread with a deep stack."""
 
     def __init__(self, tokenizer_file: str, vocab_size: str, *eos_token_ids: str) -> None:
         self._error = ""
@@ -136,7 +137,7 @@ class _Compiler:
             self._error = str(error)
 
     def run(self) -> None:
-        """Answer line by line until the engine has ended."""
+        """Answer line by line until the engine closes the pipe."""
         for line in sys.stdin:
             _limit_process()
             sys.stdout.write(json.dumps(self._answer(**json.loads(line))) + "\n")
@@ -156,13 +157,13 @@ class _Compiler:
 
 
 def _walk(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
-    """Write a few beginnings of texts, and see that each may go on or end.
+    """Generate a few random beginnings of texts and check that each can be continued or end.
 
-    The library looks for the end of no rule: a comma may be allowed where no key is left to follow it, and a list may
-    have to hold a list that has to hold a list.
+    The library does not check that rules can end: it may allow a comma where no key can follow, or require a list in a
+    list without end.
 
     Raises:
-        ValueError: one of them cannot be completed.
+        ValueError: a text cannot be completed.
     """
     until_s = time.thread_time() + _WALK_S
     dice = random.Random(0)
@@ -176,6 +177,7 @@ def _walk(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
             if walker.is_error():
                 break
             preferred = [token_id for token_id in closing if token_id in allowed]
+            # Prefer closing tokens, to reach the ends of rules within a few tokens.
             written.append(dice.choice(preferred if preferred and dice.random() < _CLOSING_SHARE else allowed))
             walker.consume_token(written[-1])
         if walker.is_error() and any(sign in walker.get_error() for sign in _DEAD_ENDS):
@@ -189,7 +191,7 @@ def _allowed(matcher: LLMatcher) -> list[int]:
 
 
 def _library_source(kind: str, text: str) -> str:
-    """Return the grammar in the library's form. Raises ValueError where it has none."""
+    """Return the grammar in the library's form. Raises ValueError if it cannot be converted."""
     if kind == "json_schema":
         return LLMatcher.grammar_from_json_schema(text)
     if kind == "choice":
@@ -198,7 +200,7 @@ def _library_source(kind: str, text: str) -> str:
 
 
 def _limit_process() -> None:
-    """Have the system end this process at so much more processor time and memory than it has taken."""
+    """Set the system's limits on further processor time and memory of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + MAX_COMPILE_S)
     pages = Path("/proc/self/statm")
@@ -213,8 +215,8 @@ def _limit(kind: int, amount: int) -> None:
 
 
 def in_deep_thread(target: Callable[[], None]) -> threading.Thread:
-    """Start a thread in which the library may recurse: an overflow of the stack would end the process."""
-    usual_bytes = threading.stack_size(STACK_BYTES)  # of all threads started until it is set back
+    """Start a thread with a deep stack for the library's recursion; an overflow would end the process."""
+    usual_bytes = threading.stack_size(STACK_BYTES)  # applies to all threads started until it is reset
     try:
         thread = threading.Thread(target=target)
         thread.start()

@@ -1,8 +1,8 @@
-"""The subject of a row of logits: the request whose token it samples, and the tokens before it.
+"""The context of a row of logits: the request whose token it samples, and the tokens before it.
 
-A step has hundreds of rows, and most of it wants nothing of them but numbers. So the rows of a chain are one object
-(`ChainRows`), the rows of a step are runs of these (`RowBatch`), and a number that a request gives is asked for once
-per run and repeated by numpy. A `LogitsRow` is made where a row is asked for by itself: under penalties, for a grammar.
+A step has hundreds of rows, and most code needs only their numbers. So the rows of a chain are one object
+(`ChainRows`), the rows of a step are runs of them (`RowBatch`), and a request's number is computed once per run and
+repeated by numpy. A `LogitsRow` is created only where a single row is needed: for penalties and grammars.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from protos.messages import SamplingParams
 
 
 class LogitsRow(NamedTuple):
-    """One row of `[R, V]` logits; a tuple, since a step makes hundreds of them and those are made the fastest.
+    """One row of `[R, V]` logits. It is a tuple, the fastest type to create, since a step makes hundreds.
 
-    Its prefix is `token_ids` and then `draft_ids`; apart, so that the K + 1 rows of a verification share one list of
-    committed tokens. Both are only read, and only until the call that takes the row returns. `mask` has the tokens that
-    a grammar allows after this prefix; None allows all.
+    Its prefix is `token_ids` followed by `draft_ids`. They are separate so that the K + 1 rows of a verification share
+    one list of committed tokens. A callee may read both until it returns, and not change them. `mask` has the tokens
+    that a grammar allows after this prefix; None allows all.
     """
 
     sampling: SamplingParams
@@ -38,12 +38,12 @@ class LogitsRow(NamedTuple):
 
     @property
     def position(self) -> int:
-        """Absolute position of the token that this row samples."""
+        """Absolute position of the sampled token."""
         return len(self.token_ids) + len(self.draft_ids)
 
     @property
     def pass_position(self) -> int:
-        """Absolute position of the first token that this row's pass can commit; no two passes share one."""
+        """Absolute position of the first token that this row's pass can commit. It is unique to the pass."""
         return len(self.token_ids)
 
     @property
@@ -55,7 +55,7 @@ _request_of = attrgetter("sampling", "sample_index")
 
 
 class ChainRows(Seq[LogitsRow]):
-    """The rows of a chain that no grammar rules: `first`, which has no drafts, then one behind each of `draft_ids`."""
+    """The rows of a chain without a grammar: `first`, without drafts, then one row after each of `draft_ids`."""
 
     __slots__ = ("draft_ids", "first")
 
@@ -80,15 +80,15 @@ class ChainRows(Seq[LogitsRow]):
 
 
 class RowBatch(Seq[LogitsRow]):
-    """Rows in runs: the rows of a chain are one run, any other row is a run of its own.
+    """Rows in runs. The rows of a chain are one run; any other row is a run of one.
 
     Attributes:
-        firsts: the first row of each run; its request and its mask are those of the whole run.
+        firsts: the first row of each run; the whole run shares its request and its mask.
         run_of_row: index of each row's run, [R].
     """
 
     def __init__(self, groups: Seq[Seq[LogitsRow]]) -> None:
-        """Take the rows of `groups` end to end."""
+        """Concatenate the rows of `groups`."""
         self._runs: list[Seq[LogitsRow]] = []
         self.firsts: list[LogitsRow] = []
         lengths: list[int] = []
@@ -104,11 +104,11 @@ class RowBatch(Seq[LogitsRow]):
         counts = np.array(lengths, np.int64)
         self._requests: RunRequests | None = None
         self.run_of_row = np.repeat(np.arange(len(lengths)), counts)
-        self._places = np.arange(len(self.run_of_row)) - (np.cumsum(counts) - counts)[self.run_of_row]  # in its run
+        self._places = np.arange(len(self.run_of_row)) - (np.cumsum(counts) - counts)[self.run_of_row]  # index in run
 
     @classmethod
     def of(cls, rows: Seq[LogitsRow]) -> RowBatch:
-        """Return `rows` as a batch; itself if it is one."""
+        """Return `rows` as a batch, unchanged if it is one."""
         return rows if isinstance(rows, cls) else cls((rows,))
 
     def __len__(self) -> int:
@@ -129,7 +129,7 @@ class RowBatch(Seq[LogitsRow]):
         return self._runs[int(self.run_of_row[index])][int(self._places[index])]
 
     def recall(self, last: RunRequests | None) -> RunRequests:
-        """Take over what is known of the `last` requests if they are these; return those of this batch."""
+        """Return this batch's requests, reusing the `last` ones with their cached values if they are equal."""
         if self._requests is None:
             requests = [*map(_request_of, self.firsts)]
             self._requests = last if last is not None and last.requests == requests else RunRequests(requests)
@@ -142,7 +142,7 @@ class RowBatch(Seq[LogitsRow]):
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """Absolute position of the token that each row samples, [R]."""
+        """Absolute position of each row's sampled token, [R]."""
         return self._per_row([len(first.token_ids) + len(first.draft_ids) for first in self.firsts]) + self._places
 
     @property
@@ -156,18 +156,18 @@ class RowBatch(Seq[LogitsRow]):
         return self._per_row([len(first.draft_ids) for first in self.firsts]) + self._places
 
     def drafts_of(self, run: int) -> Seq[int]:
-        """The most drafts before a row of a run; a row has the first `num_drafts` of them."""
+        """Return the drafts of a run. A row of it has the first `num_drafts` of them."""
         rows = self._runs[run]
         return rows.draft_ids if isinstance(rows, ChainRows) else rows[0].draft_ids
 
     def column(self, number: Callable[[SamplingParams], float]) -> NDArray[np.float64]:
-        """Return a number that the parameters of each row give, [R]."""
+        """Return a number of each row's sampling parameters, [R]."""
         return self.requests.column(number)[self.run_of_row]
 
     def _per_row(self, numbers: list[int]) -> NDArray[np.int64]:
-        """Return a number of each run for its rows, [R]."""
+        """Repeat the number of each run for its rows, [R]."""
         return np.array(numbers, np.int64)[self.run_of_row]
 
     def of_runs(self, runs: Seq[int]) -> tuple[list[int], RowBatch]:
-        """Return the rows of these runs: their indices, and themselves."""
+        """Return the indices of the rows of these runs, and the rows as a batch."""
         return np.flatnonzero(np.isin(self.run_of_row, runs)).tolist(), RowBatch([self._runs[run] for run in runs])

@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens, from the raw logits: what the target said, before any sampling parameter."""
+"""Log-probabilities of emitted tokens, from the target's raw logits, before any sampling parameter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from protos.messages import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class LogprobQuery:
-    """One emitted token: the row of logits it came from, and how many of the likeliest tokens to report."""
+    """One emitted token: its row of logits, and how many of the likeliest tokens to report."""
 
     row: int
     token_id: int
@@ -20,9 +20,9 @@ class LogprobQuery:
 
 
 def token_logprobs(logits: Tensor, queries: Seq[LogprobQuery]) -> list[TokenLogprobs]:
-    """Answer each query from `logits [R, V] float32`, in order; only the rows asked for are normalised.
+    """Answer each query from `logits [R, V] float32`, in order. Only the queried rows are normalised.
 
-    Of equally likely tokens the lower id comes first, so speculation and plain decoding report the same list.
+    Among equally likely tokens the lowest id comes first, so speculation and plain decoding report the same list.
     """
     if not queries:
         return []
@@ -38,7 +38,7 @@ def token_logprobs(logits: Tensor, queries: Seq[LogprobQuery]) -> list[TokenLogp
 
 
 def _largest(logprobs: Tensor, threshold: Tensor, count: int) -> tuple[tuple[int, float], ...]:
-    """The `count` largest of `[V]`, which all reach `threshold`; `topk` would choose freely among equals."""
+    """Return the `count` largest of `[V]`, all at least `threshold`. `topk` would choose freely among equals."""
     token_ids = (logprobs >= threshold).nonzero()[:, 0]  # ascending
     entries = zip(token_ids.tolist(), logprobs[token_ids].tolist(), strict=True)
     return tuple(sorted(entries, key=lambda entry: (-entry[1], entry[0]))[:count])

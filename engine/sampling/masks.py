@@ -1,4 +1,4 @@
-"""Tokens that a request favours or forbids: bias, grammar, bad words, stop tokens that come too early."""
+"""Applies logit bias, and masks tokens that a grammar, bad words or min_tokens forbid."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def has_bias(sampling: SamplingParams) -> bool:
 
 
 def add_bias(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
-    """Add `logit_bias`; a repeated id counts each time, an id outside the vocabulary not at all."""
+    """Add `logit_bias`. A repeated id counts each time; an id outside the vocabulary is ignored."""
     biases = [bias_of(row.sampling, scores) for row in rows]
     places = _places([bias.token_ids for bias in biases], scores)
     return scores.index_put(places, torch.cat([bias.values for bias in biases]), accumulate=True)
 
 
 def may_have_mask(sampling: SamplingParams) -> bool:
-    """True of all: a row has a mask where its proposer or its verifier gave it one."""
+    """True for all requests: the proposer or the verifier sets the mask of a row."""
     return True
 
 
@@ -40,7 +40,7 @@ def has_mask(row: LogitsRow) -> bool:
 
 
 def mask_forbidden_tokens(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
-    """Set to -inf all that the grammar forbids after each row's own prefix, drafts included; all rows have a mask."""
+    """Set tokens to -inf that the grammar forbids after each row's prefix, drafts included. All rows have a mask."""
     packed = torch.frombuffer(bytearray(b"".join(row.mask or b"" for row in rows)), dtype=torch.uint8)
     packed = send(packed.view(len(rows), -1), scores.device)  # [R, bytes]
     penalties = embedding(packed.int(), _byte_penalties(scores.device, scores.dtype))  # [R, bytes, 8]
@@ -49,25 +49,28 @@ def mask_forbidden_tokens(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
 
 @cache
 def _byte_penalties(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return what each mask byte adds to its eight tokens, 0 or -inf: `[256, 8]`; five times faster than a fill."""
+    """Return the terms, 0 or -inf, that each mask byte adds to its eight tokens: `[256, 8]`.
+
+    Adding them is five times faster than a masked fill.
+    """
     is_set = torch.arange(256)[:, None] >> torch.arange(8) & 1
     return torch.where(is_set == 1, 0.0, -math.inf).to(device, dtype)
 
 
 def may_ban_tokens(sampling: SamplingParams) -> bool:
-    """True if a prefix may come that has banned tokens."""
+    """True if some prefix of the request may have banned tokens."""
     return bool(sampling.bad_words) or sampling.min_tokens > 0
 
 
 def has_banned_tokens(row: LogitsRow) -> bool:
-    """True if bad words or an early stop token may be forbidden here."""
+    """True if bad words or stop tokens may be banned in this row."""
     return bool(row.sampling.bad_words) or row.num_generated < row.sampling.min_tokens
 
 
 def mask_banned_tokens(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     """Set to -inf the last token of each bad word that the prefix has begun, and stop tokens before `min_tokens`.
 
-    Where they are all that a grammar allows, the grammar wins: they stay possible.
+    If a grammar allows only banned tokens, the grammar wins and they stay possible.
     """
     places = _places([_banned_ids(row, scores) for row in rows], scores)
     masked = scores.index_put(places, scores.new_full((), -math.inf))
@@ -77,7 +80,7 @@ def mask_banned_tokens(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
 
 
 def _banned_ids(row: LogitsRow, scores: Tensor) -> Tensor:
-    """Return the tokens that bad words, and stop tokens that come too early, forbid in a row: `[n] int64`."""
+    """Return the banned tokens of a row, `[n] int64`: ends of bad words, and stop tokens before `min_tokens`."""
     words = bad_words_of(row.sampling, scores)
     banned_ids = [*words.completions(row)]
     if row.num_generated < row.sampling.min_tokens:
@@ -88,6 +91,6 @@ def _banned_ids(row: LogitsRow, scores: Tensor) -> Tensor:
 
 
 def _places(token_ids: Seq[Tensor], scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the row of each of these tokens, and the tokens: an index of the scores; `token_ids` are of each row."""
+    """Return an index of the scores, (rows, tokens), for the `token_ids` of each row."""
     index = chain.from_iterable([row] * len(ids) for row, ids in enumerate(token_ids))
     return upload([*index], torch.int64, scores.device), torch.cat(tuple(token_ids))

@@ -1,10 +1,10 @@
-"""The stateless randomness contract: every random number is a pure function of where it is used.
+"""The stateless randomness contract: every random number is a pure function of its place of use.
 
-A number is named by (seed, sample index, position, purpose, lane). Nothing counts steps, so plain decoding,
-speculation with any K, preemption, a retry on another replica and a draft in another process all meet the same
-numbers. What must be new in every pass is named by the pass: its position is that of the first
-token it can commit, its lane the index of the draft. The function is a contract between processes and between versions:
-the tests hold golden values, and changing it changes every seeded output.
+The key of a number is (seed, sample index, position, purpose, lane). No step counter is part of it, so plain decoding,
+speculation with any K, preemption, a retry on another replica and a draft in another process use the same numbers.
+Numbers that must differ between passes are keyed by pass: the position is the first that the pass can commit, the lane
+is the index of the draft. The function is a contract between processes and versions. The tests pin golden values, since
+a change changes every seeded output.
 
 The mixer is the finaliser of SplitMix64 (Steele, Lea, Flood 2014; constants of Stafford's variant 13), in wrapping
 int64 arithmetic, which is the same on every device.
@@ -28,29 +28,26 @@ Words = NDArray[np.uint64]
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
-# The same for arrays of the host.
+# The same constants for numpy arrays.
 _GAMMA, _FACTOR_1, _FACTOR_2 = (np.uint64(each % (1 << 64)) for each in (_GOLDEN_GAMMA, _MULTIPLIER_1, _MULTIPLIER_2))
 _SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
 
-_ELEMENTS_PER_CHUNK = 1 << 15  # on a CPU the temporaries of this many lanes stay in the second-level cache
-_MIN_UNIFORM = 2.0**-64  # below the smallest non-zero draw, so that it stands for zero alone
+_ELEMENTS_PER_CHUNK = 1 << 15  # on a CPU, temporaries of so many lanes stay in the L2 cache
+_MIN_UNIFORM = 2.0**-64  # replaces a draw of zero, and is below the smallest other draw
 _MAX_UNIFORM = 1.0 - 2.0**-24  # the largest float32 below one
 
 
 class Purpose(IntEnum):
-    """The use of a number; two uses at one position are independent because their purposes differ."""
+    """The use of a number. Different purposes make numbers at one position independent."""
 
     TARGET_GUMBEL = 0  # the token of a position, and its coupled draft
-    DRAFT = 1  # a draft drawn from a distribution that goes along, by pass; must not know the noise that verifies it
-    ACCEPT = 2  # the uniform number that judges one draft; by pass in block verification
+    DRAFT = 1  # a draft sent with its distribution, keyed by pass; independent of the noise that verifies it
+    ACCEPT = 2  # the uniform number that accepts or rejects one draft; keyed by pass in block verification
     RESIDUAL = 3  # the recovered token
 
 
 def key_prefixes(seeds: Iterable[int], sample_indices: Iterable[int]) -> Words:
-    """Return the part of each key that is the same at all positions of a sequence, [n].
-
-    Seeds are any integers and count modulo 2**64.
-    """
+    """Return the part of each key that is constant over a sequence, [n]. Seeds are integers modulo 2**64."""
     prefixes = np.zeros(1, np.uint64)
     for words in (seeds, sample_indices):
         prefixes = _absorb(prefixes, np.array([word % (1 << 64) for word in words], np.uint64))
@@ -60,30 +57,33 @@ def key_prefixes(seeds: Iterable[int], sample_indices: Iterable[int]) -> Words:
 def noise_keys(
     prefixes: Words, positions: NDArray[np.int64], purpose: Purpose, device: torch.device | None = None
 ) -> Tensor:
-    """One key per row, `[R] int64`; a key and a lane name one random number.
+    """Return one key per row, `[R] int64`. A key and a lane identify one random number.
 
-    The prefix of a row is that of its sequence. Positions are absolute: the prompt's first token is at position 0.
-    The host computes the keys, a number per row, so that a device gets one copy instead of some fifty small kernels.
+    `prefixes` has each row's sequence prefix. Positions are absolute: the prompt's first token is at position 0. The
+    host computes the keys, so a device needs one copy instead of about fifty small kernels.
     """
     keys = _absorb(_absorb(prefixes, positions.astype(np.uint64)), np.uint64(purpose))
     return send(torch.from_numpy(keys.view(np.int64)), device or torch.device("cpu"))
 
 
 def uniform(keys: Tensor, lanes: Tensor | int = 0) -> Tensor:
-    """One lane of every key, uniform on [0, 1) with a grid of 2**-53: `[R] float64`; `lanes` are [R] or one for all."""
+    """Return one lane of every key, uniform on [0, 1) on a grid of 2**-53: `[R] float64`.
+
+    `lanes` are [R], or one lane for all keys.
+    """
     return _logical_shift(_lane_bits(keys, lanes), 11).double() * 2.0**-53
 
 
 def random_bits(keys: Tensor, num_bits: int, lanes: Tensor | int = 0) -> Tensor:
-    """One lane of every key, uniform on the integers [0, 2**num_bits): `[R] int64`; `num_bits` is at most 63."""
+    """Return one lane of every key, uniform on the integers [0, 2**num_bits), num_bits <= 63: `[R] int64`."""
     return _logical_shift(_lane_bits(keys, lanes), 64 - num_bits)
 
 
 def gumbel(keys: Tensor, num_lanes: int) -> Tensor:
-    """Standard Gumbel noise for lanes [0, num_lanes) of every key: `[R, num_lanes] float32`, always finite.
+    """Return standard Gumbel noise for lanes [0, num_lanes) of every key: `[R, num_lanes] float32`, always finite.
 
-    A lane is a token id of the target's vocabulary, so that draft and target, and any shard of either, see the same
-    noise for the same token.
+    A lane is a token id of the target's vocabulary, so draft and target, and all their shards, see the same noise for
+    the same token.
     """
     noise = torch.empty(len(keys), num_lanes, dtype=torch.float32, device=keys.device)
     for first, last in _chunks(num_lanes, len(keys), keys.device):
@@ -93,7 +93,7 @@ def gumbel(keys: Tensor, num_lanes: int) -> Tensor:
 
 
 def _gumbel_of(bits: Tensor) -> Tensor:
-    """-log(-log(1 - u)): a large Gumbel comes from a small u, where float32 is fine-grained, not from u near one."""
+    """Return -log(-log(1 - u)): a large Gumbel comes from a small u, where float32 is fine-grained."""
     u = _logical_shift(bits, 1).float().mul_(2.0**-63).clamp_(_MIN_UNIFORM, _MAX_UNIFORM)
     return u.neg_().log1p_().neg_().log_().neg_()
 
@@ -113,12 +113,12 @@ def _mix_(x: Tensor) -> Tensor:
 
 
 def _logical_shift(x: Tensor, num_bits: int) -> Tensor:
-    """Right shift that fills with zeros; int64's own shift repeats the sign."""
+    """Shift right and fill with zeros; int64's own shift repeats the sign."""
     return (x >> num_bits).bitwise_and_((1 << (64 - num_bits)) - 1)
 
 
 def _absorb(keys: Words, words: Words | np.uint64) -> Words:
-    """Scramble the next word of each key into it, as `_mix_`: the shifts of unsigned words fill with zeros."""
+    """Mix the next word into each key, as `_mix_` does. Shifts of unsigned words fill with zeros."""
     x = keys + words
     x += _GAMMA
     x ^= x >> _SHIFT_1

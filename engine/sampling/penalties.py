@@ -1,7 +1,7 @@
-"""Repetition, frequency and presence penalties, from the counts of each row's own prefix.
+"""Repetition, frequency and presence penalties, from the token counts of each row's own prefix.
 
-The prefix of a draft row holds the drafts before it. Taking the committed tokens alone for all rows is cheaper and
-wrong: the second draft would be judged by another distribution than plain decoding uses.
+The prefix of a draft row includes the drafts before it. Counting only the committed tokens would be cheaper and wrong:
+the second draft would be verified against another distribution than plain decoding samples from.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.indexing import index_tensor, upload
 from engine.sampling.logits_row import LogitsRow
 from protos.messages import SamplingParams
 
-IN_PROMPT = 1 << 30  # of a count: the prompt has the token; what is below is how often it was generated
+IN_PROMPT = 1 << 30  # flag of a count: the prompt has the token. The lower bits count its generated occurrences
 
 
 def has_penalties(sampling: SamplingParams) -> bool:
@@ -27,18 +27,18 @@ def has_penalties(sampling: SamplingParams) -> bool:
 
 @dataclass(slots=True)
 class _Counted:
-    """A sequence's line of the table; its list of tokens is kept so that no other gets its id."""
+    """A sequence's line of the table. It keeps the list of tokens alive, since the list's `id` is the key."""
 
     token_ids: Seq[int]
     line: int
-    num_tokens: int  # that are counted
+    num_tokens: int  # counted tokens
 
 
 class TokenCounts:
-    """The occurrences of each token in the committed prefixes of sequences, kept on the device from step to step.
+    """Token counts of the committed prefixes of sequences, kept on the device between steps.
 
-    A long text is sent once, and what is committed behind it when it comes. A sequence is known by its list of tokens,
-    which only grows; the line of one that is not asked for is given to others where there is no free one.
+    The device gets a prompt once, then only the newly committed tokens. A list of tokens, which only grows, identifies
+    its sequence. When lines run out, sequences outside the current step lose theirs.
     """
 
     def __init__(self) -> None:
@@ -47,10 +47,10 @@ class TokenCounts:
         self._free_lines: list[int] = []
 
     def count(self, rows: Seq[LogitsRow], like: Tensor) -> tuple[Tensor, list[int]]:
-        """Return the counts of committed tokens, valid until the next call, and each row's line of them.
+        """Return the counts of committed tokens, valid until the next call, and each row's line.
 
-        They are `[lines, V + 1] int32`, with `IN_PROMPT`, for scores `[R, V]` like these; the last column is for ids
-        beyond V, for a draft may know fewer.
+        The counts are `[lines, V + 1] int32`, with `IN_PROMPT`, for scores `[R, V]` such as `like`. The last column
+        counts ids of V and above, since a draft's vocabulary may be smaller.
         """
         sequences = {id(row.token_ids): row for row in rows}
         self._make_room(sequences.keys(), like)
@@ -65,7 +65,7 @@ class TokenCounts:
         return self._table, [self._counted[id(row.token_ids)].line for row in rows]
 
     def _make_room(self, keys: Collection[int], like: Tensor) -> None:
-        """Have a free line for each sequence of `keys` that has none."""
+        """Ensure a free line for each sequence of `keys` without a line."""
         num_columns = like.shape[1] + 1
         if (self._table.shape[1], self._table.device) != (num_columns, like.device):
             self._table = _zeros(0, num_columns, like.device)
@@ -80,7 +80,7 @@ class TokenCounts:
         self._free_lines = [line for line in range(len(self._table)) if line not in used]
 
     def _begin(self, row: LogitsRow, line: int) -> _Counted:
-        """Make `line` the row's, its prompt counted."""
+        """Assign `line` to the row's sequence and count its prompt."""
         num_columns = self._table.shape[1]
         prompt_ids = index_tensor(row.token_ids[: row.num_prompt_tokens], self._table.device)
         self._table[line].zero_().index_fill_(0, prompt_ids.clamp_(max=num_columns - 1), IN_PROMPT)
@@ -89,7 +89,10 @@ class TokenCounts:
 
 
 def penalize(scores: Tensor, rows: Seq[LogitsRow], counts: TokenCounts) -> Tensor:
-    """Penalise repetition (CTRL, arXiv:1909.05858), then frequency and presence as OpenAI; `[R, V]` -> `[R, V]`."""
+    """Apply the repetition penalty (CTRL, arXiv:1909.05858), then OpenAI's frequency and presence penalties.
+
+    `[R, V]` -> `[R, V]`.
+    """
     samplings = [row.sampling for row in rows]
     table, lines = counts.count(rows, scores)
     found = table.index_select(0, index_tensor(lines, scores.device))
@@ -108,12 +111,12 @@ def penalize(scores: Tensor, rows: Seq[LogitsRow], counts: TokenCounts) -> Tenso
 
 
 def _add_drafts(counts: Tensor, rows: Seq[LogitsRow]) -> None:
-    """Count the drafts before each row in its line of `counts`, `[R, V + 1]`."""
+    """Add the drafts before each row to its line of `counts`, `[R, V + 1]`."""
     _add_at(counts, [place for line, row in enumerate(rows) for place in _places(line, row.draft_ids, counts)])
 
 
 def _places(line: int, token_ids: Seq[int], counts: Tensor) -> list[int]:
-    """Return the place of each token in a line of the flat `counts`."""
+    """Return the index of each token of a line in the flat `counts`."""
     num_columns = counts.shape[1]
     return [line * num_columns + min(token_id, num_columns - 1) for token_id in token_ids]
 
@@ -125,7 +128,7 @@ def _add_at(counts: Tensor, places: list[int]) -> None:
 
 
 def _zeros(num_lines: int, num_columns: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # written to outside of it, too
+    with torch.inference_mode(False):  # the table is also written outside inference mode
         return torch.zeros(num_lines, num_columns, dtype=torch.int32, device=device)
 
 

@@ -1,6 +1,6 @@
-"""The requests behind the runs of a batch, and what follows from them alone: worked out once for many steps.
+"""The requests of a batch's runs, with values that depend on the requests alone and are cached over many steps.
 
-A batch computes the same requests step after step, so the next one takes these over (`RowBatch.recall`).
+Consecutive batches usually have the same requests, so the next one reuses these values (`RowBatch.recall`).
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from protos.messages import SamplingParams
 
 
 class RunRequests:
-    """The parameters and the sample index of each run.
+    """The sampling parameters and the sample index of each run.
 
-    Answers are kept by the function that gives them, which is one of a module and no lambda of a step.
+    Results are cached by function, so pass module-level functions and not lambdas.
     """
 
     def __init__(self, requests: Seq[tuple[SamplingParams, int]]) -> None:
         self.requests = requests
         self.samplings = [sampling for sampling, _ in requests]
-        self._asking: dict[Callable[[SamplingParams], bool], list[int]] = {}
+        self._matching: dict[Callable[[SamplingParams], bool], list[int]] = {}
         self._columns: dict[Callable[[SamplingParams], float | Seq[float]], NDArray[np.float64]] = {}
 
-    def asking(self, is_asked: Callable[[SamplingParams], bool]) -> Seq[int]:
-        """Return the runs whose parameters ask for something."""
-        runs = self._asking.get(is_asked)
+    def matching(self, predicate: Callable[[SamplingParams], bool]) -> Seq[int]:
+        """Return the runs whose parameters match the predicate."""
+        runs = self._matching.get(predicate)
         if runs is None:
-            runs = self._asking[is_asked] = [run for run, each in enumerate(self.samplings) if is_asked(each)]
+            runs = self._matching[predicate] = [run for run, each in enumerate(self.samplings) if predicate(each)]
         return runs
 
     def column(self, number: Callable[[SamplingParams], float | Seq[float]]) -> NDArray[np.float64]:
-        """Return a number that the parameters give, or several: [runs] or [runs, numbers]."""
+        """Return a number of each run's parameters, [runs], or several, [runs, numbers]."""
         column = self._columns.get(number)
         if column is None:
             column = self._columns[number] = np.array([number(each) for each in self.samplings], np.float64)
@@ -44,5 +44,5 @@ class RunRequests:
 
     @cached_property
     def key_prefixes(self) -> Words:
-        """Prefix of the noise keys of each run, [runs]."""
+        """Noise key prefix of each run, [runs]."""
         return key_prefixes([each.seed for each in self.samplings], [index for _, index in self.requests])

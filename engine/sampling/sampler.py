@@ -1,8 +1,8 @@
-"""From logits to tokens: every sampling parameter in one fixed order, for draft rows and target rows alike.
+"""Turns logits into tokens: applies every sampling parameter in one fixed order, to draft rows and target rows alike.
 
-The order is penalties, logit bias, grammar, banned tokens, temperature, top-k, top-p, min-p, and the noise is a
-function of seed and position. All that the sampler needs of a sequence is in the row; what it keeps from step to step,
-the counts of tokens for penalties and the numbers of the last requests, follows from that.
+The order is penalties, logit bias, grammar, banned tokens, temperature, top-k, top-p, min-p. The noise is a function of
+seed and position. The row has the complete input of the sampler. Its state between steps, the token counts for
+penalties and the numbers of the last requests, is a cache of values computed from rows.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ _temperature = attrgetter("temperature")
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """One step of the order; `apply` sees only the rows that need it and returns new scores, `[R, V]` -> `[R, V]`.
+    """One step of the order. `apply` gets only the rows that need it and returns new scores, `[R, V]` -> `[R, V]`.
 
-    A row needs it where its parameters ask for it and, if there is more to know, `is_needed` says so of the row: of the
-    first of a run for all of it, if `is_uniform`. A GPU computes what `is_fused` with the draw or, where something is
-    left to do behind it, before all else: to forbid a token commutes with it.
+    A row needs it if `is_requested` is true for its parameters and `is_needed`, if set, is true for the row. If
+    `is_uniform`, the first row of a run decides for the whole run. A GPU fuses the `is_fused` steps into the draw, or
+    computes them first if other steps follow. This is correct, since they commute with masking tokens.
     """
 
-    is_asked: Callable[[SamplingParams], bool]
+    is_requested: Callable[[SamplingParams], bool]
     apply: Callable[[Tensor, Seq[LogitsRow]], Tensor]
     is_needed: Callable[[LogitsRow], bool] | None = None
     is_uniform: bool = True
     is_fused: bool = False
 
     def choose(self, rows: RowBatch) -> tuple[Seq[int], Seq[LogitsRow]]:
-        """Return the rows that need it, their indices first."""
-        runs, is_needed = rows.requests.asking(self.is_asked), self.is_needed
+        """Return the indices of the rows that need it, and the rows."""
+        runs, is_needed = rows.requests.matching(self.is_requested), self.is_needed
         if is_needed is None and len(runs) == len(rows.firsts):
             return range(len(rows)), rows
         if is_needed is not None and self.is_uniform:
@@ -101,14 +101,14 @@ def _transforms(counts: TokenCounts) -> tuple[Transform, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SparseSample:
-    """Drawn drafts and the distributions they were drawn from, one of each per row."""
+    """Drawn drafts and their distributions, one of each per row."""
 
     token_ids: tuple[int, ...]
     distributions: tuple[SparseDistribution, ...]
 
 
 class Sampler:
-    """The one way from logits to tokens; state of one thread."""
+    """Turns logits into tokens. One thread owns it."""
 
     def __init__(self) -> None:
         self._counts = TokenCounts()
@@ -117,22 +117,22 @@ class Sampler:
         self._requests: RunRequests | None = None  # of the last batch
 
     def apply_processors(self, logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:
-        """Apply each row's sampling parameters: `[R, V] float32` -> scores `[R, V]`, -inf where a token is impossible.
+        """Apply each row's sampling parameters: `[R, V] float32` -> scores `[R, V]`, -inf for impossible tokens.
 
-        A row's distribution is the softmax of its scores, or their argmax where the row is greedy. The logits are left
-        as they are; when no row needs anything the result is the logits themselves, so do not write to it.
+        A row's distribution is the softmax of its scores, or their argmax if the row is greedy. The logits are not
+        changed. Do not write to the result: it may be the logits themselves.
         """
         batch = self._batch(rows)
         if not runs_triton(logits):
             return _apply(self._transforms, logits, batch)
-        # Not at the top: processes without a GPU may have no Triton, and need none.
+        # Imported here, since processes without a GPU may have no Triton.
         from engine.sampling.triton_draw import edit, edits_of
 
         edits = edits_of(batch, logits, self._counts)
         return _apply(self._not_fused, logits if edits is None else edit(logits, edits), batch)
 
     def draw(self, logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:
-        """Draw the token of each row of logits, `[R] int64`: `sample` of what `apply_processors` makes of them."""
+        """Draw the token of each row of logits, `[R] int64`: `apply_processors`, then `sample`."""
         batch = self._batch(rows)
         if not runs_triton(logits) or any(each.choose(batch)[0] for each in self._not_fused):
             return self.sample(self.apply_processors(logits, batch), batch)
@@ -143,17 +143,17 @@ class Sampler:
     def sample(self, scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
         """Draw the token of each row, `[R] int64`: the argmax of its scores plus position-keyed Gumbel noise.
 
-        Greedy rows get no noise. Ties go to the lowest id. Draft and target rows of one position share their noise, so
-        they agree as often as their distributions are alike (arXiv:2408.07978).
+        Greedy rows get no noise. Ties go to the lowest id. Draft and target rows at one position share their noise, so
+        their tokens agree the more often the closer their distributions are (arXiv:2408.07978).
         """
         if runs_triton(scores):
             return _draw(scores, self._batch(rows))
         return highest(self.perturb(scores, rows, Purpose.TARGET_GUMBEL))
 
     def rank(self, scores: Tensor, rows: Seq[LogitsRow], purpose: Purpose, k: int) -> list[list[int]]:
-        """The up to k possible tokens of each row with the highest scores plus noise of `purpose`, highest first.
+        """Return each row's up to k possible tokens with the highest scores plus noise of `purpose`, highest first.
 
-        Noise is keyed and left out as in `sample`, whose choice leads the ranking for TARGET_GUMBEL.
+        Noise is keyed, and omitted for greedy rows, as in `sample`. For TARGET_GUMBEL, `sample` draws the first token.
         """
         top = self.perturb(scores, rows, purpose).topk(min(k, scores.shape[1]))
         return [
@@ -162,7 +162,7 @@ class Sampler:
         ]
 
     def perturb(self, scores: Tensor, rows: Seq[LogitsRow], purpose: Purpose) -> Tensor:
-        """Scores plus the noise of `purpose` at each row's position, `[R, V]`; greedy rows get none."""
+        """Return scores plus the noise of `purpose` at each row's position, `[R, V]`. Greedy rows get no noise."""
         batch = self._batch(rows)
         noisy = np.flatnonzero(_has_noise(batch)).tolist()
         if not noisy:
@@ -174,7 +174,7 @@ class Sampler:
         return scores.index_add(0, index, _noise(keys[index], scores).to(scores.dtype))
 
     def probs(self, scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
-        """Probabilities of each row, `[R, V]`: one-hot at the argmax if greedy, all zero if no token is possible."""
+        """Return each row's probabilities, `[R, V]`: one-hot at the argmax if greedy, all 0 if no token is possible."""
         greedy = np.flatnonzero(~_has_noise(self._batch(rows))).tolist()
         if len(greedy) == len(rows):
             return _one_hot_at_argmax(scores)
@@ -187,9 +187,9 @@ class Sampler:
     def sample_sparse(self, scores: Tensor, rows: Seq[LogitsRow], k: int) -> SparseSample:
         """Draw a draft from each row's k likeliest tokens, for verification by rejection or in blocks.
 
-        The distribution is cut to k tokens and rounded to integer weights first, and the draw uses those integers: the
-        returned distribution is exactly the one the token came from. The noise is independent of what verifies the
-        draft, and new in every pass: block verification has already used the drafts beyond the committed ones.
+        The distribution is first cut to k tokens and rounded to integer weights, and the draw uses those integers. So
+        the returned distribution is exactly the proposal. The noise is independent of the noise that verifies the
+        draft. It is new in every pass, since block verification has already used the drafts after the committed ones.
         """
         probs, token_ids = self.probs(scores, rows).topk(min(k, scores.shape[1]))  # [R, k], largest first
         weights = quantize(probs)
@@ -199,14 +199,14 @@ class Sampler:
         return SparseSample(tuple(drawn.tolist()), tuple(sparse_distributions(token_ids, weights)))
 
     def _batch(self, rows: Seq[LogitsRow]) -> RowBatch:
-        """Return `rows` as a batch, with what the last one knew of its requests if they are the same."""
+        """Return `rows` as a batch that reuses the last batch's cached values if the requests are the same."""
         batch = RowBatch.of(rows)
         self._requests = batch.recall(self._requests)
         return batch
 
 
 def _apply(transforms: Seq[Transform], logits: Tensor, rows: RowBatch) -> Tensor:
-    """Return the scores; the logits are left as they are."""
+    """Return the scores. The logits are not changed."""
     scores = logits
     for transform in transforms:
         chosen, members = transform.choose(rows)
@@ -233,13 +233,13 @@ def _draw(scores: Tensor, rows: RowBatch, edits: RowEdits | None = None) -> Tens
 
 
 def _has_noise(rows: RowBatch) -> NDArray[np.bool_]:
-    """Return which rows are sampled, [R]; the others are greedy."""
+    """True for each sampled row, False for each greedy row, [R]."""
     return np.asarray(rows.column(_temperature) >= GREEDY_BELOW)
 
 
 def _noise(keys: Tensor, like: Tensor) -> Tensor:
-    """Gumbel noise of each row's key, `[R, V]`; rows of branches that stand at one position share theirs."""
-    if keys.device.type != "cpu":  # which would wait for the number of distinct keys, and draws faster than it waits
+    """Return Gumbel noise of each row's key, `[R, V]`. Tree branches at the same position share a key."""
+    if keys.device.type != "cpu":  # counting the distinct keys would wait for the device; drawing them all is faster
         return gumbel(keys, like.shape[1])
     distinct, index = torch.unique(keys, return_inverse=True)
     return gumbel(keys, like.shape[1]) if len(distinct) == len(keys) else gumbel(distinct, like.shape[1])[index]
@@ -250,23 +250,23 @@ def _one_hot_at_argmax(scores: Tensor) -> Tensor:
 
 
 def row_keys(rows: Seq[LogitsRow], purpose: Purpose, device: torch.device) -> Tensor:
-    """The noise key of the token each row samples, `[R] int64`."""
+    """Return the noise key of each row's sampled token, `[R] int64`."""
     batch = RowBatch.of(rows)
     return _keys(batch, batch.positions, purpose, device)
 
 
 def pass_keys(rows: Seq[LogitsRow], purpose: Purpose, device: torch.device) -> Tensor:
-    """The noise key of each row's pass, `[R] int64`; `draft_lanes` tell the rows of one pass apart.
+    """Return the noise key of each row's pass, `[R] int64`. `draft_lanes` distinguish the rows of one pass.
 
-    A pass commits at least one token, so the next one starts at another position and meets none of its numbers, even
-    where it drafts for positions that this one has drafted for.
+    A pass commits at least one token. So the next pass starts at another position and uses new numbers, even if it
+    drafts for the same positions again.
     """
     batch = RowBatch.of(rows)
     return _keys(batch, batch.pass_positions, purpose, device)
 
 
 def draft_lanes(rows: Seq[LogitsRow], device: torch.device) -> Tensor:
-    """The index in its pass of the draft that each row draws or judges, `[R] int64`."""
+    """Return the index in its pass of the draft that each row draws or verifies, `[R] int64`."""
     return send(torch.from_numpy(RowBatch.of(rows).num_drafts), device)
 
 

@@ -1,7 +1,7 @@
-"""Drawing drafts from distributions of integer weights, so that both sides of a rejection test hold the very same q.
+"""Draws drafts from distributions of integer weights, so that proposer and verifier have exactly the same q.
 
 A draft model's distribution is cut to its k likeliest tokens and rounded to weights that sum to 2**16 *before* the
-draw: the rounded distribution is the proposal, and nothing is lost by sending it.
+draw. The rounded distribution is the proposal, so sending it loses nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ WEIGHT_BITS = WEIGHT_SUM.bit_length() - 1
 def quantize(probs: Tensor) -> Tensor:
     """Return integer weights for the largest probabilities of each row, `[R, k]` floats -> `[R, k] int64`.
 
-    Probabilities and weights lie in descending order. Weights are scaled to sum to `WEIGHT_SUM`. A token of positive
-    probability weighs at least 1, one of probability zero weighs 0; what rounding leaves goes to the first, and so does
-    all of a distribution that allows no token.
+    Probabilities and weights are in descending order. Weights sum to `WEIGHT_SUM`. A token of positive probability
+    weighs at least 1, a token of probability zero weighs 0. The first token gets the remainder of rounding, and the
+    whole weight if no token has a positive probability.
     """
     is_live = probs > 0
-    spare = WEIGHT_SUM - is_live.sum(dim=1, keepdim=True)  # what is left when each live token has one
+    spare = WEIGHT_SUM - is_live.sum(dim=1, keepdim=True)  # weight left after each live token gets 1
     mass = probs.sum(dim=1, keepdim=True, dtype=torch.float64)
     weights = (probs / mass.clamp(min=1e-30) * spare).floor().long() + is_live.long()
     weights[:, 0] += WEIGHT_SUM - weights.sum(dim=1)
@@ -32,12 +32,17 @@ def quantize(probs: Tensor) -> Tensor:
 
 
 def choose(weights: Tensor, bits: Tensor) -> Tensor:
-    """The column each row draws: `weights [R, k]`, `bits [R]` uniform integers below `WEIGHT_SUM` -> `[R] int64`."""
+    """Return the column that each row draws, `[R] int64`.
+
+    Args:
+        weights: `[R, k]`.
+        bits: `[R]`, uniform integers below `WEIGHT_SUM`.
+    """
     return (weights.cumsum(dim=1) <= bits[:, None]).sum(dim=1)
 
 
 def sparse_distributions(token_ids: Tensor, weights: Tensor) -> list[SparseDistribution]:
-    """The distributions as plain data, without tokens of weight 0."""
+    """Return the distributions as plain data, without tokens of weight 0."""
     return [_sparse_distribution(ids, row) for ids, row in zip(token_ids.tolist(), weights.tolist(), strict=True)]
 
 
@@ -47,7 +52,7 @@ def _sparse_distribution(token_ids: Seq[int], weights: Seq[int]) -> SparseDistri
 
 
 def is_consistent(q: SparseDistribution, token_id: int) -> bool:
-    """True if the weights are a distribution and the token can be a draw from it; another process may send neither."""
+    """True if the weights are a distribution and the token is a possible draw. Checks data from another process."""
     return (
         len(q.token_ids) == len(q.weights)
         and len(set(q.token_ids)) == len(q.token_ids)
@@ -58,10 +63,10 @@ def is_consistent(q: SparseDistribution, token_id: int) -> bool:
 
 
 def one_hot(token_id: int) -> SparseDistribution:
-    """The distribution of a draft that is a function of the prefix and of public noise."""
+    """Return the distribution of a draft that is determined by the prefix and public noise."""
     return SparseDistribution((token_id,), (WEIGHT_SUM,))
 
 
 def probability_of(q: SparseDistribution, token_id: int) -> float:
-    """Return q(token), 0 for a token that q does not list."""
+    """Return q(token), 0 for a token that is not listed."""
     return q.weights[q.token_ids.index(token_id)] / WEIGHT_SUM if token_id in q.token_ids else 0.0

@@ -1,4 +1,4 @@
-"""A grammar that begins where the model has ended its thought."""
+"""A grammar that starts after the model's thought."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from protos.messages import Thought
 
 
 class ThoughtfulMatcher(GrammarMatcher):
-    """A `GrammarMatcher` of the tokens behind a thought; within it all tokens are allowed but those that end a text.
+    """A `GrammarMatcher` of the tokens after a thought. Inside the thought, all tokens are allowed except end tokens.
 
-    Where the thought is not open from the beginning, the token that begins it is allowed beside those of the grammar,
-    at the first position alone.
+    If the prompt does not open the thought, its begin token is allowed in addition to the grammar's tokens, at the
+    first position only.
     """
 
     def __init__(self, begin: Callable[[], LLMatcher], end_ids: Seq[int], thought: Thought) -> None:
         super().__init__(begin, end_ids)
         self._thought = thought
-        self._tail: tuple[int, ...] = ()  # the last tokens of the thought, which may begin its end
-        self._is_opening = thought.begin_id is not None  # nothing has been read yet
-        self._is_bound = False  # the grammar has begun
+        self._tail: tuple[int, ...] = ()  # the last tokens of the thought, which may be a prefix of its end
+        self._is_opening = thought.begin_id is not None  # no token has been read yet
+        self._is_bound = False  # the grammar has started
         self._free_mask = _without(end_ids, b"\xff" * len(self._mask()))
 
     def read(self, token_ids: Seq[int]) -> bool:
@@ -65,7 +65,7 @@ class ThoughtfulMatcher(GrammarMatcher):
         return [] if start is None else super().forced_ids(draft_ids[start:], max_tokens)
 
     def _start_in(self, token_ids: Seq[int]) -> int | None:
-        """Return the index of the first token that the grammar reads, among those that may follow; None if none is."""
+        """Return the index of the first of these next tokens that belongs to the grammar; None without one."""
         if self._is_bound:
             return 0
         if self._is_opening and token_ids and token_ids[0] != self._thought.begin_id:
@@ -75,7 +75,7 @@ class ThoughtfulMatcher(GrammarMatcher):
         return next((end for end in ends if self._is_end(token_ids[:end])), None)
 
     def _is_end(self, token_ids: Seq[int]) -> bool:
-        """True if the thought ends behind these tokens."""
+        """True if the thought ends after these tokens."""
         end_ids = self._thought.end_ids
         return (*self._tail, *token_ids[-len(end_ids) :])[-len(end_ids) :] == end_ids
 

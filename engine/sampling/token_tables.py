@@ -1,4 +1,4 @@
-"""The tokens that a request names, made ready once for all of its steps."""
+"""Caches tensors of the tokens that a request names, for all its steps."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from engine.indexing import upload
 from engine.sampling.logits_row import LogitsRow
 from protos.messages import SamplingParams
 
-_NUM_KEPT = 512  # requests of two vocabularies, target's and draft's; one that falls out is made again
+_NUM_KEPT = 512  # cached requests, each with the target's and the draft's vocabulary; evicted ones are rebuilt
 
 
 class Bias(NamedTuple):
-    """The entries of a `logit_bias` that are in the vocabulary, in order: both tensors are `[E]`."""
+    """The entries of a `logit_bias` within the vocabulary, in order. Both tensors are `[E]`."""
 
     token_ids: Tensor  # int64
     values: Tensor
 
 
 class _Node:
-    """A place in the trie of bad words read backwards: what is forbidden behind it, and the tokens before it."""
+    """A node in the trie of reversed bad words: the tokens forbidden after it, and its children by previous token."""
 
     __slots__ = ("forbidden_ids", "parents")
 
@@ -35,9 +35,9 @@ class _Node:
 
 
 class BadWords:
-    """The bad words of a request; the tokens they forbid after a prefix cost one walk, however many there are.
+    """The bad words of a request. One walk over the prefix finds the forbidden tokens of all words.
 
-    `always_ids` are those of one token, `[A] int64`.
+    `always_ids` are the words of one token, `[A] int64`.
     """
 
     def __init__(self, words: tuple[tuple[int, ...], ...], num_tokens: int, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class BadWords:
         node.forbidden_ids.append(word[-1])
 
     def completions(self, row: LogitsRow) -> Iterator[int]:
-        """Yield the last tokens of the longer words that the row's prefix has begun."""
+        """Yield the last token of each longer word whose other tokens end the row's prefix."""
         node: _Node | None = self._root
         for token_id in chain(reversed(row.draft_ids), reversed(row.token_ids)):
             assert node is not None
@@ -65,7 +65,7 @@ class BadWords:
 
 
 class _Identity:
-    """A key that equals itself alone; it keeps its subject alive, so that no other gets its id."""
+    """A key compared by identity. It keeps its subject alive, so the id is not reused."""
 
     __slots__ = ("subject",)
 
@@ -80,12 +80,12 @@ class _Identity:
 
 
 def bias_of(sampling: SamplingParams, like: Tensor) -> Bias:
-    """Return the bias of a request for scores `[R, V]` like these; made when it is asked for the first time."""
+    """Return the bias of a request for scores `[R, V]` such as `like`. Created on the first call."""
     return _bias(_Identity(sampling), like.shape[1], like.dtype, like.device)
 
 
 def bad_words_of(sampling: SamplingParams, like: Tensor) -> BadWords:
-    """Return the bad words of a request for scores `[R, V]` like these; made when asked for the first time."""
+    """Return the bad words of a request for scores `[R, V]` such as `like`. Created on the first call."""
     return _bad_words(_Identity(sampling), like.shape[1], like.device)
 
 

@@ -1,10 +1,10 @@
-"""Scores and tokens of rows in one Triton launch: penalties, bias, temperature, noise, and the largest by block.
+"""Computes the scores and tokens of rows in one Triton launch: penalties, bias, temperature, noise, maximum per block.
 
-`draw` computes all of these where they are used, so that neither scores nor noise are ever in memory; `edit` stops at
-the scores, for those that a grammar or a cut changes behind that. The integers of the noise are those of
-`engine.sampling.noise`, bit for bit, and so are scores those of the processor: divisions are rounded as IEEE has it,
-and products are not fused with sums. Import it only where Triton is installed. TRITON_INTERPRET=1, set before the first
-import, runs it on the processor.
+`draw` computes all of them in registers, so scores and noise are never stored in memory. `edit` stores the scores,
+for rows that a grammar or a truncation changes afterwards. The noise's integers are bit-identical to
+`engine.sampling.noise`, and the scores to the CPU's: divisions are rounded as in IEEE, and products are not fused with
+sums. Import this module only if Triton is installed. TRITON_INTERPRET=1, set before the first import, runs it on the
+CPU.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -42,13 +42,13 @@ _NO_NOISE = (None, None)
 
 
 class RowEdits(NamedTuple):
-    """The changes of each row's scores that depend on no other score, on the device of the logits.
+    """Each row's changes that depend on one score at a time, on the device of the logits.
 
-    `ids` has the drafts of runs under penalties and the tokens of biases, a list of each behind the other.
+    `ids` concatenates, per run, the drafts of runs with penalties and the tokens of biases.
     """
 
     factors: Tensor  # [4, R] float32: temperatures; repetition, frequency and presence penalties
-    spans: Tensor  # [5, R] int32: line of `counts`, or -1 without penalties; drafts, then biases: [first, end) of `ids`
+    spans: Tensor  # [5, R] int32: line of `counts` or -1; then [first, end) in `ids` of drafts, and of biases
     ids: Tensor  # [N] int32
     biases: Tensor  # [N] float32; 0 for drafts
     counts: Tensor  # [lines, V + 1] int32, of `TokenCounts`
@@ -58,14 +58,14 @@ class RowNoise(NamedTuple):
     """The noise of each row, on the device of its scores."""
 
     keys: Tensor  # [R] int64
-    has_noise: Tensor  # [R] int8: 0 of greedy rows
+    has_noise: Tensor  # [R] int8: 0 for greedy rows
 
 
 def edits_of(rows: RowBatch, logits: Tensor, counts: TokenCounts) -> RowEdits | None:
-    """Return what the requests of the rows of `logits` [R, V] ask for; None where it is nothing."""
+    """Return the changes that the rows of `logits` [R, V] need; None if they need no change."""
     requests = rows.requests
-    penalized, biased = requests.asking(has_penalties), requests.asking(has_bias)
-    if not (penalized or biased or requests.asking(has_temperature)):
+    penalized, biased = requests.matching(has_penalties), requests.matching(has_bias)
+    if not (penalized or biased or requests.matching(has_temperature)):
         return None
     table, lines = counts.count([rows.firsts[run] for run in penalized], logits)
     line_of_run = dict(zip(penalized, lines, strict=True))
@@ -85,7 +85,7 @@ def edits_of(rows: RowBatch, logits: Tensor, counts: TokenCounts) -> RowEdits | 
     columns_of_row = columns.T[:, rows.run_of_row]
     columns_of_row[2] += rows.num_drafts.astype(np.int32)
     factors_of_row = requests.column(_factors).astype(np.float32).T[:, rows.run_of_row]
-    # Each in memory of its own: Triton compiles a kernel anew for pointers that are aligned otherwise.
+    # Each array has its own memory, since Triton recompiles a kernel for pointers with another alignment.
     arrays = (factors_of_row, columns_of_row, np.array(listed_ids, np.int32), np.array(listed_biases, np.float32))
     factors, spans, ids, biases = (send(torch.from_numpy(np.ascontiguousarray(each)), logits.device) for each in arrays)
     return RowEdits(factors, spans, ids, biases, table)
@@ -93,7 +93,7 @@ def edits_of(rows: RowBatch, logits: Tensor, counts: TokenCounts) -> RowEdits | 
 
 @triton.jit
 def lane_bits(key, lane):
-    """SplitMix64 of a key and its lanes, uint64; `engine.sampling.noise` has the same in int64."""
+    """Return SplitMix64 of a key and its lanes, uint64; `engine.sampling.noise` has the same in int64."""
     x = key.to(tl.uint64, bitcast=True) + (lane + 1).to(tl.uint64) * _GOLDEN_GAMMA
     x = (x ^ (x >> 30)) * _MULTIPLIER_1
     x = (x ^ (x >> 27)) * _MULTIPLIER_2
@@ -102,19 +102,19 @@ def lane_bits(key, lane):
 
 @triton.jit
 def gumbel_of(bits, HAS_LIBDEVICE: tl.constexpr):
-    """Standard Gumbel noise of 64 random bits, as `engine.sampling.noise` has it: -log(-log(1 - u))."""
+    """Return standard Gumbel noise of 64 random bits, as in `engine.sampling.noise`: -log(-log(1 - u))."""
     u = (bits >> 1).to(tl.int64, bitcast=True).to(tl.float32) * _UNIT
     u = tl.minimum(tl.maximum(u, _MIN_UNIFORM), _MAX_UNIFORM)
     if HAS_LIBDEVICE:
         return -libdevice.log(-libdevice.log1p(-u))
-    # The interpreter has no log1p: log(w) u / (1 - w), where w is 1 - u as it was rounded, is as good.
+    # The interpreter has no log1p. With w = 1 - u rounded, log(w) u / (1 - w) is as accurate.
     w = 1.0 - u
     return -tl.log(tl.where(w == 1.0, u, -tl.log(w) * (u / tl.where(w == 1.0, 1.0, 1.0 - w))))
 
 
 @triton.jit
 def edited(score, tokens, is_token, row, num_rows, factors, spans, ids, biases, counts, count_stride):
-    """Scores of a row behind its penalties, its bias and its temperature, in this order."""
+    """Apply a row's penalties, bias and temperature to its scores, in this order."""
     line = tl.load(spans + row)
     if line >= 0:
         count = tl.load(counts + line.to(tl.int64) * count_stride + tokens, mask=is_token, other=0)
@@ -157,11 +157,11 @@ def edit_blocks(
 @triton.jit
 def draw_blocks(
     peaks,  # [R, blocks] float32: the largest of each block
-    places,  # [R, blocks] int32: its token, the lowest where several are as large
+    places,  # [R, blocks] int32: its token, the lowest id among equals
     scores,  # [R, V] float32
-    keys,  # the fields of `RowNoise`, None where no row has noise
+    keys,  # the fields of `RowNoise`, None if no row has noise
     has_noise,
-    factors,  # the fields of `RowEdits`, None where the scores need nothing more
+    factors,  # the fields of `RowEdits`, None if the scores need no edits
     spans,
     ids,
     biases,
@@ -192,8 +192,8 @@ def draw_blocks(
 
 
 def edit(logits: Tensor, edits: RowEdits) -> Tensor:
-    """Return the scores of `logits` [R, V] float32, contiguous in V, behind their edits; waits for nothing."""
-    assert logits.stride(1) == 1, "a row's numbers lie side by side"
+    """Return the scores of `logits` [R, V] float32, contiguous in V, after their edits, without waiting."""
+    assert logits.stride(1) == 1, "rows must be contiguous"
     scores = torch.empty_like(logits, memory_format=torch.contiguous_format)
     num_rows, num_tokens = logits.shape
     with torch.cuda.device_of(logits):
@@ -213,10 +213,10 @@ def edit(logits: Tensor, edits: RowEdits) -> Tensor:
 def draw(scores: Tensor, noise: RowNoise | None = None, edits: RowEdits | None = None) -> Tensor:
     """Return the token of each row with the highest score plus noise, `[R] int64`; the lowest id among equals.
 
-    scores [R, V] float32, contiguous in V. With `edits` they are logits that have none of them. Nothing waits for the
-    device.
+    `scores` are [R, V] float32, contiguous in V. With `edits`, they are logits without these edits. Does not wait for
+    the device.
     """
-    assert scores.stride(1) == 1, "a row's numbers lie side by side"
+    assert scores.stride(1) == 1, "rows must be contiguous"
     num_rows, num_tokens = scores.shape
     num_blocks = triton.cdiv(num_tokens, _BLOCK)
     peaks = scores.new_empty(num_rows, num_blocks)
@@ -235,7 +235,7 @@ def draw(scores: Tensor, noise: RowNoise | None = None, edits: RowEdits | None =
             HAS_LIBDEVICE=not knobs.runtime.interpret,
             enable_fp_fusion=False,
         )
-    # Not argmax: among equals a GPU's may return any.
+    # A GPU's argmax may return any of equal maxima; this takes the lowest id.
     return places.masked_fill_(peaks < peaks.amax(dim=1, keepdim=True), num_tokens).amin(dim=1).long()
 
 

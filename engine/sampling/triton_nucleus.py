@@ -1,8 +1,8 @@
-"""The last score of each row's nucleus, by a search in one Triton launch: no sort, and no branch on what it finds.
+"""Finds the lowest score of each row's nucleus in one Triton launch, without a sort.
 
-Scores are ordered as integers, and 32 halvings of their range find the largest threshold above which the probabilities
-reach top_p. A row's sums have one order, whatever rows are beside it. Import it only where Triton is installed;
-TRITON_INTERPRET=1, set before the first import, runs it on the processor.
+Scores are mapped to ordered integers, and 32 bisections find the largest threshold whose tokens reach top_p. The order
+of a row's sums does not depend on the other rows. Import this module only if Triton is installed. TRITON_INTERPRET=1,
+set before the first import, runs it on the CPU.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -16,12 +16,12 @@ from torch import Tensor
 
 _BLOCK = 4096
 _NUM_HALVINGS = tl.constexpr(32)
-_LEAST = tl.constexpr(-2139095041)  # of -inf
+_LEAST = tl.constexpr(-2139095041)  # the integer of -inf
 
 
 @triton.jit
 def _ordered(score):
-    """Integers in the order of the scores."""
+    """Return integers with the same order as the scores."""
     bits = score.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -35,7 +35,7 @@ def find_thresholds(
     score_stride,
     BLOCK: tl.constexpr,
 ):
-    """One program per row; what is below `low` is certainly out, and what is at `high` or above is certainly in."""
+    """One program per row. The threshold is in [low, high]."""
     row = tl.program_id(0)
     scores += row.to(tl.int64) * score_stride
     peaks = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -48,8 +48,8 @@ def find_thresholds(
         tokens = first + tl.arange(0, BLOCK)
         total += tl.exp(tl.load(scores + tokens, mask=tokens < num_tokens, other=float("-inf")) - peak)
     wanted = tl.load(top_p + row) * tl.sum(total, 0)
-    low = tl.full([], _LEAST, tl.int64)  # the mass from here on is enough
-    high = _ordered(peak).to(tl.int64)  # and from the next integer on it is not, or none is left
+    low = tl.full([], _LEAST, tl.int64)  # the mass at and above `low` is enough
+    high = _ordered(peak).to(tl.int64)  # the mass above `high` is not enough
     for _ in range(_NUM_HALVINGS):
         middle = low + (high - low + 1) // 2
         mass = tl.zeros([BLOCK], tl.float32)
@@ -66,11 +66,11 @@ def find_thresholds(
 
 
 def nucleus_thresholds(scores: Tensor, top_p: Tensor) -> Tensor:
-    """Return the smallest score of each row's nucleus, [R, 1]: the smallest set of largest ones that reaches `top_p`.
+    """Return the lowest score of each row's nucleus, [R, 1]: the smallest set of likeliest tokens that reaches `top_p`.
 
-    scores [R, V] float32, contiguous in V; top_p [R] float32. Nothing waits for the device.
+    `scores` are [R, V] float32, contiguous in V; `top_p` is [R] float32. Does not wait for the device.
     """
-    assert scores.stride(1) == 1, "a row's numbers lie side by side"
+    assert scores.stride(1) == 1, "rows must be contiguous"
     thresholds = scores.new_empty(len(scores))
     with torch.cuda.device_of(scores):
         find_thresholds[(len(scores),)](thresholds, scores, top_p, scores.shape[1], scores.stride(0), BLOCK=_BLOCK)

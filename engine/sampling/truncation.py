@@ -1,8 +1,7 @@
-"""Temperature and the three ways to cut a distribution's tail: top-k, top-p, min-p.
+"""Temperature and the three truncations of a distribution: top-k, top-p, min-p.
 
-Each cut is a threshold on the scores: what is equal to the last kept score is kept too. So the distribution depends on
-the logits alone and not on the order in which a sort leaves equal scores, and draft, target and plain decoding agree on
-it.
+Each truncation is a threshold on the scores, and scores equal to the threshold are kept. So the distribution depends
+on the logits alone, not on a sort's order of equal scores, and is the same in draft, target and plain decoding.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from protos.messages import SamplingParams
 
 _temperature, _top_k, _top_p = map(attrgetter, ("temperature", "top_k", "top_p"))
 
-_NUCLEUS_WIDTH = 512  # tokens looked at before a full sort; at the usual top_p the nucleus is smaller
+_NUCLEUS_WIDTH = 512  # tokens tried before a full sort; at usual top_p the nucleus is smaller
 
 
 def has_temperature(sampling: SamplingParams) -> bool:
@@ -36,30 +35,30 @@ def divide_by_temperature(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
 
 
 def has_top_k(sampling: SamplingParams) -> bool:
-    """True if a sampled request keeps the likeliest `top_k` alone."""
+    """True if a sampled request has a `top_k`."""
     return not sampling.is_greedy and sampling.top_k > 0
 
 
 def keep_top_k(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
-    """Keep the `top_k` largest scores of each row, and whatever equals the smallest of them; `[R, V]` -> `[R, V]`."""
+    """Keep the `top_k` largest scores of each row, and scores equal to the last of them; `[R, V]` -> `[R, V]`."""
     counts = np.minimum(RowBatch.of(rows).column(_top_k), scores.shape[1]).astype(np.int64)
     largest = scores.topk(int(counts.max())).values  # [R, k], largest first
     return _cut_below(scores, largest.gather(1, send(torch.from_numpy(counts - 1), scores.device)[:, None]))
 
 
 def has_top_p(sampling: SamplingParams) -> bool:
-    """True if a sampled request keeps a nucleus alone."""
+    """True if a sampled request has a `top_p` below 1."""
     return not sampling.is_greedy and sampling.top_p < 1.0
 
 
 def keep_top_p(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
-    """Keep the smallest set of largest probabilities whose sum reaches `top_p` (arXiv:1904.09751); at least one token.
+    """Keep the smallest set of likeliest tokens whose probability reaches `top_p` (arXiv:1904.09751); at least one.
 
-    The probabilities are those of the scores given, so a cut before this one counts.
+    The probabilities are the softmax of the given scores, so an earlier truncation counts.
     """
     top_p = _column(rows, _top_p, scores)
     if runs_triton(scores):
-        # Not at the top: processes without a GPU may have no Triton, and need none.
+        # Imported here, since processes without a GPU may have no Triton.
         from engine.sampling.triton_nucleus import nucleus_thresholds
 
         return _cut_below(scores, nucleus_thresholds(scores, top_p[:, 0]))
@@ -72,7 +71,7 @@ def keep_top_p(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
 
 
 def has_min_p(sampling: SamplingParams) -> bool:
-    """True if a sampled request cuts tokens far below the likeliest."""
+    """True if a sampled request has a `min_p`."""
     return not sampling.is_greedy and sampling.min_p > 0.0
 
 
@@ -83,7 +82,7 @@ def keep_min_p(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
 
 
 def _leading_mass(scores: Tensor, log_total: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` largest scores of each row and their cumulated probabilities, `[R, width]` each."""
+    """Return the `width` largest scores of each row and their cumulative probabilities, `[R, width]` each."""
     largest = scores.topk(width).values
     return largest, (largest - log_total).exp().cumsum(dim=1)
 
@@ -97,5 +96,5 @@ def _log_min_p(sampling: SamplingParams) -> float:
 
 
 def _column(rows: Seq[LogitsRow], number: Callable[[SamplingParams], float], like: Tensor) -> Tensor:
-    """Return a number that the request of each row gives, [R, 1]."""
+    """Return a number of each row's request, [R, 1]."""
     return send(torch.from_numpy(RowBatch.of(rows).column(number)).to(like.dtype), like.device)[:, None]

@@ -1,4 +1,4 @@
-"""The token ids a model knows, and the check that keeps all others away from its embedding."""
+"""The token ids of a model, and the check that keeps all other ids out of its embedding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Vocabulary(NamedTuple):
     size: int
 
     def check(self, request: GenerateRequest) -> None:
-        """Raise RequestError where a request names an id that the model does not have."""
+        """Raise RequestError if a request names an id that the model does not have."""
         sampling = request.sampling
         self._check_ids("prompt", (*request.prompt_token_ids, *request.output_token_ids))
         self._check_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
@@ -23,7 +23,7 @@ class Vocabulary(NamedTuple):
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
 
     def num_known(self, token_ids: Seq[int]) -> int:
-        """Count the ids before the first one that the model does not have."""
+        """Count the leading ids that the model has."""
         if not token_ids or 0 <= min(token_ids) <= max(token_ids) < self.size:
             return len(token_ids)
         return next((i for i, token_id in enumerate(token_ids) if not 0 <= token_id < self.size), len(token_ids))
