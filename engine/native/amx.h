@@ -1,18 +1,19 @@
-/* AMX as the compiler has to see it. GCC's `_tile_loadconfig` says that it reads eight bytes and `_tile_loadd` that it
-   reads none, so that what was written there just before may be left out (GCC 12 did so, and the processor faulted). */
+/* AMX instructions with correct memory operands. GCC declares that `_tile_loadconfig` reads eight bytes and
+   `_tile_loadd` reads no memory. So it may drop earlier writes to that memory (GCC 12 did, and the processor
+   faulted). */
 
 #pragma once
 
 #include "processor.h"
 
-/* All memory from `at` on, as something that an instruction reads. */
+/* A memory operand: the instruction reads memory from `at` on. */
 #define READ_FROM(at) "m"(*(const char(*)[])(at))
 
 #define tile_load(tile, at, stride) \
     __asm__ volatile("tileloadd (%0, %1, 1), %%tmm" #tile :: "r"(at), "r"((int64_t)(stride)), READ_FROM(at))
 
-/* Tiles for sums (0 1: of low rows, 2 3: of high ones), for rows of `row_bytes` (4: low, 5: high) and for a pair of
-   others (6 7), of as many inputs. */
+/* Configures the tiles: sums (0 1: of low rows, 2 3: of high rows), rows of `row_bytes` (4: low, 5: high), and the
+   other operands (6 7) with as many inputs. */
 AMX static inline void configure_tiles_for(int64_t rows_low, int64_t rows_high, int row_bytes) {
     struct {
         uint8_t palette, start_row, reserved[14];

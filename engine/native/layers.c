@@ -1,5 +1,5 @@
-/* Layers of a Llama-shaped decoder, one after the other, in one call: the kernels of the other files, with nothing in
-   between. A step of a small model is many short kernels, and a call from Python costs as much as some of them. */
+/* Runs the layers of a Llama-shaped decoder in one call, with the kernels of the other files. A step of a small model
+   is many short kernels, and a call from Python costs as much as some of them. */
 
 #include "attention/types.h"
 #include "products/products.h"
@@ -8,25 +8,25 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MLP_ROWS = 128 /* at a time, so that what lies between the MLP's products stays in the cache */ };
+enum { MLP_ROWS = 128 /* rows of the MLP at a time, so that its intermediate results stay in the cache */ };
 
 enum kind { INT4 = 4, INT8 = 8, BFLOAT16 = 16 };
 
 /* A packed weight and the product by it; engine/model/linear/native_product.py has the same fields. */
 struct weight {
     const void *packed;
-    const uint16_t *tables; /* of INT4 and INT8 */
+    const uint16_t *tables; /* for INT4 and INT8 */
     const float *bias;      /* or NULL */
     int64_t num_inputs, num_outputs;
     int64_t kind;
-    int64_t group;    /* inputs that share a scale, of INT4 and INT8 */
-    int64_t is_gated; /* out has half as many outputs */
+    int64_t group;    /* inputs that share a scale, for INT4 and INT8 */
+    int64_t is_gated; /* the product has half as many outputs */
 };
 
 /* engine/model/decoders/native_layers.py has the same fields here and below. */
 struct layer {
     const void *input_norm, *mlp_norm; /* [hidden] */
-    const void *head_norm;             /* [heads + kv heads, D] of queries and keys, or NULL */
+    const void *head_norm;             /* [heads + kv heads, D] for queries and keys, or NULL */
     struct weight qkv, output, gated, down;
     int64_t window; /* 0: none */
     float scaling, softcap;
@@ -40,47 +40,51 @@ struct decoder {
 };
 
 struct rows {
-    char *hidden; /* [T, hidden], the residual stream: before the first of the layers, then behind the last */
-    char *delta;  /* [T, hidden], not yet part of it */
+    char *hidden; /* [T, hidden], the residual stream; updated in place */
+    char *delta;  /* [T, hidden], the last output that is not yet added to it */
     const void *angles; /* [T, 2, D] */
     int64_t num_rows;
-    int64_t has_delta; /* delta holds something before the first layer; behind the last it does */
-    const int64_t *kept; /* [num_kept], rising: the rows that are wanted behind the last layer, as the first of hidden
-                            and delta; not read where those are all or none */
+    int64_t has_delta; /* delta has a value before the first layer; after the last layer it always has */
+    const int64_t *kept; /* [num_kept], ascending: the rows needed after the last layer, moved to the front of hidden
+                            and delta; not read if all rows or no rows are needed */
     int64_t num_kept;
 };
 
-/* Results that no longer matter when the layer is done, and what a product needs beside them. */
-struct room {
+/* Buffers of intermediate results within a layer, and the products' scratch memory. */
+struct buffers {
     char *normed, *qkv, *attended, *gated, *scratch;
 };
 
-static int64_t lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+/* Rounds up to whole cache lines. */
+static int64_t round_up_to_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-static int64_t largest(int64_t so_far, const struct weight *w, int64_t num_rows) {
+/* Returns the maximum of `so_far` and the scratch bytes of a product. */
+static int64_t max_scratch(int64_t so_far, const struct weight *w, int64_t num_rows) {
     return w->kind == BFLOAT16 ? so_far : max(so_far, outrider_quantized_scratch(num_rows, w->num_inputs));
 }
 
-/* Lay `room` out for the layers [first, last); returns the memory to free, NULL where there is none. */
-static char *make_room(const struct decoder *d, int64_t first, int64_t last, int64_t num_rows, struct room *room) {
+/* Allocates `buffers` for the layers [first, last). Returns the memory to free, or NULL if memory is short. */
+static char *allocate_buffers(const struct decoder *d, int64_t first, int64_t last, int64_t num_rows,
+                              struct buffers *buffers) {
     const int64_t item = d->is_bf16 ? 2 : 4, mlp_rows = min(num_rows, MLP_ROWS);
+    /* All layers share the buffers, so each has the size of the largest layer. */
     int64_t num_gated = 0, scratch = 0;
     for (const struct layer *l = d->layers + first; l < d->layers + last; l++) {
         num_gated = max(num_gated, l->down.num_inputs);
-        scratch = largest(largest(scratch, &l->qkv, num_rows), &l->output, num_rows);
-        scratch = largest(largest(scratch, &l->gated, mlp_rows), &l->down, mlp_rows);
+        scratch = max_scratch(max_scratch(scratch, &l->qkv, num_rows), &l->output, num_rows);
+        scratch = max_scratch(max_scratch(scratch, &l->gated, mlp_rows), &l->down, mlp_rows);
     }
-    const int64_t normed = lines(num_rows * d->hidden_size * item);
-    const int64_t qkv = lines(num_rows * (d->num_heads + 2 * d->num_kv_heads) * d->head_dim * item);
-    const int64_t attended = lines(num_rows * d->num_heads * d->head_dim * item);
-    const int64_t gated = lines(mlp_rows * num_gated * item);
-    char *memory = aligned_alloc(64, (size_t)(normed + qkv + attended + gated + lines(scratch)));
-    *room = (struct room){.normed = memory};
+    const int64_t normed = round_up_to_lines(num_rows * d->hidden_size * item);
+    const int64_t qkv = round_up_to_lines(num_rows * (d->num_heads + 2 * d->num_kv_heads) * d->head_dim * item);
+    const int64_t attended = round_up_to_lines(num_rows * d->num_heads * d->head_dim * item);
+    const int64_t gated = round_up_to_lines(mlp_rows * num_gated * item);
+    char *memory = aligned_alloc(64, (size_t)(normed + qkv + attended + gated + round_up_to_lines(scratch)));
+    *buffers = (struct buffers){.normed = memory};
     if (!memory) return NULL;
-    room->qkv = memory + normed;
-    room->attended = room->qkv + qkv;
-    room->gated = room->attended + attended;
-    room->scratch = room->gated + gated;
+    buffers->qkv = memory + normed;
+    buffers->attended = buffers->qkv + qkv;
+    buffers->gated = buffers->attended + attended;
+    buffers->scratch = buffers->gated + gated;
     return memory;
 }
 
@@ -95,7 +99,7 @@ static void multiply_quantized(const struct weight *w, const void *x, void *out,
                                          bits, group, is_gated, (int8_t *)scratch);
 }
 
-/* out = x W^T, or silu(gate) * up; rows are bfloat16 or float32. */
+/* Computes out = x W^T, or silu(gate) * up; rows are bfloat16 or float32. */
 static void multiply(const struct weight *w, const void *x, void *out, int64_t num_rows, int64_t is_bf16,
                      char *scratch) {
     const int64_t num_inputs = w->num_inputs, num_outputs = w->num_outputs;
@@ -109,26 +113,26 @@ static void multiply(const struct weight *w, const void *x, void *out, int64_t n
                                                                               num_inputs, num_outputs);
 }
 
-/* hidden += delta; normed = its norm. */
+/* Computes hidden += delta and normed = norm(hidden). */
 static void add_norm(const struct decoder *d, const struct rows *r, const void *weight, int has_delta, char *normed) {
     const void *hidden = has_delta ? r->delta : r->hidden;
     outrider_add_norm(hidden, has_delta ? r->hidden : NULL, weight, normed, r->num_rows, d->hidden_size, d->epsilon,
                       (int)d->is_bf16);
 }
 
-/* From qkv, of which queries and keys are not rotated yet, to room->attended; returns 1 where memory is short. */
+/* Rotates the queries and keys of buffers->qkv and computes buffers->attended. Returns 1 if memory is short. */
 static int attend(const struct decoder *d, const struct layer *l, const struct rows *r, struct attention *a,
-                  const struct room *room) {
+                  const struct buffers *buffers) {
     const int64_t item = d->is_bf16 ? 2 : 4, dim = d->head_dim;
     const int64_t num_rotated = d->num_heads + d->num_kv_heads, stride = (num_rotated + d->num_kv_heads) * dim;
     const int is_bf16 = (int)d->is_bf16;
     if (l->head_norm)
-        outrider_norm_heads(room->qkv, l->head_norm, r->num_rows, stride, num_rotated, dim, d->epsilon, is_bf16);
-    outrider_rotate(room->qkv, r->angles, r->num_rows, stride, num_rotated, dim, is_bf16);
-    a->query = room->qkv;
-    a->new_keys = room->qkv + d->num_heads * dim * item;
-    a->new_values = room->qkv + num_rotated * dim * item;
-    a->out = room->attended;
+        outrider_norm_heads(buffers->qkv, l->head_norm, r->num_rows, stride, num_rotated, dim, d->epsilon, is_bf16);
+    outrider_rotate(buffers->qkv, r->angles, r->num_rows, stride, num_rotated, dim, is_bf16);
+    a->query = buffers->qkv;
+    a->new_keys = buffers->qkv + d->num_heads * dim * item;
+    a->new_values = buffers->qkv + num_rotated * dim * item;
+    a->out = buffers->attended;
     a->query_row = a->key_row = a->value_row = stride;
     a->query_head = a->key_head = a->value_head = a->key_dim = a->value_dim = dim;
     a->num_heads = d->num_kv_heads, a->group_size = d->num_heads / d->num_kv_heads;
@@ -136,49 +140,49 @@ static int attend(const struct decoder *d, const struct layer *l, const struct r
     return outrider_attend(a);
 }
 
-/* `from` [T, row_bytes], the rows that are kept before all others. */
+/* Moves the kept rows to the front of `from` [T, row_bytes]. */
 static void keep(const struct rows *r, char *from, int64_t row_bytes) {
     for (int64_t i = 0; i < r->num_kept; i++)
         memmove(from + i * row_bytes, from + r->kept[i] * row_bytes, (size_t)row_bytes);
 }
 
-/* Of the last layer's rows only those go on, once the keys and values of all are in the pool. */
-static void keep_rows(const struct decoder *d, struct rows *r, const struct room *room) {
+/* Drops the other rows of the last layer, after the keys and values of all rows are in the pool. */
+static void keep_rows(const struct decoder *d, struct rows *r, const struct buffers *buffers) {
     const int64_t item = d->is_bf16 ? 2 : 4;
     keep(r, r->hidden, d->hidden_size * item);
-    keep(r, room->attended, d->num_heads * d->head_dim * item);
+    keep(r, buffers->attended, d->num_heads * d->head_dim * item);
     r->num_rows = r->num_kept;
 }
 
 static void feed_forward(const struct decoder *d, const struct layer *l, const struct rows *r,
-                         const struct room *room) {
+                         const struct buffers *buffers) {
     const int64_t row_bytes = d->hidden_size * (d->is_bf16 ? 2 : 4);
     for (int64_t row = 0; row < r->num_rows; row += MLP_ROWS) {
         const int64_t num_rows = min(MLP_ROWS, r->num_rows - row);
-        multiply(&l->gated, room->normed + row * row_bytes, room->gated, num_rows, d->is_bf16, room->scratch);
-        multiply(&l->down, room->gated, r->delta + row * row_bytes, num_rows, d->is_bf16, room->scratch);
+        multiply(&l->gated, buffers->normed + row * row_bytes, buffers->gated, num_rows, d->is_bf16, buffers->scratch);
+        multiply(&l->down, buffers->gated, r->delta + row * row_bytes, num_rows, d->is_bf16, buffers->scratch);
     }
 }
 
-/* The layers [first, last) over the rows of a pass, whose spans and slots `pass` has; `keys` and `values` are each
-   layer's in the pool. Returns 0, or 1 where memory is short. */
+/* Runs the layers [first, last) over the rows of a pass. `pass` has its spans and slots; `keys` and `values` are the
+   pool of each layer. Returns 0, or 1 if memory is short. */
 int outrider_run_layers(const struct decoder *d, const struct attention *pass, void *const *keys, void *const *values,
                         struct rows *r, int64_t first, int64_t last) {
     struct attention attention = *pass;
-    struct room room;
-    char *memory = make_room(d, first, last, r->num_rows, &room);
+    struct buffers buffers;
+    char *memory = allocate_buffers(d, first, last, r->num_rows, &buffers);
     int is_short = !memory;
     for (int64_t i = first; i < last && !is_short; i++) {
         const struct layer *l = d->layers + i;
-        add_norm(d, r, l->input_norm, i > first || r->has_delta, room.normed);
-        multiply(&l->qkv, room.normed, room.qkv, r->num_rows, d->is_bf16, room.scratch);
+        add_norm(d, r, l->input_norm, i > first || r->has_delta, buffers.normed);
+        multiply(&l->qkv, buffers.normed, buffers.qkv, r->num_rows, d->is_bf16, buffers.scratch);
         attention.keys = keys[i], attention.values = values[i];
-        is_short = attend(d, l, r, &attention, &room);
-        if (i + 1 == last && r->num_kept < r->num_rows) keep_rows(d, r, &room);
+        is_short = attend(d, l, r, &attention, &buffers);
+        if (i + 1 == last && r->num_kept < r->num_rows) keep_rows(d, r, &buffers);
         if (!r->num_rows) break;
-        multiply(&l->output, room.attended, r->delta, r->num_rows, d->is_bf16, room.scratch);
-        add_norm(d, r, l->mlp_norm, 1, room.normed);
-        feed_forward(d, l, r, &room);
+        multiply(&l->output, buffers.attended, r->delta, r->num_rows, d->is_bf16, buffers.scratch);
+        add_norm(d, r, l->mlp_norm, 1, buffers.normed);
+        feed_forward(d, l, r, &buffers);
     }
     free(memory);
     return is_short;

@@ -1,7 +1,7 @@
-"""Our kernels in C (`engine/native`): compiled when the package is installed, loaded here, optional everywhere.
+"""Loads our C kernels (`engine/native`). They are compiled when the package is installed, and optional.
 
-Those of float32 rows run on AVX2, those of bfloat16 on AVX-512 with bfloat16, and faster on AMX. Where they are missing
-or the processor lacks what they need, torch computes instead, more slowly.
+Kernels of float32 rows need AVX2, kernels of bfloat16 rows need AVX-512 with bfloat16 and are faster on AMX. If the
+kernels are missing or the processor lacks these instructions, torch computes instead, more slowly.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch  # brings the OpenMP that the kernels are linked to
+import torch  # loads the OpenMP library that the kernels are linked to
 
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent
-SWITCH = "OUTRIDER_NATIVE"  # 0: never load them; avx2, avx512: use no more than that; to compare
+SWITCH = "OUTRIDER_NATIVE"  # 0: no kernels; avx2, avx512: at most these instructions; for comparisons
 
 
 class Instructions(IntEnum):
-    """Instructions that the kernels compute with, as `enum instructions`: the last bits of a sum may depend on it."""
+    """The instructions of the kernels, as in `enum instructions`. The last bits of a sum may depend on them."""
 
     AVX2 = 1
     AVX512 = 2
@@ -38,25 +38,25 @@ _LIMITS = {"": Instructions.AMX, "1": Instructions.AMX, "avx512": Instructions.A
 
 
 def native_library(minimum: Instructions = Instructions.AVX512) -> ctypes.CDLL | None:
-    """The kernels, or None where they may not use so much; the log says once what they use, or why there are none."""
+    """Return the kernels, or None if they may not use `minimum`. The instructions in use are logged once."""
     loaded = _loaded()
     return loaded[0] if loaded is not None and loaded[1] >= minimum else None
 
 
 def kernels_for(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The kernels where they take rows of `dtype`, bfloat16 or float32; None elsewhere."""
+    """Return the kernels if they support rows of `dtype`, bfloat16 or float32, otherwise None."""
     minimum = _MINIMUM.get(dtype)
     return None if minimum is None else native_library(minimum)
 
 
 def native_instructions() -> Instructions | None:
-    """Return the instructions in use in this process; None where it does without kernels."""
+    """Return the instructions in use in this process; None without kernels."""
     loaded = _loaded()
     return None if loaded is None else loaded[1]
 
 
 def native_digest() -> str:
-    """Return a digest of the kernels as they were compiled; empty where this process does without them."""
+    """Return a digest of the compiled kernels; empty without kernels."""
     loaded = _loaded()
     return "" if loaded is None else blake2b(Path(loaded[0]._name).read_bytes(), digest_size=8).hexdigest()
 
@@ -92,7 +92,7 @@ def _load() -> tuple[ctypes.CDLL, Instructions]:
     if any(source.stat().st_mtime > Path(found.origin).stat().st_mtime for source in _SOURCES.rglob("*.[ch]")):
         raise _UnavailableError("their sources have changed since they were compiled; install the package again")
     try:
-        library = ctypes.CDLL(found.origin)  # one pool of threads with torch's
+        library = ctypes.CDLL(found.origin)  # shares torch's pool of threads
     except OSError as error:
         raise _UnavailableError(str(error)) from error
     if not (used := library.outrider_start(_LIMITS[switch])):

@@ -1,9 +1,9 @@
-/* Logits behind the last product: bfloat16 to float32, the token with the highest score, and whether there is one. */
+/* Operations on logits: conversion from bfloat16 to float32, argmax, and a check for finite numbers. */
 
 #include "lanes/lanes.h"
 #include "team.h"
 
-enum { WIDENED = 1 << 15 /* numbers in one part of the work */ };
+enum { WIDENED = 1 << 15 /* numbers per part */ };
 
 struct choice {
     const float *scores; /* [rows, size] */
@@ -11,7 +11,7 @@ struct choice {
     int64_t *chosen; /* [rows] */
 };
 
-/* The lowest place of a row's highest number; -1 where one is none. */
+/* Returns the lowest index of a row's maximum, or -1 if the row has a NaN. */
 #ifdef NARROW
 AVX2 static int64_t highest(const float *scores, int64_t size) {
     floats best = lanes_set(-__builtin_inff());
@@ -59,7 +59,7 @@ VECTOR_CODE void PART(choose_part)(const void *work, int64_t row) {
     c->chosen[row] = highest(c->scores + row * c->size, c->size);
 }
 
-/* 1 where a row's highest number is finite, and each is one. */
+/* Sets 1 if a row's maximum is finite and the row has no NaN. */
 VECTOR_CODE void PART(check_part)(const void *work, int64_t row) {
     const struct choice *c = work;
     const float *scores = c->scores + row * c->size;
@@ -67,13 +67,13 @@ VECTOR_CODE void PART(check_part)(const void *work, int64_t row) {
     c->chosen[row] = place >= 0 && scores[place] - scores[place] == 0;
 }
 
-#ifndef NARROW /* for both, and for bfloat16 */
+#ifndef NARROW /* compiled once: the entry points of both widths, and the code for bfloat16 */
 
 PARTS(choose_part);
 PARTS(check_part);
 
-/* The place of each row's highest score, the first of equals; scores [rows, size], `size` less than 2^31. Returns 0
-   where a score is no number. */
+/* Sets the index of each row's maximum, the lowest among equals; scores [rows, size], `size` less than 2^31. Returns 0
+   if a score is NaN. */
 int outrider_choose(const float *scores, int64_t num_rows, int64_t size, int64_t *chosen) {
     const struct choice choice = {scores, size, chosen};
     share_out(FITTING(choose_part), &choice, num_rows);
@@ -82,7 +82,7 @@ int outrider_choose(const float *scores, int64_t num_rows, int64_t size, int64_t
     return 1;
 }
 
-/* Whether each row of scores [rows, size] has a finite highest number, and no NaN: 1 or 0. */
+/* Sets 1 for each row of scores [rows, size] with a finite maximum and without NaN, 0 for others. */
 void outrider_check(const float *scores, int64_t num_rows, int64_t size, int64_t *are_finite) {
     const struct choice choice = {scores, size, are_finite};
     share_out(FITTING(check_part), &choice, num_rows);

@@ -1,7 +1,7 @@
-"""Logits as float32, the token with the highest score, and if there is one: by our kernels, by torch where they cannot.
+"""Converts logits to float32, finds the maximum and checks for finite rows, with our kernels or else with torch.
 
-torch computes these with all of its threads as soon as a vocabulary is large. A region of OpenMP ends with the last of
-its threads, and beside the helpers of our kernels, which wait for the next product, that takes milliseconds.
+With a large vocabulary, torch uses all its threads. An OpenMP region waits for all of them, which takes milliseconds
+while the helpers of our kernels occupy the cores.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.native.library import Instructions, kernels_for, native_library
 
 
 def widened(logits: Tensor) -> Tensor:
-    """`logits.float()`."""
+    """Return `logits.float()`."""
     if not _is_ours(logits, torch.bfloat16):
         return logits.float()
     wide = torch.empty_like(logits, dtype=torch.float32)
@@ -26,7 +26,7 @@ def widened(logits: Tensor) -> Tensor:
 
 
 def highest(scores: Tensor) -> Tensor:
-    """`scores.argmax(dim=1)` of `scores` [R, V]: the place of each row's highest, the first of equals, [R] int64."""
+    """Return `scores.argmax(dim=1)` of `scores` [R, V], [R] int64: the lowest index among equal maxima."""
     num_rows, size = scores.shape
     if not _is_ours(scores, torch.float32) or size == 0:
         return scores.argmax(dim=1)
@@ -36,7 +36,7 @@ def highest(scores: Tensor) -> Tensor:
 
 
 def are_finite(logits: Tensor) -> Tensor:
-    """True for each row of `logits` [R, V] whose highest is finite and that holds no NaN, [R] bool; -inf is allowed."""
+    """True for each row of `logits` [R, V] with a finite maximum and without NaN, [R] bool; -inf is allowed."""
     num_rows, size = logits.shape
     if not _is_ours(logits, torch.float32) or size == 0:
         return logits.amax(dim=1).isfinite()
@@ -53,7 +53,7 @@ def _is_ours(numbers: Tensor, dtype: torch.dtype) -> bool:
 @cache
 def _kernels() -> tuple[Any, Any, Any]:
     library = native_library(Instructions.AVX2)
-    assert library is not None, "`_is_ours` says when there is one"
+    assert library is not None, "call `_is_ours` first"
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     widen, choose, check = library.outrider_widen, library.outrider_choose, library.outrider_check
     widen.argtypes = [pointer, pointer, size]

@@ -1,4 +1,4 @@
-/* The kernels of float32 rows once more, for AVX2: lanes.h says how. */
+/* Compiles the kernels of float32 rows a second time, for AVX2; see lanes.h. */
 
 #define NARROW
 

@@ -1,4 +1,4 @@
-/* Finds out, once, which of our kernels this processor can run. */
+/* Detects, once, which of our kernels this processor can run. */
 
 #include "processor.h"
 
@@ -14,7 +14,7 @@ static int has_vectors(void) {
            __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 }
 
-/* True if the processor, and the operating system under us, give AMX. */
+/* True if the processor and the operating system support AMX. */
 static int has_tiles(void) {
     unsigned a, b, c, d;
     __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(0));
@@ -30,7 +30,7 @@ static enum instructions best(void) {
     return has_tiles() ? WITH_AMX : WITH_AVX512;
 }
 
-/* Call it before any kernel: what they will use, `limit` or as much of it as there is; both of `enum instructions`. */
+/* Call this before any kernel. It returns the instructions that the kernels will use, at most `limit`. */
 int outrider_start(int limit) {
     const int found = best(), used = found < limit ? found : limit;
     outrider_has_wide_floats = limit >= WITH_AVX512 && __builtin_cpu_supports("avx512f");

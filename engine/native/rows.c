@@ -1,14 +1,14 @@
-/* What stands between a layer's products, row by row: the residual sum with the norm behind it, norms of heads, and
-   rotary position embeddings. In bfloat16 every result is computed in float32 and rounded once; a row's result does not
-   depend on the rows beside it. */
+/* The row-wise operations between a layer's products: the residual sum with its norm, norms of heads, and rotary
+   position embeddings. In bfloat16, each result is computed in float32 and rounded once. A row's result does not depend
+   on other rows. */
 
 #include "rows.h"
 #include "lanes/lanes.h"
 #include "team.h"
 
-enum { PART_ROWS = 32 /* fewer are not worth another thread */ };
+enum { PART_ROWS = 32 /* fewer rows are not worth another thread */ };
 
-/* One row: sum += hidden where there is a sum, and out = (sum or hidden) / root mean square * weight. */
+/* Computes one row: sum += hidden, unless `sum` is NULL, and out = (sum or hidden) / root mean square * weight. */
 VECTOR_CODE INLINE void norm_row(const void *hidden, void *sum, const void *weight, void *out, int64_t row,
                                  int64_t size, float epsilon, const int is_bf16) {
     const int64_t at = row * size;
@@ -45,8 +45,8 @@ VECTOR_CODE void PART(norm_part)(const void *work, int64_t part) {
     }
 }
 
-/* One row's heads [heads, dim], in place, each by its root mean square; in bfloat16 rounded once more before `weight`,
-   as transformers does. */
+/* Divides one row's heads [heads, dim] by their root mean squares, in place. In bfloat16, rounds before multiplying by
+   `weight`, as transformers does. */
 VECTOR_CODE INLINE void norm_heads_row(void *x, int64_t at, const void *weight, int64_t num_heads, int64_t dim,
                                        float epsilon, const int is_bf16) {
     for (int64_t head = 0; head < num_heads; head++) {
@@ -82,7 +82,7 @@ VECTOR_CODE void PART(norm_heads_part)(const void *work, int64_t part) {
     }
 }
 
-/* One row's heads [heads, dim], in place: x cos + swapped(x) sin, where the halves of a head change places. */
+/* Rotates one row's heads [heads, dim] in place: x cos + swapped(x) sin, where `swapped` exchanges a head's halves. */
 VECTOR_CODE INLINE void rotate_row(void *x, int64_t at, const void *table, int64_t num_heads, int64_t dim,
                                    const int is_bf16) {
     const int64_t half = dim / 2;
@@ -116,29 +116,30 @@ VECTOR_CODE void PART(rotate_part)(const void *work, int64_t part) {
     }
 }
 
-#ifndef NARROW /* for both */
+#ifndef NARROW /* compiled once: the entry points of both widths */
 
 PARTS(norm_part);
 PARTS(norm_heads_part);
 PARTS(rotate_part);
 
-/* hidden, sum and out [rows, size], weight [size]; `size` is a multiple of 16, and `sum` may be NULL. */
+/* `norm_row` for all rows: hidden, sum and out [rows, size], weight [size]. `size` is a multiple of 16; `sum` may be
+   NULL. */
 void outrider_add_norm(const void *hidden, void *sum, const void *weight, void *out, int64_t num_rows, int64_t size,
                        float epsilon, int is_bf16) {
     const struct norm norm = {hidden, sum, weight, out, num_rows, size, epsilon, is_bf16};
     share_out(FITTING(norm_part), &norm, (num_rows + PART_ROWS - 1) / PART_ROWS);
 }
 
-/* The first `num_heads` heads of x [rows, stride numbers], in place; weight [num_heads, dim]. `dim` is a multiple of
-   16. */
+/* Norms the first `num_heads` heads of x [rows, stride numbers] in place; weight [num_heads, dim]. `dim` is a multiple
+   of 16. */
 void outrider_norm_heads(void *x, const void *weight, int64_t num_rows, int64_t stride, int64_t num_heads, int64_t dim,
                          float epsilon, int is_bf16) {
     const struct head_norm norm = {x, weight, num_rows, stride, num_heads, dim, epsilon, is_bf16};
     share_out(FITTING(norm_heads_part), &norm, (num_rows + PART_ROWS - 1) / PART_ROWS);
 }
 
-/* The first `num_heads` heads of x [rows, stride numbers], in place; table [rows, 2, dim]: cosines, and sines of which
-   the first half is negated. `dim` is a multiple of 32. */
+/* Rotates the first `num_heads` heads of x [rows, stride numbers] in place; table [rows, 2, dim]: cosines, then sines
+   with the first half negated. `dim` is a multiple of 32. */
 void outrider_rotate(void *x, const void *table, int64_t num_rows, int64_t stride, int64_t num_heads, int64_t dim,
                      int is_bf16) {
     const struct rotation rotation = {x, table, num_rows, stride, num_heads, dim, is_bf16};

@@ -1,4 +1,4 @@
-/* The operations between products, for other files of the library. */
+/* The operations between products, declared for other files of the library. */
 
 #pragma once
 

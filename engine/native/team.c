@@ -1,10 +1,10 @@
-/* The caller takes part after part, and helpers take parts beside it where a core is free for them.
+/* The caller computes part after part. Helpers compute parts in parallel if a core is free for them.
 
-   OpenMP ends each region with all of its threads: one that finds no core, since a program beside it computes, holds up
-   the pass, and threads that wait for the next region burn the cores on which that program could run. Here nothing
-   waits for a helper but for the part that it has in hand. One without work offers its core to others every few
-   microseconds, and sleeps when no work has come for SPIN_NS: longer than a gap between the kernels of a pass, shorter
-   than one between passes. So a frontend that wakes while the target computes finds a core within a kernel's time. */
+   OpenMP waits for all threads at the end of each region. A thread without a core, because another program computes,
+   delays the pass; and threads that wait for the next region burn cores which that program could use. Here, the caller
+   waits for a helper only while the helper computes a part. An idle helper yields its core every few microseconds, and
+   sleeps after SPIN_NS without work: longer than a gap between the kernels of a pass, shorter than a gap between
+   passes. So a frontend that wakes while the target computes gets a core within the time of a kernel. */
 
 #include "team.h"
 
@@ -21,23 +21,23 @@
 
 enum { MAX_HELPERS = 1023, SPIN_NS = 200000, PAUSES = 64 };
 
-/* What is shared out. It changes only while no part is open or in hand, so one who has taken a part may read it. */
+/* The current job. It changes only while no part is open or being computed, so a thread with a part may read it. */
 static struct {
     part_function *compute;
     const void *work;
     int64_t num_parts;
 } job;
 
-#define LINE __attribute__((aligned(64))) /* of the cache, of its own */
-LINE static _Atomic uint64_t open_parts; /* the job's number in the high half, parts not taken yet in the low */
-LINE static _Atomic int64_t num_done;    /* parts of the job, by helpers */
-LINE static _Atomic int64_t num_wanted;  /* helpers that may take part, the first ones */
-static _Atomic uint32_t num_signals;     /* the futex of helpers asleep */
+#define LINE __attribute__((aligned(64))) /* a separate cache line */
+LINE static _Atomic uint64_t open_parts; /* high half: number of the job; low half: parts not taken yet */
+LINE static _Atomic int64_t num_done;    /* parts of the job that helpers have finished */
+LINE static _Atomic int64_t num_wanted;  /* helpers [0, num_wanted) may take part */
+static _Atomic uint32_t num_signals;     /* the futex of sleeping helpers */
 static _Atomic int64_t num_asleep;
-static atomic_flag is_busy = ATOMIC_FLAG_INIT; /* a thread has the helpers; another one computes alone */
+static atomic_flag is_busy = ATOMIC_FLAG_INIT; /* one thread uses the helpers; another thread computes alone */
 static int64_t num_helpers;
 
-/* Compute parts of the job until none is open; returns how many. */
+/* Computes parts of the job until no part is open. Returns their number. */
 static int64_t take_parts(void) {
     int64_t num_taken = 0;
     uint64_t seen = atomic_load(&open_parts);
@@ -89,7 +89,7 @@ static void *help(void *index) {
     return NULL;
 }
 
-static void forget_helpers(void) { /* in a child after fork(), which has none */
+static void forget_helpers(void) { /* in the child after fork(), where the helpers do not exist */
     num_helpers = 0;
     atomic_store(&open_parts, 0);
     atomic_store(&num_asleep, 0);
@@ -98,7 +98,7 @@ static void forget_helpers(void) { /* in a child after fork(), which has none */
 
 static void forget_after_fork(void) { pthread_atfork(NULL, NULL, forget_helpers); }
 
-/* Start helpers until there are so many, or as many as the system gives; signals are the business of other threads. */
+/* Starts helpers until there are `wanted`, or as many as the system allows. Helpers block all signals. */
 static void start_helpers(int64_t wanted) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, forget_after_fork);
@@ -127,9 +127,9 @@ static void compute_together(part_function *compute, const void *work, int64_t n
         syscall(SYS_futex, &num_signals, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
     }
     const int64_t num_left = num_parts - take_parts();
-    for (int64_t spins = 1; atomic_load(&num_done) < num_left; spins++) { /* those that helpers have in hand */
+    for (int64_t spins = 1; atomic_load(&num_done) < num_left; spins++) { /* wait for the parts of helpers */
         _mm_pause();
-        if (spins % 1024 == 0) sched_yield(); /* perhaps one that has one in hand wants this core */
+        if (spins % 1024 == 0) sched_yield(); /* a helper with a part may need this core */
     }
 }
 

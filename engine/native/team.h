@@ -1,4 +1,4 @@
-/* Work that is shared out in parts among threads of our own. */
+/* Distributes the parts of a job among our own threads. */
 
 #pragma once
 
@@ -6,12 +6,12 @@
 
 typedef void part_function(const void *work, int64_t part);
 
-/* Call `compute` with `work` and each of the parts [0, num_parts), in this order but side by side on as many threads as
-   torch has in this one; returns when all are done. A part may not share out work itself. */
+/* Calls `compute` with `work` and each of the parts [0, num_parts), in this order, in parallel on as many threads as
+   torch uses. Returns when all parts are done. A part must not call `share_out`. */
 INTERNAL void share_out(part_function *compute, const void *work, int64_t num_parts);
 
-/* The variants of a part, of which FITTING chooses. */
+/* Declares the variants of a part; FITTING selects one. */
 #define PARTS(name) INTERNAL part_function name##_wide, name##_narrow
 
-/* As many threads as may take part. */
+/* Returns the number of threads that may take part. */
 INTERNAL int64_t team_size(void);

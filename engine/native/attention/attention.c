@@ -1,22 +1,22 @@
-/* Paged attention on AVX2 and AVX-512, and on AMX for keys and values in bfloat16 or int8: the pool is read in place.
+/* Paged attention on AVX2 and AVX-512, and on AMX for keys and values in bfloat16 or int8. It reads the pool in place.
 
-   A job is one kv head and up to 256 *lanes* of a span, a lane being one query head of one token; 16 lanes make a tile.
-   Everything is computed with lanes side by side in registers: no sum crosses a register. (Where a job has few lanes,
-   keys and then dims lie side by side in their place: few_lanes.h.)
+   A job is one kv head and up to 256 *lanes* of a span. A lane is one query head of one token; 16 lanes make a tile.
+   Registers hold adjacent lanes, so no sum crosses a register. (For jobs of few lanes, registers hold keys and then
+   dims: few_lanes.h.)
 
-       scores [keys x 16 lanes] = K [keys x D] Q^T [D x 16 lanes]        K as it lies in the pool
+       scores [keys x 16 lanes] = K [keys x D] Q^T [D x 16 lanes]        K is read in the pool
        sums   [D x 16 lanes]   += V^T [D x keys] P [keys x 16 lanes]     V^T transposed once per job and unit of keys
 
-   A lane's bits depend on its query and on the keys that it sees, each at its own place, and on nothing else: keys are
-   read in units of UNIT that begin at fixed places, each SPLIT of them has softmax and sums of its own
-   (arXiv:2205.14135), and splits are merged in their order (arXiv:2311.01282). A key that a lane
-   does not see adds exact zeros, and where it is not finite, its product with zero shows in the result: the job's tokens
-   are then computed one by one, each from the keys that it sees. A node of a draft tree reads its own path, as the chain that it may become: the keys
-   up to the last unit that lies before the tree with the other lanes, and the rest by itself.
+   A lane's bits depend only on its query and on its visible keys with their positions. For this, keys are read in units
+   of UNIT at fixed positions, each SPLIT has its own softmax and sums (arXiv:2205.14135), and splits are merged in
+   order (arXiv:2311.01282). A hidden key adds exact zeros. If a hidden key is not finite, its product with zero is NaN;
+   the job's tokens are then computed one by one, each from its visible keys. A node of a draft tree reads its path as
+   the chain that it may become: the whole units before the tree together with the other lanes, and the rest alone.
 
-   types.h has the call, keep.c the new keys and values, unit.c a unit of them, state.h what some lanes have seen,
-   softmax.h their softmax and lane.h that of one, tiles.c lanes over a unit, few_lanes.c few of them, int8/ those over
-   int8, products_*.h the products of tiles on each width of registers, job.c a job; here are the jobs of a pass. */
+   types.h has the arguments, keep.c stores new keys and values, unit.c loads a unit, state.h has the state of lanes,
+   softmax.h the softmax of a tile, lane.h the softmax of one lane, tiles.c computes tiles over a unit, few_lanes.c few
+   lanes, int8/ int8 pools, products_*.h have the products of tiles for each register width, job.c computes a job. This
+   file plans the jobs of a pass. */
 
 #include "attention/job.h"
 #include "attention/state.h"
@@ -24,18 +24,18 @@
 
 #include <stdlib.h>
 
-enum { PARTS_EACH = 4 /* of a thread, so that all end about together */ };
+enum { PARTS_EACH = 4 /* parts per thread, so that all threads end at about the same time */ };
 
 struct jobs {
     struct job *jobs;
     struct merge *merges;
     float *partials;
-    int64_t num_jobs, num_merges, num_partials; /* numbers of all partials */
-    int64_t max_lanes; /* of a job */
-    double work;       /* lanes of whole tiles x keys of one head */
+    int64_t num_jobs, num_merges, num_partials; /* num_partials: floats of all partials */
+    int64_t max_lanes; /* lanes of the largest job */
+    double work;       /* lanes (of whole tiles) x keys of one head */
 };
 
-/* The jobs of one span and `lanes` of it; with `jobs->jobs` NULL they are only counted. */
+/* Adds the jobs of `lanes` lanes of a span. If `jobs->jobs` is NULL, they are only counted. */
 static void plan_lanes(const struct attention *a, const struct span *span, int64_t first, int64_t lanes,
                        struct jobs *jobs) {
     const int64_t last_token = (first + lanes - 1) / a->group_size, whole = round_up(lanes, LANES);
@@ -61,7 +61,7 @@ static void plan_lanes(const struct attention *a, const struct span *span, int64
         struct merge *merge = job.merge = jobs->merges + jobs->num_merges + head;
         float *partials = jobs->partials + jobs->num_partials + head * num_splits * size;
         *merge = (struct merge){partials, num_splits, size, num_splits};
-        for (int64_t i = 0; i < num_splits; i++) { /* heads side by side in memory are read side by side */
+        for (int64_t i = 0; i < num_splits; i++) { /* heads that are adjacent in memory are read together */
             job.first_split = first_split + i, job.last_split = job.first_split + 1;
             job.partial = merge->partials + i * size;
             jobs->jobs[jobs->num_jobs + i * a->num_heads + head] = job;
@@ -76,16 +76,17 @@ static void plan(const struct attention *a, struct jobs *jobs, int64_t block) {
     for (int64_t i = 0; i < a->num_spans; i++) {
         const struct span *span = a->spans + i;
         const int64_t lanes = span->num_rows * a->group_size;
-        /* Later rows see more keys: they come first. */
+        /* Later rows come first, since they see more keys. */
         for (int64_t first = (lanes - 1) / block * block; first >= 0; first -= block)
             plan_lanes(a, span, first, min(block, lanes - first), jobs);
     }
 }
 
-/* The jobs of a part where all have few lanes: while one ends, the first keys of the next are fetched. */
+/* Returns the jobs per part if all have few lanes. In a part, the next job's first keys are prefetched. */
 static int64_t few_each(int64_t num_jobs) { return max(1, num_jobs / (PARTS_EACH * team_size())); }
 
 int outrider_attend(const struct attention *a) {
+    /* Count the jobs, with smaller blocks of lanes if there are too few for all threads. */
     struct jobs jobs = {0};
     int64_t block = MAX_TILES * LANES;
     plan(a, &jobs, block);

@@ -2,7 +2,7 @@
 
 #include "attention/lane.h"
 
-enum { NARROW_LANES = 4 /* up to which twice as many keys and dims have their sums in registers */ };
+enum { NARROW_LANES = 4 /* up to so many lanes, registers have the sums of twice as many keys and dims */ };
 
 static enum numbers numbers_of(const struct attention *a) {
     if (!a->is_bf16) return FLOATS;
@@ -29,13 +29,13 @@ AVX void load_few(const struct attention *a, const char *query, int64_t lane, vo
     }
 }
 
-/* The register of a row's numbers from `d` on: 16 floats, or 32 of bfloat16. */
+/* Loads a register of a row from dim `d` on: 16 floats, or 32 bfloat16. */
 AVX INLINE __m512i load_row(const char *row, int64_t d, int64_t dim, const enum numbers kind) {
     if (kind == FLOATS) return _mm512_maskz_loadu_epi32(first_lanes(dim - d), row + 4 * d);
     return _mm512_maskz_loadu_epi16(dim - d >= 32 ? 0xffffffff : (1u << (dim - d)) - 1, row + 2 * d);
 }
 
-/* Rows of a unit that comes later, asked for beside the keys of this one, `each` for a key. */
+/* Rows of a later unit to prefetch during this one, `each` of them per key. */
 struct ahead {
     const char *const *rows;
     int64_t count, num_bytes, each;
@@ -45,7 +45,7 @@ INLINE struct ahead ahead_of(const char *const *rows, int64_t count, int64_t num
     return (struct ahead){rows, count, num_bytes, (count + num_keys - 1) / num_keys};
 }
 
-/* Ask for those beside the 16 keys from `key` on. */
+/* Prefetches the rows that belong to the 16 keys from `key` on. */
 INLINE void fetch_beside(struct ahead ahead, int64_t key) {
     const int64_t last = min((key + 16) * ahead.each, ahead.count);
     for (int64_t i = key * ahead.each; i < last; i++) {
@@ -56,14 +56,14 @@ INLINE void fetch_beside(struct ahead ahead, int64_t key) {
     }
 }
 
-/* AMX adds 32 products to what came before as one number: the sum of the even ones and that of the odd ones. */
+/* Adds as AMX does: the sum of the even products plus the sum of the odd ones, as one number per 32 products. */
 AVX INLINE __m512 add_as_tiles(__m512 onto, __m512 apart[2]) {
     const __m512 both = _mm512_add_ps(apart[0], apart[1]);
     apart[0] = apart[1] = _mm512_setzero_ps();
     return _mm512_add_ps(onto, both);
 }
 
-/* Scores of 16 keys from `key` on, or of as many more, to [lane, UNIT]. */
+/* Computes the scores of 16 keys (or 32, with two tiles) from `key` on, to [lane, UNIT]. */
 AVX INLINE void score_keys(const int lanes, const int tiles, const enum numbers kind, const struct unit *unit,
                            int64_t key, int64_t dim, const void *queries, float *scores) {
     const int64_t width = round_up(dim, 32);
@@ -76,7 +76,7 @@ AVX INLINE void score_keys(const int lanes, const int tiles, const enum numbers 
             if (kind == AS_TILES) apart[tile][lane][0] = apart[tile][lane][1] = _mm512_setzero_ps();
         }
     for (int64_t d = 0; d < dim; d += kind == FLOATS ? 16 : 32) {
-        __m512i numbers[2][16]; /* in memory, so that the sums of all tiles wait for each other's products */
+        __m512i numbers[2][16]; /* in memory, so that the products of all tiles are interleaved */
         for (int tile = 0; tile < tiles; tile++) {
             __m512i rows[16];
             for (int i = 0; i < 16; i++) rows[i] = load_row(unit->keys[key + tile * 16 + i], d, dim, kind);
@@ -112,7 +112,7 @@ AVX INLINE void score_keys(const int lanes, const int tiles, const enum numbers 
             _mm512_store_ps(scores + lane * UNIT + key + tile * 16, sums[tile][lane]);
 }
 
-/* Onto the sums [lane, width] of 32 dims from `d` on, or of as many more. */
+/* Adds to the sums [lane, width] of 32 dims (or 64, with two blocks) from `d` on. */
 AVX INLINE void add_dims(const int lanes, const int blocks, const enum numbers kind, const struct unit *unit,
                          struct ahead ahead, int64_t num_keys, int64_t d, int64_t dim, const void *weights,
                          float *sums) {
@@ -169,7 +169,7 @@ AVX INLINE void add_dims(const int lanes, const int blocks, const enum numbers k
         for (int i = 0; i < 2 * blocks; i++) _mm512_store_ps(sums + lane * width + d + i * 16, kept[lane][i]);
 }
 
-/* `attend_few` with numbers of lanes and kinds that the compiler knows: what they sum stays in registers. */
+/* `attend_few` with constant numbers of lanes and kinds, so that the sums stay in registers. */
 AVX INLINE void attend_lanes(const int lanes, const enum numbers kind, const struct attention *a,
                              const struct unit *unit, const struct unit *next, const void *queries,
                              const struct visibility *visibility, float *state) {

@@ -1,4 +1,4 @@
-/* A job, from its queries to its rows of the result. */
+/* Computes a job, from its queries to its rows of the result. */
 
 #include "attention/job.h"
 
@@ -9,10 +9,10 @@
 #include "attention/state.h"
 #include "attention/tiles.h"
 
-/* Two units of keys and values: the one that is read, and what comes behind it, perhaps of the next job of the part. */
-struct reader {
+/* Two units of keys and values: the current one, and the next one, which may belong to the part's next job. */
+struct double_buffer {
     struct unit units[2], *unit;
-    const struct job *ahead; /* of which `unit` is the first already, and on its way to the cache */
+    const struct job *ahead; /* the job whose first unit is already in `unit` and being prefetched */
 };
 
 #ifndef NARROW
@@ -23,57 +23,58 @@ union int8_numbers {
 };
 #endif
 
-/* The state of a job; lanes are those of the job, in tiles. */
-struct work {
+/* The state of a job. Its lanes are grouped into tiles. */
+struct job_state {
     const struct attention *a;
     const struct job *job;
-    const struct job *following; /* of the part, whose first unit is fetched behind the last of this one; or NULL */
+    const struct job *following; /* the part's next job; its first unit is prefetched after this job's last; or NULL */
     int64_t num_tiles;
-    int has_few;            /* lanes, as few_lanes.h has them */
-    int is_int8;            /* its pool is read as int8/lanes.h does, */
-    int is_tiled;           /* or as int8/tiles.h does */
-    char *queries;          /* [tiles, D, LANES]; of few lanes as `load_few` leaves them; or those of int8/ */
-    float *states;          /* of the split that is read */
+    int has_few;            /* few_lanes.h computes the job */
+    int is_int8;            /* int8/lanes.h computes it, */
+    int is_tiled;           /* or int8/tiles.h */
+    char *queries;          /* [tiles, D, LANES]; or the layout of `load_few` or of int8/ */
+    float *states;          /* of the current split */
     struct visibility *visibilities;
-    char *room;
-    bf16 *values; /* of a unit, transposed */
-    float *wide;  /* or its keys and values as floats */
+    char *scratch; /* copies of keys and values */
+    bf16 *values;  /* a unit's values, transposed */
+    float *wide;   /* or its keys and values as floats */
     union int8_numbers *int8_numbers;
-    struct reader *reader;
+    struct double_buffer *buffer;
 };
 
-/* Whether each lane has its sums side by side, and not those of a dim. */
-static int are_apart(const struct work *w) { return w->has_few || (w->is_int8 && !w->is_tiled); }
+/* True if sums are laid out per lane, and not per dim. */
+static int has_sums_per_lane(const struct job_state *w) { return w->has_few || (w->is_int8 && !w->is_tiled); }
 
-static int64_t token_of(const struct work *w, int64_t lane) {
-    const int64_t last = w->job->num_lanes - 1; /* lanes behind the last repeat it, and are not stored */
+static int64_t token_of(const struct job_state *w, int64_t lane) {
+    const int64_t last = w->job->num_lanes - 1; /* lanes after the last repeat it and are not stored */
     return (w->job->first_lane + min(lane, last)) / w->a->group_size;
 }
 
-static const struct node *node_of(const struct work *w, int64_t token) {
+static const struct node *node_of(const struct job_state *w, int64_t token) {
     const struct span *span = w->job->span;
     return span->nodes < 0 ? NULL : w->a->nodes + span->nodes + token;
 }
 
-static int64_t position_of(const struct work *w, int64_t token) {
+static int64_t position_of(const struct job_state *w, int64_t token) {
     const struct node *node = node_of(w, token);
     return node ? node->position : w->job->span->start + token;
 }
 
-static int64_t query_head(const struct work *w, int64_t lane) {
+static int64_t query_head(const struct job_state *w, int64_t lane) {
     return w->job->head * w->a->group_size + (w->job->first_lane + lane) % w->a->group_size;
 }
 
-/* Where a lane's query lies. */
-static const char *query_of(const struct work *w, int64_t lane) {
+/* Returns the address of a lane's query. */
+static const char *query_of(const struct job_state *w, int64_t lane) {
     const struct attention *a = w->a;
     const int64_t row = w->job->span->first_row + token_of(w, lane);
     const int64_t number = row * a->query_row + query_head(w, lane) * a->query_head;
     return (const char *)a->query + number * (a->is_bf16 ? 2 : 4);
 }
 
-/* Queries of the job's lanes to [tiles, D, LANES], pairs of dims side by side in bfloat16; zeros up to whole widths. */
-VECTOR_CODE static void load_queries(struct work *w) {
+/* Loads the queries of the job's lanes as [tiles, D, LANES], padded with zeros. In bfloat16, pairs of dims are
+   adjacent. */
+VECTOR_CODE static void load_queries(struct job_state *w) {
     const struct attention *a = w->a;
 #ifndef NARROW
     for (int64_t lane = 0; w->has_few && lane < w->job->num_lanes; lane++)
@@ -88,6 +89,7 @@ VECTOR_CODE static void load_queries(struct work *w) {
     }
     if (w->has_few || w->is_int8) return;
 #endif
+    /* Whole tiles: load 64 bytes of each lane's query, then transpose, so that lanes are adjacent. */
     const int64_t item = IS_BF16(a) ? 2 : 4, bytes = a->key_dim * item, width = round_up(a->key_dim, 32) * item;
     for (int64_t tile = 0; tile < w->num_tiles; tile++)
         for (int64_t at = 0; at < width; at += 64) {
@@ -107,8 +109,8 @@ VECTOR_CODE static void load_queries(struct work *w) {
         }
 }
 
-/* Set what the lanes of one token see, or of all tokens where it is -1. */
-VECTOR_CODE static void set_visibility(struct work *w, int64_t token, int64_t first_tile, int64_t last_tile) {
+/* Sets the visible keys of the lanes of one token, or of all tokens if `token` is -1. */
+VECTOR_CODE static void set_visibility(struct job_state *w, int64_t token, int64_t first_tile, int64_t last_tile) {
     for (int64_t tile = first_tile; tile < last_tile; tile++) {
         int32_t positions[LANES];
         struct visibility *visibility = w->visibilities + tile;
@@ -124,7 +126,7 @@ VECTOR_CODE static void set_visibility(struct work *w, int64_t token, int64_t fi
     }
 }
 
-/* The first keys of a job that is no tree, as `attend_range` will read them. */
+/* Loads the first unit of a job without a tree, as `attend_range` will read it. */
 static void load_first(const struct attention *a, const struct job *job, struct unit *unit) {
     const struct span *span = job->span;
     const int64_t first = job->first_lane / a->group_size;
@@ -135,9 +137,9 @@ static void load_first(const struct attention *a, const struct job *job, struct 
 }
 
 #ifndef NARROW
-/* A unit of a pool of int8, for the tiles [first, last). */
-AVX static void attend_int8_unit(const struct work *w, const struct unit *unit, const struct unit *next, int64_t first,
-                                 int64_t last) {
+/* Attends to a unit of an int8 pool, for the tiles [first, last). */
+AVX static void attend_int8_unit(const struct job_state *w, const struct unit *unit, const struct unit *next,
+                                 int64_t first, int64_t last) {
     const int64_t size = state_size(round_up(w->a->value_dim, 32));
     if (w->is_tiled) take_int8_rows(w->a, unit, next, &w->int8_numbers->rows);
     else take_int8_unit(w->a, unit, next, &w->int8_numbers->unit);
@@ -156,8 +158,8 @@ AVX static void attend_int8_unit(const struct work *w, const struct unit *unit, 
 }
 #endif
 
-/* Whether the lanes of the job read rows of the pool as they lie there. */
-static int are_read_in_place(const struct work *w) {
+/* True if the job's lanes read the rows in the pool directly, without a copy. */
+static int are_read_in_place(const struct job_state *w) {
 #ifdef NARROW
     return are_side_by_side(w->a, w->job->num_lanes);
 #else
@@ -165,9 +167,9 @@ static int are_read_in_place(const struct work *w) {
 #endif
 }
 
-/* Keys [begin, end) of one split, for the tiles [first, last) as they see them now. */
-VECTOR_CODE static void attend_range(struct work *w, int64_t begin, int64_t end, const int32_t *path, int64_t first,
-                                     int64_t last) {
+/* Attends to the keys [begin, end) of one split, for the tiles [first, last) with their current visibility. */
+VECTOR_CODE static void attend_range(struct job_state *w, int64_t begin, int64_t end, const int32_t *path,
+                                     int64_t first, int64_t last) {
     const struct attention *a = w->a;
     const int64_t item = IS_BF16(a) ? 2 : 4, query_size = round_up(a->key_dim, 32) * LANES * item;
     const int64_t size = state_size(round_up(a->value_dim, 32));
@@ -182,22 +184,24 @@ VECTOR_CODE static void attend_range(struct work *w, int64_t begin, int64_t end,
         }
     }
     begin = max(begin, oldest / UNIT * UNIT);
-    struct reader *reader = w->reader;
-    struct unit *unit = reader->unit, *next = unit == reader->units ? unit + 1 : reader->units;
-    if (begin < end && reader->ahead != w->job) {
+    /* Load the first unit, unless the last job has prefetched it. */
+    struct double_buffer *buffer = w->buffer;
+    struct unit *unit = buffer->unit, *next = unit == buffer->units ? unit + 1 : buffer->units;
+    if (begin < end && buffer->ahead != w->job) {
         load_unit(a, w->job, begin, end, path, unit);
         for (int64_t i = 0; i < unit->count; i += 2) {
             fetch(unit->keys + i, key_bytes(a));
             fetch(unit->values + i, value_bytes(a));
         }
     }
-    reader->ahead = begin < end ? w->following : NULL;
+    buffer->ahead = begin < end ? w->following : NULL;
+    /* Compute a unit while the next one is prefetched: of this range, or of the following job. */
     for (; begin < end; begin += UNIT) {
         if (w->job->is_apart) hide_keys(unit, oldest - begin);
         const int has_next = begin + UNIT < end || w->following;
         if (begin + UNIT < end) load_unit(a, w->job, begin + UNIT, end, path, next);
         else if (w->following) load_first(a, w->following, next);
-        if (!w->is_int8) copy_to_room(a, unit, w->room, are_read_in_place(w), last - first <= FEW_TILES);
+        if (!w->is_int8) copy_to_scratch(a, unit, w->scratch, are_read_in_place(w), last - first <= FEW_TILES);
 #ifndef NARROW
         const struct unit *later = has_next ? next : NULL;
         if (w->is_int8) {
@@ -225,42 +229,44 @@ VECTOR_CODE static void attend_range(struct work *w, int64_t begin, int64_t end,
         struct unit *done = unit;
         unit = next, next = done;
     }
-    reader->unit = unit;
+    buffer->unit = unit;
 }
 
-/* The lanes of a tile that count: few lanes have no others. */
-static uint16_t all_lanes(const struct work *w) { return w->has_few ? (1 << w->job->num_lanes) - 1 : 0xffff; }
+/* Returns the lanes of a tile that are computed: all, or the job's few lanes. */
+static uint16_t all_lanes(const struct job_state *w) { return w->has_few ? (1 << w->job->num_lanes) - 1 : 0xffff; }
 
-/* Set some lanes of a tile's state back, and add to it what `later` has seen. */
-VECTOR_CODE static void clear_lanes(const struct work *w, float *state, uint16_t lanes) {
+/* Resets some lanes of a tile's state. */
+VECTOR_CODE static void clear_lanes(const struct job_state *w, float *state, uint16_t lanes) {
     const int64_t width = round_up(w->a->value_dim, 32);
 #ifndef NARROW
-    if (are_apart(w)) clear_few(state, width, lanes);
+    if (has_sums_per_lane(w)) clear_few(state, width, lanes);
     else
 #endif
         clear(state, width, mask_of(lanes));
 }
 
-VECTOR_CODE static void merge_lanes(const struct work *w, float *state, const float *later, uint16_t lanes) {
+/* Merges the state `later` into some lanes of a tile's state. */
+VECTOR_CODE static void merge_lanes(const struct job_state *w, float *state, const float *later, uint16_t lanes) {
     const int64_t width = round_up(w->a->value_dim, 32);
 #ifndef NARROW
-    if (are_apart(w)) merge_few(state, later, width, lanes);
+    if (has_sums_per_lane(w)) merge_few(state, later, width, lanes);
     else
 #endif
         merge(state, later, width, mask_of(lanes));
 }
 
-/* Where a lane's result begins. */
-static int64_t place_of(const struct work *w, int64_t lane) {
+/* Returns the index of a lane's result in `out`. */
+static int64_t place_of(const struct job_state *w, int64_t lane) {
     const struct attention *a = w->a;
     const int64_t row = w->job->span->first_row + token_of(w, lane);
     return (row * a->num_heads * a->group_size + query_head(w, lane)) * a->value_dim;
 }
 
-/* A tile's result to its rows. */
-VECTOR_CODE static void store(const struct work *w, int64_t tile, const float *state) {
+/* Stores a tile's result in its rows of `out`. */
+VECTOR_CODE static void store(const struct job_state *w, int64_t tile, const float *state) {
     const struct attention *a = w->a;
     const int64_t dim = a->value_dim, width = round_up(dim, 32);
+    /* A sink adds its weight to the total. */
     float sinks[LANES];
     floats kept = lanes_set(1.0f), total = lanes_load(state + LANES);
     if (a->sinks) {
@@ -271,7 +277,7 @@ VECTOR_CODE static void store(const struct work *w, int64_t tile, const float *s
     }
     const floats factor = lanes_div(kept, total);
 #ifndef NARROW
-    if (are_apart(w)) {
+    if (has_sums_per_lane(w)) {
         float factors[LANES];
         lanes_store(factors, factor);
         for (int64_t i = 0; i < min(LANES, w->job->num_lanes - tile * LANES); i++)
@@ -297,8 +303,8 @@ VECTOR_CODE static void store(const struct work *w, int64_t tile, const float *s
     }
 }
 
-/* Whether the results of the job's lanes are all finite. */
-VECTOR_CODE static int are_finite(const struct work *w) {
+/* True if the results of all lanes of the job are finite. */
+VECTOR_CODE static int are_finite(const struct job_state *w) {
     const struct attention *a = w->a;
     const int64_t item = IS_BF16(a) ? 2 : 4;
     int has_other = 0;
@@ -319,8 +325,8 @@ VECTOR_CODE static int are_finite(const struct work *w) {
     return !has_other;
 }
 
-/* The last job of some lanes merges what all of them have left. Returns `are_finite`, and 1 from the others. */
-VECTOR_CODE static int merge_partials(const struct work *w, float *states) {
+/* The last job of the same lanes merges the partials of all of them. Returns its `are_finite`, or 1 from other jobs. */
+VECTOR_CODE static int merge_partials(const struct job_state *w, float *states) {
     struct merge *m = w->job->merge;
     if (__atomic_sub_fetch(&m->num_open, 1, __ATOMIC_ACQ_REL)) return 1;
     const int64_t size = state_size(round_up(w->a->value_dim, 32));
@@ -333,16 +339,16 @@ VECTOR_CODE static int merge_partials(const struct work *w, float *states) {
     return are_finite(w);
 }
 
-/* Lanes of `token` in a tile, all where it is -1. */
-static uint16_t lanes_of(const struct work *w, int64_t token, int64_t tile) {
+/* Returns the lanes of `token` in a tile, or all lanes if it is -1. */
+static uint16_t lanes_of(const struct job_state *w, int64_t token, int64_t tile) {
     uint16_t lanes = 0;
     for (int64_t i = 0; i < LANES; i++)
         if (token < 0 || token_of(w, tile * LANES + i) == token) lanes |= 1 << i;
     return lanes & all_lanes(w);
 }
 
-/* End a split for the lanes of `token`, or for all where it is -1. */
-VECTOR_CODE static void close_split(struct work *w, float *merged, int64_t token, int64_t first, int64_t last) {
+/* Ends a split for the lanes of `token`, or for all lanes if it is -1. */
+VECTOR_CODE static void close_split(struct job_state *w, float *merged, int64_t token, int64_t first, int64_t last) {
     const int64_t size = state_size(round_up(w->a->value_dim, 32));
     for (int64_t tile = first; tile < last; tile++) {
         const uint16_t lanes = lanes_of(w, token, tile);
@@ -351,8 +357,8 @@ VECTOR_CODE static void close_split(struct work *w, float *merged, int64_t token
     }
 }
 
-/* Nodes of a tree: what lies before it is read by all, up to a whole unit, and the rest by each along its path. */
-VECTOR_CODE static void attend_tree(struct work *w, float *merged) {
+/* Computes the nodes of a tree: all lanes share the whole units before it; each node reads the rest along its path. */
+VECTOR_CODE static void attend_tree(struct job_state *w, float *merged) {
     const int64_t shared = w->job->span->tree_start / UNIT * UNIT;
     set_visibility(w, -1, 0, w->num_tiles);
     for (int64_t begin = 0; begin < shared; begin += SPLIT) {
@@ -374,16 +380,16 @@ VECTOR_CODE static void attend_tree(struct work *w, float *merged) {
     }
 }
 
-/* Returns 0 where a result is not finite. */
+/* Computes a job. Returns 0 if a result is not finite. */
 VECTOR_CODE static int compute(const struct attention *a, const struct job *job, const struct job *following,
-                               struct reader *reader) {
-    struct work w = {.a = a, .job = job, .reader = reader, .num_tiles = (job->num_lanes + LANES - 1) / LANES};
+                               struct double_buffer *buffer) {
+    struct job_state w = {.a = a, .job = job, .buffer = buffer, .num_tiles = (job->num_lanes + LANES - 1) / LANES};
 #ifndef NARROW
     union int8_numbers int8_numbers;
     w.is_int8 = (int)a->is_int8, w.is_tiled = w.is_int8 && are_tiled(job->num_lanes), w.int8_numbers = &int8_numbers;
     w.has_few = !w.is_int8 && are_few(a, job->num_lanes);
     const size_t query_sizes[] = {0, LANES * sizeof(struct int8_query), sizeof(struct int8_queries)};
-    const int64_t query_size = (int64_t)query_sizes[w.is_int8 + w.is_tiled]; /* of a tile */
+    const int64_t query_size = (int64_t)query_sizes[w.is_int8 + w.is_tiled]; /* bytes per tile */
 #else
     const int64_t query_size = 0;
 #endif
@@ -393,13 +399,13 @@ VECTOR_CODE static int compute(const struct attention *a, const struct job *job,
     char queries[query_size ? w.num_tiles * query_size : key_width * query_bytes] __attribute__((aligned(64)));
     float states[2 * num_numbers] __attribute__((aligned(64)));
     struct visibility visibilities[MAX_TILES];
-    char room[UNIT * (key_width + width) * item] __attribute__((aligned(64)));
+    char scratch[UNIT * (key_width + width) * item] __attribute__((aligned(64)));
     const int is_wide = IS_BF16(a) && outrider_splits_pairs;
     bf16 values[is_wide ? 1 : UNIT * width] __attribute__((aligned(64)));
     float wide[is_wide ? UNIT * (key_width + width) : 1] __attribute__((aligned(64)));
     float *merged = states + num_numbers;
     w.queries = queries, w.states = states, w.visibilities = visibilities;
-    w.room = room, w.values = values, w.wide = wide;
+    w.scratch = scratch, w.values = values, w.wide = wide;
     load_queries(&w);
     for (int64_t tile = 0; tile < 2 * w.num_tiles; tile++) clear_lanes(&w, states + tile * size, all_lanes(&w));
     if (job->span->nodes >= 0) {
@@ -408,7 +414,7 @@ VECTOR_CODE static int compute(const struct attention *a, const struct job *job,
         set_visibility(&w, -1, 0, w.num_tiles);
         const int64_t end = position_of(&w, token_of(&w, job->num_lanes - 1)) + 1;
         for (int64_t split = job->first_split; split < job->last_split; split++) {
-            if (are_apart(&w) && split + 1 == job->last_split) w.following = following;
+            if (has_sums_per_lane(&w) && split + 1 == job->last_split) w.following = following;
             attend_range(&w, split * SPLIT, min((split + 1) * SPLIT, end), NULL, 0, w.num_tiles);
             if (!job->partial) close_split(&w, merged, -1, 0, w.num_tiles);
         }
@@ -421,8 +427,8 @@ VECTOR_CODE static int compute(const struct attention *a, const struct job *job,
     return are_finite(&w);
 }
 
-/* The lanes of a job in all splits, token by token: each reads only keys that it sees, and has the same bits if those
-   that it does not see are finite. */
+/* Computes the lanes of a job over all splits, token by token, each from its visible keys only. The bits are the same
+   as in `compute` if the hidden keys are finite. */
 VECTOR_CODE static void compute_apart(const struct attention *a, const struct job *job) {
     const int64_t last = job->first_lane + job->num_lanes;
     for (int64_t lane = job->first_lane, next; lane < last; lane = next) {
@@ -431,8 +437,8 @@ VECTOR_CODE static void compute_apart(const struct attention *a, const struct jo
         const int64_t oldest = a->window ? max(0, end - a->window) : 0;
         const struct job apart = {job->span,          job->head, lane, next - lane, oldest / SPLIT,
                                   (end - 1) / SPLIT + 1, NULL,      NULL, 1};
-        struct reader reader = {.unit = reader.units};
-        compute(a, &apart, NULL, &reader);
+        struct double_buffer buffer = {.unit = buffer.units};
+        compute(a, &apart, NULL, &buffer);
     }
 }
 
@@ -444,12 +450,12 @@ TILE_CODE void PART(run_part)(const void *work, int64_t part) {
     if (has_tiles) configure_tiles(16, 16);
 #endif
     const int64_t last = min(first + pass->jobs_each, pass->num_jobs);
-    struct reader reader = {.unit = reader.units};
+    struct double_buffer buffer = {.unit = buffer.units};
     const unsigned mode = _mm_getcsr();
-    _mm_setcsr(mode | 0x8040); /* the smallest weights are zeros: as numbers they take a hundred times as long */
+    _mm_setcsr(mode | 0x8040); /* flush denormals to zero: computing with them takes a hundred times as long */
     for (int64_t i = first; i < last; i++) {
         const struct job *job = pass->jobs + i, *next = i + 1 < last && job[1].span->nodes < 0 ? job + 1 : NULL;
-        if (!compute(pass->attention, job, next, &reader)) compute_apart(pass->attention, job);
+        if (!compute(pass->attention, job, next, &buffer)) compute_apart(pass->attention, job);
     }
     _mm_setcsr(mode);
 #ifndef NARROW

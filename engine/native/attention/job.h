@@ -5,12 +5,12 @@
 #include "attention/types.h"
 #include "team.h"
 
-/* The work of a pass: first its rows are kept, then its jobs are run. */
+/* The work of a pass: it stores the KV of its rows, then runs its jobs. */
 struct pass {
     const struct attention *attention;
     const struct job *jobs;
-    int64_t num_jobs, jobs_each; /* of a part */
+    int64_t num_jobs, jobs_each; /* jobs_each: jobs of a part */
 };
 
-PARTS(keep_part); /* keeps the KV of KEPT_ROWS rows */
+PARTS(keep_part); /* stores the KV of KEPT_ROWS rows */
 PARTS(run_part);  /* runs some jobs */

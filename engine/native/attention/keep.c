@@ -1,11 +1,11 @@
-/* Where a pass writes its new keys and values. */
+/* Stores the new keys and values of a pass in the pool. */
 
 #include "attention/job.h"
 
 #include <float.h>
 
-/* A head as int8 with its scale, to the bit what engine/kv_cache/int8_heads.py makes of it: NaN for one that is not
-   finite. */
+/* Stores a head as int8 with its scale, bit-identical to engine/kv_cache/int8_heads.py. The scale of a head that is not
+   finite is NaN. */
 VECTOR_CODE static void keep_int8(const char *head, int64_t dim, int is_bf16, char *out) {
     floats largest = lanes_zero(), faults = largest;
     for (int64_t d = 0; d < dim; d += 16) {
@@ -42,7 +42,7 @@ static void keep_head(const struct attention *a, const char *head, int64_t dim, 
     else memcpy(out, head, head_bytes(a, dim));
 }
 
-/* Keep the KV of a row. */
+/* Stores the KV of a row. */
 static void keep(const struct attention *a, int64_t row) {
     const int64_t item = IS_BF16(a) ? 2 : 4;
     for (int64_t head = 0; head < a->num_heads; head++) {

@@ -1,16 +1,16 @@
-/* One lane on AVX-512 whose keys, and then dims, lie side by side in registers. */
+/* One lane on AVX-512, with adjacent keys, and then dims, in registers. */
 
 #pragma once
 
 #include "attention/state.h"
 
-/* How numbers are multiplied: pairs of bfloat16 at once, or apart (`outrider_splits_pairs`), or apart and added as AMX
-   does; or floats. */
+/* How numbers are multiplied: bfloat16 in pairs, or one by one (`outrider_splits_pairs`), or one by one and added as
+   AMX does; or floats. */
 enum numbers { PAIRS, APART, AS_TILES, FLOATS };
 
 AVX INLINE __mmask16 first_lanes(int64_t count) { return (__mmask16)(count >= 16 ? 0xffff : (1u << count) - 1); }
 
-/* The keys from `place` on that a lane at `position` sees. */
+/* Returns the keys from `place` on that are visible to a lane at `position`. */
 AVX INLINE __mmask16 seen_of(int64_t place, int32_t position, int64_t window) {
     const __m512i places = _mm512_add_epi32(_mm512_set1_epi32((int)place),
                                             _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
@@ -19,7 +19,7 @@ AVX INLINE __mmask16 seen_of(int64_t place, int32_t position, int64_t window) {
     return seen & _mm512_cmpgt_epi32_mask(places, _mm512_set1_epi32(position - (int)window));
 }
 
-/* The sum of 16 numbers: halves onto each other, as in softmax.h. */
+/* Returns the sum of 16 numbers. It adds halves to each other, as in softmax.h. */
 AVX INLINE __m512 sum_across(__m512 x) {
     x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0x4e));
     x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0xb1));
@@ -27,7 +27,7 @@ AVX INLINE __m512 sum_across(__m512 x) {
     return _mm512_add_ps(x, _mm512_permute_ps(x, 0xb1));
 }
 
-/* `soften` of softmax.h for the scores [UNIT] of one lane, to weights as `kind` has them, not yet in `sums`. */
+/* `soften` of softmax.h for the scores [UNIT] of one lane. The weights have the format of `kind`. */
 AVX INLINE void soften_lane(const enum numbers kind, int32_t position, int64_t window, int64_t begin, int64_t num_keys,
                             const float *scores, float scale, float *peak, float *total, float *sums, int64_t width,
                             void *weights) {

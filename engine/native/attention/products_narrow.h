@@ -1,11 +1,11 @@
-/* The two products of tiles.c on AVX2, of float32: eight lanes to a register. */
+/* The two products of tiles.c on AVX2, in float32, with eight lanes per register. */
 
 #pragma once
 
 #include "attention/unit.h"
 
-/* A row of numbers for the lanes of half a tile (1 register), of one (2) or of two (4), whose second lies `other`
-   numbers behind the first. */
+/* Loads a row of numbers for the lanes of half a tile (1 register), one tile (2) or two (4). The second tile is `other`
+   numbers after the first. */
 AVX2 INLINE void load_row(const int registers, const float *at, int64_t other, __m256 row[4]) {
     for (int i = 0; i < registers; i++) row[i] = _mm256_loadu_ps(at + i / 2 * other + i % 2 * 8);
 }
@@ -15,7 +15,7 @@ AVX2 INLINE void store_row(const int registers, float *at, int64_t other, const 
     if (registers == 1) _mm256_storeu_ps(at + 8, _mm256_setzero_ps());
 }
 
-/* Scores of a few keys from `key` on, whose sums are in registers. */
+/* Computes the scores of a few keys from `key` on, with their sums in registers. */
 AVX2 INLINE void score_keys(const int keys, const int registers, const struct unit *unit, int64_t key,
                             const float *queries, int64_t dim, int64_t width, float *scores) {
     __m256 sums[8][4];
@@ -36,7 +36,7 @@ AVX2 INLINE void score_keys(const int keys, const int registers, const struct un
     for (int i = 0; i < keys; i++) store_row(registers, scores + (key + i) * LANES, UNIT * LANES, sums[i]);
 }
 
-/* Onto a few sums, from the dim `d` on, over all keys. */
+/* Adds all keys to the sums of a few dims from `d` on. */
 AVX2 INLINE void add_dims(const int dims, const int registers, const struct unit *unit, int64_t d, const float *weights,
                           int64_t num_keys, float *sums, int64_t size) {
     __m256 kept[8][4];
@@ -55,8 +55,7 @@ AVX2 INLINE void add_dims(const int dims, const int registers, const struct unit
     for (int i = 0; i < dims; i++) store_row(registers, sums + (d + i) * LANES, size, kept[i]);
 }
 
-/* `at_once` keys or dims have their sums in registers, eight in all: as many as two units need that take four
-   cycles. */
+/* Computes `at_once` keys or dims at a time, with eight sums in registers: enough for two units of four cycles each. */
 AVX2 INLINE void score_all(const int at_once, const int registers, const struct unit *unit, int64_t num_keys,
                            const float *queries, int64_t dim, int64_t width, float *scores) {
     int64_t key = 0;
@@ -72,21 +71,21 @@ AVX2 INLINE void add_all(const int at_once, const int registers, const struct un
     for (; d < dim; d++) add_dims(1, registers, unit, d, weights, num_keys, sums, size);
 }
 
-/* Eight numbers of a stored row from `d` on: floats, or int8 without their scale. */
+/* Loads eight numbers of a stored row from `d` on: floats, or int8 without their scale. */
 AVX2 INLINE __m256 load_eight(const char *row, int64_t d, const int is_int8) {
     if (!is_int8) return _mm256_loadu_ps((const float *)row + d);
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(row + d))));
 }
 
-/* The scale of a row of int8, behind its numbers. */
+/* Returns the scale of an int8 row, which follows its numbers. */
 AVX2 INLINE float row_scale(const char *row, int64_t dim) {
     bf16 stored;
     memcpy(&stored, row + dim, 2);
     return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128((int)((uint32_t)stored << 16))));
 }
 
-/* The same scores of up to FEW_HALF lanes, with `8 * blocks` keys side by side in place of lanes: three lanes would use
-   three eighths of a register. Each sum's order is that of the dims, as above. */
+/* Computes the scores of up to FEW_HALF lanes, with `8 * blocks` adjacent keys in registers instead of lanes: three
+   lanes would use three eighths of a register. Each sum adds the dims in order, as above. */
 AVX2 INLINE void score_few(const int lanes, const int blocks, const int is_int8, const struct unit *unit,
                            int64_t num_keys, const float *queries, int64_t dim, float *scores) {
     for (int64_t key = 0; key < num_keys; key += 8 * blocks) {
@@ -119,7 +118,7 @@ AVX2 INLINE void score_few(const int lanes, const int blocks, const int is_int8,
     }
 }
 
-/* Sums of up to FEW_HALF lanes over all keys, `8 * registers` dims from `d` on side by side. */
+/* Adds all keys to the sums of up to FEW_HALF lanes, with `8 * registers` adjacent dims from `d` on in registers. */
 AVX2 INLINE void add_block(const int lanes, const int registers, const int is_int8, const struct unit *unit, int64_t d,
                            int64_t dim, const float *weights, int64_t num_keys, float *sums) {
     const __m256i apart = _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(LANES));
@@ -157,7 +156,7 @@ AVX2 INLINE void add_few(const int lanes, const int registers, const int is_int8
     for (; d < dim; d += 8) add_block(lanes, 1, is_int8, unit, d, dim, weights, num_keys, sums);
 }
 
-/* Each number of lanes has code of its own, whose sums stay in registers. */
+/* Each number of lanes has its own code, so that the sums stay in registers. */
 AVX2 INLINE void score_up_to_4(const int is_int8, int64_t lanes, const struct unit *unit, int64_t num_keys,
                                const float *queries, int64_t dim, float *scores) {
     if (lanes == 1) score_few(1, 2, is_int8, unit, num_keys, queries, dim, scores);
@@ -174,7 +173,7 @@ AVX2 INLINE void add_up_to_4(const int is_int8, int64_t lanes, const struct unit
     else add_few(4, 2, is_int8, unit, num_keys, dim, weights, sums);
 }
 
-/* scores [tiles, UNIT, LANES] of one or two tiles, or of the first half of one where it has `half_lanes`. */
+/* Computes scores [tiles, UNIT, LANES] of one or two tiles, or of the first `half_lanes` lanes of one, if not 0. */
 AVX2 INLINE void score_unit(const struct attention *a, const struct unit *unit, int64_t num_keys, const bf16 *values,
                             const void *queries, float *scores, int is_pair, int64_t half_lanes) {
     (void)values;
@@ -187,7 +186,7 @@ AVX2 INLINE void score_unit(const struct attention *a, const struct unit *unit, 
     else score_all(4, 2, unit, num_keys, queries, dim, width, scores);
 }
 
-/* sums += V^T P likewise. */
+/* Computes sums += V^T P for the same lanes. */
 AVX2 INLINE void add_unit(const struct attention *a, const struct unit *unit, const struct unit *next, int64_t num_keys,
                           const bf16 *values, const float *weights, const bf16 *pairs, float *sums, int is_pair,
                           int64_t half_lanes) {

@@ -1,12 +1,12 @@
-/* The products of products_wide.h in bfloat16 by two products of floats for each pair, the odd numbers' first: the same
-   bits, where vdpbf16ps takes four times as long as a product of floats (Intel's processors; AMD's take as long). Keys
-   and values are floats then (`widen_rows`). */
+/* The bfloat16 products of products_wide.h, computed as two float products per pair, the odd numbers first. The bits
+   are the same. It is faster on Intel's processors, where vdpbf16ps takes four times as long as a float product (on
+   AMD's it takes as long). Keys and values are converted to floats first (`widen_rows`). */
 
 #pragma once
 
 #include "attention/unit.h"
 
-/* `score_vectors` where pairs are split, from keys as floats. */
+/* `score_vectors` with split pairs, from keys as floats. */
 AVX INLINE void score_split(const struct unit *unit, int64_t num_keys, const bf16 *queries, int64_t width,
                             float *scores, int is_pair) {
     for (int64_t key = 0; key < num_keys; key += 8) {
@@ -41,7 +41,7 @@ AVX INLINE void score_split(const struct unit *unit, int64_t num_keys, const bf1
     }
 }
 
-/* `add_vectors` where pairs are split, from values as floats. */
+/* `add_vectors` with split pairs, from values as floats. */
 AVX INLINE void add_split(const struct unit *unit, const bf16 *weights, int64_t num_keys, int64_t width, float *sums,
                           int64_t size, int is_pair) {
     for (int64_t d = 0; d < width; d += 8) {

@@ -1,4 +1,4 @@
-/* The two products of tiles.c on AVX-512: of bfloat16, which AMX has too, and of float32. */
+/* The two products of tiles.c on AVX-512, in float32 and bfloat16, and on AMX in bfloat16. */
 
 #pragma once
 
@@ -6,7 +6,7 @@
 #include "attention/products_split.h"
 #include "attention/unit.h"
 
-/* scores [tiles, UNIT, LANES] of the first `num_keys` (a multiple of 32) of the unit; queries [tiles, D, LANES]. */
+/* Computes scores [tiles, UNIT, LANES] of the unit's first `num_keys`, a multiple of 32; queries [tiles, D, LANES]. */
 AMX INLINE void score_tiles(const struct unit *unit, int64_t num_keys, const bf16 *queries, int64_t width,
                             float *scores, int is_pair) {
     const int64_t num_tiles = (unit->count + 15) / 16;
@@ -44,7 +44,7 @@ AMX INLINE void score_tiles(const struct unit *unit, int64_t num_keys, const bf1
 /* `score_tiles` without AMX. */
 AVX INLINE void score_vectors(const struct unit *unit, int64_t num_keys, const bf16 *queries, int64_t width,
                               float *scores, int is_pair) {
-    const int at_once = is_pair ? 8 : 16; /* keys, whose sums fill the registers */
+    const int at_once = is_pair ? 8 : 16; /* the sums of so many keys fill the registers */
     const int64_t last_tile = (unit->count - 1) / 16;
     for (int64_t key = 0; key < num_keys; key += at_once) {
         const int64_t tile = min(key / 16, last_tile), stride = unit->key_strides[tile];
@@ -91,7 +91,7 @@ AVX INLINE void score_f32(const struct unit *unit, int64_t num_keys, const float
     }
 }
 
-/* sums += V^T P for the first `num_keys` of the unit. */
+/* Computes sums += V^T P for the first `num_keys` of the unit. */
 AMX INLINE void add_tiles(const bf16 *values, const bf16 *weights, int64_t num_keys, int64_t width, float *sums,
                           int64_t size, int is_pair) {
     for (int64_t d = 0; d < width; d += 32) {
@@ -127,7 +127,7 @@ AMX INLINE void add_tiles(const bf16 *values, const bf16 *weights, int64_t num_k
 /* `add_tiles` without AMX. */
 AVX INLINE void add_vectors(const bf16 *values, const bf16 *weights, int64_t num_keys, int64_t width, float *sums,
                             int64_t size, int is_pair) {
-    const int at_once = is_pair ? 8 : 16; /* dims, whose sums fill the registers */
+    const int at_once = is_pair ? 8 : 16; /* the sums of so many dims fill the registers */
     for (int64_t d = 0; d < width; d += at_once) {
         float *onto = sums + d * LANES;
         __m512 kept[16][2];
@@ -156,7 +156,7 @@ AVX INLINE void add_vectors(const bf16 *values, const bf16 *weights, int64_t num
     }
 }
 
-/* The same in float32, for `dims` of the sums from `d` on. */
+/* Does the same in float32, for `dims` sums from `d` on. */
 AVX INLINE void add_dims_f32(const struct unit *unit, int64_t d, int dims, const float *weights, int64_t num_keys,
                              float *sums, int64_t size, int is_pair) {
     __m512 kept[8][2];
@@ -187,7 +187,7 @@ AVX INLINE void add_f32(const struct unit *unit, int64_t dim, const float *weigh
     for (; d < dim; d++) add_dims_f32(unit, d, 1, weights, num_keys, sums, size, is_pair);
 }
 
-/* scores [tiles, UNIT, LANES] of one or two tiles. */
+/* Computes scores [tiles, UNIT, LANES] of one or two tiles. */
 AMX INLINE void score_unit(const struct attention *a, const struct unit *unit, int64_t num_keys, const bf16 *values,
                            const void *queries, float *scores, int is_pair, int64_t half_lanes) {
     (void)values, (void)half_lanes;
@@ -198,7 +198,7 @@ AMX INLINE void score_unit(const struct attention *a, const struct unit *unit, i
     else score_f32(unit, num_keys, queries, a->key_dim, width, scores, is_pair);
 }
 
-/* sums += V^T P likewise; P are the `weights`, or the scores where the model is of float32. */
+/* Computes sums += V^T P for the same tiles. P are the `weights`, or `scores` for a float32 model. */
 AMX INLINE void add_unit(const struct attention *a, const struct unit *unit, const struct unit *next, int64_t num_keys,
                          const bf16 *values, const float *scores, const bf16 *weights, float *sums, int is_pair,
                          int64_t half_lanes) {

@@ -13,24 +13,26 @@ VECTOR_CODE INLINE mask seen(const struct visibility *visibility, int64_t key) {
     return mask_both(lanes, lanes_above(place, oldest));
 }
 
-/* Whether some lane does not see some of the keys. */
+/* True if some of the keys are hidden from some lane. */
 INLINE int hides(const struct visibility *visibility, int64_t begin, int64_t num_keys) {
     if (begin + num_keys - 1 > visibility->lowest) return 1;
     return visibility->window && begin <= visibility->highest - visibility->window;
 }
 
-/* The sum of what 16 keys side by side have been added to: halves onto each other. */
+/* Returns the sum of the partial totals of 16 adjacent keys. It adds halves to each other. */
 VECTOR_CODE INLINE floats sum_of_totals(floats totals[TOTALS]) {
     for (int half = TOTALS / 2; half; half /= 2)
         for (int i = 0; i < half; i++) totals[i] = lanes_add(totals[i], totals[i + half]);
     return totals[0];
 }
 
-/* Scores of one tile, each lane's times its factor, to weights, in place or as pairs of bfloat16; peak, total and sums
-   follow the new peak. Parts of `next`, `num_bytes` of each row, are fetched meanwhile, if there is one. */
+/* Turns the scores of one tile, times each lane's factor, into weights, in place or as pairs of bfloat16. Rescales
+   peak, total and sums to the new peak. Meanwhile, `num_bytes` of each row of `next` are prefetched, unless it is
+   NULL. */
 VECTOR_CODE INLINE void soften(const struct visibility *visibility, int64_t begin, int64_t num_keys, float *scores,
                                floats factor, float *state, int64_t width, const struct unit *next, int64_t num_bytes,
                                bf16 *weights, int is_masked) {
+    /* Find the new peak of each lane. */
     const floats floor = lanes_set(FLOOR);
     floats tops[4] = {floor, floor, floor, floor};
     for (int64_t key = 0; key < num_keys; key += 4)
@@ -42,7 +44,8 @@ VECTOR_CODE INLINE void soften(const struct visibility *visibility, int64_t begi
     const floats top = lanes_max(lanes_max(tops[0], tops[1]), lanes_max(tops[2], tops[3]));
     const floats peak = lanes_load(state);
     const floats new_peak = lanes_max(peak, lanes_mul(top, factor));
-    floats totals[TOTALS]; /* of each 16th key, as few lanes have them side by side */
+    /* Compute the weights and their totals, one total per 16th key, as few_lanes.c does. */
+    floats totals[TOTALS];
     for (int i = 0; i < TOTALS; i++) totals[i] = lanes_zero();
     for (int64_t key = 0; key < num_keys; key += TOTALS)
 #pragma GCC unroll 8
@@ -69,6 +72,7 @@ VECTOR_CODE INLINE void soften(const struct visibility *visibility, int64_t begi
                 lanes_store(at + LANES, odd);
             }
         }
+    /* Rescale the state if a peak has changed. */
     const floats fade = power_of_two(lanes_sub(peak, new_peak), 0);
     lanes_store(state, new_peak);
     lanes_store(state + LANES, lanes_fma(lanes_load(state + LANES), fade, sum_of_totals(totals)));

@@ -1,10 +1,10 @@
-/* The softmax of some lanes over some keys: [peak | total | sums, dim by dim], 16 lanes each. */
+/* The softmax state of lanes over the keys so far: [peak | total | sums, dim by dim], 16 lanes each. */
 
 #pragma once
 
 #include "attention/types.h"
 
-/* 2^x to 2e-9 of itself, and to 9e-5 where `is_rough`, as weights in bfloat16 may be; exactly 1 at 0. */
+/* Returns 2^x with a relative error of 2e-9, or 9e-5 if `is_rough`, enough for bfloat16 weights; exactly 1 at 0. */
 VECTOR_CODE INLINE floats power_of_two(floats x, int is_rough) {
     floats rest = lanes_fraction(x); /* [0, 1) */
     floats sum;
@@ -23,14 +23,14 @@ VECTOR_CODE INLINE floats power_of_two(floats x, int is_rough) {
     return lanes_scale(lanes_fma(sum, rest, lanes_set(1.0f)), x);
 }
 
-/* cap tanh(score * scaling / cap), to 1e-7 of the cap. */
+/* Computes cap tanh(score * scaling / cap), with an error of 1e-7 of the cap. */
 VECTOR_CODE INLINE void cap(float *scores, int64_t count, floats scaling, float softcap) {
     const floats one = lanes_set(1.0f);
     const floats factor = lanes_div(lanes_mul(lanes_set(2 * LOG2_E), scaling), lanes_set(softcap));
     const floats bound = lanes_set(60.0f);
     for (int64_t i = 0; i < count; i += LANES) {
         floats x = lanes_mul(lanes_load(scores + i), factor);
-        x = lanes_max(lanes_sub(lanes_zero(), bound), lanes_min(bound, x)); /* no number stays none */
+        x = lanes_max(lanes_sub(lanes_zero(), bound), lanes_min(bound, x)); /* NaN stays NaN */
         floats grown = power_of_two(x, 0);
         floats ratio = lanes_div(lanes_sub(grown, one), lanes_add(grown, one));
         lanes_store(scores + i, lanes_mul(ratio, lanes_set(softcap)));
@@ -44,7 +44,7 @@ VECTOR_CODE INLINE void clear(float *state, int64_t width, mask lanes) {
     for (int64_t i = 1; i < width + 2; i++) lanes_store_some(state + i * LANES, lanes, lanes_zero());
 }
 
-/* Add what `later` has seen to `state`, for some lanes. */
+/* Merges the state `later` into `state`, for some lanes. */
 VECTOR_CODE INLINE void merge(float *state, const float *later, int64_t width, mask lanes) {
     floats peak = lanes_load(state), peak_later = lanes_load(later);
     floats top = lanes_max(peak, peak_later);

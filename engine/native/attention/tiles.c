@@ -8,7 +8,7 @@
 #include "attention/products_wide.h"
 #endif
 
-/* Add a unit to the states of one or two tiles, or on AVX2 to the first `half_lanes` lanes of one. */
+/* Adds a unit to the states of one or two tiles, or on AVX2 to the first `half_lanes` lanes of one tile. */
 TILE_CODE INLINE void attend_tiles(const struct attention *a, const struct unit *unit, const struct unit *next,
                                    const bf16 *values, const void *queries, const struct visibility *visibilities,
                                    float *states, int is_pair, int64_t half_lanes) {

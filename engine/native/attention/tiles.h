@@ -1,4 +1,4 @@
-/* One or two tiles of lanes over one unit: scores, their softmax, and the weighted sums of values. */
+/* Computes one or two tiles of lanes over one unit: scores, their softmax, and the weighted sums of values. */
 
 #pragma once
 
@@ -6,20 +6,20 @@
 
 /* The keys that the lanes of a tile see. */
 struct visibility {
-    ints position; /* -1: a lane that sees nothing */
+    ints position; /* -1: the lane sees no key */
     int64_t lowest, highest;
     int64_t window;
 };
 
-/* Add a unit to the state of a tile, or to those of two, of which each key is then read once. `values` are the unit's,
-   transposed, for bfloat16; parts of `next` are fetched meanwhile, if there is one. */
+/* Adds a unit to the state of one tile, or of two tiles with a single read of each key. `values` are the unit's
+   transposed values, for bfloat16. Meanwhile, parts of `next` are prefetched, unless it is NULL. */
 WITHIN void attend_one(const struct attention *a, const struct unit *unit, const struct unit *next,
                          const bf16 *values, const void *queries, const struct visibility *visibilities, float *states);
 WITHIN void attend_two(const struct attention *a, const struct unit *unit, const struct unit *next,
                          const bf16 *values, const void *queries, const struct visibility *visibilities, float *states);
 
 #ifdef NARROW
-/* `attend_one` for at most half a tile, as the other half would compute nothing. (On AVX-512: few_lanes.h.) */
+/* `attend_one` for at most half a tile; the other half is not computed. (On AVX-512: few_lanes.h.) */
 WITHIN void attend_half(const struct attention *a, const struct unit *unit, const struct unit *next, int64_t num_lanes,
                          const void *queries, const struct visibility *visibilities, float *states);
 #endif

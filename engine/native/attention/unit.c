@@ -32,13 +32,13 @@ void load_unit(const struct attention *a, const struct job *job, int64_t begin, 
 
 void hide_keys(struct unit *unit, int64_t count) {
     for (int64_t i = 0; i < min(count, unit->count); i++) {
-        unit->slots[i] = -UNIT; /* no run begins here */
+        unit->slots[i] = -UNIT; /* `are_run` is false here */
         unit->keys[i] = unit->values[i] = zeros;
     }
 }
 
 #ifdef NARROW
-/* A stored head of int8 as floats, zeros up to `width`. */
+/* Loads a stored int8 head as floats, padded with zeros up to `width`. */
 VECTOR_CODE INLINE void load_int8(const char *head, int64_t dim, int64_t width, float *out) {
     bf16 bits;
     memcpy(&bits, head + dim, 2);
@@ -48,19 +48,20 @@ VECTOR_CODE INLINE void load_int8(const char *head, int64_t dim, int64_t width, 
 }
 #endif
 
-/* Whether 16 slots follow each other; blocks of fewer tokens may begin and end like a run that they are not. */
+/* True if 16 slots are consecutive. All are compared: with small blocks, the first and the last are not enough. */
 INLINE int are_run(const int64_t *slots) {
     int are = 1;
     for (int64_t i = 1; i < 16; i++) are &= slots[i] == slots[0] + i;
     return are;
 }
 
-VECTOR_CODE void copy_to_room(const struct attention *a, struct unit *unit, char *room, int is_few, int is_read_once) {
+VECTOR_CODE void copy_to_scratch(const struct attention *a, struct unit *unit, char *scratch, int is_few,
+                                 int is_read_once) {
     const int64_t key_stride = a->num_heads * key_bytes(a), key_width = round_up(a->key_dim, 32);
     const int64_t count = unit->count;
 #ifdef NARROW
     const int64_t value_width = round_up(a->value_dim, 32);
-    float *keys = (float *)room, *values = keys + UNIT * key_width;
+    float *keys = (float *)scratch, *values = keys + UNIT * key_width;
     for (int64_t i = 0; a->is_int8 && !is_few && i < count; i++) {
         load_int8(unit->keys[i], a->key_dim, key_width, keys + i * key_width);
         load_int8(unit->values[i], a->value_dim, value_width, values + i * value_width);
@@ -75,7 +76,7 @@ VECTOR_CODE void copy_to_room(const struct attention *a, struct unit *unit, char
         if (is_run && is_read_once && a->key_dim % 32 == 0) {
             unit->key_tiles[tile] = unit->keys[first], unit->key_strides[tile] = key_stride;
         } else {
-            char *copy = room + first * key_width * 2;
+            char *copy = scratch + first * key_width * 2;
             for (int64_t i = 0; i < 16; i++) {
                 char *row = copy + i * key_width * 2;
                 memcpy(row, unit->keys[first + i], a->key_dim * 2);
@@ -112,7 +113,7 @@ AVX void transpose_values(const struct unit *unit, int64_t dim, const struct uni
         }
 }
 
-/* The numbers of a row as floats: pairs of 16 halves of 32, as `transpose_values` has them, where `is_value`. */
+/* Converts a row to floats. If `is_value`, the dims have the order of `transpose_values`. */
 AVX INLINE void widen_row(const char *row, int64_t dim, int64_t width, const int is_value, float *to) {
     const __m512i zero = _mm512_setzero_si512();
     for (int64_t d = 0; d < width; d += 32) {

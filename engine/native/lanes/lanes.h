@@ -1,14 +1,14 @@
-/* Sixteen lanes of float32 side by side: what kernels of float32 rows are written in, for two widths of registers.
+/* Vectors of sixteen float32 lanes, for kernels of float32 rows on two register widths.
 
-   Their files are compiled twice: for AVX-512, where a register has sixteen lanes, and, included by narrow.c, for AVX2,
-   where two registers make one of these. What they compute is the same, each sum in the same order. bfloat16 is for
-   AVX-512 only.
+   Files with such kernels are compiled twice: for AVX-512, where a register has sixteen lanes, and, included by
+   narrow.c, for AVX2, where two registers make a vector. Both compute the same results, with each sum in the same
+   order. bfloat16 needs AVX-512.
 
-       floats, ints, mask       sixteen numbers; those of them that something is done with
-       lanes_NAME(...)          a step over all of them
-       VECTOR_CODE, TILE_CODE   before a function that takes such steps, and perhaps AMX's
-       PART(name)               a part of work for a team, which FITTING(name) chooses at run time
-       WITHIN                   before a function for other files of the same width */
+       floats, ints, mask       sixteen numbers, and a selection of lanes
+       lanes_NAME(...)          an operation on all lanes
+       VECTOR_CODE, TILE_CODE   attribute of a function with such operations, or also with AMX
+       PART(name)               name of a part function, which FITTING(name) selects at run time
+       WITHIN                   attribute of a function for other files of the same width */
 
 #pragma once
 

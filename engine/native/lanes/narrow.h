@@ -1,4 +1,4 @@
-/* lanes.h on AVX2: two registers of eight lanes. */
+/* lanes.h on AVX2, with two registers of eight lanes. */
 
 #pragma once
 
@@ -16,9 +16,9 @@ typedef struct {
     __m256i low, high;
 } ints;
 
-/* Lanes that are all ones, or zeros. */
+/* Each lane is all ones or all zeros. */
 typedef ints mask;
-typedef int64_t byte_mask; /* how many */
+typedef int64_t byte_mask; /* the number of bytes */
 
 AVX2 INLINE floats lanes_zero(void) { return (floats){_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 AVX2 INLINE floats lanes_set(float x) { return (floats){_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -64,7 +64,7 @@ AVX2 INLINE floats lanes_abs(floats x) {
     return (floats){_mm256_andnot_ps(sign, x.low), _mm256_andnot_ps(sign, x.high)};
 }
 
-/* In the order in which AVX-512's adds. */
+/* Adds in the same order as on AVX-512. */
 AVX2 INLINE float lanes_sum(floats x) {
     const __m256 eight = _mm256_add_ps(x.high, x.low);
     const __m128 four = _mm_add_ps(_mm256_extractf128_ps(eight, 1), _mm256_castps256_ps128(eight));
@@ -83,9 +83,9 @@ AVX2 INLINE floats lanes_fraction(floats x) {
     return (floats){_mm256_sub_ps(x.low, _mm256_floor_ps(x.low)), _mm256_sub_ps(x.high, _mm256_floor_ps(x.high))};
 }
 
-/* y is at least 1 and less than 2: what would be less than 2^-126 is 0. */
+/* y is in [1, 2). Results below 2^-126 are 0. */
 AVX2 INLINE __m256 scaled(__m256 y, __m256 x) {
-    x = _mm256_max_ps(_mm256_set1_ps(-127.0f), x); /* no number stays none */
+    x = _mm256_max_ps(_mm256_set1_ps(-127.0f), x); /* NaN stays NaN */
     const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(_mm256_floor_ps(x)), _mm256_set1_epi32(127));
     return _mm256_mul_ps(y, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
 }
@@ -156,13 +156,13 @@ AVX2 INLINE void lanes_store_some(float *at, mask some, floats x) {
     _mm256_maskstore_ps(at + 8, some.high, x.high);
 }
 
-/* How many lanes, from the first on. */
+/* Returns the number of leading lanes. */
 AVX2 INLINE int num_first(mask some) {
     return __builtin_popcount((unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(some.low))) +
            __builtin_popcount((unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(some.high)));
 }
 
-/* The first `count` of 16, and zeros. */
+/* Loads the first `count` of 16 numbers, and zeros. */
 AVX2 INLINE floats lanes_load_int8(const char *at, int64_t count) {
     int8_t some[LANES] = {0};
     if (count < LANES) at = __builtin_memcpy(some, at, (size_t)count);
@@ -186,7 +186,7 @@ AVX2 INLINE ints lanes_load_bytes(byte_mask count, const void *at) {
     return lanes_load_ints(numbers);
 }
 
-/* Sixteen numbers of rows, from `index` on. */
+/* Loads sixteen numbers of rows, from `index` on. */
 AVX2 INLINE floats load_numbers(const void *at, int64_t index, int is_bf16) {
     (void)is_bf16;
     return lanes_load((const float *)at + index);
@@ -197,14 +197,14 @@ AVX2 INLINE floats load_some_numbers(const void *at, int64_t index, mask some, i
     return lanes_load_some(some, (const float *)at + index);
 }
 
-/* Returns what was kept of x. */
+/* Returns the stored, rounded x. */
 AVX2 INLINE floats store_numbers(void *at, int64_t index, floats x, int is_bf16) {
     (void)is_bf16;
     lanes_store((float *)at + index, x);
     return x;
 }
 
-/* 32 numbers of a row from `index` on, those in `dims`. */
+/* Stores 32 numbers of a row from `index` on, only those in `dims`. */
 AVX2 INLINE void store_dims(void *at, int64_t index, uint32_t dims, ints low, ints high, int is_bf16) {
     (void)is_bf16;
     lanes_store_some((float *)at + index, mask_of((int)(dims & 0xffff)), lanes_as_floats(low));
@@ -213,7 +213,7 @@ AVX2 INLINE void store_dims(void *at, int64_t index, uint32_t dims, ints low, in
 
 #define store_pairs(at, even, odd)
 
-/* M[i, 0 .. 7] in the register i -> M[0 .. 7, i]. */
+/* Transposes: register i holds M[i, 0 .. 7] before and M[0 .. 7, i] after. */
 AVX2 INLINE void transpose_eight(__m256 rows[8]) {
     __m256 a[8], b[8];
     for (int i = 0; i < 8; i += 2) {
@@ -232,9 +232,9 @@ AVX2 INLINE void transpose_eight(__m256 rows[8]) {
     }
 }
 
-/* rows[i] holds M[i, 0 .. 15] -> M[0 .. 15, i]. */
+/* Transposes: rows[i] holds M[i, 0 .. 15] before and M[0 .. 15, i] after. */
 AVX2 INLINE void transpose(ints rows[16]) {
-    __m256 quarters[2][2][8]; /* [of rows, of columns] */
+    __m256 quarters[2][2][8]; /* [half of rows, half of columns] */
     for (int i = 0; i < 16; i++) {
         quarters[i / 8][0][i % 8] = _mm256_castsi256_ps(rows[i].low);
         quarters[i / 8][1][i % 8] = _mm256_castsi256_ps(rows[i].high);

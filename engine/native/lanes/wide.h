@@ -29,11 +29,11 @@ typedef __mmask64 byte_mask;
 #define lanes_sum _mm512_reduce_add_ps
 #define lanes_highest _mm512_reduce_max_ps
 
-/* x less the whole number below it, and y 2^(that number). */
+/* `lanes_fraction` is x - floor(x); `lanes_scale` is y 2^floor(x). */
 #define lanes_fraction(x) _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)
 #define lanes_scale(y, x) _mm512_scalef_ps(y, x)
 
-/* A mask from 16 bits. Steps with one leave other lanes as they are, or (`keep`, `load_some`) zero. */
+/* A mask from 16 bits. Masked operations leave other lanes unchanged, or zero them (`keep`, `load_some`). */
 #define mask_of(bits) ((__mmask16)(bits))
 #define mask_both(a, b) ((a) & (b))
 #define lanes_differ _mm512_cmpneq_ps_mask
@@ -55,14 +55,14 @@ typedef __mmask64 byte_mask;
 #define lanes_bound_ints(x, low, high) \
     _mm512_min_epi32(_mm512_max_epi32(x, _mm512_set1_epi32(low)), _mm512_set1_epi32(high))
 
-/* Whole numbers as int8. */
+/* Stores integers as int8. */
 #define lanes_store_int8(at, some, whole) _mm_mask_storeu_epi8(at, some, _mm512_cvtepi32_epi8(whole))
 
-/* The first of 64 bytes. */
+/* A mask of the leading bytes of 64. */
 #define lanes_first_bytes(count) ((count) >= 64 ? ~0ull : (count) > 0 ? (1ull << (count)) - 1 : 0)
 #define lanes_load_bytes _mm512_maskz_loadu_epi8
 
-/* Sixteen numbers of rows, from `index` on. */
+/* Loads sixteen numbers of rows, from `index` on. */
 AVX INLINE __m512 load_numbers(const void *at, int64_t index, const int is_bf16) {
     if (!is_bf16) return _mm512_loadu_ps((const float *)at + index);
     const __m256i numbers = _mm256_loadu_si256((const __m256i *)((const bf16 *)at + index));
@@ -75,7 +75,7 @@ AVX INLINE __m512 load_some_numbers(const void *at, int64_t index, __mmask16 lan
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
 }
 
-/* Returns what was kept of x. */
+/* Returns the stored, rounded x. */
 AVX INLINE __m512 store_numbers(void *at, int64_t index, __m512 x, const int is_bf16) {
     if (!is_bf16) {
         _mm512_storeu_ps((float *)at + index, x);
@@ -86,7 +86,7 @@ AVX INLINE __m512 store_numbers(void *at, int64_t index, __m512 x, const int is_
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
 }
 
-/* rows[i] holds M[i, 0 .. 15] -> M[0 .. 15, i]. */
+/* Transposes: rows[i] holds M[i, 0 .. 15] before and M[0 .. 15, i] after. */
 AVX INLINE void transpose(__m512i rows[16]) {
     __m512i a[16], b[16];
     for (int i = 0; i < 16; i += 2) {
@@ -113,7 +113,8 @@ AVX INLINE void transpose(__m512i rows[16]) {
     }
 }
 
-/* 32 numbers of a row from `index` on, those in `dims`. In bfloat16 `low` and `high` have alternating fours of them. */
+/* Stores 32 numbers of a row from `index` on, only those in `dims`. In bfloat16, `low` and `high` alternate in
+   fours. */
 AVX INLINE void store_dims(void *at, int64_t index, __mmask32 dims, __m512i low, __m512i high, int is_bf16) {
     if (is_bf16) {
         const __m512i evens = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
@@ -128,7 +129,7 @@ AVX INLINE void store_dims(void *at, int64_t index, __mmask32 dims, __m512i low,
     }
 }
 
-/* Two weights of each lane, side by side as bfloat16. */
+/* Stores two weights of each lane as an adjacent bfloat16 pair. */
 AVX INLINE void store_pairs(bf16 *at, __m512 even, __m512 odd) {
     const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
                                                 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);

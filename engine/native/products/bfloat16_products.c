@@ -1,13 +1,13 @@
-/* Products by a matrix, out = x W^T, that read W once, at the speed of the memory that holds it: of bfloat16 rows, on
-   AMX or on AVX-512's bfloat16. Those of float32 rows are in float_products.c.
+/* Matrix products out = x W^T of bfloat16 rows, on AMX or AVX-512. They read W once, at memory speed. float_products.c
+   has the products of float32 rows.
 
-   W [N, K] lies as a stream of AMX tiles of 1 KB, in the order in which the kernel reads them: for each *pair* of 16
-   outputs and another 16, for each 32 inputs, the tile of the one and the tile of the other.
+   W [N, K] is stored as a stream of AMX tiles of 1 KB, in the kernel's reading order. Outputs form *pairs* of 16 + 16.
+   For each pair and each 32 inputs, the stream has the tile of the first 16 outputs, then the tile of the other 16.
 
        pair 0: [k 0..31 | out 0..15][k 0..31 | out 16..31][k 32..63 | out 0..15] ...      pair 1: ...
 
-   A row of a tile, which is a vector too, holds two inputs of 16 outputs. Each output is one sum over k = 0, 1, ...
-   K - 1 in float32, in that order, however many rows x has: a row's result does not depend on the rows beside it. */
+   A row of a tile is also a vector: two inputs of 16 outputs. Each output is one float32 sum over k = 0, 1, ... K - 1,
+   in that order, for any number of rows. So a row's result does not depend on other rows. */
 
 #include "amx.h"
 #include "lanes/lanes.h"
@@ -18,31 +18,30 @@
 
 enum {
     TILE = 512,         /* numbers of a tile: 16 outputs x 32 inputs */
-    LINES = 32,         /* of the cache, of two tiles */
-    OUTPUTS = 32,       /* of a pair */
-    FEW_ROWS = 16,      /* of a tile, that read W as one stream */
-    FEW_PAIRS = 4,      /* read side by side without AMX, at most */
-    VECTOR_SUMS = 14,   /* of a row and a pair, in registers, as are two vectors of W and one of x */
-    VECTOR_ROWS = 8,    /* the same without AMX: as many as have their sums in registers, half a tile, */
-    SPLIT_ROWS = 7,     /* and where pairs are split: more are worth floats of their own */
-    BLOCK_ROWS = 128,   /* of x that stay in the cache while pairs go by */
-    BLOCK_INPUTS = 384, /* of a pair, and of a tile of rows, that share the first cache */
+    LINES = 32,         /* cache lines of two tiles */
+    OUTPUTS = 32,       /* outputs of a pair */
+    FEW_ROWS = 16,      /* up to so many rows, one tile, W is read as one stream */
+    FEW_PAIRS = 4,      /* pairs read in parallel without AMX, at most */
+    VECTOR_SUMS = 14,   /* sums of a row and a pair in registers, next to two vectors of W and one of x */
+    VECTOR_ROWS = 8,    /* rows with their sums in registers without AMX, half a tile; the limit of one stream, */
+    SPLIT_ROWS = 7,     /* or the limit if pairs are split: more rows are worth converting to floats */
+    BLOCK_ROWS = 128,   /* rows of x that stay in the cache across pairs */
+    BLOCK_INPUTS = 384, /* inputs of a pair, and of a tile of rows, that share the L1 cache */
     BLOCK_PAIRS = 8,
-    PREFETCH = 1024,    /* numbers ahead of the reader, two tiles: what it reads next */
+    PREFETCH = 1024,    /* numbers of the prefetch distance: two tiles */
 };
 
 struct product {
     const bf16 *x;       /* [rows, num_inputs] */
     const bf16 *weight;  /* packed */
     const float *bias;   /* [num_outputs of the packed weight] or NULL */
-    bf16 *out;           /* [rows, num_outputs], half as many outputs where gated */
+    bf16 *out;           /* [rows, num_outputs], or half as many if gated */
     int64_t num_rows, num_inputs, num_outputs;
     int is_gated;
 };
 
-/* What up to 16 rows read of one pair: `steps` x 32 inputs. A tile of x has rows `stride` numbers apart, the next 32
-   inputs `step` numbers behind. Per step the lines [from, to) of W are fetched for later, `ahead` numbers
-   further on. */
+/* The input of up to 16 rows from one pair: `steps` x 32 inputs. A tile of x has rows `stride` numbers apart; the next
+   32 inputs follow `step` numbers later. Each step prefetches the lines [from, to) of W, `ahead` numbers ahead. */
 struct part {
     const bf16 *x;
     int64_t stride, step;
@@ -52,10 +51,10 @@ struct part {
     int from, to;
 };
 
-/* Sums [2 tiles of 16 x 16] of a part, onto `sums` or anew.
+/* Computes the sums [2 tiles of 16 x 16] of a part, and adds them to `sums` unless `is_first`.
 
-   Two tiles of rows at once would read W half as often, but with all eight tile registers in use loads and products
-   wait for each other where the core's other thread is busy (another machine's, in a cloud): twice the time. */
+   Two tiles of rows at once would read W half as often. But with all eight tile registers in use, loads and products
+   wait for each other while the core's other hyperthread is busy (in a cloud, with another machine): twice the time. */
 AMX INLINE void add_tiles(struct part p, float *sums, int is_first) {
     if (is_first) {
         _tile_zero(0);
@@ -76,9 +75,8 @@ AMX INLINE void add_tiles(struct part p, float *sums, int is_first) {
     _tile_stored(1, sums + 256, 64);
 }
 
-/* `add_tiles` without AMX, for at most half a tile of rows and several pairs side by side: the sums of few rows and one
-   pair are too few to be computed while others wait for their last product, and memory waits with them. Pairs lie
-   `pair` numbers apart in W. */
+/* `add_tiles` without AMX, for at most half a tile of rows and several pairs in parallel. With few rows, the sums of
+   one pair are too few to hide the latency of products, and memory would idle. Pairs are `pair` numbers apart in W. */
 AVX INLINE void add_vectors(const int rows, const int pairs, struct part p, int64_t pair, float *sums, int is_first) {
     __m512 sum[VECTOR_SUMS][2];
 #pragma GCC unroll 16
@@ -115,15 +113,14 @@ AVX INLINE void add_vectors(const int rows, const int pairs, struct part p, int6
             _mm512_storeu_ps(sums + i / rows * TILE + i % rows * 16 + half * 256, sum[i][half]);
 }
 
-/* `add_vectors` for one pair where pairs of numbers are split: x are floats, 32 inputs of each row of a tile after the
-   other. */
+/* `add_vectors` for one pair with split pairs of numbers. x are floats: for each tile, 32 inputs per row. */
 AVX INLINE void add_split(const int rows, struct part p, const float *x, float *sums, int is_first) {
     __m512 sum[VECTOR_ROWS][2];
 #pragma GCC unroll 8
     for (int row = 0; row < rows; row++)
         for (int half = 0; half < 2; half++)
             sum[row][half] = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + row * 16 + half * 256);
-    const int num_fetched = p.to - p.from; /* a few at a time: together they would hold up the loads of W */
+    const int num_fetched = p.to - p.from; /* prefetched a few at a time: all at once would delay the loads of W */
     for (int64_t k = 0; k < p.steps; k++, x += TILE, p.w += 2 * TILE) {
         for (int line = 0; line < 16; line++) {
             fetch_lines(p.w + p.ahead, p.from + num_fetched * line / 16, p.from + num_fetched * (line + 1) / 16);
@@ -150,13 +147,13 @@ AVX INLINE void add_split(const int rows, struct part p, const float *x, float *
         for (int half = 0; half < 2; half++) _mm512_storeu_ps(sums + row * 16 + half * 256, sum[row][half]);
 }
 
-/* Pairs of which so many rows have their sums in registers. */
+/* Returns the number of pairs whose sums of `rows` rows fit in registers. */
 static int64_t pairs_at_once(int64_t rows) {
     static const int64_t pairs[VECTOR_ROWS + 1] = {1, 4, 4, 4, 3, 2, 2, 2, 1};
     return pairs[rows];
 }
 
-/* Anew the sums of `pairs` pairs, at most `pairs_at_once`. */
+/* Computes the sums of `pairs` pairs, at most `pairs_at_once`. */
 AVX static void add_pairs(int64_t rows, int64_t pairs, struct part part, int64_t pair, float *sums) {
 #define PAIRS(r, n) case 10 * r + n: add_vectors(r, n, part, pair, sums, 1); break;
     switch (10 * rows + pairs) {
@@ -167,7 +164,7 @@ AVX static void add_pairs(int64_t rows, int64_t pairs, struct part part, int64_t
 #undef PAIRS
 }
 
-/* The same for up to 16 rows, half a tile at a time. */
+/* Computes the sums of up to 16 rows and one pair, half a tile at a time. */
 AVX static void add_halves(int64_t rows, struct part part, float *sums, int is_first) {
 #define ROWS(n) case n: add_vectors(n, 1, part, 0, sums, is_first); break;
     for (; rows > 0; rows -= VECTOR_ROWS, sums += VECTOR_ROWS * 16) {
@@ -186,7 +183,7 @@ AVX static void add_split_halves(int64_t rows, struct part part, const float *x,
 #undef ROWS
 }
 
-/* A tile of up to 16 rows of x as `to_tiles` or `to_numbers` has left it. */
+/* Adds a tile of up to 16 rows of x in the layout of `to_tiles` or `to_numbers`. */
 AMX INLINE void add(int64_t rows, struct part part, const void *x, float *sums, int is_first) {
     part.x = x;
     if (outrider_has_tiles) add_tiles(part, sums, is_first);
@@ -194,7 +191,7 @@ AMX INLINE void add(int64_t rows, struct part part, const void *x, float *sums, 
     else add_halves(rows, part, sums, is_first);
 }
 
-/* Bias and epilogue of one row's sums of one pair, which are two rows of tiles. */
+/* Applies bias and epilogue to one row's sums of one pair, which are two rows of tiles. */
 AVX INLINE void finish(const struct product *p, int64_t row, int64_t pair, const float *sums) {
     __m512 first = _mm512_loadu_ps(sums), second = _mm512_loadu_ps(sums + 256);
     if (p->bias) {
@@ -210,7 +207,7 @@ AVX INLINE void finish(const struct product *p, int64_t row, int64_t pair, const
     }
 }
 
-/* A few rows and the pairs [first, last): each pair is read whole, as one stream. */
+/* Multiplies a few rows by the pairs [first, last). Each pair is read whole, as one stream. */
 __attribute__((noinline)) AMX static void multiply_few(const struct product *p, int64_t first, int64_t last) {
     float sums[16 * OUTPUTS * FEW_PAIRS] __attribute__((aligned(64)));
     const int64_t rows = p->num_rows, stride = p->num_inputs, size = stride * OUTPUTS;
@@ -225,7 +222,8 @@ __attribute__((noinline)) AMX static void multiply_few(const struct product *p, 
     }
 }
 
-/* Inputs [k, k + 32 steps) of `rows` rows as tiles, zeros behind them: no two rows of a tile share a cache set. */
+/* Copies the inputs [k, k + 32 steps) of `rows` rows to tiles, padded with zeros. Rows of a tile get distinct cache
+   sets. */
 AMX static void to_tiles(const struct product *p, int64_t row, int64_t rows, int64_t k, int64_t steps, bf16 *tiles) {
     for (int64_t i = 0; i < (rows + 15) / 16 * 16; i++)
         for (int64_t step = 0; step < steps; step++) {
@@ -235,7 +233,7 @@ AMX static void to_tiles(const struct product *p, int64_t row, int64_t rows, int
         }
 }
 
-/* The same as floats. */
+/* Does the same, converted to floats. */
 AVX static void to_numbers(const struct product *p, int64_t row, int64_t rows, int64_t k, int64_t steps,
                            float *numbers) {
     for (int64_t i = 0; i < rows; i++)
@@ -246,7 +244,7 @@ AVX static void to_numbers(const struct product *p, int64_t row, int64_t rows, i
         }
 }
 
-/* Up to BLOCK_ROWS rows and the pairs [first, last): a part of a pair stays in the cache while the rows go by. */
+/* Multiplies up to BLOCK_ROWS rows by the pairs [first, last). A block of a pair stays in the cache across the rows. */
 __attribute__((noinline)) AMX static void multiply_many(const struct product *p, int64_t row, int64_t rows,
                                                         int64_t first, int64_t last) {
     float sums[BLOCK_PAIRS * BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
@@ -264,27 +262,29 @@ __attribute__((noinline)) AMX static void multiply_many(const struct product *p,
             for (int64_t pair = 0; pair < num_pairs; pair++) {
                 const int64_t at = (pair * p->num_inputs + k) * OUTPUTS;
                 const bf16 *w = p->weight + pairs * p->num_inputs * OUTPUTS + at;
-                int64_t next = at + p->num_inputs * OUTPUTS; /* the same inputs of the next pair, */
-                if (pair == num_pairs - 1) { /* or the first pair's next, or the first ones of the next pairs */
+                /* Prefetch the block that is read next: the same inputs of the next pair, the next inputs of the first
+                   pair, or the first inputs of the next pairs. */
+                int64_t next = at + p->num_inputs * OUTPUTS;
+                if (pair == num_pairs - 1) {
                     const int is_last = k + block_inputs >= p->num_inputs;
                     next = (is_last ? num_pairs * p->num_inputs : k + block_inputs) * OUTPUTS;
                 }
                 struct part part = {.stride = 32, .step = TILE, .w = w, .steps = steps, .ahead = next - at};
                 for (int64_t i = 0; i < rows; i += 16) {
                     const int64_t height = min(16, rows - i);
-                    part.from = LINES * i / rows, part.to = LINES * (i + height) / rows; /* of the next ones */
+                    part.from = LINES * i / rows, part.to = LINES * (i + height) / rows; /* lines of that block */
                     float *onto = sums + (pair * BLOCK_ROWS + i) * OUTPUTS;
                     add(height, part, x + i * steps * 32 * item, onto, k == 0);
                 }
             }
         }
-        for (int64_t i = 0; i < rows; i++) /* row by row, for whole cache lines of `out` */
+        for (int64_t i = 0; i < rows; i++) /* row by row, to write whole cache lines of `out` */
             for (int64_t pair = 0; pair < num_pairs; pair++)
                 finish(p, row + i, pairs + pair, sums + (pair * BLOCK_ROWS + i / 16 * 16) * OUTPUTS + i % 16 * 16);
     }
 }
 
-/* A product cut into parts of some rows and pairs. */
+/* A product, divided into parts of some rows and pairs. */
 struct cut {
     struct product product;
     int is_few;
@@ -297,7 +297,7 @@ AMX static void multiply_part(const void *work, int64_t part) {
     const int64_t row = part % cut->row_blocks * cut->rows, pair = part / cut->row_blocks * cut->pairs;
     const int64_t last = min(pair + cut->pairs, p->num_outputs / OUTPUTS);
     const unsigned mode = _mm_getcsr();
-    if (outrider_splits_pairs) _mm_setcsr(mode | 0x8040); /* denormals are zeros to what is called, as to vdpbf16ps */
+    if (outrider_splits_pairs) _mm_setcsr(mode | 0x8040); /* flush denormals to zero, as vdpbf16ps does */
     if (cut->is_few) multiply_few(p, pair, last);
     else multiply_many(p, row, min(cut->rows, p->num_rows - row), pair, last);
     _mm_setcsr(mode);
@@ -307,9 +307,9 @@ AMX static void multiply_part(const void *work, int64_t part) {
 static void multiply(struct product p) {
     const int64_t num_pairs = p.num_outputs / OUTPUTS;
     const int is_few = p.num_rows <= (outrider_has_tiles ? FEW_ROWS : outrider_splits_pairs ? SPLIT_ROWS : VECTOR_ROWS);
-    /* Parts small enough that a thread which was held up is helped by the other, and large enough to pay for x. */
+    /* Parts are small, so that other threads can help a delayed one, and large enough to amortise loading x. */
     int64_t pairs = min((is_few ? 256 << 10 : 1 << 20) / (p.num_inputs * 2 * OUTPUTS), num_pairs / 8);
-    if (!is_few) { /* at least BLOCK_PAIRS, or the fewer that give all threads the same */
+    if (!is_few) { /* at least BLOCK_PAIRS, or fewer if that balances all threads */
         const int64_t threads = team_size(), all = threads * BLOCK_PAIRS;
         const int64_t parts = (num_pairs + all - 1) / all * threads;
         pairs = max(pairs, (num_pairs + parts - 1) / parts);
@@ -320,13 +320,13 @@ static void multiply(struct product p) {
     share_out(multiply_part, &cut, cut.row_blocks * ((num_pairs + pairs - 1) / pairs));
 }
 
-/* out [rows, N] = x [rows, K] W^T (+ bias); K and N are multiples of 32. */
+/* Computes out [rows, N] = x [rows, K] W^T (+ bias); K and N are multiples of 32. */
 void outrider_product(const bf16 *x, const bf16 *weight, const float *bias, bf16 *out, int64_t num_rows,
                       int64_t num_inputs, int64_t num_outputs) {
     multiply((struct product){x, weight, bias, out, num_rows, num_inputs, num_outputs, 0});
 }
 
-/* out [rows, N / 2] = silu(gate) * up, where each pair of W has 16 outputs of the gate and the same 16 of up. */
+/* Computes out [rows, N / 2] = silu(gate) * up. Each pair of W has 16 outputs of the gate and the same 16 of up. */
 void outrider_gated_product(const bf16 *x, const bf16 *weight, const float *bias, bf16 *out, int64_t num_rows,
                             int64_t num_inputs, int64_t num_outputs) {
     multiply((struct product){x, weight, bias, out, num_rows, num_inputs, num_outputs, 1});

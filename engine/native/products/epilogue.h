@@ -1,11 +1,11 @@
-/* What is left of a product of float32 rows when its sums are there. */
+/* The epilogue of a product of float32 rows: bias and gate. */
 
 #pragma once
 
 #include "processor.h"
 #include "products/silu.h"
 
-/* One row's sums of one pair of 16 + 16 outputs: out [32] = sums (+ bias [32]), or [16] = silu(gate) * up. */
+/* Finishes one row of a pair of 16 + 16 outputs: out [32] = sums (+ bias [32]), or out [16] = silu(gate) * up. */
 AVX2 INLINE void finish_row(const float *bias, int is_gated, const float *sums, float *out) {
     __m256 result[4];
     for (int quarter = 0; quarter < 4; quarter++) {

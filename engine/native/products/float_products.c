@@ -1,8 +1,8 @@
-/* Products of float32 rows by a matrix of bfloat16 (a float32 model whose checkpoint was bfloat16), out = x W^T or
-   silu(gate) * up: half the bytes of float32 weights, and products and sums in float32. On AVX-512 or AVX2.
+/* Products of float32 rows by a bfloat16 matrix (for a float32 model with a bfloat16 checkpoint): out = x W^T, or
+   silu(gate) * up. They read half the bytes of float32 weights; products and sums are float32. On AVX-512 or AVX2.
 
-   W is packed as in bfloat16_products.c, and each output is one sum over the inputs in their order here too: a row's
-   result depends neither on the rows beside it nor on the registers' width. */
+   W is packed as in bfloat16_products.c, and each output is one sum over the inputs in order. So a row's result depends
+   neither on other rows, nor on the width of registers. */
 
 #include "products/epilogue.h"
 #include "products/products.h"
@@ -10,15 +10,15 @@
 
 enum {
     TILE = 512,         /* numbers of a tile: 16 outputs x 32 inputs */
-    LINES = 32,         /* of the cache, of two tiles */
-    OUTPUTS = 32,       /* of a pair */
-    WIDE_ROWS = 12,     /* whose sums fill the registers of AVX-512, */
-    NARROW_ROWS = 6,    /* or those of AVX2, of one half of a pair */
-    BLOCK_ROWS = 132,   /* of x that stay in the cache while a pair goes by: a multiple of both */
-    BLOCK_INPUTS = 512, /* of a pair that stay in the first cache while rows go by, */
-    SMALL_INPUTS = 64,  /* or so few that it is still read in its order where rows wait for memory: */
-    SMALL_TURNS = 3,    /* up to so many times as many rows as registers hold, on AVX2 */
-    PREFETCH = 2048,    /* numbers ahead of the reader: a page, which the processor's own prefetcher does not cross */
+    LINES = 32,         /* cache lines of two tiles */
+    OUTPUTS = 32,       /* outputs of a pair */
+    WIDE_ROWS = 12,     /* rows whose sums of a pair fill the registers of AVX-512, */
+    NARROW_ROWS = 6,    /* or whose sums of half a pair fill the registers of AVX2 */
+    BLOCK_ROWS = 132,   /* rows of x that stay in the cache during a pair: a multiple of both */
+    BLOCK_INPUTS = 512, /* inputs of a pair that stay in the L1 cache across rows, */
+    SMALL_INPUTS = 64,  /* or so few that W is still read in order, if rows wait for memory: */
+    SMALL_TURNS = 3,    /* on AVX2, up to so many times the rows that registers hold */
+    PREFETCH = 2048,    /* numbers of the prefetch distance: a page, which hardware prefetchers do not cross */
 };
 
 struct float_product {
@@ -30,19 +30,19 @@ struct float_product {
     int is_gated;
 };
 
-/* What a few rows read of one pair: `steps` x 32 inputs. Per step the lines [from, to) of W are fetched for later,
-   `ahead` numbers further on. */
+/* The input of a few rows from one pair: `steps` x 32 inputs. Each step prefetches the lines [from, to) of W, `ahead`
+   numbers ahead. */
 struct part {
     const float *x;
     int64_t stride; /* numbers from row to row */
     const bf16 *w;
     int64_t steps;
-    int64_t turn; /* steps of one half before those of the other, where each half has its sums in registers */
+    int64_t turn; /* steps of one half of the outputs before the other half, if registers hold the sums of one half */
     int64_t ahead;
     int from, to;
 };
 
-/* Sums [rows, 32] of a part, onto `sums` or anew. */
+/* Computes the sums [rows, 32] of a part, and adds them to `sums` unless `is_first`. */
 AVX512F INLINE void add_wide(const int rows, struct part p, float *sums, int is_first) {
     const __m512i high = _mm512_set1_epi32(0xffff0000);
     __m512 sum[WIDE_ROWS][2];
@@ -74,7 +74,7 @@ AVX512F INLINE void add_wide(const int rows, struct part p, float *sums, int is_
         for (int half = 0; half < 2; half++) _mm512_storeu_ps(sums + row * OUTPUTS + half * 16, sum[row][half]);
 }
 
-/* One input of 16 outputs onto the sums of some rows. */
+/* Adds one input of 16 outputs to the sums of some rows. */
 AVX2 INLINE void add_input(const int rows, __m256 first, __m256 second, const float *x, int64_t stride,
                            __m256 sum[NARROW_ROWS][2]) {
 #pragma GCC unroll 6
@@ -85,8 +85,8 @@ AVX2 INLINE void add_input(const int rows, __m256 first, __m256 second, const fl
     }
 }
 
-/* The same on AVX2, half by half: a number of x is loaded once for 16 outputs, for a cycle has two loads, as it has two
-   products. */
+/* Does the same on AVX2, one half at a time. A number of x is loaded once for 16 outputs, since a cycle has two loads
+   and two products. */
 AVX2 INLINE void add_narrow(const int rows, struct part p, float *sums, int is_first) {
     const __m256i high = _mm256_set1_epi32(0xffff0000);
     for (int64_t begin = 0; begin < p.steps; begin += p.turn) {
@@ -121,7 +121,7 @@ AVX2 INLINE void add_narrow(const int rows, struct part p, float *sums, int is_f
     }
 }
 
-/* Each number of rows has code of its own, whose sums stay in registers. */
+/* Each number of rows has its own code, so that the sums stay in registers. */
 AVX512F static void add_up_to_12(int64_t rows, struct part part, float *sums, int is_first) {
 #define ROWS(n) case n: add_wide(n, part, sums, is_first); break;
     switch (rows) {
@@ -136,7 +136,7 @@ AVX2 static void add_up_to_6(int64_t rows, struct part part, float *sums, int is
 #undef ROWS
 }
 
-/* Bias and epilogue of the sums [rows, 32] of one pair. */
+/* Applies bias and epilogue to the sums [rows, 32] of one pair. */
 AVX2 static void finish(const struct float_product *p, int64_t row, int64_t rows, int64_t pair, const float *sums) {
     const int64_t width = p->is_gated ? OUTPUTS / 2 : OUTPUTS, num_pairs = p->num_outputs / OUTPUTS;
     const float *bias = p->bias ? p->bias + pair * OUTPUTS : NULL;
@@ -144,7 +144,7 @@ AVX2 static void finish(const struct float_product *p, int64_t row, int64_t rows
         finish_row(bias, p->is_gated, sums + i * OUTPUTS, p->out + ((row + i) * num_pairs + pair) * width);
 }
 
-/* Up to BLOCK_ROWS rows and the pairs [first, last): a part of a pair stays in the cache while the rows go by. */
+/* Multiplies up to BLOCK_ROWS rows by the pairs [first, last). A block of a pair stays in the cache across the rows. */
 static void multiply_block(const struct float_product *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
     float sums[BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
     const int64_t most = outrider_has_wide_floats ? WIDE_ROWS : NARROW_ROWS, num_turns = (rows + most - 1) / most;
@@ -169,7 +169,7 @@ static void multiply_block(const struct float_product *p, int64_t row, int64_t r
     }
 }
 
-/* A product cut into parts of some rows and pairs. */
+/* A product, divided into parts of some rows and pairs. */
 struct cut {
     struct float_product product;
     int64_t pairs, row_blocks;
@@ -189,13 +189,13 @@ static void multiply(struct float_product p) {
     share_out(multiply_part, &cut, cut.row_blocks * ((num_pairs + pairs - 1) / pairs));
 }
 
-/* out [rows, N] = x [rows, K] W^T (+ bias); K and N are multiples of 32. */
+/* Computes out [rows, N] = x [rows, K] W^T (+ bias); K and N are multiples of 32. */
 void outrider_float_product(const float *x, const bf16 *weight, const float *bias, float *out, int64_t num_rows,
                             int64_t num_inputs, int64_t num_outputs) {
     multiply((struct float_product){x, weight, bias, out, num_rows, num_inputs, num_outputs, 0});
 }
 
-/* out [rows, N / 2] = silu(gate) * up, where each pair of W has 16 outputs of the gate and the same 16 of up. */
+/* Computes out [rows, N / 2] = silu(gate) * up. Each pair of W has 16 outputs of the gate and the same 16 of up. */
 void outrider_gated_float_product(const float *x, const bf16 *weight, const float *bias, float *out, int64_t num_rows,
                                   int64_t num_inputs, int64_t num_outputs) {
     multiply((struct float_product){x, weight, bias, out, num_rows, num_inputs, num_outputs, 1});

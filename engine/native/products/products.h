@@ -1,4 +1,4 @@
-/* The products by packed weights, for other files of the library. */
+/* The products by packed weights, declared for other files of the library. */
 
 #pragma once
 
@@ -19,5 +19,5 @@ void outrider_quantized_float_product(const float *x, const uint8_t *weight, con
                                       float *out, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int bits,
                                       int group, int is_gated, int8_t *scratch);
 
-/* Bytes of `scratch`. */
+/* Returns the bytes of `scratch`. */
 int64_t outrider_quantized_scratch(int64_t num_rows, int64_t num_inputs);

@@ -1,9 +1,8 @@
-/* Products by int8 and int4 weights on AVX2, which multiplies bytes only to sums of 16 bits: 32,767 at most.
+/* Products by int8 and int4 weights on AVX2, whose byte products have 16-bit sums of at most 32,767.
 
-   Levels of weights of 4 bits, 0 to 15, by x of -127 to 127: eight pairs of products are at most 30,480, those of 32
-   inputs. Where weights have 8 bits, x has come in halves of its own bytes, 0 to 15 each, by -127 to 127: the same
-   bound, and the sum is that of the low halves and 16 times that of the high ones. So sums are those of VNNI,
-   exactly. */
+   A 4-bit weight is 0 to 15 and x is -127 to 127, so eight pairs of products (32 inputs) sum to at most 30,480. For
+   8-bit weights of -127 to 127, the bytes of x are split into halves of 0 to 15, which gives the same bound. The result
+   is the sum of the low halves plus 16 times the sum of the high halves. So sums are exactly as with VNNI. */
 
 #include "products/epilogue.h"
 #include "products/quantized.h"
@@ -11,38 +10,38 @@
 #include <string.h>
 
 enum {
-    BLOCK_INPUTS = 512, /* that stay in the first cache while rows go by */
-    BYTE_ROWS = 2,     /* that have their sums in registers, of 16 outputs: by 8 bits, */
-    NIBBLE_ROWS = 4,   /* and by 4 */
+    BLOCK_INPUTS = 512, /* inputs that stay in the L1 cache across rows */
+    BYTE_ROWS = 2,      /* rows with their sums of 16 outputs in registers, for 8-bit weights, */
+    NIBBLE_ROWS = 4,    /* and for 4-bit weights */
 };
 
 AVX2 INLINE __m256 from_float16(const uint16_t *x) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)x)); }
 
 AVX2 INLINE __m256i load(const void *x) { return _mm256_loadu_si256((const __m256i *)x); }
 
-/* Four inputs, for all 8 outputs. */
+/* Broadcasts four inputs to all 8 outputs. */
 AVX2 INLINE __m256i four_inputs(const int8_t *x) {
     int32_t bits;
     __builtin_memcpy(&bits, x, 4);
     return _mm256_set1_epi32(bits);
 }
 
-/* sum += levels * x, in pairs. One step, and in the order of the source, for else the compiler makes products before
-   their sums, and has no registers for all of them. */
+/* Computes sum += levels * x, in pairs. The assembly keeps each product next to its sum: the compiler would compute all
+   products first and run out of registers. */
 AVX2 INLINE __m256i add_products(__m256i sum, __m256i levels, __m256i x) {
     __m256i products;
     __asm__ volatile("vpmaddubsw %3, %2, %0\n\tvpaddw %0, %1, %1" : "=&x"(products), "+x"(sum) : "x"(levels), "x"(x));
     return sum;
 }
 
-/* A group's exact sums of 8 outputs onto what came before them in `sums`, and what the base of one side adds. */
+/* Adds a group's exact sums of 8 outputs, and the term of the base, to `sums`. */
 AVX2 INLINE void add_group(float *sums, __m256i sum, __m256 scale, __m256 second, __m256 row_scale, __m256 row_base) {
     __m256 onto = _mm256_loadu_ps(sums);
     onto = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_mul_ps(scale, row_scale), onto);
     _mm256_storeu_ps(sums, _mm256_fmadd_ps(second, row_base, onto));
 }
 
-/* A part of 8 bits, whose groups are `runs` times 32 inputs, onto the sums [rows, 32]. */
+/* Adds a part with 8-bit weights, with groups of `runs` x 32 inputs, to the sums [rows, 32]. */
 AVX2 INLINE void add_bytes(const int rows, const int runs, struct part p, float *sums) {
     const __m256i ones = _mm256_set1_epi16(1), sixteens = _mm256_set1_epi16(16);
     for (int64_t group = 0; group < p.num_groups; group++) {
@@ -99,7 +98,7 @@ AVX2 INLINE void add_bytes(const int rows, const int runs, struct part p, float 
     }
 }
 
-/* The same of 4 bits. */
+/* Adds a part with 4-bit weights. */
 AVX2 INLINE void add_nibbles(const int rows, struct part p, float *sums) {
     const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
     for (int64_t group = 0; group < p.num_groups; group++) {
@@ -143,7 +142,7 @@ AVX2 INLINE void add_nibbles(const int rows, struct part p, float *sums) {
     }
 }
 
-/* Each number of rows has code of its own, whose sums stay in registers. */
+/* Each number of rows has its own code, so that the sums stay in registers. */
 AVX2 static void add_few(int64_t rows, int bits, int group, struct part part, float *sums) {
     if (bits == 8 && group == GROUP) {
         if (rows == 1) add_bytes(1, 1, part, sums);
@@ -159,7 +158,7 @@ AVX2 static void add_few(int64_t rows, int bits, int group, struct part part, fl
     }
 }
 
-/* Eight numbers to bfloat16, the nearest ones; of two equally near, the even one. */
+/* Rounds eight numbers to the nearest bfloat16, ties to even. */
 AVX2 INLINE __m128i to_bf16(__m256 x) {
     const __m256i bits = _mm256_castps_si256(x);
     const __m256i is_odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -181,7 +180,7 @@ AVX2 void finish_narrow(const struct quantized *p, int64_t row, int64_t rows, in
     }
 }
 
-/* A block of a pair stays in the cache while the rows go by; a few rows read it whole, as one stream. */
+/* A block of a pair stays in the cache across the rows. A few rows read the pair whole, as one stream. */
 void multiply_narrow(const struct quantized *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
     float sums[BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
     const int64_t at_once = p->bits == 8 ? BYTE_ROWS : NIBBLE_ROWS, lines = p->group * OUTPUTS * p->bits / 8 / 64;

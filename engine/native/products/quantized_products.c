@@ -1,27 +1,27 @@
 /* Products by int8 and int4 weights, x W^T or silu(gate) * up, on AMX, AVX-512's VNNI or AVX2.
 
-   Rows and weights are whole numbers with a scale for every group of 32 inputs, as in llama.cpp's Q8_0 and Q4_1 blocks,
-   or of 64, for half as many sums to be scaled: a huge input (arXiv:2402.17762) costs its own group precision and no
-   other. What it costs there is halved where rows also have a base, the least input of a group: the huge ones are
-   mostly of one sign. Rows that meet weights of 8 bits have bases, weights of 4 bits have them themselves; a base
-   counts as often as the other side's numbers of its group say, whose sum is kept with them. The sum of a group is
-   exact; groups are added in float32, in the order of the inputs. A row's result does not depend on the rows beside it.
+   Rows and weights are integers with a scale per group of 32 inputs, as in llama.cpp's Q8_0 and Q4_1 blocks, or of 64
+   inputs, to scale half as many sums. A huge input (arXiv:2402.17762) costs precision only in its own group. Where rows
+   also have a base, the least input of a group, that cost is halved, since huge inputs are mostly of one sign. Rows
+   have bases for 8-bit weights; 4-bit weights have bases themselves. A base is multiplied by the sum of the other
+   side's numbers in the group, which is stored with them. The sum of a group is exact; groups are added in float32, in
+   the order of the inputs. A row's result does not depend on other rows.
 
-   W lies as a stream of blocks, for each pair of 16 outputs and another 16 and each group. 8 bits: eight lines of 64
-   bytes (of 64 inputs: sixteen) for the first outputs and as many for the others, a line being four inputs of 16
-   outputs. 4 bits: eight lines, the first outputs in the low halves of bytes, the others in the high ones. */
+   W is stored as a stream of blocks, one per group and pair of 16 + 16 outputs. 8 bits: eight lines of 64 bytes (for 64
+   inputs: sixteen) for the first 16 outputs, then as many for the others; a line has four inputs of 16 outputs. 4 bits:
+   eight lines, with the first 16 outputs in the low halves of bytes and the others in the high halves. */
 
 #include "products/products.h"
 #include "products/quantized.h"
 #include "team.h"
 
-enum { LINE_ROWS = 16 /* whose scales share a line of the cache: one thread's, unless there are hardly more */ };
+enum { LINE_ROWS = 16 /* rows whose scales share a cache line, for one thread unless there are few rows */ };
 
-/* A product cut into parts of some rows and pairs. */
+/* A product, divided into parts of some rows and pairs. */
 struct cut {
     struct quantized product;
     const void *x;
-    int64_t quantized; /* rows */
+    int64_t quantized; /* rows of a quantization part */
     int64_t pairs, rows, row_blocks;
 };
 
@@ -42,7 +42,7 @@ static void multiply_part(const void *work, int64_t part) {
 
 static int64_t row_bytes(int64_t num_inputs) { return num_inputs * (outrider_has_vectors ? 1 : 2) + PAD; }
 
-/* Whole lines of the cache, an odd number of them, so that the groups of some rows do not share its few sets. */
+/* Returns an odd number of whole cache lines, so that the groups of a row do not map to the same cache sets. */
 static int64_t table_stride(int64_t num_rows) { return ((num_rows + 15) / 16 | 1) * 16; }
 
 static void multiply(struct quantized p, const void *x, int8_t *scratch) {
@@ -61,8 +61,8 @@ static void multiply(struct quantized p, const void *x, int8_t *scratch) {
     share_out(multiply_part, &cut, cut.row_blocks * ((num_pairs + pairs - 1) / pairs));
 }
 
-/* out [rows, N] = x [rows, K] W^T (+ bias), where N is a multiple of 32 and K of `group`, which is 32, or 64 of 8 bits.
-   If gated, out [rows, N / 2] = silu(gate) * up, where each pair of W has 16 outputs of the gate and the same 16 of
+/* Computes out [rows, N] = x [rows, K] W^T (+ bias). N is a multiple of 32, K of `group`; `group` is 32, or 64 with 8
+   bits. If gated, out [rows, N / 2] = silu(gate) * up; each pair of W has 16 outputs of the gate and the same 16 of
    up. */
 void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const uint16_t *tables, const float *bias,
                                 bf16 *out, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int bits,
@@ -72,7 +72,7 @@ void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const uint
                                 .group = group, .is_gated = is_gated, .is_bf16 = 1}, x, scratch);
 }
 
-/* The same in float32. */
+/* Does the same with float32 rows. */
 void outrider_quantized_float_product(const float *x, const uint8_t *weight, const uint16_t *tables, const float *bias,
                                       float *out, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int bits,
                                       int group, int is_gated, int8_t *scratch) {

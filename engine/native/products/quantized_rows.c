@@ -1,14 +1,14 @@
-/* Rows of bfloat16 or float32 to numbers of 8 bits, with a scale for each group: the same ones by AVX-512 and AVX2. The
-   scale of a group that is not finite is NaN, and so are the sums of its row. */
+/* Quantizes rows of bfloat16 or float32 to 8 bits, with a scale per group. AVX-512 and AVX2 give the same numbers. If a
+   group is not finite, its scale is NaN, and so are the sums of its row. */
 
 #include "lanes/lanes.h"
 #include "products/quantized.h"
 
-/* A group's scale: what is `range` in x is `levels` afterwards. A weight's scale and a sixteenth times the least are no
-   denormal, so that what is sixteen times too large by then is exact. */
+/* Returns a group's scale, which maps `range` in x to `levels`. The lower bound keeps the product with a weight's scale
+   and 1/16 normal (not denormal), so that sums that are 16 times too large are scaled back exactly. */
 INLINE float scale_of(float range, float levels) { return range < 1e-28f * levels ? 1e-28f : range / levels; }
 
-/* A group of x, of `vectors` times 16, for weights of 8 bits: 0 stands for its least number, 255 for its greatest. */
+/* Quantizes a group of `vectors` x 16 numbers for 8-bit weights: 0 is the group's least number, 255 its greatest. */
 AVX INLINE void quantize_based(const int vectors, const __m512 *x, int8_t *to, float *scale, float *base) {
     __m512 lowest = x[0], highest = x[0], faults = _mm512_mul_ps(x[0], _mm512_setzero_ps());
 #pragma GCC unroll 4
@@ -26,7 +26,7 @@ AVX INLINE void quantize_based(const int vectors, const __m512 *x, int8_t *to, f
     }
 }
 
-/* The same for weights of 4 bits: the largest magnitude is 127. */
+/* Quantizes a group for 4-bit weights: 127 is the largest magnitude. */
 AVX INLINE void quantize_summed(__m512 low, __m512 high, int8_t *to, float *scale, float *sum) {
     const __m512 zero = _mm512_setzero_ps(), faults = _mm512_fmadd_ps(low, zero, _mm512_mul_ps(high, zero));
     *scale = scale_of(_mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high))), 127.0f) +
@@ -85,7 +85,7 @@ AVX2 INLINE int32_t sum_of(__m256i x) {
     return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 1)));
 }
 
-/* 0, or NaN where a number is not finite. */
+/* Returns 0, or NaN if a number is not finite. */
 AVX2 INLINE float fault_of(const int vectors, const __m256 *x) {
     __m256 faults = _mm256_setzero_ps();
 #pragma GCC unroll 8
@@ -95,12 +95,12 @@ AVX2 INLINE float fault_of(const int vectors, const __m256 *x) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-/* 16-bit halves of four vectors' numbers to 8 bits, in their order. */
+/* Restores the order of the bytes packed from four vectors. */
 AVX2 INLINE __m256i in_order(__m256i packed) {
     return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 
-/* `quantize_based`, 32 inputs to the low halves of their bytes and, behind these, the high ones. */
+/* `quantize_based` on AVX2: the low halves of the bytes of 32 inputs, followed by their high halves. */
 AVX2 INLINE void quantize_based_narrow(const int vectors, const __m256 *x, int8_t *to, float *scale, float *base) {
     __m256 least = x[0], most = x[0];
 #pragma GCC unroll 8

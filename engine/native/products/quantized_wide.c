@@ -1,20 +1,20 @@
-/* Products by int8 and int4 weights on AMX or AVX-512's VNNI. */
+/* Products by int8 and int4 weights on AMX or AVX-512 VNNI. */
 
 #include "amx.h"
 #include "products/quantized.h"
 #include "products/silu.h"
 
 enum {
-    BLOCK_INPUTS = 768, /* that stay in the first cache while rows go by */
-    VECTOR_ROWS = 6,    /* that have their sums in registers, of one pair */
-    FEW_ROWS = 3,       /* that have those of several */
-    TILE_ROWS = 16,     /* that have them by AMX */
-    LEAST_TILED = 12,   /* fewer take less time without it: of groups of 32 inputs, */
-    LEAST_LONG = 7,     /* and of 64 */
+    BLOCK_INPUTS = 768, /* inputs that stay in the L1 cache across rows */
+    VECTOR_ROWS = 6,    /* rows with their sums of one pair in registers */
+    FEW_ROWS = 3,       /* rows with their sums of several pairs in registers */
+    TILE_ROWS = 16,     /* rows of an AMX tile */
+    LEAST_TILED = 12,   /* fewer rows are faster without AMX, with groups of 32 inputs, */
+    LEAST_LONG = 7,     /* or of 64 */
 };
 
-/* How the numbers of W lie: of 8 bits in groups of 32 or of 64, of 4 bits in halves of bytes, or as bytes of their
-   own. */
+/* The layouts of W: 8 bits in groups of 32 (WHOLE) or 64 (LONG), 4 bits in halves of bytes (HALVES) or as bytes
+   (LEVELS). */
 enum layout { WHOLE, LONG, HALVES, LEVELS };
 
 INLINE int is_8_bits(const enum layout layout) { return layout == WHOLE || layout == LONG; }
@@ -27,28 +27,28 @@ INLINE int64_t group_bytes_of(const enum layout layout) { return half_block_of(l
 
 AVX INLINE __m512 from_float16(const uint16_t *x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x)); }
 
-/* The base of a group's weights, or their sum where rows have the bases; `tables` are those of 16 outputs. */
+/* Returns the base of a group's weights, or their sum if rows have the bases. `tables` are for 16 outputs. */
 AVX INLINE __m512 second_of(const uint16_t *tables, __m512 scale, const enum layout layout) {
     if (!is_8_bits(layout)) return from_float16(tables + OUTPUTS);
     const __m512i sums = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)(tables + OUTPUTS)));
     return _mm512_mul_ps(_mm512_cvtepi32_ps(sums), scale);
 }
 
-/* A group's exact sum as a number onto what came before it, and what the base of one side adds. */
+/* Adds a group's exact sum, and the term of the base, to `onto`. */
 AVX INLINE __m512 add_group(__m512 onto, __m512i sum, __m512 scale, __m512 second, float row_scale, float row_base) {
     onto = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(scale, _mm512_set1_ps(row_scale)), onto);
     return _mm512_fmadd_ps(second, _mm512_set1_ps(row_base), onto);
 }
 
-/* Four products of 16 outputs each onto their sums. VNNI takes the one side as 0 to 255, the other as -128 to 127. */
+/* Adds four products of 16 outputs each to their sums. VNNI multiplies 0 to 255 by -128 to 127. */
 AVX INLINE __m512i add_four(__m512i sum, __m512i weights, __m512i inputs, const enum layout layout) {
     return is_8_bits(layout) ? _mm512_dpbusd_epi32(sum, inputs, weights) : _mm512_dpbusd_epi32(sum, weights, inputs);
 }
 
-/* A part, onto the sums [pairs, rows, 32] or in their place. Several pairs side by side are as many streams from
-   memory, and sums enough to be computed while others wait for their last product; they lie `pair` groups apart. High
-   halves of bytes are not taken out: what the low ones add to a byte's sum is taken off it, and what is left is 16
-   times as much. */
+/* Computes the sums [pairs, rows, 32] of a part, and adds them to `sums` unless it is the first. Several pairs in
+   parallel are several streams from memory, and enough sums to hide the latency of products; they are `pair` groups
+   apart. High halves of bytes are not extracted: the sum of the low halves is subtracted from the sum of whole bytes,
+   which leaves 16 times the sum of the high halves. */
 AVX INLINE void add_vectors(const int rows, const int pairs, const enum layout layout, struct part p, int64_t pair,
                             float *sums) {
     const __m512i low = _mm512_set1_epi8(15);
@@ -118,7 +118,7 @@ AVX INLINE void add_vectors(const int rows, const int pairs, const enum layout l
         for (int half = 0; half < 2; half++) _mm512_storeu_ps(sums + i * OUTPUTS + half * 16, total[i][half]);
 }
 
-/* The same, the number of rows and the layout known to the compiler. */
+/* Does the same, with constant numbers of rows and layouts for the compiler. */
 AVX static void add_any_rows(int64_t rows, enum layout layout, struct part p, float *sums) {
 #define SUMS(n, layout) case n: add_vectors(n, 1, layout, p, 0, sums); break;
 #define UP_TO_SIX(l) switch (rows) { SUMS(1, l) SUMS(2, l) SUMS(3, l) SUMS(4, l) SUMS(5, l) SUMS(6, l) }
@@ -130,7 +130,7 @@ AVX static void add_any_rows(int64_t rows, enum layout layout, struct part p, fl
 #undef SUMS
 }
 
-/* `pairs` pairs of 8 bits, at most `pairs_at_once`. */
+/* Computes the sums of `pairs` pairs of 8 bits, at most `pairs_at_once`. */
 AVX static void add_pairs(int64_t rows, int64_t pairs, enum layout layout, struct part p, int64_t pair, float *sums) {
 #define SUMS(r, n, layout) case 10 * r + n: add_vectors(r, n, layout, p, pair, sums); break;
 #define UP_TO_SIX(l)                                                                                                   \
@@ -146,7 +146,7 @@ AVX static void add_pairs(int64_t rows, int64_t pairs, enum layout layout, struc
 
 static int64_t pairs_at_once(int64_t rows) { return rows == 1 ? 4 : VECTOR_ROWS / rows; }
 
-/* Groups of 4 bits as int8, in `to`, which is aligned. */
+/* Unpacks groups of 4 bits to int8 in `to`, which is aligned. */
 AVX static void unpack(const uint8_t *from, int64_t num_groups, uint8_t *to) {
     const __m512i low = _mm512_set1_epi8(15);
     for (int64_t group = 0; group < num_groups; group++, from += HALF_BLOCK, to += 2 * HALF_BLOCK)
@@ -157,7 +157,7 @@ AVX static void unpack(const uint8_t *from, int64_t num_groups, uint8_t *to) {
         }
 }
 
-/* One group's products of 16 outputs to `numbers` [16, 16], by the tiles 0 or 1 and their inputs in two others. */
+/* Stores one group's products of 16 outputs in `numbers` [16, 16], using tile 0 or 1 and two operand tiles. */
 #define MULTIPLY_GROUP(sum, inputs, weights, x, w, stride, numbers, layout)                                            \
     do {                                                                                                               \
         _tile_zero(sum);                                                                                               \
@@ -168,8 +168,8 @@ AVX static void unpack(const uint8_t *from, int64_t num_groups, uint8_t *to) {
         _tile_stored(sum, numbers, 64);                                                                                \
     } while (0)
 
-/* `add_vectors` by AMX, for `least_tiled` to 16 rows, as many as tiles are configured for; W is int8. While one group
-   is added to the sums of 16 outputs, which stay in registers, the next one is multiplied. */
+/* `add_vectors` with AMX, for `least_tiled` to 16 rows, the number that the tiles are configured for; W is int8. The
+   sums of 16 outputs stay in registers. While one group is added to them, the next group is multiplied. */
 AMX INLINE void add_tiles(const int rows, const enum layout layout, struct part p, float *sums) {
     int32_t numbers[2][TILE_ROWS * 16] __attribute__((aligned(64)));
     for (int half = 0; half < 2; half++) {
@@ -206,7 +206,7 @@ AMX INLINE void add_tiles(const int rows, const enum layout layout, struct part 
 
 static int64_t least_tiled(const struct quantized *p) { return p->group > GROUP ? LEAST_LONG : LEAST_TILED; }
 
-/* The same, the number of rows, `least_tiled` to 16, and the layout known to the compiler. */
+/* Does the same, with constant numbers of rows, `least_tiled` to 16, and layouts for the compiler. */
 AMX static void add_tile_rows(int64_t rows, enum layout layout, struct part p, float *sums) {
 #define SUMS(n, layout) case n: add_tiles(n, layout, p, sums); break;
 #define TO_SIXTEEN(l) SUMS(12, l) SUMS(13, l) SUMS(14, l) SUMS(15, l) SUMS(16, l)
@@ -217,7 +217,7 @@ AMX static void add_tile_rows(int64_t rows, enum layout layout, struct part p, f
 #undef SUMS
 }
 
-/* The sums [rows, 32] of a pair, to `out`. */
+/* Stores the sums [rows, 32] of a pair in `out`. */
 AVX static void finish(const struct quantized *p, int64_t row, int64_t rows, int64_t pair, const float *sums) {
     if (!p->is_bf16) {
         finish_narrow(p, row, rows, pair, sums);
@@ -239,8 +239,8 @@ AVX static void finish(const struct quantized *p, int64_t row, int64_t rows, int
     }
 }
 
-/* Up to FEW_ROWS rows and the pairs [first, last) of 8 bits: some pairs at once, each read whole. (4 bits take so long
-   to unpack that memory does not wait.) */
+/* Multiplies up to FEW_ROWS rows by the 8-bit pairs [first, last), some pairs at once, each read whole. (Unpacking 4
+   bits takes so long that memory is not the limit.) */
 AVX static void multiply_few(const struct quantized *p, int64_t first, int64_t last) {
     float sums[VECTOR_ROWS * OUTPUTS] __attribute__((aligned(64)));
     const int64_t rows = p->num_rows, groups = p->num_groups;
@@ -258,12 +258,12 @@ AVX static void multiply_few(const struct quantized *p, int64_t first, int64_t l
     }
 }
 
-/* The rows to be read together of those that are left: as many as fit, or about the same number twice. */
+/* Returns how many of the remaining rows are read together: as many as fit, or half of them if that gives two turns. */
 static int64_t height_of(int64_t rows) {
     return rows > VECTOR_ROWS && rows < 2 * VECTOR_ROWS ? (rows + 1) / 2 : min(rows, VECTOR_ROWS);
 }
 
-/* Up to BLOCK_ROWS rows and the pairs [first, last): a block of a pair stays in the cache while the rows go by. */
+/* Multiplies up to BLOCK_ROWS rows by the pairs [first, last). A block of a pair stays in the cache across the rows. */
 AMX static void multiply_many(const struct quantized *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
     uint8_t unpacked[BLOCK_INPUTS * OUTPUTS] __attribute__((aligned(64)));
     float sums[BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));

@@ -4,7 +4,7 @@
 
 #include "processor.h"
 
-/* To 1e-4 of itself, a twentieth of what bfloat16 rounds away. */
+/* silu with a relative error of 1e-4, a twentieth of bfloat16's rounding error. */
 AVX INLINE __m512 rough_silu(__m512 x) {
     __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f));
     t = _mm512_min_ps(_mm512_max_ps(t, _mm512_set1_ps(-1000.0f)), _mm512_set1_ps(1000.0f)); /* no infinite `whole` */
@@ -19,7 +19,7 @@ AVX INLINE __m512 rough_silu(__m512 x) {
     return _mm512_mul_ps(x, _mm512_rcp14_ps(_mm512_add_ps(whole_power, _mm512_set1_ps(1.0f))));
 }
 
-/* To a few units of the last place; 0 below -87, where it is less than 2e-36. */
+/* silu with an error of a few units in the last place; 0 below -87, where silu is less than 2e-36. */
 AVX2 INLINE __m256 exact_silu(__m256 x) {
     static const float powers[] = {1.54035304e-4f, 1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f,
                                    2.40226507e-1f, 6.93147181e-1f, 1.0f};

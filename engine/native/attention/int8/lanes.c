@@ -4,8 +4,8 @@
 #include "attention/lane.h"
 
 enum {
-    AT_ONCE = 4,              /* lanes that have their sums in registers */
-    BLOCK = UNIT * INT8_DIMS, /* bytes of a unit's values of as many dims */
+    AT_ONCE = 4,              /* lanes with their sums in registers */
+    BLOCK = UNIT * INT8_DIMS, /* bytes of INT8_DIMS dims of a unit's values */
     REGISTER = 64,            /* bytes */
 };
 
@@ -32,7 +32,7 @@ AVX void load_int8_query(const struct attention *a, const char *query, struct in
     to->offset = -128 * _mm512_reduce_add_epi32(sum);
 }
 
-/* 16 keys from `key` on. */
+/* Copies 16 keys from `key` on. */
 AVX INLINE void take_keys(const struct unit *unit, int64_t key, int64_t dim, struct int8_unit *to) {
     const __m512i more = _mm512_set1_epi8((char)128);
     uint8_t *at = to->keys + key * round_up(dim, INT8_DIMS);
@@ -46,7 +46,7 @@ AVX INLINE void take_keys(const struct unit *unit, int64_t key, int64_t dim, str
     for (int i = 0; i < 16; i++) to->key_scales[key + i] = scale_of(unit->keys[key + i], dim);
 }
 
-/* Four values from `key` on. */
+/* Copies four values from `key` on. */
 AVX INLINE void take_values(const struct unit *unit, int64_t key, int64_t dim, struct int8_unit *to) {
     int8_t *at = to->values + key / 4 * 256;
     for (int64_t d = 0; d < dim; d += INT8_DIMS, at += BLOCK) {
@@ -69,13 +69,13 @@ AVX void take_int8_unit(const struct attention *a, const struct unit *unit, cons
     }
 }
 
-/* Exact sums of 16 keys to scores, in units of the query's scale. */
+/* Converts the exact sums of 16 keys to scores, in units of the query's scale. */
 AVX INLINE void to_scores(__m512i whole, const struct int8_query *query, __m512 key_scales, float *scores) {
     const __m512i sums = _mm512_add_epi32(whole, _mm512_set1_epi32(query->offset));
     _mm512_store_ps(scores, _mm512_mul_ps(_mm512_cvtepi32_ps(sums), key_scales));
 }
 
-/* Scores of 16 keys from `key` on, or of as many more, to [lane, UNIT]. */
+/* Computes the scores of 16 keys (or 32, with two tiles) from `key` on, to [lane, UNIT]. */
 AVX INLINE void score_int8(const int lanes, const int tiles, const struct int8_unit *unit, int64_t key, int64_t dim,
                            const struct int8_query *queries, float *scores) {
     const int64_t width = round_up(dim, INT8_DIMS);
@@ -108,13 +108,13 @@ AVX INLINE void score_int8(const int lanes, const int tiles, const struct int8_u
     }
 }
 
-/* Bytes of four registers' whole numbers of 16 bits, low ones or, where they are shifted, high ones, in their order. */
+/* Packs the low bytes of four registers' 16-bit integers, in order. Shift them before to get the high bytes. */
 AVX INLINE __m512i bytes_of(__m512i first, __m512i second) {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(first, second));
 }
 
-/* Weights times the scales of their values as whole numbers; it returns their scale, NaN where one is not finite. */
+/* Converts weights times the scales of their values to integers. Returns their scale, NaN if one is not finite. */
 AVX INLINE float weigh_int8(float *weights, const float *scales, int64_t num_keys, uint8_t *high, uint8_t *low) {
     __m512 largest = _mm512_setzero_ps(), faults = largest;
     for (int64_t key = 0; key < num_keys; key += 16) {
@@ -139,7 +139,7 @@ AVX INLINE float weigh_int8(float *weights, const float *scales, int64_t num_key
     return top / MAX_WEIGHT + _mm512_reduce_add_ps(faults);
 }
 
-/* Weighted sums of two of four times 16 dims, from `first` on, to `sums`. */
+/* Computes the weighted sums of two of the four groups of 16 dims, from the group `first` on, to `sums`. */
 AVX INLINE void add_int8(const int lanes, const int first, const int8_t *values, int64_t num_keys,
                          const uint8_t *high, const uint8_t *low, __m512i sums[][4]) {
     __m512i highs[AT_ONCE][2], lows[AT_ONCE][2];
@@ -167,7 +167,7 @@ AVX INLINE void add_int8(const int lanes, const int first, const int8_t *values,
         for (int i = 0; i < 2; i++) sums[lane][first + i] = joined(highs[lane][i], lows[lane][i]);
 }
 
-/* Four registers, each of which has fours of dims, of 16 the same four: 16 dims each. */
+/* Reorders four registers of interleaved groups of four dims to 16 consecutive dims each. */
 AVX INLINE void in_order(__m512i x[4]) {
     const __m512i a = _mm512_shuffle_i32x4(x[0], x[1], 0x44), b = _mm512_shuffle_i32x4(x[0], x[1], 0xee);
     const __m512i c = _mm512_shuffle_i32x4(x[2], x[3], 0x44), d = _mm512_shuffle_i32x4(x[2], x[3], 0xee);

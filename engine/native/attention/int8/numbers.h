@@ -1,17 +1,17 @@
-/* Numbers of a pool of int8, and of what is multiplied by them. */
+/* Numbers of an int8 pool, and of the integers that are multiplied by them. */
 
 #pragma once
 
 #include "attention/unit.h"
 
 enum {
-    MAX_QUERY = 127 * 256 + 127,  /* the largest whole number of a query, and of a weight */
+    MAX_QUERY = 127 * 256 + 127,  /* the largest integer of a query, and of a weight */
     MAX_WEIGHT = 127 * 256 + 255,
 };
 
-#define LEAST 1e-30f /* below it numbers count as zero: the inverse of its scale is none */
+#define LEAST 1e-30f /* smaller maxima count as zero, since the inverse of their scale overflows */
 
-/* 256 high + low. */
+/* Returns 256 high + low. */
 AVX INLINE __m512i joined(__m512i high, __m512i low) { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
 
 INLINE float scale_of(const char *row, int64_t dim) {
@@ -25,7 +25,7 @@ INLINE float scale_of(const char *row, int64_t dim) {
 
 AVX INLINE __mmask64 some_bytes(int64_t count) { return count >= 64 ? ~0ull : (1ull << count) - 1; }
 
-/* The numbers [d, d + 64) of four rows, in registers of fours: of each 16 dims the first four, the next, and so on. */
+/* Loads the numbers [d, d + 64) of four rows, interleaved. Register i has the i-th four of each 16 dims. */
 AVX INLINE void load_fours(const char *const *rows, int64_t d, int64_t dim, __m512i fours[4]) {
     __m512i row[4];
     for (int i = 0; i < 4; i++) row[i] = _mm512_maskz_loadu_epi8(some_bytes(dim - d), rows[i] + d);

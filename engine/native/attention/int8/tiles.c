@@ -7,7 +7,7 @@
 
 enum {
     LEAST_TILED = 8,
-    TILE_BYTES = 64, /* of a row of a tile: dims of a key, or keys of a dim */
+    TILE_BYTES = 64, /* bytes of a tile's row: dims of a key, or keys of a dim */
     TILE = 16 * TILE_BYTES,
 };
 
@@ -36,12 +36,12 @@ AVX void load_int8_queries(const struct attention *a, const char *const *queries
     }
 }
 
-/* The place of a dim among the sums of a tile; `store` of job.c has them so. */
+/* Returns the index of a dim among the sums of a tile, in the order that `store` of job.c expects. */
 INLINE int64_t place_of(int64_t dim, int is_bf16) {
     return is_bf16 ? dim / 32 * 32 + dim / 4 % 2 * 16 + dim % 32 / 8 * 4 + dim % 4 : dim;
 }
 
-/* Values [key, key + TILE_BYTES) of INT8_DIMS dims from `d` on. */
+/* Copies the values [key, key + TILE_BYTES) of INT8_DIMS dims from `d` on. */
 AVX INLINE void take_values(const struct attention *a, const struct unit *unit, int64_t key, int64_t d, int8_t *to) {
     const int64_t end = round_up(unit->count, 32);
     __m512i rows[4][16];
@@ -79,7 +79,7 @@ AVX void take_int8_rows(const struct attention *a, const struct unit *unit, cons
         for (int64_t d = 0; d < a->value_dim; d += INT8_DIMS) take_values(a, unit, key, d, to->values);
 }
 
-/* Exact sums of 16 keys to scores, in units of the queries' scales. */
+/* Converts the exact sums of 16 keys to scores, in units of the queries' scales. */
 AVX INLINE void to_scores(const int32_t *high, const int32_t *low, const float *key_scales, float *scores) {
     for (int key = 0; key < 16; key++) {
         const __m512i whole = joined(_mm512_load_si512(high + key * 16), _mm512_load_si512(low + key * 16));
@@ -88,8 +88,9 @@ AVX INLINE void to_scores(const int32_t *high, const int32_t *low, const float *
     }
 }
 
-/* Products of 32 rows of `size` bytes, `stride` apart, by the high and the low bytes [size / 4, LANES, 4] of 16 lanes:
-   the exact sums [16, LANES] of the first rows by the high ones and by the low ones, and then of the other rows. */
+/* Multiplies 32 rows of `size` bytes, `stride` apart, by the high and the low bytes [size / 4, LANES, 4] of 16 lanes.
+   The exact sums [16, LANES] are: the first 16 rows by the high bytes, by the low bytes, then the other rows by
+   both. */
 AMX INLINE void multiply(const int8_t *rows, int64_t stride, int64_t size, const void *high, const void *low,
                          const int are_unsigned, int32_t sums[4][TILE / 4]) {
     _tile_zero(0);
@@ -119,7 +120,7 @@ AMX INLINE void multiply(const int8_t *rows, int64_t stride, int64_t size, const
     _tile_stored(3, sums[3], 64);
 }
 
-/* Scores [UNIT, LANES] of the first `num_keys`, a multiple of 32. */
+/* Computes scores [UNIT, LANES] of the first `num_keys`, a multiple of 32. */
 AMX INLINE void score(const struct attention *a, const struct int8_rows *rows, int64_t num_keys,
                       const struct int8_queries *queries, float *scores) {
     const int64_t width = round_up(a->key_dim, INT8_DIMS);
@@ -131,12 +132,12 @@ AMX INLINE void score(const struct attention *a, const struct int8_rows *rows, i
     }
 }
 
-/* The bits of `first` where `bits` has ones, of `second` elsewhere. */
+/* Selects the bits of `first` where `bits` is 1, and of `second` elsewhere. */
 AVX INLINE __m512i select_bits(int bits, __m512i first, __m512i second) {
     return _mm512_ternarylogic_epi32(_mm512_set1_epi32(bits), first, second, 0xca);
 }
 
-/* Four whole numbers of 16 bits: their low bytes, or the high ones, side by side. */
+/* Packs the low bytes of four 16-bit integers; `high_bytes` packs the high ones. */
 AVX INLINE __m512i low_bytes(const __m512i x[4]) {
     const __m512i bytes = select_bits(0xff, x[0], _mm512_slli_epi32(x[1], 8));
     return select_bits(0xffffff, select_bits(0xffff, bytes, _mm512_slli_epi32(x[2], 16)), _mm512_slli_epi32(x[3], 24));
@@ -147,8 +148,8 @@ AVX INLINE __m512i high_bytes(const __m512i x[4]) {
     return select_bits(0xffffff, select_bits(0xffff, bytes, _mm512_slli_epi32(x[2], 8)), _mm512_slli_epi32(x[3], 16));
 }
 
-/* Weights [UNIT, LANES] times the scales of their values as whole numbers [UNIT / 4, LANES, 4], zeros up to whole
-   TILE_BYTES; it returns their scales, NaN where one is not finite. */
+/* Converts weights [UNIT, LANES] times the scales of their values to integers [UNIT / 4, LANES, 4], padded with zeros
+   to whole TILE_BYTES. Returns their scales, NaN if a weight is not finite. */
 AVX INLINE __m512 weigh(float *weights, const float *scales, int64_t num_keys, uint8_t *high, uint8_t *low) {
     __m512 top = _mm512_setzero_ps(), faults = top;
     for (int64_t key = 0; key < num_keys; key++) {
@@ -173,7 +174,7 @@ AVX INLINE __m512 weigh(float *weights, const float *scales, int64_t num_keys, u
     return _mm512_add_ps(_mm512_div_ps(top, _mm512_set1_ps(MAX_WEIGHT)), faults);
 }
 
-/* Exact sums of 16 dims, times `scales`, onto `to`. */
+/* Adds the exact sums of 16 dims, times `scales`, to `to`. */
 AVX INLINE void add_sums(const int32_t *high, const int32_t *low, __m512 scales, float *to) {
     for (int64_t i = 0; i < TILE / 4; i += LANES) {
         const __m512 more = _mm512_cvtepi32_ps(joined(_mm512_load_si512(high + i), _mm512_load_si512(low + i)));
@@ -181,7 +182,7 @@ AVX INLINE void add_sums(const int32_t *high, const int32_t *low, __m512 scales,
     }
 }
 
-/* Weighted sums of the first `num_keys` onto `sums` [dims, LANES]. */
+/* Adds the weighted values of the first `num_keys` to `sums` [dims, LANES]. */
 AMX INLINE void add(const struct attention *a, const struct int8_rows *rows, int64_t num_keys, const uint8_t *high,
                     const uint8_t *low, __m512 scales, float *sums) {
     int32_t added[4][TILE / 4] __attribute__((aligned(64)));
