@@ -1,1 +1,1 @@
-"""The wire contract: what crosses between processes, and nothing of how it is computed."""
+"""The wire contract: the messages between processes, independent of how their contents are computed."""

@@ -1,4 +1,4 @@
-"""Pauses that grow with each failure in a row. It knows no sleep: its users wait, or do without."""
+"""Pauses that grow with each consecutive failure. Callers do the sleeping."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Backoff:
-    """A pause that doubles from `first` up to `longest`, in whatever unit they have."""
+    """A pause that doubles from `first` up to `longest`; the caller chooses the unit."""
 
     def __init__(self, first: float, longest: float) -> None:
         self._first = first
@@ -25,11 +25,11 @@ class Backoff:
 
 
 class BackoffGate:
-    """Closes for a growing pause after each failure; failures while it is closed count as one.
+    """Closes for a growing pause after each failure; failures during a pause count as one.
 
     Args:
         first_s: the pause after the first failure.
-        longest_s: the limit to which it doubles.
+        longest_s: the longest pause.
         clock: seconds.
     """
 
@@ -44,7 +44,7 @@ class BackoffGate:
         return self._clock() >= self._opens_at_s
 
     def failed(self) -> None:
-        """Begin a pause, unless there is one."""
+        """Start a pause unless one is running."""
         if self.is_open:
             self._opens_at_s = self._clock() + self._backoff.next()
 

@@ -1,4 +1,4 @@
-"""The one form in which a change of a prefix cache travels: from the block manager to the router's index."""
+"""The change of a prefix cache, as the block manager sends it to the router's index."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 class CacheDelta:
     """The net change of one worker's prefix cache, over one call of its block manager or over many steps.
 
-    It is read in this order: everything goes if `is_cleared`, then `removed` go, then `stored` come. No key is in both.
+    Apply it in this order: clear if `is_cleared`, then drop `removed`, then add `stored`. No key is in both.
 
     Attributes:
         stored: joined keys (`protos.block_keys.join_keys`) of full blocks that can be reused from now on.
-        removed: joined keys of blocks whose memory was given to other tokens.
-        is_cleared: every earlier block is gone (weights changed, or the cache was reset).
+        removed: joined keys of blocks whose memory was reused for other tokens.
+        is_cleared: all earlier blocks are invalid (weights changed, or the cache was reset).
     """
 
     stored: bytes = b""

@@ -1,7 +1,7 @@
-"""Text of clients in logs and traces: in one line, and short.
+"""Makes client text safe for logs and traces: one line, and short.
 
-A name, a field or a header of a request may hold line breaks, with which it would write log lines of its own, and may
-be long. Whatever a line of ours says is made safe where the line is made, so no place that logs can forget it.
+Names, fields and headers of a request may be long or hold line breaks that forge log lines. Log records are cleaned
+where they are made, so no caller can forget it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 _OURS = ("actors", "engine", "protos", "router", "asyncio", "uvicorn")
 _MAX_MESSAGE = 1500
-_MAX_TRACE = 1500  # of an error's message, in front of which stand the lines of the traceback
+_MAX_TRACE = 1500  # of an error's message, after the lines of the traceback
 
 
 def for_log(value: object, limit: int = 200) -> str:
-    """Return the beginning of a value as text without line breaks, control characters and half characters."""
+    """Return the start of a value as text without line breaks, control characters and lone surrogates."""
     text = str(value)
     shown = text[:limit]
     if not (shown.isascii() and shown.isprintable()):
@@ -27,7 +27,7 @@ def for_log(value: object, limit: int = 200) -> str:
 
 
 class LogLine(logging.LogRecord):
-    """A record whose message is one line, and whose traceback's errors are one line each, for loggers of ours."""
+    """A log record with a one-line message and one line per error of its traceback."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -41,12 +41,12 @@ class LogLine(logging.LogRecord):
 
 
 def guard_logs() -> None:
-    """Have this process make its log records so; again changes nothing."""
+    """Make this process create its log records as `LogLine`; idempotent."""
     logging.setLogRecordFactory(LogLine)
 
 
 def _one_line_each(error: BaseException) -> str:
-    """Return the traceback of an error and of those that led to it."""
+    """Return the traceback of an error and of its causes."""
     parts, seen = [], set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:

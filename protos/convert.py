@@ -1,4 +1,4 @@
-"""Conversions between the gRPC messages and the project's own plain data."""
+"""Conversions between gRPC messages and the project's own dataclasses."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _MAX_ENTRIES = 1 << 16
 
 
 def request_fields(request: pb2.GenerateRequest) -> dict[str, object]:
-    """Return the fields that the client has set, named and shaped as in the JSON body of `/v1/completions`.
+    """Return the fields that the client set, named and shaped as in the JSON body of `/v1/completions`.
 
-    So one schema validates both frontends. `prompt_token_ids` becomes `prompt`. With `messages` the shape is that of
-    `/v1/chat/completions`.
+    One schema therefore validates both frontends. `prompt_token_ids` becomes `prompt`; with `messages` the shape is the
+    one of `/v1/chat/completions`.
 
     Raises:
-        RequestError: there is a text as well, or a text that holds JSON does not, or there are too many entries.
+        RequestError: both a text and token ids are given, a JSON field is not valid JSON, or there are too many
+            entries.
     """
     _check_entries(request)
     fields: dict[str, object] = {}
@@ -33,16 +34,16 @@ def request_fields(request: pb2.GenerateRequest) -> dict[str, object]:
     token_ids = fields.pop("prompt_token_ids", None)
     if token_ids is not None:
         if "prompt" in fields:
-            raise RequestError("prompt and prompt_token_ids both say what is continued; send one.", param="prompt")
+            raise RequestError("prompt and prompt_token_ids are alternatives; send one.", param="prompt")
         fields["prompt"] = token_ids
     return _chat_fields(request, fields) if request.messages else fields
 
 
 def tokenize_fields(request: pb2.TokenizeRequest) -> dict[str, object]:
-    """Return the fields that the client has set, named and shaped as in the JSON body of `/tokenize`.
+    """Return the fields that the client set, named and shaped as in the JSON body of `/tokenize`.
 
     Raises:
-        RequestError: a text that holds JSON does not, or there are too many entries.
+        RequestError: a JSON field is not valid JSON, or there are too many entries.
     """
     _check_entries(request)
     fields = {descriptor.name: _plain(descriptor.name, value) for descriptor, value in request.ListFields()}
@@ -50,7 +51,7 @@ def tokenize_fields(request: pb2.TokenizeRequest) -> dict[str, object]:
 
 
 def _check_entries(request: pb2.GenerateRequest | pb2.TokenizeRequest) -> None:
-    """Count what a chat is made of before it is expanded: an entry of two bytes costs microseconds."""
+    """Limit a chat's entries before they are expanded: a two-byte entry costs microseconds."""
     num_entries = len(request.messages) + len(request.tools) + len(request.allowed_tools)
     if num_entries <= _MAX_ENTRIES:
         num_entries += sum(len(message.tool_calls) for message in request.messages)
@@ -61,7 +62,7 @@ def _check_entries(request: pb2.GenerateRequest | pb2.TokenizeRequest) -> None:
 
 
 def _chat_fields(request: pb2.GenerateRequest | pb2.TokenizeRequest, fields: dict[str, object]) -> dict[str, object]:
-    """Return the fields of a chat, whose messages and tools are flat in gRPC."""
+    """Return the fields of a chat; its messages and tools are flat in gRPC."""
     fields["messages"] = [_message(message) for message in request.messages]
     if request.tools:
         fields["tools"] = [_tool(tool) for tool in request.tools]
@@ -114,7 +115,7 @@ def _plain(name: str, value: object) -> object:
 
 
 def logprobs_message(token_id: int, logprobs: TokenLogprobs | None) -> pb2.TokenLogprobs:
-    """Convert one position's log-probabilities; None, of a token without a prediction, gives its id alone."""
+    """Convert one position's logprobs; None (a token without a prediction) gives the id alone."""
     if logprobs is None:
         return pb2.TokenLogprobs(token_id=token_id)
     return pb2.TokenLogprobs(

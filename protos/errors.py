@@ -14,9 +14,9 @@ class ServingError(Exception):
         http_status: status code of the HTTP answer.
         grpc_code: name of the `grpc.StatusCode` member.
         error_type: `type` of OpenAI's error object.
-        code: `code` of OpenAI's error object, where a client may want to tell this error from others of its type.
-        param: request field at fault, if one is.
-        retry_after_s: seconds after which a retry may succeed; the class's usual ones where not given.
+        code: `code` of OpenAI's error object, if clients need to distinguish this error from others of its type.
+        param: the request field at fault, if any.
+        retry_after_s: wait in seconds before a retry may succeed; the class has a default.
     """
 
     http_status = 500
@@ -32,7 +32,7 @@ class ServingError(Exception):
         self.retry_after_s = self.usual_retry_after_s if retry_after_s is None else retry_after_s
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Keep `param` and `retry_after_s` across process borders; the default would pass `args` alone."""
+        """Keep `param` and `retry_after_s` when pickled; the default would pass `args` alone."""
         return _rebuild, (type(self), self.message, self.param, self.retry_after_s)
 
 
@@ -52,9 +52,9 @@ class ContextLengthError(RequestError):
     """A prompt, or prompt and output together, are longer than the model's context.
 
     Attributes:
-        num_prompt_tokens: of the prompt; at least so many where it was not read.
+        num_prompt_tokens: tokens of the prompt; a lower bound if it was not tokenized completely.
         max_model_len: the model's context.
-        max_tokens: of the output; None where the prompt alone is too long.
+        max_tokens: requested output tokens; None if the prompt alone is too long.
     """
 
     code = "context_length_exceeded"
@@ -76,7 +76,7 @@ class ContextLengthError(RequestError):
 
     @classmethod
     def of_prompt(cls, name: str, num_tokens: int, max_model_len: int, more: str = "") -> ContextLengthError:
-        """Return the error of a prompt, in the words that OpenAI's clients look for; `name` is its parameter."""
+        """Return the error of a prompt, worded as OpenAI's clients expect; `name` is its parameter."""
         return cls(
             f"This model's maximum context length is {max_model_len} tokens. However, your {name} resulted in "
             f"{num_tokens} tokens{more}. Please reduce the length of the {name}; {max_model_len - 1} leave room for an "
@@ -88,7 +88,7 @@ class ContextLengthError(RequestError):
 
 
 class GrammarError(RequestError):
-    """The answer came to a place where its grammar allows nothing, neither a token nor the end."""
+    """The grammar of the answer does not allow any further token or the end."""
 
     code = "grammar_dead_end"
 
@@ -103,7 +103,7 @@ class AuthenticationError(ServingError):
 
 
 class PermissionDeniedError(ServingError):
-    """The client is known, or needs no key, and may not do this."""
+    """The client may not do this."""
 
     http_status = 403
     grpc_code = "PERMISSION_DENIED"
@@ -111,7 +111,7 @@ class PermissionDeniedError(ServingError):
 
 
 class NotFoundError(ServingError):
-    """The named model (or path) does not exist here."""
+    """The named model or path does not exist."""
 
     http_status = 404
     grpc_code = "NOT_FOUND"
@@ -119,7 +119,7 @@ class NotFoundError(ServingError):
 
 
 class ConflictError(ServingError):
-    """Something else that is under way excludes this; it may be asked for again when that has ended."""
+    """Another operation in progress excludes this one; retry when it has ended."""
 
     http_status = 409
     grpc_code = "ABORTED"
@@ -134,7 +134,7 @@ class ModelNotFoundError(NotFoundError):
 
 
 class MisdirectedRequestError(ServingError):
-    """The request is meant for a server of another name."""
+    """The request names another server as its host."""
 
     http_status = 421
     grpc_code = "INVALID_ARGUMENT"
@@ -150,7 +150,7 @@ class RequestTooLargeError(ServingError):
 
 
 class RequestTimeoutError(ServingError):
-    """The client has sent its request too slowly."""
+    """The client sent its request too slowly."""
 
     http_status = 408
     grpc_code = "DEADLINE_EXCEEDED"
@@ -168,7 +168,7 @@ class RateLimitError(ServingError):
 
 
 class OverloadedError(ServingError):
-    """More load than capacity: the request was not accepted, and may be sent again later."""
+    """The server is at capacity and did not accept the request; it may be sent again later."""
 
     http_status = 503
     grpc_code = "RESOURCE_EXHAUSTED"
@@ -187,11 +187,11 @@ class UnavailableError(ServingError):
 
 
 class EngineLostError(UnavailableError):
-    """The engine ended while the request was in it: by a fault of its own, of another request, or of this one."""
+    """The engine ended while it held the request: through its own fault, this request's or another one's."""
 
 
 class ModelChangedError(ServingError):
-    """The pairs serve another model than the one the request was made for; an answer is of one model alone."""
+    """The pairs now serve another model than the one the request was prepared for."""
 
     http_status = 503
     grpc_code = "UNAVAILABLE"
@@ -201,7 +201,7 @@ class ModelChangedError(ServingError):
 
 
 class ShuttingDownError(ServingError):
-    """The application is being taken down, and no replica is left: waiting for one would be in vain."""
+    """The application is being deleted and no replica is left, so waiting is useless."""
 
     http_status = 503
     grpc_code = "UNAVAILABLE"
@@ -217,14 +217,14 @@ class DeadlineExceededError(ServingError):
 
 
 class EngineError(ServingError):
-    """The engine failed while it computed; the fault is ours."""
+    """The engine failed while computing: a server fault."""
 
 
 class NonFiniteLogitsError(ServingError):
-    """The model has no next token: its numbers overflowed on this text, and would do so again anywhere."""
+    """The model's logits are not finite for this text; every other replica would fail the same way."""
 
     code = "non_finite_logits"
 
 
 class ConfigError(ServingError):
-    """deploy.yaml, a model folder or the machine does not allow what was asked; raised at start, never per request."""
+    """The machine, a model folder or deploy.yaml rules the configuration out; raised at startup only."""

@@ -14,11 +14,11 @@ Incoming = TypeVar("Incoming")
 
 
 class ConnectionLostError(ConnectionError):
-    """The other side closed, died, broke the protocol, or did not read in time."""
+    """The peer closed, died, broke the protocol, or did not read in time."""
 
 
 class FrameCodec(Generic[Incoming]):
-    """Encodes any message, and decodes those of the type `incoming` from a stream that arrives in pieces."""
+    """Encodes any message, and decodes `incoming` messages from a stream of arbitrary pieces."""
 
     def __init__(self, incoming: Any) -> None:
         self._encoder = msgspec.msgpack.Encoder()

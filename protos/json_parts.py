@@ -1,4 +1,4 @@
-"""The number of things in a large JSON text, counted before one of them is made."""
+"""A limit on the number of values in a large JSON text, checked before it is parsed."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import numpy as np
 
 from protos.errors import RequestError
 
-LARGE_BYTES = 1 << 16  # shorter texts hold so little that they are not counted
+LARGE_BYTES = 1 << 16  # shorter texts hold too few values to count
 _MAX_PARTS = 1 << 16
 _MAX_VALUES = 1_250_000  # a context of a million tokens in ids, and the rest of a request
 _QUOTE, _COMMA = ord('"'), ord(",")
 
 
 def check_parts(text: bytes | bytearray, name: str) -> None:
-    """Raise RequestError for a large text of more things than a request needs; what is no JSON may pass.
+    """Raise RequestError if a large text has more values than any request needs; invalid JSON may pass.
 
-    Lists, objects, their fields and texts each cost an allocation or more to read, and numbers a tenth of it. `name` is
-    that of the text for the client.
+    Each list, object, field and string costs at least one allocation to parse, a number a tenth of that. `name` is the
+    client's name for the text.
     """
     if len(text) <= LARGE_BYTES:
         return
     octets = np.frombuffer(_without_escapes(bytes(text)), np.uint8)
-    is_outside = ~np.logical_xor.accumulate(octets == _QUOTE)  # of texts; what ends one is
+    is_outside = ~np.logical_xor.accumulate(octets == _QUOTE)  # of strings; a closing quote counts
     num_values = 1 + np.count_nonzero(is_outside & (octets == _COMMA))
     if num_values > _MAX_VALUES:
         raise RequestError(f"{name} holds {num_values} values; at most {_MAX_VALUES} are read.")
@@ -31,5 +31,5 @@ def check_parts(text: bytes | bytearray, name: str) -> None:
 
 
 def _without_escapes(text: bytes) -> bytes:
-    """Return the text with blanks for the escapes of backslashes and quotes, so that every quote bounds a text."""
+    """Blank out escaped backslashes and quotes, so that every remaining quote bounds a string."""
     return text.replace(rb"\\", b"  ").replace(rb"\"", b"  ")

@@ -1,4 +1,4 @@
-"""Calls of Linux that all processes share: the user behind a Unix socket, and the scheduling policy of threads."""
+"""Linux calls that all processes share: the user of a Unix socket's peer, and the scheduling policy of threads."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import socket
 import struct
 from contextlib import suppress
 
-SLICE_S = 0.008  # of a core, for threads that compute: a short pass on a processor, and no long wait for a frontend
+SLICE_S = 0.008  # of a core, for compute threads: a short pass fits on one processor, and frontends do not wait long
 _THREADS = "/proc/self/task"
-_SET_ATTRIBUTES = {"x86_64": 314, "aarch64": 274}  # sched_setattr, for which Python has no function
+_SET_ATTRIBUTES = {"x86_64": 314, "aarch64": 274}  # the number of sched_setattr, a call that Python lacks
 _ATTRIBUTES = "IIQiIQQQ"  # of a thread: size, policy, flags, niceness, priority, slice in ns, two for other policies
 
 
@@ -22,26 +22,26 @@ def is_own(peer: socket.socket) -> bool:
 
 
 def wait_for_cores() -> None:
-    """Have this process's threads wait for a core where all compute: one that wakes takes none from a running thread.
+    """Schedule this process as SCHED_BATCH, so that its threads never preempt a running compute thread.
 
-    The threads of a model's pass work on parts of one product. Where one loses its core with a part in hand, all wait
-    for it: a frontend that takes a core for a millisecond holds up the pass for a millisecond, not for half of one. A
-    thread that waits (Linux' SCHED_BATCH) runs between two passes, on the core that a helper gives up, or in its turn.
-    Threads and processes that are started later inherit it. It does nothing where the system has no such thing.
+    The threads of a model's pass compute parts of one product. When one loses its core, all wait for it: a frontend
+    that takes a core for 1 ms delays the pass by 1 ms. A SCHED_BATCH thread runs between two passes, on a core that a
+    helper thread gives up, or in its turn. Threads and processes started later inherit the policy. Without SCHED_BATCH
+    this does nothing.
     """
     if not hasattr(os, "SCHED_BATCH") or not os.path.isdir(_THREADS):
         return
     for thread in os.listdir(_THREADS):
-        with suppress(OSError):  # it has ended, or the system forbids it
+        with suppress(OSError):  # the thread has ended, or the system forbids it
             os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
 
 
 def keep_cores() -> None:
-    """Give this thread, and those that it starts, slices of `SLICE_S` of a core, and end its waiting for one.
+    """Give this thread and its future children slices of `SLICE_S` of a core, and undo `wait_for_cores` for them.
 
-    A thread whose slice of time is over gives its core to those that wait, with a part of a product in hand: by default
-    after 1.4 ms, on two cores. With longer slices they find one between two passes more often. Linux gives those from
-    6.12 on; before that, this only ends the waiting (`wait_for_cores`) that a thread inherits from its process.
+    A thread whose slice ends gives its core to waiting threads, even in the middle of a product: by default after 1.4
+    ms on two cores. With longer slices, waiting threads run between two passes more often. Linux supports custom slices
+    from 6.12 on; on older kernels this only undoes the inherited `wait_for_cores`.
     """
     if not hasattr(os, "SCHED_OTHER"):
         return
@@ -50,4 +50,4 @@ def keep_cores() -> None:
     if (number := _SET_ATTRIBUTES.get(platform.machine())) is not None:
         size, niceness = struct.calcsize(_ATTRIBUTES), os.getpriority(os.PRIO_PROCESS, 0)
         attributes = struct.pack(_ATTRIBUTES, size, os.SCHED_OTHER, 0, niceness, 0, int(SLICE_S * 1e9), 0, 0)
-        ctypes.CDLL(None).syscall(number, 0, attributes, 0)  # an error is ignored: default slices do, too
+        ctypes.CDLL(None).syscall(number, 0, attributes, 0)  # an error is ignored: default slices work too

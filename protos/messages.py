@@ -1,8 +1,7 @@
-"""Requests and their results: the plain data that every process of Outrider passes on.
+"""Requests and their results: the plain data that Outrider's processes exchange.
 
-Dataclasses of built-in types only, never changed once they are made, so that any codec can carry them and any package
-may read them. Validation of user input happens once, at the frontends (`router`); here values are already sound. Token
-ids are the target's.
+Immutable dataclasses of built-in types, so that any codec can carry them and any package may import them. The frontends
+(`router`) validate user input; values here are already valid. Token ids are the target's.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from typing import Any
 
 from protos.served_draft import DraftReport
 
-MAX_STEP_SCORE = 9.0  # the target's score of the best reasoning step; the worst has 0
+MAX_STEP_SCORE = 9.0  # the target's score of the best reasoning step; the worst scores 0
 
 
 class FinishReason(StrEnum):
-    """The reason for which a sequence ended; the values are OpenAI's.
+    """Why a sequence ended; the values are OpenAI's.
 
-    `tool_calls` is given by the ingress, which reads the text. Four more never reach a client as such: `abort` is a
-    sequence that its client or its pair gave up, `timeout` one whose own time-out passed (the frontends report a
-    `DeadlineExceededError`), `grammar` one after which its grammar allows nothing (a `GrammarError`), `non_finite` one
-    whose logits were not finite (a `NonFiniteLogitsError`).
+    The ingress sets `tool_calls` after parsing the text. Four more never reach a client as such: `abort`, its client or
+    its pair gave the sequence up; `timeout`, its own time-out passed (the frontends report `DeadlineExceededError`);
+    `grammar`, the grammar allows nothing after the last token (`GrammarError`); `non_finite`, the logits were not
+    finite (`NonFiniteLogitsError`).
     """
 
     STOP = "stop"
@@ -36,14 +35,14 @@ class FinishReason(StrEnum):
 
 
 class SpeculationMode(StrEnum):
-    """The exactness of speculation: nothing changes, or reasoning steps that the target finds good enough."""
+    """The exactness of speculation: exact, or with reasoning steps that the target scores as good enough."""
 
     EXACT = "exact"
     APPROXIMATE = "approximate"
 
 
 class VerifyMode(StrEnum):
-    """The verification of drafts; every mode leaves the target's distribution as it is (see `engine.verifier`)."""
+    """How drafts are verified; every mode keeps the target's distribution (see `engine.verifier`)."""
 
     COUPLED = "coupled"
     REJECTION = "rejection"
@@ -53,23 +52,23 @@ class VerifyMode(StrEnum):
 class SpeculationMethod(StrEnum):
     """The source of drafts; a deployment offers some of them (`ModelCard.speculation_methods`).
 
-    Where a method is text, it is one of these or the name of one more draft model of the deployment.
+    A method given as text is one of these, or the name of another draft model of the deployment.
     """
 
     MODEL = "model"  # the deployment's draft model
     MEDUSA = "medusa"  # heads on the target's last hidden state, each for one position ahead
-    EAGLE3 = "eagle3"  # a layer on three of the target's hidden states, and then on its own
+    EAGLE3 = "eagle3"  # a layer on three of the target's hidden states, then on its own output
     MTP = "mtp"  # the target's own multi-token-prediction layer
-    SELF = "self"  # the target's own weights in fewer bits, or the first of its layers
-    SUFFIX = "suffix"  # the continuation of equal tokens before, in this request or in finished ones of its cache_salt
-    NGRAM = "ngram"  # the continuation of the last few tokens where they occurred last in this request
-    HYBRID = "hybrid"  # pass by pass, the suffix or the model or head, whichever is expected to yield more
-    AUTO = "auto"  # one of the others, by what was measured of them for such requests
+    SELF = "self"  # the target's own weights in fewer bits, or its first layers
+    SUFFIX = "suffix"  # the continuation of an earlier match, in this request or in finished ones of its cache_salt
+    NGRAM = "ngram"  # the continuation of the last tokens' most recent occurrence in this request
+    HYBRID = "hybrid"  # per pass, the suffix or the model or head: the one expected to yield more
+    AUTO = "auto"  # one of the others, by measurements of similar requests
     NONE = "none"  # plain decoding
 
     @property
     def can_branch(self) -> bool:
-        """True if its drafts may be trees: it has a distribution for every position, not one text."""
+        """True if its drafts may be trees: it has a distribution for every position, not just one text."""
         return self in (
             SpeculationMethod.MODEL,
             SpeculationMethod.MEDUSA,
@@ -80,39 +79,39 @@ class SpeculationMethod(StrEnum):
 
 
 def has_own_weights(method: str) -> bool:
-    """True if a model or a head drafts: one of the deployment's named draft models is neither of the others."""
+    """True if a model or a head drafts, including the deployment's named draft models."""
     return method not in tuple(SpeculationMethod) or SpeculationMethod(method).can_branch
 
 
 class TokenSource(StrEnum):
-    """The origin of a committed token; an accepted one also names the method of its draft (`accepted:model`)."""
+    """The origin of a committed token; an accepted one also names its draft's method (`accepted:model`)."""
 
-    ACCEPTED = "accepted"  # a draft that verification kept
-    FORCED = "forced"  # the only token that the grammar allowed there; drafted for free and kept
+    ACCEPTED = "accepted"  # an accepted draft
+    FORCED = "forced"  # the only token that the grammar allowed; drafted for free and accepted
     RECOVERED = "recovered"  # sampled where a draft was rejected
-    BONUS = "bonus"  # sampled behind drafts that were all kept
-    PLAIN = "plain"  # of a pass without drafts
-    STEP = "step"  # of an approximate reasoning step, or of the pass that judged it
+    BONUS = "bonus"  # sampled after all drafts were accepted
+    PLAIN = "plain"  # from a pass without drafts
+    STEP = "step"  # part of an approximate reasoning step, or of the pass that scored it
     PROMPT = "prompt"  # echoed
 
 
 class PlainReason(StrEnum):
-    """The reason of a pass without drafts."""
+    """Why a pass had no drafts."""
 
-    OFF = "off"  # the request, or the deployment, drafts nothing
-    PROMPT = "prompt"  # the pass that reads the end of the prompt gives the first token
+    OFF = "off"  # the request or the deployment does not draft
+    PROMPT = "prompt"  # the pass that ends the prefill produces the first token
     LAST_TOKEN = "last_token"  # one token was left to generate
     CLASS_OFF = "class_off"  # drafts slow such requests down, by measurement
     LOAD = "load"  # no draft pays at this load, or this pass measured the baseline
-    NO_ROOM = "no_room"  # the pass or the KV pool was full, or more prompts were to be read than sequences decoded
+    NO_ROOM = "no_room"  # the pass or the KV pool was full, or more prompts waited for prefill than sequences decoded
     DRAFT_AWAY = "draft_away"  # the draft process was away or late, and no n-gram matched
-    NO_MATCH = "no_match"  # the text does not repeat itself here
+    NO_MATCH = "no_match"  # no earlier text matches here
     CONSTRAINT = "constraint"  # the grammar forbade the first draft
-    INVALID = "invalid"  # the draft was no token of the target
+    INVALID = "invalid"  # the draft is not a token of the target
 
 
 class GrammarKind(StrEnum):
-    """The notation of a grammar: a JSON schema, a regular expression, a JSON list of texts, or Lark or GBNF rules."""
+    """The notation of a grammar: a JSON schema, a regular expression, a JSON list of texts, Lark or GBNF."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -122,23 +121,23 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """The tokens that end a thought, one behind the other, and the one that may begin it.
+    """The token sequence that ends a thought, and the token that may begin it.
 
-    Without one that begins it, the thought is open from the first token.
+    Without a begin token, the thought is open from the first token on.
     """
 
     end_ids: tuple[int, ...]
     begin_id: int | None = None
 
 
-MAX_GRAMMAR_CHARACTERS = 512 << 10  # compiles in 0.1 s: 20,000 strings to choose from are 250 KB and take 46 ms
+MAX_GRAMMAR_CHARACTERS = 512 << 10  # compiles in 0.1 s: a choice of 20,000 strings is 250 KB and takes 46 ms
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that the whole output must match, or all of it behind `thought`.
+    """A grammar that the output must match: all of it, or all of it after `thought`.
 
-    `param` is the request field that sets it, for errors.
+    `param` is the request field that sets it, for error messages.
     """
 
     kind: GrammarKind
@@ -152,10 +151,10 @@ GREEDY_BELOW = 1e-5  # a smaller temperature would overflow the logits; the dist
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The sampling of the next token, applied to the target's logits in the order of `engine.sampling.sampler`.
+    """How the next token is sampled, applied to the target's logits in the order of `engine.sampling.sampler`.
 
-    Neutral values switch a transform off. `seed` is always set: the ingress draws one when the client sends none, so a
-    request that moves to another replica goes on with the same randomness.
+    Neutral values disable a transform. `seed` is always set: the ingress draws one if the client sends none, so a
+    request that moves to another replica keeps its randomness.
     """
 
     seed: int = 0
@@ -171,7 +170,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # the model's own end tokens included, unless the request ignores them
     min_tokens: int = 0  # stop tokens are masked before this many generated tokens
     max_tokens: int = 16
-    num_logprobs: int | None = None  # None: no logprobs; n: the token's own and the n largest
+    num_logprobs: int | None = None  # n: the token's own and the n largest; None without logprobs
     num_prompt_logprobs: int | None = None  # the same for the prompt's tokens; the prompt is then computed whole
     grammar: Grammar | None = None  # tokens that cannot continue a text of this grammar are impossible
 
@@ -183,7 +182,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """The values of `SamplingParams` that a request leaves open: OpenAI's defaults, or those of the checkpoint."""
+    """The defaults of `SamplingParams` for fields that a request leaves open: OpenAI's, or the checkpoint's."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -194,10 +193,10 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationParams:
-    """One request's settings of speculation; None leaves the deployment's.
+    """One request's speculation settings; None keeps the deployment's.
 
-    `is_approximate` gives up exactness, for this request alone: reasoning steps of the draft that the target scores at
-    `threshold` or more are committed as they are (`engine.approximate`).
+    `is_approximate` gives up exactness for this request only: reasoning steps of the draft that the target scores at
+    `threshold` or more are committed unchanged (`engine.approximate`).
     """
 
     enabled: bool = True
@@ -206,16 +205,16 @@ class SpeculationParams:
     method: str | None = None
     is_approximate: bool = False
     threshold: float | None = None
-    explain: bool = False  # the answer counts the passes without drafts by their reason
+    explain: bool = False  # the answer counts the passes without drafts by reason
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One sequence to generate. A client request with n > 1 becomes n of these that differ in `sample_index`.
+    """One sequence to generate. A client request with n > 1 becomes n of these, with different `sample_index`.
 
-    `output_token_ids` is not empty when a sequence continues after its replica was lost: those tokens are committed,
-    count as generated, and are not sent again. Where `is_seeded` the client has chosen the seed and expects the same
-    text for it: nothing that changes the text follows a clock then.
+    `output_token_ids` is not empty if the sequence continues after the loss of its replica: these tokens are committed,
+    count as generated, and are not sent again. `is_seeded` means that the client chose the seed and expects the same
+    text for it, so no decision that affects the text may depend on a clock.
     """
 
     request_id: str
@@ -227,29 +226,29 @@ class GenerateRequest:
     timeout_s: float | None = None  # from arrival at the pair
     cache_salt: str = ""
     output_token_ids: tuple[int, ...] = ()
-    prediction_token_ids: tuple[int, ...] = ()  # the output that the client expects; a draft, and nothing else
-    session_id: str = ""  # shared by requests of one conversation; among equal pairs the router stays with the last one
+    prediction_token_ids: tuple[int, ...] = ()  # the output that the client predicts; used as a draft only
+    session_id: str = ""  # shared by requests of one conversation; among equal pairs the router prefers the last one
     is_seeded: bool = False
     returns_sources: bool = False  # chunks name the source of each token
-    returns_drafts: bool = False  # chunks without tokens hold the drafts of the pass that is computed
-    num_places: int = 1  # that a pair must have before it takes this one: for itself, and for choices that follow it
-    is_admitted: bool = False  # a choice of a request that was admitted, or one that moves: a full pair takes it too
-    is_moved: bool = False  # its pair was lost after it had taken it: it goes before newcomers
+    returns_drafts: bool = False  # chunks without tokens hold the drafts of the pass in progress
+    num_places: int = 1  # free places that a pair needs to take this one: for itself and the choices that follow
+    is_admitted: bool = False  # a choice of an admitted request, or a moved one: a full pair takes it too
+    is_moved: bool = False  # its pair was lost after taking it: it is scheduled before new requests
     tenant: str = ""  # of the API key; tenants take turns by `weight`
     weight: float = 1.0
-    model_version: str = ""  # of the `ModelCard` it was made for; a pair with another one refuses it. Empty: any
-    is_traced: bool = False  # the chunk of its first tokens says what the time before them went into
-    is_logged: bool = False  # client and tenant allow its tokens in the log of verified positions, where there is one
-    feed_address: str = ""  # of the abstract Unix socket where its ingress takes tokens, for a pair on the same node
+    model_version: str = ""  # of the `ModelCard` it was made for; a pair with another one refuses it. Empty matches any
+    is_traced: bool = False  # the chunk of its first tokens reports the phases before them
+    is_logged: bool = False  # client and tenant allow its tokens in the log of verified positions, if there is one
+    feed_address: str = ""  # the ingress's abstract Unix socket for tokens, used by pairs on the same node
 
     @property
     def group_id(self) -> str:
-        """The id of the client's request, which the ids of its choices begin with."""
+        """The id of the client's request; the ids of its choices begin with it."""
         return self.request_id.rpartition("-")[0]
 
     @property
     def is_reported(self) -> bool:
-        """True if the answer tells where its tokens come from, or why drafts did not help."""
+        """True if the answer reports where its tokens come from, or why drafts did not help."""
         return self.returns_sources or self.speculation.explain
 
 
@@ -262,10 +261,10 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), largest first
 
 
-# Not frozen, like the chunk that carries it: a step makes one of each per sequence, in a third of the time.
+# Not frozen, like its chunk: a step creates one of each per sequence, and this takes a third of the time.
 @dataclass(slots=True, unsafe_hash=True)
 class SpeculationStats:
-    """The sums of speculation for one sequence so far, behind every acceptance figure.
+    """Speculation counts of one sequence so far; every acceptance figure derives from them.
 
     `accepted_histogram[i]` is the number of verification passes that accepted exactly i drafts.
     """
@@ -280,7 +279,7 @@ class SpeculationStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per verification pass, the target's own included; 0 without a pass."""
+        """Tokens per verification pass, including the target's own; 0 without a pass."""
         return 1 + self.num_accepted_tokens / self.num_passes if self.num_passes else 0.0
 
     @property
@@ -289,7 +288,7 @@ class SpeculationStats:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     def figures(self) -> dict[str, Any]:
-        """Return the fields of `speculative_decoding`, under vLLM's names and in its forms."""
+        """Return the fields of `speculative_decoding`, with vLLM's names and formats."""
         return {
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.draft_acceptance_rate,
@@ -317,7 +316,7 @@ class StepStats:
     num_accepted_tokens: int = 0
 
     def figures(self) -> dict[str, Any]:
-        """Return the fields of `x_speculation`, the mark of an output that is not exact, alike on both frontends."""
+        """Return the fields of `x_speculation`, which mark an inexact output on both frontends."""
         return {
             "exact": False,
             "steps_from_draft": self.num_accepted,
@@ -335,9 +334,9 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationExplanation:
-    """Passes of one sequence so far: with drafts, by method, and without, by `PlainReason`.
+    """Passes of one sequence so far: with drafts by method, and without by `PlainReason`.
 
-    `routes` are the router's reasons for the pair, one for each sequence whose route it explained.
+    `routes` are the router's reasons for the pair, one per sequence with an explained route.
     """
 
     drafted: dict[str, int] = field(default_factory=dict)
@@ -356,58 +355,58 @@ def _sums(left: dict[str, int], right: dict[str, int]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenTimes:
-    """The seconds until the first tokens of a request that is traced, one phase after the other.
+    """The seconds until the first tokens of a traced request, by phase.
 
-    The pair's engine measures all but `routed_s`, which is the ingress's own. What is left of the wait is the way
-    between the processes.
+    The pair's engine measures all but `routed_s`, which the ingress measures. The rest of the wait is communication
+    between processes.
     """
 
-    queued_s: float  # from its arrival at the engine to its first blocks
-    transfer_s: float  # of these blocks, those that a prefill replica sent; 0 where none did
+    queued_s: float  # from arrival at the engine to its first blocks
+    transfer_s: float  # for blocks sent by a prefill replica; 0 without one
     prefill_s: float  # the passes over the rest of the prompt
-    routed_s: float | None = None  # the choice of a pair; None where there is one
+    routed_s: float | None = None  # the choice of a pair; None if there is only one
 
 
 @dataclass(slots=True, unsafe_hash=True)
 class TokenChunk:
-    """The tokens one engine step committed for one sequence; the last chunk carries the finish reason.
+    """The tokens that one engine step committed for one sequence; the last chunk has the finish reason.
 
-    `request_id` is that of the attempt and `offset` the place of the tokens in the whole output, so a reader knows a
-    late, repeated or missing chunk from the next one.
+    `request_id` is the attempt's id and `offset` the position of the tokens in the whole output, so a receiver can
+    recognize late, repeated or missing chunks.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token when asked for, else empty
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token if requested, else empty
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None  # the stop token that ended the sequence; it is also the last of token_ids
+    stop_token_id: int | None = None  # the stop token that ended the sequence, also the last of token_ids
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
     speculation: SpeculationStats | None = None  # the sums so far
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt from its second token on; in the first chunk
-    steps: StepStats | None = None  # the sums so far; None where the output is exact
-    sources: tuple[str, ...] = ()  # one per token when asked for, else empty
-    explanation: SpeculationExplanation | None = None  # the sums so far, when asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # from the prompt's second token on, in the first chunk
+    steps: StepStats | None = None  # the sums so far; None for an exact output
+    sources: tuple[str, ...] = ()  # one per token if requested, else empty
+    explanation: SpeculationExplanation | None = None  # the sums so far, if requested
     draft_ids: tuple[int, ...] = ()  # drafts under verification, in a chunk without tokens; never part of the output
-    offset: int = 0  # tokens of the output before `token_ids`, those of earlier attempts included
-    times: FirstTokenTimes | None = None  # with the first tokens of a request that is traced
+    offset: int = 0  # number of output tokens before `token_ids`, including earlier attempts
+    times: FirstTokenTimes | None = None  # with the first tokens of a traced request
     error: str = ""  # the message of a `NonFiniteLogitsError`, with that finish reason
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """The properties of the model behind a pair that an ingress needs; equal for every replica of one deployment."""
+    """The properties of a pair's model that an ingress needs; equal for every replica of one deployment."""
 
     vocab_size: int
-    max_model_len: int  # tokens of prompt and output together
+    max_model_len: int  # of prompt and output together
     eos_token_ids: tuple[int, ...]
     model_version: str  # identifies the weights; part of every block key
     block_size: int  # tokens per KV block
     probe_key: bytes = b""  # the engine's key of the last block of `protos.block_keys.probe_token_ids`
     max_draft_tokens: int = 0  # the limit of `SpeculationParams.num_tokens`
     speculation_methods: tuple[str, ...] = ()  # a request may choose among them; the default is first
-    verify: VerifyMode = VerifyMode.COUPLED  # of a request that sets none
+    verify: VerifyMode = VerifyMode.COUPLED  # the default for requests
     has_approximate_steps: bool = False  # a request may set `SpeculationParams.is_approximate`
     sampling_defaults: SamplingDefaults = SamplingDefaults()
-    alarms: tuple[str, ...] = ()  # of the replica that gave the card: what has fallen, in words
-    fingerprint: str = ""  # changes with weights, draft, kernels and settings of the text; empty: as model_version
-    draft: DraftReport | None = None  # of the replica that gave the card, where its draft can be replaced
+    alarms: tuple[str, ...] = ()  # of the replica that sent the card: degraded parts, in words
+    fingerprint: str = ""  # changes with weights, draft, kernels and text settings; empty means model_version
+    draft: DraftReport | None = None  # of the replica that sent the card, if its draft can be replaced

@@ -1,6 +1,6 @@
 """The position of a growing text in a text that its client predicted.
 
-The engine drafts from it and the ingress counts by it, so both use one definition of "in the prediction".
+The engine drafts from it and the ingress counts by it, so both share one definition of "in the prediction".
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-_MIN_MATCH = 2  # last tokens of the text that must occur in the prediction, to continue there after a divergence
-_MAX_MATCH = 16  # last tokens that are compared to choose among such positions
-_MAX_CANDIDATES = 128  # positions that are compared on either side of the divergence: a token may repeat all along
+_MIN_MATCH = 2  # last tokens of the text that must occur in the prediction to realign after a divergence
+_MAX_MATCH = 16  # last tokens that are compared to rank such positions
+_MAX_CANDIDATES = 128  # positions compared on either side of the divergence: one token may be repeated throughout
 _NO_TOKEN = -1  # before the prediction's first token
 _NOT_EVEN_THAT = -2  # before the text's first token
 _BACKWARD = np.arange(_MAX_MATCH - 1, -1, -1)
 
 
 class Prediction:
-    """A predicted text, and its positions in the order of the two tokens before them.
+    """A predicted text, with its positions sorted by the two tokens before them.
 
-    Nothing of it changes, and it takes much longer to make than to read: all choices of a request share one.
+    Immutable, and much slower to build than to query, so all choices of a request share one.
     """
 
     def __init__(self, token_ids: Sequence[int]) -> None:
@@ -29,7 +29,7 @@ class Prediction:
         ids = np.asarray(self.token_ids, np.int64)
         self._padded = np.concatenate([np.full(_MAX_MATCH, _NO_TOKEN), ids])
         pairs = (ids[:-1] << 32) | ids[1:]
-        order = np.argsort(pairs, kind="stable")  # equal pairs stay in the order of the text
+        order = np.argsort(pairs, kind="stable")  # equal pairs keep the order of the text
         self._pairs: list[int] = pairs[order].tolist()
         self._positions: list[int] = (order + _MIN_MATCH).tolist()
 
@@ -37,9 +37,9 @@ class Prediction:
         return len(self.token_ids)
 
     def best_position(self, tail: Sequence[int], diverged_at: int) -> tuple[int, int] | None:
-        """Return the position that most of the last tokens of a text match, and their number; None without two.
+        """Return the position matched by most of the text's last tokens, and their number; None below two.
 
-        Of equal ones it is the first from `diverged_at` on, or else the first.
+        Among equal matches it is the first from `diverged_at` on, or else the first.
         """
         if len(tail) < _MIN_MATCH or not (candidates := self._candidates(tail, diverged_at)):
             return None
@@ -50,7 +50,7 @@ class Prediction:
         return best[behind % len(best)], num_matched
 
     def _candidates(self, tail: Sequence[int], diverged_at: int) -> list[int]:
-        """Return the positions behind the text's last two tokens; of very many, some on either side."""
+        """Return the positions after the text's last two tokens; of too many, those around the divergence."""
         pair = (tail[-2] << 32) | tail[-1]
         begin = bisect_left(self._pairs, pair)
         positions = self._positions[begin : bisect_right(self._pairs, pair, begin)]
@@ -68,12 +68,12 @@ class Prediction:
 
 
 class PredictedText:
-    """Follows a text token by token; `num_matched` counts the tokens that occurred in the prediction, in its order.
+    """Follows a text token by token; `num_matched` counts the tokens found in the prediction, in its order.
 
-    While the text is what was predicted, `position` is the prediction's next token. After a token that is not, it is
-    None until the text's last tokens, two or more, occur in the prediction again: at the position that most of them
-    match, and of equal ones at the first behind the divergence, since edits keep the order of what they leave. Of very
-    many such positions the first behind the divergence and the first of all are compared.
+    While the text follows the prediction, `position` is the prediction's next token. After a differing token it is None
+    until the text's last two or more tokens occur in the prediction again. The text then continues at the position that
+    most of them match; among equal matches, the first after the divergence, since edits keep the order of the rest. If
+    there are very many such positions, the first after the divergence and the first of all are compared.
     """
 
     def __init__(self, prediction: Prediction) -> None:
@@ -82,10 +82,10 @@ class PredictedText:
         self._prediction = prediction
         self._diverged_at = 0
         self._tail: list[int] = []  # the last tokens of the text
-        self._num_diverged = 0  # of them, those that are not counted as matched
+        self._num_diverged = 0  # how many of them are not counted as matched
 
     def read(self, token_ids: Iterable[int]) -> None:
-        """Take in the next tokens of the text."""
+        """Follow the next tokens of the text."""
         for token_id in token_ids:
             self._tail = [*self._tail[1 - _MAX_MATCH :], token_id]
             if self._is_next(token_id):
@@ -97,7 +97,7 @@ class PredictedText:
                 self._diverge()
 
     def next(self, max_tokens: int) -> tuple[int, ...]:
-        """Return the prediction's next tokens, up to `max_tokens`; none while the text diverges from it."""
+        """Return the prediction's next tokens, up to `max_tokens`; empty while the text diverges."""
         token_ids = self._prediction.token_ids
         return () if self.position is None else token_ids[self.position : self.position + max_tokens]
 

@@ -1,4 +1,4 @@
-"""Orders about the drafts that pairs run, and what a pair reports of its own."""
+"""Orders about the drafts that pairs run, and a pair's report of its draft."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from enum import StrEnum
 
 
 class CanaryOutcome(StrEnum):
-    """The state of a canary, or its end."""
+    """The state or the outcome of a canary."""
 
     RUNNING = "running"
     KEPT = "kept"
     ROLLED_BACK = "rolled_back"
-    STOPPED = "stopped"  # by an admin, and rolled back
+    STOPPED = "stopped"  # by an admin; the old draft was restored
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryReport:
-    """A draft that is, or was, tried against another one: what was measured so far.
+    """The measurements of a draft's trial against another one, running or finished.
 
-    `gain` is new over old goodput less 1, `low` and `high` its bounds, None until there are some.
+    `gain` is the new goodput over the old, less 1; `low` and `high` are its bounds, None until measured.
     """
 
     path: str
     old_path: str
     outcome: CanaryOutcome
     reason: str = ""
-    num_pairs: int = 0  # of blocks, one of each draft
+    num_pairs: int = 0  # measured pairs of blocks: one block with each draft
     gain: float | None = None
     low: float | None = None
     high: float | None = None
@@ -34,11 +34,11 @@ class CanaryReport:
 
 @dataclass(frozen=True, slots=True)
 class DraftReport:
-    """A draft model that a pair runs in a process of its own, for requests of `method`.
+    """A draft model that a pair runs in its own process, for requests of `method`.
 
-    `digest` is its part of the deployment's fingerprint. `is_deployed` is true while it is the one of deploy.yaml,
-    which a replica that starts anew runs again. `canary` is the last one since the draft was exchanged by hand,
-    `tuning` what has become of the latest drift alarm, where one is answered (`tune.auto`).
+    `digest` is its part of the deployment's fingerprint. `is_deployed` is true for the draft of deploy.yaml, which a
+    restarted replica runs again. `canary` is the last trial since the draft was exchanged by hand, `tuning` the state
+    of the response to the latest drift alarm, if alarms are answered (`tune.auto`).
     """
 
     replica: str
@@ -53,14 +53,14 @@ class DraftReport:
 
 @dataclass(frozen=True, slots=True)
 class ShowDraft:
-    """Report the draft, and change nothing."""
+    """Report the draft without changing anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckDraft:
-    """Load the checkpoint at `path` on the pair's node, beside the draft that runs, and refuse an unfit one.
+    """Load the checkpoint at `path` on the pair's node next to the running draft, and refuse an unfit one.
 
-    Here as in the other orders `method` names the draft whose place it shall take; empty: the deployment's own.
+    In all orders, `method` names the draft to replace; empty for the deployment's own.
     """
 
     path: str
@@ -69,7 +69,7 @@ class CheckDraft:
 
 @dataclass(frozen=True, slots=True)
 class SwapDraft:
-    """Run the checkpoint at `path`; the old draft comes back if the new one is not up within `wait_s`."""
+    """Run the checkpoint at `path`; restore the old draft if the new one is not up within `wait_s`."""
 
     path: str
     wait_s: float
@@ -78,10 +78,11 @@ class SwapDraft:
 
 @dataclass(frozen=True, slots=True)
 class TryDraft:
-    """Run the checkpoint at `path` and the draft of now by turns, and keep the faster one. Returns at once.
+    """Alternate between the checkpoint at `path` and the current draft, and keep the faster. Returns at once.
 
     A block is `block_s` of the target's decoding steps with one draft. `min_gain`, the two error rates and `max_pairs`
-    are those of `engine.stats.goodput_trial.GoodputTrial`. Without a verdict after `deadline_s` the old draft stays.
+    are described in `engine.stats.goodput_trial.GoodputTrial`. Without a verdict after `deadline_s` the old draft
+    stays.
     """
 
     path: str
@@ -97,7 +98,7 @@ class TryDraft:
 
 @dataclass(frozen=True, slots=True)
 class StopCanary:
-    """End the canary, if one runs, and run the old draft."""
+    """End the running canary, if any, and run the old draft."""
 
 
 DraftOrder = ShowDraft | CheckDraft | SwapDraft | TryDraft | StopCanary

@@ -32,7 +32,7 @@ def find_token_bytes(core: TokenizerCore) -> TokenBytes | None:
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """Return the bytes of a byte-level token; one with a character that stands for no byte (an added token) is text."""
+    """Return the bytes of a byte-level token; a token with any other character (an added token) is plain text."""
     try:
         return bytes([_BYTE_OF_CHARACTER[character] for character in token])
     except KeyError:

@@ -1,4 +1,4 @@
-"""A worker's load, in work and not in requests, pushed to the router whenever it changes; and the prefix it holds."""
+"""A worker's load, measured in work instead of requests and pushed to the router on change; a prefix holder."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """One worker's load and its own measured rates, at one moment of its clock.
+    """One worker's load and measured rates, at one moment of its clock.
 
     Attributes:
-        epoch: counted by the worker's shell, one more for every target that greets; a signal of an older one is
-            ignored.
-        measured_at_s: on the reader's monotonic clock. The router adds what it sent after this moment and subtracts
-            what the worker has computed since, so it must be the moment of measuring, not of sending.
-        queued_prefill_tokens: prompt tokens accepted, not cached and not yet computed, those of running prefills
-            included.
-        running_decode_tokens: context tokens of the sequences that decode now.
-        prefill_tokens_per_s: prefill speed with nothing decoding; 0 until it is measured.
+        epoch: incremented by the worker's shell for every target that connects; signals of older epochs are ignored.
+        measured_at_s: on the receiver's monotonic clock. The router adds the work sent after this moment and subtracts
+            the work computed since, so it must be the time of measuring, not of sending.
+        queued_prefill_tokens: accepted prompt tokens, not cached and not computed yet, including running
+            prefills.
+        running_decode_tokens: context tokens of the decoding sequences.
+        prefill_tokens_per_s: prefill speed while nothing decodes; 0 until measured.
         decode_slowdown: extra seconds per second of prefill, per running decode token.
         decode_tokens_per_s: committed tokens per second of one running sequence (accepted drafts included); 0 until
             measured.

@@ -1,1 +1,1 @@
-"""The pairs as a frontend sees them: streams that survive the loss of a pair."""
+"""The pairs as frontends use them: streams that survive the loss of a pair."""

@@ -1,7 +1,7 @@
 """The state of the application, as Serve's controller reports it.
 
-Serve lets a call wait for a replica even where none will ever come, and lets a replica that is replaced serve its
-connections for as long as they stay.
+Serve lets a call wait for a replica even if none will ever start. It also lets a replica that is being replaced serve
+its open connections until they close.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _ANSWER_TIMEOUT_S = 5.0
 
 
 class ApplicationWatch:
-    """Queries Serve's controller about the application of this replica, at most once a period."""
+    """Queries Serve's controller about this replica's application, at most once per period."""
 
     def __init__(self) -> None:
         self._status: ApplicationStatusOverview | None = None
         self._question: asyncio.Task[None] | None = None
         self._asked_s = 0.0
-        # Of its own: while the controller hangs, questions would take one thread of all after the other.
+        # a thread of its own: while the controller hangs, calls would use up the shared threads
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="application-watch")
 
     async def is_deleted(self) -> bool:
-        """True if it is being deleted, as far as the controller has said so."""
+        """True if the application is being deleted, as last reported by the controller."""
         await self._ask()
         return self._status is not None and self._status.status == ApplicationStatus.DELETING
 
     def stay(self) -> Callable[[], Awaitable[bool]]:
-        """Return a predicate for a stream without an end of its own: true once this replica is about to end.
+        """Return a predicate for an endless stream: true once this replica may be about to end.
 
-        The controller reports how many replicas of the ingress leave, but not which, so the predicate is true from the
-        first one more since the stream began.
+        The controller reports how many ingress replicas are stopping, but not which ones. The predicate is true once
+        more are stopping than when the stream began.
         """
         min_leaving: int | None = None
 
@@ -72,5 +72,5 @@ class ApplicationWatch:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                 status = await asyncio.get_running_loop().run_in_executor(self._pool, serve.status)
                 self._status = status.applications.get(name, self._status)
-        except Exception as error:  # any of Ray's: the controller may be restarting
-            logger.warning("Serve's controller does not say what becomes of this application: %r", error)
+        except Exception as error:  # any error of Ray: the controller may be restarting
+            logger.warning("Serve's controller did not report the state of this application: %r", error)

@@ -1,6 +1,6 @@
-"""The pairs as the frontends see them.
+"""The interface between the frontends and the pairs.
 
-`router.backend.serve_backend` implements the protocol over Ray Serve, tests with a fake.
+`router.backend.serve_backend` implements the protocol over Ray Serve; tests use a fake.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from protos.served_draft import DraftOrder, DraftReport
 
 
 class Backend(Protocol):
-    """All pairs, as one machine that turns token ids into token ids."""
+    """All pairs, seen as one machine that turns token ids into token ids."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:
-        """Yield the chunks of one sequence, those of one or more engine steps together; the last has a finish reason.
+        """Yield the chunks of one sequence, one batch per engine step or several; the last has a finish reason.
 
         Closing the generator early aborts the sequence.
 
@@ -32,14 +32,14 @@ class Backend(Protocol):
         ...
 
     async def kill_drafts(self) -> int:
-        """Kill the draft's process of every pair that has one, as a fault would; return their number."""
+        """Kill the draft process of every pair that has one, to simulate a fault; return their number."""
         ...
 
     async def order_drafts(self, order: DraftOrder) -> Sequence[DraftReport]:
-        """Carry out an order about the draft of every pair; return the drafts that run then.
+        """Apply an order about the draft to every pair; return the drafts that run afterwards.
 
         Raises:
-            ServingError: a pair's own; the others may have carried the order out.
+            ServingError: a pair's error; other pairs may have applied the order.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The metrics of all ingress replicas, read through Serve: a scrape reaches any one of them, and needs all."""
+"""The metrics of all ingress replicas, collected through Serve: a scrape reaches one replica and needs all."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from router.backend.replica_texts import ReplicaTexts, up_text
 
 
 class FrontendMetrics:
-    """Asks every replica of the application's ingress, itself included, for its own text."""
+    """Collects the metrics text of every ingress replica of the application, itself included."""
 
     def __init__(self) -> None:
         self._handle: DeploymentHandle[Any] | None = None
         self._texts: ReplicaTexts[tuple[str, str]] = ReplicaTexts(lambda answer: answer[0])
 
     async def read(self) -> Mapping[str, str]:
-        """Return the text of each replica by its name; of one that does not answer, the series alone that says so.
+        """Return each replica's text by its name; for a silent replica, only the series that reports it as down.
 
         Raises:
-            RuntimeError: none has answered.
+            RuntimeError: no replica answered.
         """
         if self._handle is None:
             name = serve.get_replica_context().app_name
             self._handle = await asyncio.to_thread(serve.get_deployment_handle, INGRESS, name)
         answers = await self._texts.read(self._handle)
         if not any(answers.values()):
-            raise RuntimeError(f"none of {len(answers)} ingress replicas has sent its metrics")
+            raise RuntimeError(f"no metrics from any of {len(answers)} ingress replicas")
         return {
             name: (answer[1] if answer else "") + up_text("ingress", name, answer is not None)
             for name, answer in answers.items()

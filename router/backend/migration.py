@@ -1,8 +1,8 @@
-"""A stream that outlives its pair: if the pair is lost, another goes on from the committed tokens.
+"""Streams that survive the loss of their pair: another pair continues from the committed tokens.
 
-The committed ids and the seed are a sequence's whole state. With coupled verification the continuation is, token for
-token, that of the lost pair; with other modes it follows the same distribution. Each attempt has an id of its own, and
-each chunk the place of its tokens in the output: a token is delivered once, however late or often it comes.
+The committed ids and the seed are a sequence's whole state. With coupled verification the continuation equals, token
+for token, the output of the lost pair; other modes follow the same distribution. Each attempt has its own id, and each
+chunk has the offset of its tokens in the output, so a token is delivered once even if it arrives late or twice.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
-_MOST_LOST_ENGINES = 3  # without a token between: a request that ends every engine it meets must not meet them all
-_APART_S = 3.0  # at most; so that those that were lost together twice are not lost together a third time
+_MOST_LOST_ENGINES = 3  # without a token in between: a request that crashes engines must not reach all of them
+_APART_S = 3.0  # at most; requests that crashed together twice are separated
 
 
 class MigratingBackend:
     """A `Backend` whose streams survive `UnavailableError`, silence included, of the backend inside.
 
-    A request that was never accepted is refused at once (`OverloadedError` passes through); one that has been
-    accepted is moved until it finishes, `limits.max_migrations` or `limits.migration_deadline_s` is reached, three
-    engines in a row have ended in it, or its own deadline has passed. `gate` hears of refusals and of what was let in.
-    `on_move` is called for every attempt after the first, `on_model_change` where a pair has refused a request that was
-    made for another model.
+    A request that was never accepted is refused at once (`OverloadedError` passes through). An accepted one is moved
+    until it finishes, `limits.max_migrations` or `limits.migration_deadline_s` is reached, three engines in a row ended
+    while computing it, or its own deadline passes. `gate` is notified of refusals and acceptances. `on_move` is called
+    for every attempt after the first, `on_model_change` when a pair refuses a request that was prepared for another
+    model.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class MigratingBackend:
         return await self._inner.metrics_texts()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:
-        """Yield as the inner backend does; chunks already yielded are never yielded again.
+        """Yield the inner backend's chunks; a chunk is never yielded twice.
 
-        The first batch of a request that others wait for (`num_places`) is empty where the pair only says that it has
-        taken it; other signs of life are not yielded.
+        If other choices wait for this request (`num_places`), the first batch may be empty: it reports that a pair has
+        taken the request. Other signs of life are not yielded.
         """
         state = MigrationState(request, self._limits)
         while not state.is_finished:
@@ -101,19 +101,19 @@ class MigratingBackend:
                 raise
 
     async def _pause(self, state: MigrationState, error: ServingError) -> None:
-        """Wait until the next attempt is due. Raises `error` or its consequence if there is to be none."""
+        """Wait until the next attempt is due. Raises `error` or a follow-up error if no attempt is left."""
         if isinstance(error, OverloadedError) and not state.was_accepted:
             self.gate.refused(state.request, error)
         pause_s = state.pause_before_next_attempt_s(error)
         num_committed = len(state.committed)
-        text = "request %s: %s Asking again in %.2f s, %d tokens on."
+        text = "request %s: %s Retrying in %.2f s after %d tokens."
         logger.warning(text, state.request_id, error, pause_s, num_committed)
         self._on_move()
         await asyncio.sleep(pause_s)
 
 
 class MigrationState:
-    """One sequence across its pairs: the committed tokens, and the attempts and time that are left to go on."""
+    """One sequence across its pairs: the committed tokens, and the remaining attempts and time."""
 
     def __init__(self, request: GenerateRequest, limits: IngressLimits) -> None:
         self._request = request
@@ -129,7 +129,7 @@ class MigrationState:
         self._was_told = request.num_places == 1
         self._silence_s = 0.0  # the longest wait for the next batch or sign of life
         self._first_token_until_s = math.inf
-        self._past_speculation: SpeculationStats | None = None  # of the attempts before this one
+        self._past_speculation: SpeculationStats | None = None  # of the earlier attempts
         self._speculation: SpeculationStats | None = None
         self.committed = list(request.output_token_ids)
         self.is_finished = False
@@ -149,12 +149,12 @@ class MigrationState:
         return self._was_accepted
 
     def take_news(self) -> bool:
-        """Return True once, where others wait to hear that a pair has taken this one."""
+        """Return True once, if others wait to learn that a pair has taken this request."""
         is_news, self._was_told = not self._was_told, True
         return is_news
 
     def next_request(self) -> GenerateRequest:
-        """Return the request for the next pair: the same, from the committed tokens on, within the time left of it."""
+        """Return the request for the next pair: continued from the committed tokens, with the remaining time."""
         self._silence_s = self._limits.first_token_timeout_s
         self._first_token_until_s = time.monotonic() + self._silence_s
         self._num_moves += 1
@@ -168,7 +168,7 @@ class MigrationState:
                     f"timeout_s, {self._request.timeout_s}, passed before the answer was complete."
                 )
         sampling = self._request.sampling
-        if self.committed:  # the first chunk has come, and with it the logprobs of the prompt
+        if self.committed:  # the first chunk has arrived, with the logprobs of the prompt
             sampling = replace(sampling, num_prompt_logprobs=None)
         return replace(
             self._request,
@@ -182,12 +182,12 @@ class MigrationState:
         )
 
     async def next_batch(self, batches: AsyncGenerator[Sequence[TokenChunk], None]) -> Sequence[TokenChunk]:
-        """Read and record the pair's next batch, and return what it adds; nothing after a sign of life.
+        """Receive and record the pair's next batch, and return its new chunks; empty for a sign of life.
 
         Raises:
             UnavailableError: the pair was silent for too long, ended its stream, lost tokens, or gave the sequence up.
-            DeadlineExceededError: the request's time is over.
-            GrammarError: nothing can follow the tokens of the batch before.
+            DeadlineExceededError: the request's deadline has passed.
+            GrammarError: the grammar allows nothing after the previous batch.
         """
         if self._is_at_dead_end:
             raise _grammar_error(self._request)
@@ -210,7 +210,7 @@ class MigrationState:
         return self._record(batch)
 
     def _record(self, batch: Sequence[TokenChunk]) -> Sequence[TokenChunk]:
-        """Keep and return the tokens that are new; any progress restores the attempts and the time of a migration."""
+        """Record and return the new tokens; any progress resets the attempts and the time for migrations."""
         added = []
         for chunk in batch:
             if (new := _unread(chunk, len(self.committed))) is not None and not self.is_finished:
@@ -226,7 +226,7 @@ class MigrationState:
         return added
 
     def _with_past(self, chunk: TokenChunk) -> TokenChunk:
-        """Add the drafts of earlier attempts to those that the chunk counts."""
+        """Add the counts of earlier attempts to the chunk's speculation statistics."""
         if chunk.speculation is not None:
             past = self._past_speculation
             self._speculation = chunk.speculation if past is None else chunk.speculation + past
@@ -236,8 +236,8 @@ class MigrationState:
         """Return the seconds until the next attempt.
 
         Raises:
-            EngineError: the request has taken down as many engines as it may.
-            ServingError: `error`, if there is to be no other attempt.
+            EngineError: the request has crashed as many engines as allowed.
+            ServingError: `error`, if no attempt is left.
         """
         self._num_lost_engines += isinstance(error, EngineLostError)
         if self._num_lost_engines >= _MOST_LOST_ENGINES:
@@ -259,13 +259,13 @@ class MigrationState:
 
 
 def _unread(chunk: TokenChunk, num_committed: int) -> TokenChunk | None:
-    """Return what a chunk adds to the committed tokens; None if all of it was there before.
+    """Return the part of a chunk that is not committed yet; None if all of it is.
 
     Raises:
-        UnavailableError: tokens before it are missing.
+        UnavailableError: tokens before the chunk are missing.
     """
     if chunk.draft_ids:
-        return chunk  # a picture of the pass that is computed: no part of the output
+        return chunk  # drafts under verification: no part of the output
     num_read = num_committed - chunk.offset
     if num_read < 0:
         raise UnavailableError(f"{-num_read} tokens were lost on the way from the pair.")
@@ -284,7 +284,7 @@ def _unread(chunk: TokenChunk, num_committed: int) -> TokenChunk | None:
 
 
 def _refuse_early_end(batch: Sequence[TokenChunk]) -> None:
-    """Raise if the pair gave the sequence up, its time is over, or its logits are not finite: nothing is committed."""
+    """Raise if the pair gave the sequence up, its deadline passed, or its logits are not finite; commits nothing."""
     reasons = {chunk.finish_reason for chunk in batch}
     if FinishReason.ABORT in reasons:
         raise UnavailableError("The pair gave the sequence up.")
@@ -298,8 +298,8 @@ def _grammar_error(request: GenerateRequest) -> GrammarError:
     grammar = request.sampling.grammar
     param = None if grammar is None else grammar.param
     return GrammarError(
-        f"The answer came to a place where {param or 'its grammar'} allows neither a token nor the end, or where the "
-        "parser reached its limits. Change it so that every beginning of an answer can be completed, or make it "
+        f"The answer cannot continue: {param or 'its grammar'} allows no token and no end, or the "
+        "parser's limits were reached. Change it so that every prefix of an answer can be completed, or make it "
         "simpler.",
         param=param,
     )

@@ -1,4 +1,4 @@
-"""The memory of an ingress for refusals: while the pairs are full, it refuses by itself what they would refuse."""
+"""An ingress's memory of refusals: while all pairs are full, it refuses requests without asking them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from protos.errors import OverloadedError
 from protos.messages import GenerateRequest
 
-_NUM_FREE = 3  # refusals one after the other until the gate closes: another pair may have room
-_FIRST_PAUSE_S = 0.05  # also the time for the answer to a request that tries, before the next one does
-_STREAK_S = 1.0  # between refusals that belong together
-_LONGEST_PAUSE_S = 0.2  # places that become free meanwhile stay idle, though not the pair: others wait there
+_NUM_FREE = 3  # consecutive refusals until the gate closes: another pair may have room
+_FIRST_PAUSE_S = 0.05  # also the time that a trial request gets to be answered before the next one is let in
+_STREAK_S = 1.0  # the longest gap between refusals of one streak
+_LONGEST_PAUSE_S = 0.2  # freed places may stay idle for this long, but the pair does not: others wait in its queue
 _LEAST_SPACING_S = 0.001
 
 
 @dataclass(slots=True)
 class _Streak:
-    """Refusals of a tenant one after the other, and the places of the smallest of them."""
+    """Consecutive refusals of one tenant, and the places of the smallest refused request."""
 
     num_refusals: int
     num_places: int
@@ -29,11 +29,11 @@ class _Streak:
 
 
 class RefusalGate:
-    """Closes for a tenant after a few refusals one after the other, each time for a moment; then one may try.
+    """Closes for a tenant after a few consecutive refusals, for a moment each time; then one request may try.
 
-    Each that is let in halves the time until the next one may try, so that what has become free is soon taken, and few
-    meet a refusal where it was one place. A refusal by a pair costs as much as the start of a request, here and there:
-    at a hundred times the capacity the frontends would take the time in which the engines could answer.
+    Each accepted request halves the pause, so freed places are taken soon and few requests are refused when there is
+    room. A refusal by a pair costs as much as the start of a request, in both processes: at a hundred times the
+    capacity, refusals would use up the engines' time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,7 +41,7 @@ class RefusalGate:
         self._streaks: dict[str, _Streak] = {}
 
     def check(self, tenant: str, num_places: int) -> None:
-        """Raise OverloadedError, the last one anew, if a request of so many choices need not be tried now."""
+        """Raise the last OverloadedError again if a request with this many choices is certain to be refused."""
         streak = self._streaks.get(tenant)
         if streak is None or streak.num_refusals <= _NUM_FREE or num_places < streak.num_places:
             return
@@ -70,7 +70,7 @@ class RefusalGate:
         return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(num_refusals - _NUM_FREE - 1, 8))
 
     def accepted(self, request: GenerateRequest) -> None:
-        """Record that a pair let a request in."""
+        """Record that a pair accepted a request."""
         streak = self._streaks.get(request.tenant)
         if streak is None:
             return

@@ -1,4 +1,4 @@
-"""The metrics of every replica of a deployment, each within a time of its own: one that hangs hides itself alone."""
+"""The metrics of every replica, each with its own time-out: a hanging replica hides only itself."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ Text = TypeVar("Text")
 
 
 def up_text(label: str, name: str, is_up: bool) -> str:
-    """Return the series that says whether a replica answers, with the label that names it."""
+    """Return the series that reports whether a replica answers, with the label that names it."""
     return f'{_HEAD}{UP}{{{label}="{name}"}} {int(is_up)}\n'
 
 
 class ReplicaTexts(Generic[Text]):
-    """Asks every replica that Serve knows for its metrics, and remembers the names of those that have answered.
+    """Collects the metrics of every replica that Serve knows, and remembers the names of those that have answered.
 
     Args:
-        name_of: the name that an answer gives its replica; an empty one where it gives none.
+        name_of: returns the replica's name from its answer; empty if the answer has none.
     """
 
     def __init__(self, name_of: Callable[[Text], str]) -> None:
         self._name_of = name_of
-        self._names: dict[Any, str] = {}  # by the id of the actor
+        self._names: dict[Any, str] = {}  # by actor id
 
     async def read(self, handle: Any) -> dict[str, Text | None]:
-        """Return the answer of each replica by its name; None for one that does not answer in time.
+        """Return the answer of each replica by its name; None for a replica that does not answer in time.
 
-        `handle` is Serve's `DeploymentHandle`, whose own way to all results gives none until the last has come.
+        `handle` is Serve's `DeploymentHandle`; its own broadcast returns no result until the last one has arrived.
         """
         results = await handle.broadcast("metrics_text")._fetch_replica_results_async()
         answers = [asyncio.ensure_future(result.get_async()) for result in results]

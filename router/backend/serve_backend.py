@@ -1,4 +1,4 @@
-"""The pairs behind a Ray Serve handle: streams, the model card, metrics, and Serve's errors as `ServingError`s."""
+"""The pairs as a Ray Serve handle: streams, the model card, metrics, and Serve's errors as `ServingError`s."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 2.0
 _NAME = re.compile(r'\breplica="([^"]*)"')
-_TAKEN_TIMEOUT_S = 2.0  # for a pair to take the request, until Serve is asked whether there will be one
+_TAKEN_TIMEOUT_S = 2.0  # for a pair to take the request, before the application's state is checked
 _END_OF_STREAM_TIMEOUT_S = 1.0
 _PREFILL_METRICS_TIMEOUT_S = 4.0  # for Serve to know a replica, and for each to answer
 
@@ -36,8 +36,8 @@ class ServeBackend:
     """`router.backend.backend.Backend` over the handle of the pair deployment.
 
     The deployment has `generate(request)`, an async generator of `TokenChunk` or lists of them, `describe() ->
-    ModelCard` and `metrics_text() -> str`. `prefill` has `metrics_text` too; it serves for nothing else here.
-    A request that no pair has taken fails once `is_deleted` is true: none will take it.
+    ModelCard` and `metrics_text() -> str`. `prefill` is used for its `metrics_text` only. A request that no pair has
+    taken fails once `is_deleted` is true.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class ServeBackend:
         self._describe = handle.options(method_name="describe")
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:
-        """Yield one sequence's chunks; the pair's generator is cancelled when this one is closed early."""
+        """Yield one sequence's chunks; closing this generator early cancels the pair's."""
         request = replace(request, feed_address=await self._feed.address())
         call = self._routing.open(request)
         inbox = self._feed.open(request.request_id)
-        # In a context of its own: the calls of one client request would share Serve's id of it, and of calls with one
-        # id Serve's router serves only the first.
+        # In a new context: calls of one client request would share Serve's request id, and Serve's router serves only
+        # the first call of an id.
         stream = cast("DeploymentResponseGenerator[Any]", Context().run(self._generate.remote, call))
         reading = asyncio.create_task(_read(stream, inbox))
         is_accepted = is_finished = False
@@ -85,7 +85,7 @@ class ServeBackend:
             await _end(stream, reading, is_finished)
 
     async def _first(self, call: RoutedCall, inbox: Inbox) -> list[TokenChunk]:
-        """Return the first batch. Serve waits for a replica that may take the request even where there is none."""
+        """Return the first batch. Serve would wait for a replica even if none can ever come."""
         first = asyncio.ensure_future(inbox.next())
         try:
             while not (await asyncio.wait({first}, timeout=_TAKEN_TIMEOUT_S))[0]:
@@ -97,7 +97,7 @@ class ServeBackend:
             await asyncio.gather(first, return_exceptions=True)  # its outcome no longer matters
 
     async def describe(self) -> ModelCard:
-        """Return the card of the pair that Serve picks; all pairs have the same."""
+        """Return the card from the pair that Serve picks; all pairs have the same card."""
         try:
             card: ModelCard = await self._describe.remote()
         except (Exception, asyncio.CancelledError) as error:
@@ -106,7 +106,7 @@ class ServeBackend:
         return card
 
     async def kill_drafts(self) -> int:
-        """Kill the draft of every pair, and return the number of those that had one."""
+        """Kill the draft of every pair, and return how many had one."""
         try:
             results = await self._handle.broadcast("kill_draft").results_async(return_exceptions=True)
         except (Exception, asyncio.CancelledError) as error:
@@ -114,7 +114,7 @@ class ServeBackend:
         return sum(result is True for result in results)
 
     async def order_drafts(self, order: DraftOrder) -> Sequence[DraftReport]:
-        """Carry out an order on every pair. Raises the error of one that fails, with the number of those."""
+        """Apply an order to every pair. If pairs fail, raise the first error with their number."""
         try:
             results = await self._handle.broadcast("order_draft", order).results_async(return_exceptions=True)
         except (Exception, asyncio.CancelledError) as error:
@@ -128,7 +128,7 @@ class ServeBackend:
         raise first
 
     async def metrics_texts(self) -> Sequence[str]:
-        """Return the metrics of all replicas, pairs first; a prefill replica's error must not cost the pairs'."""
+        """Return the metrics of all replicas, pairs first; failing prefill replicas do not lose the pairs' metrics."""
         prefill = asyncio.create_task(self._prefill_metrics())
         try:
             pairs = await _metrics_of(self._pair_texts, self._handle)
@@ -149,7 +149,7 @@ class ServeBackend:
 
 
 async def _read(stream: DeploymentResponseGenerator[Any], inbox: Inbox) -> None:
-    """Put all that Serve's stream gives into the inbox: the end and the error too."""
+    """Move everything from Serve's stream into the inbox, including its end or error."""
     try:
         async for item in stream:
             inbox.put([item] if isinstance(item, TokenChunk) else item)
@@ -174,7 +174,7 @@ def _name_in(text: str) -> str:
 
 
 async def _end(stream: DeploymentResponseGenerator[Any], reading: asyncio.Task[None], is_finished: bool) -> None:
-    """Read a finished stream's end, so that Serve counts it as done; cancel any other."""
+    """Drain a finished stream, so that Serve counts it as done; cancel any other."""
     if is_finished:
         with suppress(TimeoutError):
             async with asyncio.timeout(_END_OF_STREAM_TIMEOUT_S):
@@ -184,7 +184,7 @@ async def _end(stream: DeploymentResponseGenerator[Any], reading: asyncio.Task[N
 
 
 def _as_serving_error(error: BaseException) -> BaseException:
-    """Return the caller's view of an error that came through Serve."""
+    """Translate an error that came through Serve for the caller."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, ServingError):
         return cause
@@ -202,7 +202,7 @@ def _as_serving_error(error: BaseException) -> BaseException:
 
 
 def _loss(cause: BaseException) -> str | None:
-    """Return how the pair was lost; None for an error of another kind."""
+    """Describe how the pair was lost; None for an error of another kind."""
     match cause:
         case StopAsyncIteration():
             return "The pair ended its stream before the answer was complete."

@@ -1,4 +1,4 @@
-"""An answer that anybody may ask for, without a key: made once for all who ask at a time."""
+"""An answer that anyone may request without a key: computed once for all concurrent callers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Generic, TypeVar
 
 Answer = TypeVar("Answer")
 
-_REST = 4  # pauses after an answer, by the time that it took: it takes a fifth of the time at most
+_REST = 4  # pauses after an answer, in multiples of its duration: answering takes a fifth of the time at most
 _MAX_PAUSE_S = 1.0
 
 
 class SharedAnswer(Generic[Answer]):
-    """Makes answers one after the other, each for all who have asked since the one before was begun.
+    """Computes one answer at a time; callers that arrive during a computation share the next one.
 
-    So an answer is never older than its question, and a flood of questions costs a fifth of the time at most.
+    An answer is therefore never older than its request, and a flood of requests takes a fifth of the time at most.
     """
 
     def __init__(self, make: Callable[[], Awaitable[Answer]]) -> None:
@@ -26,10 +26,10 @@ class SharedAnswer(Generic[Answer]):
         self._rest_until_s = 0.0
 
     async def get(self) -> Answer:
-        """Return the answer, or raise the error, that all who wait get."""
+        """Return the answer, or raise the error, that all waiting callers share."""
         if self._next is None:
             self._next = asyncio.create_task(self._in_turn())
-        return await asyncio.shield(self._next)  # one that gives up must not end it for the others
+        return await asyncio.shield(self._next)  # a caller that gives up must not cancel it for the others
 
     async def _in_turn(self) -> Answer:
         async with self._turn:

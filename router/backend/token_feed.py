@@ -1,7 +1,7 @@
-"""The arrival of tokens from pairs on this node, past Serve: one connection for each pair, a frame for all its streams.
+"""Receives tokens from pairs on this node without Serve: one connection per pair, one frame for all its streams.
 
-The pairs connect (`actors.pair.token_feed`); what they cannot say here, and all that pairs of other nodes say, comes by
-Serve's streams. An inbox holds both of one attempt.
+The pairs connect (`actors.pair.token_feed`). What a pair cannot send here, and everything from pairs on other nodes,
+arrives through Serve's streams. An inbox merges both for one attempt.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from protos.messages import TokenChunk
 logger = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 18
-_LATE_TOKENS_TIMEOUT_S = 1.0  # for those on their way when Serve's stream has ended
+_LATE_TOKENS_TIMEOUT_S = 1.0  # for tokens still on their way when Serve's stream has ended
 
 
 class Inbox:
-    """All that comes of one attempt of a request; read by one task."""
+    """Everything that arrives for one attempt of a request; consumed by one task."""
 
     def __init__(self) -> None:
         self._batches: list[list[TokenChunk]] = []
@@ -31,26 +31,26 @@ class Inbox:
         self._has_news = asyncio.Event()
 
     def put(self, batch: list[TokenChunk]) -> None:
-        """Take chunks, or a sign of life without any."""
+        """Add chunks, or an empty batch as a sign of life."""
         self._batches.append(batch)
         self._has_news.set()
 
     def fail(self, error: BaseException) -> None:
-        """Take the error that ends the attempt; batches that are there are still read."""
+        """End the attempt with an error; batches that arrived before it are still returned."""
         self._failure = error
         self._has_news.set()
 
     def end(self) -> None:
-        """Take the end of Serve's stream, behind which there may be late tokens."""
+        """Mark the end of Serve's stream; tokens may still arrive."""
         self._is_ended = True
         self._has_news.set()
 
     async def next(self) -> list[TokenChunk]:
-        """Wait for a batch, and return all chunks that are there.
+        """Wait for a batch, and return all chunks that have arrived.
 
         Raises:
-            StopAsyncIteration: Serve's stream has ended, and no more tokens came.
-            BaseException: of `fail`.
+            StopAsyncIteration: Serve's stream has ended, and no tokens are outstanding.
+            BaseException: the error passed to `fail`.
         """
         if not self._batches:
             await self._wait()
@@ -74,16 +74,16 @@ class Inbox:
 
 
 class TokenFeed:
-    """Listens at an abstract Unix socket, which only processes of our user are heard at."""
+    """Listens at an abstract Unix socket and accepts only processes of our user."""
 
     def __init__(self) -> None:
         self._inboxes: dict[str, Inbox] = {}
         self._address = ""
         self._listening: asyncio.Task[None] | None = None
-        self._server: asyncio.Server | None = None  # uvloop closes one that is forgotten
+        self._server: asyncio.Server | None = None  # a reference: uvloop closes a server without one
 
     async def address(self) -> str:
-        """Return the address, once it is listened at; empty where it cannot be."""
+        """Start listening if necessary, and return the address; empty if that failed."""
         if self._listening is None:
             self._listening = asyncio.create_task(self._listen(), name="token-feed")
         if not self._address:
@@ -91,28 +91,28 @@ class TokenFeed:
         return self._address
 
     def open(self, request_id: str) -> Inbox:
-        """Return the inbox of an attempt, by the id that it has at the pair."""
+        """Return the inbox of an attempt; the id is the attempt's id at the pair."""
         inbox = self._inboxes[request_id] = Inbox()
         return inbox
 
     def close(self, request_id: str) -> None:
-        """Forget an attempt; what still comes of it is dropped."""
+        """Forget an attempt; later chunks for it are dropped."""
         self._inboxes.pop(request_id, None)
 
     async def _listen(self) -> None:
-        address = f"outrider-{secrets.token_hex(16)}"  # of this ingress alone, on whichever node it is looked for
+        address = f"outrider-{secrets.token_hex(16)}"  # unique to this ingress on any node
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            listener.bind(f"\0{address}")  # here, for uvloop knows no abstract addresses
+            listener.bind(f"\0{address}")  # bound here, since uvloop does not support abstract addresses
             self._server = await asyncio.start_unix_server(self._read, sock=listener)
         except OSError as error:
             listener.close()
-            logger.warning("tokens of pairs on this node come by Serve's streams alone: %s", error)
+            logger.warning("no token feed; tokens of pairs on this node arrive through Serve's streams only: %s", error)
         else:
             self._address = address
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Sort what one pair sends into the inboxes, until it leaves."""
+        """Sort one pair's chunks into the inboxes until it disconnects."""
         peer: socket.socket = writer.get_extra_info("socket")
         codec: FrameCodec[list[TokenChunk]] = FrameCodec(list[TokenChunk])
         try:

@@ -1,7 +1,7 @@
 """The gRPC frontend: `outrider.v1.Generation` and `grpc.health.v1`, over the same service as the HTTP frontend.
 
-The methods take any servicer context: that of grpc.aio, and Ray Serve's, which has neither `abort` nor the call's
-deadline (there the client's deadline ends the call by cancelling it).
+The methods accept the servicer contexts of grpc.aio and of Ray Serve. Serve's lacks `abort` and the call's
+deadline; there the client's deadline ends the call by cancelling it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from router.requests.validation_errors import as_request_error
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["Generation"].full_name
-_HEALTH_NAMES = ("", SERVICE_NAME)  # of what has a health; the server as a whole has no name
+_HEALTH_NAMES = ("", SERVICE_NAME)  # everything with a health status; the whole server has an empty name
 _HEALTH_PERIOD_S = 5.0
-_SMALL_BYTES = 1 << 16  # of a request that is converted and checked sooner than a thread is woken for it
+_SMALL_BYTES = 1 << 16  # of a request: converting and checking it is faster than waking a thread
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
 class CallContext(Caller, Protocol):
-    """The part of a call's context that `grpc.aio.ServicerContext` and `RayServegRPCContext` have in common."""
+    """The parts that `grpc.aio.ServicerContext` and `RayServegRPCContext` share."""
 
     def set_code(self, code: grpc.StatusCode) -> None: ...
     def set_details(self, details: str) -> None: ...
@@ -56,9 +56,9 @@ async def _never() -> bool:
 
 
 class GrpcApi:
-    """The calls, as methods over one service. Errors become status codes with the error's own message.
+    """The calls as methods over one service. Errors become status codes with the error's own message.
 
-    `open_stay` returns, for a stream without an end of its own, a predicate that is true once it has to end.
+    For an endless stream, `open_stay` returns a predicate that is true once the stream has to end.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class GrpcApi:
             return pb2.TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=card.max_model_len)
 
     async def get_model(self, request: pb2.GetModelRequest, context: CallContext) -> pb2.Model:
-        """Describe the model that is served."""
+        """Describe the served model."""
         async with self._call("GetModel", context):
             authenticate(self._api_keys, context)
             self._service.check_model(request.model or None)
@@ -180,7 +180,7 @@ class GrpcApi:
 
     @asynccontextmanager
     async def _call(self, operation: str, context: CallContext) -> AsyncIterator[None]:
-        """Count the call by its outcome, and trace it; an error ends it with the error's status."""
+        """Count the call by its outcome, and trace it; end it with the error's status if it fails."""
         tracer = self._service.tracer if operation.startswith("Generate") else None
         try:
             with call_span(tracer, SERVICE_NAME, operation, dict(context.invocation_metadata() or ())):
@@ -195,7 +195,7 @@ class GrpcApi:
         """End the call with the error's status."""
         if not isinstance(error, ServingError):
             logger.exception("%s failed", operation)
-            error = EngineError("The server failed while it handled this request; the fault is ours.")
+            error = EngineError("The server failed while handling this request; it is a server fault.")
         code = grpc.StatusCode[error.grpc_code]
         self._service.metrics.count_request("grpc", operation, code.name)
         if error.retry_after_s is not None:
@@ -208,7 +208,7 @@ class GrpcApi:
 
 
 def _body(request: pb2.GenerateRequest, remaining_s: float | None) -> ChatCompletionRequest | CompletionRequest:
-    """Return the validated body of a request, which has at most `remaining_s`."""
+    """Return the validated body of a request with at most `remaining_s` left."""
     fields = convert.request_fields(request)
     fields.setdefault("return_token_ids", True)
     if remaining_s is not None:
@@ -221,7 +221,7 @@ def _body(request: pb2.GenerateRequest, remaining_s: float | None) -> ChatComple
 
 
 def validated(fields: dict[str, object], schema: type[Schema]) -> Schema:
-    """Return the body that the fields make. Raises RequestError for the first that is wrong."""
+    """Return the fields as a validated body. Raises RequestError for the first invalid field."""
     try:
         return schema.model_validate(fields)
     except ValidationError as error:
@@ -229,6 +229,6 @@ def validated(fields: dict[str, object], schema: type[Schema]) -> Schema:
 
 
 def _remaining_s(context: CallContext) -> float | None:
-    """Return the seconds until the call's deadline, where the context knows it."""
+    """Return the seconds until the call's deadline, if the context has it."""
     time_remaining = getattr(context, "time_remaining", None)
     return None if time_remaining is None else time_remaining()

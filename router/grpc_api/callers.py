@@ -1,7 +1,7 @@
-"""The callers that gRPC admits: a key where keys are asked for, and no stranger around the proxy.
+"""The callers that gRPC admits: with a key if keys are required, and only through the proxy.
 
-Serve's gRPC servers listen on all addresses of a node, whatever address clients are given. In a cluster of one machine
-the proxy calls them over loopback, and `LOCAL_PROXY` says so.
+Serve's gRPC servers listen on all addresses of a node, even if clients get only one. In a cluster of one machine the
+proxy calls them over loopback, and `LOCAL_PROXY` is set.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from protos.errors import PermissionDeniedError
 from router.api_keys import ApiKeys, Client
 
 LOCAL_PROXY = "OUTRIDER_LOCAL_PROXY"
-FORWARDED_FOR = "x-forwarded-for"  # set by the proxy, to the address that it was called from
-# Gives the place of the current call's message to another one; to be called when the message is checked, or refused.
+FORWARDED_FOR = "x-forwarded-for"  # set by the proxy: its caller's address
+# Releases the place of the current call's message; called once the message is checked or refused.
 leave_place: ContextVar[Callable[[], object]] = ContextVar("leave_place", default=lambda: None)
 _LOOPBACK = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:")
-_SITE_BITS = 64  # of an address in IPv6: one client has all addresses of such a network
+_SITE_BITS = 64  # of an IPv6 address: one client owns all addresses of such a network
 
 
 class Caller(Protocol):
-    """The part of a call's context that says where it comes from."""
+    """The parts of a call's context that identify its origin."""
 
     def invocation_metadata(self) -> Any: ...
     def peer(self) -> str: ...
 
 
 def check_peer(context: Caller) -> None:
-    """Raise PermissionDeniedError for a call from another machine that does not come through this one's proxy."""
+    """Raise PermissionDeniedError for a call from another machine that bypasses this machine's proxy."""
     if os.environ.get(LOCAL_PROXY) == "1" and not context.peer().startswith(_LOOPBACK):
         raise PermissionDeniedError(
-            f"This port is for the proxy of this machine, and the call comes from {context.peer()}; use the gRPC port "
+            f"This port accepts this machine's proxy only, but the call comes from {context.peer()}; use the gRPC port "
             "of the server, or run a cluster of several machines with `outrider env`."
         )
 
 
 def authenticate(api_keys: ApiKeys, context: Caller) -> Client:
-    """Remember the caller as the current client, and return it.
+    """Set the caller as the current client, and return it.
 
     Raises:
         AuthenticationError: the key is missing or unknown.
-        PermissionDeniedError: the call comes from another machine, and not through this one's proxy.
+        PermissionDeniedError: the call comes from another machine and bypasses this one's proxy.
     """
     check_peer(context)
     metadata = dict(context.invocation_metadata() or ())
@@ -53,7 +53,7 @@ def authenticate(api_keys: ApiKeys, context: Caller) -> Client:
 
 
 def address(context: Caller, *, has_proxy: bool) -> str:
-    """Return the address that a call comes from, or its network in IPv6; behind a proxy the one that it names."""
+    """Return the address of the caller (in IPv6 its network); through a proxy, the address that the proxy names."""
     peer = unquote(context.peer())
     if has_proxy:
         metadata = dict(context.invocation_metadata() or ())
@@ -63,7 +63,7 @@ def address(context: Caller, *, has_proxy: bool) -> str:
     try:
         found = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
-        return "unknown"  # what names no address shares one
+        return "unknown"  # callers without an address share one
     if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
         return str(ipaddress.ip_network((found, _SITE_BITS), strict=False))
     return str(getattr(found, "ipv4_mapped", None) or found)

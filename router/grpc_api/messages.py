@@ -1,4 +1,4 @@
-"""Protobuf messages of the answers."""
+"""Protobuf messages of answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.generation.usage import Usage
 
 
 def choice_message(choice: Delta, generation: Generation) -> pb2.Choice:
-    """Return a finished choice."""
+    """Return the message of a finished choice."""
     assert choice.finish_reason is not None
     return pb2.Choice(
         index=choice.index,
@@ -29,7 +29,7 @@ def choice_message(choice: Delta, generation: Generation) -> pb2.Choice:
 
 
 def chunk_message(delta: Delta, generation: Generation) -> pb2.GenerateChunk:
-    """Return what a choice gained."""
+    """Return the message of new text and tokens."""
     steps = generation.steps
     return pb2.GenerateChunk(
         id=generation.id,
@@ -50,7 +50,7 @@ def chunk_message(delta: Delta, generation: Generation) -> pb2.GenerateChunk:
 
 
 def _logprobs(delta: Delta) -> list[pb2.TokenLogprobs]:
-    """Return one per token, where they are wanted."""
+    """Return one message per token, if logprobs are requested."""
     return [convert.logprobs_message(*each) for each in zip(delta.token_ids, delta.logprobs, strict=False)]
 
 
@@ -60,7 +60,7 @@ def _speculation_message(stats: SpeculationStats) -> pb2.SpeculativeDecoding:
 
 
 def usage_message(usage: Usage) -> pb2.Usage:
-    """Return the token counts and the figures of speculation."""
+    """Return the token counts and speculation figures."""
     message = pb2.Usage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,

@@ -1,7 +1,7 @@
-"""Places for messages that are being read: few at once, and no caller keeps those of others.
+"""Places for messages that are being read: a limited number, shared fairly among callers.
 
-A message comes as slowly as its sender likes. So a place is lent: where somebody waits, one whose message has not come
-for `grace_s` goes to the waiting caller that has the fewest, from the caller that has the most.
+A message arrives as slowly as its sender wants, so a place is only lent. While others wait, a place whose message has
+not arrived after `grace_s` moves from the caller with the most places to the waiting caller with the fewest.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from protos.errors import OverloadedError
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """One place; `lost` is done when it was given to another, and is cancelled when it was left."""
+    """One place; `lost` is done when the place went to another caller, and cancelled when it was released."""
 
     places: Places
     caller: str
     lost: asyncio.Future[None]
     taken_s: float
-    is_read: bool = False  # its message has come: nobody takes it any more
+    is_read: bool = False  # its message has arrived: the place can no longer be taken away
 
     def leave(self) -> None:
-        """Give the place back; a second time does nothing."""
+        """Release the place; idempotent."""
         self.places.leave(self)
 
 
@@ -33,11 +33,12 @@ class Places:
     """The places of one event loop.
 
     Args:
-        num_places: of all callers.
-        num_of_caller: of one.
-        grace_s: in which a message has to come where others wait.
-        wait_s: for a place.
-        max_waiting: calls, of all callers; beyond it the longest waiting call of the caller with most is refused.
+        num_places: for all callers.
+        num_of_caller: per caller.
+        grace_s: time for a message to arrive while others wait.
+        wait_s: longest wait for a place.
+        max_waiting: waiting calls of all callers. Beyond it, the longest waiting call of the caller with the most is
+            refused.
     """
 
     def __init__(
@@ -48,17 +49,17 @@ class Places:
         self._grace_s = grace_s
         self._wait_s = wait_s
         self._max_waiting = max_waiting
-        self._taken: dict[Place, None] = {}  # the longest taken first
+        self._taken: dict[Place, None] = {}  # the longest held first
         self._num_taken: Counter[str] = Counter()
         self._waiting: dict[str, list[asyncio.Future[Place]]] = {}  # by caller, the latest call last
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
-        """Return how many places are taken."""
+        """Return the number of places in use."""
         return len(self._taken)
 
     async def take(self, caller: str) -> Place:
-        """Take a place, after a wait where there is none. Raises OverloadedError if it lasts."""
+        """Take a place, waiting for one if necessary. Raises OverloadedError if the wait is too long."""
         if not self._waiting and self._has_room(caller):
             return self._taken_by(caller)
         place: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
@@ -80,7 +81,7 @@ class Places:
         return place.result()
 
     def leave(self, place: Place) -> None:
-        """Give a place back; one that was given back, or lost, is passed over."""
+        """Release a place; ignored if it was released or lost."""
         if place in self._taken:
             self._release(place)
             place.lost.cancel()
@@ -99,7 +100,7 @@ class Places:
 
     def _refusal(self) -> OverloadedError:
         return OverloadedError(
-            f"{self._num_of_caller} messages of this client, or {self._num_places} of all, are being read; send this "
+            f"{self._num_of_caller} messages of this client, or {self._num_places} in total, are being read; send this "
             "one again later.",
             retry_after_s=self._wait_s,
         )
@@ -111,10 +112,10 @@ class Places:
         dropped.set_exception(self._refusal())
 
     def _share(self) -> None:
-        """Give out places until nobody can have one; look again when the next can be taken from its holder.
+        """Give out places while somebody can have one; schedule the next look for when a place can be taken away.
 
-        The callers with the fewest places come first, and of a caller its latest call: where all of its places are
-        held up, that is the one for which somebody still waits.
+        The callers with the fewest places come first, and of a caller its latest call: if all of its places are held
+        up, that is the call whose client still waits.
         """
         if self._timer is not None:
             self._timer.cancel()
@@ -135,9 +136,9 @@ class Places:
         self._timer = None if next_s == math.inf else asyncio.get_running_loop().call_at(next_s, self._share)
 
     def _make_room(self, caller: str) -> float | None:
-        """Return None where a caller can have a place now, one that is taken from another's message if need be.
+        """Return None if the caller can have a place now, if necessary one taken from another message.
 
-        Else return when there is one to take: `inf` for none.
+        Otherwise return the time when one can be taken away; `inf` if never.
         """
         if self._has_room(caller):
             return None
@@ -155,7 +156,7 @@ class Places:
         return len(self._taken) < self._num_places and self._num_taken[caller] < self._num_of_caller
 
     def _slowest(self, caller: str) -> Place | None:
-        """Return the place that a caller may have next: its own where it has as many as it may, else another's."""
+        """Return the place that a caller takes next: its own if it is at its limit, else another caller's."""
         if self._num_taken[caller] >= self._num_of_caller:
             return next((place for place in self._taken if place.caller == caller and not place.is_read), None)
         unread = [place for place in self._taken if not place.is_read]

@@ -1,7 +1,7 @@
-"""The reading of gRPC messages: the caller is checked first, and their bytes are bounded by the number read at once.
+"""Reads gRPC messages: checks the caller first, and bounds memory by the number of messages read at once.
 
-A server reads a call's message whole before any method hears of the call: sixty of 15 MiB made an ingress 1.2 GiB
-larger. A handler of streams reads its messages itself; so the gate makes one of every handler, and reads for it.
+A server reads a call's whole message before any method is called: sixty messages of 15 MiB grew an ingress by 1.2 GiB.
+Stream handlers read their messages themselves, so the gate turns every handler into one and reads for it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from router.api_keys import ApiKeys
 from router.grpc_api.callers import address, authenticate, check_peer, leave_place
 from router.grpc_api.places import Place, Places
 
-MAX_MESSAGE_BYTES = 8 << 20  # as of a body over HTTP; Serve's proxy has it by `cluster.local.serve_environment`
-_LARGE_BYTES = 1 << 20  # of a message, whose memory is given back
-_TRIM_S = 0.3  # after a large one, for all that have come by then
-_LAST_TRIM_S = 2.0  # after the last large one, which is checked and gone by then
-_MAX_ENDLESS = 1024  # calls without a key that end when the client wants, at once
+MAX_MESSAGE_BYTES = 8 << 20  # as for an HTTP body; Serve's proxy gets it from `cluster.local.serve_environment`
+_LARGE_BYTES = 1 << 20  # of a message, whose memory is returned to the system
+_TRIM_S = 0.3  # after a large one, to cover all that arrive until then
+_LAST_TRIM_S = 2.0  # after the last large one, which has been checked and freed by then
+_MAX_ENDLESS = 1024  # concurrent calls without a key that end only when the client wants
 _MAX_ENDLESS_OF_CALLER = 64
 
-# The calls that need no key, each with the most bytes of a message of it; every other one needs a key.
+# The calls that need no key, with the size limit of their messages in bytes; all others need a key.
 OPEN_METHODS: Mapping[str, int] = {
     "/grpc.health.v1.Health/Check": 64,
     "/grpc.health.v1.Health/List": 64,
     "/grpc.health.v1.Health/Watch": 64,
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": 4096,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": 4096,
-    "/ray.serve.RayServeAPIService/Healthz": 64,  # Serve's own two: HAProxy asks for them
+    "/ray.serve.RayServeAPIService/Healthz": 64,  # Serve's own two: HAProxy calls them
     "/ray.serve.RayServeAPIService/ListApplications": 64,
 }
 
@@ -47,12 +47,12 @@ CountRequest = Callable[[str, str, str], object]
 
 @dataclass(frozen=True, slots=True)
 class ReadingLimits:
-    """The limits of the messages that are read at once: `num_places` of all callers, `num_of_caller` of one.
+    """Limits on the messages read at once: `num_places` in total, `num_of_caller` per caller.
 
     Attributes:
-        grace_s: until a message that has not come loses its place, where another call waits for one.
-        wait_s: for a place.
-        read_s: until a message has to be there, and until its place is another's even if it is not checked.
+        grace_s: until a message that has not arrived loses its place to a waiting call.
+        wait_s: longest wait for a place.
+        read_s: until a message must have arrived, and until its place is released even if it is not checked.
     """
 
     num_places: int = 16
@@ -62,11 +62,11 @@ class ReadingLimits:
     read_s: float = 15.0
 
     def places(self) -> Places:
-        """Return the places, none of them taken."""
+        """Return the places, all free."""
         return Places(self.num_places, self.num_of_caller, grace_s=self.grace_s, wait_s=self.wait_s)
 
 
-# Those of calls without a key, whose messages are so small that they come with the call.
+# For calls without a key: their messages are so small that they arrive with the call.
 OPEN_LIMITS = ReadingLimits(grace_s=0.25, wait_s=2.0, read_s=5.0)
 
 
@@ -74,9 +74,9 @@ class ReadingGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio h
     """Reads a call's message once its caller is known and there is a place; for one event loop.
 
     Args:
-        api_keys: None where the call is handed on to a process that asks for the key.
-        count_request: hears of refused calls: the frontend, the method's name, the status.
-        has_proxy: calls come through a proxy, which names the address of its client.
+        api_keys: None if the call is forwarded to a process that checks the key.
+        count_request: called for refused calls with the frontend, the method's name and the status.
+        has_proxy: calls come through a proxy, which names its client's address.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ReadingGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio h
         self._endless: Counter[str] = Counter()
 
     async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Any:
-        """Return the call's handler behind the gate: it refuses the call before anything of it is read, or reads."""
+        """Return a handler that checks the call before reading anything, and then reads its message."""
         handler = await continuation(details)
         return None if handler is None else self._gated(details.method, handler)
 
@@ -115,7 +115,7 @@ class ReadingGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio h
                     answers = handler.stream_stream(call.requests(), context)
                 else:
                     answers = handler.unary_stream(await call.request(), context)
-                if isawaitable(answers):  # it writes them itself
+                if isawaitable(answers):  # it writes the answers itself
                     await answers
                     return
                 async with aclosing(answers):
@@ -128,11 +128,11 @@ class ReadingGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio h
         return grpc.stream_unary_rpc_method_handler(answer, None, handler.response_serializer)
 
     def caller_of(self, method: str, context: grpc.aio.ServicerContext) -> str:
-        """Return whose places a call takes: those of its tenant, or of its address where it has no key.
+        """Return the caller whose places a call uses: its tenant, or its address without a key.
 
         Raises:
-            AuthenticationError: the call needs a key, and has none that is known.
-            PermissionDeniedError: it comes around the proxy.
+            AuthenticationError: the call needs a key, and has no valid one.
+            PermissionDeniedError: it bypasses the proxy.
         """
         check_peer(context)
         if method not in OPEN_METHODS and self._api_keys is not None:
@@ -142,20 +142,20 @@ class ReadingGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio h
         return address(context, has_proxy=self._has_proxy)
 
     def enter_endless(self, caller: str) -> None:
-        """Count a call that needs no key and has no end. Raises OverloadedError for one too many."""
+        """Count an endless call without a key. Raises OverloadedError above the limit."""
         if self._endless[caller] >= _MAX_ENDLESS_OF_CALLER or self._endless.total() >= _MAX_ENDLESS:
             raise OverloadedError(
-                f"At most {_MAX_ENDLESS_OF_CALLER} such calls of one address are open at once, and {_MAX_ENDLESS} of "
-                "all; end one first."
+                f"At most {_MAX_ENDLESS_OF_CALLER} such calls per address may be open at once, and {_MAX_ENDLESS} in "
+                "total; end one first."
             )
         self._endless[caller] += 1
 
     def leave_endless(self, caller: str) -> None:
-        """Count such a call no longer."""
-        self._endless -= Counter([caller])  # and forget who has none
+        """Uncount an endless call."""
+        self._endless -= Counter([caller])  # and drop callers without any
 
     def note_read(self, num_bytes: int) -> None:
-        """Give the memory of a large message back a little later: the C library keeps hundreds of MiB of pieces."""
+        """Schedule the return of a large message's memory: the C library would keep hundreds of MiB of fragments."""
         if num_bytes <= _LARGE_BYTES:
             return
         loop = asyncio.get_running_loop()
@@ -168,7 +168,7 @@ class ReadingGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio h
 
     def _trim(self) -> None:
         self._is_trimming = False
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
         if trim is not None:
             trim(0)
 
@@ -182,7 +182,7 @@ class ReadingGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio h
 
 
 class _Call:
-    """One call behind the gate; when it is left, on whatever way, it has no place any more."""
+    """One call that passes the gate; it releases its place in every case."""
 
     def __init__(self, gate: ReadingGate, method: str, handler: Any, context: grpc.aio.ServicerContext) -> None:
         self._gate = gate
@@ -203,11 +203,11 @@ class _Call:
             self._gate.leave_endless(self._endless_caller)
 
     async def request(self) -> Any:
-        """Return the one message of the call, or end the call."""
+        """Return the call's one message, or end the call."""
         try:
             message = await self._next(self._enter())
             if message is None:
-                raise RequestError("The call has ended without its message.")
+                raise RequestError("The call ended without sending its message.")
         except ServingError as error:
             await self._gate.refuse(self._method, self._context, error)
         assert self._place is not None
@@ -219,7 +219,7 @@ class _Call:
         return message
 
     async def requests(self) -> AsyncIterator[Any]:
-        """Yield the messages of the call as they come, or end the call."""
+        """Yield the messages of the call as they arrive, or end the call."""
         try:
             caller = self._enter()
             while (message := await self._next(caller)) is not None:
@@ -236,10 +236,10 @@ class _Call:
         return caller
 
     async def _next(self, caller: str) -> Any:
-        """Return the next message, and have its place; None for the last one."""
+        """Return the next message while holding its place; None at the end."""
         places = self._gate.open_places if self._is_open else self._gate.places
         self._place = await places.take(caller)
-        # Never cancelled: the library writes the message into what the task holds.
+        # Never cancelled: the library writes the message into the task's memory.
         reader = asyncio.ensure_future(self._context.read())
         reader.add_done_callback(_pass_over)
         await asyncio.wait({reader, self._place.lost}, timeout=self._limits.read_s, return_when=asyncio.FIRST_COMPLETED)
@@ -252,7 +252,7 @@ class _Call:
         assert self._place is not None
         if self._place.lost.done():
             return OverloadedError(
-                f"The message has not come within {self._limits.grace_s:g} s, and others waited; send it again.",
+                f"The message has not come within {self._limits.grace_s:g} s, and other calls waited; send it again.",
                 retry_after_s=self._limits.wait_s,
             )
         return DeadlineExceededError(f"The message has not come within {self._limits.read_s:g} s; send it at once.")
@@ -269,7 +269,7 @@ class _Call:
         try:
             return self._handler.request_deserializer(message)
         except DecodeError:
-            raise RequestError(f"The {len(message)} bytes are no message of this call.") from None
+            raise RequestError(f"The {len(message)} bytes are not a valid message of this call.") from None
 
     def _leave_place(self) -> None:
         if self._place is not None:
@@ -277,6 +277,6 @@ class _Call:
 
 
 def _pass_over(reader: asyncio.Future[Any]) -> None:
-    """Take note of a reader's end: nobody else does where its call has ended before."""
+    """Retrieve a reader's exception, which nobody else does if its call ended earlier."""
     if not reader.cancelled():
         reader.exception()

@@ -1,6 +1,6 @@
-"""The gate of messages at the gRPC servers that Serve starts: it has no setting for interceptors.
+"""Gates the gRPC servers that Serve starts: Serve has no setting for interceptors.
 
-They are those of the ingress replicas, and of Serve's proxies, which answer while no replica does.
+They run in the ingress replicas, and in Serve's proxies, which answer while no replica does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from router.grpc_api.reading_gate import ReadingGate
 
 
 def gate_serve(gate: ReadingGate) -> None:
-    """Have the servers for clients that Serve starts in this process from now on read through `gate`."""
+    """Make all client-facing servers that Serve starts in this process from now on read through `gate`."""
     make = getattr(Server.__init__, "__wrapped__", Server.__init__)
     parameters = signature(make)
 
@@ -31,9 +31,9 @@ def gate_serve(gate: ReadingGate) -> None:
 
 
 def gate_proxy() -> list[Any]:
-    """Gate the server of a proxy, which Serve calls this for before it starts one; add no middleware.
+    """Gate the server of a proxy; Serve calls this before it starts one. Adds no middleware.
 
-    The proxy has no keys: the ingress asks for them. In an ingress, where Serve calls this too, its own gate stays.
+    The proxy has no keys: the ingress checks them. Serve calls this in an ingress too; there, its own gate stays.
     """
     if not hasattr(Server.__init__, "__wrapped__"):
         gate_serve(ReadingGate(None, lambda frontend, operation, status: None, has_proxy=True))

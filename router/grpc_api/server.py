@@ -1,4 +1,4 @@
-"""The gRPC frontend on a server of its own, where no Serve proxy listens."""
+"""The gRPC frontend on its own server, for deployments without Serve's proxy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.grpc_api.api import SERVICE_NAME, GrpcApi
 from router.grpc_api.reading_gate import MAX_MESSAGE_BYTES, ReadingGate
 
 _OPTIONS = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
-MAX_STREAMS = 100  # of one connection
+MAX_STREAMS = 100  # per connection
 _MAX_CALLS = 4096  # at once; more are refused as RESOURCE_EXHAUSTED
 _SERVICES = (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)
 
@@ -35,7 +35,7 @@ class _Servicer:
 
 
 def connection_limits(max_connections: int) -> list[tuple[str, int]]:
-    """Return the options of a server without a proxy before it; its streams are as many as HAProxy lets through."""
+    """Return the options of a server without a proxy in front; it allows as many streams as HAProxy does."""
     return [
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
@@ -53,13 +53,13 @@ async def start_grpc_server(
     limits: Sequence[tuple[str, int]] = (),
     tls: tuple[str | None, str | None] = (None, None),
 ) -> grpc.aio.Server:
-    """Return a server that listens at `host:port` and reads through `gate`.
+    """Return a server that listens on `host:port` and reads through `gate`.
 
-    `add_more` adds another service to it and returns its name. `tls` names the files of the certificate with its key,
-    and of the authority that signs clients' certificates.
+    `add_more` adds another service to it and returns its name. `tls` names the files with the certificate and its key,
+    and the authority that signs clients' certificates.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: the address is not available.
     """
     server = grpc.aio.server(interceptors=[gate], options=[*_OPTIONS, *limits], maximum_concurrent_rpcs=_MAX_CALLS)
     servicer = _Servicer(api)

@@ -1,6 +1,6 @@
-"""`vllm.grpc.engine.VllmEngine`, by which the smg router reaches its workers: tokens in, tokens out.
+"""`vllm.grpc.engine.VllmEngine`, the interface of the smg router to its workers: tokens in, tokens out.
 
-The messages come with the package smg-grpc-proto, 0.4.28; nothing here is imported without it.
+The messages are in the package smg-grpc-proto, 0.4.28; without it this module is not imported.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ _TOKENIZER_FILES = (
 )
 _CHUNK_BYTES = 1 << 20
 _NUMBERS = ("frequency_penalty", "presence_penalty", "min_p", "min_tokens", "top_k")
-_NOT_ZERO = ("top_p", "repetition_penalty", "n")  # 0 says that the field is not set
+_NOT_ZERO = ("top_p", "repetition_penalty", "n")  # 0 means that the field is not set
 _FLAGS = ("ignore_eos", "include_stop_str_in_output")
 _OPTIONAL = ("temperature", "logprobs", "prompt_logprobs", "seed", "truncate_prompt_tokens")
 _UNREAD = ("mm_inputs", "media_refs", "kv_transfer_params", "kv_transfer_params_json")
 
 
 class _UnimplementedError(RequestError):
-    """A call of vLLM's that has no meaning here."""
+    """A call of vLLM that has no meaning here."""
 
     grpc_code = "UNIMPLEMENTED"
 
 
 class VllmEngineApi(GrpcApi):
-    """The calls, under the names that the stubs register, with the context under the name by which Serve passes it."""
+    """The calls, named as in the stubs, with the context argument named as Serve passes it."""
 
     def __init__(self, service: GenerationService, api_keys: ApiKeys) -> None:
         super().__init__(service, api_keys)
         self._started_s = time.monotonic()
-        # The calls of each tenant by the ids that its router gave them, several of one id; an event ends its call.
+        # Each tenant's calls by the router's ids, possibly several per id; setting the event ends the call.
         self._running: defaultdict[tuple[str, str], set[asyncio.Event]] = defaultdict(set)
 
     def add_to(self, server: grpc.aio.Server) -> str:
@@ -73,14 +73,14 @@ class VllmEngineApi(GrpcApi):
         return str(_SERVICE.full_name)
 
     def calls(self) -> dict[str, Callable[..., Any]]:
-        """Return the calls by their names, with requests in bytes (`router.grpc_api.vllm_servicer`)."""
+        """Return the calls by name, with serialized requests (`router.grpc_api.vllm_servicer`)."""
         return {
             method.name: _of_bytes(getattr(self, method.name), GetMessageClass(method.input_type))
             for method in _SERVICE.methods
         }
 
     async def Generate(self, request: Any, grpc_context: CallContext) -> AsyncGenerator[Any, None]:
-        """Yield the tokens as they come where `stream` is set, and each choice whole at its end."""
+        """Yield tokens as they arrive if `stream` is set, else each choice when it is complete."""
         async with self._call("VllmEngine.Generate", grpc_context):
             tenant = authenticate(self._api_keys, grpc_context).tenant
             room = (await self._service.card()).max_model_len - len(request.tokenized.input_ids)
@@ -96,7 +96,7 @@ class VllmEngineApi(GrpcApi):
                     del self._running[call]
 
     async def Abort(self, request: Any, grpc_context: CallContext) -> Any:
-        """End the tenant's calls by their ids; an id that it does not run is passed over."""
+        """End the tenant's calls with these ids; unknown ids are ignored."""
         async with self._call("VllmEngine.Abort", grpc_context):
             tenant = authenticate(self._api_keys, grpc_context).tenant
             for request_id in filter(None, request.request_ids):
@@ -105,7 +105,7 @@ class VllmEngineApi(GrpcApi):
             return pb2.AbortResponse()
 
     async def HealthCheck(self, request: Any, grpc_context: CallContext) -> Any:
-        """Say that the pair answers, or why it does not."""
+        """Report that the pair answers, or why it does not."""
         async with self._call("VllmEngine.HealthCheck", grpc_context):
             authenticate(self._api_keys, grpc_context)
             try:
@@ -115,7 +115,7 @@ class VllmEngineApi(GrpcApi):
             return pb2.HealthCheckResponse(healthy=True, message="OK")
 
     async def GetModelInfo(self, request: Any, grpc_context: CallContext) -> Any:
-        """Describe the model; the server's folder is an admin's to know."""
+        """Describe the model; only an admin sees the server's folder."""
         async with self._call("VllmEngine.GetModelInfo", grpc_context):
             client = authenticate(self._api_keys, grpc_context)
             card, config = await self._service.card(), self._service.config
@@ -141,7 +141,7 @@ class VllmEngineApi(GrpcApi):
         return sum(map(len, self._running.values()))
 
     async def GetServerInfo(self, request: Any, grpc_context: CallContext) -> Any:
-        """Describe the server; a grammar holds from the first token on, as it has no thought to wait for."""
+        """Describe the server; a grammar applies from the first token on, since no thought precedes it."""
         async with self._call("VllmEngine.GetServerInfo", grpc_context):
             authenticate(self._api_keys, grpc_context)
             card = await self._service.card()
@@ -155,7 +155,7 @@ class VllmEngineApi(GrpcApi):
             )
 
     async def GetLoads(self, request: Any, grpc_context: CallContext) -> Any:
-        """Return the number of calls that this service runs; waiting ones are among them."""
+        """Return the number of calls that this service runs, including waiting ones."""
         async with self._call("VllmEngine.GetLoads", grpc_context):
             authenticate(self._api_keys, grpc_context)
             num_calls = self._num_calls
@@ -163,7 +163,7 @@ class VllmEngineApi(GrpcApi):
             return pb2.GetLoadsResponse(timestamp=datetime.now(UTC).isoformat(), dp_rank_count=1, loads=[load])
 
     async def GetTokenizer(self, request: Any, grpc_context: CallContext) -> AsyncGenerator[Any, None]:
-        """Yield a zip archive of the tokenizer's files; its digest comes with the last piece."""
+        """Yield a zip archive of the tokenizer's files; the last piece has its digest."""
         async with self._call("VllmEngine.GetTokenizer", grpc_context):
             authenticate(self._api_keys, grpc_context)
             archive = await asyncio.to_thread(_archive, Path(self._service.config.model_path))
@@ -176,7 +176,7 @@ class VllmEngineApi(GrpcApi):
         await self._refuse("Embed", grpc_context, "This model writes text; it has no embeddings.")
 
     async def FlushCache(self, request: Any, grpc_context: CallContext) -> None:
-        why = "The prefix cache cannot be emptied from outside; requests may set a cache_salt."
+        why = "The prefix cache cannot be emptied by a call; requests may set a cache_salt."
         await self._refuse("FlushCache", grpc_context, why)
 
     async def StartProfile(self, request: Any, grpc_context: CallContext) -> None:
@@ -211,14 +211,14 @@ async def _answers(generation: Generation, is_over: asyncio.Event, *, is_streame
                 yield pb2.GenerateResponse(chunk=_chunk(delta, of_choice, generation))
             if delta.finish_reason is not None:
                 yield pb2.GenerateResponse(complete=_complete(join_deltas(gained.pop(delta.index)), generation))
-    for index, of_choice in gained.items():  # what was aborted
+    for index, of_choice in gained.items():  # choices that were aborted
         token_ids = [token_id for delta in of_choice for token_id in delta.token_ids]
         whole = pb2.GenerateComplete(output_ids=token_ids, finish_reason="abort", index=index)
         yield pb2.GenerateResponse(complete=whole)
 
 
 async def _until(deltas: Stream[Delta], is_over: asyncio.Event) -> AsyncGenerator[Delta, None]:
-    """Yield deltas to their end, or until the event is set, also while none comes."""
+    """Yield deltas to their end or until the event is set, even while none arrives."""
     items, end = aiter(deltas), asyncio.ensure_future(is_over.wait())
     step: asyncio.Future[Delta] | None = None
     try:
@@ -239,14 +239,14 @@ async def _until(deltas: Stream[Delta], is_over: asyncio.Event) -> AsyncGenerato
 
 
 def _fields(request: Any, room: int) -> dict[str, object]:
-    """Return the body of `/v1/completions` that says the same.
+    """Return the equivalent body of `/v1/completions`.
 
     Raises:
-        RequestError: the request asks for something that is not done here.
+        RequestError: the request uses an unsupported feature.
     """
     for name in _UNREAD:
         if request.HasField(name):
-            raise RequestError(f"{name} is set; this engine reads text alone, and moves caches by itself.", param=name)
+            raise RequestError(f"{name} is set; this engine reads text only, and moves caches by itself.", param=name)
     params = request.sampling_params
     fields: dict[str, object] = {"prompt": request.text or list(request.tokenized.input_ids)}
     fields |= {name: value for name in (*_NUMBERS, *_NOT_ZERO, *_FLAGS) if (value := getattr(params, name))}
@@ -274,7 +274,7 @@ def _constraint(params: Any) -> dict[str, object]:
         case "regex" | "grammar" | "json_object" as name:
             return {"structured_outputs": {name: getattr(params, name)}}
         case name:
-            raise RequestError(f"{name} is not read here; send a JSON schema, a regex or a grammar.", param=name)
+            raise RequestError(f"{name} is not supported; send a JSON schema, a regex or a grammar.", param=name)
 
 
 def _chunk(delta: Delta, of_choice: Sequence[Delta], generation: Generation) -> Any:
@@ -312,7 +312,7 @@ def _complete(choice: Delta, generation: Generation) -> Any:
 
 
 def _logprobs(delta: Delta) -> Any:
-    """Return the logprobs of a delta's tokens; None where none were asked for."""
+    """Return the logprobs of a delta's tokens; None if they were not requested."""
     known = [(token_id, each) for token_id, each in zip(delta.token_ids, delta.logprobs, strict=False) if each]
     if not known:
         return None

@@ -1,4 +1,4 @@
-"""The service of vLLM's engine as Ray Serve offers it: `grpc_options.grpc_servicer_functions` names the function."""
+"""vLLM's engine service for Ray Serve: `grpc_options.grpc_servicer_functions` names the function."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from smg_grpc_proto import vllm_engine_pb2
 
 
 def add_vllm_engine_to_server(servicer: Any, server: grpc.aio.Server) -> None:
-    """Add the service with requests in bytes: Serve pickles them, and messages of this package cannot be pickled."""
+    """Add the service with serialized requests: Serve pickles requests, but cannot pickle these messages."""
     service = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
     handlers = {}
     for method in service.methods:

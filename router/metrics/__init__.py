@@ -1,1 +1,1 @@
-"""An ingress replica's metrics, and the text that /metrics answers with."""
+"""An ingress replica's metrics, and the text of /metrics."""

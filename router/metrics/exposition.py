@@ -1,11 +1,11 @@
-"""Several processes' metrics as one Prometheus text.
+"""Merges several processes' metrics into one Prometheus text.
 
-Families that several processes report appear once, their samples told apart by a label: `ingress` for the frontends,
-`replica` for pairs and prefill replicas. So every series is one process's own, a counter falls only when that process
-restarts, and `sum(rate(...))` is right whichever ingress replica answers. Every sample bears exactly the name of the
-contract, which has no `_total`; Prometheus reads a counter of any name, and OpenMetrics parsers add the suffix.
+Families that several processes report appear once, with a label per process: `ingress` for the frontends, `replica` for
+pairs and prefill replicas. Every series thus belongs to one process, a counter falls only when its process restarts,
+and `sum(rate(...))` is right regardless of the ingress replica. Sample names follow the contract exactly, without
+`_total`; Prometheus accepts any counter name, and OpenMetrics parsers add the suffix.
 
-For tools that know vLLM's metrics, the families that it has too are repeated under its names.
+For tools built for vLLM, families that vLLM has too are repeated under its names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TYPES = {"unknown": "untyped"}
 _REPLICA = "replica"
 _INGRESS = "ingress"
-_PRIVATE_LABELS = frozenset({"tenant"})  # name clients of the server
+_PRIVATE_LABELS = frozenset({"tenant"})  # values identify clients of the server
 _VLLM_NAMES = {
     f"outrider_{ours}": f"vllm:{theirs}"
     for ours, theirs in {
@@ -53,7 +53,7 @@ _VLLM_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """A value; `suffix` is what its name has behind that of its family."""
+    """One sample; `suffix` is appended to the metric family's name."""
 
     suffix: str
     labels: Mapping[str, str]
@@ -67,7 +67,7 @@ class _Family:
     samples: list[_Sample] = field(default_factory=list)
 
     def without(self, hidden: frozenset[str]) -> _Family:
-        """Return the family with samples added up that differ in these labels alone."""
+        """Return the family without these labels, adding up samples that no longer differ."""
         sums: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
         for each in self.samples:
             rest = frozenset(item for item in each.labels.items() if item[0] not in hidden)
@@ -89,13 +89,13 @@ def merge_metrics(
     *,
     is_private: bool = False,
 ) -> str:
-    """Return one text of the frontends' families and the replicas'.
+    """Return one text of the families of frontends and replicas.
 
     Args:
-        frontend_texts: those of the ingress replicas by their names; a single text has no name.
-        replica_texts: those of pairs and prefill replicas; one that does not name itself is named by its rank.
-        model_name: of the served model; if given, vLLM's names come too.
-        is_private: tenants are named; else their series are added up.
+        frontend_texts: metrics texts of the ingress replicas by name; a single text has no name.
+        replica_texts: metrics texts of pairs and prefill replicas; a text without a name is named by its rank.
+        model_name: the served model; if given, vLLM's names are added.
+        is_private: keep tenants apart; else their series are added up.
     """
     families: dict[str, _Family] = {}
     if isinstance(frontend_texts, str):
@@ -120,7 +120,7 @@ def _is_private(family: _Family) -> bool:
 
 def _collect(families: dict[str, _Family], text: str, default_labels: Mapping[str, str]) -> None:
     for parsed in text_string_to_metric_families(text):
-        if parsed.name.endswith("_created"):  # the start time of a counter: noise beside the contract's names
+        if parsed.name.endswith("_created"):  # a counter's start time, which the contract does not have
             continue
         kind = _TYPES.get(parsed.type, parsed.type)
         family = families.setdefault(parsed.name, _Family(kind, parsed.documentation))

@@ -23,7 +23,7 @@ _ENDPOINTS = (
 
 
 class CountRequests:
-    """ASGI middleware; an answer counts when its status is sent, so a stream that breaks later counts as begun."""
+    """ASGI middleware; counts an answer when its status is sent, so a stream that breaks later still counts."""
 
     def __init__(self, app: ASGIApp, metrics: IngressMetrics) -> None:
         self._app = app
@@ -43,5 +43,5 @@ class CountRequests:
 
 
 def _endpoint(path: str) -> str:
-    """Return the endpoint of a path; all unknown paths are one endpoint, so that they cannot grow the metrics."""
+    """Return the endpoint of a path; all unknown paths share one, so that they cannot grow the metrics."""
     return next((endpoint for endpoint in _ENDPOINTS if path == endpoint or path.startswith(endpoint + "/")), "other")

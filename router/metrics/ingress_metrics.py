@@ -1,4 +1,4 @@
-"""Metrics that an ingress replica measures: latencies as a client sees them, and the outcome of every call."""
+"""Metrics of an ingress replica: latencies as clients see them, and the outcome of every call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0
 
 
 class IngressMetrics:
-    """The ingress's own families, in a registry of their own; the constructor is their table."""
+    """The ingress's own metric families, in a separate registry; the constructor lists them."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -30,7 +30,7 @@ class IngressMetrics:
         )
         self._inter_token = Histogram(
             "outrider_inter_token_latency_seconds",
-            "Time per token after the first; tokens that arrive together share the wait for them.",
+            "Time per token after the first; tokens that arrive together share the wait.",
             buckets=_INTER_TOKEN_BUCKETS_S,
             registry=self._registry,
         )
@@ -48,14 +48,12 @@ class IngressMetrics:
         )
         self._token_time = Histogram(
             "outrider_request_time_per_output_token_seconds",
-            "That time per token after the first, one value per sequence.",
+            "Time per token after the first, averaged per sequence.",
             buckets=_INTER_TOKEN_BUCKETS_S,
             registry=self._registry,
         )
         self._prompt_tokens = Counter("outrider_prompt_tokens", "Prompt tokens of sequences.", registry=self._registry)
-        self._generation_tokens = Counter(
-            "outrider_generation_tokens", "Tokens that sequences have gained.", registry=self._registry
-        )
+        self._generation_tokens = Counter("outrider_generation_tokens", "Tokens generated.", registry=self._registry)
         self._request_tokens = {
             kind: Histogram(
                 f"outrider_request_{kind}_tokens",
@@ -78,33 +76,33 @@ class IngressMetrics:
             registry=self._registry,
         )
         self._body_bytes = Gauge(
-            "outrider_http_body_bytes", "Bytes of bodies that are being read and checked.", registry=self._registry
+            "outrider_http_body_bytes", "Bytes of request bodies being read and checked.", registry=self._registry
         )
         self._migrations = Counter(
             "outrider_migrations",
-            "Times a request was sent again, to go on from its committed tokens, as its pair was lost.",
+            "Times a request was resent after its pair was lost, to continue from its committed tokens.",
             registry=self._registry,
         )
         self._keys_age = Gauge(
             "outrider_api_keys_age_seconds",
-            "Since the file of the API keys was last seen to be as it is known; it grows while it cannot be read.",
+            "Seconds since the API key file was last read or found unchanged; grows while it cannot be read.",
             registry=self._registry,
         )
         self._wrong_key_lines = Gauge(
             "outrider_api_keys_wrong_lines",
-            "Lines of the file of the API keys that admit nobody, as they are wrong.",
+            "Invalid lines of the API key file; they admit nobody.",
             registry=self._registry,
         )
         self._wanted_pairs = Gauge(
             "outrider_pairs_wanted",
-            "Pairs that are to serve by deploy.yaml, the least where it gives bounds; of each ingress replica alike.",
+            "Pairs that deploy.yaml requests, the minimum if it gives bounds; equal on all ingress replicas.",
             registry=self._registry,
         )
         self.router = RouterMetrics(self._registry)
         self.traffic = TrafficMetrics(self._registry)
 
     def watch_keys(self, api_keys: ApiKeys) -> None:
-        """Report of these keys from now on."""
+        """Report the state of these keys from now on."""
         self._keys_age.set_function(lambda: api_keys.age_s)
         self._wrong_key_lines.set_function(lambda: api_keys.num_wrong_lines)
 
@@ -113,23 +111,23 @@ class IngressMetrics:
         self._requests.labels(frontend, operation, status).inc()
 
     def set_body_bytes(self, num_bytes: int) -> None:
-        """Note how much the bodies hold that are being read and checked."""
+        """Set the size of the bodies being read and checked."""
         self._body_bytes.set(num_bytes)
 
     def set_wanted_pairs(self, num_pairs: int) -> None:
-        """Note how many pairs are to serve."""
+        """Set the number of requested pairs."""
         self._wanted_pairs.set(num_pairs)
 
     def count_migration(self) -> None:
-        """Count one attempt to go on with a request whose pair was lost."""
+        """Count one attempt to continue a request whose pair was lost."""
         self._migrations.inc()
 
     def token_clock(self, num_prompt_tokens: int = 0, traffic: Traffic = Traffic()) -> TokenClock:
-        """A clock that starts now, for one sequence."""
+        """Return a clock for one sequence that starts now."""
         return TokenClock(self, num_prompt_tokens, traffic)
 
     def count_tokens(self, waited_s: float, num_tokens: int, num_prompt_tokens: int | None) -> None:
-        """Count tokens that have come together; the first of a sequence come with the length of its prompt."""
+        """Count tokens that arrived together; with the first of a sequence, also its prompt tokens."""
         self._generation_tokens.inc(num_tokens)
         if num_prompt_tokens is not None:
             self._prompt_tokens.inc(num_prompt_tokens)
@@ -141,8 +139,7 @@ class IngressMetrics:
     def count_end(
         self, reason: str, elapsed_s: float, decode_s: float, num_prompt_tokens: int, num_tokens: int
     ) -> None:
-        """Count a sequence that has ended; `reason` must come from a fixed set."""
-        self._finished.labels(reason).inc()
+        """Count an ended sequence; `reason` must come from a fixed set."""
         self._e2e.observe(elapsed_s)
         self._decode.observe(decode_s)
         if num_tokens > 1:
@@ -151,7 +148,7 @@ class IngressMetrics:
         self._request_tokens["generation"].observe(num_tokens)
 
     def text(self) -> str:
-        """All families in Prometheus text."""
+        """Return all families as Prometheus text."""
         return generate_latest(self._registry).decode()
 
 
@@ -166,7 +163,7 @@ class TokenClock:
         self._started_s = self._first_s = self._last_s = time.perf_counter()
 
     def tick(self, num_tokens: int) -> None:
-        """`num_tokens` have just arrived."""
+        """Record the arrival of `num_tokens`."""
         if num_tokens == 0:
             return
         now_s = time.perf_counter()
@@ -178,7 +175,7 @@ class TokenClock:
         self._num_tokens += num_tokens
 
     def end(self, reason: str, speculation: SpeculationStats | None = None) -> None:
-        """The sequence has ended, with these sums of its passes."""
+        """Record the end of the sequence, with its speculation counts."""
         elapsed_s = time.perf_counter() - self._started_s
         decode_s = self._last_s - self._first_s
         self._metrics.count_end(reason, elapsed_s, decode_s, self._num_prompt_tokens, self._num_tokens)

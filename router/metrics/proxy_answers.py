@@ -1,4 +1,4 @@
-"""Answers that HAProxy gave by itself: no ingress has seen them, so it counts them and hands the sums to a scrape.
+"""Counts of HAProxy's own answers. No ingress has seen them, so HAProxy sends the sums with each scrape.
 
 The configuration of HAProxy (`cluster/proxy/answers.cfg`) sets a header on each request for `/metrics`.
 """
@@ -10,8 +10,8 @@ import re
 ANSWERS_HEADER = "x-outrider-proxy-answers"
 NAME = "outrider_proxy_answers"
 _HELP = (
-    f"# HELP {NAME} Answers of the HAProxy that was scraped through, by itself: pairs are full (refused), "
-    "what a client did wrong or too slowly (client), no ingress to ask, or none that answered (server).\n"
+    f"# HELP {NAME} Answers that the scraped HAProxy gave itself: pairs are full (refused), "
+    "a client's mistake or slowness (client), no ingress available or answering (server).\n"
     f"# TYPE {NAME} counter\n"
 )
 _KINDS = ("refused", "client", "server")
@@ -19,7 +19,7 @@ _COUNTS = re.compile(r"(\d{1,19}) (\d{1,19}) (\d{1,19})")
 
 
 def proxy_text(header: str) -> str:
-    """Return the family for the header's three counts; nothing where there is no HAProxy."""
+    """Return the family for the header's three counts; empty without HAProxy."""
     counts = _COUNTS.fullmatch(header)
     if counts is None:
         return ""

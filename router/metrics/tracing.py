@@ -1,9 +1,9 @@
-"""OpenTelemetry traces: a span per call, one per sequence below it, and one for each phase until its first token.
+"""OpenTelemetry traces: a span per call, one per sequence below it, and one per phase before the first token.
 
-Off unless the standard environment variables name an OTLP endpoint; nothing of OpenTelemetry is even imported then.
-Attributes are those of its semantic conventions for generative AI (`gen_ai.*`), and the acceptance as `outrider.*`. The
-ingress writes all spans: a pair measures its phases for requests that are traced, and sends them with the first tokens,
-so that its processes need neither an exporter nor the ingress's clock.
+Off unless the standard environment variables name an OTLP endpoint; otherwise OpenTelemetry is not even imported.
+Attributes follow its semantic conventions for generative AI (`gen_ai.*`); acceptance uses `outrider.*`. The ingress
+writes all spans. A pair measures the phases of traced requests and sends them with the first tokens, so its processes
+need no exporter and not the ingress's clock.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT
 
 
 def tracer_from_environment() -> Tracer | None:
-    """Return a tracer that sends to the OTLP endpoint (HTTP) of the environment; None without one.
+    """Return a tracer that sends to the environment's OTLP endpoint (HTTP); None without an endpoint.
 
     Raises:
-        ConfigError: an endpoint is named, and the exporter is not installed.
+        ConfigError: an endpoint is set, but the exporter is not installed.
     """
     endpoint = next((os.environ[name] for name in _ENDPOINTS if os.environ.get(name)), None)
     if endpoint is None or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
@@ -49,7 +49,7 @@ def tracer_from_environment() -> Tracer | None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ConfigError(
-            f"traces are asked for ({endpoint}), and {error.name} is missing; pip install 'outrider[otel]', or unset "
+            f"traces are configured ({endpoint}), but {error.name} is missing; pip install 'outrider[otel]', or unset "
             f"{' and '.join(_ENDPOINTS)}"
         ) from error
     name = os.environ.get("OTEL_SERVICE_NAME", "outrider")
@@ -96,10 +96,10 @@ class TraceRequests:
 
 @contextmanager
 def call_span(tracer: Tracer | None, service: str, method: str, metadata: Mapping[str, str]) -> Iterator[None]:
-    """Make a server span around a gRPC call, below the trace of the client's `traceparent`; without a tracer none.
+    """Open a server span around a gRPC call, below the trace of the client's `traceparent`; no-op without a tracer.
 
-    The span stays the current one of its task. It is not detached: a stream's generator may end in another task, and
-    the task of a call ends with it.
+    The span stays current in its task and is never detached: a stream's generator may end in another task, and the
+    call's task ends with the call.
     """
     if tracer is None:
         yield
@@ -125,7 +125,7 @@ def call_span(tracer: Tracer | None, service: str, method: str, metadata: Mappin
 
 
 def note_error(span: Span, error: Exception) -> None:
-    """Mark a span as failed, with the beginning of the error's message, in which a client's text may stand."""
+    """Mark a span as failed, with the start of the error's message, which may contain client text."""
     from opentelemetry.trace import StatusCode
 
     message = for_log(error)
@@ -134,12 +134,12 @@ def note_error(span: Span, error: Exception) -> None:
 
 
 def _route(path: str) -> str:
-    """Return a path without the name of a model, so that span names stay few."""
+    """Return a path without model names, so that there are few span names."""
     return "/v1/models" if path.startswith("/v1/models") else path
 
 
 class TracedBackend:
-    """A backend that makes a span of each sequence; its tokens are those of the backend below."""
+    """A backend that traces each sequence with a span, over another backend."""
 
     def __init__(self, backend: Backend, tracer: Tracer, model_id: str) -> None:
         self._backend = backend
@@ -160,7 +160,7 @@ class TracedBackend:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:
         operation = "chat" if request.request_id.startswith("chatcmpl") else "text_completion"
-        # Not the current span: a generator may be closed in another task than the one that began it.
+        # Not the current span: a generator may be closed in another task.
         span = self._tracer.start_span(
             f"{operation} {self._model_id}", attributes=_request_attributes(request, operation, self._model_id)
         )
@@ -178,7 +178,7 @@ class TracedBackend:
 
 
 class _SequenceRecord:
-    """The numbers of one sequence, and its phases: until the first token, and from there on."""
+    """The numbers of one sequence, and its phases: up to the first token, and after it."""
 
     def __init__(self, tracer: Tracer, span: Span) -> None:
         self._tracer = tracer
@@ -190,7 +190,7 @@ class _SequenceRecord:
         self._attributes: dict[str, str | int | float | Sequence[str]] = {}
 
     def add(self, batch: Sequence[TokenChunk]) -> None:
-        """Take in what has come."""
+        """Record a batch."""
         for chunk in batch:
             if chunk.token_ids and self._first_ns is None:
                 self._first_ns = time.time_ns()
@@ -205,11 +205,11 @@ class _SequenceRecord:
                 )
 
     def fail(self, error: Exception) -> None:
-        """Note an error that ended the sequence."""
+        """Record an error that ended the sequence."""
         note_error(self._span, error)
 
     def end(self) -> None:
-        """End the span, and write those of its phases; without a finish reason it was aborted."""
+        """End the span, and write the spans of its phases; without a finish reason the sequence was aborted."""
         from opentelemetry.trace import set_span_in_context
 
         end_ns = time.time_ns()
@@ -227,9 +227,9 @@ class _SequenceRecord:
 
 
 def _phases(start_ns: int, first_ns: int, times: FirstTokenTimes | None) -> list[tuple[str, int, int]]:
-    """Return the phases that took time, one behind the other, as (name, start, end) in nanoseconds.
+    """Return the phases that took time, in order, as (name, start, end) in nanoseconds.
 
-    The choice of a pair is first. The others end with the first token: what is left between is the way there and back.
+    The choice of a pair comes first. The others end with the first token; the rest in between is transport.
     """
     if times is None:
         return []

@@ -1,4 +1,4 @@
-"""Acceptance by traffic: the tenant that asked, and the route by which; the number of series is bounded."""
+"""Acceptance by tenant and route; the number of series is bounded."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from prometheus_client import CollectorRegistry, Counter
 from protos.messages import SpeculationStats
 
 _MOST_TENANTS = 32
-_OTHERS = "other"  # tenants beyond these
+_OTHERS = "other"  # all further tenants
 _NOBODY = "none"  # a client without a key
-_LONGEST_NAME = 32  # a key without a name is its own tenant, by its digest
+_LONGEST_NAME = 32  # a key without a name is its own tenant, named by its digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class TrafficMetrics:
         self._accepted.labels(*labels).inc(stats.num_accepted_tokens)
 
     def _label(self, tenant: str) -> str:
-        """Return the first tenants by their names, and one label for all that come later."""
+        """Return a tenant's own name for the first tenants, and one shared label for later ones."""
         if tenant in self._tenants:
             return self._tenants[tenant]
         if len(self._tenants) >= _MOST_TENANTS:

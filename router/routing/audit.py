@@ -1,7 +1,7 @@
-"""The quality of routing: reuse achieved against reuse that was possible, counted per request afterwards.
+"""The quality of routing: achieved against achievable reuse, counted per request afterwards.
 
-Achievable is the most that any live worker held when the request was routed, so `achieved / achievable` shows what load
-balancing gave up and what stale knowledge lost.
+Achievable is the most blocks that any live worker held when the request was routed. `achieved / achievable` shows the
+reuse lost to load balancing and to stale knowledge.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ _MIN_REQUESTS_FOR_ALARM = 20
 
 @dataclass(frozen=True, slots=True)
 class RouteForecast:
-    """The router's expectation of one request.
+    """The router's expectation for one request.
 
     Attributes:
         predicted_blocks: leading blocks of the request that the chosen worker holds or will soon.
         achievable_blocks: the most that any candidate holds.
         cost_s: predicted cost of the chosen worker.
-        runner_up_cost_s: predicted cost of the best other candidate; infinite where there is none.
+        runner_up_cost_s: predicted cost of the best other candidate; infinite without another.
         block_prefill_s: seconds the chosen worker needs to compute one block.
     """
 
@@ -39,18 +39,18 @@ class RouteOutcome:
 
     @property
     def is_stale(self) -> bool:
-        """True if the index promised blocks that the engine no longer had."""
+        """True if the engine no longer had blocks that the index promised."""
         return self.achieved_blocks < self.forecast.predicted_blocks
 
     @property
     def is_misroute(self) -> bool:
-        """True if another worker would have been cheaper, had the router known the engine's blocks."""
+        """True if another worker would have been cheaper, given the engine's actual blocks."""
         lost_s = (self.forecast.predicted_blocks - self.achieved_blocks) * self.forecast.block_prefill_s
         return self.is_stale and self.forecast.cost_s + lost_s > self.forecast.runner_up_cost_s
 
     @property
     def is_unforeseen(self) -> bool:
-        """True if the engine hit where the router thought every block cold."""
+        """True if the engine hit although the router expected no cached block."""
         return self.forecast.predicted_blocks == 0 < self.achieved_blocks
 
 
@@ -77,14 +77,14 @@ class RouteAudit:
 
     @property
     def efficiency(self) -> float:
-        """Achieved over achievable blocks; 1 where there were none, above 1 where engines hit more than was known."""
+        """Achieved over achievable blocks; 1 if no block was achievable, above 1 if engines hit more than was known."""
         return self.num_achieved_blocks / self.num_achievable_blocks if self.num_achievable_blocks else 1.0
 
     @property
     def is_blind(self) -> bool:
-        """True if engines keep hitting what the router thinks cold, and nothing that it predicts.
+        """True if engines keep hitting prefixes that the router did not expect, and never those it predicted.
 
-        Their block keys differ then, or the index hears nothing any more. One hit that was predicted ends it, and the
-        count begins again.
+        Their block keys differ then, or the index receives no reports. One predicted hit clears the alarm and restarts
+        the count.
         """
         return self.num_unforeseen_in_a_row >= _MIN_REQUESTS_FOR_ALARM

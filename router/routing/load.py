@@ -1,11 +1,11 @@
-"""The work that stands before a new request on each worker: its last signal, plus work sent since, minus work done.
+"""The queued work of each worker: its last signal, plus work sent since, minus work done.
 
-A load signal is old when it arrives. Between signals a worker's backlog is carried forward by its own measured rate:
+A load signal is outdated on arrival. Between signals, a worker's backlog is extrapolated with its measured rate:
 
     backlog(now) = max(0, backlog(then) - rate * (now - then)), and each request sent adds its uncached tokens
 
-so a burst that falls between two signals sees its own weight. A signal replaces the carried value, and what was sent
-after the signal was measured is put on top of it again. Pure arithmetic on given clocks; knows no prefixes.
+so a burst between two signals accounts for its own weight. A signal replaces the extrapolated value, and work sent
+after its measurement is added again. Pure arithmetic on given clocks, without prefixes.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from protos.worker_load import WorkerLoad
 
 FloatArray = NDArray[np.float64]
 
-_SILENT_FROM_S, _SILENT_UNTIL_S = 5.0, 60.0  # of the age of work about which a worker has reported nothing
-_FORGET_S = 10.0  # after the last request sent, in which no signal has come: nobody knows whether they still run
+_SILENT_FROM_S, _SILENT_UNTIL_S = 5.0, 60.0  # age of work that a worker has not reported on
+_FORGET_S = 10.0  # after the last request sent without a signal since: the router cannot know whether they still run
 
 _ROW = np.dtype(
     [
         ("backlog_tokens", np.float64),
         ("as_of_s", np.float64),  # the moment of backlog_tokens
         ("num_requests", np.float64),
-        ("reported_requests", np.float64),  # of them, those of the last signal
-        ("sent_s", np.float64),  # the moment of the last request sent
+        ("reported_requests", np.float64),  # among them, reported by the last signal
+        ("sent_s", np.float64),  # time of the last request sent
         ("decode_tokens", np.float64),
-        ("prefill_tokens_per_s", np.float64),  # 0: not measured
+        ("prefill_tokens_per_s", np.float64),  # 0 until measured
         ("decode_slowdown", np.float64),
-        ("decode_tokens_per_s", np.float64),  # 0: not measured
+        ("decode_tokens_per_s", np.float64),  # 0 until measured
         ("hash", np.uint64),  # of the worker's name: the same in every process
     ]
 )
@@ -46,7 +46,7 @@ class FleetLoad:
 
     Attributes:
         rows: index of each worker in the arrays.
-        backlog_tokens: uncached prompt tokens that stand before a new request.
+        backlog_tokens: uncached prompt tokens queued before a new request.
         prefill_tokens_per_s: never 0.
     """
 
@@ -66,7 +66,7 @@ class FleetLoad:
 
 @dataclass(frozen=True, slots=True)
 class SentWork:
-    """The router's estimate of the work of a request just sent to a worker."""
+    """The router's estimate of the work of a request that it just sent to a worker."""
 
     request_id: str
     uncached_tokens: int
@@ -83,12 +83,12 @@ class _Gather:
 
 
 class LoadTable:
-    """The latest signal of every worker, corrected by the work that this router has sent since.
+    """The latest signal of every worker, plus the work that this router has sent since.
 
     Args:
-        transit_s: how long a request may be under way. One sent less than this before a signal was measured still
-            counts on top of it; better to count a request twice for a moment than not at all.
-        default_prefill_tokens_per_s: the rate of workers while none has measured its own.
+        transit_s: the longest transit time of a request. A request sent less than this before a signal was measured is
+            still added to it; counting it twice for a moment is better than not at all.
+        default_prefill_tokens_per_s: the rate while no worker has measured its own.
     """
 
     def __init__(self, transit_s: float = 0.01, default_prefill_tokens_per_s: float = 1000.0) -> None:
@@ -102,14 +102,14 @@ class LoadTable:
         self._last_gather: _Gather | None = None
 
     def update(self, load: WorkerLoad) -> None:
-        """Take in a signal; one that is older than the last, or of an older epoch, changes nothing."""
+        """Apply a signal; an outdated one, or one of an older epoch, changes nothing."""
         last = self._signals.get(load.worker_id)
         if last and (load.epoch, load.measured_at_s) < (last.epoch, last.measured_at_s):
             return
         self._signals[load.worker_id] = load
         sent = self._sent.setdefault(load.worker_id, [])
         if last and load.epoch > last.epoch:
-            sent.clear()  # the restarted worker has none of it
+            sent.clear()  # the restarted worker has lost it
         sent[:] = [work for work in sent if work.sent_at_s > load.measured_at_s - self._transit_s]
         self._rebuild(load, sent)
 
@@ -119,14 +119,14 @@ class LoadTable:
         self._add(self._row(worker_id), work)
 
     def is_silent(self, worker_id: str, now_s: float) -> bool:
-        """True if a worker has reported nothing since it was sent work, for longer than a busy one stays silent.
+        """True if a worker was sent work and has reported nothing for longer than a busy worker stays silent.
 
-        It hangs, or its reports are lost: after `_SILENT_UNTIL_S` it may be asked again.
+        It hangs, or its reports are lost; after `_SILENT_UNTIL_S` it is tried again.
         """
         return any(_SILENT_FROM_S < now_s - work.sent_at_s < _SILENT_UNTIL_S for work in self._sent.get(worker_id, ()))
 
     def withdraw(self, worker_id: str, request_id: str) -> None:
-        """Remove a request that the worker refused or never got; unknown ones are ignored."""
+        """Remove a request that the worker refused or never received; unknown ids are ignored."""
         sent = self._sent.get(worker_id, [])
         kept = [work for work in sent if work.request_id != request_id]
         signal = self._signals.get(worker_id)
@@ -136,7 +136,7 @@ class LoadTable:
         self._rebuild(signal or _idle_load(worker_id), kept)
 
     def forget(self, worker_id: str) -> None:
-        """Drop a worker that is gone; unknown workers are ignored."""
+        """Drop a worker that has left; unknown workers are ignored."""
         row = self._rows.pop(worker_id, None)
         if row is not None:
             self._free_rows.append(row)
@@ -183,7 +183,7 @@ class LoadTable:
             self._add(row, work)
 
     def _add(self, row: int, work: SentWork) -> None:
-        """Carry the row's backlog forward to the moment of sending, and add the request."""
+        """Extrapolate the row's backlog to the time of sending, and add the request."""
         entry = self._table[row]
         rate = entry["prefill_tokens_per_s"] or self._default_rate
         elapsed_s = max(work.sent_at_s - entry["as_of_s"], 0.0)
@@ -203,12 +203,12 @@ class LoadTable:
 
     @staticmethod
     def _speed(rates: FloatArray, rows: NDArray[np.void]) -> FloatArray:
-        """Return the tokens of prefill per second while the worker also decodes."""
+        """Return prefill tokens per second while the worker also decodes."""
         speed: FloatArray = rates / (1.0 + rows["decode_slowdown"] * rows["decode_tokens"])
         return speed
 
     def _gather(self, worker_ids: tuple[str, ...]) -> _Gather:
-        """Find the rows of these workers; the last result is kept, since candidates seldom change."""
+        """Return the rows of these workers; the last result is cached, since candidates seldom change."""
         if self._last_gather is None or self._last_gather.worker_ids != worker_ids:
             table_rows = np.array([self._row(worker_id) for worker_id in worker_ids], dtype=np.intp)
             rows = {worker_id: row for row, worker_id in enumerate(worker_ids)}

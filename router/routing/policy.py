@@ -1,18 +1,17 @@
-"""The choice of a worker for a request: the cost of each in seconds, and the order that follows from it.
+"""The choice of a worker for a request: each worker's cost in seconds, and the resulting order.
 
     cost(worker) = queue + prefill + interference + others
-    queue        = backlog tokens / prefill rate                   work that stands before the request
+    queue        = backlog tokens / prefill rate                   work queued before the request
     prefill      = uncached tokens / prefill rate                  its own prompt, less the blocks the worker holds
-    interference = (queue + prefill) * slowdown * decode tokens    what running streams take from prefill
-    others       = prefill * weight * share of workers with work   what this prefill costs later requests
+    interference = (queue + prefill) * slowdown * decode tokens    prefill time lost to running streams
+    others       = prefill * weight * share of workers with work   the delay of later requests by this prefill
 
-The first three are the predicted seconds to the first token. Without the fourth every request would look after itself
-alone: it would leave its prefix to save a moment, and compute again what all the others then wait for. Where every
-other worker is idle no request waits, and the term is nothing.
+The first three are the predicted seconds to the first token. Without the fourth, every request would optimize only for
+itself: it would leave its cached prefix to save a moment, and recompute it at the expense of later requests. If every
+other worker is idle, no request waits, and the term is zero.
 
-Pure functions of their arguments: no clock, no state, no side effect; the simulator and the serving router call the
-same ones. Everything is an array over workers [W], so a decision over a thousand workers costs little more than one
-over eight.
+Pure functions: no clock, no state, no side effects; the simulator and the serving router call the same ones. Everything
+is an array over workers [W], so a decision over a thousand workers costs little more than one over eight.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ _SPEED_STEP = np.log(1.05)  # decode speeds within 5% of the fastest count as eq
 
 
 class Policy(StrEnum):
-    """The order of the workers."""
+    """How workers are ordered."""
 
     PREFIX = "prefix"  # by the whole cost
-    LOAD = "load"  # by the cost with every cache taken as empty: least work
+    LOAD = "load"  # by the cost with all caches assumed empty: least work
     ROUND_ROBIN = "round_robin"
     RANDOM = "random"
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyInput:
-    """All that a policy knows of a request.
+    """Everything that a policy knows about a request.
 
     Attributes:
-        prefix_blocks: leading blocks that each worker holds (`PrefixIndex.matches`); empty where there is no answer.
+        prefix_blocks: leading blocks that each worker holds (`PrefixIndex.matches`); empty without an answer.
         seed: keys the shuffle of equal workers; equal seeds give equal decisions in every process.
         turn: the request's ordinal number, for `round_robin`.
         last_worker_id: the worker of the session's last request; decides only among equal workers.
@@ -61,15 +60,16 @@ class PolicyInput:
 
 @dataclass(frozen=True, slots=True)
 class CostConfig:
-    """The constants of the cost.
+    """The constants of the cost formula.
 
     Attributes:
-        others_weight: how much the delay of later requests counts against the request's own; 0 looks at the request
-            alone. docs/routing.md compares values.
-        fetch_share: the cost of a token whose KV another worker holds, in computed ones; 1 where none is fetched.
+        others_weight: the weight of later requests' delay against the request's own; 0 ignores later requests.
+            docs/routing.md compares values.
+        fetch_share: the cost of a token whose KV another worker holds, relative to a computed one; 1 without fetching.
         tie_s, tie_fraction: costs within both of the lowest count as equal to it.
-        even_s: so do those of workers that hold as much of the prompt, within this: rates that are measured differ by
-            more on equal machines, and a streak of a hot prefix would all go to one.
+        even_s: costs within this of the lowest also count as equal among workers that hold as much of the prompt.
+            Measured rates of equal machines differ by more, and a run of requests with a hot prefix would all go to one
+            worker.
     """
 
     others_weight: float = 1.5
@@ -96,7 +96,7 @@ class CostTerms:
 
     @property
     def total_s(self) -> FloatArray:
-        """The cost by which workers are compared."""
+        """The cost that ranks workers."""
         return self.ttft_s + self.others_s
 
 
@@ -112,7 +112,7 @@ class WorkerCost:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A ranking of the candidates, best first, and the numbers behind it; `order` indexes `fleet.worker_ids`."""
+    """A ranking of the candidates, best first, with its numbers; `order` indexes `fleet.worker_ids`."""
 
     policy: str
     request: PolicyInput
@@ -130,7 +130,7 @@ class Decision:
         return [self._cost(int(row)) for row in self.order[:limit]]
 
     def explain(self, limit: int = 3) -> str:
-        """Write the formula with its numbers for the best `limit` workers, as one line for the debug log."""
+        """Format the formula with its numbers for the best `limit` workers, as one line for the debug log."""
         return f"{self.policy}: " + "; ".join(self._formula(int(row)) for row in self.order[:limit])
 
     def _cost(self, row: int) -> WorkerCost:
@@ -146,7 +146,7 @@ class Decision:
         rate = fleet.prefill_tokens_per_s[row]
         uncached = terms.prefill_s[row] * rate
         cached = terms.cached_tokens[row]
-        spared = self.request.num_tokens - cached - uncached  # by blocks that another worker holds
+        spared = self.request.num_tokens - cached - uncached  # through blocks that another worker holds
         return (
             f"{fleet.worker_ids[row]} {terms.total_s[row]:.4f} s"
             f" = queue {fleet.backlog_tokens[row]:.0f}/{rate:.0f}"
@@ -163,8 +163,8 @@ def _less(num_tokens: float) -> str:
 def rank(policy: Policy, request: PolicyInput, fleet: FleetLoad, config: CostConfig) -> Decision:
     """Order the workers of `fleet` (at least one) for a request.
 
-    The terms always hold the full cost, prefix hits included, whichever policy orders; so a decision of any policy can
-    be compared with what `prefix` would have paid.
+    The terms always hold the full cost, including prefix hits, whatever the policy. A decision of any policy can thus
+    be compared with the cost that `prefix` would have paid.
     """
     assert len(fleet) > 0
     terms = cost_terms(request, fleet, config)
@@ -187,7 +187,7 @@ def cost_terms(request: PolicyInput, fleet: FleetLoad, config: CostConfig) -> Co
 
 
 def cached_tokens(request: PolicyInput, fleet: FleetLoad) -> FloatArray:
-    """Count the prompt tokens that each worker need not compute: [W], whole blocks, never the last token."""
+    """Return the prompt tokens that each worker can take from its cache: [W], whole blocks, never the last token."""
     tokens = np.zeros(len(fleet))
     hits = request.prefix_blocks
     max_blocks = max(request.num_tokens - 1, 0) // request.block_size
@@ -199,7 +199,7 @@ def cached_tokens(request: PolicyInput, fleet: FleetLoad) -> FloatArray:
 
 
 def shuffle(seed: int, fleet: FleetLoad) -> NDArray[np.uint64]:
-    """Draw a number per worker [W] that orders equal ones at random; a function of `seed` and the worker's id alone."""
+    """Return a random number per worker [W] to order equal ones; depends only on `seed` and the worker's id."""
     with np.errstate(over="ignore"):
         mixed = fleet.hashes ^ _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))
         return _mix(mixed)
@@ -233,7 +233,7 @@ def _at_random(request: PolicyInput, fleet: FleetLoad, terms: CostTerms, config:
 def _order_by(
     cost_s: FloatArray, cached: FloatArray, request: PolicyInput, fleet: FleetLoad, config: CostConfig
 ) -> IntArray:
-    """Order by cost, the lowest first; those that tie with it by requests, decode speed, session, then at random."""
+    """Order by cost, lowest first; break ties by requests, decode speed, session, then at random."""
     best = int(np.argmin(cost_s))
     is_tied = cost_s <= cost_s[best] * (1.0 + config.tie_fraction) + config.tie_s
     is_tied |= (cached >= cached[best]) & (cost_s <= cost_s[best] + config.even_s)
@@ -246,9 +246,9 @@ def _order_by(
 
 
 def _slowness(decode_tokens_per_s: FloatArray) -> FloatArray:
-    """Return how far decode speeds lie below the highest, in steps of 5%; accepted drafts count.
+    """Return how far decode speeds are below the highest, in steps of 5%; accepted drafts count.
 
-    One that is not measured counts as the highest: nothing is known against it.
+    An unmeasured speed counts as the highest.
     """
     fastest = decode_tokens_per_s.max()
     if fastest <= 0:

@@ -1,11 +1,11 @@
-"""The blocks that each worker holds: the router's picture of every prefix cache, built from their deltas.
+"""The blocks that each worker holds: the router's view of every prefix cache, built from their deltas.
 
     block key      bits of the workers that hold it          a prompt's keys, first to last
     k0        ->   1 1 1                                     k0: all three hold it
     k1        ->   0 1 1                                     k1: the first worker drops out with 1 block
     k2        ->   0 1 0                                     k2: the third with 2, the second goes on
 
-Plain data structures: no process, no clock of its own, no Ray. It knows nothing of load or cost.
+Plain data structures, without process, clock, Ray, load or cost.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from protos.cache_delta import CacheDelta
 from protos.worker_load import PrefixHolder
 
 _UNKNOWN_EPOCH = -1  # of a worker that was sent a request before its first report
-_MANY_BITS = 24  # numpy finds more than these sooner than a loop
+_MANY_BITS = 24  # numpy finds more bits than this faster than a loop
 _EVICT_FRACTION = 1 / 16  # of a full view, evicted at once: the cost per block stays constant
 
 
 class Applied(StrEnum):
-    """The fate of a batch or a snapshot."""
+    """What happened to a batch or a snapshot."""
 
     APPLIED = "applied"
-    GAP = "gap"  # applied, but batches before it are missing: the worker's picture is doubtful until its next snapshot
-    IGNORED = "ignored"  # of an older epoch, or already seen
+    GAP = "gap"  # applied, but earlier batches are missing: the view is doubtful until the next snapshot
+    IGNORED = "ignored"  # of an older epoch, or already applied
 
 
 @dataclass(slots=True)
 class _View:
-    """The index's picture of one worker. The dicts are ordered, least recently used first."""
+    """The index's view of one worker. The dicts are ordered, least recently used first."""
 
     slot: int
     epoch: int
@@ -50,7 +50,7 @@ class _View:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Hold:
-    """Blocks that a request just sent will leave on its worker; ordered by the end of the prediction."""
+    """Blocks that a request just sent will leave on its worker, ordered by the end of the prediction."""
 
     lapses_at_s: float
     view: _View = field(compare=False)
@@ -58,13 +58,13 @@ class _Hold:
 
 
 class PrefixIndex:
-    """Block keys to workers, with predicted blocks, restarts, lost events and a bound on memory.
+    """Maps block keys to workers, with predicted blocks, restarts, lost events and bounded memory.
 
-    A block counts for a worker while the worker's deltas say so (`held`), or for a short time after a request was sent
-    there (`pending`). Bits of one key are the union of both; `check_integrity` states it.
+    A block counts for a worker while the worker's deltas report it (`held`), or for a short time after a request was
+    sent there (`pending`). The bits of one key are the union of both; `check_integrity` asserts it.
 
     Args:
-        max_blocks_per_worker: more than any worker's cache has blocks. A view that grows past it (a worker that never
+        max_blocks_per_worker: more blocks than any worker's cache has. A view that exceeds it (of a worker that never
             reports removals) loses its least recently routed blocks.
     """
 
@@ -72,7 +72,7 @@ class PrefixIndex:
         self._max_blocks = max_blocks_per_worker
         self._holders: dict[BlockKey, int] = {}
         self._views: dict[str, _View] = {}
-        self._worker_at: list[str] = []  # by slot; "" where it is free
+        self._worker_at: list[str] = []  # by slot; "" in a free slot
         self._holds: list[_Hold] = []  # a heap
 
     # -- lookups
@@ -95,7 +95,7 @@ class PrefixIndex:
         return result
 
     def longest_held(self, keys: Sequence[BlockKey], worker_ids: Iterable[str], more_than: int) -> PrefixHolder | None:
-        """Return the worker that has reported most of the leading blocks, and more than so many; None where none has.
+        """Return the worker that reported the most leading blocks, if more than `more_than`; None otherwise.
 
         Predicted blocks do not count: their worker may not have computed them yet.
         """
@@ -108,7 +108,7 @@ class PrefixIndex:
         return best
 
     def needs_snapshot(self) -> list[str]:
-        """Return the workers with a gap since their last snapshot, and those first met in mid-sequence."""
+        """Return the workers with a gap since their last snapshot, and those whose first report was not batch 0."""
         return [worker_id for worker_id, view in self._views.items() if view.needs_snapshot]
 
     def is_in_doubt(self, worker_id: str) -> bool:
@@ -128,15 +128,16 @@ class PrefixIndex:
     # -- reports of workers
 
     def apply(self, worker_id: str, epoch: int, sequence: int, deltas: Iterable[CacheDelta]) -> Applied:
-        """Take in what changed in a worker's cache.
+        """Apply the changes of a worker's cache.
 
-        A batch of a newer epoch first drops all the worker's blocks. One after a gap is applied as well (what it says
-        is true) and marks the worker as needing a snapshot; one of an older epoch, or a repeated one, changes nothing.
+        A batch of a newer epoch first drops all the worker's blocks. A batch after a gap is applied too (its facts are
+        still true) and marks the worker as needing a snapshot. A batch of an older epoch, or a repeated one, changes
+        nothing.
 
         Args:
             worker_id: the worker.
-            epoch: larger after every restart of the worker.
-            sequence: counts the worker's batches of one epoch from 0 without holes, so that a lost one shows.
+            epoch: increases with every restart of the worker.
+            sequence: number of the batch within its epoch, from 0 without holes, so that a lost one is noticed.
             deltas: the batch, oldest first.
         """
         view = self._view(worker_id, epoch)
@@ -150,9 +151,9 @@ class PrefixIndex:
         return Applied.GAP if has_gap else Applied.APPLIED
 
     def resync(self, worker_id: str, epoch: int, sequence: int, keys: bytes) -> Applied:
-        """Replace all that is known of a worker by the joined `keys` of its whole cache after batch `sequence`.
+        """Replace everything known of a worker by the joined `keys` of its whole cache after batch `sequence`.
 
-        A snapshot older than batches already applied changes nothing; -1 is before the first batch.
+        A snapshot older than an applied batch changes nothing; -1 is before the first batch.
         """
         view = self._view(worker_id, epoch)
         if epoch < view.epoch or sequence + 1 < view.next_sequence:
@@ -164,7 +165,7 @@ class PrefixIndex:
         return Applied.APPLIED
 
     def forget(self, worker_id: str) -> None:
-        """Drop a worker that is gone; unknown workers are ignored."""
+        """Drop a worker that has left; unknown workers are ignored."""
         view = self._views.pop(worker_id, None)
         if view is None:
             return
@@ -213,10 +214,10 @@ class PrefixIndex:
             result[worker_at[slot]] = depth
 
     def _view(self, worker_id: str, epoch: int) -> _View:
-        """Return the worker's view, emptied first when `epoch` is newer, made when the worker is new."""
+        """Return the worker's view: new for a new worker, emptied for a newer `epoch`."""
         view = self._views.get(worker_id)
         if view is not None and view.epoch == _UNKNOWN_EPOCH:
-            view.epoch = epoch  # its first report: blocks reserved on it stay
+            view.epoch = epoch  # its first report: blocks reserved for it stay
         if view is not None and view.epoch < epoch:
             self.forget(worker_id)
             view = None
@@ -257,12 +258,12 @@ class PrefixIndex:
         self._drop_bits(view.slot, oldest)
 
     def _refresh(self, view: _View, keys: Sequence[BlockKey]) -> None:
-        """Make `keys` the most recently used, the first of them last to go.
+        """Make `keys` the most recently used, the first of them last to be evicted.
 
         A block is useless without those before it.
         """
         if len(view.held) * 2 < self._max_blocks:
-            return  # eviction is far: spare the work
+            return  # eviction is far off: skip the work
         held = view.held
         for key in reversed(keys):
             if key in held:

@@ -1,4 +1,4 @@
-"""The block keys of a request: the engines' own, computed once, and only after a proof that both sides agree."""
+"""The block keys of a request, equal to the engines' keys; computed once, after a check that both agree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class PromptKeys:
-    """The keys of requests for the model of the last card; none without a card, or where it fails the proof."""
+    """The block keys of requests for the last card's model; empty without a card, or if it fails the check."""
 
     def __init__(self) -> None:
         self._card: ModelCard | None = None
@@ -22,11 +22,11 @@ class PromptKeys:
 
     @property
     def is_refuted(self) -> bool:
-        """True if the engines' keys of a fixed text differ from this process's: requests go by load alone."""
+        """True if the engines' keys of a fixed text differ from this process's: requests are routed by load alone."""
         return self._card is not None and not self._is_proven
 
     def learn(self, card: ModelCard) -> None:
-        """Take in a pair's card; a changed one is put to the proof."""
+        """Store a pair's card; check a changed one."""
         card = replace(card, alarms=())
         if card == self._card:
             return
@@ -45,7 +45,7 @@ class PromptKeys:
             )
 
     def keys_of(self, request: GenerateRequest) -> bytes:
-        """Join the keys of the full blocks of prompt and generated tokens; samples of one prompt share the work."""
+        """Return the joined keys of the full blocks of prompt and output; samples of one prompt share the work."""
         card = self._card
         if card is None or not self._is_proven:
             return b""

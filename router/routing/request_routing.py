@@ -1,4 +1,4 @@
-"""The ingress's part in routing: a request's block keys before the choice, an audit of the choice after it."""
+"""Routing in the ingress: a request's block keys before the choice, an audit of the choice afterwards."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class RequestRouting:
         self._block_size = 1
 
     def learn(self, card: ModelCard) -> None:
-        """Take in the card of the served model; keys are computed for it from now on."""
+        """Store the card of the served model; keys are computed for it from now on."""
         self._prompt_keys.learn(card)
         self._block_size = card.block_size
         self._metrics.set_refuted(self._prompt_keys.is_refuted)
 
     def open(self, request: GenerateRequest) -> RoutedCall:
-        """Return the argument to pass to Serve in the request's place."""
-        is_explained = request.speculation.explain and current_client.get().is_admin  # it tells of others' load
+        """Return the call object to pass to Serve instead of the request."""
+        is_explained = request.speculation.explain and current_client.get().is_admin  # it shows others' load
         return RoutedCall(request, self._prompt_keys.keys_of(request), is_explained)
 
     def explained(self, call: RoutedCall, batch: Sequence[TokenChunk]) -> Sequence[TokenChunk]:
-        """Add the call's route to each explanation and each trace in `batch`, where the call asked for it."""
+        """Add the call's route to each explanation and each trace in `batch`, if the call requested it."""
         if call.route is None:
             return batch
         if call.request.is_traced:
@@ -41,7 +41,7 @@ class RequestRouting:
         if not call.is_explained:
             return batch
         reply = call.route.reply
-        reason = f"by load, as the index gave no answer ({call.route.failure})" if reply is None else reply.formula
+        reason = f"by load, since the index gave no answer ({call.route.failure})" if reply is None else reply.formula
         return [
             chunk
             if chunk.explanation is None
@@ -50,7 +50,7 @@ class RequestRouting:
         ]
 
     def accepted(self, call: RoutedCall, first: TokenChunk) -> None:
-        """Record that a pair has sent its first chunk, which tells how much it found in its cache."""
+        """Record a pair's first chunk, which reports how much of the prompt its cache had."""
         if call.route is None:
             return
         self._metrics.record_choice(call.route)
@@ -59,7 +59,7 @@ class RequestRouting:
             self._metrics.record_outcome(RouteOutcome(call.route.reply, achieved))
 
     def refused(self, call: RoutedCall) -> None:
-        """Record that the attempt ended before its first chunk; its reservation ends."""
+        """Record that the attempt ended before its first chunk, and end its reservation."""
         if call.withdraw is not None:
             call.withdraw()
         if call.route is not None:

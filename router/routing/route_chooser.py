@@ -1,4 +1,4 @@
-"""The order in which a call tries the pairs: the index's, or by load where the index does not answer."""
+"""The order of pairs for a call: from the index, or by load if the index does not answer."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from router.routing.routed_call import Route, RoutedCall
 
 logger = logging.getLogger(__name__)
 
-_NUM_RANKED = 3  # the pairs beyond them are ordered by load
+_NUM_RANKED = 3  # pairs after them are ordered by load
 
-Ranks = list[list[str]]  # worker ids; those of one list are tried together, the least busy first
+Ranks = list[list[str]]  # worker ids; the workers of one rank are tried together, the least busy first
 
 
 class RouteIndex(Protocol):
@@ -29,14 +29,14 @@ class RouteIndex(Protocol):
 
 
 class RouteChooser:
-    """Queries the index, and fails open: there is an order within the index's deadline, whatever happens to it."""
+    """Queries the index and fails open: within the index's deadline there is an order in any case."""
 
     def __init__(self, index: RouteIndex, draw: random.Random | None = None) -> None:
         self._index = index
         self._draw = draw or random.Random()
 
     async def choose(self, call: RoutedCall, worker_ids: Sequence[str]) -> Ranks:
-        """Order the workers for a call, and note the route on it. A second query ends the earlier reservation."""
+        """Order the workers for a call, and record the route in it. A second query ends the earlier reservation."""
         started_s = time.perf_counter()
         reply, failure = await self._query(call, worker_ids)
         call.route = Route(time.perf_counter() - started_s, reply, failure)
@@ -51,7 +51,7 @@ class RouteChooser:
         return [*([worker_id] for worker_id in ranked), *self.by_load(rest)]
 
     def by_load(self, worker_ids: Sequence[str]) -> Ranks:
-        """Put all in one rank, of which Serve takes the pair with the fewest requests, and the first of equal ones."""
+        """Put all pairs in one rank; Serve takes the first pair with the fewest requests."""
         return [self._draw.sample(worker_ids, len(worker_ids))] if worker_ids else []
 
     def routed(self, call: RoutedCall, worker_id: str) -> None:
@@ -71,7 +71,7 @@ class RouteChooser:
             return None, "timeout"
         except UnavailableError:
             return None, "away"
-        except Exception:  # Serve's router must never see one: it would hang the request
+        except Exception:  # Serve's router must never raise: the request would hang
             logger.exception("request %s: no route from the index", call.request.request_id)
             return None, "error"
 

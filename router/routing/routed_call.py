@@ -1,4 +1,4 @@
-"""The argument of one call to a pair on its way through Serve's router, which adds the route."""
+"""The argument of one call to a pair; Serve's router adds the route to it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Route:
     """The choice of a pair for a call.
 
     Attributes:
-        decision_s: seconds that the choice took.
-        reply: the index's; None where load alone decided.
-        failure: the reason for that: timeout, away, error or diverted.
+        decision_s: duration of the choice in seconds.
+        reply: the index's reply; None if load alone decided.
+        failure: why load alone decided: timeout, away, error or diverted.
     """
 
     decision_s: float
@@ -26,12 +26,12 @@ class Route:
 
 @dataclass(slots=True)
 class RoutedCall:
-    """A request, the joined keys of its blocks, and its route, with the numbers behind it where `is_explained`.
+    """A request, the joined keys of its blocks, and its route, with the cost formula if `is_explained`.
 
-    With `wants_holder` the route names the worker that holds more of the prefix than the chosen one.
+    With `wants_holder` the route names a worker that holds more of the prefix than the chosen one.
 
-    Serve hands its router the very objects that the caller passes, in the caller's process; so the router can read the
-    keys and set the route, and neither is sent: the pair gets the request alone.
+    Serve passes the caller's own objects to its router, in the caller's process. The router can thus read the keys and
+    set the route, and only the request is sent to the pair.
     """
 
     request: GenerateRequest
@@ -40,7 +40,7 @@ class RoutedCall:
     wants_holder: bool = False
     route: Route | None = None
     withdraw: Callable[[], None] | None = None  # ends the reservation, while there is one
-    is_taken: bool = False  # by a pair, whose first token may be long in coming
+    is_taken: bool = False  # by a pair; the first token may take long
 
     def __reduce__(self) -> tuple[object, ...]:
         return _request_alone, (self.request,)

@@ -1,4 +1,4 @@
-"""Metrics of routing, measured on every request: reuse against achievable reuse, and the cost of the choice."""
+"""Routing metrics of every request: reuse against achievable reuse, and the cost of the choice."""
 
 from __future__ import annotations
 
@@ -22,34 +22,32 @@ class RouterMetrics:
         self._registry = registry
         self._audit = RouteAudit()
         self._hit = self._counter("hit_blocks", "Prompt blocks that engines took from their cache.")
-        self._achievable = self._counter("achievable_blocks", "The most blocks that any pair held, per request.")
-        self._predicted = self._counter("predicted_blocks", "Blocks that the chosen pairs were thought to hold.")
-        self._stale = self._counter("stale_answers", "Requests whose engine held less than the index said.")
-        self._misroutes = self._counter("misroutes", "Stale answers that cost more than the next best pair would.")
-        self._unforeseen = self._counter("unforeseen_hits", "Engine hits where the index thought every block cold.")
+        self._achievable = self._counter("achievable_blocks", "The most blocks that any pair held for the request.")
+        self._predicted = self._counter("predicted_blocks", "Blocks that the chosen pairs were expected to hold.")
+        self._stale = self._counter("stale_answers", "Requests whose engine held less than the index reported.")
+        self._misroutes = self._counter("misroutes", "Stale answers that cost more than the next best pair.")
+        self._unforeseen = self._counter("unforeseen_hits", "Engine hits where the index expected no cached block.")
         self._decisions = Counter(
             "outrider_router_decisions",
-            "Choices by what they rest on: the index, or load alone because it was silent (timeout), known to be gone "
+            "Choices by their basis: the index, or load alone because the index was silent (timeout), known to be gone "
             "(away), broken (error), or its choice refused the request (diverted).",
             ("basis",),
             registry=registry,
         )
         self._decision = Histogram(
             "outrider_router_decision_seconds",
-            "From the question to the index until its reply, or until it is given up.",
+            "Time from the query to the index until its reply or time-out.",
             buckets=_DECISION_BUCKETS_S,
             registry=registry,
         )
         self._hit_histogram = self._blocks("request_hit_blocks", "Blocks found per request.")
         self._achievable_histogram = self._blocks("request_achievable_blocks", "Blocks some pair held, per request.")
-        self._blind = self._gauge("blind", "1: block keys of engines and router differ, or the index hears nothing.")
-        self._known = self._gauge(
-            "index_blocks", "Distinct blocks in the index, which is one for all ingress replicas."
-        )
+        self._blind = self._gauge("blind", "1: block keys of engines and router differ, or the index gets no reports.")
+        self._known = self._gauge("index_blocks", "Distinct blocks in the index, which all ingress replicas share.")
         self._doubtful = self._gauge("index_doubtful_pairs", "Pairs whose snapshot the index is waiting for.")
 
     def record_choice(self, route: Route) -> None:
-        """Count a choice that has been made."""
+        """Count a choice."""
         self._decision.observe(route.decision_s)
         self._decisions.labels(route.failure or "index").inc()
         if route.reply is not None:
@@ -57,7 +55,7 @@ class RouterMetrics:
             self._doubtful.set(route.reply.num_doubtful_workers)
 
     def record_outcome(self, outcome: RouteOutcome) -> None:
-        """Count the blocks that an engine found, once it has reported them."""
+        """Count the blocks that an engine reported as found in its cache."""
         was_blind = self._audit.is_blind
         self._audit.observe(outcome)
         self._hit.inc(outcome.achieved_blocks)
@@ -72,15 +70,15 @@ class RouterMetrics:
             self._alarm()
 
     def set_refuted(self, is_refuted: bool) -> None:
-        """Set the alarm that the keys of engines and router differ."""
+        """Set the alarm that engines and router compute different keys."""
         self._blind.set(is_refuted or self._audit.is_blind)
 
     def _alarm(self) -> None:
         self._blind.set(self._audit.is_blind)
         if self._audit.is_blind:
             logger.error(
-                "engines have found %d cached prefixes that the router thought cold, and none that it predicted: the "
-                "index does not hear of their caches; look for IndexActor in Ray's logs",
+                "engines have found %d cached prefixes that the router did not predict, and no predicted ones: the "
+                "index does not get their reports; look for IndexActor in Ray's logs",
                 self._audit.num_unforeseen_hits,
             )
 

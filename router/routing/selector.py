@@ -1,7 +1,7 @@
-"""Select and reserve in one step: look up the prefix, weigh the loads, choose, and reserve the work sent.
+"""Select and reserve in one step: look up the prefix, compare loads, choose, and record the work sent.
 
-Because the choice and its consequences are one call on one state, a burst that several ingress replicas route at the
-same moment spreads as if one had routed it. No process and no clock: the host, the simulator included, passes the time.
+The choice and its reservation are one call on one state, so a burst that several ingress replicas route at the same
+moment spreads as if one had routed it. The caller passes the time; there is no process and no clock here.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from router.routing.prefix_index import PrefixIndex
 Ranker = Callable[[PolicyInput, FleetLoad], Decision]
 
 _MAX_SESSIONS = 100_000
-_GRACE_S = 1.0  # after its predicted first token, in which a request's blocks may still be unreported
+_GRACE_S = 1.0  # after its predicted first token, while a request's blocks may still be unreported
 
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """The router's view of a request: the keys of its full blocks and its length, no tokens."""
+    """The router's view of a request: the keys of its full blocks and its length, without tokens."""
 
     request_id: str
     num_tokens: int
@@ -35,7 +35,7 @@ class RouteRequest:
 class Selector:
     """The router's state and its one decision.
 
-    `index` and `loads` are fed by the workers' reports; `select` reads both and adds the work it has just placed.
+    Workers' reports feed `index` and `loads`; `select` reads both and adds the work it has just placed.
     """
 
     def __init__(self, rank: Ranker, block_size: int, index: PrefixIndex, loads: LoadTable) -> None:
@@ -49,7 +49,7 @@ class Selector:
     def select(self, request: RouteRequest, candidates: Sequence[str], now_s: float) -> Decision:
         """Choose among `candidates` (at least one) and reserve: blocks and work count for the chosen worker at once.
 
-        Workers that seem to hang are passed over while there are others.
+        Workers that seem to hang are skipped while there are others.
         """
         self.index.expire(now_s)
         candidates = [each for each in candidates if not self.loads.is_silent(each, now_s)] or candidates

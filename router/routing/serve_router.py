@@ -1,6 +1,6 @@
-"""Ray Serve's end of routing: replicas in, ranks of replicas out; `RouteChooser` decides.
+"""Ray Serve's interface to routing: replicas in, ranks of replicas out; `RouteChooser` decides.
 
-Serve pickles this module by value into every process that calls the pairs, so it holds no state of its own.
+Serve pickles this module by value into every process that calls the pairs, so it has no state of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PrefixAwareRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return ranks of replicas, best first. Raises nothing: Serve would leave the request hanging."""
+        """Return ranks of replicas, best first. Never raises: Serve would leave the request hanging."""
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # else Serve asks a full fleet in a busy loop
@@ -53,14 +53,14 @@ class PrefixAwareRouter(RequestRouter):
             self._chooser.routed(call, replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take in a changed fleet; replicas that have left it are forgotten at once."""
+        """Apply a changed fleet; replicas that have left are forgotten at once."""
         before = {replica_id.unique_id for replica_id in self.curr_replicas}
         super().update_replicas(replicas)
         for worker_id in before - {replica.replica_id.unique_id for replica in replicas}:
             self._index.forget(worker_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Forget a replica that a call has found dead, before Serve's controller did."""
+        """Forget a replica that a call found dead, ahead of Serve's controller."""
         super().on_replica_actor_died(replica_id)
         self._index.forget(replica_id.unique_id)
 
@@ -68,7 +68,7 @@ class PrefixAwareRouter(RequestRouter):
         return IndexClient(self.app_name, config)
 
     def _chosen(self, call: RoutedCall, pending_request: PendingRequest) -> None:
-        """Add to the request what its route tells; the call itself has it."""
+        """Add the route's results to the request; the call itself already has the route."""
 
     def _call_of(self, pending_request: PendingRequest | None) -> RoutedCall | None:
         if pending_request is None or not pending_request.args:
@@ -78,9 +78,9 @@ class PrefixAwareRouter(RequestRouter):
 
 
 class PrefillRouter(PrefixAwareRouter):
-    """Orders prefill replicas for each order of a pair by their own caches and queues, which another index knows.
+    """Orders prefill replicas for each order of a pair, by their own caches and queues in a separate index.
 
-    The pair's engine has made the order and its KV layout (`engine.remote_prefill.kv_transfer`), the two arguments. The
+    The two arguments are the order of the pair's engine and its KV layout (`engine.remote_prefill.kv_transfer`). The
     router adds the replica that holds more of the prefix than the chosen one, which copies those blocks from there.
     """
 

@@ -17,15 +17,15 @@ from router.routing.index.index_state import IndexState
 logger = logging.getLogger(__name__)
 
 _SWEEP_S = 1.0
-_LEAVE_AFTER_S = 30.0  # without a report: the application is gone
+_LEAVE_AFTER_S = 30.0  # without a report: the application has ended
 
 
 class IndexActor:
-    """An `IndexState` behind Ray calls. No method awaits anything, so each is atomic and choices never interleave.
+    """An `IndexState` as a Ray actor. No method awaits anything, so calls are atomic and choices never interleave.
 
-    Ray restarts it after a death, empty; the pairs' next reports, within a second, have a gap before them, so it asks
-    each pair for a snapshot. It belongs to no other process, since ingress replicas and pairs come and go; it ends by
-    itself once no pair has reported for half a minute.
+    Ray restarts it empty after a crash. The pairs' next reports, within a second, then show a gap, so it requests a
+    snapshot from each pair. Ingress replicas and pairs come and go, so no process owns it; it exits once no pair has
+    reported for half a minute.
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -35,7 +35,7 @@ class IndexActor:
         self._sweeper: asyncio.Task[None] | None = None
 
     async def report(self, report: WorkerReport) -> bool:
-        """Take in a worker's report; True asks it for a snapshot."""
+        """Apply a worker's report; return True to request a snapshot."""
         self._last_report_s = time.monotonic()
         self._start_sweeping()
         return self._state.report(report, self._last_report_s)
@@ -50,7 +50,7 @@ class IndexActor:
         self._state.withdraw(worker_id, request_id)
 
     async def forget(self, worker_id: str) -> None:
-        """Drop a worker that is gone."""
+        """Drop a worker that has left."""
         self._state.forget(worker_id)
 
     def _start_sweeping(self) -> None:
@@ -62,5 +62,5 @@ class IndexActor:
             await asyncio.sleep(_SWEEP_S)
             for worker_id in self._state.forget_silent(time.monotonic()):
                 logger.warning("pair %s has not reported for a while; its blocks are forgotten", worker_id)
-        logger.info("no pair has reported for %.0f s; the index leaves", _LEAVE_AFTER_S)
+        logger.info("no pair has reported for %.0f s; the index exits", _LEAVE_AFTER_S)
         ray.kill(ray.get_runtime_context().current_actor)

@@ -1,4 +1,4 @@
-"""The way of pairs and ingress replicas to the index: with a deadline, and with pauses while it does not answer."""
+"""Access to the index for pairs and ingress replicas: with a deadline, and with pauses while it does not answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _NAMESPACE = "outrider"
 _REPORT_TIMEOUT_S = 2.0
-_FIRST_PAUSE_S = 0.1  # without queries after a failure; a late reply ends it
+_FIRST_PAUSE_S = 0.1  # without queries after a failure; a late reply ends the pause
 _LONGEST_PAUSE_S = 2.0
 _FETCH_SHARE = 0.5  # an estimate on the safe side: the replica has measured it, and computes where that is faster
 
@@ -40,12 +40,13 @@ class IndexTimeoutError(UnavailableError):
 class IndexClient:
     """The index of one application, found by name, and started by its first user.
 
-    Its name holds a digest of the configuration, so a deployment with another policy or block size gets another index.
+    The name includes a digest of the configuration, so a deployment with another policy or block size gets its own
+    index.
 
     Args:
         application: name of the Serve application.
-        config: of the index.
-        connect: returns the actor's handle; it may block, and runs in a thread.
+        config: the index's configuration.
+        connect: returns the actor's handle; it may block and runs in a thread.
         clock: seconds, for the pauses.
     """
 
@@ -65,7 +66,7 @@ class IndexClient:
         self._connecting: asyncio.Task[Any] | None = None
 
     def warm_up(self) -> None:
-        """Find the index in the background, so that the first request need not; does nothing without a loop."""
+        """Find the index in the background, ahead of the first request; does nothing without an event loop."""
         with suppress(RuntimeError):
             self._connecting = asyncio.get_running_loop().create_task(self._find(), name="index-connect")
 
@@ -84,7 +85,7 @@ class IndexClient:
         return await self._call(lambda actor: actor.select.remote(query), self._config.index_timeout_s, take_back)
 
     async def report(self, report: WorkerReport) -> bool:
-        """Send a worker's report; True asks for its snapshot.
+        """Send a worker's report; True requests its snapshot.
 
         Raises:
             UnavailableError: no reply within two seconds.
@@ -92,11 +93,11 @@ class IndexClient:
         return await self._call(lambda actor: actor.report.remote(report), _REPORT_TIMEOUT_S)
 
     def withdraw(self, worker_id: str, request_id: str) -> None:
-        """End a reservation, without waiting for a reply; without an index there is none."""
+        """End a reservation, without waiting for a reply; does nothing without an index."""
         self._tell(lambda actor: actor.withdraw.remote(worker_id, request_id))
 
     def forget(self, worker_id: str) -> None:
-        """Report that a worker is gone, without waiting for a reply."""
+        """Report that a worker has left, without waiting for a reply."""
         self._tell(lambda actor: actor.forget.remote(worker_id))
 
     def _tell(self, send: Callable[[Any], object]) -> None:
@@ -104,7 +105,7 @@ class IndexClient:
             try:
                 send(self._actor)
             except RayError as error:
-                logger.debug("the index did not hear: %s", error)
+                logger.debug("the index did not get a message: %s", error)
 
     async def _call(
         self,
@@ -126,7 +127,7 @@ class IndexClient:
             self._gate.failed()
             raise IndexTimeoutError(f"the index did not answer within {timeout_s} s") from None
         except RayActorError as error:
-            self._actor = None  # it may have left for good; another one can be had by name
+            self._actor = None  # it may have exited for good; the name leads to a new one
             self._gate.failed()
             raise UnavailableError(f"the index is gone: {error}") from error
         except (RayError, ValueError) as error:
@@ -136,7 +137,7 @@ class IndexClient:
         return reply
 
     def _late(self, on_late: Callable[[Reply], None], answering: asyncio.Future[Reply]) -> None:
-        """Take a reply that comes after its deadline: the index lives, so the pause ends."""
+        """Handle a reply after its deadline: the index is alive, so the pause ends."""
         if not answering.cancelled() and answering.exception() is None:
             self._gate.succeeded()
             on_late(answering.result())
@@ -157,11 +158,11 @@ class IndexClient:
 
 
 def open_prefill_index(application: str, config: RouterConfig) -> IndexClient:
-    """Return the index of an application's prefill replicas, which knows no pairs: they have blocks from each other."""
+    """Return the index of an application's prefill replicas, separate from the index of its pairs."""
     return IndexClient(f"{application}-prefill", replace(config, fetch_share=_FETCH_SHARE))
 
 
 def _get_or_create(name: str, config: RouterConfig) -> Any:
-    """Return the actor of that name; Ray restarts it whenever it dies, on any node, and it needs no CPU of its own."""
+    """Return the actor with this name. It needs no CPU of its own, and Ray restarts it on any node."""
     options = {"name": name, "namespace": _NAMESPACE, "get_if_exists": True, "lifetime": "detached"}
     return ray.remote(IndexActor).options(**options, max_restarts=-1, num_cpus=0).remote(config)

@@ -13,11 +13,11 @@ class RouteQuery:
     """Choose one of `candidates` and reserve it.
 
     Attributes:
-        num_tokens: of the prompt, and of what was generated before the request moved.
-        keys: joined keys of the full blocks of those tokens; empty routes by load.
-        refused_by: the worker that was chosen for this request before and did not take it; its reservation ends.
-        is_explained: the reply has the `formula`.
-        wants_holder: the reply has the `holder`.
+        num_tokens: of the prompt, plus those generated before the request moved.
+        keys: joined keys of the full blocks of these tokens; empty routes by load.
+        refused_by: the worker chosen earlier for this request that did not take it; its reservation ends.
+        is_explained: the reply includes the `formula`.
+        wants_holder: the reply includes the `holder`.
     """
 
     request_id: str
@@ -32,14 +32,14 @@ class RouteQuery:
 
 @dataclass(frozen=True, slots=True)
 class RouteReply(RouteForecast):
-    """The candidates that serve, best first, and the index's knowledge at the choice.
+    """The serving candidates, best first, and the index's knowledge at the time of the choice.
 
     Attributes:
-        worker_ids: the first of them is reserved, and the forecast is for it.
-        formula: the cost with its numbers, where the query `is_explained`.
+        worker_ids: the first one is reserved, and the forecast is for it.
+        formula: the cost with its numbers, if the query `is_explained`.
         num_known_blocks: distinct blocks in the index.
-        num_doubtful_workers: workers whose snapshot is still to come.
-        holder: the candidate with more of the prefix than the chosen one, where there is one and the query wants it.
+        num_doubtful_workers: workers with an outstanding snapshot.
+        holder: a candidate that holds more of the prefix than the chosen one, if requested and there is one.
     """
 
     worker_ids: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The index actor's work without Ray and without a clock: reports in, decisions out, silent workers forgotten."""
+"""The index actor's logic without Ray and without a clock: applies reports, decides, forgets silent workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.routing.policy import CostConfig, Decision, Policy, rank
 from router.routing.prefix_index import PrefixIndex
 from router.routing.selector import RouteRequest, Selector
 
-SILENCE_S = 10.0  # a worker without a report for so long is gone: living ones report every second
+SILENCE_S = 10.0  # a worker silent for this long has left: live ones report every second
 
 
 class IndexState:
@@ -32,7 +32,7 @@ class IndexState:
         self._not_serving: set[str] = set()
 
     def report(self, report: WorkerReport, now_s: float) -> bool:
-        """Take in a worker's report; True asks it for a snapshot."""
+        """Apply a worker's report; return True to request a snapshot."""
         load, worker_id = report.load, report.load.worker_id
         self._reported_s[worker_id] = now_s
         (self._not_serving.discard if report.is_serving else self._not_serving.add)(worker_id)
@@ -43,7 +43,7 @@ class IndexState:
         return self._index.is_in_doubt(worker_id)
 
     def select(self, query: RouteQuery, now_s: float) -> RouteReply:
-        """Choose and reserve; candidates without a serving target count only where no other is left."""
+        """Choose and reserve; candidates without a serving target are used only if no other is left."""
         if query.refused_by is not None:
             self._loads.withdraw(query.refused_by, query.request_id)
         serving = [worker_id for worker_id in query.candidates if worker_id not in self._not_serving]
@@ -64,14 +64,14 @@ class IndexState:
         self._loads.withdraw(worker_id, request_id)
 
     def forget(self, worker_id: str) -> None:
-        """Drop a worker that is gone; should it report again, it is asked for a snapshot."""
+        """Drop a worker that has left; if it reports again, it must send a snapshot."""
         self._index.forget(worker_id)
         self._loads.forget(worker_id)
         self._reported_s.pop(worker_id, None)
         self._not_serving.discard(worker_id)
 
     def forget_silent(self, now_s: float) -> list[str]:
-        """Forget the workers that have been silent for ten seconds, and return them."""
+        """Forget the workers that have been silent for ten seconds, and return their ids."""
         silent = [worker_id for worker_id, reported_s in self._reported_s.items() if now_s - reported_s > SILENCE_S]
         for worker_id in silent:
             self.forget(worker_id)
