@@ -79,9 +79,9 @@ class StepSpeculation:
 
     def open(self, sequence: Sequence) -> None:
         self._proposer.open(sequence)
-        asked = sequence.request.speculation
-        if asked.is_approximate:
-            threshold = self._config.threshold if asked.threshold is None else asked.threshold
+        params = sequence.request.speculation
+        if params.is_approximate:
+            threshold = self._config.threshold if params.threshold is None else params.threshold
             reasoning = self._reasoning[sequence.request_id] = ReasoningSequence(sequence, threshold)
             reasoning.is_thinking = self._text.is_thinking(sequence.token_ids, len(sequence.token_ids), False)
             self._writer.open(reasoning.draft_sequence)

@@ -180,8 +180,8 @@ def test_a_foreign_tokenizer_is_found_out_unless_the_way_is_named() -> None:
     assert "this version offers auto, same, intersection, text" in error_of(draft={**model, "vocabulary": "other"})
     assert "vocabulary is for kind 'model'" in error_of(draft={"kind": "ngram", "vocabulary": "text"})
     through_text = {**model, "vocabulary": "text"}
-    assert "and speculation.mode is 'async'" in error_of(draft=through_text, speculation={"mode": "async"})
-    assert "and speculation.tree is set" in error_of(draft=through_text, speculation={"tree": {}})
+    assert "but speculation.mode is 'async'" in error_of(draft=through_text, speculation={"mode": "async"})
+    assert "but speculation.tree is set" in error_of(draft=through_text, speculation={"tree": {}})
 
 
 @pytest.mark.parametrize("kind", sorted(set(SpeculationMethod) - {SpeculationMethod.HYBRID, SpeculationMethod.AUTO}))

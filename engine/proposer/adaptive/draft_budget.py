@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.proposer.adaptive.acceptance import AcceptanceTable, Floats, Ints
-from engine.proposer.adaptive.draft_costs import AskedDrafts, DraftCosts
+from engine.proposer.adaptive.draft_costs import DraftCosts, RequestedDrafts
 from engine.proposer.adaptive.forward_cost import ForwardCost
 from engine.proposer.adaptive.goodput import Allocation, allocate
 from engine.proposer.adaptive.row_price import RowPrice
@@ -58,7 +58,7 @@ class DraftedPass:
     """One sequence's part of a pass: its drafts as requested, proposed and accepted."""
 
     sequence: Sequence
-    num_asked: int
+    num_requested: int
     num_proposed: int
     num_accepted: int
 
@@ -134,7 +134,7 @@ class DraftBudget:
             return
         self._set_batch_size(len(passes))
         self._step += 1
-        drafted_ids = [each.sequence.request_id for each in passes if each.num_asked > 0]
+        drafted_ids = [each.sequence.request_id for each in passes if each.num_requested > 0]
         has_catch_up = not all(map(self._is_up_to_date, drafted_ids))
         self._acceptance.observe(
             [each.sequence.request_id for each in passes],
@@ -312,7 +312,7 @@ class DraftBudget:
         # The first pass of a new probe, if its expected time is saved.
         least_s = _PROBE_SHARE * _MIN_PROBE_PERIOD * plain_s
         first = min(idle, key=lambda index: self._last_drafted[sequences[index].request_id])
-        probe = AskedDrafts(0 if lengths.any() else 1, 1)
+        probe = RequestedDrafts(0 if lengths.any() else 1, 1)
         expected_s = 2.0 * self._draft_costs.seconds({method_of(sequences[first]): probe})
         if self._probe_credit_s >= min(max(expected_s, least_s), _MAX_SAVED * plain_s):
             lengths[first] = 1
@@ -327,29 +327,31 @@ class DraftBudget:
     def _observe_time(self, passes: Seq[DraftedPass], time: PassTime, num_prompt_rows: int, has_catch_up: bool) -> None:
         """Learn from the time of a pass; the wait for drafts is ignored if one had to prefill missed tokens."""
         # Learn the costs of the target and of the drafts.
-        asked = _asked(passes)
+        requested = _requested(passes)
         num_proposed = sum(each.num_proposed for each in passes)
         num_rows = len(passes) + num_proposed
         self._row_cost.observe(num_prompt_rows + num_rows, time.target_s)
         if num_proposed == 0:
             self._num_steps_since_plain = 0
-        if asked:
+        if requested:
             if not self._is_speculating:  # a probe
                 self._probe_credit_s -= time.draft_s + self._row_cost.at(num_rows) - self._row_cost.at(len(passes))
             if not has_catch_up:
-                self._draft_costs.observe(asked, time.draft_s)
+                self._draft_costs.observe(requested, time.draft_s)
         # Divide the pass between the classes, and measure the speedup of each.
         members: dict[str, list[DraftedPass]] = {}
         for each in passes:
             members.setdefault(class_of(each.sequence), []).append(each)
-        expected_s, shares = self._draft_costs.seconds(asked), self._draft_costs.shares(asked)
+        expected_s, shares = self._draft_costs.seconds(requested), self._draft_costs.shares(requested)
         draft_s = min(time.draft_s, _MAX_SURPRISE * expected_s) if expected_s > 0.0 else time.draft_s
         for name, part in members.items():
             method = method_of(part[0].sequence)
-            own = sum(each.num_asked for each in part) / asked[method].num_tokens if method in asked else 0.0
+            own = (
+                sum(each.num_requested for each in part) / requested[method].num_tokens if method in requested else 0.0
+            )
             own_s = own * shares.get(method, 0.0) * draft_s
             step = self._class_step(part, num_rows, num_prompt_rows, PassTime(draft_s, time.target_s), own_s)
-            is_drafting = self._is_speculating and any(each.num_asked > 0 for each in part)
+            is_drafting = self._is_speculating and any(each.num_requested > 0 for each in part)
             self._gate(name).observe(step, len(passes), is_drafting=is_drafting)
 
     def _class_step(
@@ -408,13 +410,13 @@ def _longest_s(num_sequences: int, row_seconds: Floats) -> float:
     return (_LONGEST if num_sequences == 1 else LONGEST_SHARED) * float(row_seconds[0])
 
 
-def _asked(passes: Seq[DraftedPass]) -> dict[str, AskedDrafts]:
+def _requested(passes: Seq[DraftedPass]) -> dict[str, RequestedDrafts]:
     """Return the requested drafts of a pass, by method."""
     numbers: dict[str, list[int]] = {}
     for each in passes:
-        if each.num_asked > 0:
-            numbers.setdefault(method_of(each.sequence), []).append(each.num_asked)
-    return {method: AskedDrafts(max(asked), sum(asked)) for method, asked in numbers.items()}
+        if each.num_requested > 0:
+            numbers.setdefault(method_of(each.sequence), []).append(each.num_requested)
+    return {method: RequestedDrafts(max(requested), sum(requested)) for method, requested in numbers.items()}
 
 
 def kind_of(*, is_greedy: bool) -> str:

@@ -10,7 +10,7 @@ from engine.proposer.adaptive.forward_cost import DraftCost
 
 
 @dataclass(frozen=True, slots=True)
-class AskedDrafts:
+class RequestedDrafts:
     """The drafts that a pass requests from one method: steps of the longest draft, and tokens of all drafts."""
 
     num_steps: int
@@ -38,23 +38,25 @@ class DraftCosts:
         token_s = sum(self._costs[method].per_token_s * count for method, count in counts.items())
         return step_s, token_s / len(methods)
 
-    def seconds(self, asked: Mapping[str, AskedDrafts]) -> float:
+    def seconds(self, requested: Mapping[str, RequestedDrafts]) -> float:
         """Return the expected wait; 0 before anything is measured."""
-        return sum(self._costs[method].seconds(each.num_steps, each.num_tokens) for method, each in asked.items())
+        return sum(self._costs[method].seconds(each.num_steps, each.num_tokens) for method, each in requested.items())
 
-    def shares(self, asked: Mapping[str, AskedDrafts]) -> dict[str, float]:
+    def shares(self, requested: Mapping[str, RequestedDrafts]) -> dict[str, float]:
         """Return each method's share of a wait: by measured costs, or by tokens until all methods are measured."""
-        parts = {method: self._costs[method].seconds(each.num_steps, each.num_tokens) for method, each in asked.items()}
+        parts = {
+            method: self._costs[method].seconds(each.num_steps, each.num_tokens) for method, each in requested.items()
+        }
         if min(parts.values(), default=0.0) <= 0.0:
-            parts = {method: float(each.num_tokens) for method, each in asked.items()}
+            parts = {method: float(each.num_tokens) for method, each in requested.items()}
         whole = sum(parts.values())
         return {method: part / whole for method, part in parts.items()}
 
-    def observe(self, asked: Mapping[str, AskedDrafts], seconds: float) -> None:
+    def observe(self, requested: Mapping[str, RequestedDrafts], seconds: float) -> None:
         """Record the wait of one pass."""
-        if len(asked) == 1 and not self._known.issuperset(asked):
-            self._known.update(asked)
-            self._costs.update({method: DraftCost() for method in asked})
-        for method, share in self.shares(asked).items():
-            if len(asked) == 1 or method not in self._known:
-                self._costs[method].observe(asked[method].num_steps, asked[method].num_tokens, share * seconds)
+        if len(requested) == 1 and not self._known.issuperset(requested):
+            self._known.update(requested)
+            self._costs.update({method: DraftCost() for method in requested})
+        for method, share in self.shares(requested).items():
+            if len(requested) == 1 or method not in self._known:
+                self._costs[method].observe(requested[method].num_steps, requested[method].num_tokens, share * seconds)

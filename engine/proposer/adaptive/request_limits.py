@@ -16,11 +16,11 @@ def draft_rule(request: GenerateRequest, deployment: SpeculationConfig, chooser:
     K of free drafts is None if the request or the budget sets one K for all drafts. K must not depend on a clock if the
     request has a seed and its verification makes the text depend on K.
     """
-    asked = request.speculation
-    has_one_length = asked.num_tokens is not None or _is_planned(request, deployment)
+    params = request.speculation
+    has_one_length = params.num_tokens is not None or _is_planned(request, deployment)
     return DraftRule(
         num_draft_tokens=_num_draft_tokens(request, deployment),
-        verify=asked.verify or deployment.verify,
+        verify=params.verify or deployment.verify,
         method=_method(request, deployment, chooser),
         num_free_draft_tokens=None if has_one_length else deployment.free_draft_limit,
         has_fixed_length=_has_fixed_length(request, deployment),
@@ -39,12 +39,12 @@ def _method(request: GenerateRequest, deployment: SpeculationConfig, chooser: Me
 
 def _num_draft_tokens(request: GenerateRequest, deployment: SpeculationConfig) -> int:
     """Return K of a request, within the deployment's limit."""
-    asked = request.speculation
-    method = asked.method or deployment.method
-    if not asked.enabled or method == SpeculationMethod.NONE:
+    params = request.speculation
+    method = params.method or deployment.method
+    if not params.enabled or method == SpeculationMethod.NONE:
         return 0
-    if asked.num_tokens is not None:
-        return min(asked.num_tokens, deployment.max_num_tokens)
+    if params.num_tokens is not None:
+        return min(params.num_tokens, deployment.max_num_tokens)
     if _is_planned(request, deployment):
         return deployment.max_num_tokens
     return deployment.free_draft_limit if method == SpeculationMethod.SUFFIX else deployment.num_tokens

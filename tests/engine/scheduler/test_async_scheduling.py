@@ -396,7 +396,7 @@ class ScriptedBudget:
         self.num_asked = 0
 
     def observe(self, passes: Seq[DraftedPass], time: PassTime | None, num_prompt_rows: int = 0) -> None:
-        self.num_asked += sum(each.num_asked for each in passes)
+        self.num_asked += sum(each.num_requested for each in passes)
 
     def plan(self, sequences: Seq[Sequence]) -> None:
         self.num_plans += 1

@@ -10,7 +10,7 @@ import pytest
 
 from engine.proposer.adaptive import draft_budget
 from engine.proposer.adaptive.draft_budget import DraftBudget, DraftedPass, PassTime, class_of
-from engine.proposer.adaptive.draft_costs import AskedDrafts
+from engine.proposer.adaptive.draft_costs import RequestedDrafts
 from engine.proposer.adaptive.goodput import Allocation, allocate
 from engine.proposer.adaptive.speculation_gate import ClassStep, SpeculationGate
 from tests.engine.fixtures.simulated_pair import (
@@ -86,7 +86,7 @@ def test_a_first_draft_that_reads_the_prompt_is_no_price_of_drafts() -> None:
         sequence = new_sequence(index)
         for draft_s in (0.500, 0.004):
             budget.observe([DraftedPass(sequence, 4, 4, 3)], PassTime(draft_s, 0.010))
-    assert budget._draft_costs.seconds({"model": AskedDrafts(4, 4)}) == pytest.approx(0.004, rel=0.05)
+    assert budget._draft_costs.seconds({"model": RequestedDrafts(4, 4)}) == pytest.approx(0.004, rel=0.05)
 
 
 def test_no_drafts_are_asked_for_where_they_lose_but_probes() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.proposer.adaptive.draft_budget import DraftBudget, DraftedPass, PassTime
-from engine.proposer.adaptive.draft_costs import AskedDrafts, DraftCosts
+from engine.proposer.adaptive.draft_costs import DraftCosts, RequestedDrafts
 from engine.proposer.adaptive.method_chooser import EXPLORED, MethodChooser
 from engine.sequence.sequence import Sequence
 from protos.messages import SamplingParams
@@ -74,12 +74,12 @@ def test_most_requests_get_the_draft_that_is_worth_most(
 
 
 def test_a_wait_for_two_methods_is_divided_by_what_each_costs_alone() -> None:
-    costs, both = DraftCosts(), {"slow": AskedDrafts(4, 4), "fast": AskedDrafts(4, 4)}
+    costs, both = DraftCosts(), {"slow": RequestedDrafts(4, 4), "fast": RequestedDrafts(4, 4)}
     assert costs.shares(both) == {"slow": 0.5, "fast": 0.5}, "by tokens, while nothing is known"
     for _ in range(20):
-        costs.observe({"slow": AskedDrafts(4, 4)}, 0.030)
-        costs.observe({"fast": AskedDrafts(4, 4)}, 0.010)
+        costs.observe({"slow": RequestedDrafts(4, 4)}, 0.030)
+        costs.observe({"fast": RequestedDrafts(4, 4)}, 0.010)
     assert costs.shares(both) == pytest.approx({"slow": 0.75, "fast": 0.25}, rel=0.01)
     for _ in range(20):
         costs.observe(both, 0.040)
-    assert costs.seconds({"slow": AskedDrafts(4, 4)}) == pytest.approx(0.030, rel=0.02)
+    assert costs.seconds({"slow": RequestedDrafts(4, 4)}) == pytest.approx(0.030, rel=0.02)

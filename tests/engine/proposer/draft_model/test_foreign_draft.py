@@ -204,7 +204,7 @@ def test_text_offers_chains_when_asked_and_nothing_else(folders: Folders) -> Non
     model = ModelConfig(str(folders.draft), dtype="float32")
     with pytest.raises(ConfigError, match=r"allows only chains in mode 'sync', but speculation.tree is set"):
         new_proposer(folders, DraftVocabulary.TEXT, TreeConfig())
-    with pytest.raises(ConfigError, match=r"and speculation.mode is 'async'"):
+    with pytest.raises(ConfigError, match=r"but speculation.mode is 'async'"):
         load_drafter(model, CACHE, SchedulerConfig(), str(folders.target), DraftVocabulary.TEXT, None, 3)
 
 
