@@ -1,1 +1,1 @@
-"""Checkpoints as people have them: GGUF files, and weights in GPTQ, AWQ, FP8 and compressed-tensors."""
+"""Checkpoints in their published formats: GGUF files, and weights in GPTQ, AWQ, FP8 and compressed-tensors."""

@@ -1,4 +1,4 @@
-"""A refusal of weights that do not make up the model that their configuration names."""
+"""Refuses weights that do not match the model that their configuration describes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 from protos.errors import ConfigError
 
-_IN_LAYER = re.compile(r"(.*\.)(\d+)\.(.*)")  # what stands before the layer's number, the number, and behind it
+_IN_LAYER = re.compile(r"(.*\.)(\d+)\.(.*)")  # text before the layer's number, the number, the rest
 
 
 def refuse_incomplete(path: str, info: dict[str, Any], names: Iterable[str]) -> None:
-    """Raise ConfigError for what transformers' loading info has as missing, of another shape, or left out.
+    """Raise ConfigError if tensors are missing, have another shape, or would be dropped.
 
-    Left out are biases of layers that have none by the configuration, and whole layers behind its last one; other
-    tensors that the model has no use for (of towers for images, of heads that draft) are no mistake.
+    Dropped tensors are biases of layers that the configuration builds without bias, and whole layers after its last
+    one. Other unused tensors (image towers, draft heads) are allowed.
 
     Args:
-        path: of the checkpoint.
+        path: the checkpoint, for messages.
         info: transformers' `output_loading_info`.
-        names: the model's own tensors.
+        names: names of the model's own tensors.
     """
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
@@ -31,13 +31,13 @@ def refuse_incomplete(path: str, info: dict[str, Any], names: Iterable[str]) -> 
     if info["mismatched_keys"]:
         name, found, wanted = sorted(info["mismatched_keys"])[0]
         raise ConfigError(
-            f"the weights of {path!r} do not fit its configuration: {name!r} is {list(found)} in the files, and "
+            f"the weights of {path!r} do not fit its configuration: {name!r} is {list(found)} in the files but "
             f"{list(wanted)} by the configuration ({len(info['mismatched_keys'])} tensors differ)"
         )
     if dropped := _dropped(set(info["unexpected_keys"]), set(names)):
         raise ConfigError(
-            f"the weights of {path!r} do not fit its configuration: {dropped[0]!r} is in the files, and the "
-            f"configuration leaves it out ({len(dropped)} tensors); fetch both again from one place"
+            f"the weights of {path!r} do not fit its configuration: {dropped[0]!r} is in the files, but the "
+            f"configuration has no such tensor ({len(dropped)} tensors); fetch both again from one source"
         )
 
 
@@ -55,7 +55,7 @@ def _dropped(unexpected: set[str], names: set[str]) -> list[str]:
 
 
 def _layers(names: Iterable[str]) -> dict[tuple[str, int], set[str]]:
-    """Return the ends of the names of each layer's tensors, by what stands before its number and by the number."""
+    """Group tensors by layer: (name before the layer's number, number) to the rest of each name."""
     layers: dict[tuple[str, int], set[str]] = defaultdict(set)
     for name in names:
         if found := _IN_LAYER.fullmatch(name):

@@ -1,7 +1,7 @@
-"""Weights of GPTQ, AWQ, FP8 and compressed-tensors as numbers: exact in float32, then rounded to the served dtype.
+"""Dequantizes GPTQ, AWQ, FP8 and compressed-tensors weights: exactly in float32, then rounded to the served dtype.
 
-GPTQ: arXiv:2210.17323, as AutoGPTQ and GPTQModel write it. AWQ: arXiv:2306.00978, as AutoAWQ's `gemm` writes it. FP8:
-blocks as DeepSeek-V3's (arXiv:2412.19437), channels and tensors as vLLM's. Packed integers: compressed-tensors.
+GPTQ: arXiv:2210.17323, as AutoGPTQ and GPTQModel write it. AWQ: arXiv:2306.00978, AutoAWQ's `gemm` layout. FP8:
+blocks as in DeepSeek-V3 (arXiv:2412.19437), channels and tensors as in vLLM. Packed integers: compressed-tensors.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from engine.model.checkpoint.stored_weights import StoredWeight, not_whole, stor
 from engine.model.checkpoint.weight_files import TensorHeader, tensor_headers
 
 _WORD_BITS = 32
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of eight outputs
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # place of each of eight outputs in a word
 
 
 def read_dequantized(folder: Path, scheme: Scheme, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return all weights of the checkpoint in `folder` under the names of the plain model, floating ones in `dtype`.
+    """Return all weights of the checkpoint in `folder` under their plain names; floating weights get `dtype`.
 
     Raises:
-        ConfigError: a tensor of a quantized weight is missing or has another shape, or names a group that is not there.
+        ConfigError: a tensor of a quantized weight is missing or has a wrong shape, or an input names an unknown group.
     """
     headers = tensor_headers(folder)
     quantized = stored_weights(scheme, headers, str(folder))
@@ -48,7 +48,7 @@ def read_dequantized(folder: Path, scheme: Scheme, dtype: torch.dtype) -> dict[s
 
 
 def _group_index(tensors: Mapping[str, Tensor]) -> Tensor | None:
-    """The group of each input [in]; all are -1 where inputs are in the order of their groups."""
+    """Return the group of each input, [in]; all are -1 where inputs are in group order."""
     return tensors.get("g_idx", tensors.get("weight_g_idx"))
 
 
@@ -58,11 +58,11 @@ def _check_groups(stored: StoredWeight, tensors: Mapping[str, Tensor], path: str
         return
     low, high = int(groups.min()), int(groups.max())
     if low < 0 or high >= num_groups:
-        raise not_whole(path, f"{stored.module!r} has inputs in groups {low} to {high}, and scales of {num_groups}")
+        raise not_whole(path, f"{stored.module!r} has inputs in groups {low} to {high}, but {num_groups} scales")
 
 
 def dequantized(stored: StoredWeight, tensors: Mapping[str, Tensor], scheme: Scheme) -> Tensor:
-    """Return the weight [out, in] float32 that the tensors of a stored weight stand for."""
+    """Return a stored weight as [out, in] float32."""
     rows, columns = (torch.arange(size) // step for size, step in zip(stored.shape, stored.step, strict=True))
     groups = _group_index(tensors)
     if groups is not None and bool((groups >= 0).all()):
@@ -75,14 +75,14 @@ def dequantized(stored: StoredWeight, tensors: Mapping[str, Tensor], scheme: Sch
 
 
 def _spread(values: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """[], [1], [out] or [row steps, column steps] -> [out, in] float32, each value where its step is."""
+    """Repeat [], [1], [out] or [row steps, column steps] over its steps -> [out, in] float32."""
     grid: Tensor = values.float().reshape(len(values), -1) if values.ndim else values.float().reshape(1, 1)
     return grid[rows.clamp(max=len(grid) - 1)][:, columns]
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Numbers [out, in], and scales and zero points of the steps of rows and columns."""
+    """Integers [out, in], and the scales and zero points of the row and column steps."""
 
     numbers: Tensor
     scales: Tensor
@@ -101,7 +101,7 @@ def _awq(tensors: Mapping[str, Tensor], scheme: Scheme) -> _Parts:
 
 
 def _awq_outputs(words: Tensor) -> Tensor:
-    """[n, out / 8] int32 -> [out, n]."""
+    """Unpack outputs: [n, out / 8] int32 -> [n, out]."""
     octets: Tensor = _unpack(words, 4).unflatten(1, (-1, 8))
     ordered: Tensor = octets[..., list(_AWQ_PLACES)].flatten(1)
     return ordered.T
@@ -130,7 +130,7 @@ _PARTS = {
 
 
 def _unpack(words: Tensor, num_bits: int) -> Tensor:
-    """[n, m] int32 -> [n, m * 32 / bits] int32: the numbers of each word, lowest bits first."""
+    """Unpack [n, m] int32 -> [n, m * 32 / bits] int32, lowest bits first."""
     shifts = torch.arange(0, _WORD_BITS, num_bits, dtype=torch.int32)
     numbers: Tensor = words[..., None] >> shifts & (1 << num_bits) - 1
     return numbers.flatten(-2)

@@ -11,11 +11,11 @@ _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ModelD
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the device multiplies in it (CUDA, AVX512-BF16, AMX) and float32 elsewhere."""
+    """Return the dtype; `auto` is bfloat16 on devices with bfloat16 units (CUDA, AVX512-BF16, AMX), else float32."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" or _has_bfloat16_units() else torch.float32
     if name not in _DTYPES:
-        raise ConfigError(f"dtype is {name!r}; it must be auto, {', '.join(_DTYPES)}")
+        raise ConfigError(f"dtype {name!r} is unknown; use auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 

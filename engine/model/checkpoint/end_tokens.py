@@ -1,7 +1,7 @@
-"""Tokens that end a text: of all that a checkpoint's files say, since each of them may name but one of several.
+"""Finds the tokens that end a text. Each file of a checkpoint may name only some, so all are read.
 
-They are those of generation_config.json and config.json, the tokenizer's, and the token that its chat template writes
-behind an assistant's answer. Engines and checks before a start ask here; frontends hear of them from the engines.
+Sources: generation_config.json, config.json, the tokenizer, and the token that the chat template writes after an
+assistant's answer. Engines and the checks before a start call this; frontends get the result from the engines.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tokenizers import Tokenizer
 from protos.errors import ConfigError
 
 _RENDER_LIMIT_S = 5.0
-_QUESTION, _ANSWER, _REPLY = "Which apples", "Crimson ones", "Thank you"  # no template writes these of its own
+_QUESTION, _ANSWER, _REPLY = "Which apples", "Crimson ones", "Thank you"  # texts that no template writes itself
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 _PARTS = ("text_config", "llm_config", "language_config")
 
 
 @dataclass(frozen=True, slots=True)
 class EndTokens:
-    """Ids of tokens that end a text, the usual one first, and those that are named and that the model has not."""
+    """Ids of the tokens that end a text, the usual one first, and named ids that the model has no row for."""
 
     token_ids: tuple[int, ...]
     unknown_ids: tuple[int, ...] = ()
@@ -36,12 +36,12 @@ def find_end_tokens(folder: Path, vocab_size: int | None = None, assumed: object
     """Return the end tokens of the model in `folder`.
 
     Args:
-        folder: of the checkpoint's files; what is not there says nothing.
-        vocab_size: rows of the model's embedding; None: unknown.
-        assumed: the ids of its family, for files that name none.
+        folder: the checkpoint's folder; missing files are skipped.
+        vocab_size: rows of the model's embedding; None if unknown.
+        assumed: ids of the model's family, used if no file names any.
 
     Raises:
-        ConfigError: a file names something that is no id, or its chat template does not come to an end.
+        ConfigError: a file names something that is not an id, or its chat template does not end.
     """
     tokenizer = _read_tokenizer(folder)
     ids = list(dict.fromkeys(_stated(folder, tokenizer))) or list(_ids_of(assumed, "the model's family"))
@@ -70,16 +70,16 @@ def _stated(folder: Path, tokenizer: Tokenizer | None) -> Iterator[int]:
 def _ids_of(value: object, source: str) -> Iterator[int]:
     for each in value if isinstance(value, list | tuple) else [] if value is None else [value]:
         if isinstance(each, bool) or not isinstance(each, int):
-            raise ConfigError(f"{source} has eos_token_id {value!r}; it must be a token's id or a list of some")
+            raise ConfigError(f"{source} has eos_token_id {value!r}; it must be a token id or a list of token ids")
         if each >= 0:  # -1 means none
             yield each
 
 
 def _turn_end(template: str, special_tokens: Mapping[str, str], tokenizer: Tokenizer) -> str | None:
-    """Return the token that ends an assistant's turn: special, and behind its answer in the last turn as in others.
+    """Return the special token that ends an assistant's turn, in the last turn and in earlier ones.
 
-    What a template writes in one of them alone begins the next turn, or ends a whole conversation; a text that ends
-    there, as the channels of gpt-oss, may not be the whole answer.
+    A token written in only one of the two begins the next turn or ends a whole conversation. A text that stops at such
+    a token (gpt-oss's channels) may not be the whole answer.
     """
     turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
     render = partial(_rendered, template, special_tokens)
@@ -93,13 +93,13 @@ def _turn_end(template: str, special_tokens: Mapping[str, str], tokenizer: Token
 
 
 def _tokens_in(text: str, names: Iterable[str]) -> list[str]:
-    """Return the tokens of these names in a text, first to last."""
+    """Return the tokens named `names` in a text, first to last."""
     return sorted((name for name in names if name and name in text), key=text.find)
 
 
 def _rendered(template: str, special_tokens: Mapping[str, str], messages: list[dict[str, str]]) -> str | None:
-    """Render in a thread, which a template without an end does not hold up; None where it refuses the messages."""
-    # Not at the top: only models with a template need it, and it takes seconds to import.
+    """Render in a thread, so that an endless template cannot hang the caller; None if it refuses the messages."""
+    # Imported here: only models with a template need it, and the import takes seconds.
     from transformers.utils.chat_template_utils import render_jinja_template
 
     found: list[str] = []
@@ -107,7 +107,7 @@ def _rendered(template: str, special_tokens: Mapping[str, str], messages: list[d
     def render() -> None:
         try:
             texts: Any = render_jinja_template([messages], chat_template=template, **special_tokens)
-        except Exception:  # a template may raise anything, and it is the frontends' to say so
+        except Exception:  # a template may raise anything; the frontends report it
             return
         found.extend(texts[0])
 
@@ -115,14 +115,12 @@ def _rendered(template: str, special_tokens: Mapping[str, str], messages: list[d
     thread.start()
     thread.join(_RENDER_LIMIT_S)
     if thread.is_alive():
-        raise ConfigError(
-            f"the model's chat template has worked for {_RENDER_LIMIT_S:g} s on two messages; mend its loops"
-        )
+        raise ConfigError(f"the model's chat template ran for {_RENDER_LIMIT_S:g} s on two messages; fix its loops")
     return found[0] if found else None
 
 
 def read_template(folder: Path) -> str | None:
-    """Return the chat template of the model in `folder`; None without one."""
+    """Return the chat template of the model in `folder`, or None."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8", errors="replace")
@@ -146,12 +144,12 @@ def _read_tokenizer(folder: Path) -> Tokenizer | None:
     file = folder / "tokenizer.json"
     try:
         return Tokenizer.from_file(str(file)) if file.is_file() else None
-    except Exception:  # the Rust library raises bare Exception, and the frontends say so
+    except Exception:  # the Rust library raises bare Exception; the frontends report it
         return None
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Return the mapping in a file, an empty one where there is none: other checks refuse what cannot be read."""
+    """Return the mapping in a file, or an empty one; unreadable files are refused by other checks."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The digest of a weight file: all of its bytes, read once for each file of a machine."""
+"""Digest of a weight file's bytes. Each file is read once per machine."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _DIGITS = 64
-_LARGE_BYTES = 64 << 20  # smaller files are read in less time than a note of their digest is worth
+_LARGE_BYTES = 64 << 20  # smaller files are read faster than a stored digest pays off
 
 
 def file_digest(file: Path) -> str:
     """Return the SHA-256 of a file's contents in hexadecimal digits.
 
-    The Hub's cache names a file by it. That of another large file is noted in the user's cache, under what no change of
-    the contents leaves as it was.
+    The Hub's cache names a file by its digest. For other large files the digest is cached in the user's cache, keyed
+    by file attributes that change with the contents.
     """
     real = file.resolve()
     if real.parent.name == "blobs" and len(real.name) == _DIGITS:
@@ -32,7 +32,7 @@ def file_digest(file: Path) -> str:
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
         with note.open("a+", encoding="ascii") as text:
-            fcntl.flock(text, fcntl.LOCK_EX)  # one of a pair's processes reads the file, the others wait for it
+            fcntl.flock(text, fcntl.LOCK_EX)  # one process of a pair reads the file, the others wait for it
             text.seek(0)
             if len(digest := text.read()) != _DIGITS:
                 digest = _read(real)
@@ -40,7 +40,7 @@ def file_digest(file: Path) -> str:
                 text.write(digest)
             return digest
     except OSError as error:
-        logger.warning("the digest of %s is not noted: %s", file, error)
+        logger.warning("cannot cache the digest of %s; the file is read again at the next start: %s", file, error)
         return _read(real)
 
 

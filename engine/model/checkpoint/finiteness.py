@@ -1,4 +1,4 @@
-"""A refusal of weights that are no numbers, as a training that diverged leaves them."""
+"""Refuses NaN and infinite weights, which a diverged training leaves."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from engine.model.checkpoint.weight_files import tensor_headers
 from protos.errors import ConfigError
 
-_FLOATS = ("BF16", "F16", "F32", "F64")  # scales of quantized weights are among them
+_FLOATS = ("BF16", "F16", "F32", "F64")  # includes the scales of quantized weights
 
 
 def refuse_not_finite(folder: Path) -> None:
     """Raise ConfigError if a weight in `folder` is NaN or infinite; reads one tensor at a time.
 
     Raises:
-        ConfigError: of such a tensor, or of a file that is missing, cut short or no safetensors file.
+        ConfigError: a value is not finite, or a file is missing, cut short or not safetensors.
     """
     headers = tensor_headers(folder)
     if not headers:
-        raise ConfigError(f"model folder {str(folder)!r} has no weights in safetensors")
+        raise ConfigError(f"model folder {str(folder)!r} has no weights in safetensors; fetch or convert them")
     floats = [(header.file, name) for name, header in sorted(headers.items()) if header.dtype in _FLOATS]
     for file, entries in groupby(sorted(floats), key=lambda entry: entry[0]):
         with safe_open(file, framework="pt") as tensors:
@@ -39,10 +39,10 @@ def refuse_not_finite_model(path: str, model: nn.Module) -> None:
 
 
 def _check(tensor: Tensor, name: str, source: str) -> None:
-    low, high = torch.aminmax(tensor)  # NaN where a value is NaN; without a tensor of booleans as large
+    low, high = torch.aminmax(tensor)  # NaN where a value is NaN; allocates no boolean tensor of the same size
     if not bool(torch.isfinite(low) & torch.isfinite(high)):
         num_wrong = int(tensor.numel() - torch.isfinite(tensor).sum())
         raise ConfigError(
             f"{num_wrong} of {tensor.numel()} values of {name!r} in {source!r} are NaN or infinite: the checkpoint is "
-            "damaged, or its training diverged; write it anew"
+            "damaged, or its training diverged; fetch or export it again"
         )

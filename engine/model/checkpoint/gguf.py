@@ -1,8 +1,8 @@
-"""`python -m engine.model.checkpoint.gguf FILE FOLDER [DTYPE]`: a GGUF file as a folder that is served.
+"""`python -m engine.model.checkpoint.gguf FILE FOLDER [DTYPE]`: converts a GGUF file to a folder that can be served.
 
-transformers reads the file: its blocks as the numbers that they stand for, exact in float32, then rounded to the dtype
-that is served; its tokenizer and chat template. A file that holds more than transformers reads is refused, since the
-rest would be left out in silence.
+transformers reads the file: tokenizer, chat template, and blocks, which are dequantized exactly in float32 and rounded
+to the served dtype. A file with tensors that transformers does not read is refused, since they would be dropped
+silently.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from protos.errors import ConfigError, ServingError
 
 logger = logging.getLogger(__name__)
 
-_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")  # one in each family
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")  # one per family
 _ROPE_DIVISORS = "rope_freqs.weight"
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -47,20 +47,20 @@ def convert_gguf(file: Path, folder: Path, dtype: torch.dtype) -> None:
     """Write the model of `file` into `folder`: safetensors in `dtype`, configuration, tokenizer and chat template.
 
     Raises:
-        ConfigError: the file is no whole GGUF file, or transformers does not read all of its model.
+        ConfigError: the file is damaged or not GGUF, or transformers does not read all of its model.
     """
     header = read_gguf_header(file)
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     with _understood(header):
         config = AutoConfig.from_pretrained(**source)
-        with torch.device("meta"):  # takes no memory; of up to a half that is missing, `_read` names a tensor
+        with torch.device("meta"):  # takes no memory; if tensors are missing, `_read` names one
             _check_size(header, AutoModelForCausalLM.from_config(config), at_most=2)
         _restore_numbers(header, config)
         _restore_rope(header, config)
         tokenizer = AutoTokenizer.from_pretrained(**source)
         model = _read(header, source, config, dtype)
     config.dtype = dtype
-    with torch.device("meta"):  # a new model: `save_pretrained` refuses the dequantized one
+    with torch.device("meta"):  # a new model, since `save_pretrained` refuses the dequantized one
         plain: Any = type(model)._from_config(config, dtype=dtype)
     plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
@@ -72,12 +72,12 @@ def convert_gguf(file: Path, folder: Path, dtype: torch.dtype) -> None:
 
 @contextmanager
 def _understood(header: GgufHeader) -> Iterator[None]:
-    """Make a refusal of what transformers raises for a file that it does not understand."""
+    """Turn what transformers raises for an unknown file into a ConfigError."""
     try:
         yield
     except READING_ERRORS as error:
         raise ConfigError(
-            f"{str(header.file)!r} (architecture {header.architecture!r}) is not read by transformers: "
+            f"transformers does not read {str(header.file)!r} (architecture {header.architecture!r}): "
             f"{type(error).__name__}: {error}"
         ) from error
 
@@ -87,7 +87,7 @@ def _read(header: GgufHeader, source: dict[str, Any], config: PreTrainedConfig, 
         **source,
         config=config,
         dtype=dtype,
-        ignore_mismatched_sizes=True,  # they are refused by name
+        ignore_mismatched_sizes=True,  # refused by name later
         output_loading_info=True,
     )
     model, info = loaded
@@ -97,19 +97,19 @@ def _read(header: GgufHeader, source: dict[str, Any], config: PreTrainedConfig, 
 
 
 def _check_size(header: GgufHeader, model: nn.Module, at_most: int) -> None:
-    """Refuse a model of fewer numbers than the file holds, or of more than `at_most` times as many."""
+    """Refuse a model with fewer numbers than the file holds, or more than `at_most` times as many."""
     wanted = sum(parameter.numel() for parameter in model.parameters())
     held = sum(tensor.num_numbers for tensor in header.tensors if tensor.name != _ROPE_DIVISORS)
     if not held <= wanted <= at_most * held:
         raise ConfigError(
-            f"{str(header.file)!r} (architecture {header.architecture!r}) holds {held:,} numbers, and transformers' "
-            f"model has {wanted:,}: its metadata does not go with its tensors, or a part of it would be left out. "
+            f"{str(header.file)!r} (architecture {header.architecture!r}) holds {held:,} numbers, but transformers' "
+            f"model has {wanted:,}: its metadata and tensors disagree, or a part of it would be left out. "
             "Convert the original checkpoint instead"
         )
 
 
 def _restore_numbers(header: GgufHeader, config: PreTrainedConfig) -> None:
-    """Give the configuration the numbers that transformers reads for some families, or from another key."""
+    """Set the numbers that transformers reads from another key, or not at all, for some families."""
     for name in _EPSILONS:
         if hasattr(config, name):
             setattr(config, name, header.epsilon)
@@ -127,7 +127,7 @@ def _restore_numbers(header: GgufHeader, config: PreTrainedConfig) -> None:
 
 
 def _restore_ends(header: GgufHeader, config: GenerationConfig) -> None:
-    """Let the tokens that end a turn end a text, as in llama.cpp."""
+    """Add the tokens that end a turn to those that end a text, as llama.cpp does."""
     stated = config.eos_token_id
     ends = [stated] if isinstance(stated, int) else list(stated or ())
     turn_ends = {token_id for role in ("eot", "eom") if (token_id := header.token_id(role)) is not None}
@@ -136,9 +136,9 @@ def _restore_ends(header: GgufHeader, config: GenerationConfig) -> None:
 
 
 def _restore_rope(header: GgufHeader, config: PreTrainedConfig) -> None:
-    """Give the configuration the scaling of rotary frequencies that the file has and transformers does not read.
+    """Set the rotary scaling that the file has and transformers does not read.
 
-    llama.cpp writes Llama 3's as a divisor of each frequency, of which the greatest is the scaling's factor.
+    llama.cpp writes Llama 3's scaling as a divisor per frequency; the largest divisor is the scaling factor.
     """
     rope: dict[str, Any] = dict(getattr(config, "rope_parameters", None) or {})
     scaling = _scaling(header) if rope.get("rope_type", "default") == "default" else None
@@ -148,16 +148,16 @@ def _restore_rope(header: GgufHeader, config: PreTrainedConfig) -> None:
         config.rope_parameters = {**rope, **scaled}
         expected = _scaled_divisors(config)
         if expected.shape != divisors.shape or not torch.allclose(expected, divisors, rtol=1e-3):
-            scaling = f"of the divisors {divisors.tolist()}"
+            scaling = f"divisors {divisors.tolist()}"
     if scaling is not None:
         raise ConfigError(
-            f"{str(header.file)!r} scales its rotary frequencies ({scaling}), which is not read; convert the original "
-            "checkpoint instead"
+            f"{str(header.file)!r} scales its rotary frequencies in an unsupported way ({scaling}); convert the "
+            "original checkpoint instead"
         )
 
 
 def _scaling(header: GgufHeader) -> str | None:
-    """Return how all rotary frequencies are scaled, which is linear where only a factor is stated."""
+    """Return the name of the scaling of all rotary frequencies; it is linear if only a factor is stated."""
     kind = header.value("rope.scaling.type")
     factor = header.value("rope.scaling.factor") or header.value("rope.scale_linear")
     if kind is None and factor not in (None, 0, 1):
@@ -171,14 +171,14 @@ def _rope_divisors(file: Path) -> Tensor:
 
 
 def _scaled_divisors(config: PreTrainedConfig) -> Tensor:
-    """Return what a configuration of Llama 3's scaling divides each frequency by, [D / 2] float32."""
+    """Return Llama 3's divisor of each rotary frequency, [D / 2] float32."""
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     plain = config.rope_parameters["rope_theta"] ** -(torch.arange(len(scaled)) / len(scaled))
     return plain / scaled  # type: ignore[no-any-return]
 
 
 def main() -> int:
-    """Convert, or write to stdout why not; return the exit status."""
+    """Convert a file, or print the error; return the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)

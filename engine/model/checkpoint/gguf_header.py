@@ -1,4 +1,4 @@
-"""The header of a GGUF file: enough to refuse one that cannot be served, without reading a weight.
+"""Header of a GGUF file. Unservable files are refused by it before any weight is read.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
 """
@@ -26,8 +26,8 @@ from protos.errors import ConfigError
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-# No header is larger: what a file claims beyond is refused before it is read. A tokenizer of 262,144 tokens has some
-# 800,000 strings of 20 MB, and the largest models have a few thousand tensors.
+# Larger claims are refused before anything is read. A tokenizer of 262,144 tokens has about 800,000 strings (20 MB);
+# the largest models have a few thousand tensors.
 _MAX_BYTES = 1 << 28
 _MAX_STRINGS = 1 << 21
 _MAX_ENTRIES = 1 << 16
@@ -35,10 +35,10 @@ _MIN_ENTRY_BYTES = 13  # a key, its type, a value of one byte
 _MIN_TENSOR_BYTES = 24  # name, number of dimensions, type, offset
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_LENGTH = struct.Struct("<Q")  # of a string
+_LENGTH = struct.Struct("<Q")  # a string's length
 _MAX_DIMS = 4
 _ALIGNMENT = 32
-# Types that are read: name, numbers in a block, bytes of a block.
+# Supported types: name, numbers per block, bytes per block.
 _TYPES = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -60,16 +60,16 @@ def read_gguf_header(file: Path) -> GgufHeader:
     """Read and check the header of `file`.
 
     Raises:
-        ConfigError: it is no GGUF file, cut short, one part of several, or has a tensor of a type that is not read; or
-            its metadata lacks what a model cannot be built without, or makes no sense.
+        ConfigError: the file is not GGUF, cut short, one part of several, has a tensor of an unsupported type, or has
+            metadata that is missing or contradictory.
     """
     try:
         with file.open("rb") as stream, _mapped(stream) as content:
             header = _Reader(content, file).header()
     except OSError as error:
-        raise ConfigError(f"{str(file)!r} cannot be read: {error}") from None
+        raise ConfigError(f"{str(file)!r} cannot be read: {error}; check its path and permissions") from None
     except (struct.error, UnicodeDecodeError, MemoryError):
-        raise ConfigError(f"{str(file)!r} is no whole GGUF file: its header is cut short or damaged") from None
+        raise ConfigError(f"{str(file)!r} has a damaged or truncated GGUF header; fetch the file again") from None
     check_sizes(header)
     check_tokenizer(header)
     return header
@@ -77,10 +77,10 @@ def read_gguf_header(file: Path) -> GgufHeader:
 
 @contextmanager
 def _mapped(stream: BinaryIO) -> Iterator[mmap | bytes]:
-    """Map the file: of a header that claims more than the file has, nothing is read beyond its end."""
+    """Map the file, so that a header that claims too much reads nothing beyond the file's end."""
     try:
         content = mmap(stream.fileno(), 0, access=ACCESS_READ)
-    except ValueError:  # it is empty
+    except ValueError:  # an empty file
         yield b""
         return
     with content:
@@ -88,7 +88,7 @@ def _mapped(stream: BinaryIO) -> Iterator[mmap | bytes]:
 
 
 class _Reader:
-    """A header, read from its beginning: no more of it than the file holds and a header may have."""
+    """Parses a header from its start, within the sizes of the file and of `_MAX_*`."""
 
     def __init__(self, content: mmap | bytes, file: Path) -> None:
         self._content, self._file = content, file
@@ -98,15 +98,15 @@ class _Reader:
 
     def header(self) -> GgufHeader:
         if (magic := self._content[: len(_MAGIC)]) != _MAGIC:
-            raise ConfigError(f"{str(self._file)!r} is no GGUF file: it begins with {magic!r}")
+            raise ConfigError(f"{str(self._file)!r} is not a GGUF file: it begins with {magic!r}; give a .gguf file")
         self._place = len(_MAGIC)
         if (version := self._number("I")) not in _VERSIONS:
-            raise ConfigError(f"{str(self._file)!r} is GGUF of version {version}; versions 2 and 3 are read")
+            raise ConfigError(f"{str(self._file)!r} is GGUF version {version}; supported versions are 2 and 3")
         num_tensors, num_values = int(self._number("Q")), int(self._number("Q"))
         if max(num_tensors, num_values) > _MAX_ENTRIES:
             raise ConfigError(
-                f"{str(self._file)!r} claims {num_tensors:,} tensors and {num_values:,} values of metadata, and at "
-                f"most {_MAX_ENTRIES:,} are read; fetch the file again"
+                f"{str(self._file)!r} claims {num_tensors:,} tensors and {num_values:,} values of metadata; the limit "
+                f"is {_MAX_ENTRIES:,} each; fetch the file again"
             )
         self._expect(num_values * _MIN_ENTRY_BYTES + num_tensors * _MIN_TENSOR_BYTES)
         values: dict[str, Value] = {}
@@ -132,11 +132,11 @@ class _Reader:
         return GgufHeader(self._file, values, tuple(tensors.values()))
 
     def _tensor(self) -> tuple[GgufTensor, int]:
-        """Return a tensor and the end of its data behind the header, in bytes."""
+        """Return a tensor and the byte offset of its end in the data."""
         name = self._string()
         if (num_dims := int(self._number("I"))) > _MAX_DIMS:
             raise ConfigError(
-                f"tensor {name!r} of {str(self._file)!r} has {num_dims:,} dimensions, and GGUF's have at most "
+                f"tensor {name!r} of {str(self._file)!r} has {num_dims:,} dimensions; the limit is "
                 f"{_MAX_DIMS}; fetch the file again"
             )
         dims = [int(self._number("Q")) for _ in range(num_dims)]
@@ -144,7 +144,7 @@ class _Reader:
         if number not in _TYPES:
             read = ", ".join(each for each, *_ in _TYPES.values())
             raise ConfigError(
-                f"tensor {name!r} of {str(self._file)!r} is of GGUF type {number}, which is not read; read are {read}"
+                f"tensor {name!r} of {str(self._file)!r} has GGUF type {number}, which is not supported; use {read}"
             )
         kind, block, block_bytes = _TYPES[number]
         return GgufTensor(name, kind, tuple(reversed(dims))), offset + math.prod(dims) // block * block_bytes
@@ -154,20 +154,20 @@ class _Reader:
         size = len(self._content)
         if begin + num_bytes > size:
             raise ConfigError(
-                f"{str(self._file)!r} is cut short: its tensors end at byte {begin + num_bytes:,}, and it has "
-                f"{size:,}; fetch it again"
+                f"{str(self._file)!r} is cut short: its tensors end at byte {begin + num_bytes:,}, but it has "
+                f"{size:,} bytes; fetch it again"
             )
 
     def _entry(self) -> tuple[str, Value]:
-        """Return a key of the metadata and its value."""
+        """Return the next metadata key and its value."""
         key, kind, length = self._string(), int(self._number("I")), None
         if kind == _ARRAY:
             kind, length = int(self._number("I")), int(self._number("Q"))
         if kind not in _SCALARS and kind != _STRING:
             what = f"GGUF type {kind}" if length is None else f"an array of {length:,} of GGUF type {kind}"
             raise ConfigError(
-                f"{str(self._file)!r} has {key!r} as {what}; read are numbers, strings and arrays of these: fetch the "
-                "file again"
+                f"{str(self._file)!r} has {key!r} as {what}; supported are numbers, strings and arrays of these; fetch "
+                "the file again"
             )
         if length is None:
             return key, self._value(kind)
@@ -185,7 +185,7 @@ class _Reader:
             raise struct.error
         self._num_strings_left -= length
         content, place, end, num_bytes = self._content, self._place, self._end, _LENGTH.size
-        for _ in range(length):  # half a million in large vocabularies
+        for _ in range(length):  # half a million times for large vocabularies
             if place > end:
                 raise struct.error
             place += num_bytes + _LENGTH.unpack_from(content, place)[0]
@@ -203,13 +203,13 @@ class _Reader:
         return number
 
     def _bytes_of(self, num_bytes: int) -> int:
-        """Go on by so many bytes; return the place of the first."""
+        """Advance by `num_bytes`; return the offset before."""
         self._expect(num_bytes)
         place = self._place
         self._place += num_bytes
         return place
 
     def _expect(self, num_bytes: int) -> None:
-        """Raise where so many bytes are more than the header still can have."""
+        """Raise if the header cannot have `num_bytes` more."""
         if self._place + num_bytes > self._end:
             raise struct.error

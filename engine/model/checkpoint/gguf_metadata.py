@@ -1,4 +1,4 @@
-"""Metadata of a GGUF file: the values of its header and its tensors, and the checks that they make a model."""
+"""Metadata of a GGUF file, its tensors' names and shapes, and checks that they describe a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from protos.errors import ConfigError
 
-# What llama.cpp, too, cannot do without: sizes of every model and of one with these weights, and one of the epsilons.
+# llama.cpp requires these too: the sizes of every model, those for these weights, and one epsilon.
 _SIZES = ("context_length", "embedding_length", "block_count")
 _SIZES_OF = {"attn_q": "attention.head_count", "attn_qkv": "attention.head_count", "ffn_down": "feed_forward_length"}
 _OPTIONAL = ("attention.head_count_kv", "rope.freq_base")
@@ -20,7 +20,7 @@ _TOKEN_IDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
 
 @dataclass(frozen=True, slots=True)
 class GgufArray:
-    """An array of metadata: only its length is read."""
+    """A metadata array; only its length is read."""
 
     length: int
 
@@ -30,7 +30,7 @@ Value = bool | int | float | str | GgufArray
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor's name, the name of its type, and its shape, rows first."""
+    """A tensor's name, type name and shape, rows first."""
 
     name: str
     type: str
@@ -51,23 +51,23 @@ class GgufHeader:
 
     @property
     def architecture(self) -> str:
-        """The family in llama.cpp's words."""
+        """The family's name in llama.cpp."""
         return str(self.values.get("general.architecture", ""))
 
     @property
     def epsilon(self) -> float | None:
-        """The number that the norms add to a variance; None where the file has none."""
+        """The epsilon of the norms, or None."""
         return next((number for key in _EPSILONS if (number := self.number(key)) is not None), None)
 
     def value(self, key: str) -> Value | None:
-        """Return the value of a key of the architecture, given without its name; None where there is none."""
+        """Return the value of an architecture key (given without its prefix), or None."""
         return self.values.get(f"{self.architecture}.{key}")
 
     def number(self, key: str) -> float | None:
-        """Return the positive number of a key of the architecture; None where there is none, or one for each layer.
+        """Return the positive number of an architecture key; None if it is absent or an array with one per layer.
 
         Raises:
-            ConfigError: it is no such number.
+            ConfigError: the value is not a positive number.
         """
         value = self.value(key)
         if value is None or isinstance(value, GgufArray):
@@ -77,10 +77,10 @@ class GgufHeader:
         raise _unfit(self.file, f"{self.architecture}.{key}", value, "a positive number")
 
     def token_id(self, role: str) -> int | None:
-        """Return the id of a special token (`eos`); None where there is none.
+        """Return the id of a special token (`eos`), or None.
 
         Raises:
-            ConfigError: it is no token of the file's tokenizer.
+            ConfigError: the tokenizer has no such id.
         """
         key, tokens = f"tokenizer.ggml.{role}_token_id", self.values.get(_TOKENS)
         value, num_tokens = self.values.get(key), tokens.length if isinstance(tokens, GgufArray) else 0
@@ -90,13 +90,13 @@ class GgufHeader:
 
 
 def check_sizes(header: GgufHeader) -> None:
-    """Raise ConfigError for a file without the sizes of its model: transformers would take those of another."""
+    """Raise ConfigError if the file lacks a size of its model: transformers would use its family's default."""
     if not header.architecture:
         raise _unfit(header.file, "general.architecture", None, "the name of a family")
     kinds = {tensor.name.split(".")[-2] for tensor in header.tensors if tensor.name.endswith(".weight")}
     for key in (*_SIZES, *(key for kind, key in _SIZES_OF.items() if kind in kinds)):
         value = header.value(key)
-        if not isinstance(value, GgufArray):  # one for each layer
+        if not isinstance(value, GgufArray):  # an array has one per layer
             positive_integer(header.file, f"{header.architecture}.{key}", value)
     if (num_blocks := header.number("block_count") or 0) > len(header.tensors):
         limit = f"at most the number of its tensors, {len(header.tensors):,}"
@@ -109,10 +109,10 @@ def check_sizes(header: GgufHeader) -> None:
 
 
 def check_tokenizer(header: GgufHeader) -> None:
-    """Raise ConfigError for a file without a tokenizer, or with a special token that is none of its tokens."""
+    """Raise ConfigError for a file without a tokenizer, or with a special token that the tokenizer lacks."""
     if missing := {"tokenizer.ggml.model", _TOKENS} - set(header.values):
         raise ConfigError(
-            f"{str(header.file)!r} has no tokenizer ({min(missing)} is missing); take a file that has one, or convert "
+            f"{str(header.file)!r} has no tokenizer ({min(missing)} is missing); use a file with one, or convert "
             "the original checkpoint"
         )
     for role in _TOKEN_IDS:
@@ -120,7 +120,7 @@ def check_tokenizer(header: GgufHeader) -> None:
 
 
 def positive_integer(file: Path, key: str, value: Value | None) -> int:
-    """Return the value of a key, or raise ConfigError where it is no such number."""
+    """Return the value of a key, or raise ConfigError if it is not a positive integer."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise _unfit(file, key, value, "a positive integer")
     return value
@@ -128,4 +128,4 @@ def positive_integer(file: Path, key: str, value: Value | None) -> int:
 
 def _unfit(file: Path, key: str, value: Value | None, wanted: str) -> ConfigError:
     found = f"has no {key}" if value is None else f"has {key} {value!r}"
-    return ConfigError(f"{str(file)!r} {found}; it must be {wanted}: convert the original checkpoint anew")
+    return ConfigError(f"{str(file)!r} {found}; it must be {wanted}: convert the original checkpoint again")

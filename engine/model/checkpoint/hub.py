@@ -1,7 +1,7 @@
-"""Models of the Hugging Face Hub: their sizes before anything is fetched, and downloads that go on where they stopped.
+"""Models of the Hugging Face Hub: sizes before a download, and resumable downloads.
 
-Weights are fetched into the Hub's own cache, whose layout is documented: `blobs/DIGEST`, with links in `snapshots`. Its
-own client throws away a file that is cut short, of 5 GB mostly; here it stays, and only the rest is asked for.
+Weights go to the Hub's own cache in its documented layout: `blobs/DIGEST`, linked from `snapshots`. The Hub's client
+deletes a file that is cut short, often 5 GB; this module keeps it and requests only the rest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SHA256_DIGITS = 64
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a repository; `blob` is its place in the cache, which its digest names."""
+    """A file of a repository; `blob` is its path in the cache, named by its digest."""
 
     name: str
     num_bytes: int
@@ -45,12 +45,12 @@ class HubFile:
 
     @property
     def partial(self) -> Path:
-        """The file while it is fetched."""
+        """Path of the unfinished download."""
         return self.blob.with_name(f"{self.blob.name}.part")
 
     @property
     def num_cached_bytes(self) -> int:
-        """Bytes that need not be fetched any more."""
+        """Bytes that are already fetched."""
         if self.blob.exists():
             return self.num_bytes
         return self.partial.stat().st_size if self.partial.exists() else 0
@@ -58,7 +58,7 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """The present version of a model on the Hub."""
+    """The current version of a model on the Hub."""
 
     model_id: str
     commit: str
@@ -66,7 +66,7 @@ class HubModel:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its weights."""
+        """Bytes of all weights."""
         return sum(file.num_bytes for file in self.weights)
 
     @property
@@ -75,20 +75,20 @@ class HubModel:
 
 
 def cached_folder(model_id: str) -> Path | None:
-    """Return the folder of a model that is in the cache as a whole; None where something is missing."""
+    """Return the folder of a completely cached model, or None."""
     try:
         folder = _snapshot(model_id, local_files_only=True)
-    except (OSError, ValueError):  # the Hub client's errors are children of these two
+    except (OSError, ValueError):  # the Hub client's errors derive from these two
         return None
     return folder if any(folder.glob(_WEIGHTS)) else None
 
 
 @lru_cache(maxsize=8)
 def find_model(model_id: str) -> HubModel:
-    """Return a model's present version and its sizes.
+    """Return a model's current version and its sizes.
 
     Raises:
-        ConfigError: the Hub cannot be asked, has no such model, or has no weights in safetensors.
+        ConfigError: the Hub cannot be reached, has no such model, or has no weights in safetensors.
     """
     with _reported_errors(model_id):
         info = HfApi().model_info(model_id, files_metadata=True, timeout=_API_TIMEOUT_S)
@@ -100,19 +100,19 @@ def find_model(model_id: str) -> HubModel:
     )
     if not weights:
         raise ConfigError(
-            f"{model_id!r} on the Hub has no weights in safetensors; give another model, or a GGUF file that is here"
+            f"{model_id!r} on the Hub has no weights in safetensors; give another model, or a local GGUF file"
         )
     return HubModel(model_id, info.sha or "main", weights)
 
 
 def require_model(model_id: str) -> None:
-    """Raise ConfigError unless a model is in the cache as a whole, or the Hub has it. Nothing is fetched."""
+    """Raise ConfigError unless a model is completely cached or on the Hub. Nothing is fetched."""
     if cached_folder(model_id) is None:
         find_model(model_id)
 
 
 def require_repository(repository_id: str) -> None:
-    """Raise ConfigError unless the files of a head, in whatever format, are in the cache, or on the Hub."""
+    """Raise ConfigError unless a head's repository, in any format, is cached or on the Hub."""
     try:
         snapshot_download(repository_id, local_files_only=True)
     except (OSError, ValueError):
@@ -121,12 +121,12 @@ def require_repository(repository_id: str) -> None:
 
 
 def fetch_model(model_id: str) -> Path:
-    """Return the folder of a model on the Hub; fetch what is missing, with progress.
+    """Return the folder of a model on the Hub; fetch missing files, with progress.
 
-    Several processes may ask for the same model: the first one fetches, the others wait.
+    Several processes may call this for one model: the first fetches, the others wait.
 
     Raises:
-        ConfigError: it cannot be fetched, does not fit the disk, or has more weights than this node has memory.
+        ConfigError: it cannot be fetched, does not fit the disk, or its weights exceed this node's memory.
     """
     if (folder := cached_folder(model_id)) is not None:
         return folder
@@ -139,7 +139,7 @@ def fetch_model(model_id: str) -> Path:
 
 
 def _snapshot(model_id: str, local_files_only: bool = False) -> Path:
-    """Return the folder of the links to a model's files, after the small ones have been fetched."""
+    """Fetch the small files; return the folder with the links to all files."""
     folder = snapshot_download(
         model_id,
         allow_patterns=list(_FILES),
@@ -150,13 +150,13 @@ def _snapshot(model_id: str, local_files_only: bool = False) -> Path:
 
 
 def _check_room(model: HubModel) -> None:
-    """Raise ConfigError before the first byte if the weights fit neither the disk nor the memory of this node.
+    """Raise ConfigError before the download if the weights exceed the disk or this node's memory.
 
-    Memory is a floor: quantized weights may take less while they are served, and never while they are read.
+    The memory bound is a lower one: quantized weights may take less while serving, but not while loading.
     """
     if model.num_bytes > (available := available_bytes()):
         raise ConfigError(
-            f"the weights of {model.model_id!r} are {model.num_bytes / _GIB:.1f} GiB, and this node has "
+            f"the weights of {model.model_id!r} are {model.num_bytes / _GIB:.1f} GiB, but this node has "
             f"{available / _GIB:.1f} GiB of memory available; nothing was fetched. Take a smaller or quantized model, "
             "or a larger node"
         )
@@ -165,7 +165,7 @@ def _check_room(model: HubModel) -> None:
     missing, free = model.num_bytes - model.num_cached_bytes, shutil.disk_usage(cache).free
     if missing > free:
         raise ConfigError(
-            f"{missing / _GIB:.1f} GiB of {model.model_id!r} are to be fetched into {str(cache)!r}, which has "
+            f"{missing / _GIB:.1f} GiB of {model.model_id!r} must be fetched into {str(cache)!r}, which has "
             f"{free / _GIB:.1f} GiB free; make room, or set HF_HOME to a larger disk"
         )
 
@@ -182,13 +182,13 @@ def _fetch_weights(model: HubModel) -> None:
                 for future in done:
                     future.result()
                 report.at(model.num_cached_bytes)
-        finally:  # an error, or Ctrl-C: the other downloads end with their next chunk
+        finally:  # on an error or Ctrl-C the other downloads end with their next chunk
             watch.is_ended = True
             pool.shutdown(cancel_futures=True)
 
 
 class _Watch:
-    """The progress bar of the Hub's client, called with every chunk: here it only ends a download."""
+    """Stands in for the Hub client's progress bar, called with every chunk; it only ends a download."""
 
     is_ended = False
 
@@ -204,7 +204,7 @@ class _Watch:
 
     def update(self, num_bytes: int) -> None:
         if self.is_ended:
-            raise OSError("another download has failed, or was stopped")
+            raise OSError("another download failed or was stopped")
 
 
 def _fetch(model: HubModel, file: HubFile, watch: _Watch) -> None:
@@ -226,12 +226,12 @@ def _fetch(model: HubModel, file: HubFile, watch: _Watch) -> None:
                 )
         if resumed and not _is_whole(file):
             file.partial.unlink()
-            raise OSError(f"{file.name} is not what the Hub says it is; its parts are removed, start again")
+            raise OSError(f"{file.name} does not match its digest on the Hub; its parts are removed, start again")
         file.partial.replace(file.blob)
 
 
 def _is_whole(file: HubFile) -> bool:
-    """True if a file that was fetched in several parts has the digest that names it."""
+    """True if a file fetched in several parts has the digest of its name."""
     if len(file.blob.name) != _SHA256_DIGITS:
         return file.partial.stat().st_size == file.num_bytes
     with file.partial.open("rb") as stream:
@@ -252,6 +252,6 @@ def _refusal(model_id: str, error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = " ".join(lines[:2]) or type(error).__name__
     return (
-        f"{model_id!r} is no folder here, and the Hub does not give it: {reason}; check the name, the network (or "
-        "HF_ENDPOINT) and, for a model behind a licence, HF_TOKEN. What was fetched stays, and is not fetched again"
+        f"{model_id!r} is not a local folder, and the Hub does not provide it: {reason}; check the name, the network "
+        "(or HF_ENDPOINT) and, for a gated model, HF_TOKEN. Fetched files are kept and not fetched again"
     )

@@ -1,4 +1,4 @@
-"""The memory that this process may still take: the node's, or its container's where that is less."""
+"""Memory that this process may still allocate: the node's, or its container's if that is less."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from protos.errors import ConfigError
 
 _CGROUP = Path("/sys/fs/cgroup")
 _GIB = 1 << 30
-_FLOATS = ("BF16", "F16", "F32", "F64")  # loaded in the model's dtype; others are packed
+_FLOATS = ("BF16", "F16", "F32", "F64")  # loaded in the model's dtype; other dtypes are packed
 
 
 def available_bytes(cgroup: Path = _CGROUP) -> int:
@@ -25,10 +25,10 @@ def available_bytes(cgroup: Path = _CGROUP) -> int:
 
 
 def check_memory(folder: Path, name: str, float_bytes: int) -> None:
-    """Raise ConfigError before a weight is read if this node has less memory than all of them take.
+    """Raise ConfigError before loading if this node has less memory than all weights take.
 
-    It is a floor, without caches and copies, of `float_bytes` for each float and one for each other number. Without it
-    the kernel would end this process, or another one, in the middle of loading.
+    The bound is a lower one, without caches and copies: `float_bytes` per float and one byte per other number. Without
+    this check the kernel would kill this process, or another one, in the middle of loading.
     """
     needed = sum(
         math.prod(header.shape) * (float_bytes if header.dtype in _FLOATS else 1)
@@ -36,22 +36,22 @@ def check_memory(folder: Path, name: str, float_bytes: int) -> None:
     )
     if needed > (available := available_bytes()):
         raise ConfigError(
-            f"the weights of {name!r} take {needed / _GIB:.1f} GiB, and this node has "
+            f"the weights of {name!r} take {needed / _GIB:.1f} GiB, but this node has "
             f"{available / _GIB:.1f} GiB of memory available; take a smaller or quantized model, or a larger node"
         )
 
 
 def check_pool_memory(needed: int) -> None:
-    """Raise ConfigError if this node has less memory than a KV pool of `needed` bytes takes once it is full."""
+    """Raise ConfigError if a full KV pool of `needed` bytes exceeds this node's memory."""
     if needed > (available := available_bytes()):
         raise ConfigError(
-            f"the KV pool takes up to {needed / _GIB:.1f} GiB, and this node has {available / _GIB:.1f} GiB of memory "
+            f"the KV pool takes up to {needed / _GIB:.1f} GiB, but this node has {available / _GIB:.1f} GiB of memory "
             "available; lower cache.memory_gib or cache.num_blocks, or take a larger node"
         )
 
 
 def _number(file: Path) -> int | None:
-    """Return the number in a file; None where there is no file, or no limit ("max")."""
+    """Return the number in a file; None without a file or a limit ("max")."""
     try:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -59,7 +59,7 @@ def _number(file: Path) -> int | None:
 
 
 def _inactive_bytes(file: Path) -> int:
-    """Return the bytes of cached files, which the kernel gives up before anything else."""
+    """Return the bytes of inactive cached files, which the kernel reclaims first."""
     try:
         lines = file.read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Bytes of models that a process fetches or reads: for `outrider serve`, which shows them, or else for the log.
+"""Progress of fetching or reading a model, in bytes: shown by `outrider serve`, or else logged.
 
-The folder of `OUTRIDER_PROGRESS_FOLDER` belongs to the command that waits. Each process of its machine keeps one file
-there for each thing that it does. Without the variable, as on a cluster, the log has a line every few seconds.
+`OUTRIDER_PROGRESS_FOLDER` names a folder that belongs to the waiting command. Each process on its machine writes one
+file there per activity. Without the variable, as on a cluster, a line is logged every few seconds.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _numbers = count()
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """So many bytes of a model are done."""
+    """Finished bytes of one activity on a model."""
 
     activity: str  # "fetching", "reading"
     model: str
     num_bytes: int
     total_bytes: int
     elapsed_s: float
-    first_bytes: int = 0  # there before it began
+    first_bytes: int = 0  # present at the start
 
     @property
     def is_done(self) -> bool:
@@ -40,7 +40,7 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the end at the mean speed so far; None before anything is known."""
+        """Seconds to the end at the mean speed so far; None until a speed is known."""
         done = self.num_bytes - self.first_bytes
         return self.elapsed_s * (self.total_bytes - self.num_bytes) / done if done > 0 else None
 
@@ -50,7 +50,7 @@ class Progress:
 
 
 class ProgressReport:
-    """The progress of one activity, told by the process that does it."""
+    """Reports the progress of one activity of this process."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class ProgressReport:
         self.at(first_bytes)
 
     def at(self, num_bytes: int) -> None:
-        """Note that so many bytes are done; the first and the last of them are told, and others now and then."""
+        """Record the finished bytes; report the first and last call, and others at intervals."""
         now_s = self._clock()
         progress = Progress(
             self._activity, self._model, num_bytes, self._total_bytes, now_s - self._began_s, self._first_bytes
@@ -89,15 +89,15 @@ class ProgressReport:
         try:
             unfinished.write_text(json.dumps(asdict(progress)), encoding="utf-8")
             unfinished.replace(self._file)
-        except OSError:  # the command that waited has gone, and its folder with it
+        except OSError:  # the waiting command has ended and removed its folder
             self._file = None
 
 
 def read_progress(folder: Path) -> dict[str, Progress]:
-    """Return what the processes have told into `folder`, each under a name of its own."""
+    """Return the reports that processes wrote into `folder`, by file name."""
     return {file.name: Progress(**json.loads(file.read_text(encoding="utf-8"))) for file in folder.glob("*.json")}
 
 
 def _size(num_bytes: int) -> str:
-    """Return a size in decimal units, as disks and networks are sold."""
+    """Format a size in decimal units, as disks and networks use them."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

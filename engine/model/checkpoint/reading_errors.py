@@ -1,4 +1,4 @@
-"""The errors that transformers raises for a checkpoint that it does not understand."""
+"""Errors that transformers raises for a checkpoint that it does not understand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of a checkpoint that transformers has read, as it goes through the parameters."""
+"""Counts the bytes of a checkpoint that transformers has read, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOADING = "Loading weights"  # the description of transformers' bar over parame
 
 @contextmanager
 def reported_reading(folder: Path, model: str) -> Iterator[None]:
-    """Report the bytes of the folder's weights while the block loads them, in the place of transformers' own bar."""
+    """Report the bytes of the folder's weights while the block loads them, instead of transformers' own bar."""
     previous = set_tqdm_hook(partial(_bar, folder, model))
     try:
         yield
@@ -33,7 +33,7 @@ def _bar(folder: Path, model: str, factory: Callable[..., Any], args: tuple[Any,
 
 
 def _counted(folder: Path, model: str, parameters: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield transformers' parameters; one has been read when the next is asked for."""
+    """Yield transformers' parameters; a request for the next means that the last has been read."""
     items = list(parameters)
     report = ReadingReport(folder, model, len(items))
     for name, mapping in items:
@@ -43,9 +43,9 @@ def _counted(folder: Path, model: str, parameters: Iterable[tuple[str, Any]]) ->
 
 
 class ReadingReport:
-    """The progress of reading a folder's weights, by the names of what is read.
+    """Progress of reading a folder's weights, by parameter name.
 
-    A parameter of another name than its tensors, as of joined experts, counts as a mean one of `num_parameters`.
+    A parameter without a tensor of its name (joined experts) counts as the mean of `num_parameters`.
     """
 
     def __init__(self, folder: Path, model: str, num_parameters: int) -> None:
@@ -57,10 +57,10 @@ class ReadingReport:
         self._report = ProgressReport("reading", model, self._total_bytes)
 
     def read(self, name: str) -> None:
-        """Count a parameter that has been read."""
+        """Count a parameter as read."""
         self._num_read += self._sizes.get(name, self._mean)
         self._report.at(int(self._total_bytes * min(1.0, self._num_read / self._whole)))
 
     def end(self) -> None:
-        """Count whatever has not been asked for."""
+        """Count all remaining bytes."""
         self._report.at(self._total_bytes)

@@ -1,4 +1,4 @@
-"""The `quantization_config` of a checkpoint: the format of its weights, or a refusal with its reason."""
+"""The `quantization_config` of a checkpoint: the format of its weights, or a refusal with a reason."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _COMPRESSED_FORMATS = ("dense", "pack-quantized", "int-quantized", "float-quanti
 
 
 class WeightFormat(StrEnum):
-    """The storage of a linear layer's weight, by the tensors that hold it.
+    """The storage of a linear layer's weight, by its tensors.
 
     GPTQ: `qweight` packed along the inputs, `qzeros`, `scales`. AWQ: the same names, packed along the outputs.
     PACKED: `weight_packed` along the inputs, `weight_scale`. SCALED: `weight` in float8 or int8 and `weight_scale` or
-    `weight_scale_inv`. PACKED and SCALED are both found in checkpoints of compressed-tensors.
+    `weight_scale_inv`. Checkpoints of compressed-tensors use both PACKED and SCALED.
     """
 
     GPTQ = "gptq"
@@ -31,17 +31,17 @@ class WeightFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Everything that a checkpoint's configuration says of its quantized weights, and its tensors do not.
+    """The facts about quantized weights that only a checkpoint's configuration has.
 
     Attributes:
         method: `quant_method`, for messages.
-        formats: the formats that may be there.
-        num_bits: of a number that is packed into words.
-        zero_offset: what is added to a stored zero point: 1 in GPTQ's first format.
-        block: rows and columns that share a scale where scales are of blocks.
-        group_size: inputs that share a scale where scales are of groups of inputs, the last of which may be smaller.
-        has_group_index: inputs are in no order of groups, and a tensor must name the group of each.
-        may_be_dense: no quantized weight need be there.
+        formats: formats that may occur.
+        num_bits: bits of a packed integer.
+        zero_offset: added to a stored zero point; 1 in GPTQ's first format.
+        block: rows and columns that share a scale, if scales are per block.
+        group_size: inputs that share a scale, if scales are per group; the last group may be smaller.
+        has_group_index: inputs are not in group order, so a tensor names the group of each.
+        may_be_dense: the checkpoint may have no quantized weight.
     """
 
     method: str
@@ -55,16 +55,16 @@ class Scheme:
 
 
 def scheme_of(config: Mapping[str, Any], path: str) -> Scheme | None:
-    """Return the scheme of the checkpoint at `path`; None where its weights are plain, or read by transformers.
+    """Return the scheme of the checkpoint at `path`; None if its weights are plain or read by transformers.
 
     Raises:
-        ConfigError: they are in a format that is not read.
+        ConfigError: the format is not supported.
     """
     section = next((config[key] for key in SECTIONS if config.get(key) is not None), None)
     if section is None:
         return None
     if not isinstance(section, Mapping):
-        raise refusal(path, f"quantization_config is {section!r}, and must be a mapping")
+        raise refusal(path, f"quantization_config is {section!r}; it must be a mapping")
     method = section.get("quant_method", "compressed-tensors" if "config_groups" in section else None)
     if method == _BY_TRANSFORMERS:
         return None
@@ -73,14 +73,14 @@ def scheme_of(config: Mapping[str, Any], path: str) -> Scheme | None:
     try:
         return _READERS[method](section, path)
     except (AttributeError, TypeError, ValueError) as error:
-        raise refusal(path, f"quantization_config is not as {method} writes it: {error}") from error
+        raise refusal(path, f"quantization_config is not in {method}'s form: {error}") from error
 
 
 def refusal(path: str, reason: str) -> ConfigError:
-    """An error that names the checkpoint, why it is not read, and what is."""
+    """Return an error that names the checkpoint, the reason, and the supported formats."""
     return ConfigError(
-        f"the quantized weights of {path!r} are not read: {reason}; read are {_SERVED}. Give a checkpoint in one of "
-        "these or in bfloat16, and target.quantization to round it here"
+        f"the quantized weights of {path!r} are not supported: {reason}; supported are {_SERVED}. Give a checkpoint in "
+        "one of these or in bfloat16, and target.quantization to quantize it on load"
     )
 
 
@@ -88,9 +88,9 @@ def _gptq(section: Mapping[str, Any], path: str) -> Scheme:
     _require(path, section, "bits", (4, 8))
     version = section.get("checkpoint_format", section.get("format", "gptq"))
     if version not in ("gptq", "gptq_v2") or section.get("is_marlin_format"):
-        raise refusal(path, f"the format of GPTQ is {version!r}, and must be 'gptq' or 'gptq_v2'")
+        raise refusal(path, f"the GPTQ format is {version!r}; it must be 'gptq' or 'gptq_v2'")
     if section.get("dynamic"):
-        raise refusal(path, "GPTQ has other bits for some modules ('dynamic')")
+        raise refusal(path, "GPTQ uses other bits for some modules ('dynamic')")
     return Scheme(
         "gptq",
         (WeightFormat.GPTQ,),
@@ -105,7 +105,7 @@ def _awq(section: Mapping[str, Any], path: str) -> Scheme:
     _require(path, section, "bits" if "bits" in section else "w_bit", (4,))
     version = str(section.get("version", section.get("format", "gemm"))).lower()
     if version != "gemm":
-        raise refusal(path, f"the version of AWQ is {version!r}, and must be 'gemm'")
+        raise refusal(path, f"the AWQ version is {version!r}; it must be 'gemm'")
     return Scheme("awq", (WeightFormat.AWQ,), group_size=_group_size(section))
 
 
@@ -118,7 +118,7 @@ def _compressed(section: Mapping[str, Any], path: str) -> Scheme:
     groups = (section.get("config_groups") or {}).values()
     formats = {section.get("format", "dense"), *(group.get("format") or "dense" for group in groups)}
     if unknown := sorted(formats - {*_COMPRESSED_FORMATS, "mixed-precision"}):
-        raise refusal(path, f"the format of compressed-tensors is {unknown[0]!r}")
+        raise refusal(path, f"the compressed-tensors format is {unknown[0]!r}")
     if (section.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise refusal(path, "its weights are sparse ('sparsity_config')")
     if (section.get("transform_config") or {}).get("config_groups"):
@@ -127,7 +127,7 @@ def _compressed(section: Mapping[str, Any], path: str) -> Scheme:
     blocks = {_pair(each["block_structure"]) for each in weights if each.get("block_structure")}
     widths = {int(each.get("num_bits", 8)) for each in weights if each.get("type", "int") == "int"}
     if len(blocks) > 1 or len(widths) > 1 or not widths <= {4, 8}:
-        raise refusal(path, f"its groups have {sorted(widths)} bits and blocks of {sorted(blocks)}")
+        raise refusal(path, f"its groups differ: {sorted(widths)} bits, blocks {sorted(blocks)}")
     sizes = {_group_size(each) for each in weights}
     return Scheme(
         "compressed-tensors",
@@ -146,17 +146,17 @@ _READERS = {"gptq": _gptq, "awq": _awq, "fp8": _fp8, "fbgemm_fp8": _fp8, "compre
 def _require(path: str, section: Mapping[str, Any], key: str, allowed: tuple[int, ...]) -> None:
     if section.get(key) not in allowed:
         wanted = " or ".join(str(value) for value in allowed)
-        raise refusal(path, f"{key} is {section.get(key)!r}, and must be {wanted}")
+        raise refusal(path, f"{key} is {section.get(key)!r}; it must be {wanted}")
 
 
 def _group_size(section: Mapping[str, Any]) -> int | None:
-    """Read the inputs that share a scale; None where the section does not say, or -1: all inputs do."""
+    """Return the number of inputs that share a scale; None if it is absent or -1 (all inputs)."""
     size = section.get("group_size", section.get("q_group_size"))
     return None if size is None or int(size) <= 0 else int(size)
 
 
 def _pair(block: Any) -> tuple[int, int]:
-    """Read a block's rows and columns, written as a list or as "128x128"."""
+    """Return a block's rows and columns, written as a list or as "128x128"."""
     rows, columns = (int(size) for size in (block.lower().split("x") if isinstance(block, str) else block))
     if min(rows, columns) <= 0:
         raise ValueError(f"a block of {rows} rows and {columns} columns")

@@ -1,4 +1,4 @@
-"""The quantized weights of a checkpoint, found and checked by the headers of its tensors alone."""
+"""Finds and checks the quantized weights of a checkpoint by their tensors' headers alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from protos.errors import ConfigError
 
 _WORD_BITS = 32
 _BYTE_DTYPES = ("F8_E4M3", "F8_E5M2", "I8")
-# The tensors of each format behind a module's name: the one that tells it, and those beside it.
+# Tensors of each format, after the module's name: first the tensor that identifies the format, then the others.
 _NUMBERS = {
     WeightFormat.GPTQ: "qweight",
     WeightFormat.AWQ: "qweight",
@@ -28,7 +28,7 @@ _OTHERS = {
 _WORDS = ("qweight", "qzeros", "weight_packed")
 _SCALES = ("scales", "weight_scale", "weight_scale_inv")
 _GROUP_INDICES = ("g_idx", "weight_g_idx")
-_BY_GROUP = (WeightFormat.GPTQ, WeightFormat.AWQ)  # scales [groups of inputs, out], and zero points always
+_BY_GROUP = (WeightFormat.GPTQ, WeightFormat.AWQ)  # scales [groups of inputs, out], and always zero points
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class StoredWeight:
     """A linear layer's weight [out, in] as a checkpoint holds it.
 
     Attributes:
-        module: its name, without the tensor's.
+        module: the layer's name, without the tensor's.
         tensors: names of its tensors by their last part ("qweight", "scales", ...).
         step: rows and columns of the weight that share a scale.
     """
@@ -52,7 +52,7 @@ def stored_weights(scheme: Scheme, headers: Mapping[str, TensorHeader], path: st
     """Return the quantized weights of a checkpoint.
 
     Raises:
-        ConfigError: a tensor of one is missing, or has a dtype or shape that does not go with the others'.
+        ConfigError: a tensor is missing, or its dtype or shape does not match the others.
     """
     found = []
     for name in headers:
@@ -62,29 +62,29 @@ def stored_weights(scheme: Scheme, headers: Mapping[str, TensorHeader], path: st
                 found.append(_Module(module, kind, scheme, headers, path).stored())
     if not found and not scheme.may_be_dense:
         wanted = " or ".join(f"'.{_NUMBERS[kind]}'" for kind in scheme.formats)
-        raise refusal(path, f"config.json says {scheme.method}, and no such tensor ends in {wanted}")
+        raise refusal(path, f"config.json names {scheme.method}, but no tensor name ends in {wanted}")
     _refuse_orphans(scheme, headers, found, path)
     return found
 
 
 def refuse_unscaled(config: Mapping[str, object], headers: Mapping[str, TensorHeader], path: str) -> None:
-    """Raise ConfigError for a weight in few bits that no configuration explains: its scales would be left out."""
+    """Raise ConfigError for a low-bit weight without a quantization_config: its scales would be ignored."""
     if any(config.get(key) for key in SECTIONS):
         return
     for name, header in headers.items():
         if header.dtype.startswith(("F8", "F4")) or (header.dtype in ("I8", "U8") and name.endswith(".weight")):
-            raise refusal(path, f"{name!r} is {header.dtype}, and config.json has no quantization_config")
+            raise refusal(path, f"{name!r} is {header.dtype}, but config.json has no quantization_config")
 
 
 def _refuse_orphans(scheme: Scheme, headers: Mapping[str, TensorHeader], found: list[StoredWeight], path: str) -> None:
-    """Raise ConfigError for scales whose numbers are not there."""
+    """Raise ConfigError for scales without their weight."""
     used = {name for stored in found for name in stored.tensors.values()}
     lasts = {last for kind in scheme.formats for last in _OTHERS[kind]}
     for name in headers:
         module, _, last = name.rpartition(".")
         if last in lasts and name not in used:
             numbers = " or ".join(repr(f"{module}.{_NUMBERS[kind]}") for kind in scheme.formats)
-            raise not_whole(path, f"it has {name!r}, and no quantized {numbers}")
+            raise not_whole(path, f"it has {name!r}, but no quantized {numbers}")
 
 
 class _Module:
@@ -133,10 +133,10 @@ class _Module:
                 return 1, size
             if shape[1] % num_columns == 0:
                 return 1, shape[1] // num_columns
-        raise self._refusal(f"its scales are {list(scales)}, which does not go with a weight of {list(shape)}")
+        raise self._refusal(f"its scales are {list(scales)}, which does not fit a weight of {list(shape)}")
 
     def _check_others(self, shape: tuple[int, int], step: tuple[int, int], per_word: int) -> None:
-        """Check zero points and the groups of inputs."""
+        """Check the zero points and the group index."""
         num_groups = -(-shape[1] // step[1])
         if self._kind in _BY_GROUP:
             self._expect("qzeros", (num_groups, shape[0] // per_word))
@@ -150,11 +150,11 @@ class _Module:
     def _check_dtypes(self) -> None:
         for last, dtype in self._dtypes.items():
             if last in _WORDS and dtype != "I32":
-                raise self._refusal(f"its {last!r} is {dtype}, and must be I32")
+                raise self._refusal(f"its {last!r} is {dtype}; it must be I32")
             if last in _GROUP_INDICES and dtype not in ("I32", "I64"):
-                raise self._refusal(f"its {last!r} is {dtype}, and must be I32 or I64")
+                raise self._refusal(f"its {last!r} is {dtype}; it must be I32 or I64")
             if last in _SCALES and not dtype.startswith(("F", "BF")):
-                raise self._refusal(f"its {last!r} is {dtype}, and must be floating")
+                raise self._refusal(f"its {last!r} is {dtype}; it must be floating")
 
     def _scale_name(self) -> str:
         return "weight_scale_inv" if "weight_scale_inv" in self._shapes else "weight_scale"
@@ -162,7 +162,7 @@ class _Module:
     def _matrix(self, last: str) -> tuple[int, int]:
         shape = self._shape_of(last)
         if len(shape) != 2:
-            raise self._refusal(f"its {last!r} is {list(shape)}, and must be a matrix")
+            raise self._refusal(f"its {last!r} is {list(shape)}; it must be a matrix")
         return shape[0], shape[1]
 
     def _shape_of(self, last: str) -> tuple[int, ...]:
@@ -172,12 +172,12 @@ class _Module:
 
     def _expect(self, last: str, shape: tuple[int, ...]) -> None:
         if self._shape_of(last) != shape:
-            raise self._refusal(f"its {last!r} is {list(self._shapes[last])}, and must be {list(shape)}")
+            raise self._refusal(f"its {last!r} is {list(self._shapes[last])}; it must be {list(shape)}")
 
     def _refusal(self, reason: str) -> ConfigError:
-        return not_whole(self._path, f"{self._module!r} is in {self._kind}, and {reason}")
+        return not_whole(self._path, f"{self._module!r} is {self._kind}, but {reason}")
 
 
 def not_whole(path: str, reason: str) -> ConfigError:
-    """An error that names the checkpoint and what its tensors contradict."""
-    return ConfigError(f"the quantized weights of {path!r} are not whole: {reason}; fetch the checkpoint again")
+    """Return an error that names the checkpoint and the contradiction in its tensors."""
+    return ConfigError(f"the quantized weights of {path!r} are incomplete: {reason}; fetch the checkpoint again")

@@ -1,4 +1,4 @@
-"""A tokenizer beside the rows of its model: ids without a token, and tokens without a row."""
+"""Compares a tokenizer with the rows of its model: ids without a token, and tokens without a row."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _MAX_NAMED = 5
 
 
 def refuse_tokens_without_rows(folder: Path, vocab_size: int) -> str | None:
-    """Return what an operator should know of tokens that the model in `folder` has no row for; None without any.
+    """Return a warning about tokens that the model in `folder` has no row for, or None.
 
-    A text with such a token is refused by the frontends.
+    Frontends refuse a text with such a token.
 
     Raises:
-        ConfigError: the chat template writes one of them, so that every chat would be refused.
+        ConfigError: the chat template writes such a token, so every chat would be refused.
     """
     rowless = {name: token_id for name, token_id in _tokens(folder).items() if token_id >= vocab_size}
     if not rowless:
@@ -28,14 +28,14 @@ def refuse_tokens_without_rows(folder: Path, vocab_size: int) -> str | None:
     written = {name: token_id for name, token_id in rowless.items() if name in template}
     if written:
         raise ConfigError(
-            f"the chat template of {str(folder)!r} writes {_named(written)}, and the model has {vocab_size} rows: "
-            "every chat would be refused. Give the tokenizer that the weights were saved with, or resize the embeddings"
+            f"the chat template of {str(folder)!r} writes {_named(written)}, but the model has {vocab_size} rows: "
+            "every chat would be refused. Use the tokenizer that the weights were saved with, or resize the embeddings"
         )
-    return f"the tokenizer has {_named(rowless)}, and the model has {vocab_size} rows: texts with them are refused"
+    return f"the tokenizer has {_named(rowless)}, but the model has {vocab_size} rows: texts with them are refused"
 
 
 def ids_without_token(folder: Path, vocab_size: int) -> list[int]:
-    """Return the rows that no token of the tokenizer has, most of them padding; none without a tokenizer."""
+    """Return the ids of rows without a token, mostly padding; empty without a tokenizer."""
     ids = set(_tokens(folder).values())
     return [token_id for token_id in range(vocab_size) if token_id not in ids] if ids else []
 
@@ -44,7 +44,7 @@ def _tokens(folder: Path) -> Mapping[str, int]:
     file = folder / "tokenizer.json"
     try:
         return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True) if file.is_file() else {}
-    except Exception:  # the Rust library raises bare Exception, and the frontends say so
+    except Exception:  # the Rust library raises bare Exception; the frontends report it
         return {}
 
 

@@ -92,5 +92,5 @@ def test_a_draft_that_memory_cannot_hold_is_refused(
 ) -> None:
     write_checkpoint(tmp_path, seed=3)
     monkeypatch.setattr(node_memory, "available_bytes", lambda: 1000)
-    with pytest.raises(RequestError, match=r"GiB, and this node has 0\.0 GiB"):
+    with pytest.raises(RequestError, match=r"GiB, but this node has 0\.0 GiB"):
         check_candidate(settings, str(tmp_path))

@@ -198,7 +198,7 @@ def test_sizes_that_are_left_out_follow_from_others(tmp_path: Path):
 def test_a_config_that_is_no_mapping_is_refused(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "config.json").write_text(text)
     assert main(["plan", str(tmp_path)]) == 1
-    assert "mend it, or fetch it again" in capsys.readouterr().err
+    assert "fix it, or fetch it again" in capsys.readouterr().err
 
 
 def test_a_model_whose_name_is_no_path_is_refused(capsys: pytest.CaptureFixture[str]):

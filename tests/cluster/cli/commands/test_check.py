@@ -99,7 +99,7 @@ def test_a_mistyped_path_is_refused_though_it_has_the_form_of_a_hub_id(
     file = tmp_path / "deploy.yaml"
     file.write_text(BUNDLED.read_text().replace(path, "modls/demo"))
     assert main(["check", str(file)]) == 1
-    assert "'modls/demo' is no folder here, and the Hub does not give it" in " ".join(capsys.readouterr().err.split())
+    assert "'modls/demo' is not a local folder, and the Hub" in " ".join(capsys.readouterr().err.split())
 
 
 def test_what_a_start_would_refuse_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

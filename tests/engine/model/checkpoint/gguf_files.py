@@ -1,4 +1,4 @@
-"""A small Llama as a GGUF file with a type of its own for each linear layer, and the weights it stands for.
+"""A small Llama as a GGUF file with a different block type for each linear layer, and its exact weights.
 
 `write_model` makes one of any family's model, in float32.
 """
@@ -30,7 +30,7 @@ LINEAR = {
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 TOKENS = [*bytes_to_unicode().values(), "he", "<s>", "</s>"]
 
-Metadata = Mapping[str, object]  # None: the key is left out
+Metadata = Mapping[str, object]  # a value of None leaves the key out
 
 
 def write_model(path: Path, architecture: str, model: PreTrainedModel, metadata: Metadata) -> None:
@@ -79,7 +79,7 @@ class GgufFile:
     template: str | None = TEMPLATE
     rope_divisors: np.ndarray | None = None
     left_out: str = ""
-    metadata: Metadata = field(default_factory=dict)  # instead of what a file has otherwise
+    metadata: Metadata = field(default_factory=dict)  # overrides the file's own values
     expected: dict[str, np.ndarray] = field(default_factory=dict)
 
     def write(self) -> GgufFile:

@@ -69,7 +69,7 @@ class Hub:
 
 
 def _lfs(file: dict[str, Any], name_of_digest: str) -> dict[str, Any]:
-    """Return what the Hub says of a file that is kept apart: weights, here."""
+    """Return the Hub's metadata of a file that is stored separately (weights)."""
     if not file["is_lfs"]:
         return {}
     return {"lfs": {"size": file["size"], name_of_digest: file["digest"], "pointerSize": 1}}

@@ -1,4 +1,4 @@
-"""Small Llamas whose linear layers are written in the formats of quantized checkpoints, with what they stand for."""
+"""Small Llamas whose linear layers are written in the formats of quantized checkpoints, with their exact weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""End tokens are those of every file of a checkpoint, and of its chat template."""
+"""End tokens come from every file of a checkpoint and from its chat template."""
 
 from __future__ import annotations
 
@@ -114,14 +114,14 @@ def test_a_template_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytes
     write_tokenizer(tmp_path)
     loops = "{% for a in range(300) %}" * 3 + "{% endfor %}" * 3
     write(tmp_path, chat_template=loops)
-    with pytest.raises(ConfigError, match=r"chat template has worked for 0\.2 s on two messages"):
+    with pytest.raises(ConfigError, match=r"chat template ran for 0\.2 s on two messages"):
         find_end_tokens(tmp_path)
 
 
 @pytest.mark.parametrize("value", ["</s>", [1, "2"], True, 1.5, {}])
 def test_what_is_no_id_is_refused_by_its_file(value: object, tmp_path: Path) -> None:
     write(tmp_path, config={"eos_token_id": value})
-    with pytest.raises(ConfigError, match=r"config\.json has eos_token_id .*; it must be a token's id or a list"):
+    with pytest.raises(ConfigError, match=r"config\.json has eos_token_id .*; it must be a token id or a list"):
         find_end_tokens(tmp_path)
 
 

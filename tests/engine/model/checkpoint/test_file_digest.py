@@ -1,4 +1,4 @@
-"""The version of a model tells weights apart that differ in one byte; a large file is read for it once."""
+"""A model's version distinguishes weights that differ in one byte. A large file is read for it once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def folder_of(parent: Path, contents: bytes) -> Path:
     return parent
 
 
-def test_one_byte_tells_two_models_apart(tmp_path: Path) -> None:
+def test_one_byte_makes_another_version(tmp_path: Path) -> None:
     changed = bytearray(CONTENTS)
     changed[199_999] = 1
     folders = {"a": CONTENTS, "b": CONTENTS, "c": bytes(changed)}
@@ -79,7 +79,7 @@ def test_a_file_of_the_hub_s_cache_is_named_by_its_digest(tmp_path: Path, reads:
     assert not reads
 
 
-def test_a_note_that_was_cut_short_is_written_anew(tmp_path: Path, cache: Path, reads: list[Path]) -> None:
+def test_a_truncated_cached_digest_is_rewritten(tmp_path: Path, cache: Path, reads: list[Path]) -> None:
     file = folder_of(tmp_path / "a", CONTENTS) / "model.safetensors"
     digest = file_digest(file)
     [note] = (cache / "outrider" / "digests").iterdir()
@@ -89,7 +89,7 @@ def test_a_note_that_was_cut_short_is_written_anew(tmp_path: Path, cache: Path, 
     assert len(reads) == 2
 
 
-def test_without_a_place_for_notes_files_are_read(tmp_path: Path, cache: Path, reads: list[Path]) -> None:
+def test_without_a_cache_folder_files_are_read(tmp_path: Path, cache: Path, reads: list[Path]) -> None:
     file = folder_of(tmp_path / "a", CONTENTS) / "model.safetensors"
     cache.write_text("no folder")
     assert file_digest(file) == file_digest(file)

@@ -1,4 +1,4 @@
-"""Checkpoints in GPTQ, AWQ, FP8 and compressed-tensors: read as their definitions say, or refused by name."""
+"""Checkpoints in GPTQ, AWQ, FP8 and compressed-tensors: dequantized by their definitions, or refused by name."""
 
 from __future__ import annotations
 
@@ -144,13 +144,13 @@ def test_it_is_served_with_a_quantized_head_and_requantized(tmp_path: Path, quan
 
 REFUSED = {
     "of another method": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method is 'bitsandbytes'"),
-    "of 3 bits": ({**GPTQ, "bits": 3}, "bits is 3, and must be 4 or 8"),
+    "of 3 bits": ({**GPTQ, "bits": 3}, "bits is 3; it must be 4 or 8"),
     "of mixed bits": ({**GPTQ, "dynamic": {"-:.*": {}}}, "dynamic"),
     "for marlin": ({**GPTQ, "checkpoint_format": "marlin"}, "'marlin'"),
     "of gemv": ({**AWQ, "version": "GEMV"}, "'gemv'"),
     "of nvfp4": (compressed(INT4, "nvfp4-pack-quantized"), "'nvfp4-pack-quantized'"),
     "that are sparse": ({**compressed(INT4, "pack-quantized"), "sparsity_config": {"format": "x"}}, "sparse"),
-    "without tensors": (AWQ | {"quant_method": "gptq"}, "no such tensor ends in '.qweight'"),
+    "without tensors": (AWQ | {"quant_method": "gptq"}, "no tensor name ends in '.qweight'"),
 }
 
 
@@ -167,21 +167,21 @@ def test_weights_are_refused_by_name(tmp_path: Path, name: str) -> None:
 
 
 DAMAGES = {
-    "q_proj.scales": ("model.layers.1.self_attn.q_proj' is in gptq, and its 'scales' is missing", None),
+    "q_proj.scales": ("model.layers.1.self_attn.q_proj' is gptq, but its 'scales' is missing", None),
     "q_proj.qzeros": ("its 'qzeros' is missing", None),
-    "q_proj.qweight": ("it has 'model.layers.1.self_attn.q_proj.g_idx', and no quantized", None),
-    "up_proj.scales": (r"up_proj' is in gptq, and its scales are \[128, 3\]", (3, 128)),
-    "up_proj.qzeros": (r"its 'qzeros' is \[2, 15\], and must be \[2, 16\]", (2, 15)),
-    "up_proj.g_idx": (r"its 'g_idx' is \[63\], and must be \[64\]", (63,)),
-    "up_proj.qweight of 16 bits": ("its 'qweight' is I16, and must be I32", torch.int16),
-    "up_proj.qzeros of floats": ("its 'qzeros' is F32, and must be I32", torch.float32),
-    "up_proj.scales of integers": ("its 'scales' is I32, and must be floating", torch.int32),
-    "up_proj.g_idx of bytes": ("its 'g_idx' is U8, and must be I32 or I64", torch.uint8),
+    "q_proj.qweight": ("it has 'model.layers.1.self_attn.q_proj.g_idx', but no quantized", None),
+    "up_proj.scales": (r"up_proj' is gptq, but its scales are \[128, 3\]", (3, 128)),
+    "up_proj.qzeros": (r"its 'qzeros' is \[2, 15\]; it must be \[2, 16\]", (2, 15)),
+    "up_proj.g_idx": (r"its 'g_idx' is \[63\]; it must be \[64\]", (63,)),
+    "up_proj.qweight of 16 bits": ("its 'qweight' is I16; it must be I32", torch.int16),
+    "up_proj.qzeros of floats": ("its 'qzeros' is F32; it must be I32", torch.float32),
+    "up_proj.scales of integers": ("its 'scales' is I32; it must be floating", torch.int32),
+    "up_proj.g_idx of bytes": ("its 'g_idx' is U8; it must be I32 or I64", torch.uint8),
 }
 
 
 def changed(folder: Path, name: str, change: Callable[[Tensor], Tensor]) -> None:
-    """Write a tensor of a folder anew."""
+    """Rewrite a tensor of a folder."""
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {name: change(weights[name])}, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -214,7 +214,7 @@ def test_a_whole_module_that_is_missing_is_named_at_load(tmp_path: Path) -> None
 
 def test_an_order_of_inputs_without_their_groups_is_refused(tmp_path: Path) -> None:
     quantize_folder(tmp_path, lambda weight: without_group_index(gptq(weight)), {**GPTQ, "desc_act": True})
-    with pytest.raises(ConfigError, match=r"is in gptq, and its 'g_idx' is missing"):
+    with pytest.raises(ConfigError, match=r"is gptq, but its 'g_idx' is missing"):
         check(tmp_path)
 
 
@@ -223,7 +223,7 @@ def test_an_input_of_no_group_is_refused_at_load(tmp_path: Path, group: int) -> 
     quantize_folder(tmp_path, gptq, GPTQ)
     name = "model.layers.1.mlp.up_proj.g_idx"
     changed(tmp_path, name, lambda groups: torch.cat([groups[:-1], torch.tensor([group], dtype=torch.int32)]))
-    with pytest.raises(ConfigError, match=r"up_proj' has inputs in groups (-1 to 1|0 to 2), and scales of 2;"):
+    with pytest.raises(ConfigError, match=r"up_proj' has inputs in groups (-1 to 1|0 to 2), but 2 scales;"):
         read(tmp_path)
 
 
@@ -233,7 +233,7 @@ def test_zero_points_go_with_the_scales(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight_zero_point"
     weights = load_file(tmp_path / "model.safetensors") | {name: torch.zeros(3, dtype=torch.int8)}
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"its 'weight_zero_point' is \[3\], and must be \[128, 1\]"):
+    with pytest.raises(ConfigError, match=r"its 'weight_zero_point' is \[3\]; it must be \[128, 1\]"):
         check(tmp_path)
 
 
@@ -244,7 +244,7 @@ def test_weights_in_few_bits_without_their_configuration_are_refused(
 ) -> None:
     write, _ = BY_DEFINITION.get(name) or (partial(by_library, section=BY_LIBRARY[name]), None)
     quantize_folder(tmp_path, write, section, is_tied=False)
-    reason = f"{dtype}, and config.json has no quantization_config" if section is None else "quant_method is None"
+    reason = f"{dtype}, but config.json has no quantization_config" if section is None else "quant_method is None"
     with pytest.raises(ConfigError, match=reason):
         check(tmp_path)
     with pytest.raises(ConfigError, match=reason):
@@ -265,5 +265,5 @@ def test_weights_in_few_bits_without_their_configuration_are_refused(
 )
 def test_a_section_that_no_method_writes_is_refused(tmp_path: Path, section: Any) -> None:
     quantize_folder(tmp_path, gptq, section)
-    with pytest.raises(ConfigError, match=r"not read: (quantization_config is |quant_method is )"):
+    with pytest.raises(ConfigError, match=r"not supported: (quantization_config is |quant_method is )"):
         check(tmp_path)

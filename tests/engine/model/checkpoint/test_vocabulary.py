@@ -1,4 +1,4 @@
-"""A tokenizer beside the rows of its model."""
+"""A tokenizer whose ids differ from the rows of its model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEMPLATE = "{% for m in messages %}<|mark|>{{ m.content }}{% endfor %}"
 
 
 def write(folder: Path, num_rows: int, *, template: str = "") -> Path:
-    """Write a model of so many rows beside a tokenizer of 300 tokens and three more."""
+    """Write a model with `num_rows` rows, and a tokenizer of 300 tokens and three more."""
     write_checkpoint(folder, seed=0, vocab_size=num_rows)
     core: Tokenizer = write_tokenizer(folder)
     core.add_tokens([AddedToken(name, special=True) for name in ("<|mark|>", "<pad>", "<other>")])
@@ -46,13 +46,13 @@ def test_a_template_that_writes_a_token_without_a_row_is_refused(
     look: Callable[[Path], object], tmp_path: Path
 ) -> None:
     write(tmp_path, BYTE_VOCAB_SIZE, template=TEMPLATE)
-    with pytest.raises(ConfigError, match=r"writes '<\|mark\|>' \(id 300\), and the model has 300 rows: every chat"):
+    with pytest.raises(ConfigError, match=r"writes '<\|mark\|>' \(id 300\), but the model has 300 rows: every chat"):
         look(tmp_path)
 
 
 def test_other_tokens_without_a_row_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, BYTE_VOCAB_SIZE + 1, template=TEMPLATE)
-    said = "the tokenizer has '<pad>' (id 301), '<other>' (id 302), and the model has 301 rows: texts with them are"
+    said = "the tokenizer has '<pad>' (id 301), '<other>' (id 302), but the model has 301 rows: texts with them are"
     assert any(said in note for note in check(tmp_path))
     load(tmp_path)
     assert said in caplog.text

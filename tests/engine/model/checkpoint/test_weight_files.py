@@ -1,4 +1,4 @@
-"""Files of a model folder that are no index, no configuration, or not what transformers looks for."""
+"""Model folders with an invalid index or configuration, or without the files that transformers opens."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def test_files_are_those_of_the_index_in_order(tmp_path: Path):
 @pytest.mark.parametrize(
     "weight_map", [{"a": 5}, {"a": None}, {"a": 5, "b": "x"}, {"a": ["x"]}, {"a": "\ud800"}, {"a": "a\0b"}, ["x"], None]
 )
-def test_an_index_of_what_is_no_name_is_refused(tmp_path: Path, weight_map: object):
+def test_an_index_with_invalid_names_is_refused(tmp_path: Path, weight_map: object):
     write_index(tmp_path, weight_map=weight_map)
-    with pytest.raises(ConfigError, match=rf"{INDEX}' is no index of weights.*fetch it again"):
+    with pytest.raises(ConfigError, match=rf"{INDEX}' is not an index of weights.*fetch it again"):
         tensor_headers(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../{}", "{folder}/{}", "sub/../../{}", "sub/{}", "..", ".", "", "..\\\\{}"])
-def test_an_index_names_files_beside_it_and_no_others(tmp_path: Path, name: str):
+def test_an_index_names_only_files_of_its_folder(tmp_path: Path, name: str):
     folder = tmp_path / "model"
     (folder / "sub").mkdir(parents=True)
     save_file({"w": np.zeros(2)}, tmp_path / "x.safetensors")
     save_file({"w": np.zeros(2)}, folder / "sub" / "x.safetensors")
     write_index(folder, metadata={}, weight_map={"w": name.format("x.safetensors", folder=tmp_path)})
-    with pytest.raises(ConfigError, match=rf"{INDEX}' is no index of weights.*files beside it"):
+    with pytest.raises(ConfigError, match=rf"{INDEX}' is not an index of weights.*file names in its folder"):
         tensor_headers(folder)
 
 
@@ -66,7 +66,7 @@ def test_files_of_an_index_may_be_links_as_in_the_cache_of_the_hub(tmp_path: Pat
 
 @pytest.mark.parametrize("text", [DEEP, "{", "[]"])
 @pytest.mark.parametrize(("name", "read"), [(INDEX, weight_files), ("config.json", read_config)])
-def test_json_that_is_none_is_refused_by_its_file(tmp_path: Path, name: str, read, text: str):
+def test_invalid_json_is_refused_by_its_file(tmp_path: Path, name: str, read, text: str):
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=f"{name}' .*; .*fetch it again"):
         read(tmp_path)

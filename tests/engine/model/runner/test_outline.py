@@ -59,7 +59,7 @@ def drop_tensor(folder: Path) -> None:
     [
         (drop_tensor, r"incomplete: 1 tensors are missing, 'model\.layers\.0\.self_attn\.q_proj\.weight'"),
         (lambda folder: change_config(folder, hidden_size=48), "do not fit its configuration"),
-        (lambda folder: change_config(folder, num_hidden_layers=1), "the configuration leaves it out"),
+        (lambda folder: change_config(folder, num_hidden_layers=1), "the configuration has no such tensor"),
         (lambda folder: change_config(folder, model_type="lama"), "no model configuration that transformers knows"),
         (lambda folder: change_config(folder, hidden_size="x"), "no model configuration that transformers knows"),
     ],
