@@ -1,1 +1,1 @@
-"""KV blocks: which block holds what (logical), and the tensors they lie in (physical)."""
+"""KV blocks: the block tables (logical) and the tensors that store them (physical)."""

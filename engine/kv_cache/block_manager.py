@@ -1,6 +1,6 @@
-"""The logical side of paged KV: which block holds which positions of which sequence, and what can be shared.
+"""The logical side of paged KV: the positions and sequence of each block, and prefix sharing.
 
-It knows nothing of tensors; `engine.kv_cache.pool` gives each block id its memory. The target and the draft model each
+It does not know tensors; `engine.kv_cache.pool` gives each block id its memory. The target and the draft model each
 have one manager and one pool.
 
         sequence A   [ 3 ][ 4 ][ 5 ]          blocks 3 and 4 hold a full, committed prefix: they have keys and
@@ -20,15 +20,15 @@ from protos.block_keys import BlockKey, child_key, join_keys, root_key
 from protos.cache_delta import CacheDelta
 
 CacheDeltaSink = Callable[[CacheDelta], None]
-StoredSink = Callable[[list[BlockContent], BlockKey], None]  # with the key before the first block
+StoredSink = Callable[[list[BlockContent], BlockKey], None]  # with the key of the parent of the first block
 
 
 class BlockManager:
     """Block tables of all sequences over one pool, with copy-free prefix sharing.
 
-    Full blocks of committed tokens get their chained key (`protos.block_keys`) and stay findable by it after the last
+    Full blocks of committed tokens get a chained key (`protos.block_keys`). They stay findable by it after the last
     sequence has released them, until their memory is needed: least recently used first. A sequence's keyed blocks are
-    its leading `num_keyed_blocks`; a keyed block is never written again, and its parent has a key as long as it has.
+    its leading `num_keyed_blocks`; a keyed block is never written again, and its parent keeps a key as long as it does.
 
     Conservation, at any time: blank free + cached free + in use = `num_blocks`.
 
@@ -37,7 +37,7 @@ class BlockManager:
         block_size: tokens per block.
         model_version: part of every key; two models never share a block.
         event_sink: gets every change of the findable blocks, in order.
-        enable_prefix_caching: False gives no block a key, so nothing is shared.
+        enable_prefix_caching: if False, no block gets a key and nothing is shared.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class BlockManager:
         enable_prefix_caching: bool = True,
     ) -> None:
         self.block_size = block_size
-        self.num_queried_tokens = 0  # tokens of all adoptions, and how many of them were found
+        self.num_queried_tokens = 0  # tokens of all adoptions; the next counts the tokens found
         self.num_hit_tokens = 0
         self._model_version = model_version
         self._event_sink = event_sink
-        self.on_stored: StoredSink | None = None  # gets the contents of blocks without a salt that can be found now
+        self.on_stored: StoredSink | None = None  # gets the contents of blocks without a salt that become findable
         self._is_caching = enable_prefix_caching
         self._pool = BlockPool(num_blocks)
 
@@ -64,27 +64,27 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no sequence holds, with a key or without."""
+        """Blocks that no sequence holds, with or without a key."""
         return self._pool.num_free_blocks
 
     @property
     def cached_keys(self) -> frozenset[BlockKey]:
-        """Keys of all blocks that can be found: the state that the emitted deltas add up to."""
+        """Keys of all findable blocks: the sum of the emitted deltas."""
         return self._pool.keys
 
     def prefix_keys(self, tokens: TokenBlocks) -> tuple[BlockKey, ...]:
-        """Keys of all full blocks of the tokens, as publishing and looking up use them."""
+        """Keys of all full blocks of the tokens, as used to publish and to look up."""
         return tuple(self._content(tokens, i).key for i in range(len(tokens.token_ids) // self.block_size))
 
     def adopt_prefix(self, tokens: TokenBlocks) -> int:
-        """Give a sequence without blocks the longest cached prefix of its tokens; return the number of tokens.
+        """Give a sequence without blocks the longest cached prefix of its tokens; return its number of tokens.
 
-        Sets `block_table` and `num_computed_tokens`. At least one token is left to compute: its logits are needed.
+        Sets `block_table` and `num_computed_tokens`. One token at least is left to compute: its logits are needed.
         """
         return self._adopt(tokens, self._match_prefix(tokens))
 
     def cached_blocks(self, tokens: TokenBlocks) -> list[int]:
-        """Return the ids of the leading full blocks that can be found, valid until blocks are next reserved."""
+        """Return the ids of the leading findable full blocks, valid until blocks are next reserved."""
         return self._match(tokens, len(tokens.token_ids) // self.block_size)
 
     def num_cached_tokens(self, tokens: TokenBlocks) -> int:
@@ -92,9 +92,9 @@ class BlockManager:
         return len(self._match_prefix(tokens)) * self.block_size
 
     def admit(self, tokens: TokenBlocks, num_spare_blocks: int = 0) -> bool:
-        """Adopt the cached prefix and reserve slots for all committed tokens; False changes nothing.
+        """Adopt the cached prefix and reserve slots for all committed tokens; on False nothing changes.
 
-        Admission succeeds only where `num_spare_blocks` stay free after it.
+        Fails unless `num_spare_blocks` remain free.
         """
         matched = self._match_prefix(tokens)
         if not self._has_room(tokens, matched, num_spare_blocks):
@@ -107,7 +107,7 @@ class BlockManager:
         return self._has_room(tokens, self._match_prefix(tokens), num_spare_blocks)
 
     def reserve(self, tokens: TokenBlocks, num_tokens: int) -> bool:
-        """Make sure positions [0, num_tokens) have slots; False, and nothing changes, where the pool is too short."""
+        """Give positions [0, num_tokens) slots; return False and change nothing if the pool is too small."""
         table = tokens.block_table
         num_missing = -(-num_tokens // self.block_size) - len(table)
         if num_missing <= 0:
@@ -127,10 +127,10 @@ class BlockManager:
     def publish(self, tokens: TokenBlocks, num_tokens: int) -> None:
         """Give the full blocks among the first `num_tokens` tokens their keys, so that other sequences can adopt them.
 
-        The tokens must be committed, and their KV written before or by the coming pass (every layer writes before it
-        reads, so a sequence of the same pass may adopt them too). Where an equal block has the key already, this
-        sequence changes over to it and frees its own copy; but not before the copy is computed, or it would write into
-        the other.
+        The tokens must be committed, and their KV written before or by the coming pass. Every layer writes before it
+        reads, so a sequence of the same pass may adopt them too. If an equal block already has the key, this sequence
+        switches to it and frees its own copy, but only after computing the copy: earlier it would write into the other
+        block.
         """
         num_full = num_tokens // self.block_size if self._is_caching else 0
         if tokens.num_keyed_blocks >= num_full:
@@ -149,9 +149,9 @@ class BlockManager:
                 self.on_stored(stored, root_key(self._model_version))
 
     def catch_up(self, tokens: TokenBlocks) -> None:
-        """Change over to what others have published behind a sequence's computed tokens, which end at a block's end.
+        """Switch to blocks that others published after a sequence's computed tokens, which end at a block boundary.
 
-        Moves `num_computed_tokens` forward; the last token is left to compute.
+        Advances `num_computed_tokens`; the last token is left to compute.
         """
         index = tokens.num_computed_tokens // self.block_size
         while (
@@ -164,22 +164,22 @@ class BlockManager:
             index += 1
 
     def is_equal_block(self, first: TokenBlocks, second: TokenBlocks, index: int) -> bool:
-        """True if full block `index` of both is the same and would be shared."""
+        """True if full block `index` of both is equal and would be shared."""
         return self._is_caching and self._key(first, index) == self._key(second, index)
 
     def trim(self, tokens: TokenBlocks, num_tokens: int) -> None:
-        """Free the blocks behind the first `num_tokens` slots: room kept for drafts. Committed tokens keep theirs."""
+        """Free the draft blocks after the first `num_tokens` slots. Committed tokens keep their blocks."""
         table = tokens.block_table
         while len(table) > self._num_blocks_for(num_tokens):
             self._pool.drop(table.pop())
 
     def retract(self, tokens: TokenBlocks, num_tokens: int) -> None:
-        """Have what was published behind the first `num_tokens` tokens forgotten once no sequence holds it."""
+        """Forget the blocks published after the first `num_tokens` tokens once no sequence holds them."""
         for block_id in tokens.block_table[num_tokens // self.block_size : tokens.num_keyed_blocks]:
             self._pool.doom(block_id)
 
     def release(self, tokens: TokenBlocks) -> None:
-        """Take all blocks back; keyed ones stay findable. The last goes first: a prefix outlives what follows it."""
+        """Free all blocks; keyed ones stay findable. The last is freed first, so a prefix outlives its continuation."""
         removed = [key for block_id in reversed(tokens.block_table) for key in self._pool.drop(block_id)]
         if removed:
             self._emit(CacheDelta(removed=join_keys(removed)))
@@ -206,13 +206,13 @@ class BlockManager:
         for tokens in sequences:
             num_keyed, table = tokens.num_keyed_blocks, tokens.block_table
             found = [self._pool.find(self._content(tokens, index)) for index in range(num_keyed)]
-            assert found == list(table[:num_keyed]), "a keyed block is not the one its key finds"
+            assert found == list(table[:num_keyed]), "a keyed block differs from the block that its key finds"
             assert all(counts[block_id] == 1 for block_id in table[num_keyed:]), "a block without a key is shared"
-            assert len(set(table)) == len(table), "a block is twice in one table"
+            assert len(set(table)) == len(table), "a table has a block twice"
             assert tokens.num_computed_tokens <= len(table) * self.block_size, "computed tokens have no slots"
 
     def check_parents(self, root_keys: frozenset[BlockKey]) -> None:
-        """Assert that keyed blocks form trees under `root_keys`, those of all salts in use; for tests, O(N)."""
+        """Assert that keyed blocks form trees under `root_keys`, the roots of all salts in use; for tests, O(N)."""
         self._pool.check_parents(root_keys)
 
     def _match_prefix(self, tokens: TokenBlocks) -> list[int]:
@@ -233,7 +233,7 @@ class BlockManager:
         return num_new + num_revived + num_spare_blocks <= self.num_free_blocks
 
     def _num_adoptable(self, tokens: TokenBlocks) -> int:
-        """Leading blocks that may come from others: full ones, without the last token."""
+        """Number of leading blocks that may be adopted: full ones, without the last token's."""
         is_wanted = self._is_caching and not tokens.is_scoring  # a cached block has no logits
         return (len(tokens.token_ids) - 1) // self.block_size if is_wanted else 0
 
@@ -250,7 +250,7 @@ class BlockManager:
         return num_tokens
 
     def _change_over(self, tokens: TokenBlocks, index: int, content: BlockContent) -> bool:
-        """Put the registered block into the table; False where keys collide or the own copy is not written yet."""
+        """Put the registered block into the table; False if keys collide or the own copy is not written yet."""
         shared_id = self._pool.find(content)
         if shared_id is None or (index + 1) * self.block_size > tokens.num_computed_tokens:
             return False
@@ -260,7 +260,7 @@ class BlockManager:
         return True
 
     def _content(self, tokens: TokenBlocks, index: int) -> BlockContent:
-        """Content of full block `index`; blocks are asked for in order, and each key is computed once per sequence."""
+        """Content of full block `index`; call in block order. Each key is computed once per sequence."""
         token_ids = tuple(tokens.token_ids[index * self.block_size : (index + 1) * self.block_size])
         parent = self._parent_key(tokens, index)
         if index == len(tokens.block_keys):
@@ -279,7 +279,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def add_sink(self, sink: CacheDeltaSink) -> None:
-        """Let `sink` get every change from now on, too."""
+        """Send every later change to `sink` too."""
         first = self._event_sink
 
         def both(delta: CacheDelta) -> None:

@@ -1,4 +1,4 @@
-"""Blocks without sequences: how often each is held, its known content, and the order in which blocks are given away."""
+"""Physical blocks without sequences: their reference counts, known contents, and eviction order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from protos.block_keys import BlockKey
 
 @dataclass(frozen=True, slots=True)
 class BlockContent:
-    """The tokens of a full block, behind the prefix that ends with block `parent`. Equal contents mean equal KV."""
+    """The tokens of a full block that follows the prefix ending with block `parent`. Equal contents mean equal KV."""
 
     key: BlockKey
     parent: BlockKey
@@ -19,7 +19,7 @@ class BlockContent:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Blocks that now belong to the caller, and the keys whose contents were given up for them."""
+    """Blocks that now belong to the caller, and the keys of the contents evicted for them."""
 
     block_ids: list[int]
     evicted_keys: tuple[BlockKey, ...]
@@ -28,12 +28,12 @@ class Taken:
 class BlockPool:
     """N blocks, each in exactly one of three states.
 
-        blank free   not held, and without content worth keeping
-        cached free  not held, but it has a key and can be held again
-        in use       held `ref_count` times, with a key or without
+        blank free   not held, without reusable content
+        cached free  not held, but has a key and can be held again
+        in use       held `ref_count` times, with or without a key
 
-    `_free` keeps both kinds of free blocks in the order they are given away: blank ones, then cached ones from the
-    least to the most recently used. Every operation costs O(1) per block.
+    `_free` keeps both kinds of free blocks in the order they are allocated: blank ones, then cached ones from the least
+    to the most recently used. Every operation costs O(1) per block.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -42,11 +42,11 @@ class BlockPool:
         self._contents: list[BlockContent | None] = [None] * num_blocks
         self._by_key: dict[BlockKey, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._doomed: set[int] = set()  # in use, with a key, and blank when they are free
+        self._doomed: set[int] = set()  # in use, with a key; blank once free
 
     @property
     def num_free_blocks(self) -> int:
-        """Blank and cached blocks together: how many `take` can give."""
+        """Blank and cached blocks together: the limit of `take`."""
         return len(self._free)
 
     @property
@@ -59,22 +59,22 @@ class BlockPool:
         return self._ref_counts[block_id] == 0
 
     def find(self, content: BlockContent) -> int | None:
-        """Return the block with exactly this content: its tokens are compared, so an equal key alone is not a hit."""
+        """Return the block with exactly this content. Its tokens are compared, so an equal key alone is not a hit."""
         block_id = self._by_key.get(content.key)
         return block_id if block_id is not None and self._contents[block_id] == content else None
 
     def register(self, block_id: int, content: BlockContent) -> bool:
-        """Let `find` return this block in use; False, and nothing changes, where another block has the key."""
+        """Let `find` return this block in use; return False and change nothing if another block has the key."""
         if self._by_key.setdefault(content.key, block_id) != block_id:
             return False
         self._contents[block_id] = content
         return True
 
     def take(self, num_blocks: int, after: int | None) -> Taken:
-        """Hold `num_blocks` free blocks once each, in ascending runs, and forget what they contained.
+        """Hold `num_blocks` free blocks once each, in ascending runs, and forget their contents.
 
-        Blocks right behind block `after` are preferred while they are blank: the CPU's attention reads a contiguous run
-        in place. The caller has checked `num_free_blocks`.
+        Blank blocks directly after block `after` are preferred: the CPU's attention reads a contiguous run in place.
+        The caller has checked `num_free_blocks`.
         """
         block_ids = self._take_run(num_blocks, after)
         oldest = sorted(self._free.popitem(last=False)[0] for _ in range(num_blocks - len(block_ids)))
@@ -91,13 +91,13 @@ class BlockPool:
         self._ref_counts[block_id] += 1
 
     def doom(self, block_id: int) -> None:
-        """Have a registered block in use forgotten, and all behind it, when the last one lets go of it."""
+        """Forget a registered block in use, and all its descendants, once its last holder drops it."""
         self._doomed.add(block_id)
 
     def drop(self, block_id: int) -> tuple[BlockKey, ...]:
-        """Hold a block once less; the last one to let go makes it free, most recently used if it has a key.
+        """Release one hold; the last makes the block free, and most recently used if it has a key.
 
-        Returns the keys of what is forgotten then, since it was doomed.
+        Returns the keys forgotten because the block was doomed.
         """
         self._ref_counts[block_id] -= 1
         if self._ref_counts[block_id] > 0:
@@ -117,7 +117,7 @@ class BlockPool:
         registered = {content.key: i for i, content in enumerate(self._contents) if content is not None}
         assert self._by_key == registered, "keys and contents differ"
         is_cached = [self._contents[block_id] is not None for block_id in self._free]
-        assert is_cached == sorted(is_cached), "a cached block would be given away before a blank one"
+        assert is_cached == sorted(is_cached), "a cached block would be allocated before a blank one"
         num_in_use = sum(count > 0 for count in ref_counts)
         assert is_cached.count(False) + is_cached.count(True) + num_in_use == self.num_blocks, "a block is lost"
 
@@ -141,7 +141,7 @@ class BlockPool:
         return run
 
     def _forget_branch(self, block_id: int) -> tuple[BlockKey, ...]:
-        """Make a free block blank, and those behind it, which are free too: who holds a block holds its parent."""
+        """Make a free block and its descendants blank. They are free too: holders of a block hold its parent."""
         content = self._contents[block_id]
         assert content is not None
         children = [index for index, each in enumerate(self._contents) if each and each.parent == content.key]

@@ -1,4 +1,4 @@
-"""Compaction of a tree: the accepted path moves to the slots where a chain would have had it."""
+"""Compaction of a tree: the accepted path moves to the slots of a chain."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KVMove:
-    """KV of one sequence to be moved, all at once: the sources are read before any target is written.
+    """A simultaneous move of one sequence's KV: all sources are read before any target is written.
 
     Attributes:
-        block_table: of the sequence.
+        block_table: the sequence's blocks.
         from_indices: sources, counted from the sequence's first slot.
-        to_indices: targets, one for each source.
+        to_indices: one target per source.
     """
 
     block_table: Seq[int]
@@ -26,9 +26,9 @@ class KVMove:
 
 
 def compaction(block_table: Seq[int], tree_start: int, path: Seq[int]) -> KVMove | None:
-    """Return the move that makes a chain at `tree_start` of the nodes of `path`; None if they are one already.
+    """Return the move that turns the nodes of `path` into a chain at `tree_start`; None if they already are one.
 
-    The tree's nodes lie from KV index `tree_start` on. Nodes that are where they belong stay.
+    The tree's nodes are stored from KV index `tree_start` on. Nodes in their final place do not move.
     """
     misplaced = [(node, depth) for depth, node in enumerate(path) if node != depth]
     if not misplaced:

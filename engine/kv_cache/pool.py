@@ -1,7 +1,7 @@
-"""The physical KV pool: for every layer one tensor of keys and one of values, cut into N blocks of P tokens.
+"""The physical KV pool: per layer one tensor of keys and one of values, cut into N blocks of P tokens.
 
-It does not know the owner of a block: `engine.kv_cache.block_manager` decides that, `engine.attention.torch_attention`
-reads and writes.
+It does not know a block's owner: `engine.kv_cache.block_manager` does. `engine.attention.torch_attention` reads and
+writes it.
 
     slot:    0    1  ...  P-1 |  P  ...
            +---------------------------+
@@ -25,12 +25,12 @@ from engine.indexing import Index, index_of, index_tensor
 from engine.kv_cache.kv_dtype import head_bytes, head_width, kernel_view, loaded, memory_dtype, stored
 from protos.errors import ConfigError
 
-_MIN_VIEW_BYTES = 1 << 18  # per layer: copying more costs more time than one more attention call
+_MIN_VIEW_BYTES = 1 << 18  # per layer; copying more costs more time than another attention call
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """KV of one token in one layer. The head sizes of keys and values differ in some families (DeepSeek)."""
+    """KV of one token in one layer. Head sizes of keys and values differ in some families (DeepSeek)."""
 
     num_kv_heads: int
     key_dim: int
@@ -42,14 +42,14 @@ class LayerShape:
 
 
 class KVCache:
-    """The pool's tensors. Fresh memory is zero, and a slot keeps what was written last: freed blocks are not cleared.
+    """The pool's tensors. Fresh memory is zero; a slot keeps its last contents, since freed blocks are not cleared.
 
-    A processor's memory is taken page by page, as blocks are first written.
+    On a processor, memory is allocated page by page as blocks are first written.
 
-    `dtype` is that of keys and values as they are written and read, `kind` says what is kept of them. `keys` and
-    `values` are the pool's memory for kernels that read it themselves, L x [N, P, H, D], at `addresses`.
+    `dtype` is the dtype of keys and values as written and read; `kind` is how they are stored. `keys` and `values` are
+    the pool's memory for kernels that read it themselves, L x [N, P, H, D], at `addresses`.
 
-    `min_view_tokens` is the length from which a run of blocks is better read in place than copied together with others.
+    From `min_view_tokens` on, a run of blocks is faster to read in place than to copy together with others.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class KVCache:
             widths = [head_width(kind, dim) for dim in (shape.key_dim, shape.value_dim)]
             sizes = [(num_blocks, block_size, shape.num_kv_heads, width) for width in widths]
             self._pools.append([_zeros(size, self._memory_dtype, device) for size in sizes])
-        # The same memory by slot, [N * P, H, D]: views made once, as a small model's layer takes 100 us in all.
+        # The same memory by slot, [N * P, H, D]. The views are made once: they take 100 us per layer of a small model.
         self._slots = [[pool.flatten(0, 1) for pool in layer] for layer in self._pools]
         self.keys, self.values = ([kernel_view(kind, layer[at]) for layer in self._pools] for at in (0, 1))
         self.addresses = [[pool.data_ptr() for pool in pools] for pools in (self.keys, self.values)]
 
     def write(self, layer: int, slots: Index, key: Tensor, value: Tensor) -> None:
-        """Store the KV of T new tokens, key and value [T, H, D]; `slots` is a slice where they are one run."""
+        """Store the KV of T new tokens, key and value [T, H, D]; `slots` is a slice if they are contiguous."""
         for by_slot, new in zip(self._slots[layer], (key, value), strict=True):
             new = stored(self.kind, new)
             if isinstance(slots, slice):
@@ -90,15 +90,15 @@ class KVCache:
                 by_slot.index_copy_(0, slots, new)
 
     def read_slots(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a copy of the keys and the values of some slots, in their order, each [S, H, D]."""
+        """Return copies of the keys and values of some slots, in their order, each [S, H, D]."""
         by_slots = self._slots[layer]
         keys, values = (loaded(self.kind, by_slot.index_select(0, slots), self.dtype) for by_slot in by_slots)
         return keys, values
 
     def read_blocks(self, layer: int, blocks: Index) -> tuple[Tensor, Tensor]:
-        """Return the keys and the values of some blocks, each [n, P, H, D].
+        """Return the keys and values of some blocks, each [n, P, H, D].
 
-        They are views where the blocks are a run of a pool that keeps them as they are, a copy elsewhere.
+        They are views if the blocks are contiguous and stored unquantised, else copies.
         """
         memory = (
             pool[blocks] if isinstance(blocks, slice) else pool.index_select(0, blocks) for pool in self._pools[layer]
@@ -107,7 +107,7 @@ class KVCache:
         return keys, values
 
     def move(self, from_slots: Seq[int], to_slots: Seq[int]) -> None:
-        """Copy the KV of slots to other ones (none of them twice), in all layers; the two may overlap."""
+        """Copy the KV of slots to other slots (none twice), in all layers; the two may overlap."""
         source, target = index_tensor(from_slots, self.device), index_tensor(to_slots, self.device)
         for layer in self._slots:
             for by_slot in layer:
@@ -116,14 +116,14 @@ class KVCache:
     def export_blocks(self, block_ids: Seq[int]) -> Tensor:
         """Return a copy of these blocks on the pool's device, [n, bytes of a block] uint8.
 
-        A row has by layer the block's keys, then its values. No pass may write to these blocks while they are copied.
+        A row has each layer's keys, then its values. No pass may write to these blocks during the copy.
         """
         index = index_of(block_ids, self.device)
         parts = [pool[index].flatten(1) for pool in chain.from_iterable(self._pools)]
         return torch.cat(parts, dim=1).view(torch.uint8)
 
     def import_blocks(self, block_ids: Seq[int], blocks: Tensor) -> None:
-        """Overwrite these blocks with `blocks`, laid out as `export_blocks` does."""
+        """Overwrite these blocks with `blocks`, in the layout of `export_blocks`."""
         index = index_of(block_ids, self.device)
         rows = blocks.to(self.device).view(self._memory_dtype)  # [n, elements of a block]
         start = 0
@@ -133,14 +133,14 @@ class KVCache:
             start = end
 
     def copy_blocks(self, source_ids: Seq[int], block_ids: Seq[int]) -> None:
-        """Give each of `block_ids` the contents of its source, in every layer; no block is on both sides."""
+        """Copy each source into the block at the same index, in every layer; no block is on both sides."""
         sources, blocks = index_tensor(source_ids, self.device), index_tensor(block_ids, self.device)
         for pool in chain.from_iterable(self._pools):
             pool.index_copy_(0, blocks, pool.index_select(0, sources))
 
 
 def _zeros(size: Seq[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros; on a processor the system gives their pages one by one, as they are first written."""
+    """Return zeros; on a processor the system allocates each page at its first write."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -148,13 +148,13 @@ def _zeros(size: Seq[int], dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def block_bytes(shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype, kind: KVDtype = KVDtype.AUTO) -> int:
-    """Count the bytes of one block in all layers together, where the model computes in `dtype`."""
+    """Return the bytes of one block in all layers, for a model that computes in `dtype`."""
     heads = ((shape.num_kv_heads, dim) for shape in shapes for dim in (shape.key_dim, shape.value_dim))
     return sum(num_heads * head_bytes(kind, dim, dtype) for num_heads, dim in heads) * block_size
 
 
 def pool_size(config: CacheConfig, bytes_per_block: int) -> int:
-    """Return the number of blocks that the configuration pays for; `num_blocks` wins over `memory_bytes`."""
+    """Return the configured number of blocks; `num_blocks` wins over `memory_bytes`."""
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
     else:

@@ -1,1 +1,1 @@
-"""Prompts that prefill replicas read: the placement decision, the orders, the blocks that come back."""
+"""Prefill on other replicas: the placement decision, the orders, and the KV blocks that come back."""

@@ -1,4 +1,4 @@
-"""The export of a prefill replica's blocks: copies out of the pool, made as soon as the blocks are computed."""
+"""Exports a prefill replica's blocks: copies them out of the pool as soon as they are computed."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class _Progress:
 
 
 class BlockExporter:
-    """Hands every full block of the watched sequences to `sink`, in order, each once; a step's blocks in pieces.
+    """Passes each full block of the watched sequences to `sink` once, in order, at most `max_blocks` per call.
 
     `watch` and `forget` may be called from any thread.
 
-    `collect` is for `EngineCore.on_computed`: at that time the blocks are written and still the sequence's own. Blocks
-    that were found in the prefix cache leave with the first chunk that is computed.
+    `collect` is for `EngineCore.on_computed`: the blocks are written by then and still belong to the sequence. Blocks
+    from the prefix cache are exported with the first computed chunk.
     """
 
     def __init__(self, pool: KVPool, max_blocks: int, sink: Callable[[ExportedBlocks], None]) -> None:
@@ -57,7 +57,7 @@ class BlockExporter:
                 self._export(scheduled, progress)
 
     def export(self, request_id: str, first_block: int, block_ids: Seq[int]) -> None:
-        """Export blocks of the pool as those of a request from `first_block` on."""
+        """Export blocks of the pool as blocks `first_block` onwards of a request."""
         for start in range(0, len(block_ids), self._max_blocks):
             blocks = self._pool.export_blocks(block_ids[start : start + self._max_blocks])
             self._sink(ExportedBlocks(request_id, first_block + start, blocks))

@@ -1,4 +1,4 @@
-"""Causes for which KV blocks do not come from a prefill replica."""
+"""Reasons why a prefill replica does not deliver KV blocks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from enum import StrEnum
 
 
 class FetchFailure(StrEnum):
-    """The cause of a failed fetch; its only consequence is local prefill of the missing tokens."""
+    """The cause of a failed fetch; the engine then computes the missing tokens itself."""
 
     LOST = "lost"  # the replica or an object is gone
     TIMEOUT = "timeout"
     MISMATCH = "mismatch"  # another model, dtype, block size or layout
     REFUSED = "refused"  # the replica cannot compute it: too long for its pool, or the pool is full
-    GARBLED = "garbled"  # blocks out of order, of the wrong size, or not all of them
+    GARBLED = "garbled"  # blocks are out of order, of the wrong size, or missing

@@ -1,4 +1,4 @@
-"""The sequences that wait for each fetch, followers included. It sends no order and stores no block."""
+"""The sequences that wait for each fetch, followers included. It sends no orders and stores no blocks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from engine.sequence.sequence import Sequence
 
 
 class FetchTable:
-    """The fetches under way, their followers, and the orphans.
+    """Running fetches, their followers, and orphans.
 
-    A follower is a sequence that lacks the same blocks as the fetch's own; an orphan is a follower that gets nothing
-    more from its fetch.
+    A follower is a sequence that lacks the same blocks as the fetch's own sequence. An orphan is a follower whose fetch
+    has nothing more for it.
     """
 
     def __init__(self, blocks: BlockManager) -> None:
@@ -21,19 +21,19 @@ class FetchTable:
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that wait: those of the fetches, their followers, and orphans."""
+        """Number of waiting sequences: own sequences of fetches, followers and orphans."""
         return sum(1 + len(fetch.followers) for fetch in self._fetches.values()) + len(self._orphans)
 
     def add(self, fetch: KVFetch) -> None:
-        """Add a fetch that has been ordered."""
+        """Add a fetch that was ordered."""
         self._fetches[fetch.fetch_id] = fetch
 
     def get(self, fetch_id: int) -> KVFetch | None:
-        """Return the fetch with this id; None where it is over."""
+        """Return the fetch with this id, or None if it has ended."""
         return self._fetches.get(fetch_id)
 
     def drop(self, fetch: KVFetch) -> None:
-        """Remove a fetch that is over; its followers become orphans."""
+        """Remove an ended fetch; its followers become orphans."""
         del self._fetches[fetch.fetch_id]
         self._orphans += fetch.followers
 
@@ -42,7 +42,7 @@ class FetchTable:
         return [fetch for fetch in self._fetches.values() if fetch.deadline_s <= now_s]
 
     def follow(self, sequence: Sequence) -> bool:
-        """Make a sequence a follower of the fetch that brings its first missing block; False where there is none."""
+        """Make a sequence a follower of the fetch of its first missing block; False without such a fetch."""
         for fetch in self._fetches.values():
             if self._is_coming(fetch, sequence):
                 fetch.followers.append(sequence)
@@ -50,14 +50,14 @@ class FetchTable:
         return False
 
     def advance_followers(self, fetch: KVFetch) -> None:
-        """Give the followers the blocks of a fetch that have arrived; those it has no more for become orphans."""
+        """Give the followers the blocks that have arrived; followers that need no later block become orphans."""
         for follower in fetch.followers:
             self._blocks.catch_up(follower)
         self._orphans += [each for each in fetch.followers if not self._is_coming(fetch, each)]
         fetch.followers = [each for each in fetch.followers if self._is_coming(fetch, each)]
 
     def leave(self, sequence: Sequence) -> KVFetch | None:
-        """End a sequence's wait. Returns its own fetch, which stays in the table; None if it waited for another's."""
+        """End a sequence's wait. Returns its own fetch, which stays in the table, or None if it was a follower."""
         for waiting in (self._orphans, *(fetch.followers for fetch in self._fetches.values())):
             if sequence in waiting:
                 waiting.remove(sequence)
@@ -71,7 +71,7 @@ class FetchTable:
         return orphans
 
     def _is_coming(self, fetch: KVFetch, sequence: Sequence) -> bool:
-        """True if `fetch` will bring the first block that `sequence` lacks."""
+        """True if `fetch` will deliver the first block that `sequence` lacks."""
         index = sequence.num_computed_tokens // self._blocks.block_size
         is_ahead = fetch.next_block <= index < fetch.end_block
         is_wanted = num_fetchable_blocks(sequence, self._blocks.block_size) > 0
@@ -79,5 +79,5 @@ class FetchTable:
 
 
 def num_fetchable_blocks(sequence: Sequence, block_size: int) -> int:
-    """Count the whole blocks that a sequence lacks; never its last token's, whose logits are needed."""
+    """Count the whole blocks that a sequence lacks, without its last token's, whose logits are needed."""
     return (len(sequence.token_ids) - 1 - sequence.num_computed_tokens) // block_size

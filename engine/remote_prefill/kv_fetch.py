@@ -12,8 +12,8 @@ from engine.sequence.sequence import Sequence
 class KVFetch:
     """Blocks [next_block, end_block) of `sequence` are ordered and have not arrived.
 
-    `followers` are sequences that lack the same blocks; they adopt them from the prefix cache as these arrive. Blocks
-    that come after `deadline_s` are not used: `timeout_s` after the order left, or sooner while no replica accepts it.
+    `followers` lack the same blocks and adopt them from the prefix cache as they arrive. Blocks that arrive after
+    `deadline_s` are not used. The deadline is `timeout_s` after the order, and earlier until a replica accepts it.
     """
 
     fetch_id: int
@@ -30,11 +30,11 @@ class KVFetch:
         return self.end_block - self.next_block
 
     def mistake(self, chunk: KVChunk, bytes_per_block: int) -> str | None:
-        """Describe what keeps `chunk` from being the next blocks of this fetch; None where it is."""
+        """Describe why `chunk` is not the next blocks of this fetch; None if it is."""
         if chunk.header.first_block != self.next_block:
-            return f"block {chunk.header.first_block} came where {self.next_block} was next"
+            return f"received block {chunk.header.first_block}, expected block {self.next_block}"
         if not 0 < len(chunk.blocks) <= self.num_missing_blocks:
-            return f"{len(chunk.blocks)} blocks came where {self.num_missing_blocks} were missing"
+            return f"received {len(chunk.blocks)} blocks, but only {self.num_missing_blocks} were missing"
         if chunk.blocks.shape[1:] != (bytes_per_block,):
-            return f"blocks of shape {tuple(chunk.blocks.shape[1:])} came, and ours have {bytes_per_block} bytes"
+            return f"received blocks of shape {tuple(chunk.blocks.shape[1:])}, expected {bytes_per_block} bytes each"
         return None

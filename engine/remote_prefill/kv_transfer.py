@@ -1,8 +1,8 @@
-"""KV blocks that are computed elsewhere: the order, the messages that answer it, and the transport that carries both.
+"""Messages and transport for KV blocks that another engine computes.
 
-The same messages go from a prefill replica to a pair's transport and from there to its engine. The engine knows no
-network: `actors.kv_transfer.kv_transport` carries them over Ray, tests in one process. Blocks travel as rows of bytes,
-one row per block: for each layer its keys [P, H, D], then its values.
+The same messages go from a prefill replica to a pair's transport and from there to its engine. The engine does not know
+the network: `actors.kv_transfer.kv_transport` uses Ray, tests use one process. A block is a row of bytes: for each
+layer its keys [P, H, D], then its values.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from engine.remote_prefill.fetch_failure import FetchFailure
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The properties that two engines must share before a block of one means anything to the other."""
+    """Properties that two engines must share to exchange blocks."""
 
-    dtype: str  # of the pool
+    dtype: str  # the pool's
     block_size: int
     layers: tuple[LayerShape, ...]
     model_version: str
-    head_version: str = ""  # of a head with files of its own, whose layers are in the block
-    rounding: str = "any"  # names the kernels that computed the blocks, where that must be the same to the last bit
+    head_version: str = ""  # of a head with its own files, whose layers are in the block
+    rounding: str = "any"  # names the kernels that computed the blocks, if their last bits must agree
 
     def difference(self, other: KVLayout) -> str | None:
-        """Describe the first field in which `other` differs, with both values; None where there is none."""
+        """Describe the first field that differs in `other`, with both values; None if they are equal."""
         for field in fields(self):
             ours, theirs = getattr(self, field.name), getattr(other, field.name)
             if ours != theirs:
@@ -39,19 +39,19 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class FetchOrder:
-    """Blocks [first_block, len(token_ids) / P) of a sequence, all of them full. Room for every one is reserved."""
+    """Blocks [first_block, len(token_ids) / P) of a sequence, all full. Slots are reserved for all of them."""
 
-    fetch_id: int  # of the engine that orders, never used again
+    fetch_id: int  # unique within the ordering engine
     request_id: str
     token_ids: tuple[int, ...]
     first_block: int
     cache_salt: str
-    timeout_s: float  # blocks that come later are not used
+    timeout_s: float  # later blocks are not used
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteLoad:
-    """Load of one prefill replica: tokens before a new prompt's turn, and tokens per second (0: not measured)."""
+    """Load of one prefill replica: tokens queued before a new prompt, and tokens per second (0: not measured)."""
 
     replica_id: str
     num_queued_tokens: int
@@ -60,7 +60,7 @@ class RemoteLoad:
 
 @dataclass(frozen=True, slots=True)
 class FetchAccepted:
-    """The first message of a fetch, at once: a replica has queued the order; `load` does not include it."""
+    """A fetch's first message, sent at once: a replica has queued the order; `load` does not include it."""
 
     fetch_id: int
     load: RemoteLoad
@@ -68,7 +68,7 @@ class FetchAccepted:
 
 @dataclass(frozen=True, slots=True)
 class ChunkHeader:
-    """The blocks of a fetch from `first_block` on are computed, and follow."""
+    """The fetch's blocks from `first_block` on are computed and follow."""
 
     fetch_id: int
     first_block: int
@@ -77,7 +77,7 @@ class ChunkHeader:
 
 @dataclass(frozen=True, slots=True)
 class KVChunk:
-    """The next blocks of a fetch, `blocks` [n, bytes per block] uint8, and the seconds between header and blocks."""
+    """The next blocks of a fetch, [n, bytes per block] uint8, and the seconds between header and blocks."""
 
     header: ChunkHeader
     blocks: Tensor
@@ -85,13 +85,13 @@ class KVChunk:
 
     @property
     def fetch_id(self) -> int:
-        """The fetch that the blocks belong to."""
+        """The fetch of the blocks."""
         return self.header.fetch_id
 
 
 @dataclass(frozen=True, slots=True)
 class FetchEnd:
-    """The last message of a fetch; `failure` is None where all blocks have come."""
+    """A fetch's last message; `failure` is None if all blocks were sent."""
 
     fetch_id: int
     failure: FetchFailure | None = None
@@ -102,27 +102,27 @@ FetchNews = FetchAccepted | KVChunk | FetchEnd
 
 
 class KVTransport(Protocol):
-    """Carries blocks from the engine that computes them. No method waits or raises; all belong to the engine's thread.
+    """Carries blocks from the engine that computes them. No method blocks or raises; call all from the engine's thread.
 
-    The news of a fetch are at most one `FetchAccepted`, chunks in block order without holes, and exactly one `FetchEnd`
-    unless it is cancelled. A transport that fails says so with a `FetchEnd`.
+    A fetch's messages are at most one `FetchAccepted`, chunks in block order without holes, and exactly one `FetchEnd`
+    unless it is cancelled. A failing transport sends a `FetchEnd`.
     """
 
     def start(self, order: FetchOrder) -> None:
         """Begin a fetch."""
 
     def poll(self, max_news: int) -> list[FetchNews]:
-        """Return the oldest news that have arrived and were not polled yet, at most `max_news`."""
+        """Return the oldest messages that have arrived since the last poll, at most `max_news`."""
 
     def num_available_blocks(self, request_id: str) -> int | None:
-        """Return how many leading blocks of a request can be had; None where there is no such limit."""
+        """Return how many leading blocks of a request are available; None without a limit."""
 
     def cancel(self, fetch_id: int) -> None:
-        """Give a fetch up: `poll` says nothing more of it. Ids that are unknown or have ended are ignored."""
+        """Cancel a fetch: `poll` returns no more of its messages. Unknown and ended ids are ignored."""
 
 
 class KVPool(Protocol):
-    """Copies whole blocks of a model's KV in and out; `engine.model.runner.model_runner.ModelRunner` does."""
+    """Copies whole KV blocks in and out; implemented by `engine.model.runner.model_runner.ModelRunner`."""
 
     @property
     def kv_layout(self) -> KVLayout:
@@ -130,10 +130,10 @@ class KVPool(Protocol):
 
     @property
     def bytes_per_block(self) -> int:
-        """Length of a row."""
+        """Bytes of one block."""
 
     def export_blocks(self, block_ids: Seq[int]) -> Tensor:
         """Return a copy of these blocks (at least one), [n, bytes per block] uint8 on the pool's device."""
 
     def import_blocks(self, block_ids: Seq[int], blocks: Tensor) -> None:
-        """Overwrite these blocks with `blocks` [n, bytes per block] uint8, which may lie on any device."""
+        """Overwrite these blocks with `blocks` [n, bytes per block] uint8, on any device."""

@@ -1,11 +1,11 @@
-"""The placement of a prompt: read here or by a prefill replica. A pure decision over measured rates, in seconds.
+"""Decides whether a prompt is prefilled here or on a prefill replica, from measured rates, in seconds. Pure.
 
     here    (queued + n x (1 + S)) / rate x (1 + slowdown)
     there   call + remote queue / remote rate + n x transfer + n x max(0, 1 / remote rate - 1 / rate)
 
-n are the uncached tokens and S the sequences that decode here: while this engine reads the prompt, each of them waits
-as long as the prompt does, so the first line counts the seconds that all of them lose together. The second counts the
-time that the replica adds to the reading itself: the call, its queue, moving blocks, and a slower machine.
+n is the number of uncached tokens, S the number of sequences that decode here. While this engine prefills, each of
+them waits as long as the prompt does; the first line sums the seconds that all of them lose. The second line is the
+time that a replica adds to the prefill itself: the call, its queue, the block transfer, and a slower machine.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LocalOutlook:
-    """This engine: its prefill rate with nothing decoding (0: not measured), and its load."""
+    """This engine: its prefill rate without decodes (0: not measured), and its load."""
 
     tokens_per_s: float
-    slowdown: float  # extra seconds per second of prefill, from all that decodes now
+    slowdown: float  # extra seconds per second of prefill, from the current decodes
     num_queued_tokens: int
     num_decoding: int
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteOutlook:
-    """The prefill replicas as a new order meets them; a rate of 0 is not measured, and taken to equal ours."""
+    """The prefill replicas for the next order; a rate of 0 is not measured and taken as this engine's."""
 
     tokens_per_s: float
     num_queued_tokens: float
@@ -35,7 +35,7 @@ class RemoteOutlook:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlacement:
-    """The decision and its two sides."""
+    """The decision and the cost of both sides."""
 
     is_remote: bool
     num_tokens: int
@@ -48,9 +48,9 @@ class PrefillPlacement:
 
 
 def place_prefill(num_tokens: int, min_tokens: int, local: LocalOutlook, remote: RemoteOutlook) -> PrefillPlacement:
-    """Decide for a prompt with `num_tokens` uncached tokens; below `min_tokens` it is always read here.
+    """Place a prompt with `num_tokens` uncached tokens; below `min_tokens` it is always prefilled here.
 
-    Before this engine has measured its own rate, a prompt of at least `min_tokens` goes to the replicas, which teaches
+    Until this engine has measured its own rate, a prompt of at least `min_tokens` goes to the replicas. That measures
     their rates without delaying sequences here.
     """
     local_s = _local_s(num_tokens, local)

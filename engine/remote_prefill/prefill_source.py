@@ -1,4 +1,4 @@
-"""The protocol by which scheduler and engine get blocks from elsewhere, and the source that never has any."""
+"""The protocol of KV block sources for scheduler and engine, and a source without any blocks."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from engine.stats.engine_stats import RemotePrefillStats
 
 @dataclass(frozen=True, slots=True)
 class PrefillLoad:
-    """The load that a prompt meets in this engine: tokens before it, and sequences that it would delay."""
+    """This engine's load for a new prompt: tokens queued before it, and sequences that it would delay."""
 
     num_queued_tokens: int
     num_decoding: int
-    num_decode_tokens: int  # context of the sequences that decode
+    num_decode_tokens: int  # total context of the decoding sequences
 
 
 class PrefillSource(Protocol):
-    """Brings KV blocks for sequences that hold slots; a sequence `is_fetching` from `offer` until its fetch is over."""
+    """Fetches KV blocks for sequences with slots; a sequence `is_fetching` from `offer` until its fetch ends."""
 
     def offer(self, sequence: Sequence, load: PrefillLoad) -> None:
-        """Fetch the blocks that an admitted sequence lacks, or leave them to be computed.
+        """Fetch the blocks that an admitted sequence lacks, or leave them to local prefill.
 
         Args:
-            sequence: holds slots for all its tokens.
-            load: of this engine, for the decision.
+            sequence: has slots for all its tokens.
+            load: this engine's load, for the decision.
         """
 
     def withdraw(self, sequence: Sequence) -> None:
-        """End the fetch of a sequence that is about to lose its blocks: nothing is written to them from now on."""
+        """End a sequence's fetch before it loses its blocks; nothing is written to them afterwards."""
 
     def receive(self, load: Callable[[], PrefillLoad]) -> bool:
-        """Store the blocks that have arrived; sequences move forward, and stop fetching at the end.
+        """Store the blocks that have arrived and advance their sequences; ended fetches clear `is_fetching`.
 
         Args:
-            load: asked for where a sequence is offered again.
+            load: called if a sequence is offered again.
 
         Returns:
-            True where there was news.
+            True if any message arrived.
         """
 
     @property

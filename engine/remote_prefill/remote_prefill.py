@@ -1,7 +1,7 @@
-"""Remote prefill: places prompts, orders blocks, stores them as they come, and leaves the others to the engine.
+"""Remote prefill: places prompts, orders blocks, stores them on arrival, and leaves the rest to the engine.
 
-A sequence that is fetching holds its slots and computes nothing. Blocks arrive in order; each moves it forward and is
-published at once. Whatever ends the fetch, the sequence goes on from where it is:
+A fetching sequence holds its slots and computes nothing. Blocks arrive in order; each advances it and is published at
+once. However the fetch ends, the sequence continues from where it is:
 
     admitted -> offer -> fetching: KVChunk, KVChunk, ... -> FetchEnd, failure or deadline -> computes the rest
                    '-> computes all of it
@@ -37,27 +37,27 @@ from engine.stats.rates import RateMeter
 
 logger = logging.getLogger(__name__)
 
-_MAX_NEWS_PER_STEP = 4  # storing a chunk is a copy that sequences which decode wait for
+_MAX_NEWS_PER_STEP = 4  # decoding sequences wait while a chunk is copied in
 _MIN_TIMEOUT_S = 5.0
-_ACCEPT_TIMEOUT_S = 2.0  # replicas accept at once; where none is left, Serve waits for one
-_FIRST_ACCEPT_TIMEOUT_S = 8.0  # of the first order, for which Serve's router has to start
+_ACCEPT_TIMEOUT_S = 2.0  # replicas accept at once; without one, Serve waits for one
+_FIRST_ACCEPT_TIMEOUT_S = 8.0  # the first order waits for Serve's router to start
 _TIMEOUT_BEFORE_RATES_S = 30.0
-_TIMES_EXPECTED = 4.0  # the time-out over the expected time
+_TIMES_EXPECTED = 4.0  # the time-out in multiples of the expected time
 
 
 class RemotePrefill:
     """Implements `PrefillSource` over a `KVTransport`.
 
     Only whole blocks are fetched, and never the last token's: its logits are needed, so it is always computed here. A
-    fetch that takes four times as long as expected, and five seconds at least, is given up.
+    fetch is given up after four times its expected time, at least five seconds.
 
     Args:
         transport: carries orders and blocks.
         pool: the memory of the blocks.
-        blocks: their tables and keys.
-        rates: this engine's own, for the placement.
-        min_tokens: shorter prompts are always read here.
-        clock: seconds.
+        blocks: block tables and keys.
+        rates: this engine's own rates, for the placement.
+        min_tokens: shorter prompts are always prefilled here.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class RemotePrefill:
         )
 
     def offer(self, sequence: Sequence, load: PrefillLoad) -> None:
-        if not sequence.is_scoring:  # a block from elsewhere comes without logits
+        if not sequence.is_scoring:  # fetched blocks have no logits
             sequence.is_fetching = self._follow(sequence) or self._fetch(sequence, load)
 
     def withdraw(self, sequence: Sequence) -> None:
@@ -110,7 +110,7 @@ class RemotePrefill:
     def receive(self, load: Callable[[], PrefillLoad]) -> bool:
         all_news = self._transport.poll(_MAX_NEWS_PER_STEP)
         for news in all_news:
-            if fetch := self._fetches.get(news.fetch_id):  # else it was given up in this very step
+            if fetch := self._fetches.get(news.fetch_id):  # else this step has given it up
                 self._handle(fetch, news)
         self._give_up_late()
         for sequence in self._fetches.take_orphans():
@@ -119,7 +119,7 @@ class RemotePrefill:
         return bool(all_news)
 
     def _follow(self, sequence: Sequence) -> bool:
-        """Wait for the fetch that brings this sequence's first missing block; False where there is none."""
+        """Wait for the fetch of this sequence's first missing block; False without such a fetch."""
         num_tokens = num_fetchable_blocks(sequence, self._blocks.block_size) * self._blocks.block_size
         return num_tokens >= self._min_tokens and self._fetches.follow(sequence)
 
@@ -134,7 +134,7 @@ class RemotePrefill:
         return placement.is_remote
 
     def _num_available_blocks(self, sequence: Sequence) -> int:
-        """Count the missing blocks that the transport can bring."""
+        """Count the missing blocks that the transport can deliver."""
         num_blocks = num_fetchable_blocks(sequence, self._blocks.block_size)
         end_block = self._transport.num_available_blocks(sequence.request_id)
         if end_block is None:
@@ -185,7 +185,7 @@ class RemotePrefill:
                 self._end(fetch, news)
 
     def _take(self, fetch: KVFetch, chunk: KVChunk) -> None:
-        """Store a chunk; its sequence and those that follow it move forward."""
+        """Store a chunk; advance its sequence and followers."""
         if mistake := fetch.mistake(chunk, self._pool.bytes_per_block):
             self._give_up(fetch, FetchFailure.GARBLED, mistake)
             return
@@ -203,7 +203,7 @@ class RemotePrefill:
         if end.failure is not None:
             self._fail(fetch, end.failure, end.detail)
         elif fetch.num_missing_blocks > 0:
-            self._fail(fetch, FetchFailure.GARBLED, "it ended without them")
+            self._fail(fetch, FetchFailure.GARBLED, f"the fetch ended with {fetch.num_missing_blocks} blocks missing")
         else:
             self._meter.gate.succeeded()
             self._drop(fetch)
@@ -211,7 +211,7 @@ class RemotePrefill:
     def _give_up_late(self) -> None:
         now_s = self._clock()
         for fetch in self._fetches.late(now_s):
-            self._give_up(fetch, FetchFailure.TIMEOUT, f"not here after {now_s - fetch.began_s:.1f} s")
+            self._give_up(fetch, FetchFailure.TIMEOUT, f"blocks missing after {now_s - fetch.began_s:.1f} s")
 
     def _give_up(self, fetch: KVFetch, cause: FetchFailure, detail: str) -> None:
         self._transport.cancel(fetch.fetch_id)
@@ -220,11 +220,12 @@ class RemotePrefill:
     def _fail(self, fetch: KVFetch, cause: FetchFailure, detail: str) -> None:
         self._failures[cause] += 1
         self._meter.gate.failed()
-        level = logging.DEBUG if detail == self._last_mismatch else logging.WARNING  # a mismatch stays until redeployed
+        level = logging.DEBUG if detail == self._last_mismatch else logging.WARNING  # a mismatch lasts until a redeploy
         if cause is FetchFailure.MISMATCH:
             self._last_mismatch = detail
         request_id, num_blocks = fetch.sequence.request_id, fetch.num_missing_blocks
-        logger.log(level, "request %s: %d blocks are computed here (%s): %s", request_id, num_blocks, cause, detail)
+        text = "request %s: remote prefill failed (%s); computing %d blocks locally: %s"
+        logger.log(level, text, request_id, cause, num_blocks, detail)
         self._drop(fetch)
 
     def _drop(self, fetch: KVFetch) -> None:

@@ -1,4 +1,4 @@
-"""Queues and rates of the prefill replicas: learned from their messages, forgotten with time. Carries no block."""
+"""Queues and rates of the prefill replicas, learned from their messages and decaying with time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from engine.remote_prefill.placement import RemoteOutlook
 from protos.backoff import BackoffGate
 
 _WEIGHT_OF_NEWEST = 0.2
-_LOAD_LIFETIME_S = 30.0  # a replica that has been silent for so long may be gone
-_HALF_LIFE_S = 10.0  # of the measured cost of a call and of a token: a way that was slow once is tried again
+_LOAD_LIFETIME_S = 30.0  # a replica that is silent for longer may be gone
+_HALF_LIFE_S = 10.0  # of the measured costs per call and per token, so that a once slow path is tried again
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
 
@@ -24,7 +24,7 @@ class _Heard:
 
 
 class _Fading:
-    """A running mean that halves every ten seconds in which nothing is observed."""
+    """A running mean that halves every ten seconds without an observation."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -44,8 +44,8 @@ class _Fading:
 class ReplicaRates:
     """Queue and rate per replica, the cost of a call and of moving a token, and a pause after failures.
 
-    A failure closes the way for a second, the next one for twice as long, up to half a minute; a success reopens it.
-    Several that fail together are one failure (`gate`).
+    A failure stops orders for one second, each further one twice as long, up to half a minute; a success resumes them.
+    Simultaneous failures count as one (`gate`).
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -58,7 +58,7 @@ class ReplicaRates:
         self.gate = BackoffGate(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, clock)
 
     def outlook(self) -> RemoteOutlook:
-        """Predict for the next order: the shortest known queue, drained since, and our own unacknowledged orders."""
+        """Predict for the next order: the shortest known queue, drained since, plus our unaccepted orders."""
         now_s = self._clock()
         self._heard = {id_: heard for id_, heard in self._heard.items() if now_s - heard.at_s < _LOAD_LIFETIME_S}
         queued = min((_drained(heard, now_s) for heard in self._heard.values()), default=0.0)
@@ -71,14 +71,14 @@ class ReplicaRates:
         )
 
     def ordered(self, fetch_id: int, num_tokens: int) -> None:
-        """Record that an order has left."""
+        """Record a sent order."""
         self._num_unheard_tokens[fetch_id] = num_tokens
 
     def accepted(self, fetch_id: int, load: RemoteLoad, after_s: float) -> None:
-        """Record that a replica took the order `after_s` after it left; its queue is longer by that from now on.
+        """Record that a replica accepted the order after `after_s`; its queue grows by the order.
 
-        Orders that left before any was accepted had to wait for Serve's router to start, and do not tell the cost of a
-        call: ten times that of the next ones.
+        Orders sent before the first acceptance waited for Serve's router to start. They take ten times longer, so the
+        cost of a call does not count them.
         """
         num_tokens = self._num_unheard_tokens.pop(fetch_id, 0)
         if self._first_accepted_s is None:
@@ -93,7 +93,7 @@ class ReplicaRates:
         self._hear(chunk.header.load)
 
     def ended(self, fetch_id: int) -> None:
-        """Record that the fetch is over, or was cancelled."""
+        """Record that the fetch has ended or was cancelled."""
         self._num_unheard_tokens.pop(fetch_id, None)
 
     def _hear(self, load: RemoteLoad) -> None:

@@ -1,4 +1,4 @@
-"""A float8 pool saturates, is made of tokens by themselves, moves as bytes, and engines serve from it by our kernel."""
+"""A float8 pool saturates, stores each token independently, moves as bytes, and serves engines by our kernel."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.engine.fixtures.heads_fixtures import write_llama_with_mtp
 SHAPES = [LayerShape(num_kv_heads=2, key_dim=24, value_dim=8)]
 FP8 = KVDtype.FP8
 needs_triton = pytest.mark.usefixtures("triton")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows beyond a span divide by what they see: nothing
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows beyond a span divide by zero
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_blocks_keep_their_numbers_when_they_are_moved_copied_and_sent() -> None
     keys, values = other.read_slots(0, torch.tensor([12, 13], device=DEVICE))
     assert torch.equal(keys, restored(key[5:7]))
     assert torch.equal(values, restored(value[5:7]))
-    assert torch.equal(other.keys[0].flatten(0, 1)[12:14].float(), keys)  # what the kernel reads
+    assert torch.equal(other.keys[0].flatten(0, 1)[12:14].float(), keys)  # the kernel's view
 
 
 @pytest.mark.parametrize("kind", list(KVDtype))
@@ -159,7 +159,7 @@ def test_recorded_passes_write_and_read_a_float8_pool(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The making of drafts."""
+    """How drafts are made."""
 
     method: SpeculationMethod = SpeculationMethod.NONE
     head: HeadConfig | None = None
@@ -188,7 +188,7 @@ def texts(folder: Path, way: Way) -> tuple[dict[str, list[int]], int]:
 
 @needs_triton
 def test_speculation_changes_no_token_with_a_float8_pool(folder: Path) -> None:
-    """Drafts of an MTP layer, whose own KV lies in the same pool, as chains and as trees that are compacted."""
+    """Drafts of an MTP layer, whose KV shares the pool, as chains and as compacted trees."""
     plain, _ = texts(folder, Way())
     assert all(plain.values())
     for tree in (None, TreeConfig(num_nodes=6)):

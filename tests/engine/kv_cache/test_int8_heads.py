@@ -1,4 +1,4 @@
-"""A quantised pool is near the full one, half as large, made of tokens by themselves, and engines serve from it."""
+"""A quantised pool is close to the full one at half its size, stores each token independently, and serves engines."""
 
 from __future__ import annotations
 

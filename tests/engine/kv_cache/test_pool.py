@@ -1,4 +1,4 @@
-"""The physical pool: what is written to a slot is found in its block, and memory is counted as it is taken."""
+"""The physical pool: a written slot is found in its block, and memory is allocated as it is written."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Clock:
 
 @dataclass
 class Pair:
-    """An engine with a prefill replica beside it."""
+    """An engine with a prefill replica."""
 
     core: EngineCore
     source: RemotePrefill
@@ -225,7 +225,7 @@ def test_tokens_are_the_same_whenever_the_replica_dies(
 def test_texts_are_the_same_under_random_arrivals_aborts_and_timeouts(
     seed: int, model: ModelConfig, reference: dict[str, list[int]]
 ) -> None:
-    """Random arrivals, aborts and time-outs over a short pool: what is not cut short is whole."""
+    """Random arrivals, aborts and time-outs over a small pool: every text that is not aborted is complete."""
     source = random.Random(seed)
     setup = Setup(num_blocks=source.choice([24, 40, 100]), fault=source.choice([intact, lost_after(5), silent]))
     pair = build(model, setup)
@@ -260,7 +260,7 @@ def test_all_whole_blocks_before_the_last_token_are_fetched(model: ModelConfig) 
     assert pair.core.rates.prefill_tokens_per_s == 0.0, "nothing that deserves the name was prefilled here"
 
 
-def test_a_traced_request_hears_once_what_the_time_before_its_first_token_went_into(model: ModelConfig) -> None:
+def test_a_traced_request_reports_its_time_to_first_token_once(model: ModelConfig) -> None:
     pair = build(model, Setup())
     pair.core.add(long_request("a", 61, is_traced=True), arrival_s=pair.clock())
     pair.core.add(long_request("b", 61), arrival_s=pair.clock())
@@ -287,7 +287,7 @@ def test_only_missing_blocks_are_ordered(model: ModelConfig) -> None:
     pair.run()
     first, second = pair.transport.orders
     assert (first.first_block, len(first.token_ids)) == (0, 56)
-    assert second.first_block == 15, "its prompt, and the token that was computed behind it"
+    assert second.first_block == 15, "its prompt, and the token computed after it"
     assert len(second.token_ids) == 76
 
 
@@ -322,7 +322,7 @@ def test_a_follower_takes_over_when_the_first_one_leaves(model: ModelConfig) -> 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
 def test_an_aborted_fetch_leaves_two_idle_engines_and_every_block_free(model: ModelConfig, num_steps: int) -> None:
-    """News of it that come later, and its deadline, find no fetch."""
+    """Later messages and the deadline of an aborted fetch find no fetch."""
     pair = build(model, Setup())
     pair.core.add(long_request("a"))
     for _ in range(num_steps):

@@ -51,7 +51,7 @@ def test_an_accepted_order_lengthens_its_replicas_queue_which_drains() -> None:
     assert meter.outlook().num_queued_tokens == 0
 
 
-def test_the_shortest_queue_is_what_a_new_order_meets() -> None:
+def test_a_new_order_meets_the_shortest_queue() -> None:
     meter = ReplicaRates(Clock())
     meter.arrived(chunk(0.1, RemoteLoad("a", 9000, 500.0)), 100)
     meter.arrived(chunk(0.1, RemoteLoad("b", 10, 700.0)), 100)
@@ -84,7 +84,7 @@ def test_pauses_grow_with_failures_in_a_row_and_not_with_simultaneous_ones() -> 
     assert meter.gate.is_open
 
 
-def test_orders_that_wait_for_the_router_to_start_do_not_tell_the_cost_of_a_call() -> None:
+def test_orders_that_wait_for_the_router_to_start_do_not_count_in_the_cost_of_a_call() -> None:
     clock = Clock()
     meter = ReplicaRates(clock)
     load = RemoteLoad("a", 0, 500.0)

@@ -35,9 +35,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(
-            constants, "DOWNLOAD_CHUNK_SIZE", 10_000
-        )  # a cut download keeps whole chunks
+        monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)  # a cut download keeps whole chunks
         monkeypatch.setattr("huggingface_hub.file_download.time", SimpleNamespace(sleep=lambda _: None))
         find_model.cache_clear()
         yield hub
