@@ -1,4 +1,4 @@
-"""Loading of a pair's draft model, in whichever process it runs."""
+"""Loads a pair's draft model, in its own process or the target's."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from actors.settings import PairSettings
 from engine.model.cuda_graphs.buckets import sized
 from engine.proposer.draft_model.loader import Drafter, load_drafter
 
-_PROMPT_SHARE = 4  # a draft reads as many times the target's tokens per step, and is still done sooner
+_PROMPT_SHARE = 4  # times the target's tokens per step: the draft prefills that many, and is still done sooner
 
 
 def load_draft(settings: PairSettings) -> Drafter:
     """Load the draft model of a pair that has one.
 
     Raises:
-        ConfigError: the model cannot be had, or does not fit the target.
+        ConfigError: the model cannot be loaded, or does not fit the target.
     """
     engine, draft = settings.engine, settings.draft
-    assert draft.model is not None, "a pair without a draft model loads none"
-    assert draft.cache is not None, "and a draft model has a pool"
+    assert draft.model is not None, "the pair has a draft model"
+    assert draft.cache is not None, "a draft model has a pool"
     limits = replace(engine.scheduler, max_tokens_per_step=_PROMPT_SHARE * engine.scheduler.max_tokens_per_step)
     return load_drafter(
         replace(draft.model, graphs=sized(draft.model.graphs, limits, engine.speculation)),

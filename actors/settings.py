@@ -1,4 +1,4 @@
-"""The settings of pairs and prefill replicas; `cluster` fills them from deploy.yaml and the node's resources."""
+"""The settings of pairs and prefill replicas; `cluster` fills them in from deploy.yaml and the node's resources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from protos.messages import SpeculationMethod
 
 
 class KVTransportKind(StrEnum):
-    """The way of KV blocks from prefill replicas to pairs."""
+    """How KV blocks travel from prefill replicas to pairs."""
 
     AUTO = "auto"  # NIXL on GPUs where it is installed, else the object store
     OBJECT_STORE = "object_store"
@@ -19,12 +19,12 @@ class KVTransportKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DraftSettings:
-    """The deployment's own source of drafts: any method but hybrid; or one more draft model, by its `name`.
+    """The deployment's own source of drafts, of any method except hybrid; or an additional draft model with a `name`.
 
-    `model` and `cache` are set where the kind is a model, which runs in a `DraftActor` if the pair has a share for one,
-    else in the target's process. A head's files are in the engine's configuration. `vocabulary` is how a model's tokens
-    become the target's. `fan_out` is the number of outcomes per position of a pass for which it drafts ahead; None: it
-    drafts on request only.
+    `model` and `cache` are set if the kind is a model. It runs in a `DraftActor` if the pair has a share for one, else
+    in the target's process. A head's files are in the engine's configuration. `vocabulary` is how the draft's tokens
+    map to the target's. `fan_out` is the number of outcomes per position drafted ahead; None means
+    that it drafts on request only.
     """
 
     kind: SpeculationMethod = SpeculationMethod.NONE
@@ -36,7 +36,7 @@ class DraftSettings:
 
     @property
     def method(self) -> str:
-        """The method of requests that this draft is for."""
+        """The method name that selects this draft."""
         return self.name or self.kind
 
 
@@ -50,9 +50,9 @@ class ProcessShare:
 
 @dataclass(frozen=True, slots=True)
 class PairDevices:
-    """GPUs of the target, rank by rank, and of the draft; none where they run on the CPU.
+    """The GPUs of the target, by rank, and of the draft; empty on a CPU.
 
-    An id is as CUDA_VISIBLE_DEVICES takes it: a node-wide index, a UUID, or that of a MIG instance.
+    An id is a value for CUDA_VISIBLE_DEVICES: a node-wide index, a UUID, or a MIG instance's UUID.
     """
 
     targets: tuple[str, ...] = ()
@@ -63,9 +63,9 @@ class PairDevices:
 class PrefillSettings:
     """The settings of a prefill replica.
 
-    `engine.scheduler.max_tokens_per_step` is the chunk after which blocks leave. `niceness` is added to that
-    of the engine's thread, so that reading prompts gives way to decoding on the cores they share. A replica that
-    has prompts and reads none of them on for `step_timeout_s` is replaced.
+    `engine.scheduler.max_tokens_per_step` is the chunk size, and blocks leave after each chunk. `niceness` is added to
+    the niceness of the engine's thread, so that prefill gives way to decoding on shared cores. A replica that has
+    prompts and makes no progress for `step_timeout_s` is replaced.
     """
 
     engine: EngineConfig
@@ -76,7 +76,7 @@ class PrefillSettings:
 
 
 class KVEventFormat(StrEnum):
-    """The form of an event in vLLM's versions."""
+    """The encoding of an event, which depends on vLLM's version."""
 
     MAP = "map"
     ARRAY = "array"
@@ -84,9 +84,9 @@ class KVEventFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KVEventSettings:
-    """The ZeroMQ addresses at which a pair publishes the changes of its prefix cache, in vLLM's format.
+    """The ZeroMQ addresses where a pair publishes changes of its prefix cache, in vLLM's format.
 
-    A second pair of a node takes the next port of each. `buffer_steps` batches can be had again at `replay_endpoint`.
+    A second pair on a node takes the next ports. The last `buffer_steps` batches can be replayed at `replay_endpoint`.
     """
 
     endpoint: str
@@ -98,10 +98,10 @@ class KVEventSettings:
 
 @dataclass(frozen=True, slots=True)
 class AutoTuneSettings:
-    """The answer to a drift alarm: the trainer of a new draft.
+    """The response to a drift alarm: the trainer of a new draft.
 
-    `command` are arguments of Python, but for `--draft` and `--output`. It trains for `minutes`; its drafts are folders
-    in `folder`. After an alarm none is answered for `pause_s`.
+    `command` has arguments for Python, without `--draft` and `--output`. The trainer trains for `minutes`, and puts its
+    drafts into `folder`. For `pause_s` after a response begins, further alarms get none.
     """
 
     command: tuple[str, ...]
@@ -112,21 +112,21 @@ class AutoTuneSettings:
 
 @dataclass(frozen=True, slots=True)
 class PairSettings:
-    """The settings with which a pair's shell starts its actors and judges their health.
+    """The settings of a pair's shell: how it starts its actors and checks their health.
 
-    `more_drafts` are draft models beside the deployment's own. Each draft model has a process with a `draft_share`, or
-    all are in the target's.
+    `more_drafts` are draft models next to the deployment's own. With a `draft_share` each draft model has its own
+    process; without one all run in the target's.
 
-    `niceness` is added to that of the threads that compute, so that they give way to those that answer clients.
-    `max_requests` counts running and queued ones. A target that answers no ping for `pong_timeout_s`, or has work of
-    which nothing comes for `step_timeout_s`, is killed and restarted; one that is not back after `restart_timeout_s`
-    makes the replica unhealthy.
+    `niceness` is added to the niceness of computing threads, so that they give way to threads that reply to clients.
+    `max_requests` counts running and queued requests. A target is killed and restarted if it does not answer a ping
+    within `pong_timeout_s`, or has work and makes no progress for `step_timeout_s`. If it is not back after
+    `restart_timeout_s`, the replica becomes unhealthy.
     """
 
     engine: EngineConfig
     draft: DraftSettings = DraftSettings()
     target_share: ProcessShare = ProcessShare()
-    draft_share: ProcessShare | None = None  # of each draft model; set where they have processes
+    draft_share: ProcessShare | None = None  # of each draft model, if they have their own processes
     niceness: int = 0
     kv_transport: KVTransportKind = KVTransportKind.AUTO
     max_requests: int = 320
@@ -135,12 +135,12 @@ class PairSettings:
     step_timeout_s: float = 120.0
     restart_timeout_s: float = 300.0
     kv_events: KVEventSettings | None = None
-    alarm_webhook: str | None = None  # gets a POST for each alarm that begins
-    auto_tune: AutoTuneSettings | None = None  # an alarm is answered by a new draft
+    alarm_webhook: str | None = None  # gets a POST for each new alarm
+    auto_tune: AutoTuneSettings | None = None  # an alarm starts the training of a new draft
     more_drafts: tuple[DraftSettings, ...] = ()
 
     @property
     def of_drafts(self) -> dict[str, PairSettings]:
-        """Settings with one draft model each, by its method; the deployment's own comes first."""
+        """Settings with one draft model each, by its method. The deployment's own draft comes first."""
         models = (each for each in (self.draft, *self.more_drafts) if each.model is not None)
         return {each.method: replace(self, draft=each, more_drafts=()) for each in models}

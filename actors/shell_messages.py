@@ -17,33 +17,33 @@ TARGET_SOCKET = "target.sock"
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Starts a request; chunks follow until one carries a finish reason."""
+    """Starts a request. Chunks follow until one has a finish reason."""
 
     request: GenerateRequest
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Ends a request. Its blocks are free after the running step, and no chunk follows."""
+    """Ends a request. Its blocks are freed after the running step, and no chunk follows."""
 
     request_id: str
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Asks for a `Pong`; pings are answered in order, and at once whatever the engine is doing."""
+    """Requests a `Pong`. Pings are answered in order, and at once even during a step."""
 
 
 class AskSnapshot(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Asks for a `Snapshot` between two steps."""
+    """Requests a `Snapshot` between two steps."""
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The target's first frame: it is loaded, holds no request, and serves this model."""
+class TargetReady(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The target's first frame: it is loaded, has no requests, and serves this model."""
 
     card: ModelCard
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Everything one engine step produced, for all requests together."""
+    """The output of one engine step, for all requests."""
 
     chunks: tuple[TokenChunk, ...]
 
@@ -69,22 +69,22 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 @dataclass(slots=True)
 class DraftChannelStats:
-    """The counters of a draft's channel; each event costs speed and nothing else."""
+    """The counters of a draft's channel. Each event costs speed, and never a token."""
 
     is_connected: bool = False
     num_connections: int = 0  # draft processes that have connected
     num_stale_offers: int = 0
-    num_missed_offers: int = 0  # wanted, and not there at the deadline
-    num_lookups: int = 0  # passes that wanted drafts when the one before was committed
-    num_hits: int = 0  # of these, drafts that had been offered ahead
-    silent_s: float = 0.0  # of passes without an answer, idle time left out; 0 after an answer
-    drafting_s: float = 0.0  # the draft model's work, part of it beside the target's
-    channel_s: float = 0.0  # from question to answer, less the drafting
+    num_missed_offers: int = 0  # requested, and not there at the deadline
+    num_lookups: int = 0  # passes that wanted drafts when the pass before was committed
+    num_hits: int = 0  # lookups whose drafts were offered ahead
+    silent_s: float = 0.0  # passes without a reply, without idle time; 0 after a reply
+    drafting_s: float = 0.0  # the draft model's work, partly in parallel with the target's
+    channel_s: float = 0.0  # from request to reply, without the drafting
     translated: TranslationCounts = field(default_factory=TranslationCounts)  # of a draft with its own tokenizer
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The target is alive; nothing has come of its work for `stalled_s`, and the numbers are from before its step."""
+    """The target is alive. It has made no progress for `stalled_s`; the numbers are from before its step."""
 
     stalled_s: float
     engine: EngineStats
@@ -92,7 +92,7 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The engine's numbers at `measured_at_s` of the node's monotonic clock, and the change of its cache."""
+    """The engine's numbers at `measured_at_s` of the node's monotonic clock, and the changes of its cache."""
 
     measured_at_s: float
     engine: EngineStats
@@ -100,10 +100,10 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The joined keys of all cached blocks: the sum of every `Status` so far."""
+    """The joined keys of all cached blocks, which is the sum of every `Status` so far."""
 
     keys: bytes
 
 
 ShellToTarget = Add | Abort | Ping | AskSnapshot
-TargetToShell = Ready | StepOutput | Refused | Pong | Status | Snapshot
+TargetToShell = TargetReady | StepOutput | Refused | Pong | Status | Snapshot

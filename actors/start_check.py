@@ -1,4 +1,4 @@
-"""A look at what a pair would load, made on the node where it would start, while another pair may still serve there."""
+"""Checks a pair's models on the node where it would start, while another pair may still serve there."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from engine.proposer.vocab_mapping.translation import SameVocabulary
 
 
 def check_start(settings: PairSettings, *, is_on_gpu: bool) -> None:
-    """Return if a pair could start, as far as the headers of its files tell.
+    """Check that a pair can start, as far as the headers of its files show.
 
     Raises:
-        ConfigError: it could not: the target, its head or a draft cannot be served here, or do not fit each other.
+        ConfigError: the target, its head or a draft cannot be served here, or they do not fit each other.
     """
     engine = settings.engine
     check_outline(engine.model, engine.cache, engine.scheduler.max_model_len, engine.head, is_on_gpu=is_on_gpu)
@@ -23,8 +23,8 @@ def check_start(settings: PairSettings, *, is_on_gpu: bool) -> None:
 
 
 def _check_draft(settings: PairSettings, draft: DraftSettings, *, is_on_gpu: bool) -> None:
-    assert draft.model is not None, "it is one of the draft models"
-    assert draft.cache is not None, "and a draft model has a pool"
+    assert draft.model is not None, "the draft is a model"
+    assert draft.cache is not None, "a draft model has a pool"
     check_outline(draft.model, draft.cache, is_on_gpu=is_on_gpu)
     choice = choose_vocabulary(settings.engine.model.path, draft.model.path, draft.vocabulary)
     if choice.vocabulary is DraftVocabulary.TEXT:

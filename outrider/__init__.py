@@ -1,6 +1,6 @@
-"""The names that others import: `outrider:build`, the application in deploy.yaml, and `outrider.v1`, the gRPC stubs.
+"""The public names: `outrider:build`, the application of deploy.yaml, and `outrider.v1`, the gRPC stubs.
 
-`build` is that of `cluster.app`, read when it is asked for: a client that wants the stubs needs no Ray for them.
+`build` is `cluster.app.build`, imported on first use: a client of the stubs needs no Ray.
 """
 
 from importlib.util import find_spec
@@ -15,17 +15,17 @@ _PACKAGES = ("actors", "cluster", "engine", "protos", "router")
 
 
 def _refuse_hidden() -> None:
-    """Raise ImportError where another folder of the same name, of a Ray `working_dir`, comes before a package of ours.
+    """Raise ImportError if a Ray `working_dir` has a folder with the name of one of our packages.
 
-    Ours never comes before the user's: Ray puts `working_dir` first on the path.
+    Ray puts `working_dir` first on the path, so such a folder would hide our package.
     """
     for name in _PACKAGES:
         spec = find_spec(name)
         places = [] if spec is None else list(spec.submodule_search_locations or [spec.origin or name])
         if str(_HOME / name) not in [str(Path(place).resolve()) for place in places]:
             raise ImportError(
-                f"{name!r} is {places[0] if places else 'nowhere'}, and Outrider's is {_HOME / name}: rename that "
-                "folder of the working_dir, or deploy Outrider without it, as an application of its own runtime_env"
+                f"{name!r} is {places[0] if places else 'missing'}, but Outrider's is {_HOME / name}; rename that "
+                "folder of the working_dir, or deploy Outrider as a separate application with its own runtime_env"
             )
 
 

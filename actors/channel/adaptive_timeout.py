@@ -9,9 +9,9 @@ _WEIGHT_OF_NEWEST = 0.1
 
 
 class AdaptiveTimeout:
-    """Allows a multiple of the usual answer time, and nothing at all after a miss until the draft is heard again.
+    """Allows a multiple of the usual reply time. After a miss it allows no time until the draft sends again.
 
-    So a draft that hangs costs one wait, and one that is merely slow once is forgiven.
+    A draft that hangs therefore costs one wait. A draft that was slow once recovers.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class AdaptiveTimeout:
 
     @property
     def allowed_s(self) -> float:
-        """Seconds a step may wait now."""
+        """Seconds that a step may wait now."""
         if self._is_silent:
             return 0.0
         if self._usual_s is None:
@@ -28,16 +28,16 @@ class AdaptiveTimeout:
         return min(_LONGEST_S, max(_SHORTEST_S, _TIMES_USUAL * self._usual_s))
 
     def answered(self, latency_s: float) -> None:
-        """The draft was heard `latency_s` after it was asked."""
+        """Note offers that came `latency_s` after the request."""
         self._is_silent = False
         if self._usual_s is None:
             self._usual_s = latency_s
         self._usual_s += _WEIGHT_OF_NEWEST * (latency_s - self._usual_s)
 
     def heard(self) -> None:
-        """The draft said something that it was not asked for, so it is there."""
+        """Note offers ahead of a verdict: the draft is alive."""
         self._is_silent = False
 
     def missed(self) -> None:
-        """The deadline passed without the offers that were asked for."""
+        """Note that the requested offers did not come before the deadline."""
         self._is_silent = True

@@ -1,10 +1,10 @@
 """A draft model in another process, seen by the engine as one more proposer.
 
-A commit leaves the moment the target has committed, so the draft works while the target finishes its step and plans
-the next; `propose` then waits for the offers up to a deadline and goes on with what is there. A draft that has offered
-ahead of the verdict, for this very outcome, is not waited for: which discipline it follows, and for which sequences it
-had time, shows in what it has offered. Nothing the draft does, or fails to do, changes a token; what it sends is
-checked by the engine like any other proposal.
+Each commit is sent as soon as the target has committed, so the draft works while the target finishes its step and
+plans the next. `propose` then waits for the offers up to a deadline and continues with the offers that have arrived. It
+does not wait if the draft has already offered ahead for this outcome. The draft's discipline (on request or ahead)
+shows in its offers alone. Nothing that the draft does, or fails to do, changes a token: the engine checks its offers
+like any other proposal.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from engine.draft import NO_DRAFT, Draft
 from engine.sequence.draft_query import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 
-_LONGEST_PASS_S = 1.0  # that counts as silence of the draft
+_LONGEST_PASS_S = 1.0  # of one pass, as far as it counts as silence of the draft
 
 
 class ChannelProposer:
     """Implements `engine.proposer.Proposer` over the socket at `path`.
 
-    It has `NO_DRAFT` while the draft is away or late, or was not asked. For the engine's thread alone. `on_new_draft`
-    is called where a process greets with another model than the one before; its owner may set it.
+    It returns `NO_DRAFT` while the draft is away or late, or if no drafts were requested. Only the engine's thread may
+    use it. `on_new_draft` is called when a process with another model connects; the owner may set it.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -54,12 +54,12 @@ class ChannelProposer:
         return replace(self._stats, is_connected=self._link.is_connected, num_connections=self._generation)
 
     def flush(self) -> None:
-        """Send what `open` and `close` have left to say, and meet a draft process that has come back."""
+        """Send pending opens and closes, and accept the greeting of a draft process that is back."""
         self._receive(0.0)
         self._send_news(())
 
     def open(self, sequence: RequestTokens) -> None:
-        """Tell the draft of the sequence with the next `flush`."""
+        """Announce the sequence to the draft with the next `flush`."""
         if sequence.num_draft_tokens == 0:
             return
         synced = SyncedSequence(sequence)
@@ -67,33 +67,33 @@ class ChannelProposer:
         self._opens.append(synced)
 
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
-        """Wait for the offers that were asked for, and return what is there."""
+        """Wait for the requested offers, and return the drafts that have arrived."""
         self.flush()
         wanting = [query for query in queries if query.max_draft_tokens > 0]
         if wanting and not self._link.is_connected:
-            self._missed()  # one that hangs stops taking frames, and is left
+            self._missed()  # a draft that hangs stops taking frames, and its connection is dropped
         self._await_offers(wanting)
         return [self._take(query) for query in queries]
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
-        """Tell the draft what was committed."""
+        """Send the committed tokens to the draft."""
         self._receive(0.0)
         known = [self._sequences[each.request_id] for each in sequences if each.request_id in self._sequences]
         self._look_up(known)
-        self._send_news([each for each in known if each.is_told and each.has_news])
+        self._send_news([each for each in known if each.is_opened and each.has_news])
 
     def close(self, request_id: str) -> None:
-        """Have the draft forget the sequence with the next `flush`."""
+        """Tell the draft to forget the sequence with the next `flush`."""
         synced = self._sequences.pop(request_id, None)
-        if synced is not None and synced.is_told:
+        if synced is not None and synced.is_opened:
             self._closes.append(request_id)
 
     def disconnect(self) -> None:
-        """Leave the draft process for good."""
+        """Close the connection to the draft process for good."""
         self._link.close()
 
     def _look_up(self, grown: Seq[SyncedSequence]) -> None:
-        """Count the sequences whose next pass has its drafts prepared."""
+        """Count the sequences whose drafts were offered ahead."""
         wanting = [each for each in grown if each.sequence.num_wanted_drafts > 0]
         self._stats.num_lookups += len(wanting)
         self._stats.num_hits += sum(each.draft is not None for each in wanting)
@@ -106,14 +106,14 @@ class ChannelProposer:
             tuple(self._closes), tuple(each.opening() for each in opens), tuple(each.commit() for each in grown)
         )
         if not self._link.send(news):
-            return  # the next draft process is told everything
+            return  # the next draft process gets everything
         self._closes = []
         self._opens = []
         self._asked_at_s = self._clock()
         for each in (*opens, *grown):
-            each.was_told()
+            each.mark_sent()
         for each in grown:
-            each.was_asked()
+            each.mark_awaited()
 
     def _await_offers(self, queries: Seq[DraftQuery]) -> None:
         synced = [self._sequences[each] for query in queries if (each := query.sequence.request_id) in self._sequences]
@@ -127,7 +127,7 @@ class ChannelProposer:
             self._receive(remaining_s)
 
     def _missed(self) -> None:
-        """A pass goes without drafts. Between two such passes the draft was asked for a second at most, else idle."""
+        """Count a pass without drafts: at most a second since the last such pass is silence, the rest is idle time."""
         now_s = self._clock()
         if self._missed_at_s is not None:
             self._stats.silent_s += min(now_s - self._missed_at_s, _LONGEST_PASS_S)
@@ -161,19 +161,19 @@ class ChannelProposer:
         for offer in message.offers:
             synced = self._sequences.get(offer.request_id)
             is_kept = synced is not None and synced.offers.add(offer)
-            # Of the offers made ahead only one can come true: the others are no loss.
+            # Only one of the offers made ahead can come true; the others are no loss.
             self._stats.num_stale_offers += not is_kept and not offer.after
         self._replay([self._sequences[each] for each in message.lost if each in self._sequences])
 
     def _start_over(self) -> None:
-        """A new draft process has greeted, and knows nothing."""
+        """Resend every sequence to a new draft process, which knows no sequence."""
         self._closes = []
         self._opens = []
         self._timeout = AdaptiveTimeout()
         self._replay(list(self._sequences.values()))
 
     def _replay(self, forgotten: list[SyncedSequence]) -> None:
-        """Tell the draft all that is committed of sequences it does not know (any more)."""
+        """Send all committed tokens of sequences that the draft does not know (any more)."""
         for each in forgotten:
             each.forget()
         self._opens += forgotten
@@ -183,5 +183,5 @@ class ChannelProposer:
         synced = self._sequences.get(query.sequence.request_id)
         draft = synced.draft if synced is not None else None
         if draft is None or draft.parents:
-            return draft or NO_DRAFT  # the engine cuts a tree to its room
+            return draft or NO_DRAFT  # the engine shortens a tree to its limit
         return draft.head(query.max_draft_tokens)

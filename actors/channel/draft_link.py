@@ -1,4 +1,4 @@
-"""The target's line to its draft process: it connects, greets, notices death, and waits no longer than allowed."""
+"""The target's connection to its draft process: connects, detects death, and never waits longer than allowed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SEND_TIMEOUT_S = 0.05
 
 
 class DraftLink:
-    """One connection at a time; `generation` grows with every draft process that has greeted, with `draft_version`.
+    """One connection at a time. `generation` counts draft processes so far; `draft_version` is the latest one's.
 
-    A draft is there from its `Hello` until its socket ends or stops taking frames. While it is away every call returns
-    at once, and a new connection is tried at most ten times a second.
+    A draft is connected from its `Hello` until its socket ends or stops taking frames. Without a draft every call
+    returns at once, and reconnects are tried at most ten times a second.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,7 +34,7 @@ class DraftLink:
         self._retry_at_s = 0.0
 
     def send(self, news: Round) -> bool:
-        """Send a round; False when no draft is there to hear it."""
+        """Send a round; return False if no draft is connected."""
         if self._connection is None or not self.is_connected:
             return False
         try:
@@ -45,7 +45,7 @@ class DraftLink:
         return True
 
     def receive(self, timeout_s: float) -> list[Offers]:
-        """Offers that have arrived, waiting up to `timeout_s`; may greet a new draft on the way."""
+        """Return offers, waiting up to `timeout_s` for the first. May accept a new draft's `Hello`."""
         self._reconnect()
         if self._connection is None:
             return []
@@ -56,7 +56,7 @@ class DraftLink:
             return []
 
     def close(self) -> None:
-        """Leave the draft; it forgets every sequence."""
+        """Close the connection for good; the draft then forgets every sequence."""
         if self._connection is not None:
             self._connection.close()
         self._connection = None

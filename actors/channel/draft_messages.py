@@ -1,7 +1,7 @@
 """Messages between the target and the draft: token ids, one frame per engine step each way.
 
-Every message names the length of the committed tokens it speaks of, so a late or repeated one is recognised and
-ignored. The target replays `Open` with all committed tokens whenever it meets a new draft process, or one that lost a
+Every message names the length of the committed tokens it refers to, so a late or repeated message is recognised and
+ignored. The target resends `Open` with all committed tokens to a new draft process, and to a draft that lost a
 sequence.
 """
 
@@ -18,10 +18,10 @@ PROTOCOL_VERSION = 6
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):
-    """Start (or start again) drafting for a sequence whose committed tokens are these; replaces what was known of it.
+    """Start (or restart) drafting for a sequence with these committed tokens; replaces any earlier state of it.
 
-    `num_drafts` is how many tokens the next pass can verify; the draft offers them now if that pass `is_next`, and has
-    time to read the tokens before if it is not. `cache_salt` and `tenant` keep apart what the draft keeps of requests.
+    The next pass can verify `num_drafts` drafts. If that pass `is_next`, the draft offers them now; if not, it has time
+    to prefill. `cache_salt` and `tenant` separate requests in the draft's caches.
     """
 
     request_id: str
@@ -37,7 +37,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True):
-    """`token_ids` follow the first `base_len` committed tokens; offer `num_drafts` more, unless that has been done."""
+    """`token_ids` follow the first `base_len` committed tokens; `num_drafts` more are wanted unless offered."""
 
     request_id: str
     base_len: int
@@ -46,7 +46,7 @@ class Commit(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Round(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One step's news for the draft, applied in this order: closes, opens, commits."""
+    """One step's changes for the draft, applied in this order: closes, opens, commits."""
 
     closes: tuple[str, ...] = ()
     opens: tuple[Open, ...] = ()
@@ -61,10 +61,10 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Offers(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to a round, or offers ahead of the next; `lost` are sequences the draft should know and does not.
+    """The reply to a round, or offers ahead of the next one; `lost` lists sequences that the draft does not know.
 
-    `drafting_s` is how long the draft model worked on it; the rest of an answer's time until it is read is the
-    channel's. `translated` is what a draft with a tokenizer of its own has lost since the frame before.
+    `drafting_s` is the draft model's working time; the rest of the reply time is the channel's. `translated` counts the
+    tokens that a draft with its own tokenizer could not translate since the last frame.
     """
 
     offers: tuple[Offer, ...] = ()
@@ -74,4 +74,4 @@ class Offers(msgspec.Struct, frozen=True, array_like=True, tag=True):
     translated: TranslationCounts = TranslationCounts()
 
 
-DraftMessage = Hello | Offers  # what the draft process sends; the target sends rounds
+DraftMessage = Hello | Offers  # sent by the draft process; the target sends rounds

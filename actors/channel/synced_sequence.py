@@ -1,4 +1,4 @@
-"""One of the target's sequences, as far as the draft process knows it."""
+"""One of the target's sequences, and the part of it that the draft process knows."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ _NEVER = -1
 
 
 class SyncedSequence:
-    """A sequence of the target's, how much of it the draft process was told, and what the draft has offered."""
+    """A sequence of the target's, the length that was sent to the draft process, and the draft's offers."""
 
     def __init__(self, sequence: RequestTokens) -> None:
         self.sequence = sequence
         self.offers = OfferTable(sequence.token_ids)
-        self._told_len = 0
-        self._asked_len = _NEVER
+        self._sent_len = 0
+        self._awaited_len = _NEVER
 
     @property
-    def is_told(self) -> bool:
-        """True if the draft process has an `Open` of it."""
-        return self._told_len > 0
+    def is_opened(self) -> bool:
+        """True if the draft process has got its `Open`."""
+        return self._sent_len > 0
 
     @property
     def has_news(self) -> bool:
-        """True if more is committed than the draft process was told."""
-        return self._told_len < len(self.sequence.token_ids)
+        """True if there are committed tokens that were not sent yet."""
+        return self._sent_len < len(self.sequence.token_ids)
 
     @property
     def draft(self) -> Draft | None:
-        """The offer on top of exactly what is committed now, if there is one."""
+        """The draft that continues the committed tokens, if one was offered."""
         return self.offers.draft
 
     @property
     def is_awaited(self) -> bool:
-        """True if drafts were asked for on top of what is committed now, and have not come."""
-        return self._asked_len == len(self.sequence.token_ids) and self.draft is None
+        """True if drafts of the committed tokens were requested and have not arrived."""
+        return self._awaited_len == len(self.sequence.token_ids) and self.draft is None
 
     def opening(self) -> Open:
-        """Return all committed tokens; the draft is asked to answer only if the sequence decodes already."""
+        """Return all committed tokens; drafts are requested only if the sequence already decodes."""
         sequence = self.sequence
         return Open(
             request_id=sequence.request_id,
@@ -56,19 +56,19 @@ class SyncedSequence:
         )
 
     def commit(self) -> Commit:
-        """Return a message with the tokens committed since the draft was told last."""
-        new_ids = tuple(self.sequence.token_ids[self._told_len :])
-        return Commit(self.sequence.request_id, self._told_len, new_ids, self.sequence.num_wanted_drafts)
+        """Return a message with the tokens committed since the last message."""
+        new_ids = tuple(self.sequence.token_ids[self._sent_len :])
+        return Commit(self.sequence.request_id, self._sent_len, new_ids, self.sequence.num_wanted_drafts)
 
-    def was_told(self) -> None:
-        """An `opening` or a `commit` has been sent."""
-        self._told_len = len(self.sequence.token_ids)
+    def mark_sent(self) -> None:
+        """Note that an `opening` or a `commit` was sent."""
+        self._sent_len = len(self.sequence.token_ids)
 
-    def was_asked(self) -> None:
-        """The commit that has been sent is waited for."""
-        self._asked_len = self._told_len
+    def mark_awaited(self) -> None:
+        """Note that drafts of the commit just sent are awaited."""
+        self._awaited_len = self._sent_len
 
     def forget(self) -> None:
-        """The draft process knows nothing of it (any more)."""
-        self._told_len = 0
-        self._asked_len = _NEVER
+        """Note that the draft process does not know the sequence (any more)."""
+        self._sent_len = 0
+        self._awaited_len = _NEVER

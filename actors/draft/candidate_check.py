@@ -1,4 +1,4 @@
-"""The check of a checkpoint that shall take a running draft's place, made while that one still drafts."""
+"""Checks a checkpoint that is to replace a running draft, while the old draft still serves."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from protos.errors import ConfigError, RequestError
 
 
 def check_candidate(settings: PairSettings, path: str) -> None:
-    """Return if the draft of a pair with these settings could be the checkpoint at `path`.
+    """Check that the checkpoint at `path` can be the draft of a pair with these settings.
 
-    Its files, its weights' values, its vocabulary and its memory are judged; a draft on the processor is loaded whole.
+    The check covers files, weight values, vocabulary and memory. On a CPU the draft is loaded whole.
 
     Raises:
-        RequestError: it could not; the message has the reason.
+        RequestError: it cannot; the message has the reason.
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise RequestError(
             f"The draft {path!r} has no config.json on node {socket.gethostname()}; give the absolute path of a "
-            "checkpoint's folder that every node with a pair has.",
+            "checkpoint folder that exists on every node with a pair.",
             param="path",
         )
     try:
         refuse_not_finite(folder)
-        # Here and not above: it takes seconds to import, and spoilt files are refused without.
+        # Imported here: it takes seconds, and the check of the files does not need it.
         from actors.draft.candidate_load import refuse_other_vocabulary, refuse_unloadable
 
         refuse_other_vocabulary(settings, path)

@@ -16,9 +16,9 @@ _GPU = "cuda"
 
 
 def refuse_other_vocabulary(settings: PairSettings, path: str) -> None:
-    """Raise ConfigError if the candidate's tokens would not become the target's as those of the present draft do."""
+    """Raise ConfigError unless the candidate's tokens map to the target's as the present draft's tokens do."""
     target, draft = settings.engine.model.path, settings.draft
-    assert draft.model is not None, "there is a draft whose place is to be taken"
+    assert draft.model is not None, "the pair has a draft model"
     config = load_config(path)
     usual = choose_vocabulary(target, draft.model.path, draft.vocabulary)
     found = choose_vocabulary(target, path, draft.vocabulary)
@@ -26,18 +26,21 @@ def refuse_other_vocabulary(settings: PairSettings, path: str) -> None:
         draft_size, target_size = int(config.get_text_config().vocab_size), usual.target_tokens.vocab_size
         if found.pair is not None:
             raise ConfigError(
-                f"it has another vocabulary ({draft_size} tokens) than its target ({target_size}); give a draft with "
-                "the target's tokenizer, or set draft.path in deploy.yaml and deploy anew"
+                f"its vocabulary ({draft_size} tokens) differs from the target's ({target_size}); give a draft with "
+                "the target's tokenizer, or set draft.path in deploy.yaml and deploy again"
             )
     elif found.vocabulary is not usual.vocabulary:
         raise ConfigError(
-            f"its vocabulary is translated by {str(found.vocabulary)!r}, and the present draft's by "
-            f"{str(usual.vocabulary)!r}; set draft.path in deploy.yaml and deploy anew"
+            f"it needs the vocabulary translation {str(found.vocabulary)!r}, and the present draft uses "
+            f"{str(usual.vocabulary)!r}; set draft.path in deploy.yaml and deploy again"
         )
 
 
 def refuse_unloadable(settings: PairSettings, path: str) -> None:
-    """Load the candidate as a draft process would, but for its pool. A GPU has no room for two: its start tells."""
+    """Load the candidate as a draft process would, with a small pool.
+
+    A GPU has no room for two drafts, so there the candidate's start is the check.
+    """
     model, cache = settings.draft.model, settings.draft.cache
     assert model is not None, "as above"
     assert cache is not None, "a draft model has a pool"

@@ -15,9 +15,9 @@ from protos.fingerprint import digest
 
 
 class DraftActor:
-    """Loads the draft in the background and answers the target over a socket in `folder`.
+    """Loads the draft in the background and serves the target over a socket in `folder`.
 
-    The draft is the one chosen last in `folder` (`actors.draft.draft_choice`), or that of the settings.
+    The draft is the latest choice in `folder` (`actors.draft.draft_choice`), or else the settings' draft.
     """
 
     def __init__(self, settings: PairSettings, folder: Path) -> None:
@@ -29,11 +29,11 @@ class DraftActor:
         self._thread = ActorThread("DraftActor", self._serve, settings.niceness)
 
     def ready(self) -> None:
-        """Returns when the model is loaded and the socket listens. Raises ConfigError for what cannot be served."""
+        """Return when the model is loaded and the socket listens. Raises ConfigError if it cannot be served."""
         self._thread.wait_ready(self._settings.start_timeout_s)
 
     def start(self) -> DraftStart:
-        """Return what has become of this process's start, once that is decided."""
+        """Wait for the outcome of this process's start, and return it."""
         try:
             self.ready()
         except ServingError as error:
@@ -41,7 +41,7 @@ class DraftActor:
         return DraftStart(self._generation, self._digest())
 
     def _serve(self, is_ready: Callable[[], None]) -> None:
-        # Here and not above: this class is known to shells and to Serve's builder, which must not load torch for it.
+        # Imported here: shells and Serve's builder import this class, and must not load torch for it.
         with quick_imports():
             from actors.draft.draft_process import serve_draft
 

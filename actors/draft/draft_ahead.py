@@ -1,4 +1,4 @@
-"""The async discipline of a draft process: offers for likely outcomes of passes that the target still verifies."""
+"""The async discipline of a draft process: offers for likely outcomes of passes that the target is still verifying."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from engine.sequence.request_tokens import RequestTokens
 class DraftAhead:
     """Offers made ahead, and the sequences that wait for more of them.
 
-    It keeps the same table of offers per sequence as the target does, so both sides know without a message which
-    passes have their drafts already.
+    It keeps the same table of offers per sequence as the target, so both sides know without a message which passes
+    already have their drafts.
     """
 
     def __init__(self, drafter: AheadDrafter) -> None:
@@ -29,7 +29,7 @@ class DraftAhead:
         return bool(self._due)
 
     def open(self, sequence: RequestTokens) -> None:
-        """Begin with a sequence, of which nothing was offered."""
+        """Add a sequence without offers."""
         self._tables[sequence.request_id] = OfferTable(sequence.token_ids)
 
     def close(self, request_id: str) -> None:
@@ -38,19 +38,19 @@ class DraftAhead:
         self._due.pop(request_id, None)
 
     def decided(self, request_id: str) -> None:
-        """A verdict has come: what was to be prepared for it is of no use any more."""
+        """Drop the work that was due for a pass, now that its verdict has come."""
         self._due.pop(request_id, None)
 
     def offered(self, sequence: RequestTokens) -> Draft | None:
-        """Return the draft that was offered ahead for what is committed now."""
+        """Return the draft that was offered ahead for the committed tokens, if any."""
         return self._tables[sequence.request_id].draft
 
     def expect(self, sequence: RequestTokens, draft: Draft, num_drafts: int) -> None:
-        """The target's next pass over the sequence verifies `draft`; the one after it may have `num_drafts`."""
+        """Prepare for the target's next pass, which verifies `draft`; the pass after it may have `num_drafts`."""
         self._due[sequence.request_id] = PendingPass(sequence, draft.token_ids, num_drafts)
 
     def run(self, send: Callable[[tuple[Offer, ...]], None], is_stopped: Callable[[], bool]) -> None:
-        """Prepare for all expected passes and send what is done; ends at once when `is_stopped`."""
+        """Draft for all expected passes and send the offers; return at once when `is_stopped`."""
 
         def emit(offers: tuple[Offer, ...]) -> None:
             if kept := tuple(offer for offer in offers if self._tables[offer.request_id].add(offer)):

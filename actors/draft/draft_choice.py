@@ -1,4 +1,4 @@
-"""The checkpoint that a pair's draft process loads when it starts: that of its settings, or one chosen since."""
+"""The checkpoint that a pair's draft process loads when it starts: the settings' draft, or a later choice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DraftChoice(msgspec.Struct, frozen=True):
 
 
 class DraftStart(msgspec.Struct, frozen=True):
-    """The outcome of a draft process's start: the choice it has loaded, or its `failure` to do so.
+    """The outcome of a draft process's start: the choice it has loaded, or its `failure`.
 
     `digest` is the draft's part of the deployment's fingerprint. `generation` 0 is the draft of the settings.
     """
@@ -32,14 +32,14 @@ class DraftStart(msgspec.Struct, frozen=True):
 
 
 def write_choice(folder: Path, choice: DraftChoice) -> None:
-    """Have the next start of the draft process in `folder` load `choice`; a start meanwhile finds the one before."""
+    """Make the next start of the draft process in `folder` load `choice`. The write is atomic."""
     file = folder / f"{_FILE}.new"
     file.write_bytes(msgspec.json.encode(choice))
     os.replace(file, folder / _FILE)
 
 
 def read_choice(folder: Path) -> DraftChoice | None:
-    """Return the latest choice; None where the settings stand."""
+    """Return the latest choice; None if the settings' draft was never replaced."""
     try:
         return msgspec.json.decode((folder / _FILE).read_bytes(), type=DraftChoice)
     except FileNotFoundError:
@@ -47,7 +47,7 @@ def read_choice(folder: Path) -> DraftChoice | None:
 
 
 def with_draft_at(settings: PairSettings, path: str) -> PairSettings:
-    """Return settings in which the draft model is at `path`, and all else is as it was."""
+    """Return the settings with the draft model at `path`."""
     model = settings.draft.model
-    assert model is not None, "a pair without a draft model has no choice of them"
+    assert model is not None, "the pair has a draft model"
     return replace(settings, draft=replace(settings.draft, model=replace(model, path=path)))

@@ -1,4 +1,4 @@
-"""The process of a `DraftActor`: the draft model behind its end of the channel."""
+"""The process of a `DraftActor`: the draft model, and its end of the channel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def serve_draft(settings: PairSettings, folder: Path, is_ready: Callable[[], Non
     """Load the draft, call `is_ready` once the target can connect, and draft until the process is killed.
 
     Raises:
-        ConfigError: the model cannot be had, or does not fit the target.
+        ConfigError: the model cannot be loaded, or does not fit the target.
     """
     drafter = load_draft(settings)
     proposer = drafter.proposer

@@ -1,4 +1,4 @@
-"""The draft process's end of the channel: copies the target's sequences and answers each round with offers."""
+"""The draft process's end of the channel: mirrors the target's sequences and replies to each round with offers."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _SEND_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """Drafts that rounds ask for, by sequence: of the next pass, and of one after a prompt.
+class _Requested:
+    """Numbers of drafts that rounds request, by sequence: for the next pass, and for the pass after a prompt.
 
-    `lost` are sequences that should go on and are not known.
+    `lost` lists sequences that a round continues and this process does not know.
     """
 
     drafts: dict[str, int]
@@ -42,9 +42,9 @@ class _Asked:
 
 
 class DraftServer:
-    """Serves one target at a time with what `proposer` proposes; a target that leaves takes its sequences along.
+    """Serves one target at a time with `proposer`'s drafts. When a target disconnects, its sequences are dropped.
 
-    With an `ahead_drafter` it offers ahead of verdicts too, for as long as the target has nothing to say.
+    With an `ahead_drafter` it also offers ahead of verdicts, until the target sends something.
     """
 
     def __init__(
@@ -56,19 +56,19 @@ class DraftServer:
         tree: TreeConfig | None = None,
         counts: Callable[[], TranslationCounts] = TranslationCounts,
     ) -> None:
-        """`counts` says what was lost in translation so far, where the draft has a tokenizer of its own."""
+        """`counts` returns the translation counts so far of a draft with its own tokenizer."""
         self._listener = listener
         self._proposer = proposer
         self._draft_version = draft_version
         self._ahead = None if ahead_drafter is None else DraftAhead(ahead_drafter)
         self._tree = tree
         self._counts = counts
-        self._told_counts = counts()
+        self._reported_counts = counts()
         self._sequences: dict[str, RequestTokens] = {}
         self._is_closing = threading.Event()
 
     def run(self) -> None:
-        """Serve until `close`; raises what the proposer raises, which ends the process."""
+        """Serve until `close`. An error of the proposer passes through and ends the process."""
         while not self._is_closing.is_set():
             connection = self._listener.accept(Round, _POLL_S)
             if connection is not None:
@@ -93,24 +93,24 @@ class DraftServer:
             self._forget(tuple(self._sequences))
 
     def _answer(self, connection: FrameConnection[Round], rounds: list[Round]) -> None:
-        """Apply every round that has arrived, then offer once: older questions are stale by now.
+        """Apply all rounds that have arrived, then offer once: older requests are stale by now.
 
-        New prompts are read after that, since no pass waits for them yet.
+        New prompts are prefilled last, since no pass waits for them yet.
         """
-        asked = self._apply(rounds)
-        wanted = {each: number for each, number in asked.drafts.items() if self._offered(each) is None}
+        requested = self._apply(rounds)
+        wanted = {each: number for each, number in requested.drafts.items() if self._offered(each) is None}
         began_s = time.monotonic()
         offers = self._draft(wanted) if wanted else ()
-        if offers or asked.lost:
+        if offers or requested.lost:
             drafting_s = time.monotonic() - began_s
-            connection.send(Offers(offers, asked.lost, drafting_s, translated=self._new_counts()), _SEND_TIMEOUT_S)
+            connection.send(Offers(offers, requested.lost, drafting_s, translated=self._new_counts()), _SEND_TIMEOUT_S)
         if self._ahead is None:
-            self._read(tuple(asked.prompts))
+            self._prefill(tuple(requested.prompts))
         else:
-            self._expect(self._ahead, asked, {offer.request_id: offer.draft for offer in offers})
+            self._expect(self._ahead, requested, {offer.request_id: offer.draft for offer in offers})
 
     def _look_ahead(self, connection: FrameConnection[Round], ahead: DraftAhead) -> None:
-        """Offer for outcomes to come until all are done, or the target says what came."""
+        """Offer for possible outcomes until all are done, or the next round has arrived."""
         began_s = time.monotonic()
 
         def send(offers: tuple[Offer, ...]) -> None:
@@ -124,22 +124,22 @@ class DraftServer:
 
     def _new_counts(self) -> TranslationCounts:
         counts = self._counts()
-        new, self._told_counts = counts - self._told_counts, counts
+        new, self._reported_counts = counts - self._reported_counts, counts
         return new
 
-    def _expect(self, ahead: DraftAhead, asked: _Asked, answered: dict[str, Draft]) -> None:
-        """The next passes verify what was just offered, what was offered ahead, or nothing after a prompt."""
-        for request_id, number in asked.drafts.items():
+    def _expect(self, ahead: DraftAhead, requested: _Requested, answered: dict[str, Draft]) -> None:
+        """Expect passes that verify the drafts just offered, the drafts offered ahead, or no draft after a prompt."""
+        for request_id, number in requested.drafts.items():
             sequence = self._sequences[request_id]
             ahead.expect(sequence, answered.get(request_id) or ahead.offered(sequence) or NO_DRAFT, number)
-        for request_id, number in asked.prompts.items():
+        for request_id, number in requested.prompts.items():
             ahead.expect(self._sequences[request_id], NO_DRAFT, number)
 
     def _offered(self, request_id: str) -> Draft | None:
         return None if self._ahead is None else self._ahead.offered(self._sequences[request_id])
 
-    def _apply(self, rounds: list[Round]) -> _Asked:
-        """Apply the rounds in order and return what they ask for."""
+    def _apply(self, rounds: list[Round]) -> _Requested:
+        """Apply the rounds in order and return the drafts they request."""
         drafts: dict[str, int] = {}
         prompts: dict[str, int] = {}
         lost: set[str] = set()
@@ -153,28 +153,29 @@ class DraftServer:
                 prompts.pop(commit.request_id, None)
                 if not self._sync(commit):
                     lost.add(commit.request_id)
-        return _Asked(self._live(drafts), self._live(prompts), tuple(lost - self._sequences.keys()))
+        return _Requested(self._live(drafts), self._live(prompts), tuple(lost - self._sequences.keys()))
 
-    def _live(self, asked: dict[str, int]) -> dict[str, int]:
-        """Without those that have ended meanwhile, or want nothing."""
-        return {each: number for each, number in asked.items() if number > 0 and each in self._sequences}
+    def _live(self, requested: dict[str, int]) -> dict[str, int]:
+        """Leave out sequences that have ended, or want no draft."""
+        return {each: number for each, number in requested.items() if number > 0 and each in self._sequences}
 
-    def _draft(self, asked: dict[str, int]) -> tuple[Offer, ...]:
-        queries = [self._query(self._sequences[request_id], number, len(asked)) for request_id, number in asked.items()]
+    def _draft(self, requested: dict[str, int]) -> tuple[Offer, ...]:
+        num_requested = len(requested)
+        queries = [self._query(self._sequences[each], number, num_requested) for each, number in requested.items()]
         drafts = self._proposer.propose(queries)
         return tuple(
             Offer(query.sequence.request_id, len(query.sequence.token_ids), draft)
             for query, draft in zip(queries, drafts, strict=True)
         )
 
-    def _read(self, request_ids: Seq[str]) -> None:
-        """Have the draft model compute these sequences' tokens, by way of one draft that is thrown away."""
+    def _prefill(self, request_ids: Seq[str]) -> None:
+        """Prefill these sequences in the draft model by proposing one draft that is thrown away."""
         if request_ids:
             self._proposer.propose([UnscheduledQuery(self._sequences[request_id], 1) for request_id in request_ids])
 
-    def _query(self, sequence: RequestTokens, num_drafts: int, num_asked: int) -> UnscheduledQuery:
-        """The room that the target will have, as far as the number of sequences that it asks for tells."""
-        num_nodes = 0 if self._tree is None else self._tree.num_nodes_for(num_asked, sequence.verify)
+    def _query(self, sequence: RequestTokens, num_drafts: int, num_requested: int) -> UnscheduledQuery:
+        """Return the query with the tree size that the target will have for this number of sequences."""
+        num_nodes = 0 if self._tree is None else self._tree.num_nodes_for(num_requested, sequence.verify)
         return UnscheduledQuery(sequence, num_drafts, num_nodes)
 
     def _open(self, opening: Open) -> None:
@@ -185,7 +186,7 @@ class DraftServer:
             self._ahead.open(sequence)
 
     def _sync(self, commit: Commit) -> bool:
-        """Append what is new; a repeated commit changes nothing, one with a gap means that the sequence is lost."""
+        """Append new tokens, and return True. A repeated commit changes nothing; after a gap the sequence is lost."""
         sequence = self._sequences.get(commit.request_id)
         if sequence is None:
             return False

@@ -21,8 +21,8 @@ from protos.messages import GenerateRequest, TokenChunk
 logger = logging.getLogger(__name__)
 
 
-_REPORT_S = 0.05  # between two looks at the numbers of an engine that works: they are out of the cache behind a pass
-_IDLE_TURN_S = 0.5  # between calls of `before_step` without work: a draft process that is back is met while idle
+_REPORT_S = 0.05  # between two reports of a busy engine: after a pass its counters are out of the CPU's cache
+_IDLE_TURN_S = 0.5  # between calls of `before_step` without work, so that an idle engine meets a new draft process
 
 
 class Engine(Protocol):
@@ -48,7 +48,7 @@ class Engine(Protocol):
 
 
 class AbortAll:
-    """Abort every request: the shell is gone."""
+    """Abort every request, because the shell is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,13 @@ Command = Add | Abort | AbortAll | AskSnapshot | Do
 
 
 class EngineLoop:
-    """Repeats: take commands, report, compute a step, emit its output.
+    """Repeats: carry out commands, report, compute a step, emit its output.
 
     `stats` and `stalled_s` may be read from any thread.
 
     Args:
         engine: belongs to the loop's thread from now on.
-        emit: takes the output of each step; called in the loop's thread, as are the next two.
+        emit: takes the output of each step; called in the loop's thread, like the next two.
         before_step: called before each step, and twice a second without work.
         reporter: reports load and cache to the shell, if there is one.
         clock: seconds.
@@ -89,37 +89,37 @@ class EngineLoop:
         self._reporter = reporter
         self._clock = clock
         self._commands: deque[Command] = deque()
-        self._preparing: dict[str, tuple[GenerateRequest, Future[Any]]] = {}  # by id; they join when that is done
+        self._preparing: dict[str, tuple[GenerateRequest, Future[Any]]] = {}  # by id, until the future is done
         self._wake = threading.Event()
         self._is_closing = False
-        self._stalled_since_s: float | None = None  # None: nothing to do, or something has just come of it
-        self._next_report_s = -inf  # none before it while the engine works
-        self._turned_s: float | None = None  # the begin of the current turn; None while it sleeps, or does not run
+        self._stalled_since_s: float | None = None  # None while idle or after progress
+        self._next_report_s = -inf  # no report before it while the engine is busy
+        self._turned_s: float | None = None  # the start of the current turn; None while the loop sleeps or does not run
         self._num_queued_tokens = 0
 
     @property
     def stalled_s(self) -> float:
-        """Seconds for which the engine has had work and nothing came of it: no output, and no prompt was read on.
+        """Seconds without progress while the engine has work: no output, and no prompt tokens computed.
 
-        A thread that is stuck between two steps counts too, in whatever it does there, and has no work to be seen.
+        A turn of the loop that takes long, in whatever it is stuck, counts as well.
         """
         begins_s = [each for each in (self._stalled_since_s, self._turned_s) if each is not None]
         return self._clock() - min(begins_s) if begins_s else 0.0
 
     def submit(self, command: Command) -> None:
-        """Hand a command to the loop and return at once; it is carried out before the next step.
+        """Queue a command and return at once; it is carried out before the next step.
 
-        The slow part of an `Add` is done in a thread of its own, so that no step waits for it, and no other command.
+        The slow part of an `Add` runs in a separate thread, so that steps and other commands do not wait for it.
         """
         self._commands.append(command)
         self.wake()
 
     def wake(self) -> None:
-        """Take the next step now, if there is work: there is news for the engine. May be called from any thread."""
+        """Wake the loop, because there is news for the engine. May be called from any thread."""
         self._wake.set()
 
     def run(self) -> None:
-        """Compute until `close`. An error of a step passes through, and the engine is of no use after it."""
+        """Compute until `close`. An error of a step passes through, and the engine is unusable after it."""
         while not self._is_closing:
             self._turned_s = self._clock()
             self._carry_out_commands()
@@ -148,12 +148,12 @@ class EngineLoop:
         if chunks := self._engine.step():
             self._stalled_since_s = None
             if any(chunk.finish_reason is not None for chunk in chunks):
-                self._next_report_s = -inf  # a client with an answer finds it in the numbers
+                self._next_report_s = -inf  # a client that has its answer finds it counted
                 self._report()
             self._emit(StepOutput(tuple(chunks)))
 
     def _report(self) -> None:
-        """Report the stats: at once where the engine begins to work or to wait, else not after every short step."""
+        """Report the stats: at once when the engine starts or stops working, else at an interval."""
         now_s = self._clock()
         is_busy = self._engine.has_work and not self._engine.is_starved
         if is_busy and now_s < self._next_report_s:
@@ -188,7 +188,7 @@ class EngineLoop:
         self._add_prepared()
 
     def _prepare(self, request: GenerateRequest) -> None:
-        """Add a request, or have it wait for what is made for it."""
+        """Add a request, or start its preparation and add it afterwards."""
         try:
             prepared = self._engine.prepare(request)
         except ServingError as error:
@@ -213,6 +213,6 @@ class EngineLoop:
             self._refuse(request, error)
 
     def _refuse(self, request: GenerateRequest, error: ServingError) -> None:
-        # Not its message, which may quote a schema: no text of a prompt is logged.
+        # The message is left out: it may quote a schema, and text of a prompt is never logged.
         logger.info("request %s: refused: %s of %s", request.request_id, type(error).__name__, error.param)
         self._emit(Refused.of(request.request_id, error))

@@ -1,4 +1,4 @@
-"""The shell's line to the router's index: reports the target's cache and load, and starts over when either was away."""
+"""Reports the target's cache and load to the router's index, and starts over when either was away."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class ReportSink(Protocol):
             True if the index asks for a snapshot.
 
         Raises:
-            UnavailableError: there is no reply in time.
+            UnavailableError: the reply did not come in time.
         """
 
 
-class TargetLine(Protocol):
+class TargetConnection(Protocol):
     """The part of a `TargetClient` that the reporter needs."""
 
     @property
@@ -46,10 +46,10 @@ class TargetLine(Protocol):
 
 
 class IndexReporter:
-    """Collects the messages of a `TargetClient` and sends them in one report at a time; nothing waits for it.
+    """Collects the messages of a `TargetClient` and sends one report at a time. No caller waits for it.
 
-    A snapshot is asked for at the target's greeting; statuses before it are part of it. The same happens whenever the
-    index has missed a report or was restarted.
+    It requests a snapshot when the target greets, and whenever the index missed a report or was restarted. Statuses
+    that arrive before the snapshot are part of it.
     """
 
     def __init__(self, worker_id: str, sink: ReportSink, clock: Callable[[], float] = time.monotonic) -> None:
@@ -69,7 +69,7 @@ class IndexReporter:
         self._is_urgent = asyncio.Event()
 
     def on_ready(self) -> None:
-        """Start an epoch with a target that has greeted: its cache is unknown until its snapshot comes."""
+        """Start an epoch with a target that has greeted. Its cache is unknown until its snapshot arrives."""
         self._epoch, self._sequence = self._epoch + 1, 0
         self._is_serving = True
         self._load = self._make_load(self._clock(), None)
@@ -89,7 +89,7 @@ class IndexReporter:
         self._hurry()
 
     def on_lost(self) -> None:
-        """Report at once that the cache is gone and the pair not serving."""
+        """Report at once that the cache is gone and the pair does not serve."""
         self._is_serving = False
         self._is_awaiting_snapshot = self._wants_snapshot = False
         self._snapshot = None
@@ -99,22 +99,22 @@ class IndexReporter:
 
     @property
     def work(self) -> dict[str, float]:
-        """The target's work by the names of `cluster.work_policy`: seconds of queued prompts, and per running token."""
+        """The target's work, named as in `cluster.work_policy`: seconds of queued prompts and per decoded token."""
         load = self._load
         queued_s = load.queued_prefill_tokens / load.prefill_tokens_per_s if load.prefill_tokens_per_s else 0.0
         is_decoding = load.running_decode_tokens > 0 and load.decode_tokens_per_s > 0
         return {"queued_prefill_s": queued_s, "token_s": 1 / load.decode_tokens_per_s if is_decoding else 0.0}
 
-    async def run(self, line: TargetLine) -> None:
-        """Report until cancelled: on news, but changes 0.2 s apart, and once a second without."""
+    async def run(self, target: TargetConnection) -> None:
+        """Report until cancelled: on news, at intervals of at least 0.2 s, and once a second without news."""
         while True:
             if self._wants_snapshot:
                 self._wants_snapshot = False
-                line.ask_snapshot()
+                target.ask_snapshot()
             await _wait(self._news, _HEARTBEAT_S)
             self._news.clear()
             self._is_urgent.clear()
-            await self._report(is_quiet=line.num_requests == 0)
+            await self._report(is_quiet=target.num_requests == 0)
             await _wait(self._is_urgent, _INTERVAL_S)
 
     def _start_over(self) -> None:
@@ -124,7 +124,7 @@ class IndexReporter:
         self._news.set()
 
     def _hurry(self) -> None:
-        """Report now: whole caches come and go."""
+        """Report without the usual interval, because a whole cache has come or gone."""
         self._news.set()
         self._is_urgent.set()
 
@@ -134,16 +134,19 @@ class IndexReporter:
             is_behind = await self._sink.report(report)
         except UnavailableError as error:
             if not self._has_failed:
-                logger.warning("the router's index does not answer; it will be brought up to date later: %s", error)
+                logger.warning("the router's index does not respond; it gets a whole snapshot once it does: %s", error)
             self._has_failed = True
             return
         self._has_failed = False
         if is_behind and self._is_serving and not self._is_awaiting_snapshot and self._snapshot is None:
-            logger.info("the router's index asks for all blocks of this pair")
+            logger.info("the router's index requests all blocks of this pair")
             self._start_over()
 
     def _next_report(self, is_quiet: bool) -> WorkerReport:
-        """Take the next report. An idle target sends no status, so its load counts as fresh: nothing is under way."""
+        """Take the next report.
+
+        An idle target sends no status, so its load counts as fresh.
+        """
         load = self._load
         is_idle = is_quiet and load.num_waiting_requests + load.num_running_requests == 0
         report = WorkerReport(
@@ -160,7 +163,7 @@ class IndexReporter:
         return report
 
     def _make_load(self, measured_at_s: float, stats: EngineStats | None) -> WorkerLoad:
-        """Return the load as the router counts it; all zero without stats."""
+        """Return the load in the router's terms; all zero without stats."""
         if stats is None:
             return WorkerLoad(self._worker_id, self._epoch, measured_at_s, 0, 0, 0, 0)
         return WorkerLoad(

@@ -1,4 +1,4 @@
-"""The net change of a prefix cache since the last report: a block that came and went is only gone."""
+"""The net change of a prefix cache since the last report: a block that was stored and removed counts as removed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class KVEventBuffer:
         self._is_cleared = False
 
     def record(self, delta: CacheDelta) -> None:
-        """Add a delta; they come in order."""
+        """Add a delta. Deltas arrive in order."""
         if delta.is_cleared:
             self._is_stored = {}
             self._is_cleared = True

@@ -1,7 +1,7 @@
-"""The changes of a pair's prefix cache in vLLM's format, over ZeroMQ, for routers that are not ours.
+"""Publishes the changes of a pair's prefix cache in vLLM's format, over ZeroMQ, for other projects' routers.
 
-As vLLM 0.33 has them (`vllm/distributed/kv_events.py`): a PUB socket sends [topic, sequence number, batch], a ROUTER
-socket sends batches that were missed again. Blocks under a `cache_salt` are left out: such routers know tokens alone.
+The format is vLLM 0.33's (`vllm/distributed/kv_events.py`). A PUB socket sends [topic, sequence number, batch], and a
+ROUTER socket resends missed batches. Blocks under a `cache_salt` are left out, since such routers know only tokens.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_MAX_PORTS = 64  # pairs of one node; each takes the next port that is free
-_PERIOD_S = 0.05  # between looks at the socket of those that missed something
+_MAX_PORTS = 64  # pairs of one node; each takes the next free port
+_PERIOD_S = 0.05  # between polls of the socket for missed batches
 _MEDIUM = "GPU"  # vLLM's word for the pool that attention reads, on processors too
 _END = (-1).to_bytes(8, "big", signed=True)
 _FIELDS = {
@@ -39,7 +39,7 @@ Event = dict[str, Any]
 
 
 class KVEventPublisher:
-    """Publishes from a thread of its own; `stored` and `record` belong to the engine's thread and never wait."""
+    """Publishes from its own thread. `stored` and `record` belong to the engine's thread and never wait."""
 
     def __init__(self, settings: KVEventSettings) -> None:
         self._settings = settings
@@ -57,7 +57,7 @@ class KVEventPublisher:
         """Listen, and return both addresses.
 
         Raises:
-            ConfigError: none of the ports can be had.
+            ConfigError: all of the ports are in use.
         """
         settings = self._settings
         for rank in range(_MAX_PORTS):
@@ -76,15 +76,15 @@ class KVEventPublisher:
                 continue
             self._rank = rank
             self._thread.start()
-            logger.info("KV events at %s, missed ones at %s", endpoint, replay)
+            logger.info("KV events at %s, replay at %s", endpoint, replay)
             return endpoint, replay
         raise ConfigError(
-            f"pair.kv_events: {settings.endpoint} with {settings.replay_endpoint} cannot be had, nor the "
-            f"{_MAX_PORTS - 1} ports behind them: {reason}; choose others"
+            f"pair.kv_events: cannot listen at {settings.endpoint} with {settings.replay_endpoint}, or at the next "
+            f"{_MAX_PORTS - 1} ports: {reason}; choose other ports"
         )
 
     def stored(self, contents: Sequence[BlockContent], root: BlockKey) -> None:
-        """Note blocks that can be reused from now on; one without a parent stands behind `root`."""
+        """Queue events for blocks that can be reused from now on. `root` is the parent of a first block."""
         events: list[Event] = []
         last: BlockKey | None = None
         for content in contents:
@@ -97,7 +97,7 @@ class KVEventPublisher:
         self._events.put(events)
 
     def record(self, delta: CacheDelta) -> None:
-        """Note what is gone; what has come is told by `stored`."""
+        """Queue events for removed blocks; `stored` reports new ones."""
         if delta.is_cleared:
             self._events.put([{"type": "AllBlocksCleared"}])
         if delta.removed:
@@ -119,7 +119,7 @@ class KVEventPublisher:
                 self._replay(self._replayer)
 
     def _take(self) -> list[Event]:
-        """Return all events that wait; none after a while without."""
+        """Return all queued events; an empty list if none arrive for a while."""
         try:
             events = self._events.get(timeout=_PERIOD_S)
             while not self._events.empty():
@@ -130,18 +130,18 @@ class KVEventPublisher:
 
     def _publish(self, events: list[Event]) -> None:
         is_array = self._settings.format is KVEventFormat.ARRAY
-        said = [_as_array(event) for event in events] if is_array else events
-        payload = msgspec.msgpack.encode([time.time(), said, self._rank])
+        sent = [_as_array(event) for event in events] if is_array else events
+        payload = msgspec.msgpack.encode([time.time(), sent, self._rank])
         self._sent.append((self._next_sequence, payload))
         sequence = self._next_sequence.to_bytes(8, "big")
         self._publisher.send_multipart((self._settings.topic.encode(), sequence, payload))
         self._next_sequence += 1
 
     def _replay(self, socket: zmq.Socket[Any]) -> None:
-        """Answer one client that missed something; a client that does not read is not waited for."""
+        """Resend batches to one client that missed some. A client that does not read is not waited for."""
         frames = socket.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != 8:
-            logger.warning("a request for missed KV events has %d frames; 3 are expected", len(frames))
+            logger.warning("a replay request for KV events has %d frames; expected 3", len(frames))
             return
         client, _, first = frames
         for sequence, payload in self._sent:
@@ -164,17 +164,17 @@ def _stored_event(parent: int | None, block_size: int) -> Event:
 
 
 def _as_array(event: Event) -> list[Any]:
-    """Return an event as versions of vLLM before its maps sent it."""
+    """Return an event as an array, as older versions of vLLM send it."""
     return [event["type"], *(event[name] for name in _FIELDS[event["type"]])]
 
 
 def _hash(key: BlockKey) -> int:
-    """Return 64 bits of a key: Dynamo's router keeps no more."""
+    """Return the last 64 bits of a key: Dynamo's router keeps no more."""
     return int.from_bytes(key[-8:], "big")
 
 
 def _at(endpoint: str | None, rank: int) -> str:
-    """Return the address `rank` ports further."""
+    """Return the address with its port raised by `rank`."""
     if endpoint is None:
         return ""
     host, _, port = endpoint.rpartition(":")

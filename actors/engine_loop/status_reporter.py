@@ -1,4 +1,4 @@
-"""Reports the engine's load and the changes of its prefix cache to the shell, whenever there are any."""
+"""Reports the engine's load and the changes of its prefix cache to the shell, whenever they change."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from protos.block_keys import BlockKey, join_keys
 
 
 class StatusReporter:
-    """Belongs to the engine's thread, which calls `report` between two steps.
+    """Sends changes only. The engine's thread calls `report` between two steps.
 
-    `cached_keys` gives the keys of all cached blocks, those of `kv_events` included.
+    `cached_keys` returns the keys of all cached blocks, including the blocks in `kv_events`.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class StatusReporter:
         self._last_load: tuple[int, ...] | None = None
 
     def report(self, stats: EngineStats) -> None:
-        """Send a frame if anything has changed since the last one."""
+        """Send a frame if load or cache has changed since the last frame."""
         load = (
             stats.num_waiting,
             stats.num_running,
@@ -44,7 +44,7 @@ class StatusReporter:
         self._emit(Status(self._clock(), stats, self._kv_events.take()))
 
     def send_snapshot(self) -> None:
-        """Send the whole cache; what the buffer holds is part of it."""
+        """Send the whole cache, which includes the buffered changes."""
         self._kv_events.take()
         self._emit(Snapshot(join_keys(self._cached_keys())))
         self._last_load = None

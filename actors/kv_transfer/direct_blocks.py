@@ -1,4 +1,4 @@
-"""KV blocks that are not sent: they stay in a prefill replica's memory until a pair has read them."""
+"""KV blocks that stay in a prefill replica's memory until a pair has read them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class DirectBlocks:
-    """The place of blocks: `metadata` is Ray's, and is valid until the sender releases them."""
+    """A reference to blocks. `metadata` is Ray's, and is valid until the sender releases the blocks."""
 
     key: str
     metadata: Any
@@ -16,7 +16,7 @@ class DirectBlocks:
 
 @dataclass(frozen=True, slots=True)
 class DirectStats:
-    """Chunks offered since the process started, and bytes of those that are not released yet."""
+    """The number of chunks offered since the start, and the bytes that are not released yet."""
 
     num_chunks: int = 0
     kept_bytes: int = 0

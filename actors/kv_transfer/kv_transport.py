@@ -1,4 +1,4 @@
-"""KV blocks from a prefill replica: through Ray's object store, or read out of the replica's memory by NIXL.
+"""KV blocks from a prefill replica: through Ray's object store, or by NIXL from the replica's memory.
 
     engine thread                       transport thread (asyncio)                       prefill replica
     start(order)  ------------------->  Prefill.prefill(order) ------------------------> computes chunk 1
@@ -8,8 +8,8 @@
                                         FetchEnd               <------------------------
                                         end of the stream      ------------------------> forgets the blocks
 
-In the object store the blocks are a read-only view of shared memory, without a copy; on another node the store copies
-them over first.
+In the object store the blocks are a read-only view of shared memory, without a copy. On another node the store first
+copies them there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from engine.remote_prefill.kv_transfer import (
     KVLayout,
 )
 
-if TYPE_CHECKING:  # a second to import, for processes that may never call a deployment
+if TYPE_CHECKING:  # takes a second to import, and not every process calls a deployment
     from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 logger = logging.getLogger(__name__)
@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 class PrefillTransport:
     """Implements `engine.remote_prefill.kv_transfer.KVTransport` over the handle of the `Prefill` deployment.
 
-    `router.routing.serve_router.PrefillRouter` chooses the replica, by its cache and queue. Blocks come through Ray's
-    object store or, where there is a `carrier` on both sides, by that. `open` before the first fetch.
+    `router.routing.serve_router.PrefillRouter` chooses the replica by cache and queue. Blocks go through Ray's object
+    store or, if both sides have a `carrier`, through that. Call `open` before the first fetch.
     """
 
     _method = "prefill"
@@ -66,7 +66,7 @@ class PrefillTransport:
         self._fetches: dict[int, Future[None]] = {}
 
     def open(self, layout: KVLayout, on_news: Callable[[], None]) -> None:
-        """Start the transport's thread. `on_news` is called there whenever there is something to poll."""
+        """Start the transport's thread, which calls `on_news` whenever `poll` has something to return."""
         self._layout = layout
         self._on_news = on_news
         threading.Thread(target=self._loop.run_forever, name="kv-transport", daemon=True).start()
@@ -106,7 +106,7 @@ class PrefillTransport:
             if _is_given_up():
                 raise
             end = FetchEnd(order.fetch_id, FetchFailure.LOST, f"{type(error).__name__}: {error}".splitlines()[0])
-        self._say(end)
+        self._push(end)
 
     async def _receive(self, order: FetchOrder) -> FetchEnd:
         call = self._call.remote(order, self._layout, use_direct=self._carrier is not None, **self._more(order))
@@ -115,9 +115,9 @@ class PrefillTransport:
             async for reply in stream:
                 match reply:
                     case FetchAccepted():
-                        self._say(reply)
+                        self._push(reply)
                     case ChunkHeader():
-                        self._say(await self._chunk(reply, stream, order.timeout_s))
+                        self._push(await self._chunk(reply, stream, order.timeout_s))
                     case FetchEnd():
                         return reply
         finally:
@@ -126,14 +126,14 @@ class PrefillTransport:
 
     @cached_property
     def _call(self) -> DeploymentHandle[Any]:
-        """The streaming method; a handle belongs to the event loop in which it is made.
+        """The streaming method, made in the event loop that a handle belongs to.
 
-        By reference: replies then pass through the object store, and a large one is never copied on its way.
+        By reference: replies pass through the object store, and a large reply is never copied on the way.
         """
         return self._prefill.options(method_name=self._method, stream=True, _by_reference=True)
 
     def _more(self, order: FetchOrder) -> dict[str, Any]:
-        """Return the arguments that the method has beyond those of `Prefill.prefill`."""
+        """Return the arguments that the method has in addition to `Prefill.prefill`'s."""
         return {}
 
     async def _chunk(self, header: ChunkHeader, replies: AsyncIterator[PrefillReply], timeout_s: float) -> KVChunk:
@@ -144,7 +144,7 @@ class PrefillTransport:
     async def _tensor(self, blocks: BlocksReply, timeout_s: float) -> Tensor:
         if not isinstance(blocks, DirectBlocks):
             return _view(blocks)
-        assert self._carrier is not None, "else they were not asked for"
+        assert self._carrier is not None, "direct blocks come only if requested"
         reading = asyncio.create_task(asyncio.to_thread(self._carrier.receive, blocks, timeout_s))
         try:
             return await asyncio.shield(reading)
@@ -152,19 +152,19 @@ class PrefillTransport:
             await asyncio.wait([reading])  # their memory may be freed only after the read
             raise
 
-    def _say(self, news: FetchNews) -> None:
+    def _push(self, news: FetchNews) -> None:
         self._news.append(news)
         self._on_news()
 
 
 def _view(blocks: np.ndarray) -> Tensor:
-    """Return a view; the object store's memory is read-only, and so must the tensor be treated."""
+    """Return a view. Never write to it: the object store's memory is read-only."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.from_numpy(blocks)
 
 
 def _is_given_up() -> bool:
-    """True if `cancel` was called; Serve reports some losses as a cancellation too."""
+    """True if `cancel` was called. Serve reports some losses as a cancellation too."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,8 +1,8 @@
-"""Blocks that stay where they were computed until the pair has read them: Ray Direct Transport over NIXL.
+"""Carries KV blocks by Ray Direct Transport over NIXL: blocks stay where they were computed until the pair reads them.
 
-The receiver reads the sender's memory, GPU to GPU where both are there, without the sender's help and without main
-memory between. Ray's transport manager is used without its object references: a read of freed memory does not fail, it
-returns garbage, so the sender frees on `release`, not by a reference count in a third process.
+The receiver reads the sender's memory directly, GPU to GPU where both have one. The sender does no work, and main
+memory is not used. Ray's transport manager is used without its object references: a read of freed memory does not
+fail, it returns garbage. The sender therefore frees on `release`, not by a reference count in a third process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAME = "NIXL"
 
 
 class NixlCarrier:
-    """Sends and releases blocks in a prefill replica, receives them in a pair.
+    """Sends and releases blocks in a prefill replica, and receives them in a pair.
 
     All methods block, and may be called from any thread.
     """
@@ -29,24 +29,24 @@ class NixlCarrier:
         self._numbers = count()
         self._kept: dict[str, Tensor] = {}
         self._num_sent = 0
-        self._lock = threading.Lock()  # the manager's table of remote agents has none
+        self._lock = threading.Lock()  # for the manager's table of remote agents, which has no lock
 
     @property
     def stats(self) -> DirectStats:
-        """Counts of chunks sent and of bytes not released yet; may be read from any thread."""
+        """The number of chunks sent and the bytes not released yet. May be read from any thread."""
         return DirectStats(self._num_sent, sum(blocks.nbytes for blocks in list(self._kept.values())))
 
     @staticmethod
     def problem() -> str | None:
-        """Describe what keeps this process from using NIXL; None where nothing does."""
+        """Return the reason why this process cannot use NIXL, or None if it can."""
         try:
             NixlCarrier()._manager.get_nixl_agent()
-        except Exception as error:  # an import, a plug-in or a device: the user reads the reason
+        except Exception as error:  # an import, a plug-in or a device fails; the caller logs the reason
             return f"{type(error).__name__}: {error}".splitlines()[0]
         return None
 
     def send(self, blocks: Tensor) -> DirectBlocks:
-        """Let `blocks` be read from now on. They must not change until `release`."""
+        """Make `blocks` readable for receivers. They must not change until `release`."""
         key = f"kv-{next(self._numbers)}"
         metadata = self._manager.extract_tensor_transport_metadata(key, [blocks])
         self._kept[key] = blocks
@@ -54,11 +54,11 @@ class NixlCarrier:
         return DirectBlocks(key, metadata)
 
     def release(self, sent: DirectBlocks) -> None:
-        """Free blocks that have been read, or will not be."""
+        """Free blocks that have been read, or will never be."""
         self._manager.garbage_collect(sent.key, sent.metadata, [self._kept.pop(sent.key)])
 
     def receive(self, sent: DirectBlocks, timeout_s: float) -> Tensor:
-        """Copy the blocks, to the kind of device they are on.
+        """Return a copy of the blocks, on the same kind of device as the sender's.
 
         Raises:
             RayDirectTransportError: the sender is gone.

@@ -1,9 +1,9 @@
-"""KV blocks from one prefill replica to another, which has to compute only what no cache holds.
+"""Copies KV blocks from one prefill replica to another, which then computes only uncached tokens.
 
                      order, and the replica A that holds its first blocks
 pair  ------------------------------------------------------------------>  replica B  ---- copy ---->  replica A
 pair  <------------------------------------------------------------------  replica B  <-- blocks ----  replica A
-                     A's blocks and those that B has computed behind them
+                     A's blocks and the following blocks, which B computes
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from actors.kv_transfer.nixl_carrier import NixlCarrier
 from engine.remote_prefill.kv_transfer import FetchOrder
 from protos.worker_load import PrefixHolder
 
-if TYPE_CHECKING:  # a second to import, for processes that may never call a deployment
+if TYPE_CHECKING:  # takes a second to import, and not every process calls a deployment
     from ray.serve.handle import DeploymentHandle
 
 
 class PeerTransport(PrefillTransport):
-    """Brings what another replica has cached of a prompt, by its method `copy`, which computes nothing.
+    """Fetches a prompt's cached blocks from another replica by its method `copy`, which computes nothing.
 
     `expect` and `forget` may be called from any thread.
     """
@@ -32,11 +32,11 @@ class PeerTransport(PrefillTransport):
         self._holders: dict[str, PrefixHolder] = {}
 
     def expect(self, request_id: str, holder: PrefixHolder) -> None:
-        """Take a request's first blocks from `holder`; call it before the engine gets the request."""
+        """Fetch a request's first blocks from `holder`. Call it before the engine gets the request."""
         self._holders[request_id] = holder
 
     def forget(self, request_id: str) -> None:
-        """Bring no more blocks of this request."""
+        """Fetch no more blocks of this request."""
         self._holders.pop(request_id, None)
 
     def num_available_blocks(self, request_id: str) -> int:

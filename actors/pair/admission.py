@@ -1,4 +1,4 @@
-"""The bound on the requests inside a pair, and an estimate of the time until the next place is free."""
+"""Limits the requests inside a pair, and estimates when the next place is free."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from dataclasses import dataclass
 from protos.errors import OverloadedError
 from protos.messages import GenerateRequest
 
-_RESERVED_S = 5.0  # for the choices of a request that was admitted to come; they may go to other pairs
-_WANTING_S = 2.0  # after a refusal, in which a tenant is thought to want places still
-_JITTER = 0.25  # of a Retry-After, so that those refused together do not come back together
+_RESERVED_S = 5.0  # an admitted request's other choices may arrive this late; they may go to other pairs
+_WANTING_S = 2.0  # after a refusal a tenant counts as still wanting places this long
+_JITTER = 0.25  # added to Retry-After, so that requests refused together do not return together
 
 
 @dataclass(slots=True)
 class _Tenant:
-    """A tenant of whom requests are inside, or were refused of late."""
+    """A tenant with requests inside, or refused recently."""
 
     weight: float
     num_inside: int = 0
     refused_s: float = -math.inf
-    num_wanted: int = 1  # places, of the request refused last
+    num_wanted: int = 1  # places of the request refused last
 
 
 @dataclass(frozen=True, slots=True)
 class _Reservation:
-    """Places of the choices of one request that are to come."""
+    """Places for the choices of one request that have not arrived yet."""
 
     tenant: str
     num_places: int
@@ -36,12 +36,14 @@ class _Reservation:
 
 
 class Admission:
-    """Counts requests; the recent duration of a request gives the Retry-After of a refused one.
+    """Counts requests, and computes Retry-After from their recent duration.
 
-    The first choice of a request brings the number of its choices: there is a place for each, or the request is
-    refused before any of them runs. The others are never refused, nor is what moves here from a lost pair. While a
-    tenant is refused, places that others give back are kept for it up to its weight's part of all: else tenants would
-    be let in as often as they ask, and served at that rate, whatever their weights.
+    The first choice of a request names the number of its choices. There is a place for each, or the request is refused
+    before any of them runs. The other choices are never refused, and neither is a request that moves here from a lost
+    pair.
+
+    While a tenant is refused, free places are kept for it, up to its share of all places by weight. Otherwise tenants
+    would be admitted as often as they send requests, and served at that rate whatever their weights.
     """
 
     def __init__(
@@ -77,12 +79,12 @@ class Admission:
         tenant.num_inside += 1
 
     def leave(self, request: GenerateRequest, duration_s: float) -> None:
-        """Give the place of a request back after `duration_s`."""
+        """Free the place of a request, which has taken `duration_s`."""
         self._tenants[request.tenant].num_inside -= 1
         self._usual_duration_s += 0.1 * (duration_s - self._usual_duration_s)
 
     def _check(self, request: GenerateRequest, tenant: _Tenant) -> None:
-        """Refuse what has no room; a request of more choices than there are places needs an empty pair."""
+        """Refuse a request without room. A request with more choices than places needs an empty pair."""
         now_s = self._clock()
         self._forget(now_s, request.tenant)
         num_taken = self._num_taken()
@@ -110,9 +112,9 @@ class Admission:
         return reserved + sum(tenant.num_inside for tenant in self._tenants.values())
 
     def _num_kept_from(self, newcomer: str, now_s: float) -> int:
-        """Return the places that are not for this tenant: what others that want them lack of their parts.
+        """Return the places kept from this tenant: the unfilled shares of other tenants that want places.
 
-        Nothing is kept for a request that is larger than what its tenant lacks: it would wait beside idle places.
+        Nothing is kept for a request larger than its tenant's unfilled share: it would wait next to idle places.
         """
         weights = sum(tenant.weight for tenant in self._tenants.values())
         num_kept = 0
@@ -131,7 +133,7 @@ class Admission:
         return now_s - tenant.refused_s < _WANTING_S
 
     def _retry_after_s(self, num_missing: int) -> float:
-        """Predict the time until so many places are free: each is given back once in the usual duration."""
+        """Predict the time until `num_missing` places are free, if each is freed once per usual duration."""
         wait_s = max(1.0, num_missing * self._usual_duration_s / self._max_requests)
         return round(wait_s * (1 + _JITTER * self._jitter()), 1)
 

@@ -1,7 +1,7 @@
-"""The answer to a drift alarm without a hand: a draft is trained on the log of the traffic, tried, and kept or not.
+"""The automatic response to a drift alarm: train a draft on the traffic log, try it, and keep it if it is faster.
 
-The trainer is a program of its own (`outrider tune`), known here by its arguments and exit status alone; it gives way
-to all others. Its draft goes the way of any other: checked, tried by turns, kept if it is faster.
+The trainer is a separate program (`outrider tune`), known here only by its arguments and exit status. It gives way to
+all other work. Its draft is handled like any other: checked, tried in turns with the old one, kept if it is faster.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from protos.served_draft import CheckDraft, TryDraft
 
 logger = logging.getLogger(__name__)
 
-NO_GAIN = 3  # the trainer's exit status where no training has made a better draft
+NO_GAIN = 3  # the trainer's exit status if no training gave a better draft
 _PREFIX = "draft-"
-_MAX_DRAFTS = 3  # that are kept on disk, besides those that are in use
+_MAX_DRAFTS = 3  # kept on disk, not counting the drafts in use
 _LOCK_POLL_S = 1.0
-_GRACE = 3.0  # times its minutes, for a trainer that gives way to others
+_GRACE = 3.0  # times its minutes, for a trainer that gives way to other work
 _LEAST_GRACE_S = 600.0
 
 
 class AutoTune:
-    """Trains and tries a draft for one pair, once at a time, and not again within a pause.
+    """Trains and tries a draft for one pair: one at a time, and not again within a pause.
 
-    Pairs of one node share the folder of drafts: one trains, the others try what it has made since their alarms.
+    Pairs of one node share the folder of drafts: one trains, and the others try its newer drafts.
     """
 
     def __init__(
@@ -50,48 +50,50 @@ class AutoTune:
         self._answered_at_s: float | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def ring(self) -> None:
-        """An alarm has begun: answer it, unless another one is answered or was within `pause_s`."""
+    def on_drift(self) -> None:
+        """Respond to an alarm, unless a response is running or the last one began within `pause_s`."""
         now_s = self._clock()
         if self._task is not None and not self._task.done():
             return
         if self._answered_at_s is not None and now_s - self._answered_at_s < self._settings.pause_s:
-            logger.info("the drift alarm is not answered: one was less than %.0f s ago", self._settings.pause_s)
+            logger.info(
+                "no response to the drift alarm: the last one began less than %.0f s ago", self._settings.pause_s
+            )
             return
         self._answered_at_s = now_s
         self._task = asyncio.create_task(self._answer(), name="auto-tune")
 
     async def _answer(self) -> None:
-        """Train and try a draft, and say what has become of it; nothing that fails here touches the serving."""
+        """Train and try a draft, and report the outcome. A failure here never affects serving."""
         try:
-            self._say("training")
+            self._note("training")
             path = await self._new_draft(time.time())
             if path is None:
                 return
-            self._say(f"{path.name} is checked")
+            self._note(f"{path.name} is being checked")
             await self._draft.carry_out(CheckDraft(str(path)))
             await self._draft.carry_out(TryDraft(str(path)))
-            self._say(f"{path.name} is tried")
+            self._note(f"{path.name} is being tried")
         except ServingError as error:
-            self._say(f"given up: {error.message}", logging.ERROR)
+            self._note(f"given up: {error.message}", logging.ERROR)
         except OSError as error:
-            self._say(f"given up: {error}; free or repair {self._folder}", logging.ERROR)
+            self._note(f"given up: {error}; free or repair {self._folder}", logging.ERROR)
         except Exception as error:  # the edge of a task that nothing awaits
             logger.exception("an answer to a drift alarm failed")
-            self._say(f"given up: {error!r}; the fault is ours", logging.ERROR)
+            self._note(f"given up: {error!r}; this is a bug, please report it", logging.ERROR)
 
-    async def _new_draft(self, rang_at_s: float) -> Path | None:
-        """Return a draft that was made after the alarm, by this pair or another of the node; None for none."""
+    async def _new_draft(self, alarm_at_s: float) -> Path | None:
+        """Return a draft made after the alarm, by this pair or another on the node; None if there is no better one."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         while True:
             with _lock(self._folder / "lock") as is_mine:
                 if is_mine:
-                    made = [each for each in self._drafts() if each.stat().st_mtime >= rang_at_s]
+                    made = [each for each in self._drafts() if each.stat().st_mtime >= alarm_at_s]
                     return max(made, default=None) or await self._train()
             await asyncio.sleep(_LOCK_POLL_S)
 
     async def _train(self) -> Path | None:
-        """Run the trainer to its end. Returns None where it has made no better draft, or failed."""
+        """Run the trainer to its end. Return None if it made no better draft, or failed."""
         self._remove_old()
         output = self._folder / f"{_PREFIX}{time.strftime('%Y%m%d-%H%M%S')}"
         log = output.with_suffix(".log")
@@ -103,7 +105,7 @@ class AutoTune:
             "--output",
             str(output),
         )
-        logger.info("a draft is trained: %s", " ".join(arguments))
+        logger.info("training a draft: %s", " ".join(arguments))
         with log.open("wb") as stream:
             trainer = await asyncio.create_subprocess_exec(
                 *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=stream, stderr=stream, env=_environment()
@@ -112,22 +114,22 @@ class AutoTune:
                 async with asyncio.timeout(max(_LEAST_GRACE_S, _GRACE * 60 * self._settings.minutes)):
                     status = await trainer.wait()
             except TimeoutError:
-                self._say(f"the training took too long and was ended; see {log}", logging.ERROR)
+                self._note(f"the training took too long and was stopped; see {log}", logging.ERROR)
                 return None
             finally:
                 with suppress(ProcessLookupError):
                     trainer.kill()
         if status == NO_GAIN:
-            self._say("no training has made a better draft")
+            self._note("no training gave a better draft")
         elif status or not output.is_dir():
-            self._say(f"the training failed with status {status}; see {log}", logging.ERROR)
+            self._note(f"the training failed with status {status}; see {log}", logging.ERROR)
         return output if status == 0 and output.is_dir() else None
 
     def _drafts(self) -> list[Path]:
         return sorted(each for each in self._folder.glob(f"{_PREFIX}*") if (each / "config.json").is_file())
 
     def _remove_old(self) -> None:
-        """Remove what trainings that died have left, and the oldest drafts, but none that runs or is deploy.yaml's."""
+        """Remove leftovers of failed trainings and the oldest drafts, except the running draft and deploy.yaml's."""
         for each in self._folder.glob(f"{_PREFIX}*.tuning"):
             shutil.rmtree(each, ignore_errors=True)
         used = {self._draft.report.path, self._draft.deployed_path}
@@ -136,13 +138,13 @@ class AutoTune:
             shutil.rmtree(each, ignore_errors=True)
             each.with_suffix(".log").unlink(missing_ok=True)
 
-    def _say(self, text: str, level: int = logging.WARNING) -> None:
+    def _note(self, text: str, level: int = logging.WARNING) -> None:
         logger.log(level, "drift alarm: %s", text)
         self._draft.note_tuning(text)
 
 
 class AutoTunes:
-    """Answers each alarm by the draft model that the class is drafted for by; other classes are the first one's."""
+    """Responds to each alarm with the draft model of the class of requests, or else with the first draft model."""
 
     def __init__(self, settings: AutoTuneSettings, drafts: PairDrafts) -> None:
         self._first = AutoTune(settings, drafts.first)
@@ -152,14 +154,14 @@ class AutoTunes:
             for draft in others
         }
 
-    def ring(self, name: str) -> None:
-        """Answer the alarm of a class of requests, whose name begins with its method."""
-        self._others.get(name.partition("-")[0], self._first).ring()
+    def on_drift(self, name: str) -> None:
+        """Respond to the alarm of a class of requests; the class name starts with its method."""
+        self._others.get(name.partition("-")[0], self._first).on_drift()
 
 
 @contextmanager
 def _lock(file: Path) -> Iterator[bool]:
-    """Yield True with the lock, or False where another process has it."""
+    """Yield True with the lock, or False if another process has it."""
     with file.open("ab") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -170,5 +172,5 @@ def _lock(file: Path) -> Iterator[bool]:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment in which the trainer finds this process's packages, wherever Ray has put them."""
+    """Return an environment that lets the trainer find this process's packages, even where Ray has put them."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}

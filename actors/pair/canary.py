@@ -1,7 +1,7 @@
-"""The trial of a new draft: it and the old one run by turns in one pair, until their goodput tells which is faster.
+"""The trial of a new draft: it runs in turns with the old draft in one pair, until goodput shows which is faster.
 
-A pair has one draft process, so the two share it in time. A block is some seconds of decoding with one draft; two
-neighbouring blocks, in random order, are a pair whose ratio the traffic's own changes hardly touch.
+A pair has one draft process, so the two drafts share it in time. A block is some seconds of decoding with one draft.
+Two neighbouring blocks, in random order, are a pair; changes of the traffic hardly affect their ratio.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protos.served_draft import CanaryOutcome, CanaryReport, TryDraft
 
 logger = logging.getLogger(__name__)
 
-_SETTLE_S = 2.0  # a draft that has come reads the texts that run
+_SETTLE_S = 2.0  # for a new draft to prefill the running sequences
 _POLL_S = 1.0
 
 Sums = Seq[GoodputStats]
@@ -31,10 +31,10 @@ class Canary:
 
     Args:
         order: the new draft, and the limits of its trial.
-        old_path: the draft of before.
-        run: has the pair run the draft at a path; returns once it serves.
+        old_path: the draft that ran before.
+        run: makes the pair run the draft at a path; returns once it serves.
         goodput: returns the target's sums.
-        report: is told of what is known so far.
+        report: called with the report so far.
         noise: the order of each pair's blocks.
         sleep: waits for some seconds.
     """
@@ -60,16 +60,16 @@ class Canary:
         self._ratios: list[float] = []
 
     async def decide(self) -> Verdict:
-        """Return the verdict; either draft may run then.
+        """Return the verdict. Either draft may be running by then.
 
         Raises:
-            ServingError: a draft did not come up.
+            ServingError: a draft did not start.
         """
         self._report(self.described(CanaryOutcome.RUNNING))
         while (verdict := self._trial.verdict(self._ratios)) is Verdict.OPEN:
             ratio = await self._pair()
             if ratio is None:
-                logger.info("canary %s: two blocks without a load in common count for nothing", self._order.path)
+                logger.info("canary %s: a pair of blocks had no load in common and does not count", self._order.path)
                 continue
             self._ratios.append(ratio)
             report = self.described(CanaryOutcome.RUNNING)
@@ -82,11 +82,11 @@ class Canary:
 
     @property
     def reason(self) -> str:
-        """The reason of the verdict, in words."""
+        """The reason for the verdict, in words."""
         return self._trial.reason(self._ratios)
 
     def described(self, outcome: CanaryOutcome, reason: str = "") -> CanaryReport:
-        """Return what is known so far."""
+        """Return the report so far."""
         interval = self._trial.interval(self._ratios)
         is_bounded = math.isfinite(interval.low)
         return CanaryReport(
@@ -101,7 +101,7 @@ class Canary:
         )
 
     async def _pair(self) -> float | None:
-        """Return the log ratio of one block of each draft; None where they had no load in common."""
+        """Return the log ratio of one block of each draft, or None if they had no load in common."""
         paths = [self._order.path, self._old_path]
         self._noise.shuffle(paths)
         blocks = {}
@@ -111,7 +111,7 @@ class Canary:
         return log_ratio(blocks[self._order.path], blocks[self._old_path])
 
     async def _block(self) -> Sums:
-        """Return the sums of `block_s` of decoding; a target that has started anew begins the block anew."""
+        """Return the sums of `block_s` of decoding. If the target restarts, so does the block."""
         await self._sleep(_SETTLE_S)
         begin = await self._sums()
         while True:
@@ -124,7 +124,7 @@ class Canary:
                 return block
 
     async def _sums(self) -> Sums | None:
-        """Return the target's sums; None while it is away."""
+        """Return the target's sums; or None while it is away."""
         try:
             return await self._goodput()
         except (UnavailableError, TimeoutError):

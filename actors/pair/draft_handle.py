@@ -1,4 +1,4 @@
-"""The process of one draft model of a pair, as the pair's shell has it: started, restarted, exchanged and checked."""
+"""The pair's handle of one draft model's process: starts, restarts, replaces and checks it."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from actors.settings import PairSettings
 from protos.errors import DeadlineExceededError, EngineError, RequestError, ServingError
 
 _CHECK_TIMEOUT_S = 300.0
-_CHECK_NICENESS = 10  # the pair that serves has the cores first
+_CHECK_NICENESS = 10  # the serving pair gets the cores first
 _POLL_S = 0.1
 
 
 class DraftHandle:
-    """A `DraftActor`, whose socket and choice lie in `folder`; its first draft is the one at `path`.
+    """A `DraftActor` with its socket and choice in `folder`. Its first draft is at `path`.
 
     Args:
-        settings: the pair's, whose draft is the one of this process.
-        folder: of this draft alone; it is made here.
-        options: of the actor.
-        check_options: of the process of a check, which goes with it.
+        settings: the pair's, with this process's draft.
+        folder: this draft's alone; it is created here.
+        options: the actor's.
+        check_options: options of the process for one check.
     """
 
     def __init__(
         self, settings: PairSettings, folder: Path, options: dict[str, Any], check_options: dict[str, Any]
     ) -> None:
         folder.mkdir(exist_ok=True)
-        assert settings.draft.model is not None, "it is that of a draft model"
+        assert settings.draft.model is not None, "the draft is a model"
         self.path = settings.draft.model.path
         self._settings = settings
         self._folder = folder
@@ -43,22 +43,22 @@ class DraftHandle:
         self.actor: Any = ray.remote(DraftActor).options(**options).remote(settings, folder)
 
     def restart(self) -> None:
-        """Kill the process; Ray starts a new one."""
+        """Kill the process. Ray starts a new one."""
         ray.kill(self.actor, no_restart=False)
 
     async def digest(self) -> str:
-        """Return the digest of the draft that was loaded at the start."""
+        """Return the digest of the draft loaded at the start."""
         start: DraftStart = await self.actor.start.remote()
         return start.digest
 
     async def check_draft(self, path: str) -> None:
-        """Load the checkpoint at `path` in a process beside the draft's, and return if it could be the draft.
+        """Check in a separate process that the checkpoint at `path` can be loaded as the draft.
 
         Raises:
-            RequestError: it could not.
+            RequestError: it cannot.
             DeadlineExceededError: the check took too long.
         """
-        # A process for each check: it is niced, and what it has loaded goes with it.
+        # One process per check: it is niced, and frees its memory when it ends.
         check = ray.remote(**self._check_options, max_calls=1, max_retries=0)(_check_candidate)
         task = check.remote(self._settings, path)
         try:
@@ -66,7 +66,8 @@ class DraftHandle:
                 await task
         except TimeoutError:
             ray.cancel(task, force=True)
-            raise DeadlineExceededError(f"The draft {path!r} was not loaded within {_CHECK_TIMEOUT_S:.0f} s.") from None
+            limit = f"{_CHECK_TIMEOUT_S:.0f} s, the limit of a check"
+            raise DeadlineExceededError(f"The draft {path!r} was not loaded within {limit}.") from None
         except RayTaskError as error:
             if isinstance(error.cause, ServingError):
                 raise error.cause from None
@@ -75,12 +76,12 @@ class DraftHandle:
             raise RequestError(f"The process that loaded the draft {path!r} ended: {error}", param="path") from None
 
     async def replace_draft(self, path: str, wait_s: float) -> str:
-        """Kill the draft's process, and return the digest of the one at `path` when that serves in its place.
+        """Restart the process with the draft at `path`, and return its digest once it serves.
 
         Raises:
             RequestError: it cannot be loaded.
             DeadlineExceededError: it does not serve within `wait_s`.
-            EngineError: its process fails in another way.
+            EngineError: its process fails for another reason.
         """
         self._generation += 1
         write_choice(self._folder, DraftChoice(path, self._generation))
@@ -90,8 +91,8 @@ class DraftHandle:
                 start = await self._start_of(self._generation)
         except TimeoutError:
             raise DeadlineExceededError(
-                f"The draft {path!r} did not serve within {wait_s:g} s; raise wait_s, or look for DraftActor in Ray's "
-                "logs."
+                f"The draft {path!r} did not serve within {wait_s:g} s; raise wait_s, or search Ray's logs for "
+                "DraftActor."
             ) from None
         except RayError as error:
             raise EngineError(f"The draft {path!r} did not start: {error}") from None
@@ -100,7 +101,7 @@ class DraftHandle:
         return start.digest
 
     async def _start_of(self, generation: int) -> DraftStart:
-        """Return the start of the process that was chosen as `generation`; the one before may answer for a moment."""
+        """Return the start outcome of choice `generation`. The old process may reply for a moment."""
         while True:
             try:
                 start: DraftStart = await self.actor.start.remote()

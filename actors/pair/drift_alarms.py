@@ -1,4 +1,4 @@
-"""Alarms of acceptance that has fallen: those that ring, and a message to a web address for each that begins."""
+"""Alarms for fallen acceptance: the list of active ones, and a webhook call for each new one."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from engine.stats.drift import DriftStats
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 5.0
-_MAX_UNDER_WAY = 4  # an address that hangs must not fill the process with threads
+_MAX_UNDER_WAY = 4  # a hanging address must not fill the process with threads
 
 
 class DriftAlarms:
-    """Belongs to the shell's loop. Without an `address` nothing is sent; what cannot be sent is logged and dropped."""
+    """Belongs to the shell's loop. Sends nothing without an `address`. A message that fails is logged and dropped."""
 
     def __init__(self, address: str | None, replica: str) -> None:
-        self.on_alarm: Callable[[str], None] = _ignore  # called for each alarm that begins, with its class
+        self.on_alarm: Callable[[str], None] = _ignore  # called with the class of each new alarm
         self._address = address
         self._replica = replica
         self._num_alarms: dict[str, int] = {}
@@ -28,7 +28,7 @@ class DriftAlarms:
         self.ringing: tuple[str, ...] = ()
 
     def update(self, classes: Sequence[DriftStats]) -> None:
-        """Take in the target's present state; a target that has restarted counts its alarms anew."""
+        """Take in the target's present state. A restarted target counts its alarms from zero."""
         self.ringing = tuple(
             f"acceptance of {each.name} is {each.recent:.3f}, and was {each.reference:.3f}"
             for each in classes
@@ -59,11 +59,11 @@ class DriftAlarms:
             async with asyncio.timeout(_TIMEOUT_S + 1):
                 await asyncio.to_thread(_post, address, body)
         except (OSError, ValueError, TimeoutError) as error:
-            logger.warning("pair.alarm_webhook was not reached: %s", error)
+            logger.warning("pair.alarm_webhook could not be reached: %s", error)
 
 
 def _ignore(name: str) -> None:
-    """Do nothing about the alarm of a class."""
+    """Ignore the alarm."""
 
 
 def _post(address: str, body: bytes) -> None:

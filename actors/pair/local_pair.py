@@ -1,4 +1,4 @@
-"""A pair in this process, without Ray: the engine in a thread, behind the same socket as in a cluster."""
+"""A pair in this process, without Ray: the engine in a thread, reached through the same socket as in a cluster."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 class LocalPair(PairShell):
     """A `router.backend.backend.Backend` of one pair; `start` before the first request.
 
-    Nothing restarts a target here: where a pair of a cluster would, the process ends with status 1.
+    Nothing restarts a target here. Where a pair in a cluster would restart it, the process ends with status 1.
     """
 
     def __init__(self, settings: PairSettings) -> None:
-        assert settings.draft_share is None, "a draft model is in the target's process"
+        assert settings.draft_share is None, "a draft model runs in the target's process"
         self._settings = settings
         self._admission = Admission(settings.max_requests)
         self._metrics = PairMetrics()
@@ -42,12 +42,12 @@ class LocalPair(PairShell):
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Load the models; return when the target answers.
+        """Load the models, and return when the target responds.
 
         Raises:
             ServingError: it could not start.
         """
-        # Here and not above: it loads torch, whose threads follow the environment of the first import.
+        # Imported here: it loads torch, whose threads depend on the environment at the first import.
         with quick_imports():
             from actors.target.target_process import serve_target
 
@@ -61,11 +61,11 @@ class LocalPair(PairShell):
         self._watching = asyncio.create_task(watchdog.run(), name="watchdog")
 
     async def kill_drafts(self) -> int:
-        """Return 0: the draft has no process of its own."""
+        """Return 0: no draft has a process of its own."""
         return 0
 
     async def order_drafts(self, order: DraftOrder) -> Sequence[DraftReport]:
-        """Raise RequestError: the draft has no process of its own."""
+        """Raise RequestError: no draft has a process of its own."""
         return await self.order_draft(order)
 
     async def metrics_texts(self) -> Sequence[str]:
@@ -73,7 +73,7 @@ class LocalPair(PairShell):
         return [await self.metrics_text()]
 
     async def close(self) -> None:
-        """Disconnect from the target, which computes no more; a second call does nothing."""
+        """Disconnect from the target, which then stops computing. A second call does nothing."""
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None
@@ -82,7 +82,7 @@ class LocalPair(PairShell):
 
 
 class _NoIndex:
-    """The listener of a target that no router chooses: there is nothing to report."""
+    """A listener that reports nothing, since no router chooses among targets here."""
 
     def on_ready(self) -> None: ...
 
@@ -94,5 +94,5 @@ class _NoIndex:
 
 
 def _end_process() -> None:
-    logger.error("the target is stuck, and nothing restarts it without Ray: the process ends")
+    logger.error("the target is stuck, and nothing can restart it without Ray; the process ends")
     os._exit(1)

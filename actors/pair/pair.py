@@ -1,6 +1,6 @@
-"""The shell of one draft-target pair: lets requests in, carries their tokens out, and watches its actors.
+"""The shell of one draft-target pair: admits requests, passes their tokens on, and watches the actors.
 
-Its event loop never computes and knows no model: everything numeric happens in the actors behind the socket.
+Its event loop never computes and knows no model: all numeric work is done by the actors.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Pair(PairShell):
     """One replica of the Serve deployment `Pair`.
 
     Args:
-        settings: of the pair and its actors.
-        pin_devices: chooses, among the devices Ray gave this replica, those of target and draft.
+        settings: the pair's and its actors'.
+        pin_devices: assigns the devices that Ray gave this replica to target and draft.
         open_index: returns the router's index of an application.
-        prefill: the deployment that reads long prompts for the target, if any.
+        prefill: the deployment that prefills long prompts for the target, if any.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it; the replica is not ready before
@@ -67,7 +67,7 @@ class Pair(PairShell):
         await self._actors.start()
         self._drafts = await self._exchangeable_drafts(replica_id)
         if self._drafts is not None and settings.auto_tune is not None:
-            self._drift_alarms.on_alarm = AutoTunes(settings.auto_tune, self._drafts).ring
+            self._drift_alarms.on_alarm = AutoTunes(settings.auto_tune, self._drafts).on_drift
         replica = serve.get_replica_context()
         self._reporter = IndexReporter(replica.replica_id.unique_id, open_index(replica.app_name))
         self._client = TargetClient(self._actors.target_socket, self._reporter)
@@ -96,16 +96,16 @@ class Pair(PairShell):
         return bool(self._actors.drafts)
 
     async def check_health(self) -> None:
-        """Raise if this replica should be replaced; called by Serve."""
+        """Raise if this replica should be replaced; Serve calls it."""
         self._watchdog.check()
         check_running((self._reporting, self._watching, self._client.task))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the work that waits here; called by Serve where the number of pairs follows it."""
+        """Return the waiting work. Serve calls it if the number of pairs scales with it."""
         return self._reporter.work
 
     def __del__(self) -> None:
-        """Kill the actors; called by Serve once the last request has left, or the time for that is up."""
+        """Kill the actors. Serve calls it after the last request has ended, or its deadline has passed."""
         if hasattr(self, "_actors"):
             self._actors.close()
 

@@ -28,7 +28,7 @@ _DRAFT_BUNDLE = 2
 
 
 class PairActors:
-    """A `TargetActor`, a `DraftActor` for each draft model that has a process, and the folder of their sockets."""
+    """A `TargetActor`, a `DraftActor` for each draft model with its own process, and the folder of their sockets."""
 
     def __init__(
         self, settings: PairSettings, folder: Path, devices: PairDevices, prefill: DeploymentHandle[Any] | None
@@ -42,7 +42,7 @@ class PairActors:
         self.drafts: dict[str, DraftHandle] = {}  # by method; the deployment's own comes first
 
     async def start(self) -> None:
-        """Create the actors and wait until all serve.
+        """Create the actors and wait until all of them serve.
 
         Raises:
             ServingError: an actor could not start.
@@ -67,11 +67,11 @@ class PairActors:
         return [self._target, *(draft.actor for draft in self.drafts.values())]
 
     def restart_target(self) -> None:
-        """Kill the target's process; Ray starts a new one."""
+        """Kill the target's process. Ray starts a new one."""
         ray.kill(self._target, no_restart=False)
 
     def restart_draft(self, method: str) -> None:
-        """Kill the process of a method's draft model, if it has one; Ray starts a new one."""
+        """Kill the process of a method's draft model, if it has one. Ray starts a new one."""
         if method in self.drafts:
             self.drafts[method].restart()
 
@@ -85,7 +85,7 @@ class PairActors:
 
 
 def _on_gpus(settings: PairSettings, devices: PairDevices) -> PairSettings:
-    """Have the models demand the GPUs that they were given: a torch that sees none is an error, and no slow pair."""
+    """Make the models require their GPUs, so that a torch without GPUs is an error and not a slow pair."""
     if devices.targets:
         engine = settings.engine
         settings = replace(settings, engine=replace(engine, model=replace(engine.model, device="cuda")))
@@ -100,17 +100,17 @@ def _on_gpu(draft: DraftSettings) -> DraftSettings:
 
 
 def _options(share: ProcessShare, bundle: int, gpus: tuple[str, ...]) -> dict[str, Any]:
-    """Return the options of an actor: its bundle, and an environment in which it sees its devices alone.
+    """Return the options of an actor: its bundle, and an environment that shows it only its own devices.
 
-    Where our kernels were compiled, which have threads of their own (`engine/native/team.c`), OpenMP's threads compute
-    between them alone: they sleep after some microseconds, since they would keep the cores from ours. Elsewhere they
-    compute all, and their default of some milliseconds bridges the gaps between products: with an immediate sleep a
-    fifth of the cores idles during a pass.
+    With our compiled kernels, which have their own threads (`engine/native/team.c`), OpenMP's threads only compute
+    between kernels. They must sleep after some microseconds, or they would keep the cores from ours. Without the
+    kernels they compute everything, and their default spin of some milliseconds bridges the gaps between products:
+    with an immediate sleep a fifth of the cores would idle during a pass.
     """
     environment = {
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as NVML and Ray count
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the bundle has no GPU of its own, and Ray would hide these
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order of NVML and Ray
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the bundle has no GPU, so Ray would hide these
         "OMP_NUM_THREADS": str(share.num_threads),
         **({"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", _SHORT_SPIN)} if _has_kernels() else {}),
     }

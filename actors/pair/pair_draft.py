@@ -1,4 +1,4 @@
-"""The draft model of one pair, which may be exchanged while the pair serves: one order at a time."""
+"""One draft model of a pair, which can be replaced while the pair serves: one order at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from protos.served_draft import (
 
 logger = logging.getLogger(__name__)
 
-_RETURN_S = 600.0  # for the old draft to be up again
+_RETURN_S = 600.0  # for the old draft to serve again
 
 Goodput = Callable[[], Awaitable[Seq[GoodputStats]]]
 
@@ -39,11 +39,11 @@ class DraftProcess(Protocol):
     """The process of a pair's draft model."""
 
     async def check_draft(self, path: str) -> None:
-        """Return if the checkpoint at `path` could be the draft, which drafts meanwhile. Raises RequestError."""
+        """Check that the checkpoint at `path` can be the draft; the old one still serves. Raises RequestError."""
         ...
 
     async def replace_draft(self, path: str, wait_s: float) -> str:
-        """Start the process anew with the checkpoint at `path`, and return its digest once it serves.
+        """Restart the process with the checkpoint at `path`, and return its digest once it serves.
 
         Raises:
             RequestError: it cannot be loaded.
@@ -53,7 +53,7 @@ class DraftProcess(Protocol):
 
 
 class OrderSlot:
-    """The one order that may be under way in a pair: a second one would spoil what a canary measures."""
+    """The one order that a pair may run at a time: a second one would spoil a canary's measurement."""
 
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
@@ -64,15 +64,15 @@ class OrderSlot:
 
 
 class PairDraft:
-    """Carries out orders about one draft of a pair. The target is not told: to it a draft left, and another came.
+    """Carries out orders about one draft of a pair. The target only sees one draft disconnect and another connect.
 
     Args:
-        process: of the draft.
-        report: of the draft that runs, which is deploy.yaml's.
+        process: the draft's.
+        report: describes the running draft, which is deploy.yaml's at first.
         goodput: returns the target's sums, for canaries. It may raise UnavailableError or TimeoutError.
         clock: Unix time in seconds.
         sleep: waits for some seconds, in a canary.
-        slot: the pair's, which its other drafts share.
+        slot: the pair's, shared with its other drafts.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class PairDraft:
         self._under_way: asyncio.Task[None] | None = None
 
     async def carry_out(self, order: DraftOrder) -> DraftReport:
-        """Carry out an order, to its end even where the caller leaves, and return the draft that runs then.
+        """Carry out an order, to its end even if the caller leaves, and return the report of the running draft.
 
-        A canary has only begun then.
+        A canary has only started by then.
 
         Raises:
-            ConflictError: another order is under way.
-            ServingError: the order failed; the draft from before it runs, or starts.
+            ConflictError: another order is running.
+            ServingError: the order failed; the old draft runs, or is starting.
         """
         match order:
             case ShowDraft():
@@ -116,11 +116,11 @@ class PairDraft:
                 work = self._swap(order)
             case TryDraft(path):
                 if path == self.report.path:
-                    raise RequestError(f"The draft {path!r} runs already; try another one.", param="path")
+                    raise RequestError(f"The draft {path!r} is already running; try another one.", param="path")
                 work = self._try(order)
         self._under_way = self._slot.task = asyncio.create_task(work, name="draft-order")
         if isinstance(order, TryDraft):
-            await asyncio.sleep(0)  # it has said that it runs
+            await asyncio.sleep(0)  # the canary's first report is set
         else:
             await asyncio.shield(self._under_way)
         return self.report
@@ -137,13 +137,13 @@ class PairDraft:
     def _require_idle(self) -> None:
         if self._has_canary:
             raise ConflictError(
-                f"A canary runs on pair {self.report.replica}; wait for its end, or stop it (POST "
-                "/admin/drafts/canary/stop)."
+                f"A canary is running on pair {self.report.replica}; wait until it ends, or stop it with POST "
+                "/admin/drafts/canary/stop."
             )
         if self._slot.is_taken:
             raise ConflictError(
-                f"A draft of pair {self.report.replica} is being exchanged, checked or tried; send the order again "
-                "when that has ended (GET /admin/drafts shows the drafts that run)."
+                f"A draft of pair {self.report.replica} is being replaced, checked or tried; send the order again "
+                "when that has ended (GET /admin/drafts lists the running drafts)."
             )
 
     async def _swap(self, order: SwapDraft) -> None:
@@ -152,26 +152,26 @@ class PairDraft:
         try:
             await self._run(order.path, order.wait_s)
         except ServingError as error:
-            logger.error("the draft %s does not come up, %s comes back: %s", order.path, old.path, error)
-            await self._bring_back(old.path)
+            logger.error("the draft %s did not start, going back to %s: %s", order.path, old.path, error)
+            await self._restore(old.path)
             raise
 
     async def _run(self, path: str, wait_s: float) -> None:
-        """Start the process with the draft at `path`. Raises ServingError if it is not up within `wait_s`."""
-        logger.info("the draft is exchanged: %s for %s, within %.0f s", path, self.report.path, wait_s)
+        """Start the process with the draft at `path`. Raises ServingError if it does not serve within `wait_s`."""
+        logger.info("replacing the draft: %s for %s, within %.0f s", path, self.report.path, wait_s)
         digest = await self._process.replace_draft(path, wait_s)
         since_s, is_deployed = self._clock(), path == self.deployed_path
         self.report = replace(self.report, path=path, digest=digest, since_s=since_s, is_deployed=is_deployed)
-        logger.info("the draft is %s, digest %s", path, digest)
+        logger.info("the draft is now %s, digest %s", path, digest)
 
-    async def _bring_back(self, path: str) -> None:
+    async def _restore(self, path: str) -> None:
         try:
             await self._run(path, _RETURN_S)
         except ServingError:
-            logger.exception("the draft %s is not up again either: the target decodes without one", path)
+            logger.exception("the old draft %s did not start either; the target decodes without a draft", path)
 
     async def _try(self, order: TryDraft) -> None:
-        """Try a draft, and leave the better one running, whatever happens."""
+        """Try a draft, and leave the better one running, even after an error."""
         old_path = self.report.path
 
         async def run(path: str) -> None:
@@ -192,15 +192,15 @@ class PairDraft:
         except ServingError as error:
             failure = error.message
         except asyncio.CancelledError:
-            outcome, failure = CanaryOutcome.STOPPED, "an admin has stopped it"
+            outcome, failure = CanaryOutcome.STOPPED, "an admin stopped it"
         if failure:
-            await self._bring_back(old_path)
+            await self._restore(old_path)
         report = canary.described(outcome, failure or canary.reason)
         logger.warning("canary %s against %s: %s", order.path, old_path, report)
         self._note(report)
 
     async def _stop_canary(self) -> None:
-        """End the canary, if there is one, and return when the old draft runs."""
+        """Stop the canary, if one runs, and return when the old draft runs again."""
         if not self._has_canary or self._under_way is None:
             return
         if not self._under_way.cancelling():
@@ -208,7 +208,7 @@ class PairDraft:
         await asyncio.wait({self._under_way})
 
     def note_tuning(self, text: str) -> None:
-        """Have the report tell what becomes of a drift alarm."""
+        """Add the state of a drift alarm's response to the report."""
         self.report = replace(self.report, tuning=text)
 
     def _note(self, canary: CanaryReport) -> None:
@@ -216,17 +216,17 @@ class PairDraft:
 
 
 def require_exchangeable(draft: DraftSettings, *, has_process: bool) -> None:
-    """Raise RequestError where a pair's drafts have no process that could be replaced, with the reason."""
+    """Raise RequestError with the reason if a pair's drafts have no process that can be replaced."""
     if has_process:
         return
     if draft.kind is SpeculationMethod.MODEL:
         raise RequestError(
-            "The draft model computes in the target's process here, and is exchanged with it alone; deploy with "
-            "draft.process: own (and without --no-ray) to exchange it while the pair serves."
+            "The draft model runs in the target's process here, so it cannot be replaced alone; deploy with "
+            "draft.process: own (and without --no-ray) to replace it while the pair serves."
         )
     if draft.kind.can_branch:
         raise RequestError(
-            f"draft.kind is '{draft.kind}': its drafts are made on the target's own passes, in the target's process "
-            "and CUDA graphs; set draft.path in deploy.yaml and deploy anew."
+            f"draft.kind is '{draft.kind}': its drafts come from the target's own passes, in the target's process "
+            "and CUDA graphs; set draft.path in deploy.yaml and deploy again."
         )
-    raise RequestError(f"draft.kind is '{draft.kind}', which has no weights; there is no draft model to exchange.")
+    raise RequestError(f"draft.kind is '{draft.kind}', which has no weights, so there is no draft model to replace.")

@@ -1,4 +1,4 @@
-"""The draft models of one pair that have processes, each under the method that requests name it by."""
+"""The draft models of one pair that have their own processes, by the method that requests name."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from protos.served_draft import DraftOrder, DraftReport, ShowDraft, StopCanary
 
 
 class PairDrafts:
-    """Passes orders on to the draft that they name: left open, it is the first, the deployment's own."""
+    """Passes each order to the draft that it names, or to the first draft, which is the deployment's own."""
 
     def __init__(self, drafts: Seq[PairDraft]) -> None:
-        assert drafts, "a pair without any has none of these"
+        assert drafts, "a pair without drafts has no `PairDrafts`"
         self.by_method = {each.report.method: each for each in drafts}
 
     @property
     def first(self) -> PairDraft:
-        """The deployment's own draft model, or the first of those beside its head."""
+        """The deployment's own draft model, or the first draft model next to its head."""
         return next(iter(self.by_method.values()))
 
     @property
     def reports(self) -> tuple[DraftReport, ...]:
-        """The drafts that run, the first one first."""
+        """The running drafts, in order."""
         return tuple(each.report for each in self.by_method.values())
 
     async def carry_out(self, order: DraftOrder) -> tuple[DraftReport, ...]:
-        """Carry out an order as `PairDraft.carry_out` does, and return the drafts that run then.
+        """Carry out an order as `PairDraft.carry_out` does, and return the running drafts.
 
         Raises:
-            RequestError: there is no draft of that name, or it cannot be exchanged for the one that is asked for.
-            ConflictError: another order is under way, for whichever draft.
-            ServingError: the order failed; the draft from before it runs, or starts.
+            RequestError: no draft has that name, or it cannot be replaced by the requested one.
+            ConflictError: another order is running, for any draft.
+            ServingError: the order failed; the old draft runs, or is starting.
         """
         match order:
             case ShowDraft():
@@ -49,6 +49,6 @@ class PairDrafts:
             return self.first
         if method not in self.by_method:
             raise RequestError(
-                f"No draft model is called {method!r} here; there is {', '.join(self.by_method)}.", param="method"
+                f"No draft model is named {method!r} here; choose from {', '.join(self.by_method)}.", param="method"
             )
         return self.by_method[method]

@@ -1,4 +1,4 @@
-"""A pair's Prometheus metrics, read off the engine's own counters; latencies are measured by the ingress."""
+"""A pair's Prometheus metrics, read from the engine's counters; the ingress measures latencies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PairMetrics(Collector):
     """The pair's `outrider_*` metrics; sums start over when the target restarts, as Prometheus expects.
 
     Args:
-        replica: the label of every sample, so that a series stays one replica's own; None: no label.
+        replica: a label of every sample, which keeps each replica's series separate; no label if None.
     """
 
     def __init__(self, replica: str | None = None) -> None:
@@ -32,7 +32,7 @@ class PairMetrics(Collector):
         self._drafts: Sequence[DraftReport] = ()
 
     def update(self, pong: Pong, num_refused: int, drafts: Sequence[DraftReport] = ()) -> None:
-        """Take in the target's present numbers, and the drafts that run and may be exchanged."""
+        """Take in the target's present numbers, and the running drafts that can be replaced."""
         self._pong = pong
         self._num_refused = num_refused
         self._drafts = drafts
@@ -89,13 +89,13 @@ def _speculation(pong: Pong) -> Iterable[Family]:
     for name, speedup in pong.engine.speedups.items():
         speedups.add_metric([name], speedup)
     yield speedups
-    yield _counter("spec_decode_num_invalid_tokens", "Draft tokens that could not be.", drafts.num_invalid_tokens)
+    yield _counter("spec_decode_num_invalid_tokens", "Draft tokens that were not valid.", drafts.num_invalid_tokens)
 
 
 def _channels(pong: Pong) -> Iterable[Family]:
-    """Yield the metrics of each draft model, by the method that it is for."""
+    """Yield the metrics of each draft model, by its method."""
     counters: tuple[tuple[str, str, Callable[[DraftChannelStats], float]], ...] = (
-        ("num_stale_offers", "Offers that came too late.", lambda stats: stats.num_stale_offers),
+        ("num_stale_offers", "Offers that arrived too late.", lambda stats: stats.num_stale_offers),
         ("num_missed_offers", "Drafts missing at the deadline.", lambda stats: stats.num_missed_offers),
         ("cache_queries", "Passes that wanted drafts.", lambda stats: stats.num_lookups),
         ("cache_hits", "Passes whose drafts had been offered ahead.", lambda stats: stats.num_hits),
@@ -104,12 +104,12 @@ def _channels(pong: Pong) -> Iterable[Family]:
         ("channel_seconds", "Time offers took beyond drafting.", lambda stats: stats.channel_s),
         (
             "foreign_tokens",
-            "Tokens a draft with its own tokenizer would say.",
+            "Tokens drafted by a draft with its own tokenizer.",
             lambda stats: stats.translated.num_tokens,
         ),
         (
             "untranslated_tokens",
-            "Of these, those the target cannot be offered.",
+            "Foreign tokens without a translation to the target's tokens.",
             lambda stats: stats.translated.num_lost,
         ),
     )
@@ -140,11 +140,11 @@ def _classes(pong: Pong) -> Iterable[Family]:
 
 
 def _drift(pong: Pong) -> Iterable[Family]:
-    """Yield acceptance at the first position, recent and usual, and its alarms, by class."""
+    """Yield the recent and usual acceptance at the first position, and alarms, by class."""
     classes = pong.engine.drift
     values = (
-        ("recent_acceptance", "Of the first position, over the last steps.", [each.recent for each in classes]),
-        ("usual_acceptance", "Of the first position, as it was before.", [each.reference for each in classes]),
+        ("recent_acceptance", "Acceptance at position 0 over the last steps.", [each.recent for each in classes]),
+        ("usual_acceptance", "Acceptance at position 0 as it was before.", [each.reference for each in classes]),
         ("drift_alarm", "1 while acceptance is far below the usual.", [float(each.is_alarming) for each in classes]),
     )
     for name, text, numbers in values:
@@ -157,22 +157,22 @@ def _drift(pong: Pong) -> Iterable[Family]:
 
 
 def _served_drafts(drafts: Sequence[DraftReport]) -> Iterable[Family]:
-    """Yield the drafts that run, and their canaries: the outcome so far, and the gain that was measured."""
+    """Yield the running drafts and their canaries: the outcome so far, and the measured gain."""
     info = GaugeMetricFamily(
-        "outrider_draft_info", "1 for a draft model that runs.", labels=["method", "draft", "digest"]
+        "outrider_draft_info", "1 for a running draft model.", labels=["method", "draft", "digest"]
     )
     state = GaugeMetricFamily(
         "outrider_draft_canary",
-        "1 for the state of the latest canary: a draft tried by turns.",
+        "1 for the state of the latest canary, a draft tried in turns with the old one.",
         labels=["method", "outcome"],
     )
     gain = GaugeMetricFamily(
         "outrider_draft_canary_gain",
-        "Goodput of the canary over that of the old draft, less 1, and its bounds.",
+        "Goodput of the canary divided by the old draft's goodput, minus 1, and its bounds.",
         labels=["method", "bound"],
     )
     pairs = GaugeMetricFamily(
-        "outrider_draft_canary_pairs", "Pairs of blocks that the latest canary has measured.", labels=["method"]
+        "outrider_draft_canary_pairs", "Pairs of blocks measured by the latest canary.", labels=["method"]
     )
     for draft in drafts:
         method, canary = draft.method, draft.canary
@@ -187,22 +187,22 @@ def _served_drafts(drafts: Sequence[DraftReport]) -> Iterable[Family]:
 
 
 def _reasoning(pong: Pong) -> Iterable[Family]:
-    """Yield the metrics of steps that are not exact, in families of their own: no other family counts them."""
+    """Yield the metrics of approximate reasoning steps, which no other family counts."""
     stats = pong.engine.reasoning
     ends = {"accepted": stats.num_accepted, "rejected": stats.num_rejected, "abandoned": stats.num_abandoned}
-    yield _counters("reasoning_steps", "Reasoning steps that the draft began, by what became of them.", "outcome", ends)
+    yield _counters("reasoning_steps", "Reasoning steps that the draft began, by outcome.", "outcome", ends)
     num_tokens = {"accepted": stats.num_accepted_tokens, "rejected": stats.num_rejected_tokens}
-    yield _counters("reasoning_step_tokens", "Tokens of judged reasoning steps, by verdict.", "outcome", num_tokens)
-    yield _counter("reasoning_step_score", "Sum of the scores of judged reasoning steps, 0 to 9.", stats.total_score)
+    yield _counters("reasoning_step_tokens", "Tokens of scored reasoning steps, by verdict.", "outcome", num_tokens)
+    yield _counter("reasoning_step_score", "Sum of the scores of reasoning steps, 0 to 9 each.", stats.total_score)
 
 
 def _log(pong: Pong) -> Iterable[Family]:
     """Yield the metrics of the log that drafts are tuned on."""
     log = pong.engine.log
     yield _counter("tune_log_positions", "Verified positions written to the log.", log.num_positions)
-    yield _counter("tune_log_dropped", "Passes of requests left out, for the writer was late.", log.num_dropped)
-    yield _counter("tune_log_bytes", "Bytes written to the log, those removed since included.", log.num_bytes)
-    yield _gauge("tune_log_stopped", "1 when the log has stopped, for a full disk; requests go on.", log.is_stopped)
+    yield _counter("tune_log_dropped", "Passes of requests left out because the writer was late.", log.num_dropped)
+    yield _counter("tune_log_bytes", "Bytes written to the log, including bytes removed since.", log.num_bytes)
+    yield _gauge("tune_log_stopped", "1 when the log has stopped because the disk is full.", log.is_stopped)
 
 
 def _cache(pong: Pong) -> Iterable[Family]:
@@ -216,7 +216,7 @@ def _cache(pong: Pong) -> Iterable[Family]:
     yield _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits)
     yield _counter("prefill_local_tokens", "Prompt tokens this pair computed.", queried - hits - remote.num_tokens)
     yield _counter("prefill_remote_tokens", "Prompt tokens a prefill replica computed.", remote.num_tokens)
-    yield _counter("prefill_transfers", "Prompts a prefill replica was asked to read.", remote.num_fetches)
+    yield _counter("prefill_transfers", "Prompts sent to a prefill replica.", remote.num_fetches)
     failures = {str(cause): remote.failures.get(cause, 0) for cause in FetchFailure}
     yield _counters("prefill_transfers_failed", "Transfers that ended in local prefill, by cause.", "cause", failures)
     yield _counter("prefill_transfer_seconds", "Time KV blocks were under way.", remote.transfer_s)
@@ -228,11 +228,11 @@ def _requests(pong: Pong) -> Iterable[Family]:
     yield _gauge("num_requests_running", "Sequences that hold blocks.", pong.engine.num_running)
     yield _gauge("num_requests_waiting", "Sequences in the queue.", pong.engine.num_waiting)
     yield _counter(
-        "num_preemptions", "Sequences sent back to the queue for want of blocks.", pong.engine.num_preemptions
+        "num_preemptions", "Sequences sent back to the queue for lack of blocks.", pong.engine.num_preemptions
     )
     yield _counter(
         "num_non_finite_requests",
-        "Sequences that ended with an error, for their logits were not finite.",
+        "Sequences that ended with an error because their logits were not finite.",
         pong.engine.num_non_finite_requests,
     )
     yield _histogram(
@@ -242,7 +242,7 @@ def _requests(pong: Pong) -> Iterable[Family]:
     )
     yield _histogram(
         "request_prefill_time_seconds",
-        "From a sequence's first blocks to its first tokens, less the wait for blocks of prefill replicas.",
+        "From a sequence's first blocks to its first tokens, without the wait for blocks of prefill replicas.",
         pong.engine.prefill_times,
     )
     times = pong.engine.times
@@ -252,7 +252,7 @@ def _requests(pong: Pong) -> Iterable[Family]:
     yield _counter("num_steps", "Steps of the engine.", times.num_steps)
     yield _counter(
         "num_overlapped_passes",
-        "Passes that began before the host had seen their tokens.",
+        "Passes that began before the host had the tokens of the pass before.",
         pong.engine.num_overlapped_passes,
     )
 

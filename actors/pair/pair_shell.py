@@ -1,4 +1,4 @@
-"""The part of a pair's shell that needs no Ray: requests in, tokens out, and the target's numbers."""
+"""The part of a pair's shell that needs no Ray: admission, streams, and the target's numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIGN_OF_LIFE_S = 5.0
 
 
 class PairShell:
-    """Lets requests in and carries their tokens out. A child sets the attributes before the first request."""
+    """Admits requests and passes their tokens on. A subclass sets the attributes before the first request."""
 
     _settings: PairSettings
     _admission: Admission
@@ -30,19 +30,19 @@ class PairShell:
     _metrics: PairMetrics
     _ping_timeout_s: float
     _drift_alarms: DriftAlarms | None = None
-    _drafts: PairDrafts | None = None  # those that have processes of their own
+    _drafts: PairDrafts | None = None  # the drafts that have their own processes
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[TokenChunk], None]:
-        """Yield the request's chunks, all that have queued up at a time; the last one carries the finish reason.
+        """Yield the request's chunks, all that are queued at a time; the last chunk has the finish reason.
 
-        Where the ingress listens on this node (`feed_address`), chunks leave by its feed instead of the generator. An
-        empty list is a sign of life: the shell is there, and judges its target itself. Closing the generator aborts
-        the request.
+        If the ingress listens on this node (`feed_address`), its feed carries the chunks instead of the generator. An
+        empty list is a sign of life: the shell runs, and watches its target itself. Closing the generator aborts the
+        request.
 
         Raises:
             OverloadedError: refused, the pair is full.
             ModelChangedError: refused, the request was made for another model.
-            UnavailableError: the target is away, or died meanwhile; chunks already yielded stand.
+            UnavailableError: the target is away or died; chunks already yielded stay valid.
         """
         arrived_s = time.monotonic()
         self._admission.enter(request)
@@ -51,7 +51,7 @@ class PairShell:
             feed = await self._client.feeds.open(request.feed_address)
             stream = self._client.add(request, feed)
             if request.num_places > 1:
-                yield []  # the choices that wait for this one may come
+                yield []  # lets the ingress send the request's other choices
             while not stream.is_finished:
                 yield await stream.next(_SIGN_OF_LIFE_S)
         finally:
@@ -62,7 +62,7 @@ class PairShell:
                     feed.detach(stream)
 
     async def describe(self) -> ModelCard:
-        """Return the card of the model, with the alarms that ring here. Raises UnavailableError without a target."""
+        """Return the model's card, with the active alarms. Raises UnavailableError without a target."""
         alarms = () if self._drift_alarms is None else self._drift_alarms.ringing
         card = replace(self._client.require_card(), alarms=alarms)
         if self._drafts is None:
@@ -78,16 +78,16 @@ class PairShell:
         return self._metrics.text()
 
     async def kill_draft(self) -> bool:
-        """Kill the drafts' processes, as a fault would; return False where no draft has one."""
+        """Kill the drafts' processes, as a fault would. Return False if no draft has its own process."""
         return False
 
     async def order_draft(self, order: DraftOrder) -> tuple[DraftReport, ...]:
-        """Carry out an order about a draft, and return those that run then.
+        """Carry out an order about a draft, and return the running drafts.
 
         Raises:
             RequestError: no draft has a process of its own, or the order cannot be carried out.
-            ConflictError: another order is under way.
-            DeadlineExceededError: the new draft was not up in time; the old one is, or will be.
+            ConflictError: another order is running.
+            DeadlineExceededError: the new draft did not serve in time; the old one runs, or is starting.
         """
         require_exchangeable(self._settings.draft, has_process=self._drafts is not None)
         assert self._drafts is not None, "as required"

@@ -1,4 +1,4 @@
-"""The pair's metrics exported through Ray, as `ray_outrider_*` beside those of the cluster."""
+"""Exports the pair's metrics through Ray, as `ray_outrider_*` next to the cluster's metrics."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from ray.util.metrics import Gauge
 
 
 class RayMetrics:
-    """Copies the samples of a collector into Ray gauges of the same names and labels; a counter's has its family's."""
+    """Copies a collector's samples into Ray gauges with their labels and names; counters use the family's name."""
 
     def __init__(self) -> None:
         self._gauges: dict[str, Gauge] = {}
 
     def export(self, collector: Collector) -> None:
-        """Set every gauge to the collector's present value; Ray sends them on with its own period."""
+        """Set every gauge to the collector's present value. Ray exports them at its own interval."""
         for family in collector.collect():
             for sample in family.samples:
-                name = family.name if family.type == "counter" else sample.name  # a gauge of its own for each `_bucket`
+                name = family.name if family.type == "counter" else sample.name  # each `_bucket` gets its own gauge
                 gauge = self._gauge(name, family.documentation, tuple(sample.labels))
                 gauge.set(sample.value, tags=dict(sample.labels))
 

@@ -1,4 +1,4 @@
-"""The shell's line to its target: sends requests, fans each step's output out to their streams, and fences the dead."""
+"""The shell's connection to its target: sends requests, and distributes each step's output to their streams."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from actors.shell_messages import (
     AskSnapshot,
     Ping,
     Pong,
-    Ready,
     Refused,
     ShellToTarget,
     Snapshot,
     Status,
     StepOutput,
+    TargetReady,
     TargetToShell,
 )
 from protos.errors import EngineLostError, ModelChangedError, RequestError, UnavailableError
@@ -37,24 +37,24 @@ _READ_BYTES = 1 << 18
 
 
 class TargetListener(Protocol):
-    """Gets the events of the target, in the shell's loop, between two greetings in this order."""
+    """Receives the target's events on the shell's event loop, in this order after each greeting."""
 
     def on_ready(self) -> None:
-        """Take the greeting of a target, which may be the one before after a lost connection."""
+        """Handle a target's greeting. After a lost connection it may be the same target."""
 
     def on_status(self, status: Status) -> None: ...
 
     def on_snapshot(self, snapshot: Snapshot) -> None: ...
 
     def on_lost(self) -> None:
-        """Take the loss of the target, and of its cache."""
+        """Handle the loss of the target and its cache."""
 
 
 class TargetClient:
-    """Connects whenever a target listens at `path`; between two targets every request fails at once.
+    """Connects whenever a target listens at `path`. Without a target every request fails at once.
 
-    `card` is that of the last target that has greeted; `feeds` are those that the streams may be on; `task` runs
-    until `close`.
+    `card` describes the last target that greeted. `feeds` are the connections to ingresses. `task` runs until
+    `close`.
     """
 
     def __init__(self, path: Path, listener: TargetListener) -> None:
@@ -78,7 +78,7 @@ class TargetClient:
         return len(self._streams)
 
     async def wait_connected(self, timeout_s: float) -> ModelCard:
-        """Return when a target has greeted. Raises TimeoutError."""
+        """Wait for a target's greeting, and return its card. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             await self._is_ready.wait()
         return self.require_card()
@@ -86,11 +86,11 @@ class TargetClient:
     def require_card(self) -> ModelCard:
         """Return the card of the connected target. Raises UnavailableError without one."""
         if self.card is None or not self.is_connected:
-            raise UnavailableError("the target of this pair is restarting; try again", retry_after_s=1.0)
+            raise UnavailableError("the target of this pair is restarting; send the request again", retry_after_s=1.0)
         return self.card
 
     def add(self, request: GenerateRequest, feed: TokenFeed | None = None) -> TokenStream:
-        """Send a request, and return the stream of its chunks, which leave by `feed` where there is one.
+        """Send a request, and return the stream of its chunks. A `feed` carries the chunks if given.
 
         Raises:
             UnavailableError: no target is connected.
@@ -107,12 +107,12 @@ class TargetClient:
         return stream
 
     def drop(self, request_id: str) -> None:
-        """Drop the stream of a request, and abort the request unless it has ended. Unknown ids are ignored."""
+        """Drop the stream of a request, and abort the request unless it has ended. Ignore unknown ids."""
         if self._streams.pop(request_id, None) is not None and self.is_connected:
             self._send(Abort(request_id))
 
     def ask_snapshot(self) -> None:
-        """Ask for the whole prefix cache; the listener gets it. Without a target nothing happens."""
+        """Request the whole prefix cache, which the listener receives. Does nothing without a target."""
         if self.is_connected:
             self._send(AskSnapshot())
 
@@ -126,7 +126,7 @@ class TargetClient:
             return await pong
 
     def fence(self) -> None:
-        """Give the present target up: every stream fails now, and the next target is waited for."""
+        """Drop the present target: every stream fails now, and the client waits for the next target."""
         if self._writer is not None:
             self._writer.close()
 
@@ -170,7 +170,7 @@ class TargetClient:
                 pong = self._pongs.popleft()
                 if not pong.done():
                     pong.set_result(message)
-            case Ready(card):
+            case TargetReady(card):
                 self.card = card
                 self._is_ready.set()
                 self._listener.on_ready()
@@ -196,7 +196,7 @@ class TargetClient:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        lost = EngineLostError("the target of this pair was lost; the request can go on elsewhere", retry_after_s=1.0)
+        lost = EngineLostError("this pair's target was lost; the request can continue elsewhere", retry_after_s=1.0)
         for stream in self._streams.values():
             stream.fail(lost)
         self._streams.clear()
@@ -207,9 +207,9 @@ class TargetClient:
 
 
 def _check_version(request: GenerateRequest, card: ModelCard) -> None:
-    """Raise ModelChangedError if the request was validated, and perhaps begun, with other weights."""
+    """Raise ModelChangedError if the request was validated, and perhaps begun, for other weights."""
     if request.model_version not in ("", card.model_version):
         raise ModelChangedError(
-            f"This answer is of model version {request.model_version}, and this pair serves {card.model_version} since "
-            "a redeployment; send the request again."
+            f"The request began with model version {request.model_version}, but this pair serves {card.model_version} "
+            "since a redeployment; send the request again."
         )

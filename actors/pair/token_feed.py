@@ -1,7 +1,7 @@
-"""The way of tokens to an ingress on this node: one connection for all of its streams, one frame for all of a step's.
+"""Sends tokens to an ingress on this node: one connection for all its streams, one frame per step.
 
-A chunk of a stream of Serve's is a gRPC message in Python; without them pair and ingress take less than half the
-processor time per chunk (`bench.served.chunk_cost`). Serve's streams stay for refusals, errors and signs of life.
+A chunk in a stream of Serve's is a gRPC message in Python. Without these, pair and ingress take less than half the
+processor time per chunk (`bench.served.chunk_cost`). Serve's streams remain for refusals, errors and signs of life.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_BACKLOG_BYTES = 32 << 20  # that an ingress may leave unread
 
 
 class TokenFeed:
-    """The connection to one ingress. When it is lost, the streams on it fail; their requests may go on elsewhere."""
+    """The connection to one ingress. When it is lost, its streams fail; their requests can continue elsewhere."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -36,7 +36,7 @@ class TokenFeed:
         return not self._writer.is_closing()
 
     def attach(self, stream: TokenStream) -> None:
-        """Have the feed take the chunks of a stream from now on; one that was lost meanwhile takes none."""
+        """Send a stream's chunks through the feed from now on. Does nothing if the feed is lost."""
         if self.is_open:
             stream.divert(self._chunks.append)
             self._streams.add(stream)
@@ -45,24 +45,24 @@ class TokenFeed:
         self._streams.discard(stream)
 
     def flush(self) -> None:
-        """Send what has come since the last call."""
+        """Send the chunks queued since the last call."""
         if not self._chunks or not self.is_open:
             return
         self._writer.write(self._codec.encode(self._chunks))
         self._chunks.clear()
         if self._writer.transport.get_write_buffer_size() > _MAX_BACKLOG_BYTES:
-            logger.warning("an ingress has left %d MiB of tokens unread: its feed is closed", _MAX_BACKLOG_BYTES >> 20)
+            logger.warning("an ingress left %d MiB of tokens unread; closing its feed", _MAX_BACKLOG_BYTES >> 20)
             self._writer.transport.abort()
 
     async def _watch(self, reader: asyncio.StreamReader) -> None:
-        """Wait for the end of the connection, on which the ingress sends nothing."""
+        """Wait until the connection ends; the ingress never sends on it."""
         try:
             await reader.read(1)
         except OSError:
             pass
         finally:
             self._writer.close()
-            lost = UnavailableError("the feed to the ingress was lost; the request can go on", retry_after_s=1.0)
+            lost = UnavailableError("the feed to the ingress was lost; the request can continue", retry_after_s=1.0)
             for stream in self._streams:
                 stream.fail(lost)
 
@@ -74,7 +74,7 @@ class TokenFeeds:
         self._feeds: dict[str, TokenFeed] = {}
 
     async def open(self, address: str) -> TokenFeed | None:
-        """Return the feed to an ingress; None where it has no address, or listens on another node."""
+        """Return the feed to an ingress, or None if it has no address or listens on another node."""
         if not address:
             return None
         feed = self._feeds.get(address)
@@ -82,12 +82,12 @@ class TokenFeeds:
             return feed
         self._feeds = {known: feed for known, feed in self._feeds.items() if feed.is_open}
         connection = await _connect(address)
-        if connection is not None and address not in self._feeds:  # another request may have been sooner
+        if connection is not None and address not in self._feeds:  # another request may have been faster
             self._feeds[address] = TokenFeed(*connection)
         return self._feeds.get(address)
 
     def flush(self) -> None:
-        """Send what has come on all feeds since the last call."""
+        """Send the chunks queued on all feeds since the last call."""
         for feed in self._feeds.values():
             feed.flush()
 
@@ -97,10 +97,10 @@ async def _connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWr
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     peer.setblocking(False)
     try:
-        peer.connect(f"\0{address}")  # here, for uvloop knows no abstract addresses
+        peer.connect(f"\0{address}")  # not by uvloop, which supports no abstract addresses
         if is_own(peer):
             return await asyncio.open_unix_connection(sock=peer)
     except OSError:
-        pass  # no such address here, or too many that connect to it
+        pass  # no such address here, or its backlog is full
     peer.close()
     return None

@@ -1,4 +1,4 @@
-"""The stream of one request's chunks out of the shell: they queue up, and leave together."""
+"""The stream of one request's chunks out of the shell. Queued chunks leave together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from protos.messages import TokenChunk
 
 
 class TokenStream:
-    """Filled by the socket's reader, drained by the request's generator, both on one event loop."""
+    """Filled by the socket's reader and drained by the request's generator, both on one event loop."""
 
     def __init__(self) -> None:
         self._chunks: list[TokenChunk] = []
@@ -22,11 +22,11 @@ class TokenStream:
 
     @property
     def is_finished(self) -> bool:
-        """True once the last chunk was taken, here or by what chunks are diverted to."""
+        """True once the last chunk was taken, here or by the function that chunks are diverted to."""
         return self._is_complete and not self._chunks
 
     def divert(self, take: Callable[[TokenChunk], None]) -> None:
-        """Have `take` called with each chunk instead; `next` then returns at the end, and without chunks."""
+        """Pass each chunk to `take` instead. `next` then returns only at the end, and without chunks."""
         self._divert = take
 
     def push(self, chunk: TokenChunk) -> None:
@@ -40,12 +40,12 @@ class TokenStream:
             self._has_news.set()
 
     def fail(self, error: ServingError) -> None:
-        """End the stream with an error; chunks that have queued up are still delivered."""
+        """End the stream with an error. Queued chunks are still delivered."""
         self._failure = error
         self._has_news.set()
 
     async def next(self, timeout_s: float | None = None) -> list[TokenChunk]:
-        """Wait for a chunk, and return all that have queued up; none after `timeout_s`.
+        """Wait for a chunk, and return all queued chunks; an empty list after `timeout_s`.
 
         Raises:
             ServingError: the stream has failed, and its last chunk was taken.
@@ -56,7 +56,7 @@ class TokenStream:
         if not self._has_news.is_set():
             return []
         if not self._chunks and not self._is_complete:
-            assert self._failure is not None, "woken for nothing"
+            assert self._failure is not None, "woken without a reason"
             raise self._failure
         chunks, self._chunks = self._chunks, []
         if self._failure is None:

@@ -1,4 +1,4 @@
-"""The detection of a target that is dead or stuck while its socket stays open."""
+"""Detects a target that is dead or stuck while its socket stays open."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _PERIOD_S = 1.0
 
 
 class Watchdog:
-    """Pings the target once a second; fences and restarts one that does not answer, or of whose work nothing comes.
+    """Pings the target once a second. Fences and restarts a target that does not respond or makes no progress.
 
-    A draft that has been silent for as long as a restart may take is restarted too.
+    A draft that is silent for longer than a restart may take is restarted too.
 
     Args:
-        client: the line to the target.
+        client: the connection to the target.
         settings: the limits.
         restart: kills the target's process.
-        on_pong: gets every answer.
+        on_pong: gets every `Pong`.
         restart_draft: kills the process of a method's draft.
         clock: seconds.
     """
@@ -70,32 +70,32 @@ class Watchdog:
         try:
             pong = await self._client.ping(self._settings.pong_timeout_s)
         except UnavailableError:
-            return  # it has just died, and the client has fenced it
+            return  # the target has just died, and the client has dropped it
         except TimeoutError:
-            self._give_up(f"it answered no ping for {self._settings.pong_timeout_s} s")
+            self._give_up(f"it did not answer a ping within {self._settings.pong_timeout_s} s")
             return
         self._seen_at_s = self._clock()
         self._on_pong(pong)
         for method, draft in pong.drafts.items():
             self._check_draft(method, draft.silent_s)
         if pong.stalled_s > self._settings.step_timeout_s:
-            self._give_up(f"nothing has come of its work for {pong.stalled_s:.0f} s")
+            self._give_up(f"it has work and made no progress for {pong.stalled_s:.0f} s")
 
     def _check_draft(self, method: str, silent_s: float) -> None:
         now_s, limit_s = self._clock(), self._settings.restart_timeout_s
         if min(silent_s, now_s - self._drafts_restarted_at_s.get(method, self._began_at_s)) > limit_s:
-            logger.error("the draft %s is restarted: it has not been heard for %.0f s", method, silent_s)
+            logger.error("restarting the draft %s: it has been silent for %.0f s", method, silent_s)
             self._drafts_restarted_at_s[method] = now_s
             self._restart_draft(method)
 
     def _give_up(self, reason: str) -> None:
-        logger.error("the target is restarted: %s", reason)
+        logger.error("restarting the target: %s", reason)
         self._client.fence()
         self._restart()
 
 
 def check_running(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Raise UnavailableError if a task that is to run for ever has ended: nothing else would notice."""
+    """Raise UnavailableError if a task that should run forever has ended. Nothing else would notice."""
     for task in tasks:
         if task.done():
             reason = "cancelled" if task.cancelled() else repr(task.exception())

@@ -1,1 +1,1 @@
-"""The prefill replica: a Serve deployment that reads prompts for the pairs."""
+"""The prefill replica: a Serve deployment that prefills prompts for the pairs."""

@@ -1,4 +1,4 @@
-"""The Serve deployment that reads prompts for the pairs."""
+"""The Serve deployment that prefills prompts for the pairs."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from actors.process.process_logging import configure_logging
 from actors.process.quick_imports import quick_imports
 from actors.settings import PrefillSettings
 
-if TYPE_CHECKING:  # this class is known to Serve's builder, which must not load torch for it
+if TYPE_CHECKING:  # Serve's builder imports this class, and must not load torch for it
     from actors.kv_transfer.prefill_reply import PrefillReply
     from engine.remote_prefill.kv_transfer import FetchOrder, KVLayout
     from protos.worker_load import PrefixHolder
 
 
 class Prefill:
-    """One replica of the Serve deployment `Prefill`: the target model, prefill only, with a prefix cache of its own.
+    """One replica of the Serve deployment `Prefill`: the target model, prefill only, with its own prefix cache.
 
-    Its death costs the pairs time and never a token: they read what is missing themselves.
+    Its death costs the pairs time and never a token: they prefill the missing blocks themselves.
 
     Args:
-        settings: of the engine.
-        open_index: returns the index of an application's prefill replicas, by which pairs choose among them.
+        settings: the engine's.
+        open_index: returns the index of an application's prefill replicas; pairs choose from it.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -47,26 +47,26 @@ class Prefill:
     async def prefill(
         self, order: FetchOrder, layout: KVLayout, use_direct: bool, holder: PrefixHolder | None = None
     ) -> AsyncGenerator[PrefillReply, None]:
-        """Read a prompt, and answer with the stream of `actors.kv_transfer.prefill_reply`.
+        """Prefill a prompt, and reply with the stream of `actors.kv_transfer.prefill_reply`.
 
         Closing the generator stops the computation and frees its blocks within a step.
 
         Args:
             order: the blocks that the pair lacks.
-            layout: the pair's; another one than this replica's is refused.
-            use_direct: blocks come as `DirectBlocks` where this replica can.
-            holder: of the order's first blocks; the router adds it.
+            layout: the pair's; a layout that differs from this replica's is refused.
+            use_direct: send blocks as `DirectBlocks` if this replica can.
+            holder: the replica that has the order's first blocks; the router adds it.
         """
-        async with aclosing(self._engine.read(order, layout, use_direct, holder)) as replies:
+        async with aclosing(self._engine.prefill(order, layout, use_direct, holder)) as replies:
             async for reply in replies:
                 yield reply
 
     async def copy(
         self, order: FetchOrder, layout: KVLayout, use_direct: bool, holder_id: str
     ) -> AsyncGenerator[PrefillReply, None]:
-        """Send another replica those of an order's blocks that are cached here, in the same stream.
+        """Send another replica the order's blocks that are cached here, in the same kind of stream.
 
-        `holder_id` is this replica's, by which the router has found it.
+        `holder_id` is this replica's id; the router has used it to find this replica.
         """
         async with aclosing(self._engine.copy(order, layout, use_direct)) as replies:
             async for reply in replies:
@@ -78,9 +78,9 @@ class Prefill:
         return self._metrics.text()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the work that waits here; called by Serve where the number of replicas follows it."""
+        """Return the waiting work. Serve calls it if the number of replicas scales with it."""
         return self._engine.work
 
     async def check_health(self) -> None:
-        """Raise if this replica should be replaced; called by Serve."""
+        """Raise if this replica should be replaced; Serve calls it."""
         self._engine.check()

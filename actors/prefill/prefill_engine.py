@@ -1,4 +1,4 @@
-"""The inside of a prefill replica: the engine in its own thread, and the orders that asyncio waits for."""
+"""The engine of a prefill replica, in its own thread, and the orders that asyncio waits for."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ from protos.errors import UnavailableError
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from protos.worker_load import PrefixHolder
 
-if TYPE_CHECKING:  # a second to import, for processes that may never call a deployment
+if TYPE_CHECKING:  # takes a second to import, and not every process calls a deployment
     from ray.serve.handle import DeploymentHandle
 
 logger = logging.getLogger(__name__)
 
-_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)  # the token that ends a sequence is not used
-_GRACE_S = 10.0  # after an order's time-out, in which a late reader may end its stream
+_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)  # the single token is not used
+_GRACE_S = 10.0  # after an order's time-out, for a late reader to end its stream
 
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """The last event of a copy: all that was wanted has been exported."""
+    """The last event of a copy: all wanted blocks are exported."""
 
     request_id: str
 
@@ -63,11 +63,11 @@ _Event = ExportedBlocks | TokenChunk | Refused | _Copied
 
 
 class PrefillEngine:
-    """An `EngineCore` whose tokens are not used. Each chunk's blocks leave while the next chunk is computed.
+    """An `EngineCore` that only prefills. Each chunk's blocks leave while the next chunk is computed.
 
-    Construct it in the event loop that will call `read`; the model is loaded in the engine's own thread. Its cache and
-    its queue are reported to `index`. `peers` is the deployment that this replica is one of: a prefix that another one
-    holds is copied from there.
+    Construct it in the event loop that will call `prefill`; the engine's own thread loads the model. Its cache and its
+    queue are reported to `index`. `peers` is this replica's own deployment: a prefix that another replica holds is
+    copied from there.
     """
 
     def __init__(
@@ -83,49 +83,49 @@ class PrefillEngine:
         self._thread = ActorThread("Prefill", self._serve, settings.niceness)
 
     async def wait_ready(self) -> None:
-        """Return when the model is loaded. Raises ConfigError for a model that cannot be served."""
+        """Return when the model is loaded. Raises ConfigError if it cannot be served."""
         await asyncio.to_thread(self._thread.wait_ready, self._settings.start_timeout_s)
         self._reporter.on_ready()
         self._reporting = asyncio.create_task(self._reporter.run(self), name="index-reporter")
 
     @property
     def num_requests(self) -> int:
-        """Orders that are being read."""
+        """The number of orders in progress."""
         return len(self._events)
 
     @property
     def work(self) -> dict[str, float]:
-        """The work that waits, as `IndexReporter.work`."""
+        """The waiting work, as `IndexReporter.work`."""
         return self._reporter.work
 
     def ask_snapshot(self) -> None:
-        """Have the engine report its whole cache."""
+        """Make the engine report its whole cache."""
         self._loop.submit(AskSnapshot())
 
     @property
     def stats(self) -> EngineStats:
-        """The engine's numbers before its present step."""
+        """The engine's numbers as of its last report."""
         return self._loop.stats
 
     @property
     def direct(self) -> DirectStats:
-        """Counts of the blocks that pairs read out of this process's memory."""
+        """Counts of the blocks that pairs read from this process's memory."""
         return self._carrier.stats if self._carrier else DirectStats()
 
     def check(self) -> None:
-        """Raise UnavailableError if the engine has work and nothing comes of it."""
+        """Raise UnavailableError if the engine has work and makes no progress."""
         if self._loop.stalled_s > self._settings.step_timeout_s:
             raise UnavailableError(
-                f"no prompt has been read on for {self._loop.stalled_s:.0f} s, and "
-                f"{self._settings.step_timeout_s:.0f} s is the limit; the replica is replaced"
+                f"no prompt tokens were computed for {self._loop.stalled_s:.0f} s, and the limit is "
+                f"{self._settings.step_timeout_s:.0f} s; the replica is replaced"
             )
 
-    async def read(
+    async def prefill(
         self, order: FetchOrder, layout: KVLayout, use_direct: bool, holder: PrefixHolder | None = None
     ) -> AsyncGenerator[PrefillReply, None]:
-        """Compute an order's tokens; its blocks leave as they are computed. Closing the generator frees everything.
+        """Compute an order's tokens, and send blocks as they are computed. Closing the generator frees everything.
 
-        Leading blocks that `holder` has are copied from there, where that takes less time.
+        Leading blocks that `holder` has are copied from there if that is faster.
         """
 
         def begin(request_id: str) -> None:
@@ -139,12 +139,12 @@ class PrefillEngine:
                 yield reply
 
     async def copy(self, order: FetchOrder, layout: KVLayout, use_direct: bool) -> AsyncGenerator[PrefillReply, None]:
-        """Send those of an order's blocks that are cached, as `read` does; nothing is computed, and nothing queues."""
+        """Send an order's cached blocks, as `prefill` does. Nothing is computed, and nothing queues."""
 
         def begin(request_id: str) -> None:
             self._loop.submit(Do(lambda: self._copy(request_id, order)))
 
-        load = RemoteLoad(self._replica_id, 0, 0.0)  # a copy waits for no prompt
+        load = RemoteLoad(self._replica_id, 0, 0.0)  # a copy never waits for a prompt
         async with aclosing(self._answer(order, layout, use_direct, begin, lambda: load)) as replies:
             async for reply in replies:
                 yield reply
@@ -157,7 +157,7 @@ class PrefillEngine:
         begin: Callable[[str], None],
         load_of: Callable[[], RemoteLoad],
     ) -> AsyncGenerator[PrefillReply, None]:
-        """Answer an order with the events that `begin` brings about under the id that it is given."""
+        """Reply to an order with the events of the request that `begin` starts under the given id."""
         if difference := self._layout.difference(layout):
             yield FetchEnd(order.fetch_id, FetchFailure.MISMATCH, difference)
             return
@@ -172,7 +172,7 @@ class PrefillEngine:
                 if isinstance(reply, DirectBlocks):
                     sent.append(reply)
                 yield reply
-            if sent:  # they stay until the reader has read them and ends the stream
+            if sent:  # kept until the reader has read them and ends the stream
                 await asyncio.sleep(order.timeout_s + _GRACE_S)
         finally:
             self._release(sent)
@@ -193,7 +193,7 @@ class PrefillEngine:
                     yield FetchEnd(fetch_id, FetchFailure.REFUSED, refused.message)
                     return
                 case TokenChunk(finish_reason=FinishReason.TIMEOUT):
-                    detail = "the order's time was up in the prefill replica"
+                    detail = "the order's deadline passed in the prefill replica"
                     yield FetchEnd(fetch_id, FetchFailure.TIMEOUT, detail)
                     return
                 case TokenChunk(finish_reason=FinishReason.NON_FINITE) as chunk:
@@ -204,19 +204,19 @@ class PrefillEngine:
                     return
 
     async def _parcel(self, blocks: Tensor, use_direct: bool) -> BlocksReply:
-        """Copy the blocks or register them to be read; neither is done in the event loop."""
+        """Copy the blocks, or register them for reading, outside the event loop."""
         if not use_direct or self._carrier is None:
             return await asyncio.to_thread(lambda: blocks.cpu().numpy())
         sending = asyncio.create_task(asyncio.to_thread(self._carrier.send, blocks))
         try:
             return await asyncio.shield(sending)
         except asyncio.CancelledError:
-            sending.add_done_callback(lambda sent: self._release([sent.result()]))  # the reader has left meanwhile
+            sending.add_done_callback(lambda sent: self._release([sent.result()]))  # the reader has left
             raise
 
     def _release(self, sent: list[DirectBlocks]) -> None:
         for blocks in sent:
-            assert self._carrier is not None, "the carrier has sent them"
+            assert self._carrier is not None, "the carrier sent them"
             self._event_loop.run_in_executor(None, self._carrier.release, blocks)
 
     def _load(self) -> RemoteLoad:
@@ -237,7 +237,7 @@ class PrefillEngine:
             runner.watch(lambda reason: os._exit(1))  # Serve starts another replica
         self._layout: KVLayout = runner.kv_layout
         max_blocks = max(1, self._settings.engine.scheduler.max_tokens_per_step // runner.block_size)
-        self._exporter = BlockExporter(runner, max_blocks, self._say)
+        self._exporter = BlockExporter(runner, max_blocks, self._post)
         core.on_computed = self._exporter.collect
         reporter = StatusReporter(self._report, kv_events, lambda: core.blocks.cached_keys)
         self._loop = EngineLoop(core, self._emit, reporter=reporter)
@@ -250,18 +250,18 @@ class PrefillEngine:
         self._exporter.export(request_id, order.first_block, found[order.first_block :])
         num_blocks = len(order.token_ids) // self._layout.block_size
         if len(found) == num_blocks:
-            self._say(_Copied(request_id))
+            self._post(_Copied(request_id))
             return
-        lack = UnavailableError(f"{len(found)} of the prompt's first {num_blocks} blocks are cached there")
-        self._say(Refused.of(request_id, lack))
+        missing = UnavailableError(f"{len(found)} of the prompt's first {num_blocks} blocks are cached there")
+        self._post(Refused.of(request_id, missing))
 
     def _emit(self, output: StepOutput | Refused) -> None:
         if isinstance(output, Refused):
-            self._say(output)
+            self._post(output)
             return
         for chunk in output.chunks:
             if chunk.finish_reason is not None:
-                self._say(chunk)
+                self._post(chunk)
 
     def _report(self, message: Status | Snapshot) -> None:
         if isinstance(message, Status):
@@ -269,7 +269,7 @@ class PrefillEngine:
         else:
             self._call(lambda: self._reporter.on_snapshot(message))
 
-    def _say(self, event: _Event) -> None:
+    def _post(self, event: _Event) -> None:
         self._call(lambda: self._deliver(event))
 
     def _call(self, act: Callable[[], None]) -> None:
@@ -278,7 +278,7 @@ class PrefillEngine:
 
     def _deliver(self, event: _Event) -> None:
         events = self._events.get(event.request_id)
-        if events is not None:  # else the order was given up
+        if events is not None:  # else the order was cancelled
             events.put_nowait(event)
 
 

@@ -20,7 +20,7 @@ class PrefillMetrics(Collector):
         self._direct = DirectStats()
 
     def update(self, stats: EngineStats, direct: DirectStats) -> None:
-        """Take in the engine's present numbers, and those of the blocks kept for pairs to read."""
+        """Take in the present numbers of the engine and of the blocks kept for pairs."""
         self._stats, self._direct = stats, direct
 
     def text(self) -> str:

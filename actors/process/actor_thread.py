@@ -1,4 +1,4 @@
-"""The thread in which an actor loads its model and serves it, so that the actor itself stays answerable."""
+"""Loads and serves an actor's model in a thread, so that the actor itself stays responsive."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 class ActorThread:
     """Runs `main(is_ready)`, which calls `is_ready()` once it serves, and serves until the process is killed.
 
-    A failure before that is kept for `wait_ready`. One after it ends the whole process: the state is in doubt, Ray
-    restarts the actor, and its peers start over. `niceness` is added to that of this thread and of those it starts,
-    which get long slices of a core (`keep_cores`); other threads of the process stay as they were.
+    `wait_ready` raises a failure before that. A later failure ends the whole process: its state is in doubt, Ray
+    restarts the actor, and its peers start over. `niceness` is added to the niceness of this thread and its children,
+    which get long slices of a core (`keep_cores`). Other threads of the process are unchanged.
     """
 
     def __init__(self, name: str, main: Callable[[Callable[[], None]], None], niceness: int = 0) -> None:
@@ -34,10 +34,10 @@ class ActorThread:
         """Return once the actor serves.
 
         Raises:
-            ServingError: it failed before, or took longer than `timeout_s`.
+            ServingError: it failed to start, or took longer than `timeout_s`.
         """
         if not self._is_settled.wait(timeout_s):
-            raise EngineError(f"{self._thread.name} did not start within {timeout_s} s; look for it in Ray's logs")
+            raise EngineError(f"{self._thread.name} did not start within {timeout_s} s; search Ray's logs for it")
         if self._failure is not None:
             raise self._failure
 
@@ -46,7 +46,7 @@ class ActorThread:
             os.nice(self._niceness)  # of the thread, on Linux
             keep_cores()
             self._main(self._settle)
-        except BaseException as error:  # Rust libraries panic with children of it alone
+        except BaseException as error:  # Rust libraries panic with direct subclasses of it
             logger.exception("%s failed", self._thread.name)
             if self._is_settled.is_set():
                 os._exit(1)
@@ -54,7 +54,7 @@ class ActorThread:
             self._is_settled.set()
 
     def _settle(self) -> None:
-        """Exclude all loaded objects from garbage collection: a walk over 440,000 of them would cost a step 0.3 s."""
+        """Exclude all loaded objects from garbage collection: walking 440,000 objects costs a step 0.3 s."""
         gc.collect()
         gc.freeze()
         self._is_settled.set()

@@ -1,7 +1,7 @@
-"""Connections for the threads of a pair's processes: frames (`protos.frames`) over Unix sockets.
+"""Connections between threads of a pair's processes: frames (`protos.frames`) over Unix sockets.
 
-The processes of a pair share a node and a folder only they may enter, so a stream socket is all the network there is
-(39 us a round trip, against 0.9 ms for an actor call). `shell_messages` and `draft_messages` define the messages.
+The processes of a pair share a node, and a folder that only they may enter, so they need no other network. A round
+trip takes 39 us, against 0.9 ms for an actor call. `shell_messages` and `draft_messages` define the messages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Incoming = TypeVar("Incoming")
 
 
 class FrameConnection(Generic[Incoming]):
-    """A connected socket for threads: one may receive while others send; no call waits longer than its time-out."""
+    """A connected socket. One thread may receive while others send. No call waits longer than its time-out."""
 
     def __init__(self, peer: socket.socket, incoming: Any) -> None:
         peer.setblocking(False)
@@ -36,11 +36,11 @@ class FrameConnection(Generic[Incoming]):
         self._writable = _poll(peer, select.POLLOUT)
 
     def send(self, message: msgspec.Struct, timeout_s: float) -> None:
-        """Send one frame whole.
+        """Send one whole frame.
 
         Raises:
-            ConnectionLostError: the peer is gone, or its buffer stayed full for `timeout_s`; the stream may now end
-                inside a frame, so the connection must be closed.
+            ConnectionLostError: the peer is gone, or its buffer stayed full for `timeout_s`. A frame may be incomplete,
+                so close the connection.
         """
         data = memoryview(self._codec.encode(message))
         deadline_s = time.monotonic() + timeout_s
@@ -55,7 +55,7 @@ class FrameConnection(Generic[Incoming]):
                     raise ConnectionLostError(f"the peer is gone: {error}") from error
 
     def receive(self, timeout_s: float) -> list[Incoming]:
-        """Return the messages that have arrived, after up to `timeout_s` for the first bytes; empty without any.
+        """Return the messages that have arrived, waiting up to `timeout_s` for the first bytes; may be empty.
 
         Raises:
             ConnectionLostError: the peer is gone or broke the protocol.
@@ -73,18 +73,18 @@ class FrameConnection(Generic[Incoming]):
         return self._codec.feed(data)
 
     def has_arrived(self) -> bool:
-        """True if `receive` would find a message or the end of the connection; takes nothing and does not wait."""
+        """True if `receive` would find data or the end of the connection. Does not wait."""
         return bool(self._readable.poll(0))
 
     def close(self) -> None:
-        """Close the socket; a thread inside `receive` wakes up with `ConnectionLostError`. Closing twice is fine."""
+        """Close the socket. A thread inside `receive` gets `ConnectionLostError`. Closing twice is fine."""
         with contextlib.suppress(OSError):  # already closed
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 class FrameListener:
-    """The listening end of one Unix socket; a restarted process takes its own path over from its predecessor."""
+    """The listening end of one Unix socket. A restarted process takes over its predecessor's path."""
 
     def __init__(self, path: Path) -> None:
         path.unlink(missing_ok=True)
@@ -94,7 +94,7 @@ class FrameListener:
         self._readable = _poll(self._socket, select.POLLIN)
 
     def accept(self, incoming: Any, timeout_s: float) -> FrameConnection[Any] | None:
-        """Return the next peer, or None if none comes within `timeout_s`."""
+        """Return a connection to the next peer, or None after `timeout_s`."""
         if not self._readable.poll(_milliseconds(time.monotonic() + timeout_s)):
             return None
         peer, _ = self._socket.accept()
@@ -105,7 +105,7 @@ class FrameListener:
 
 
 def connect(path: Path, incoming: Any) -> FrameConnection[Any] | None:
-    """Connect to a path without waiting; None while no process listens there."""
+    """Connect to a path without waiting. Return None if no process listens there."""
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     peer.setblocking(False)
     try:

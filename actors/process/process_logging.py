@@ -1,7 +1,7 @@
-"""Log lines of our own processes; Ray collects their standard error, one file per process.
+"""Log lines of Outrider's processes. Ray collects their standard error, one file per process.
 
-With `OUTRIDER_LOG_FORMAT=json` each line is one JSON object. A message that begins with `request %s` is about that
-request, whose id is a field of its own.
+With `OUTRIDER_LOG_FORMAT=json` each line is one JSON object. A message that starts with `request %s` gets that id as
+a separate field.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _OF_A_REQUEST = "request %s"
 
 
 def is_json_wanted() -> bool:
-    """Return the choice of the environment.
+    """True if the environment selects JSON.
 
     Raises:
-        ConfigError: it is neither text nor json.
+        ConfigError: the variable is not text or json.
     """
     chosen = os.environ.get(FORMAT_VARIABLE) or "text"
     if chosen not in ("text", "json"):
@@ -34,7 +34,7 @@ def is_json_wanted() -> bool:
 def configure_logging(is_replica: bool = False) -> None:
     """Give this process's root logger a handler; model libraries log warnings only.
 
-    Serve makes JSON of what its replicas write itself, so their lines stay text.
+    Serve itself converts its replicas' lines to JSON, so they stay text here.
     """
     guard_logs()
     logging.basicConfig(level=logging.INFO, format=_TEXT)
@@ -46,7 +46,7 @@ def configure_logging(is_replica: bool = False) -> None:
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per record: time (UTC), level, logger, message, and request id and error where it has them."""
+    """One JSON object per record: time (UTC), level, logger, message, and if present request id and error."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {

@@ -1,1 +1,1 @@
-"""The target process: the actor, its engine, and the sockets to shell and draft."""
+"""The target process: the actor, its engine, and the sockets for shell and draft."""

@@ -1,4 +1,4 @@
-"""A draft model in the target's process: no socket, no second context on a GPU that they share."""
+"""A draft model in the target's process: no socket, and no second context on a shared GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.proposer.draft_model.loader import Drafter
 
 
 class InProcessDraft(GuardedProposer):
-    """The draft model of a pair without a `DraftActor`; to the target's process as `ChannelProposer` is."""
+    """The draft model of a pair without a `DraftActor`, with the interface of `ChannelProposer`."""
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__(drafter.proposer)
@@ -21,14 +21,14 @@ class InProcessDraft(GuardedProposer):
         """Load the draft.
 
         Raises:
-            ConfigError: the model cannot be had, or does not fit the target.
+            ConfigError: the model cannot be loaded, or does not fit the target.
         """
         return cls(load_draft(settings))
 
     @property
     def stats(self) -> DraftChannelStats:
-        """Say if it drafts; its time is part of the engine's. May be read from any thread."""
+        """Whether it drafts; its time is part of the engine's. May be read from any thread."""
         return DraftChannelStats(is_connected=self.is_on, num_connections=1, translated=self._drafter.proposer.counts)
 
     def flush(self) -> None:
-        """Do nothing: nothing is on its way."""
+        """Do nothing, since no message is queued."""

@@ -1,4 +1,4 @@
-"""The target process's end of the line to its shell: takes commands in, sends steps out, answers pings."""
+"""The target process's end of the connection to its shell: receives commands, sends steps, answers pings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from actors.shell_messages import (
     DraftChannelStats,
     Ping,
     Pong,
-    Ready,
     Refused,
     ShellToTarget,
     Snapshot,
     Status,
     StepOutput,
+    TargetReady,
 )
 from protos.frames import ConnectionLostError
 from protos.messages import ModelCard
@@ -29,9 +29,9 @@ _SEND_TIMEOUT_S = 5.0
 
 
 class ShellServer:
-    """Serves one shell at a time; the requests of a shell that leaves, or does not read for five seconds, are aborted.
+    """Serves one shell at a time. When a shell disconnects or does not read for five seconds, its requests are aborted.
 
-    `run` belongs in a thread of its own. `emit` is for the engine's thread, and waits at most for the socket.
+    `run` needs its own thread. The engine's thread calls `emit`, which waits only for the socket.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ShellServer:
         self._listener.close()
 
     def emit(self, message: StepOutput | Refused | Status | Snapshot) -> None:
-        """Send to the shell; without one the message is dropped."""
+        """Send to the shell, or drop the message if no shell is connected."""
         connection = self._connection
         if connection is None:
             return
@@ -67,7 +67,7 @@ class ShellServer:
 
     def _serve(self, connection: FrameConnection[ShellToTarget], loop: EngineLoop) -> None:
         try:
-            connection.send(Ready(self._card), _SEND_TIMEOUT_S)
+            connection.send(TargetReady(self._card), _SEND_TIMEOUT_S)
             self._connection = connection
             while not self._is_closing.is_set():
                 for message in connection.receive(_POLL_S):

@@ -11,16 +11,16 @@ from actors.process.process_logging import configure_logging
 from actors.process.quick_imports import quick_imports
 from actors.settings import PairSettings
 
-if TYPE_CHECKING:  # a second to import, for processes that may never call a deployment
+if TYPE_CHECKING:  # takes a second to import, and not every process calls a deployment
     from ray.serve.handle import DeploymentHandle
 
 
 class TargetActor:
     """Loads the target in the background and serves the pair's shell over a socket in `folder`.
 
-    Ray restarts it after a death with its settings alone: requests are lost here, and continued by the ingress, which
-    holds their committed tokens. It calls the `Prefill` deployment itself, where there is one: KV blocks pass neither
-    the shell nor a socket.
+    After a death Ray restarts it with its settings alone. Its requests are lost; the ingress holds their committed
+    tokens and continues them. It calls the `Prefill` deployment itself, if there is one, so that KV blocks do
+    not pass through the shell or a socket.
     """
 
     def __init__(self, settings: PairSettings, folder: Path, prefill: DeploymentHandle[Any] | None) -> None:
@@ -39,7 +39,7 @@ class TargetActor:
         self._thread.wait_ready(self._settings.start_timeout_s)
 
     def _serve(self, is_ready: Callable[[], None]) -> None:
-        # Here and not above: this class is known to shells and to Serve's builder, which must not load torch for it.
+        # Imported here: shells and Serve's builder import this class, and must not load torch for it.
         with quick_imports():
             from actors.target.target_process import serve_target
 

@@ -1,4 +1,4 @@
-"""The inside of a `TargetActor`: the target model, its engine, its draft or the socket to it, and that to its shell."""
+"""The process of a `TargetActor`: the target model, its engine, its draft or the draft's socket, and the shell's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from protos.block_keys import PROBE_SALT, probe_token_ids
 from protos.fingerprint import FingerprintPart, digest, write_fingerprint
 from protos.messages import ModelCard, SpeculationMethod
 
-if TYPE_CHECKING:  # a second to import, for processes that may never call a deployment
+if TYPE_CHECKING:  # takes a second to import, and not every process calls a deployment
     from ray.serve.handle import DeploymentHandle
 
     from actors.engine_loop.kv_event_publisher import KVEventPublisher
@@ -49,7 +49,7 @@ def serve_target(
 ) -> None:
     """Load the target, call `is_ready` once the shell can connect, and compute until the process is killed.
 
-    Long prompts are read by `prefill` where there is one and it is faster.
+    `prefill`, if given, computes long prompts when that is faster.
 
     Raises:
         ConfigError: the model, its head, the pool or the limits do not fit.
@@ -83,8 +83,8 @@ def serve_target(
 
 
 def publish_kv_events(settings: KVEventSettings, blocks: BlockManager) -> KVEventPublisher:
-    """Publish the changes of a block manager from now on. Raises ConfigError for addresses that cannot be had."""
-    # Not at the top: pyzmq is for those that ask for it.
+    """Publish the changes of a block manager from now on. Raises ConfigError if the addresses are in use."""
+    # Imported here: pyzmq is optional.
     from actors.engine_loop.kv_event_publisher import KVEventPublisher
 
     publisher = KVEventPublisher(settings)
@@ -95,22 +95,22 @@ def publish_kv_events(settings: KVEventSettings, blocks: BlockManager) -> KVEven
 
 
 def _serve_shells(server: ShellServer, loop: EngineLoop) -> None:
-    """Serve until the server is closed, and end the process at an error: no shell could reach it then."""
+    """Serve until the server is closed. End the process after an error: no shell could reach it."""
     try:
         server.run(loop)
     except BaseException:
-        logger.exception("the line to the shell failed")
+        logger.exception("the connection to the shell failed")
         os._exit(1)
 
 
 def _end_process(reason: str) -> None:
-    """End the process when a rank is gone: the engine may wait for it in an all-reduce without end. Ray restarts it."""
+    """End the process when a rank is gone: the engine may wait forever in an all-reduce. Ray restarts it."""
     logger.error("the target ends: %s", reason)
     os._exit(1)
 
 
 def _drafts(settings: PairSettings, folder: Path) -> dict[str, ChannelProposer | InProcessDraft]:
-    """Return the draft models of the pair by their methods: those of `DraftActor`s, or else in this process."""
+    """Return the pair's draft models by their methods, in `DraftActor`s or else in this process."""
     if settings.draft_share is None:
         return {method: InProcessDraft.load(each) for method, each in settings.of_drafts.items()}
     return {method: ChannelProposer(folder / method / DRAFT_SOCKET) for method in settings.of_drafts}
@@ -151,7 +151,7 @@ def _card(core: EngineCore, settings: PairSettings) -> ModelCard:
 
 
 def _fingerprint(runner: ModelRunner, settings: PairSettings) -> str:
-    """Return the digests of what the tokens of a seed may depend on, but for the tokenizer."""
+    """Return the digests of all that the tokens of a seed may depend on, except the tokenizer."""
     engine, draft = settings.engine, settings.draft
     draft_path = draft.model.path if draft.model is not None else engine.head and engine.head.path
     drafts = (str(draft.kind), model_version(draft_path) if draft_path else "")
@@ -168,5 +168,5 @@ def _fingerprint(runner: ModelRunner, settings: PairSettings) -> str:
 
 
 def _probe_key(core: EngineCore) -> bytes:
-    """Return this engine's key of the last block of a fixed text; an ingress with another one routes by load."""
+    """Return this engine's key of the last block of a fixed text. An ingress with a different key routes by load."""
     return core.blocks.prefix_keys(TokenBlocks(list(probe_token_ids(core.blocks.block_size)), PROBE_SALT))[-1]

@@ -83,7 +83,7 @@ def test_a_spoilt_checkpoint_is_refused(
 
 def test_a_draft_with_another_vocabulary_is_refused(settings: PairSettings, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, seed=3, vocab_size=BYTE_VOCAB_SIZE + 90)
-    with pytest.raises(RequestError, match="another vocabulary"):
+    with pytest.raises(RequestError, match="vocabulary has 390 tokens"):
         check_candidate(settings, str(tmp_path))
 
 

@@ -19,7 +19,7 @@ def has(monkeypatch: pytest.MonkeyPatch, *, gpu: bool, nixl: bool) -> None:
 @pytest.mark.parametrize(
     ("kind", "gpu", "nixl", "is_direct", "reason"),
     [
-        (KVTransportKind.AUTO, False, True, False, "there is no GPU"),
+        (KVTransportKind.AUTO, False, True, False, "without a GPU"),
         (KVTransportKind.AUTO, True, True, True, "GPU to GPU"),
         (KVTransportKind.AUTO, True, False, False, "ModuleNotFoundError: nixl"),
         (KVTransportKind.OBJECT_STORE, True, True, False, "as configured"),

@@ -45,7 +45,7 @@ async def until_done() -> None:
 async def answered(folder: Path, status: int) -> tuple[SimulatedPair, DraftReport]:
     pair = SimulatedPair(NewIsFaster())
     draft = pair.draft()
-    AutoTune(settings(folder, status), draft).ring()
+    AutoTune(settings(folder, status), draft).on_drift()
     await until_done()
     return pair, draft.report
 
@@ -59,7 +59,7 @@ async def test_an_alarm_ends_with_a_new_draft_that_is_faster(tmp_path: Path) -> 
     assert folder.with_suffix(".log").read_text() == "trained\n"
 
 
-@pytest.mark.parametrize(("status", "text"), [(3, "no training has made a better draft"), (1, "failed with status 1")])
+@pytest.mark.parametrize(("status", "text"), [(3, "no training gave a better draft"), (1, "failed with status 1")])
 async def test_a_training_without_a_draft_changes_nothing(tmp_path: Path, status: int, text: str) -> None:
     pair, report = await answered(tmp_path, status)
     assert (report.path, pair.starts, report.canary) == ("/old", [], None)
@@ -89,7 +89,7 @@ async def test_a_second_alarm_within_the_pause_is_not_answered(tmp_path: Path) -
     for seconds in (0.0, 1.0, 3599.0, 3601.0):
         now_s[0] = seconds
         draft.note_tuning("")
-        tune.ring()
+        tune.on_drift()
         await until_done()
         assert (draft.report.tuning != "") is (seconds in (0.0, 3601.0))
 
@@ -97,7 +97,7 @@ async def test_a_second_alarm_within_the_pause_is_not_answered(tmp_path: Path) -
 async def test_pairs_of_one_node_try_the_draft_that_one_of_them_has_trained(tmp_path: Path) -> None:
     drafts = [SimulatedPair(NewIsFaster()).draft() for _ in range(2)]
     for draft in drafts:
-        AutoTune(settings(tmp_path, 0), draft).ring()
+        AutoTune(settings(tmp_path, 0), draft).on_drift()
     await until_done()
     first, second = (draft.report.path for draft in drafts)
     assert first == second != "/old"

@@ -97,5 +97,5 @@ async def test_a_trial_without_a_verdict_ends_at_its_deadline() -> None:
 
 async def test_the_draft_that_runs_is_not_tried_against_itself() -> None:
     draft = SimulatedPair({}).draft()
-    with pytest.raises(RequestError, match="runs already"):
+    with pytest.raises(RequestError, match="already running"):
         await draft.carry_out(TryDraft("/old", 5.0, 1.0, 1.0, 0.05, 0.05, 0.05, 12))

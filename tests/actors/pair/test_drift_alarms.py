@@ -66,4 +66,4 @@ async def test_an_address_that_hangs_holds_nothing_up(
     async with asyncio.timeout(5):
         await settle(alarms)
     server.close()
-    assert "alarm_webhook was not reached" in caplog.text
+    assert "alarm_webhook could not be reached" in caplog.text

@@ -43,7 +43,7 @@ async def test_an_order_goes_to_the_draft_that_it_names_and_else_to_the_first() 
 
 
 async def test_a_draft_that_nobody_has_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(RequestError, match=r"No draft model is called 'prosa' here; there is model, prose\."):
+    with pytest.raises(RequestError, match=r"No draft model is named 'prosa' here; choose from model, prose\."):
         await drafts_of(*two_pairs()).carry_out(CheckDraft("/new", "prosa"))
 
 
@@ -52,7 +52,7 @@ async def test_while_one_draft_is_exchanged_no_other_is() -> None:
     drafts = drafts_of(own, prose)
     swap = asyncio.create_task(drafts.carry_out(SwapDraft("/new", 5.0)))
     await asyncio.sleep(0)
-    with pytest.raises(ConflictError, match="exchanged, checked or tried"):
+    with pytest.raises(ConflictError, match="replaced, checked or tried"):
         await drafts.carry_out(SwapDraft("/new", 5.0, "prose"))
     await swap
     assert (own.starts, prose.starts) == (["/new"], [])
@@ -65,7 +65,7 @@ async def test_an_alarm_tunes_the_draft_of_its_class_and_else_the_first(
     tmp_path: Path, fallen: str, trained: int
 ) -> None:
     pairs = two_pairs()
-    AutoTunes(settings(tmp_path / "drafts", 0), drafts_of(*pairs)).ring(fallen)
+    AutoTunes(settings(tmp_path / "drafts", 0), drafts_of(*pairs)).on_drift(fallen)
     await until_done()
     assert [bool(pair.starts) for pair in pairs] == [trained == 0, trained == 1]
     folder = Path(pairs[trained].path).parent

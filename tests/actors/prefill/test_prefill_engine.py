@@ -157,7 +157,7 @@ async def until(is_so) -> None:
 
 
 async def replies_of(engine: PrefillEngine, order: FetchOrder = ORDER, use_direct: bool = False) -> list[PrefillReply]:
-    return [reply async for reply in engine.read(order, engine._layout, use_direct)]
+    return [reply async for reply in engine.prefill(order, engine._layout, use_direct)]
 
 
 async def test_blocks_come_in_order_each_after_its_header(engine: PrefillEngine) -> None:
@@ -175,7 +175,7 @@ async def test_direct_blocks_equal_sent_ones_and_are_kept_until_the_reader_leave
 ) -> None:
     by_value = await replies_of(engine)
     sent = [each for each in by_value if isinstance(each, np.ndarray)]
-    async with aclosing(engine.read(ORDER, engine._layout, use_direct=True)) as replies:
+    async with aclosing(engine.prefill(ORDER, engine._layout, use_direct=True)) as replies:
         async for reply in replies:
             if isinstance(reply, FetchEnd):
                 break
@@ -207,7 +207,7 @@ async def test_blocks_registered_after_their_reader_left_are_released(
 
 async def test_another_layout_is_refused_and_both_values_named(engine: PrefillEngine) -> None:
     theirs = replace(engine._layout, dtype="torch.bfloat16")
-    assert [reply async for reply in engine.read(ORDER, theirs, use_direct=False)] == [
+    assert [reply async for reply in engine.prefill(ORDER, theirs, use_direct=False)] == [
         FetchEnd(7, FetchFailure.MISMATCH, "dtype is torch.float32 here and torch.bfloat16 there")
     ]
 
@@ -239,7 +239,7 @@ async def test_a_prefix_that_another_replica_holds_is_copied_and_the_rest_comput
     ):
         handle.peer = first
         await replies_of(first)
-        both = values([each async for each in second.read(LONGER, second._layout, False, PrefixHolder("first", 6))])
+        both = values([each async for each in second.prefill(LONGER, second._layout, False, PrefixHolder("first", 6))])
         assert np.allclose(both, alone, atol=1e-5)
         await until(lambda: second.stats.remote.num_tokens == 96)
         assert handle.holder_ids == ["first"]
@@ -256,7 +256,7 @@ async def test_what_a_holder_has_lost_is_computed(engine: PrefillEngine, target:
     ):
         handle.peer = first
         await replies_of(first, replace(ORDER, token_ids=PROMPT[:64]))
-        some = [each async for each in second.read(LONGER, second._layout, False, PrefixHolder("first", 6))]
+        some = [each async for each in second.prefill(LONGER, second._layout, False, PrefixHolder("first", 6))]
         assert np.allclose(values(some), values(await replies_of(engine, LONGER)), atol=1e-5)
         assert some[-1] == FetchEnd(8)
         await until(lambda: second.stats.remote.num_tokens == 64)
@@ -265,7 +265,7 @@ async def test_what_a_holder_has_lost_is_computed(engine: PrefillEngine, target:
 
 async def test_a_replica_copies_nothing_from_itself(engine: PrefillEngine) -> None:
     await replies_of(engine)
-    again = [each async for each in engine.read(LONGER, engine._layout, False, PrefixHolder("replica", 6))]
+    again = [each async for each in engine.prefill(LONGER, engine._layout, False, PrefixHolder("replica", 6))]
     assert again[-1] == FetchEnd(8)
     await until(lambda: engine.stats.num_prefix_hit_tokens == 96)
     assert engine.stats.remote.num_fetches == 0
@@ -298,7 +298,7 @@ async def test_an_order_that_is_given_up_leaves_an_idle_engine_and_every_block_f
     step = core.step
     core.step = lambda: step() if may_step.acquire() else []  # type: ignore[method-assign]
     order = replace(ORDER, token_ids=tuple(range(1, 64)) * 7)
-    replies = engine.read(order, engine._layout, use_direct=False)
+    replies = engine.prefill(order, engine._layout, use_direct=False)
     for _ in range(num_read):
         await anext(replies)
     await until(lambda: core.has_work)
