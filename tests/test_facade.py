@@ -26,7 +26,7 @@ def test_a_users_package_is_not_hidden_by_ours_and_an_application_that_would_tak
     (tmp_path / name / "__init__.py").write_text("OWNER = 'user'\n")
     assert run(f"import {name}; print({name}.OWNER)", tmp_path).stdout == "user\n"
     refused = run("import outrider.v1", tmp_path)
-    assert f"'{name}' is {tmp_path / name}, and Outrider's is {ROOT / name}: rename" in refused.stderr
+    assert f"'{name}' is {tmp_path / name}, but Outrider's is {ROOT / name}; rename" in refused.stderr
 
 
 def test_clients_have_the_stubs_without_ray(tmp_path: Path) -> None:
