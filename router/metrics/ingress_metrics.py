@@ -140,6 +140,7 @@ class IngressMetrics:
         self, reason: str, elapsed_s: float, decode_s: float, num_prompt_tokens: int, num_tokens: int
     ) -> None:
         """Count an ended sequence; `reason` must come from a fixed set."""
+        self._finished.labels(reason).inc()
         self._e2e.observe(elapsed_s)
         self._decode.observe(decode_s)
         if num_tokens > 1:
