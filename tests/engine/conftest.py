@@ -15,7 +15,7 @@ from tests.engine.fixtures.native_kernels import held_to
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out pairs of parameters that cannot be: no kernel of ours reads bfloat16 on AVX2."""
+    """Skip impossible pairs of parameters: our kernels do not support bfloat16 on AVX2."""
     items[:] = [item for item in items if not _is_bfloat16_on_avx2(getattr(item, "callspec", None))]
 
 
@@ -31,7 +31,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(params=[Instructions.AVX512, Instructions.AMX], ids=lambda each: each.name)
 def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Instructions that our kernels in C compute with, in turn; for tests that `needs_kernels`."""
+    """The instructions of our C kernels, one after the other; for tests that `needs_kernels`."""
     with held_to(request.param):
         yield
 

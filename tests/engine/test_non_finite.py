@@ -1,4 +1,4 @@
-"""A model that overflows on one token: its request ends with an error, and nothing else knows of it."""
+"""A model overflows on one token: its request ends with an error, and no other request is affected."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CLEAN, POISONED = (5, 9, 14, 20, 31), (5, 9, POISON, 20, 31)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Four layers of a Llama each, whose values behind `POISON` are more than the dtype holds."""
+    """Four layers of a Llama each, whose values overflow the dtype after `POISON`."""
 
     @cache
     def write(dtype: str, factor: float | None = None) -> Path:
@@ -75,7 +75,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             model.model.embed_tokens.weight[POISON] = 0.0
             model.model.embed_tokens.weight[POISON, 0] = 100.0
             model.model.layers[0].self_attn.v_proj.weight[:, 0] = FACTORS[dtype] if factor is None else factor
-            model.lm_head.weight[POISON] = 0.0  # never said
+            model.lm_head.weight[POISON] = 0.0  # never sampled
         folder = tmp_path_factory.mktemp(dtype)
         model.to(getattr(torch, dtype)).save_pretrained(folder)
         return folder
@@ -129,7 +129,7 @@ def is_faulty(chunks: Seq[TokenChunk]) -> bool:
 
 
 class PoisonousTrees(ScriptedProposer):
-    """Proposes what `draft_of` says, and the poison beside each of its tokens and behind the last."""
+    """Proposes the tokens of `draft_of`, with the poison as a sibling of each and after the last."""
 
     def propose(self, batch: Seq[ScheduledSequence]) -> list[Draft]:
         drafts = []
@@ -166,7 +166,7 @@ ALL_BACKENDS = pytest.mark.parametrize(("dtype", "attention", "kv"), BACKENDS)
 def test_a_faulty_request_ends_alone(
     folders: Callable[..., Path], dtype: str, attention: str, kv: KVDtype, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither those beside it nor those that take its blocks afterwards get another text."""
+    """Other sequences in its batch, and later users of its blocks, get the same text."""
     folder = folders(dtype)
     others = [request(str(index), (*CLEAN, index)) for index in range(1, 5)]
     expected = texts(run(new_core(folder, dtype, attention, kv=kv), *others))

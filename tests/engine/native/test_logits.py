@@ -1,4 +1,4 @@
-"""Logits are widened and the highest score is chosen as torch does both."""
+"""The kernels convert logits and choose the highest score as torch does."""
 
 from __future__ import annotations
 

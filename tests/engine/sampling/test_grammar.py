@@ -326,7 +326,7 @@ def test_rules_may_be_nested_as_deep_as_there_may_be_rules(
 
 
 def entangled_rules(num_rules: int) -> str:
-    """GBNF that takes the compiler half a second: each rule refers to another."""
+    """GBNF that takes half a second to compile: each rule refers to another."""
     rules = [f'r{rule} ::= "a{rule}" r{rule * 7 % num_rules} | "b"' for rule in range(num_rules - 1)]
     return "\n".join([f"root ::= {' | '.join(f'r{rule}' for rule in range(num_rules - 1))}", *rules])
 
@@ -366,7 +366,7 @@ def test_a_tenant_leaves_places_at_the_compiler_to_others(folder: Path) -> None:
 
 
 def test_a_tenant_s_grammars_are_known_to_it_alone(folder: Path) -> None:
-    """Neither another tenant nor another salt of the same one finds a grammar compiled, which would take no time."""
+    """Another tenant, or another salt of the same one, does not find the grammar compiled."""
     compiler = GrammarCompiler(folder / "tokenizer.json", BYTE_VOCAB_SIZE, (END_ID,))
     asked = replace(request("a", Grammar(GrammarKind.REGEX, "[ab]+", "guided_regex")), tenant="first", cache_salt="1")
     (compiler.prepare(asked) or Future()).result(60)
@@ -441,7 +441,7 @@ def test_a_grammar_begins_behind_a_thought(
     assert 0 < num_thoughts <= (12 if begin_id is None else 11)
     for proposer in (NgramProposer(min_size=1), draft_model(draft_folder)):
         assert token_ids(run(build(folder, proposer), requests())) == token_ids(plain)
-    for each in requests()[:4]:  # a migrated sequence goes on in its thought, or behind it
+    for each in requests()[:4]:  # a migrated sequence continues in its thought, or after it
         whole = plain[each.request_id].token_ids
         for cut in {1, len(whole) // 2, len(whole) - 1}:
             rest = run(plain_engine, [replace(each, output_token_ids=whole[:cut])])[each.request_id].token_ids
@@ -452,7 +452,7 @@ ENDLESS = json.dumps({"allOf": [{"type": "string", "pattern": f".*a.{{{gap}}}b.*
 
 
 def test_a_grammar_that_compiles_for_ever_is_given_up_and_costs_no_other(folder: Path) -> None:
-    """A schema of 1,381 characters, which an engine that compiled it would not get out of for days."""
+    """A schema of 1,381 characters, whose compilation would take days."""
     compiler = GrammarCompiler(folder / "tokenizer.json", BYTE_VOCAB_SIZE, (END_ID,))
     with pytest.raises(RequestError, match="takes more than 2 s or 256 MiB to compile"):
         compiler.matcher(request("x", Grammar(GrammarKind.JSON_SCHEMA, ENDLESS, "guided_json")))
@@ -483,7 +483,7 @@ def test_a_killed_trial_begins_anew(folder: Path) -> None:
     ],
 )
 def test_no_mask_takes_long(kind: GrammarKind, source: str, folder: Path) -> None:
-    """Few characters may make masks costly; then the parser's limits end the text, which costs its request alone."""
+    """A short grammar can have costly masks. The parser's limits then end that text alone."""
     compiler = GrammarCompiler(folder / "tokenizer.json", BYTE_VOCAB_SIZE, (END_ID,))
     matcher = compiler.matcher(request("x", Grammar(kind, source, "the_param"), max_tokens=60))
     assert matcher is not None

@@ -81,7 +81,7 @@ def matcher_reads_the_drafts_too(patch: pytest.MonkeyPatch) -> None:
 
 
 def forbidden_draws_are_left_out(patch: pytest.MonkeyPatch) -> None:
-    """Treat a forbidden draw as no draft: the token is drawn from p then, where the residual is due."""
+    """Treat a forbidden draw as no draft. This is wrong: the token is drawn from p instead of the residual."""
     real = tabular.constrain
 
     def leave_out(checked: CheckedDraft, max_tokens: int, matcher: GrammarMatcher) -> CheckedDraft:

@@ -1,4 +1,4 @@
-"""The randomness contract: fixed for ever, the same everywhere, and random."""
+"""The randomness contract: fixed, the same on all devices, and random."""
 
 from __future__ import annotations
 

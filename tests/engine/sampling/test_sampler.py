@@ -1,4 +1,4 @@
-"""The sampler against a slow one written from the definitions, and its promises about batches, ties and costs."""
+"""The sampler equals a slow one written from the definitions, and keeps its promises about batches, ties and costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small operations on scores have one thread, large ones those that there are, and the noise has the same bits."""
+"""Small operations on scores use one thread, large ones use all, and the noise has the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The draw and the nucleus by Triton are those by torch: bits are the contract's, tokens those of the processor."""
+"""Triton's draw and nucleus equal torch's: the bits follow the contract, and the tokens equal the CPU's."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ TEXT = [5, 9, 9, 5, 2400, 2400, 2400, 7, NUM_TOKENS + 3]
 
 
 def mixed_rows(text: list[int], *more: LogitsRow) -> RowBatch:
-    """Rows of chains, of a tree's path and alone, some of which ask for nothing; some are behind `text`."""
+    """Rows of chains, of a tree's path, and single rows. Some have no parameters set; some follow `text`."""
     chains = [
         ChainRows(LogitsRow(PENALIZED, text, 3), (7, 7, 2600)),
         ChainRows(LogitsRow(GREEDY, [1, 2], 1), (4,)),

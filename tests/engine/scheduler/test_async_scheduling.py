@@ -1,4 +1,4 @@
-"""The host one step behind changes when tokens are seen, and nothing else: no token, no ending, no cached block."""
+"""Asynchronous scheduling changes when the host sees tokens, but no token, no ending and no cached block."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def request(name: str, *, k: int | None = None, timeout_s: float | None = None, 
     return GenerateRequest(name, (1, 2, 3), params, SpeculationParams(num_tokens=k), timeout_s=timeout_s)
 
 
-# ---- the same texts, whatever comes between -----------------------------------------------------------------------
+# ---- the same texts under all events ------------------------------------------------------------------------------
 
 
 @dataclass
 class Life:
-    """A client's view of a request; it goes away once it has `patience` tokens."""
+    """A client's view of a request; it disconnects after `patience` tokens."""
 
     patience: int | None = None
     token_ids: list[int] = field(default_factory=list)
@@ -102,7 +102,7 @@ class Arrival:
 
 
 def arrivals(seed: int, count: int = 24) -> list[Arrival]:
-    """Requests of all kinds, a third of which have a beginning in common."""
+    """Requests of all kinds; a third share a prefix."""
     rng = random.Random(seed)
     common = tuple(rng.randrange(V) for _ in range(9))
     found = []
@@ -281,7 +281,7 @@ def test_the_next_pass_is_issued_before_the_host_waits_and_it_waits_once(monkeyp
         (chunk,) = core.step()
         events.append(f"commit {len(chunk.token_ids)}")
     turn = ["issue ahead", "wait", "commit 1"]
-    assert events == ["issue", *turn, *turn, *turn, "commit 1"], "no pass follows the one that ends the text"
+    assert events == ["issue", *turn, *turn, *turn, "commit 1"], "no pass follows the last pass of the text"
     assert core.stats().num_overlapped_passes == 3
 
 
@@ -386,7 +386,7 @@ def test_passes_with_drafts_are_waited_for_and_the_proposer_hears_all_when_draft
 
 
 class ScriptedBudget:
-    """Wants a draft of one token in every fourth plan."""
+    """Requests a draft of one token in every fourth plan."""
 
     speedups: dict[str, float] = {}  # noqa: RUF012
 

@@ -1,4 +1,4 @@
-"""A prompt's log-probabilities are the model's own, however the prompt was computed."""
+"""A prompt's log-probabilities equal the model's, for any way of computing the prompt."""
 
 from __future__ import annotations
 

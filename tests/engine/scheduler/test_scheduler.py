@@ -1,4 +1,4 @@
-"""Every sequence gets exactly what it would get alone, whatever the budget, the pool, the drafts and the others do."""
+"""Every sequence gets the same tokens as alone, for any budget, pool, drafts and other sequences."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Bench:
         return sequence
 
     def step(self, num_right: int = 99) -> list[TokenChunk]:
-        """One step in which the first `num_right` drafts of every sequence are what the target says."""
+        """One step in which the first `num_right` drafts of every sequence match the target."""
         return self.finish(self.scheduler.schedule(), num_right)
 
     def reason_of(self, sequence: Sequence) -> FinishReason | None:
@@ -333,7 +333,7 @@ def test_rejected_slots_are_freed() -> None:
     bench.step(num_right=0)
     assert len(first.block_table) == 3
     bench.step(num_right=0)
-    assert bench.scheduler.num_preemptions == 0, "a block kept for drafts goes before a sequence does"
+    assert bench.scheduler.num_preemptions == 0, "blocks of drafts are released before a preemption"
     assert second.num_output_tokens == 3
 
 
@@ -361,7 +361,7 @@ def test_cached_tokens_are_reported_as_of_the_first_admission() -> None:
     second = bench.add(range(10, 19), max_tokens=10)
     bench.run()
     assert bench.scheduler.num_preemptions > 0
-    assert bench.blocks.num_hit_tokens > 0, "it found blocks of its own when it came back"
+    assert bench.blocks.num_hit_tokens > 0, "it reuses its own blocks after the preemption"
     assert second.num_cached_tokens == 0
 
 
@@ -514,7 +514,7 @@ def test_a_migrated_sequence_that_had_finished_only_says_so() -> None:
 
 
 def test_every_chunk_carries_the_sums_so_far() -> None:
-    """A stream may be ended from outside, by a stop string, so the last chunk is not known in advance."""
+    """A stop string can end a stream from outside, so the last chunk is not known in advance."""
     bench = Bench()
     bench.add([1, 2], num_drafts=3, max_tokens=7)
     bench.step()
@@ -683,7 +683,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if survivors:
             assert survivors[0].status is SequenceStatus.RUNNING, "the most urgent sequence was preempted"
         is_anyone_left = any(s.status is not SequenceStatus.FINISHED for s in self.alive.values())
-        assert bool(planned) == is_anyone_left, "there is work and nothing is computed"
+        assert bool(planned) == is_anyone_left, "there is work, but nothing is computed"
 
     def _check_end(self, chunk: TokenChunk) -> None:
         sequence = self.alive.pop(chunk.request_id)
@@ -700,7 +700,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.bench.scheduler.check_integrity()
 
     def teardown(self) -> None:
-        """Whatever happened, the rest finishes in bounded time and every block comes back."""
+        """After any sequence of events, the rest finishes in bounded time and every block is free again."""
         for _ in range(sum(80 + len(sequence.token_ids) for sequence in self.alive.values())):
             if not self.bench.scheduler.has_work:
                 break

@@ -42,7 +42,7 @@ def test_a_small_fall_of_a_few_streams_is_noticed_later(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_a_fall_behind_a_short_history_does_not_become_what_is_usual(seed: int) -> None:
-    """The steady steps have 12,000 passes, and the fallen ones that it takes to be sure nearly as many."""
+    """The steady steps have 12,000 passes; detecting the fall takes nearly as many."""
     rng, detector = np.random.default_rng(seed), DriftDetector()
     assert not any(detector.observe(*each) for each in passes(rng, 4000, 3, 0.775, 20.0, 40))
     fallen = passes(rng, 2000, 3, 0.62, 20.0, 40)

@@ -1,4 +1,4 @@
-"""Goodput is compared under equal load, and prompts are no part of it."""
+"""Goodput is compared under equal load, and excludes prefill."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_passes_of_a_processor_add_up_by_their_rows() -> None:
 
 
 def test_a_machine_that_was_slower_meanwhile_is_no_slower_draft() -> None:
-    """300 passes of 5 rows took 9 s beside the new draft and 3 s beside the old one: they count as 6 s with both."""
+    """300 passes of 5 rows took 9 s with the new draft and 3 s with the old one: they count as 6 s with both."""
     old = (GoodputStats(1, 1000, 9.0, (PassStats(5, 300, 3.0),)),)
     new = (GoodputStats(1, 1000, 15.0, (PassStats(5, 300, 9.0), PassStats(9, 100, 1.0))),)
     assert log_ratio(new, old) == pytest.approx(0.0)
@@ -61,4 +61,4 @@ def test_a_machine_that_was_slower_meanwhile_is_no_slower_draft() -> None:
     better = (GoodputStats(1, 1200, 15.0, new[0].passes),)
     assert log_ratio(better, old) == pytest.approx(math.log(1.2))
     unknown = (GoodputStats(1, 1000, 15.0, (PassStats(9, 100, 7.0),)),)
-    assert log_ratio(unknown, old) == pytest.approx(math.log(9 / 15)), "no pass in common tells of the machine"
+    assert log_ratio(unknown, old) == pytest.approx(math.log(9 / 15)), "no common pass measures the machine"

@@ -1,4 +1,4 @@
-"""The trial of a draft errs no more often than it says, however often it is looked at."""
+"""The trial of a draft keeps its error rates, however often it is checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SLACK = 3 * math.sqrt(0.05 * 0.95 / NUM_RUNS)  # three standard errors of a rate
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_a_draft_that_is_no_faster_is_seldom_kept(noise: str) -> None:
-    """Looked at with the usual t-test after each pair, a quarter of them would be."""
+    """With the usual t-test after each pair, a quarter of them would be kept."""
     assert rates(GoodputTrial(), NOISES[noise], 0.05, 0.0, NUM_RUNS).kept <= 0.05 + SLACK
 
 

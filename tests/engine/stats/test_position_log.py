@@ -1,4 +1,4 @@
-"""The log holds what the target found likely, of those that allow it, and no token follows from it."""
+"""The log has the target's likeliest tokens, of requests that allow it, and changes no token."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def step(num_prefill: int, context: int = 0, *, num_decoding: int | None = None,
 
 def test_nothing_is_claimed_before_it_was_measured() -> None:
     meter = RateMeter()
-    meter.observe(StepWork(1, 0, 0, 0, 0.5))  # too small to say anything
+    meter.observe(StepWork(1, 0, 0, 0, 0.5))  # too small for a measurement
     assert (meter.prefill_tokens_per_s, meter.decode_slowdown, meter.decode_tokens_per_s) == (0.0, 0.0, 0.0)
 
 
