@@ -1,8 +1,8 @@
-"""Probe of the attention of each layer of a stock model: its KV, or a refusal if a paged pool cannot keep it.
+"""Probes the attention of each layer of a stock model: its KV, or a refusal if a paged pool cannot keep it.
 
-Families that do not call the function, call it in some layers only (the others keep a recurrent state), or call it
-twice are refused by name. The masks that a family makes say which tokens each layer sees, at every length: windows come
-from there, and a mask that is no window is refused.
+Families are refused by name if they do not call the attention function, call it in some layers only (the others keep a
+recurrent state), or call it twice. A family's masks show the tokens that each layer sees at every length. Windows are
+read from them; any other mask is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from protos.errors import ConfigError
 
 _PROBE_NAME = "outrider_probe"
 _NUM_TOKENS = 2
-_MAX_LENGTH = 1 << 20  # of the texts in which masks are looked at
+_MAX_LENGTH = 1 << 20  # longest text whose masks are checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class RecordingPass:
 
 
 class _Masks:
-    """The masks that a family makes in a forward, each a function of the places of a query and of a key.
+    """The masks that a family makes in a forward, as functions of a query's place and a key's place.
 
     A layer gets a tensor filled with its mask's number.
     """
@@ -60,15 +60,15 @@ class _Masks:
         self._windows: dict[tuple[int, int], int | None] = {}
 
     def make(self, *, batch_size: int, q_length: int, kv_length: int, mask_function: Any, **_: object) -> Tensor:
-        """Stand in for transformers' makers of masks."""
+        """Replaces transformers' mask functions."""
         self._functions.append(mask_function)
         return torch.full((batch_size, 1, q_length, kv_length), float(len(self._functions)))
 
     def window(self, mask: Tensor, length: int) -> int | None:
-        """Return the number of tokens that a row sees, itself included, in a text of `length`; None: all before it.
+        """Return the number of tokens that a row sees, itself included, in a text of `length`; None if all before it.
 
         Raises:
-            UnsupportedAttentionError: the mask is none of those made here, or no window.
+            UnsupportedAttentionError: the mask was not made here, or is not a window.
         """
         number = int(mask.flatten()[0])
         if not 0 < number <= len(self._functions) or not bool((mask == number).all()):
@@ -90,7 +90,7 @@ def _window(visible: Callable[..., Tensor], length: int) -> int | None:
     for query in {0, 1, length // 2, length - 1, window - 1, window, 2 * window} & set(range(length)):
         if not torch.equal(row(query), (keys <= query) & (keys > query - window)):
             raise UnsupportedAttentionError(
-                "its attention hides other tokens than those after a row or those before a window"
+                "its attention hides tokens other than those after a row and before a window"
             )
     return window if first else None
 
@@ -100,7 +100,7 @@ def record_attention(model: PreTrainedModel) -> list[LayerRecord]:
     """Switch `model` to our attention, run it on two tokens, and return one record per layer, first to last.
 
     Raises:
-        ConfigError: the family does not go along.
+        ConfigError: the family cannot be served.
     """
     recording, windows = RecordingPass(), dict[int, int | None]()
     config = model.config.get_text_config()
@@ -121,7 +121,7 @@ def record_attention(model: PreTrainedModel) -> list[LayerRecord]:
 
 
 def _offer_probe(windows: dict[int, int | None], length: int) -> None:
-    """Offer the probe's attention to transformers; `windows` gets that of each layer whose mask is seen."""
+    """Register the probe's attention with transformers; `windows` collects the window of each layer with a mask."""
     masks = _Masks()
 
     def attend(
@@ -138,7 +138,7 @@ def _offer_probe(windows: dict[int, int | None], length: int) -> None:
 
 
 def set_windows(model: PreTrainedModel, records: Iterable[LayerRecord]) -> None:
-    """Have the layers of `model` attend within the windows of `records`, those that pass none or another one too."""
+    """Make the layers of `model` attend within the windows of `records`, even if they pass no window or another."""
     windows = {record.layer: record.options.window for record in records}
     for module in model.modules():
         if (layer := getattr(module, "layer_idx", None)) in windows:
@@ -147,7 +147,7 @@ def set_windows(model: PreTrainedModel, records: Iterable[LayerRecord]) -> None:
 
 @contextmanager
 def understood(model: PreTrainedModel) -> Iterator[None]:
-    """Make a refusal of what transformers' modules raise where they are called in a way that they do not know."""
+    """Turn what transformers' modules raise in an unknown use into a refusal."""
     try:
         yield
     except UnsupportedAttentionError as error:
@@ -159,7 +159,7 @@ def understood(model: PreTrainedModel) -> Iterator[None]:
 
 
 def refusal(model: PreTrainedModel, reason: str) -> ConfigError:
-    """The error for a family that cannot be served, with what can be done about it."""
+    """Return the error for a family that cannot be served, with its remedy."""
     return ConfigError(
         f"model type {model.config.model_type!r} cannot be served: {reason}; choose a family whose layers all use "
         "transformers' AttentionInterface (Llama, Qwen, Mistral, Gemma, Phi, GPT-2, OPT, Mixtral, gpt-oss and others)"
@@ -167,7 +167,7 @@ def refusal(model: PreTrainedModel, reason: str) -> ConfigError:
 
 
 def _check_windows(model: PreTrainedModel, records: list[LayerRecord], windows: Mapping[int, int | None]) -> None:
-    """A layer that has no mask of transformers' may hide its window; its long contexts would come out wrong."""
+    """Refuse a layer whose window is not visible in a mask, since its long contexts would be wrong."""
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
     for record, kind in zip(records, kinds, strict=False):
         if kind == "sliding_attention" and record.options.window is None and record.layer not in windows:

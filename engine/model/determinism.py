@@ -1,8 +1,8 @@
-"""Conditions of `deterministic: true`: the bits of a row's logits depend on the text before it and nothing else.
+"""Conditions of `deterministic: true`: the bits of a row's logits depend only on the text before it.
 
 Then speculation, batches, chunks and prefix hits change no token in any dtype.
 On processors `engine.model.linear.batch_invariant_linear` and `engine.attention.native` (or
-`engine.attention.batch_invariant`) bring it about, on GPUs our Triton kernels of products, norms and attention; this
+`engine.attention.batch_invariant`) guarantee this, on GPUs our Triton kernels of products, norms and attention. This
 module refuses models for which they cannot, and checks the whole model at every start.
 """
 
@@ -28,7 +28,7 @@ Forward = Callable[[list[Span]], Tensor]  # logits of the spans' rows
 def obstacle(
     model: PreTrainedModel, records: Seq[LayerRecord], *, has_own_kernel: bool, has_own_decoder: bool
 ) -> str | None:
-    """Return the reason against a deterministic model, by our own attention kernel or torch's; None without one."""
+    """Return why a model cannot be deterministic with our own attention kernel or torch's; None if it can."""
     if model.device.type != "cpu" and not has_own_kernel:
         return f"it runs on {model.device} without our Triton kernel for attention (target.attention)"
     if model.device.type != "cpu" and not has_own_decoder:
@@ -46,13 +46,13 @@ def obstacle(
 
 
 def has_experts(model: PreTrainedModel) -> bool:
-    """True for a mixture of experts, of which each computes the rows that the whole pass gives it."""
+    """True for a mixture of experts: an expert's rows depend on the whole pass."""
     config = model.config.get_text_config()
     return any(getattr(config, key, None) for key in _EXPERT_KEYS)
 
 
 def first_difference(forward: Forward, vocab_size: int) -> str | None:
-    """Name the first kind of pass that gives a row other bits than a prefill does; None if none does.
+    """Name the first kind of pass whose bits differ from a prefill's; None if all are equal.
 
     `forward` has a pool of three blocks of at least `_LENGTH` slots.
     """
@@ -61,7 +61,7 @@ def first_difference(forward: Forward, vocab_size: int) -> str | None:
     expected = forward([_span(text, 0, _LENGTH)])
     passes = {
         "chunks": [[_span(text, 0, 10)], [_span(text, 10, _LENGTH)]],
-        "a verification beside another sequence": [[_span(text, 0, 17)], [other, _span(text, 17, 22)]],
+        "a verification next to another sequence": [[_span(text, 0, 17)], [other, _span(text, 17, 22)]],
         "single tokens": [[_span(text, at, at + 1)] for at in range(_LENGTH - 4, _LENGTH)],
     }
     for name, steps in passes.items():

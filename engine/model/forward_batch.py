@@ -1,4 +1,4 @@
-"""The tensors of one forward batch: spans of many sequences laid end to end, each row at its own position and slot."""
+"""The tensors of one forward batch: spans of many sequences end to end, each row with its position and slot."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from engine.span import Span
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """Input of one forward; valid for that forward, and only while the blocks of its spans stay theirs."""
+    """Input of one forward; valid for one forward, while its spans keep their blocks."""
 
     input_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64
     num_positions: int  # at least one more than the largest position
-    logit_rows: Tensor | None  # [R] int64; None: every row, in order
+    logit_rows: Tensor | None  # [R] int64; None for all rows, in order
     attention: AttentionPass
 
     @classmethod
@@ -40,7 +40,7 @@ class ForwardBatch:
 
 
 def plan_steps(spans: Seq[Span], cache: KVCache, plan_attention: PlanAttention = TorchAttention) -> list[ForwardBatch]:
-    """One pass per token of `spans`, all of one length: pass i computes the i-th token of each, at its own position.
+    """Return one pass per token of `spans`, all of one length: pass i computes the i-th token of each.
 
     The passes share `input_ids`, which the caller fills in place before each of them.
     """
@@ -56,7 +56,7 @@ def plan_steps(spans: Seq[Span], cache: KVCache, plan_attention: PlanAttention =
 
 
 def logit_rows(spans: Seq[Span], num_rows: int, device: torch.device) -> Tensor | None:
-    """Rows of a pass of `num_rows` that are asked for their logits, [R] int64; None if all are."""
+    """Return the rows of a pass of `num_rows` that need logits, [R] int64; None if all do."""
     if sum([span.num_logits for span in spans]) == num_rows:
         return None
     rows: list[int] = []

@@ -1,4 +1,4 @@
-"""Defaults of a checkpoint: the tokens that end a text, and its sampling parameters."""
+"""Defaults of a checkpoint: end tokens and sampling parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RANGES = {
 
 
 def eos_token_ids(model: PreTrainedModel, folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """Tokens that end a text, by all files of the model; a line in the log says where there are none."""
+    """Return the tokens that end a text, from all files of the model; log if there are none."""
     ends = find_end_tokens(folder, vocab_size, model.config.get_text_config().eos_token_id)
     if ends.unknown_ids:
         logger.warning("end tokens %s are left out: the model has %d tokens", list(ends.unknown_ids), vocab_size)
@@ -42,10 +42,10 @@ def eos_token_ids(model: PreTrainedModel, folder: Path, vocab_size: int) -> tupl
 
 
 def sampling_defaults(model: PreTrainedModel, source: SamplingSource) -> SamplingDefaults:
-    """Values of what a request leaves out, by the generation config (`source` auto) or by OpenAI's API alone (none).
+    """Return defaults for unset parameters, from the generation config (`source` auto) or OpenAI's API (none).
 
     Raises:
-        ConfigError: `source` is another, or the checkpoint's value is out of range.
+        ConfigError: `source` is unknown, or the checkpoint's value is out of range.
     """
     if source not in tuple(SamplingSource):
         raise ConfigError(f"target.generation_config is {source!r}; it must be {' or '.join(SamplingSource)}")
@@ -57,7 +57,7 @@ def sampling_defaults(model: PreTrainedModel, source: SamplingSource) -> Samplin
         low, high = _RANGES[name]
         if not isinstance(value, int | float) or not low <= value <= high:
             raise ConfigError(
-                f"the model's generation_config.json has {name} {value!r}; it must be in [{low:g}, {high:g}]. Mend the "
+                f"the model's generation_config.json has {name} {value!r}; it must be in [{low:g}, {high:g}]. Fix the "
                 "file, or set target.generation_config to none"
             )
     return SamplingDefaults(**chosen)

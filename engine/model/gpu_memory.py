@@ -1,7 +1,7 @@
-"""The memory of one GPU as a runner divides it: what is measured before the KV pool is made, and the pool that is left.
+"""Divides one GPU's memory: measures everything else first, and gives the KV pool the rest.
 
-Nothing is estimated but the sampler's copies of the logits: weights are loaded, the widest pass has run and the largest
-recording is made over a pool of one block, and then the device says what is used.
+Only the sampler's copies of the logits are estimated. The weights are loaded, the widest pass runs and the largest
+graph is recorded over a pool of one block; then the device reports the used memory.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS_REMEDY = "raise target.tensor_parallel_size, or stop other programs"
 _GIB = 1 << 30
-_SAMPLER_COPIES = 2  # float32 scores and noise, beside the logits themselves
+_SAMPLER_COPIES = 2  # float32 scores and noise, in addition to the logits
 
 
 @dataclass(frozen=True, slots=True)
 class CardMemory:
-    """A GPU's memory, all processes together."""
+    """A GPU's memory, over all processes."""
 
     free_bytes: int
     total_bytes: int
@@ -38,10 +38,10 @@ class CardMemory:
 
 @contextmanager
 def enough_memory(device: torch.device, purpose: str, remedy: str) -> Iterator[None]:
-    """Have what follows, for `purpose`, find memory on `device`.
+    """Turn running out of memory on `device` within the block into a ConfigError; `purpose` names the block.
 
     Raises:
-        ConfigError: it does not; tells what is free, and the remedy.
+        ConfigError: with the free memory and the remedy.
     """
     try:
         yield
@@ -55,17 +55,17 @@ def enough_memory(device: torch.device, purpose: str, remedy: str) -> Iterator[N
 
 
 def card_memory(device: torch.device) -> CardMemory:
-    """Read a GPU's memory when all that was issued is done."""
+    """Read a GPU's memory after all issued work has finished."""
     torch.cuda.synchronize(device)
     return CardMemory(*torch.cuda.mem_get_info(device))
 
 
 class MemoryMeter:
-    """Follows what a runner takes of its GPU while it starts.
+    """Measures what a runner allocates on its GPU while it starts.
 
     Args:
         cache: with `gpu_memory_utilization`.
-        read: the GPU's memory now.
+        read: returns the GPU's memory now.
     """
 
     def __init__(self, cache: CacheConfig, read: Callable[[], CardMemory]) -> None:
@@ -76,19 +76,19 @@ class MemoryMeter:
         self._before = self._loaded = read()
 
     def loaded(self) -> None:
-        """Note that the weights are on the GPU."""
+        """Record that the weights are on the GPU."""
         self._loaded = self._read()
 
     def pool_bytes(self, trial_bytes: int, block_bytes: int, logits_bytes: int) -> int:
-        """Return the bytes that are left for the pool, and log where all others are.
+        """Return the bytes left for the pool, and log all other uses.
 
         Args:
-            trial_bytes: the pool of the passes that have run so far, which is given back.
+            trial_bytes: the pool of the passes so far, which is freed.
             block_bytes: one block.
-            logits_bytes: those of the widest pass, float32.
+            logits_bytes: the logits of the widest pass, float32.
 
         Raises:
-            ConfigError: not a block is left.
+            ConfigError: less than one block is left.
         """
         now, sampling = self._read(), _SAMPLER_COPIES * logits_bytes
         others = 0 if self._counts_own_use else self._before.used_bytes
@@ -117,7 +117,7 @@ class MemoryMeter:
 
 
 def memory_meter(cache: CacheConfig, device: torch.device) -> MemoryMeter | None:
-    """Return a meter where the pool takes what a GPU has left; None where its size is set, or there is no GPU."""
+    """Return a meter if the pool takes the rest of a GPU; None if its size is set or there is no GPU."""
     if device.type != "cuda" or cache.gpu_memory_utilization is None:
         return None
     return MemoryMeter(cache, lambda: card_memory(device))

@@ -1,4 +1,4 @@
-"""Hidden states of the target that a head reads; a target without a head computes nothing for them."""
+"""Hidden states of the target for a head; without a head nothing is computed for them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class HiddenStateTaps:
-    """Hidden states of every row of a pass, their widths side by side: features [T, F].
+    """Hidden states of every row of a pass, concatenated: features [T, F].
 
-    `layers` are decoder layers whose input is wanted: n is the output of layer n - 1, and the number of layers that of
-    the last one. `is_final` adds, behind them, what the language model's head reads: the states behind the final norm.
+    `layers` are decoder layers whose input is tapped: n is the output of layer n - 1, and the number of layers is the
+    output of the last. `is_final` appends the input of the language model's head: the states after the final norm.
     """
 
     layers: tuple[int, ...] = ()
@@ -25,12 +25,12 @@ class HiddenStateTaps:
 
 
 NO_TAPS = HiddenStateTaps()
-# The logit of a token that a head does not know: no chance, but a finite score where a grammar leaves no other.
+# The logit of a token outside the head's vocabulary: no chance, but finite, in case a grammar allows no other.
 UNKNOWN = -1e4
 
 
 def joined(parts: Seq[Tensor]) -> Tensor | None:
-    """Tapped states of one pass side by side, [T, F]; None without any."""
+    """Concatenate the tapped states of one pass, [T, F]; None without any."""
     if len(parts) <= 1:
         return parts[0] if parts else None
     return torch.cat(tuple(parts), dim=-1)

@@ -1,4 +1,4 @@
-"""Loading of a causal language model from a folder or the Hub, or a refusal with its reason.
+"""Loads a causal language model from a folder or the Hub, or refuses it with a reason.
 
 The model is transformers' own, with its stock attention; `engine.model.paged_model` turns it into a paged one.
 """
@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 
 
 def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTrainedModel:
-    """Load weights (safetensors only) onto `device`, the configured one if None; those of the Hub are fetched first.
+    """Load weights (safetensors only) onto `device`, or the configured device if None; a Hub model is fetched first.
 
     Raises:
-        ConfigError: something is missing or unfit.
+        ConfigError: a file is missing or unsuitable.
     """
     folder = _fetched_folder(config.path)
     dtype = resolve_dtype(config.dtype, resolve_device(config.device))
@@ -74,9 +74,9 @@ def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTr
 
 
 def _tie_head(path: str, model: PreTrainedModel) -> None:
-    """Let `tie_word_embeddings` decide which tensor is the head, where a checkpoint holds one beside the embedding.
+    """Let `tie_word_embeddings` choose the head if a checkpoint stores both a head and the embedding.
 
-    transformers keeps the second one where its numbers differ.
+    transformers keeps the second tensor if its numbers differ.
     """
     before = model.get_output_embeddings()
     stored = None if before is None else before.weight
@@ -84,7 +84,7 @@ def _tie_head(path: str, model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()
     if head is not None and head.weight is not stored:
         logger.warning(
-            "%s holds a head of its own, which is left out: tie_word_embeddings is true, so the embedding is the head",
+            "%s has a separate head, which is ignored: tie_word_embeddings is true, so the embedding is the head",
             path,
         )
 
@@ -94,24 +94,24 @@ def _options(dtype: torch.dtype) -> dict[str, Any]:
         "dtype": dtype,
         "attn_implementation": "eager",
         "use_safetensors": True,
-        "ignore_mismatched_sizes": True,  # they are refused by name
+        "ignore_mismatched_sizes": True,  # refused by name later
         "output_loading_info": True,
     }
 
 
 def _fetched_folder(path: str) -> Path:
-    """Return the folder of a model's files, those of a Hub id in its cache."""
+    """Return the folder of a model's files; a Hub model's is in the cache."""
     local = Path(path).expanduser()
     return local if local.is_dir() or _looks_local(path) else fetch_model(path)
 
 
 def _display_name(path: str) -> str:
-    """Return a Hub id as it is, and the last two parts of a folder's path."""
+    """Return a Hub id unchanged, or the last two parts of a folder's path."""
     return "/".join(Path(path).parts[-2:])
 
 
 def _load_quantized(path: str, folder: Path, config: PreTrainedConfig, scheme: Scheme, dtype: torch.dtype) -> Any:
-    """Load the plain model of a quantized checkpoint: its weights as the numbers that they stand for."""
+    """Load a quantized checkpoint as a plain model with dequantized weights."""
     weights = read_dequantized(folder, scheme, dtype)
     for section in SECTIONS:
         if hasattr(config, section):
@@ -122,12 +122,12 @@ def _load_quantized(path: str, folder: Path, config: PreTrainedConfig, scheme: S
     model.name_or_path = path
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    logger.info("%s is in %s: its weights were dequantized, %d tensors", path, scheme.method, len(weights))
+    logger.info("dequantized %s from %s: %d tensors", path, scheme.method, len(weights))
     return model, info
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the GPU that this process sees first, or the processor."""
+    """Return the device; `auto` is the first visible GPU, or the processor."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -143,7 +143,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def load_config(path: str) -> PreTrainedConfig:
-    """The model's configuration, without its weights; raises ConfigError where there is none."""
+    """Return the model's configuration without its weights; raises ConfigError if it does not exist."""
     if _looks_local(path) and not Path(path).expanduser().is_dir():
         raise ConfigError(f"model folder {path!r} does not exist; give a local folder or a Hub id such as 'org/name'")
     try:
@@ -155,7 +155,7 @@ def load_config(path: str) -> PreTrainedConfig:
 
 
 def _named(error: Exception) -> str:
-    """Return an error's text with the name of its kind, without which that of a KeyError is a word alone."""
+    """Return an error's class and text, since a KeyError's text is a single word."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -164,11 +164,11 @@ def _looks_local(path: str) -> bool:
 
 
 def model_version(path: str, quantization: str = "none", *dtypes: str) -> str:
-    """A digest that tells any two sets of weights apart and is the same on every machine that holds the same files.
+    """Return a digest of the weights, equal on every machine with the same files.
 
-    It covers the configuration and every byte of the weights: a fine-tune of one row differs. A large file is read for
-    it once on a machine (`file_digest`), files beside each other. What else texts of these files depend on is named by
-    `quantization` and `dtypes`.
+    It covers the configuration and every byte of the weights, so a fine-tune of one row differs. A large file is read
+    once per machine (`file_digest`), several files in parallel. `quantization` and `dtypes` name everything else that
+    texts depend on.
     """
     folder = model_folder(path)
     digest = blake2b((folder / "config.json").read_bytes(), digest_size=16)
@@ -183,13 +183,13 @@ def model_version(path: str, quantization: str = "none", *dtypes: str) -> str:
 
 
 def tokenizer_file(path: str) -> Path | None:
-    """The model's tokenizer.json, if it has one."""
+    """Return the model's tokenizer.json, or None."""
     file = model_folder(path) / "tokenizer.json"
     return file if file.is_file() else None
 
 
 def model_folder(path: str) -> Path:
-    """The folder of the model's files; those of a Hub id are already in its cache."""
+    """Return the folder of the model's files; a Hub model must already be cached."""
     if Path(path).expanduser().is_dir():
         return Path(path).expanduser()
     config_file = cached_file(path, "config.json")

@@ -1,10 +1,9 @@
-"""A causal language model whose attention reads a KV pool, held to the logits of the stock model it was made from.
+"""A causal language model whose attention reads a KV pool, checked against the logits of its stock model.
 
-The agreement check decides what can be served: it computes tokens of two sequences in forward batches, one of them in
-pieces, the other at the last positions that the model has, and compares the logits with the stock model's. A family
-that ignores what a forward batch relies on (keywords, positions, one sequence's tokens being hidden from another)
-cannot pass, so nothing rests on a list of families. Windows are longer than these sequences, and are read from the
-masks that the family makes (`engine.model.attention_probe`).
+The agreement check decides which models can be served. It computes two sequences in forward batches, one in pieces,
+the other at the model's last positions, and compares the logits with the stock model's. A family that ignores what a
+forward batch needs (keywords, positions, hiding sequences from each other) fails, so no list of families is needed.
+Windows are longer than these sequences; `engine.model.attention_probe` reads them from the masks.
 """
 
 from __future__ import annotations
@@ -43,20 +42,20 @@ from engine.span import Span
 from protos.errors import ConfigError
 
 _PROBE_LENGTHS = (7, 5)
-_PROBE_BLOCK_SIZE = 16  # the default of the configuration, so that a kernel compiled for the probe is used again
-_PROBE_CHUNK = 4  # tokens of the first probe sequence that are computed in a pass before the others
-_MAX_TABLE = 4096  # positions of a probe of decoders that keep a table of all up to there
+_PROBE_BLOCK_SIZE = 16  # the configuration's default, so that a kernel compiled for the probe is reused
+_PROBE_CHUNK = 4  # tokens of the first probe sequence in an earlier pass
+_MAX_TABLE = 4096  # positions of a probe for decoders with a table of all positions
 _FAR = 1 << 17  # positions of a probe of models without a limit
 _MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}  # seen: 1e-6, 1e-3, 1e-2
-_ROUNDED_ROWS_ERROR = 0.2  # more, of quantized models beside the stock model of the same weights; seen: 0.01 to 0.07
-_MAX_LEAK = 1e-6  # of logits by other tokens in the pass
-_MAX_EXPERTS_LEAK = 0.01  # the same of models with experts, which then compute other rows together
+_ROUNDED_ROWS_ERROR = 0.2  # for quantized models against the stock model of the same weights; seen: 0.01 to 0.07
+_MAX_LEAK = 1e-6  # change of logits by other tokens in the pass
+_MAX_EXPERTS_LEAK = 0.01  # the same for mixtures of experts, which then group other rows
 _PROBE_TEXT = "The quick brown fox jumps over the lazy dog; every model has read this sentence."
 
 
 @dataclass(frozen=True, slots=True)
 class _Stock:
-    """The facts of the stock model that a run of it shows."""
+    """Facts of the stock model from running it."""
 
     vocab_size: int
     records: list[LayerRecord]
@@ -67,9 +66,9 @@ class PagedModel:
 
     Attributes:
         vocab_size: columns of the logits.
-        layer_shapes: the KV every layer keeps, first to last, on all ranks together.
+        layer_shapes: the KV of every layer, first to last, on all ranks together.
         decoder: the forward of this rank.
-        rank_shapes: what this rank keeps of it: its heads, or all of them in families whose attention is not sharded.
+        rank_shapes: the KV of this rank: its heads, or all heads in families whose attention is not sharded.
     """
 
     def __init__(
@@ -82,17 +81,17 @@ class PagedModel:
         *,
         is_deterministic: bool = False,
     ) -> None:
-        """Make `model` paged, in place, its linear layers quantised; it is of no other use afterwards.
+        """Make `model` paged in place and quantise its linear layers; it has no other use afterwards.
 
-        Where there are other ranks, all of them construct theirs at the same time, and call `forward` together.
+        With several ranks, all construct theirs at the same time and call `forward` together.
 
         Args:
-            model: transformers' own, its attention still stock.
+            model: transformers' own, with stock attention.
             quantization: of the linear layers.
-            plan_attention: computes the agreement check, and is what forwards are laid out for; batch-invariant where
+            plan_attention: computes the agreement check and lays out forwards; batch-invariant if
                 `is_deterministic`.
-            taps: the hidden states that forwards keep as `features`.
-            rank: this process's among those that compute the model.
+            taps: hidden states that forwards keep as `features`.
+            rank: this process among the model's ranks.
             is_deterministic: a row's logits have the same bits in every batch.
 
         Raises:
@@ -101,7 +100,7 @@ class PagedModel:
         with understood(model):
             sequences, far = _probe_token_ids(model), _far_position(model)
         stock: _Stock | None = None
-        if rank.is_first:  # the others read their part of the weights alone, which are those of a mapped file
+        if rank.is_first:  # other ranks read only their part of the weights, from a mapped file
             with understood(model), dequantized(model, quantization):
                 stock_logits = _stock_logits(model, sequences, far)
             stock = _Stock(stock_logits.shape[-1], record_attention(model))
@@ -126,7 +125,7 @@ class PagedModel:
         if rank.is_first:
             _check(model, logits, stock_logits, leaked, tolerance, num_own=len(sequences[1]))
         if is_deterministic and (difference := self._first_difference(plan_attention)):
-            raise _not_deterministic(model, f"the same tokens have other logits in {difference} than in a prefill")
+            raise _not_deterministic(model, f"{difference} gives the same tokens other logits than a prefill")
 
     @property
     def features(self) -> Tensor | None:
@@ -135,16 +134,16 @@ class PagedModel:
 
     @property
     def lm_head(self) -> Linear:
-        """Linear function from the states behind the final norm to logits."""
+        """Linear function from the states after the final norm to logits."""
         return self.decoder.lm_head
 
     def new_cache(
         self, num_blocks: int, block_size: int, more_layers: Seq[LayerShape] = (), kind: KVDtype = KVDtype.AUTO
     ) -> KVCache:
-        """Return a pool for this rank's heads of the model's layers, and of `more_layers` behind them.
+        """Return a pool for this rank's heads of the model's layers and of `more_layers` after them.
 
         Raises:
-            ConfigError: this node has less main memory than the pool may come to take.
+            ConfigError: this node has too little memory for the full pool.
         """
         shapes = [*self.rank_shapes, *more_layers]
         if self._device.type == "cpu":
@@ -153,7 +152,7 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
-        """Logits of the pass's rows, [R, V] float32, in `out` if given; their KV is in the pass's slots afterwards."""
+        """Return the logits of the pass's rows, [R, V] float32, in `out` if given; write their KV to its slots."""
         logits = self.decoder.logits(batch)
         logits = widened(logits) if out is None else out.copy_(logits)
         if self._padding_ids is not None:
@@ -161,20 +160,20 @@ class PagedModel:
         return logits
 
     def mask(self, token_ids: Seq[int]) -> None:
-        """Give these tokens no chance from now on: rows of the head that are no token of the tokenizer's."""
+        """Mask these tokens from now on: rows of the head without a token in the tokenizer."""
         if token_ids:
             self._padding_ids = torch.tensor(token_ids, device=self._device)
 
     def _probed(self, sequences: tuple[list[int], list[int]], far: int, plan_attention: PlanAttention) -> Tensor:
-        """Logits of the sequences behind the first chunk, end to end, computed in pieces and side by side.
+        """Return the logits of both sequences after the first chunk, end to end, computed in pieces and together.
 
-        The second one's tokens are at positions from `far` on.
+        The second sequence's tokens have positions from `far` on.
         """
         cache = self.new_cache(num_blocks=2, block_size=_PROBE_BLOCK_SIZE)
         first, second = sequences
         self.forward(ForwardBatch.of([Span(first[:_PROBE_CHUNK], 0, [0], 0)], cache, plan_attention))
         rest = first[_PROBE_CHUNK:]
-        # No row's index in the pass is its position, so that a model which counts rows instead is wrong in all of them.
+        # No row's index in the pass is its position, so a model that counts rows is wrong in all of them.
         spans = [Span(rest, _PROBE_CHUNK, [0], len(rest)), Span(second, 0, [1], len(second))]
         batch = ForwardBatch.of(spans, cache, plan_attention)
         batch.position_ids[len(rest) :] += far
@@ -200,7 +199,7 @@ def _decoder(
     *,
     is_deterministic: bool,
 ) -> tuple[LlamaDecoder | StockDecoder, list[LayerShape]]:
-    """Return the decoder of `rank` over `model`, which it takes over, and the KV of each layer on this rank."""
+    """Return the decoder of `rank`, which takes over `model`, and the KV of each layer on this rank."""
     shapes = [record.shape for record in records]
     make_linear, make_head = (linear_factory(quantization, is_head=is_head) for is_head in (False, True))
     if is_deterministic and model.device.type == "cuda":
@@ -222,29 +221,29 @@ def _decoder(
 
 def _not_deterministic(model: PreTrainedModel, reason: str) -> ConfigError:
     return ConfigError(
-        f"target.deterministic is true, and model type {model.config.model_type!r} cannot be made so here: {reason}; "
-        "set it to false"
+        f"target.deterministic is true, but model type {model.config.model_type!r} cannot be deterministic here: "
+        f"{reason}; set it to false"
     )
 
 
 def _check(
     model: PreTrainedModel, logits: Tensor, expected: Tensor, leaked: Tensor, tolerance: float, *, num_own: int
 ) -> None:
-    """Refuse logits that are not those expected of each sequence, or that change for the last beside others."""
+    """Refuse logits that differ from the expected ones, or that change with other tokens in the pass."""
     parts = (slice(None, -num_own), slice(-num_own, None))
     error = max(_relative_error(logits[rows], expected[rows]) for rows in parts)
     if not error <= tolerance:
         raise refusal(model, f"its logits in a forward batch differ from the stock model's by {error:.1%}")
     if _is_leaking(model, leaked[-num_own:], logits[-num_own:]):
-        raise refusal(model, "the tokens beside a sequence in a forward batch change its logits")
+        raise refusal(model, "other sequences in a forward batch change its logits")
 
 
 @torch.inference_mode()
 def _stock_logits(model: PreTrainedModel, sequences: tuple[list[int], list[int]], far: int) -> Tensor:
-    """Logits of both sequences behind the first chunk, the second one's tokens at positions from `far` on.
+    """Return the logits of both sequences after the first chunk; the second starts at position `far`.
 
     Raises:
-        ConfigError: the positions that the model gives a text are not those from 0 on.
+        ConfigError: the model's default positions do not start at 0.
     """
 
     def logits(token_ids: list[int], **positions: Tensor) -> Tensor:
@@ -257,20 +256,20 @@ def _stock_logits(model: PreTrainedModel, sequences: tuple[list[int], list[int]]
     first, second = sequences
     near = logits(first)
     if _is_leaking(model, logits(first, position_ids=positions(0, len(first))), near):
-        raise refusal(model, "it counts the positions of a text otherwise than from 0 on")
+        raise refusal(model, "it does not count the positions of a text from 0")
     return torch.cat((near[_PROBE_CHUNK:], logits(second, position_ids=positions(far, len(second)))))
 
 
 def _relative_error(logits: Tensor, expected: Tensor) -> float:
-    """Distance of logits from those expected, relative to their spread.
+    """Return the distance of logits from the expected ones, relative to their spread.
 
-    The median row decides: over a rounding, a token of a mixture of experts may go to another expert.
+    The median row decides, since a rounding may send a token of a mixture of experts to another expert.
     """
     return float(_row_errors(logits, expected).median())
 
 
 def _is_leaking(model: PreTrainedModel, logits: Tensor, expected: Tensor) -> bool:
-    """True if something has changed logits that it must not change, but for roundings of experts."""
+    """True if other tokens changed logits beyond the roundings of experts."""
     errors = _row_errors(logits, expected)
     if has_experts(model):
         return not float(errors.median()) <= _MAX_EXPERTS_LEAK
@@ -284,9 +283,9 @@ def _row_errors(logits: Tensor, expected: Tensor) -> Tensor:
 
 
 def _far_position(model: PreTrainedModel) -> int:
-    """Return the first position of the probe's second sequence, which ends with the last one that the model has.
+    """Return the first position of the probe's second sequence, which ends at the model's last position.
 
-    A model that counts rows is its own reference only where a sequence begins.
+    A model that counts rows agrees with itself only at the start of a sequence.
     """
     if counts_rows(model):
         return 0
@@ -299,7 +298,7 @@ def _others(token_ids: list[int], vocab_size: int) -> list[int]:
 
 
 def _probe_token_ids(model: PreTrainedModel) -> tuple[list[int], list[int]]:
-    """Return two sequences: of a text where the model came with a tokenizer, since other ids are no model's input."""
+    """Return two sequences of token ids: of a text if the model has a tokenizer, since random ids are unnatural."""
     num_tokens, vocab_size = sum(_PROBE_LENGTHS), model.config.get_text_config().vocab_size
     file = tokenizer_file(model.name_or_path) if model.name_or_path else None
     ids = Tokenizer.from_file(str(file)).encode(_PROBE_TEXT).ids[:num_tokens] if file else []

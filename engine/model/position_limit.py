@@ -1,4 +1,4 @@
-"""Limit of a model's positions: past it a token's distribution would depend on the sequences computed beside it."""
+"""Limit of a model's positions, past which a token's distribution would depend on the batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 _SIZES = ("max_position_embeddings", "n_positions")
 _OTHER_SIZES = ("max_target_positions", "max_seq_len", "max_sequence_length", "model_max_length", "seq_length", "n_ctx")
 _LENGTH = re.compile(r"window|length|position|chunk|max_seq|seq_len|n_ctx|floor_scale|context")
-# Names like those of lengths: windows are read from masks, positions limited, and the others count no tokens of a text.
+# Names that look like lengths. Windows are read from masks, positions are limited; the others count no text tokens.
 _READ = re.compile(
     r".*window.*|(original_)?max_position_embeddings|n_positions|attention_chunk_size|floor_scale|(max|min)_length"
     r"|chunk_size_feed_forward|prompt_length|position_embedding_type|cross_.*|vision_.*|image_.*|audio_.*|mask_.*"
@@ -18,11 +18,11 @@ _READ = re.compile(
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
-    """Return the number of positions that keep a token's distribution free of its batch mates; None without a limit.
+    """Return the number of positions whose distributions do not depend on the batch; None without a limit.
 
-    Rotary scalings that depend on the longest sequence of a pass are held below the length where they begin to change,
-    and chunked attention below its first chunk. YaRN gives `factor` times the positions of before, whichever of the two
-    `max_position_embeddings` has.
+    Rotary scalings that depend on the longest sequence of a pass are limited to the length before they change, chunked
+    attention to its first chunk. YaRN multiplies the original positions by `factor`, for both meanings of
+    `max_position_embeddings`.
     """
     config = config.get_text_config()
     limits = [getattr(config, name, None) for name in _SIZES]
@@ -35,7 +35,7 @@ def max_positions(config: PreTrainedConfig) -> int | None:
 
 
 def unread_lengths(config: PreTrainedConfig) -> dict[str, int]:
-    """Return the lengths in a configuration that nothing here reads, and that are below the limit of positions."""
+    """Return the lengths in a configuration that are not read and are below the position limit."""
     limit = max_positions(config)
     values = config.get_text_config().to_dict()
     return {
@@ -51,7 +51,7 @@ def unread_lengths(config: PreTrainedConfig) -> dict[str, int]:
 
 
 def _stretched(config: PreTrainedConfig) -> int | None:
-    """Return the positions that YaRN makes of those before it, if all layers have it; None without it."""
+    """Return the positions after YaRN's scaling if all layers have it, else None."""
     lengths = [_yarn_length(rope) for rope in _ropes(config) if rope.get("rope_type")]
     return min(lengths) if lengths and all(lengths) else None  # type: ignore[type-var]  # none is None
 
@@ -64,7 +64,7 @@ def _yarn_length(rope: dict[str, Any]) -> int | None:
 
 
 def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return the parameters of the rotary embeddings, of which kinds of layers may have their own."""
+    """Return the parameters of the rotary embeddings; kinds of layers may have their own."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [rope, *(each for each in rope.values() if isinstance(each, dict))]
 

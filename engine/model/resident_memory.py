@@ -1,7 +1,6 @@
-"""Memory of a served model: its packed weights and all that is not packed, and no page of the checkpoint beside them.
+"""Resident memory of a served model: its packed and unpacked weights, without pages of the checkpoint.
 
-transformers' tensors on a processor lie in a mapping of their file, and a single one that is left holds the pages of
-all the others.
+On a processor transformers' tensors are views of a mapped file. One remaining tensor keeps the whole file mapped.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from engine.model.linear.packed_linear import LinearFactory, gains
 
 
 def leave_checkpoint(model: nn.Module, make_linear: LinearFactory) -> None:
-    """Copy every tensor that packing with `make_linear` will leave out of the files, one after the other, in place.
+    """Copy every tensor that packing with `make_linear` leaves unpacked out of the files, one by one, in place.
 
     The files are unmapped when the last linear layer is packed. Modules that share a parameter
     (a tied embedding) share its copy.
@@ -25,7 +24,7 @@ def leave_checkpoint(model: nn.Module, make_linear: LinearFactory) -> None:
             if not (is_packed and name == "weight"):
                 parameter.data = parameter.data.clone()
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.clone())  # some are views, which would keep what they are views of
+            setattr(module, name, buffer.clone())  # a view would keep its whole base alive
 
 
 def trim_heap() -> None:

@@ -1,6 +1,6 @@
-"""A rank's part of a model of any family, cut from transformers' own modules; they compute with it as with the whole.
+"""Cuts a rank's part of a model of any family out of transformers' own modules, which then compute that part.
 
-Their attention takes its number of heads from what the products return: only weights and a few exchanges change.
+The attention infers its number of heads from the products, so only weights and a few exchanges change.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from protos.errors import ConfigError
 
 
 def shard_model(model: PreTrainedModel, rank: Rank) -> list[LayerShape]:
-    """Reduce `model`, which has our attention, to the part that `rank` computes, in place and on the rank's device.
+    """Reduce `model`, with our attention, to the part of `rank`, in place and on the rank's device.
 
-    All ranks call this together, and the model's forward from now on. Returns the KV that each layer keeps on this
-    rank: its heads, or all of them in families whose attention every rank computes.
+    All ranks call this together, and later the model's forward. Returns each layer's KV on this rank: its heads, or all
+    heads in families whose attention every rank computes.
 
     Raises:
-        ConfigError: its family cannot be sharded.
+        ConfigError: the family cannot be sharded.
     """
     module: nn.Module = model
     for name, cut in shard_plan(model, rank.size).items():
@@ -44,12 +44,12 @@ def shard_model(model: PreTrainedModel, rank: Rank) -> list[LayerShape]:
     try:
         return [record.shape for record in record_attention(model)]
     except ConfigError as error:
-        reason = f"its modules do not compute with the parts of transformers' plan ({error.__cause__ or error})"
+        reason = f"its modules do not run with the shards of transformers' plan ({error.__cause__ or error})"
         raise not_sharded(model, rank.size, reason) from error
 
 
 def _factory(cut: Cut, rank: Rank) -> LinearFactory:
-    """Factory of a rank's linear function from a whole weight and its bias."""
+    """Return the factory of a rank's linear function from a whole weight and bias."""
     if cut in (Cut.INPUTS, Cut.SPLIT_INPUTS):
         return partial(_summed, rank, cut is Cut.SPLIT_INPUTS)
     return partial(_joined, rank) if cut is Cut.JOINED_OUTPUTS else partial(_outputs, rank, cut)
@@ -73,7 +73,7 @@ def _summed(rank: Rank, is_whole: bool, weight: Tensor, bias: Tensor | None) -> 
 
 
 def _part(rank: Rank, cut: Cut, tensor: Tensor) -> Tensor:
-    """This rank's part of a weight [..., out, in], or of a vector with an element for each output, [out]."""
+    """Return this rank's part of a weight [..., out, in], or of a vector with an element per output, [out]."""
     if cut is Cut.PACKED_OUTPUTS:
         dim = max(tensor.ndim - 2, 0)
         return torch.cat([_part(rank, Cut.OUTPUTS, half) for half in tensor.chunk(2, dim)], dim)

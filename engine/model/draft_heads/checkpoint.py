@@ -1,4 +1,4 @@
-"""A head's files as they are published: a configuration, and tensors in safetensors or in torch's own format."""
+"""A head's published files: a configuration, and tensors in safetensors or torch's own format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOSSY_KEYS = (
 
 
 def head_folder(path: str) -> Path:
-    """The folder of a head's files; those of a Hub id are fetched.
+    """Return the folder of a head's files; a Hub repository is fetched.
 
     Raises:
         ConfigError: there is no such folder or repository.
@@ -37,12 +37,12 @@ def head_folder(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.pt", "*.bin"]))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"draft.path {path!r} is neither a folder here nor a repository of the Hub that can be fetched: {error}"
+            f"draft.path {path!r} is not a local folder and cannot be fetched from the Hub: {error}"
         ) from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The head's config.json; raises ConfigError where there is none."""
+    """Return the head's config.json; raises ConfigError if it cannot be read."""
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -58,14 +58,14 @@ def _refuse_lossy(config: Mapping[str, Any], folder: Path) -> None:
     if asked:
         raise ConfigError(
             f"the head in {str(folder)!r} asks for lossy acceptance: config.json has {asked[0]} = "
-            f"{config[asked[0]]!r}, and every draft is verified exactly here; remove it from config.json"
+            f"{config[asked[0]]!r}, but every draft is verified exactly; remove it from config.json"
         )
 
 
 def read_tensors(folder: Path, names: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """All tensors of the folder's weight files: safetensors, or else torch's own, of which only tensors are read.
+    """Return all tensors of the folder's weight files: safetensors, or else tensors in torch's own format.
 
-    `names` are files of torch's format beside pytorch_model.bin.
+    `names` are files in torch's format that are tried with pytorch_model.bin.
 
     Raises:
         ConfigError: there are no weights, or they cannot be read.
@@ -88,7 +88,7 @@ def _tensors_of(contents: object) -> dict[str, Tensor]:
     match contents:
         case dict() if all(isinstance(each, Tensor) for each in contents.values()):
             return {str(name): tensor for name, tensor in contents.items()}
-    raise ValueError("it holds no mapping from names to tensors")
+    raise ValueError("the file does not map names to tensors")
 
 
 class Weights:
@@ -104,33 +104,31 @@ class Weights:
 
     @property
     def unused(self) -> list[str]:
-        """Names of the tensors that are not taken yet."""
+        """Names of the tensors that were not taken."""
         return sorted(self._left)
 
     def num_rows(self, name: str) -> int | None:
-        """The first dimension of a tensor; None where there is none of the name."""
+        """The first dimension of a tensor; None if it does not exist."""
         tensor = self._left.get(name)
         return None if tensor is None else tensor.shape[0]
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor; raises ConfigError where it is missing or of another shape."""
+        """Return the tensor; raises ConfigError if it is missing or has another shape."""
         tensor = self._left.pop(name, None)
         if tensor is None:
             raise ConfigError(f"{self.source} is incomplete: tensor {name!r} of shape {list(shape)} is missing")
         if tuple(tensor.shape) != shape:
             raise ConfigError(
-                f"{self.source} does not fit the target: tensor {name!r} has shape {list(tensor.shape)}, and this "
+                f"{self.source} does not fit the target: tensor {name!r} has shape {list(tensor.shape)}, but this "
                 f"target needs {list(shape)}; use the head that was trained for it"
             )
         return tensor
 
     def take_if_there(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
-        """The tensor, or None where there is none of the name."""
+        """Return the tensor, or None if it does not exist."""
         return self.take(name, shape) if name in self._left else None
 
     def finish(self) -> None:
-        """Raise ConfigError if anything is left: a checkpoint that is understood by half drafts nonsense."""
+        """Raise ConfigError if tensors are left: a partly understood checkpoint would draft nonsense."""
         if self._left:
-            raise ConfigError(
-                f"{self.source} has {len(self._left)} tensors that mean nothing here, {self.unused[0]!r} among them"
-            )
+            raise ConfigError(f"{self.source} has {len(self._left)} unknown tensors, {self.unused[0]!r} among them")

@@ -11,7 +11,7 @@
                       |
                 next state, whose logits over the head's own vocabulary are of t(p+2)
 
-The drafts behind the first have no state of the target: the head has learned to go on from its own.
+The first draft uses the target's states; later drafts have only the head's own.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class Eagle3Head:
         Args:
             config: of the head.
             weights: of the head.
-            first_layer: where the head's keys and values are in the pool, behind those of the target's layers.
+            first_layer: the head's first KV layer in the pool, after the target's layers.
             quantization: of the head's own products.
         """
         layer = config.layer
         make_linear, make_lm_head = (linear_factory(quantization, is_head=is_head) for is_head in (False, True))
         self.taps = config.taps
         self.layer_shapes = [LayerShape(layer.num_key_value_heads, layer.head_dim, layer.head_dim)]
-        self.lm_head: Linear = make_lm_head(weights.lm_head, None)  # until the runner puts the target's in its place
+        self.lm_head: Linear = make_lm_head(weights.lm_head, None)  # until the runner replaces it with the target's
         self._own_lm_head = self.lm_head
         self._config = config
         self._first_layer = first_layer
@@ -88,7 +88,7 @@ class Eagle3Head:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, states: Tensor) -> Tensor:
-        """States [T, S] and the tokens behind them to the next states of the pass's logit rows, [R, S]."""
+        """Map states [T, S] and the tokens after them to the next states of the pass's logit rows, [R, S]."""
         embedded = self._embedding.index_select(0, batch.input_ids)  # [T, S]
         normed = self._norm(states, self._hidden_norm)
         residual = normed if self._config.norm_before_residual else states
@@ -130,10 +130,10 @@ class Eagle3Head:
 def load_eagle3(
     path: str, target: PreTrainedModel, device: torch.device, quantization: Quantization = Quantization.NONE
 ) -> Eagle3Head:
-    """The head in `path`, for `target`, on `device`, its products in `quantization`.
+    """Return the head in `path`, for `target`, on `device`, with products in `quantization`.
 
     Raises:
-        ConfigError: there is none, it is incomplete, made for another target, or asks for lossy acceptance.
+        ConfigError: the head is missing, incomplete, made for another target, or asks for lossy acceptance.
     """
     folder = head_folder(path)
     embeddings: Any = target.get_input_embeddings()

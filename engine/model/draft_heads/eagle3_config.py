@@ -1,4 +1,4 @@
-"""Configuration of an EAGLE-3 checkpoint, in either of the layouts in which they are published.
+"""Configuration of an EAGLE-3 checkpoint, in either published layout.
 
     original      the layer's fields at the top of config.json, `draft_vocab_size`, perhaps `eagle_config`; `midlayer.*`
     speculators   `speculators_model_type`: eagle3, the layer's fields in `transformer_layer_config`; `layers.0.*`
@@ -37,9 +37,9 @@ class TargetShape:
 class Eagle3Config:
     """One EAGLE-3 head.
 
-    `taps` are the target's states that enter it, normed together if `norm_before_fc`, each for itself if `fc_norm`. The
-    residual branch begins behind the norm of the state if `norm_before_residual`; the state that is fed back is the
-    normed one if `norm_output` (EAGLE-3.1). `layer_prefix` is where the layer's tensors are.
+    `taps` are the target's states that enter it, normed together if `norm_before_fc`, separately if `fc_norm`. The
+    residual branch begins after the state's norm if `norm_before_residual`. The normed state is fed back if
+    `norm_output` (EAGLE-3.1). `layer_prefix` prefixes the layer's tensors.
     """
 
     layer: Any  # a LlamaConfig
@@ -58,13 +58,13 @@ class Eagle3Config:
         """Read config.json of the head at `path`.
 
         Raises:
-            ConfigError: it is no EAGLE-3 head, one that is not computed here, or one of another target.
+            ConfigError: it is not an EAGLE-3 head, is not supported, or belongs to another target.
         """
         if "speculators_model_type" in config:
             return _speculators(config, target, path)
         if "draft_vocab_size" not in config:
             raise ConfigError(
-                f"{path!r} holds no EAGLE-3 head: its config.json has neither draft_vocab_size nor "
+                f"{path!r} is not an EAGLE-3 head: its config.json has no draft_vocab_size and no "
                 "speculators_model_type; give the folder of one, or another draft.kind"
             )
         return _original(config, target, path)
@@ -74,7 +74,7 @@ def _original(config: Mapping[str, Any], target: TargetShape, path: str) -> Eagl
     eagle = config.get("eagle_config") or {}
     if eagle.get("use_aux_hidden_state", True) is False:
         raise ConfigError(
-            f"{path!r} reads the target's last states alone (use_aux_hidden_state); EAGLE-3 heads read three"
+            f"{path!r} reads only the target's last states (use_aux_hidden_state); EAGLE-3 heads read three"
         )
     ids = eagle.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
     # Ids of this layout count outputs of layers (SGLang, SpecForge); a tap counts inputs.
@@ -97,13 +97,13 @@ def _speculators(config: Mapping[str, Any], target: TargetShape, path: str) -> E
 
 
 def _refuse_lossy_methods(config: Mapping[str, Any], path: str) -> None:
-    """A published head may say how its drafts are to be judged; only one way keeps the target's distribution."""
+    """Refuse a verification method that would change the target's distribution."""
     for method in (config.get("speculators_config") or {}).get("proposal_methods") or ():
         for name, exact in _EXACT.items():
             if method.get(name, exact) not in (exact, None):
                 raise ConfigError(
                     f"the head {path!r} asks for lossy acceptance: {name} is {method[name]!r} in one of its "
-                    f"proposal_methods, and every draft is verified exactly here; set it to {exact!r} in config.json"
+                    f"proposal_methods, but every draft is verified exactly; set it to {exact!r} in config.json"
                 )
 
 
@@ -118,16 +118,14 @@ def _config(
 ) -> Eagle3Config:
     for name, supported in _SUPPORTED.items():
         if layer.get(name, supported) not in (supported, None):
-            raise ConfigError(
-                f"{path!r} has {name} {layer[name]!r}; EAGLE-3 heads are computed with {supported!r} only"
-            )
+            raise ConfigError(f"{path!r} has {name} {layer[name]!r}; EAGLE-3 heads support only {supported!r}")
     if "sliding_attention" in (layer.get("layer_types") or ()):
-        raise ConfigError(f"{path!r} has a layer with a sliding window, which EAGLE-3 heads are not computed with")
+        raise ConfigError(f"{path!r} has a layer with a sliding window, which EAGLE-3 heads do not support")
     layer_config: Any = LlamaConfig(**{name: value for name, value in layer.items() if name != "model_type"})
     if layer_config.rope_parameters["rope_type"] in _LONG_ROPES:
         raise ConfigError(
-            f"{path!r} has rope_type {layer_config.rope_parameters['rope_type']!r}, by which a draft would depend on "
-            "the sequences beside it; choose a head with another"
+            f"{path!r} has rope_type {layer_config.rope_parameters['rope_type']!r}, which would make a draft depend on "
+            "the other sequences of its batch; choose a head with another"
         )
     _check_sizes(config, layer_config, target, path)
     return Eagle3Config(
@@ -145,18 +143,18 @@ def _check_sizes(config: Mapping[str, Any], layer: Any, target: TargetShape, pat
     hidden_size = config.get("target_hidden_size") or layer.hidden_size
     if hidden_size != target.hidden_size:
         raise ConfigError(
-            f"the head {path!r} was made for a target of hidden size {hidden_size}, and the target's is "
+            f"the head {path!r} was made for a target of hidden size {hidden_size}, but the target's is "
             f"{target.hidden_size}; choose the head of this target"
         )
     if layer.vocab_size != target.vocab_size:
         raise ConfigError(
-            f"the head {path!r} was made for a vocabulary of {layer.vocab_size} tokens, and the target's has "
+            f"the head {path!r} was made for a vocabulary of {layer.vocab_size} tokens, but the target's has "
             f"{target.vocab_size}; choose the head of this target"
         )
 
 
 def _checked_taps(taps: tuple[int, ...] | None, target: TargetShape, path: str) -> tuple[int, ...]:
-    """The layers whose input is read; without ids a low, a middle and a high one, as in the reference."""
+    """Return the layers whose input is read; by default a low, a middle and a high one, as in the reference."""
     if taps is None:
         taps = (2, target.num_layers // 2, target.num_layers - 3)
         if len(set(taps)) < len(taps) or min(taps) < 0:
@@ -167,7 +165,7 @@ def _checked_taps(taps: tuple[int, ...] | None, target: TargetShape, path: str) 
     wrong = next((layer for layer in taps if not 0 <= layer <= target.num_layers), None)
     if wrong is not None:
         raise ConfigError(
-            f"the head {path!r} reads the states behind layer {wrong - 1} of its target, which has {target.num_layers} "
+            f"the head {path!r} reads the states after layer {wrong - 1} of its target, which has {target.num_layers} "
             "layers; choose the head of this target"
         )
-    return tuple(sorted(set(taps)))  # in the order in which the target comes by them, whatever the file says
+    return tuple(sorted(set(taps)))  # in the target's layer order, whatever the file's order

@@ -27,7 +27,7 @@ class Eagle3Weights:
     final_norm: Tensor  # [S]
     lm_head: Tensor  # [draft vocabulary, S]
     embedding: Tensor  # [V of the target, S]
-    target_ids: Tensor | None  # [draft vocabulary] the target's id of each of the head's; None: they are the same
+    target_ids: Tensor | None  # [draft vocabulary] the target's id of each head id; None if equal
     input_norm: Tensor | None  # [F]
     tap_norms: Tensor | None  # [taps, F / taps]
 
@@ -41,7 +41,7 @@ class Eagle3Reader:
         self._target_embedding = target_embedding
 
     def read(self) -> Eagle3Weights:
-        """All tensors; raises ConfigError if one is missing, has another shape, or is none of the head's."""
+        """Return all tensors; raises ConfigError if one is missing, has another shape, or is unknown."""
         config, layer, width = self._config, self._config.layer, self._config.layer.hidden_size
         query_size, key_size = (
             count * layer.head_dim for count in (layer.num_attention_heads, layer.num_key_value_heads)
@@ -68,24 +68,24 @@ class Eagle3Reader:
         )
         self._weights.take_if_there(
             f"{config.layer_prefix}self_attn.rotary_emb.inv_freq", (layer.head_dim // 2,)
-        )  # of old files; it follows from the configuration
+        )  # in old files; it follows from the configuration
         self._weights.finish()
         return weights
 
     def _embedding(self) -> Tensor:
-        """The head's own table, or the target's where it has none."""
+        """Return the head's own table, or else the target's."""
         name, width = "embed_tokens.weight", self._config.layer.hidden_size
         if name in self._weights:
             return self._take(name, self._config.vocab_size, width)
         if self._target_embedding.shape[1] != width:
             raise ConfigError(
-                f"{self._weights.source} has no {name}, and cannot share the target's: its width is {width} and the "
+                f"{self._weights.source} has no {name} and cannot share the target's: its width is {width}, the "
                 f"target's {self._target_embedding.shape[1]}; use the head that was trained for it"
             )
         return self._target_embedding
 
     def _target_ids(self) -> Tensor | None:
-        """`d2t` is to be added to an id of the head to make it the target's; `t2d` says which of those there are."""
+        """Return target ids: `d2t` is added to a head's id, `t2d` marks the target's ids that the head knows."""
         num_drafted, num_tokens = self._config.draft_vocab_size, self._config.vocab_size
         known = self._weights.take_if_there("t2d", (num_tokens,))
         if "d2t" not in self._weights and num_drafted == num_tokens:
@@ -96,8 +96,8 @@ class Eagle3Reader:
             or not 0 <= int(target_ids.min()) <= int(target_ids.max()) < num_tokens
         ):
             raise ConfigError(
-                f"{self._weights.source} is damaged: 'd2t', which is to be added to the head's ids, does not make "
-                f"{num_drafted} of the target's {num_tokens} of them"
+                f"{self._weights.source} is damaged: 'd2t', which is added to the head's ids, does not map them to "
+                f"{num_drafted} of the target's {num_tokens} ids"
             )
         if known is not None and not torch.equal(known.bool().nonzero()[:, 0], target_ids.sort().values):
             raise ConfigError(f"{self._weights.source} is damaged: 'd2t' and 't2d' name different tokens")

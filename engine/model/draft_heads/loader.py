@@ -1,4 +1,4 @@
-"""Loading of a head by its configuration."""
+"""Loads a head by its configuration."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Head = MedusaHeads | Eagle3Head | MtpHead
 def load_head(
     config: HeadConfig, target: PreTrainedModel, device: torch.device, quantization: Quantization = Quantization.NONE
 ) -> Head:
-    """The head that `config` names, on `device`, for `target` as transformers has loaded it, with all its layers.
+    """Return the head that `config` names, on `device`, for `target` as loaded by transformers, with all layers.
 
-    `quantization` is the target's: an EAGLE-3 head has it, too.
+    `quantization` is the target's; an EAGLE-3 head uses it too.
 
     Raises:
         ConfigError: it does not exist, is incomplete, or does not fit the target.
@@ -38,6 +38,6 @@ def load_head(
 
 
 def whole_lm_head(target: PreTrainedModel, device: torch.device) -> Linear:
-    """The target's linear function from states to logits, on `device`, for a head beside a target that is sharded."""
+    """Return the target's function from states to logits, on `device`, for a head of a sharded target."""
     head: Any = target.get_output_embeddings()
     return linear_of(head.weight.to(device), None if head.bias is None else head.bias.to(device))

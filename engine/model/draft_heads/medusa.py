@@ -1,8 +1,8 @@
-"""Medusa heads (arXiv:2401.10774): head k says token p + 2 + k from the target's last hidden state of position p.
+"""Medusa heads (arXiv:2401.10774): head k drafts token p + 2 + k from the target's last hidden state of position p.
 
 A head is a few residual blocks x + silu(W x + b) and a linear layer to the vocabulary, its own or the target's. Two
-formats are read, that of FasterDecoding/Medusa (`{head}.{layer}.linear.weight`, `{head}.{layers}.weight`) and that of
-vLLM (`blocks.{head}.layers.{layer}.weight`, `lm_heads.{head}.weight`, a `token_map` where the vocabulary is cut).
+formats are read: FasterDecoding/Medusa's (`{head}.{layer}.linear.weight`, `{head}.{layers}.weight`) and
+vLLM's (`blocks.{head}.layers.{layer}.weight`, `lm_heads.{head}.weight`, a `token_map` if the vocabulary is cut).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.model.linear.packed_linear import Linear, linear_of
 from protos.errors import ConfigError
 
 _FILES = ("medusa_lm_head.pt",)
-_PREFIXES = ("medusa_head.", "medusa_heads.")  # of checkpoints that hold the heads beside other things
+_PREFIXES = ("medusa_head.", "medusa_heads.")  # in checkpoints that also hold other tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ _VLLM = _Names(
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """One head's blocks, and its way to the vocabulary; None: the target's."""
+    """One head's blocks and its function to the vocabulary; None for the target's."""
 
     blocks: tuple[Linear, ...]
     lm_head: Linear | None
@@ -63,14 +63,14 @@ class MedusaHeads:
     """A set of heads; they keep no KV and read one state per sequence.
 
     Attributes:
-        taps: the states behind the final norm.
-        layer_shapes: none; a state is all that a head needs.
-        num_heads: drafts they can make in a round.
+        taps: the states after the final norm.
+        layer_shapes: empty; a head needs only a state.
+        num_heads: drafts per round.
         lm_head: the target's, given by the runner before the first pass.
     """
 
     def __init__(self, heads: list[_Head], vocab_size: int, token_map: Tensor | None) -> None:
-        """`token_map [cut V] int64` has the target's ids of a vocabulary that was cut."""
+        """`token_map [cut V] int64` has the target's ids of a cut vocabulary."""
         self.taps = HiddenStateTaps(is_final=True)
         self.layer_shapes: list[LayerShape] = []
         self.num_heads = len(heads)
@@ -93,7 +93,7 @@ class MedusaHeads:
         return hidden
 
     def _spread(self, logits: Tensor) -> Tensor:
-        """Over the target's vocabulary; tokens that were cut are `UNKNOWN`."""
+        """Spread over the target's vocabulary; tokens outside the cut vocabulary are `UNKNOWN`."""
         if self._token_map is None:
             return logits
         spread = logits.new_full((*logits.shape[:-1], self._vocab_size), UNKNOWN)
@@ -101,10 +101,10 @@ class MedusaHeads:
 
 
 def load_medusa(path: str, target: PreTrainedModel, device: torch.device) -> MedusaHeads:
-    """The heads in `path`, for `target`, on `device`.
+    """Return the heads in `path`, for `target`, on `device`.
 
     Raises:
-        ConfigError: there are none, they are incomplete, of another size than the target, or ask for lossy acceptance.
+        ConfigError: they are missing, incomplete, of another size than the target, or ask for lossy acceptance.
     """
     folder = head_folder(path)
     config = read_config(folder)
@@ -155,7 +155,7 @@ class _Reader:
         return linear_of(self._to_target(weight), None if bias is None else self._to_target(bias))
 
     def _lm_head(self, name: str, token_map: Tensor | None) -> Linear:
-        """Linear layer of a head; one over a cut vocabulary may be stored whole, and the map then chooses its rows."""
+        """Linear layer of a head; if a cut vocabulary is stored whole, the map selects its rows."""
         num_rows = self._vocab_size if token_map is None else self._cut_size
         if token_map is not None and self._weights.num_rows(name) == self._vocab_size:
             whole = self._weights.take(name, (self._vocab_size, self._hidden_size))
@@ -163,7 +163,7 @@ class _Reader:
         return linear_of(self._to_target(self._weights.take(name, (num_rows, self._hidden_size))), None)
 
     def _shared_lm_head(self, token_map: Tensor | None) -> Linear | None:
-        """One linear layer for all heads if the configuration has it; None: that of the target."""
+        """Return the linear layer shared by all heads if configured; None for the target's."""
         if not self._has_one_lm_head:
             return None
         stored = [name for name in ("lm_head.weight", "lm_heads.0.weight") if name in self._weights]
@@ -179,7 +179,7 @@ class _Reader:
         token_map = self._weights.take("token_map", (self._cut_size,)).long()
         if int(token_map.min()) < 0 or int(token_map.max()) >= self._vocab_size:
             raise ConfigError(
-                f"the Medusa head's token_map has ids from {int(token_map.min())} to {int(token_map.max())}, and the "
+                f"the Medusa head's token_map has ids from {int(token_map.min())} to {int(token_map.max())}, but the "
                 f"target has {self._vocab_size} tokens; use the head that was trained for it"
             )
         return token_map.to(self._device)
@@ -208,7 +208,7 @@ def _count(config: Mapping[str, Any], key: str, folder: Path) -> int:
 
 
 def _num_heads(tensors: Mapping[str, Tensor], config: Mapping[str, Any], names: _Names, folder: Path) -> int:
-    """All heads in the file: published configurations name fewer than their files hold, and never more."""
+    """Return the number of heads in the file. Published configurations may name fewer, never more."""
     pattern = re.compile(re.escape(names.weight).replace(r"\{h\}", r"(\d+)").replace(r"\{l\}", r"\d+"))
     found = {int(match[1]) for name in tensors if (match := pattern.fullmatch(name))}
     num_named = _count(config, names.num_heads, folder)

@@ -1,6 +1,6 @@
 """The target's own multi-token-prediction layer (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-transformers leaves it out when it loads the model.
+transformers skips it when it loads the model.
 
     state p = block(W [enorm(embed(t(p+1))) ; hnorm(feature p)])        logits of t(p+2) = lm_head(norm(state p))
 
@@ -33,7 +33,7 @@ _COUNT_NAMES = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_la
 
 
 class MtpHead:
-    """Implements `RecurrentHead`; S and F are the target's hidden size, its features those behind the final norm."""
+    """Implements `RecurrentHead`; S and F are the target's hidden size, features are states after the final norm."""
 
     def __init__(self, model: Any, first_layer: int) -> None:
         """Takes over transformers' `MtpModel`, its attention now in layer `first_layer` of the pool."""
@@ -41,7 +41,7 @@ class MtpHead:
         if model.device.type == "cpu":
             leave_checkpoint(model, linear_of)
         self.taps = HiddenStateTaps(is_final=True)
-        self.lm_head: Linear = model.shared_head  # until the runner puts the target's packed one in its place
+        self.lm_head: Linear = model.shared_head  # until the runner replaces it with the target's packed head
         model.shared_head = torch.nn.Identity()
         self._model = model
         self._layer = model.layers[0]
@@ -90,16 +90,16 @@ class MtpHead:
         if [record.layer for record in recording.records] != [first_layer]:
             raise ConfigError(
                 f"the MTP layer of model type {self._model.config.model_type!r} calls the attention function "
-                f"{len(recording.records)} times, and 1 is what a paged pool can keep; serve the model without it"
+                f"{len(recording.records)} times, but a paged pool supports 1; serve the model without it"
             )
         return [record.shape for record in recording.records]
 
 
 def load_mtp(target: PreTrainedModel, device: torch.device) -> MtpHead:
-    """The MTP layer among the target's own weights, on `device`.
+    """Return the MTP layer of the target's own weights, on `device`.
 
     Raises:
-        ConfigError: it has none, or transformers cannot load it.
+        ConfigError: the target has no MTP layer, or transformers cannot load it.
     """
     config = target.config.get_text_config()
     num_layers = next((count for name in _COUNT_NAMES if (count := getattr(config, name, None))), 0)
@@ -117,13 +117,13 @@ def load_mtp(target: PreTrainedModel, device: torch.device) -> MtpHead:
             f"draft.kind is 'mtp', but the MTP layer of {target.config.name_or_path!r} cannot be loaded: {error}"
         ) from error
     if device != target.device:
-        for name in ("embed_tokens", "rotary_emb", "shared_head"):  # the target's own, which stay where they are
+        for name in ("embed_tokens", "rotary_emb", "shared_head"):  # the target's own, which stay in place
             setattr(model, name, deepcopy(getattr(model, name)))
     return MtpHead(model.to(device, target.dtype).eval().requires_grad_(False), config.num_hidden_layers)
 
 
 def _published_names(target: PreTrainedModel, num_layers: int) -> list[str]:
-    """Patterns of the names under which the layers' weights may be: transformers lists those of known models alone."""
+    """Return patterns of the layers' possible weight names: transformers lists only those for known models."""
     first = target.config.get_text_config().num_hidden_layers
     by_number = [rf"^(model\.)?layers\.{number}\." for number in range(first, first + num_layers)]
     known = [pattern for pattern in target._keys_to_ignore_on_load_unexpected or () if "mtp" in pattern]

@@ -1,4 +1,4 @@
-"""Heads that draft as a language model of one layer does, token by token, on states that begin as the target's."""
+"""Heads that draft token by token, like a one-layer language model that starts from the target's states."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from engine.model.linear.packed_linear import Linear
 
 
 class RecurrentHead(Protocol):
-    """A head that maps a state and the token behind it to the next state (arXiv:2401.15077, arXiv:2412.19437).
+    """A head that maps a state and the token after it to the next state (arXiv:2401.15077, arXiv:2412.19437).
 
             position       p           p + 1        p + 2
             target       feature p   feature p+1
             token        t(p)        t(p+1)       t(p+2)
             pair p:     (feature p, t(p+1))  ->  state p, whose logits are of t(p+2)
 
-    Pair p has its keys and values in slot p of the sequence, in layers behind the target's own: what the target's
-    block tables share, evict, move or fetch, they do with the head's. S is the width of a state, F that of a feature.
+    Pair p has its keys and values in slot p of the sequence, in layers after the target's. When the target's block
+    tables share, evict, move or fetch blocks, the head's KV goes along. S is a state's width, F a feature's.
 
     Attributes:
         taps: the features it reads.
         layer_shapes: the KV of each of its layers; the first is layer `first_layer` of the pool.
-        lm_head: the target's, given by the runner before the first pass; heads with their own leave it alone.
+        lm_head: the target's, set by the runner before the first pass; heads with their own ignore it.
     """
 
     taps: HiddenStateTaps
@@ -37,10 +37,10 @@ class RecurrentHead(Protocol):
         """The target's features [R, F] as states [R, S]."""
 
     def forward(self, batch: ForwardBatch, states: Tensor) -> Tensor:
-        """States [T, S] and the tokens behind them, `batch.input_ids`, to the next states of its logit rows [R, S].
+        """Map states [T, S] and the tokens after them, `batch.input_ids`, to the next states of its logit rows [R, S].
 
         Their KV is in the pass's slots afterwards.
         """
 
     def logits(self, states: Tensor) -> Tensor:
-        """[R, S] -> [R, V of the target] float32; a token that the head does not know has `UNKNOWN`."""
+        """[R, S] -> [R, V of the target] float32; tokens unknown to the head get `UNKNOWN`."""

@@ -1,8 +1,8 @@
 """The target's own weights as its draft: in fewer bits (arXiv:2502.10424), or its first layers (arXiv:2404.16710).
 
-Its keys and values are the target's, in the target's slots, so it reads no prompt and keeps no cache. It computes from
-the last committed token on, whose slot and those behind it have nothing yet that anything reads: the pass that verifies
-its drafts writes all of them again, in every layer, before any row of that layer reads them.
+Its keys and values are the target's, in the target's slots, so it needs no prefill and no cache. It computes from
+the last committed token on. Nothing reads that slot or later ones yet: the pass that verifies its drafts rewrites
+all of them, in every layer, before any row of that layer reads them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from protos.errors import ConfigError
 
 
 class SelfDraft:
-    """A forward over the target's pool by the target's weights as the configuration has them."""
+    """A forward over the target's pool by the target's weights, quantized or cut as configured."""
 
     def __init__(self, config: HeadConfig, stock: PreTrainedModel, quantization: Quantization) -> None:
-        """Keep of `stock` what the target's decoder, not made yet, will take away from it.
+        """Keep the parts of `stock` that the target's decoder will take away.
 
         Raises:
-            ConfigError: the model is of another family, has no more layers than are asked for, or cannot be quantized
-                on its device.
+            ConfigError: the family is not supported, the model has too few layers, or cannot be quantized on its
+                device.
         """
         _check(config, stock, quantization)
         self._num_layers = config.num_layers or stock.config.num_hidden_layers
@@ -42,7 +42,7 @@ class SelfDraft:
         self._decoder: LlamaDecoder | None = None
 
     def begin(self, target: LlamaDecoder | StockDecoder) -> None:
-        """Take the target's layers, or pack the weights anew; `target` is made of the model that this one is of."""
+        """Take the target's layers, or pack the weights again; `target` is made of the same model."""
         assert isinstance(target, LlamaDecoder), "_check has refused the others"
         if self._is_shared:
             self._decoder = target.first(self._num_layers)
@@ -68,12 +68,12 @@ def _check(config: HeadConfig, stock: PreTrainedModel, quantization: Quantizatio
     model_type, num_layers = stock.config.model_type, stock.config.num_hidden_layers
     if not LlamaDecoder.fits(stock):
         raise ConfigError(
-            f"draft.kind is 'self', which models of type {_listed(FAMILIES)} can have, and the target's is "
+            f"draft.kind is 'self', which needs a model of type {_listed(FAMILIES)}, but the target's is "
             f"{model_type!r}; choose another draft.kind"
         )
     if config.num_layers is not None and config.num_layers >= num_layers:
         raise ConfigError(
-            f"draft.num_layers is {config.num_layers}, and the target has {num_layers} layers; draft with fewer"
+            f"draft.num_layers is {config.num_layers}, but the target has {num_layers} layers; draft with fewer"
         )
     if config.num_layers is None and config.quantization in (Quantization.NONE, quantization):
         raise ConfigError(
@@ -84,7 +84,7 @@ def _check(config: HeadConfig, stock: PreTrainedModel, quantization: Quantizatio
     if is_packed_anew and not can_quantize(stock.device):
         raise ConfigError(
             f"draft.quantization is '{config.quantization}', which needs our kernels (compiled at install) on a "
-            f"processor with AVX2, and the target runs on {stock.device} without them; set it to 'none' and "
+            f"processor with AVX2, but the target runs on {stock.device} without them; set it to 'none' and "
             f"draft.num_layers to less than {num_layers}"
         )
 

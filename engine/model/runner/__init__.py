@@ -1,1 +1,1 @@
-"""The model runner: in one process, or over several ranks."""
+"""The model runner, in one process or over several ranks."""

@@ -1,6 +1,6 @@
-"""The model as the engine uses it: one forward batch over spans of many sequences, from token ids to logits.
+"""The engine's model: one forward batch over spans of many sequences, from token ids to logits.
 
-It knows nothing of requests, scheduling or drafts. Prefill chunks, decodes and verification rows are all spans.
+It does not know requests, scheduling or drafts. Prefill chunks, decodes and verification rows are all spans.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ class ModelRunner:
 
     Attributes:
         vocab_size: columns of the logits, padding rows of the embedding included.
-        max_model_len: tokens a sequence may have: the model's positions, or the configured limit below them.
+        max_model_len: most tokens of a sequence: the model's positions, or the lower configured limit.
         num_blocks, block_size: the pool.
         bytes_per_block: size of an exported block, all layers together.
         kv_layout: describes a block of the pool to engines that exchange blocks.
-        model_version: names these weights and what they are computed in; equal on every machine that holds the same
-            files and computes in the same dtypes.
+        model_version: digest of weights and compute dtypes; equal on every machine with the same files and
+            dtypes.
         eos_token_ids: tokens that end a text, the usual one first.
         sampling_defaults: sampling parameters of requests that leave them out.
-        head: drafts from the model's hidden states, its KV in the same pool; None without one.
-        self_draft: the model's own weights as its draft; None where they do not draft.
+        head: drafts from the model's hidden states, with its KV in the same pool; None without one.
+        self_draft: the model's own weights as a draft; None if unused.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class ModelRunner:
         Args:
             model: the checkpoint, and its device and kernels.
             cache: the size of the pool.
-            max_model_len: in tokens, at most the model's positions; None is those.
+            max_model_len: in tokens; None for all of the model's positions.
             head: drafts from the model's hidden states.
-            rank: with others beside it, all construct theirs and call its methods together, in one order.
+            rank: with several ranks, all construct runners and call the same methods together, in one order.
 
         Raises:
-            ConfigError: the model cannot be served so.
+            ConfigError: the model cannot be served with these settings.
         """
         if model.num_threads is not None:
             torch.set_num_threads(model.num_threads)
@@ -104,8 +104,8 @@ class ModelRunner:
         self._plan_attention = choose_attention(model.attention, device, is_deterministic=model.deterministic)
         if is_batch_invariant(self._plan_attention) and model.graphs.has_trees:
             raise ConfigError(
-                "target.deterministic is true and speculation.tree is set: on a GPU a token has other bits in a tree "
-                "than in the chain that it becomes; remove the tree, or set deterministic to false"
+                "target.deterministic is true and speculation.tree is set: on a GPU a token's bits differ between a "
+                "tree and the chain that it becomes; remove the tree, or set deterministic to false"
             )
         kind = KVDtype(cache.dtype)
         check_kv_kind(kind, self._plan_attention, device)
@@ -138,7 +138,7 @@ class ModelRunner:
     def _take_weights(
         self, stock: PreTrainedModel, model: ModelConfig, head: HeadConfig | None, device: torch.device
     ) -> None:
-        """Take over `stock` and its head, packed and checked; no page of their files stays in memory."""
+        """Pack and check `stock` and its head; no page of their files stays in memory."""
         quantization = usable_quantization(model, device)
         if device.type == "cpu":
             leave_checkpoint(stock, linear_factory(quantization))
@@ -162,21 +162,21 @@ class ModelRunner:
         trim_heap()
 
     def _fit_tokenizer(self, folder: Path) -> None:
-        """Mask the rows of the head that are no token: their text would be empty."""
+        """Mask the rows of the head without a token: their text would be empty."""
         if note := refuse_tokens_without_rows(folder, self.vocab_size):
             logger.warning("%s", note)
         padding = ids_without_token(folder, self.vocab_size)
         if padding:
-            logger.info("%d ids that are no token are masked, %d the first", len(padding), padding[0])
+            logger.info("%d ids without a token are masked, the first is %d", len(padding), padding[0])
         self._model.mask(padding)
 
     def _take_head(
         self, config: HeadConfig, stock: PreTrainedModel, device: torch.device, quantization: Quantization
     ) -> tuple[Head, Linear | None]:
-        """Return the head, and the function to logits if it needs one of its own.
+        """Return the head, and its function to logits if it needs its own.
 
-        Of several ranks the first alone keeps the head, whole: that of the model is shared by all of them. The others
-        need to know what it taps, since all compute the same rows.
+        Only the first rank keeps the head, unsharded, since the model's is sharded over all ranks. The other ranks need
+        its taps, because all compute the same rows.
         """
         if not self._rank.is_first:
             return load_head(config, stock, torch.device("cpu")), None
@@ -186,13 +186,13 @@ class ModelRunner:
     def _measured(
         self, meter: MemoryMeter, cache: CacheConfig, graphs: GraphConfig, stock: PreTrainedModel, *, has_graphs: bool
     ) -> CacheConfig:
-        """Return `cache` with the bytes that the GPU has left beside weights, the widest pass and the recordings."""
+        """Return `cache` with the bytes that weights, the widest pass and the recordings leave on the GPU."""
         self._make_pool(replace(cache, num_blocks=1), KVDtype(cache.dtype), stock.dtype, has_padding=has_graphs)
         max_rows = min(graphs.max_rows, max_positions(stock.config) or graphs.max_rows)
         self._compute([Span([0] * max_rows, 0, [0] * -(-max_rows // self.block_size), 1)])
         widest = max((bucket.num_rows for bucket in graph_buckets(graphs)), default=graphs.max_batch)
         if has_graphs:
-            # The largest recording alone: the others use its memory again.
+            # Record only the largest: the others reuse its memory.
             self._record(graphs, max_rows, only_largest=True)
         trial_bytes = (1 + has_graphs) * self._bytes_per_rank_block
         logits_bytes = widest * self.vocab_size * torch.float32.itemsize
@@ -214,7 +214,7 @@ class ModelRunner:
         )
 
     def _make_pool(self, cache: CacheConfig, kind: KVDtype, dtype: torch.dtype, *, has_padding: bool) -> None:
-        """Make the pool; `has_padding` adds a block for the padding of recorded passes, within a budget of bytes."""
+        """Make the pool; `has_padding` adds a scratch block for padding, within a budget of bytes."""
         shapes = [*self._model.layer_shapes, *self._head_layers]
         rank_shapes = [*self._model.rank_shapes, *self._head_layers]
         num_ranks = self._rank.size
@@ -228,7 +228,7 @@ class ModelRunner:
         self._cache = self._model.new_cache(self.num_blocks + has_padding, cache.block_size, self._head_layers, kind)
 
     def _new_kv_layout(self, model: ModelConfig, head: HeadConfig | None, dtype: str, device: torch.device) -> KVLayout:
-        """Describe a block by all weights that it depends on: those of the head too, if it has files of its own."""
+        """Describe a block by all weights that it depends on, including a separate head's."""
         head_path = head.path if head is not None and head.kind.keeps_kv else None
         return KVLayout(
             dtype=dtype,
@@ -241,30 +241,30 @@ class ModelRunner:
 
     @property
     def can_overlap(self) -> bool:
-        """True if a pass is worth issuing before the host knows its tokens.
+        """True if passes may be issued before the host knows their tokens.
 
-        Small ones are recorded then, so that the device is busy while the host is not, and no other rank waits.
+        Then small passes are recorded, so the device works while the host waits, and no other rank waits.
         """
         return self._graphs is not None and self._graphs.has_passes and self._rank.size == 1
 
     def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Tensor:
-        """Compute `spans` in one pass: their KV goes to their slots, the rows they ask for come back as [R, V] float32.
+        """Compute `spans` in one pass: write their KV to their slots, and return their logits as [R, V] float32.
 
-        Rows are in span order. Each layer writes KV before any row reads it, so a span may lean on KV that another span
-        of this very pass writes. Block tables must cover every position of their span. The logits may be overwritten by
-        the next pass.
+        Rows are in span order. Each layer writes KV before any row reads it, so a span may read KV that another span
+        of this pass writes. Block tables must cover every position of their span. The next pass may overwrite the
+        logits.
 
-        `input_ids` [T] int64, if given, replace the spans' tokens: the host does not know them yet.
+        `input_ids` [T] int64, if given, replace the spans' tokens, which the host does not know yet.
         """
         return self._compute(spans, input_ids)
 
     @property
     def features(self) -> Tensor | None:
-        """Hidden states that the head reads, of every row of the last `forward`, [T, F]; None without a head."""
+        """The head's hidden states, for every row of the last `forward`, [T, F]; None without a head."""
         return self._features
 
     def lay_out(self, spans: Seq[Span]) -> ForwardBatch:
-        """A pass over `spans`, for this model or its head; valid for one forward."""
+        """Lay out a pass over `spans`, for this model or its head; valid for one forward."""
         return ForwardBatch.of(spans, self._cache, self._plan_attention)
 
     def _compute(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Tensor:
@@ -281,7 +281,7 @@ class ModelRunner:
         return ForwardOutput(self._model.forward(batch, out), self._model.features)
 
     def move(self, moves: Seq[KVMove]) -> None:
-        """Carry out `moves` in the pool, one batch for all; the next pass reads what they wrote."""
+        """Perform all `moves` in the pool as one batch; the next pass reads the result."""
         if moves:
             block_size = self._cache.block_size
             self._cache.move(
@@ -290,15 +290,15 @@ class ModelRunner:
             )
 
     def plan_steps(self, spans: Seq[Span]) -> list[ForwardBatch]:
-        """One pass per token of `spans`, which all have the same number: pass i computes the i-th token of each.
+        """Return one pass per token of `spans`, all of one length: pass i computes the i-th token of each.
 
-        For a draft that feeds its own tokens back: all tensors are laid out at once, and token ids are placeholders.
-        Fill `input_ids` of each pass, in place, before it is computed.
+        For a draft that feeds its own tokens back: all tensors are laid out at once, with placeholder token ids.
+        Fill `input_ids` of each pass, in place, before computing it.
         """
         return plan_steps(spans, self._cache, self._plan_attention)
 
     def plan_own_steps(self, spans: Seq[Span]) -> Seq[ForwardBatch | RecordedStep]:
-        """`plan_steps` for passes of this model, by `run`: recorded ones if they fit."""
+        """`plan_steps` for passes of this model, to be computed by `run`; recorded passes if they fit."""
         recorded = None if self._graphs is None else self._graphs.plan_steps(spans)
         return self.plan_steps(spans) if recorded is None else recorded
 
@@ -321,29 +321,29 @@ class ModelRunner:
         return self._kv_sharding.join(parts) if parts else part
 
     def import_blocks(self, block_ids: Seq[int], blocks: Tensor) -> None:
-        """Overwrite these blocks with those exported by another engine of the same `kv_layout`."""
+        """Overwrite these blocks with blocks exported by an engine with the same `kv_layout`."""
         if self._rank.size > 1:
             blocks = self._kv_sharding.of_rank(self._rank.broadcast(blocks.cpu()), self._rank.index)
         self._cache.import_blocks(block_ids, blocks)
 
     def copy_blocks(self, source_ids: Seq[int], block_ids: Seq[int]) -> None:
-        """Give each of `block_ids` the KV of its source: for branches that part within a block."""
+        """Copy each source's KV into the block at the same index, for branches that part within a block."""
         self._cache.copy_blocks(source_ids, block_ids)
 
 
 def usable_quantization(model: ModelConfig, device: torch.device) -> Quantization:
-    """Return the configured quantization. Raises ConfigError where the device has no kernels for it."""
+    """Return the configured quantization. Raises ConfigError if the device has no kernels for it."""
     quantization = Quantization(model.quantization)
     if quantization is not Quantization.NONE and not can_quantize(device):
         raise ConfigError(
             f"quantization is {str(quantization)!r}, which needs our kernels (compiled at install) on a processor with "
-            f"AVX2, and the model runs on {device} without them; set it to 'none'"
+            f"AVX2, but the model runs on {device} without them; set it to 'none'"
         )
     return quantization
 
 
 def _rounding(model: ModelConfig, device: torch.device) -> str:
-    """Name the rounding of a deterministic model: kernels cut sums by thread and processor, so machines may differ."""
+    """Name the rounding of a deterministic model: sums depend on threads and processor, so machines may differ."""
     if not model.deterministic:
         return "any"
     if device.type == "cuda":
@@ -355,7 +355,7 @@ def _rounding(model: ModelConfig, device: torch.device) -> str:
 
 
 def _has_graphs(graphs: GraphConfig, device: torch.device, plan_attention: PlanAttention) -> bool:
-    """True if small passes are to be recorded; a line in the log says why a GPU does not record them."""
+    """True if small passes are to be recorded; logs why a GPU does not record them."""
     if graphs.kind is GraphKind.OFF or not graphs.row_counts:
         return False
     if graphs.kind is GraphKind.EAGER:
@@ -369,14 +369,14 @@ def _has_graphs(graphs: GraphConfig, device: torch.device, plan_attention: PlanA
 
 
 def length_limit(config: PreTrainedConfig, configured: int | None, num_slots: int) -> int:
-    """Return the tokens that a sequence may have. Raises ConfigError for more than the model has positions."""
+    """Return the most tokens of a sequence. Raises ConfigError if configured above the model's positions."""
     positions = max_positions(config) or num_slots
     if unread := unread_lengths(config):
         named = ", ".join(f"{name} {value}" for name, value in unread.items())
-        logger.warning("config.json has %s, which are not read: texts longer than that may come out otherwise", named)
+        logger.warning("config.json has %s, which are not read: longer texts may come out wrong", named)
     if configured is not None and configured > positions:
         raise ConfigError(
             f"scheduler.max_model_len is {configured}, but the model has {positions} positions; lower it, "
-            "or scale them in its config.json, as by YaRN"
+            "or scale them in its config.json, for example by YaRN"
         )
     return positions if configured is None else configured

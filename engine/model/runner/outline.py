@@ -1,7 +1,7 @@
-"""A model without its numbers: what its configuration and the headers of its files tell of its start.
+"""Checks a model by its configuration and the headers of its files, without loading weights.
 
-A deployment that takes the place of one that serves is looked at in this way first. Nothing is read but headers, so
-numbers that are not finite, and a forward that is not as it should be, are found by the start alone.
+A deployment that replaces a serving one is checked like this first. Only the start itself finds non-finite numbers
+and a wrong forward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _META = torch.device("meta")
 _NUM_TOKENS = 2
-_MAX_HEAD_BYTES = 2 << 30  # a head's tensors are read; of a larger one the start tells
+_MAX_HEAD_BYTES = 2 << 30  # a head's tensors are read here; a larger head is checked at the start
 
 
 def check_outline(
@@ -45,13 +45,13 @@ def check_outline(
     *,
     is_on_gpu: bool = False,
 ) -> None:
-    """Return if a `ModelRunner` with these arguments could be made, as far as headers tell.
+    """Check as far as headers allow that a `ModelRunner` with these arguments can be made.
 
-    Of a model on the Hub that is not fetched yet the configuration is looked at. Kernels of a GPU are not looked at,
-    for no process has one before the pair is placed.
+    A Hub model that is not fetched yet is checked by its configuration alone. GPU kernels are not checked, since no
+    process has a GPU before the pair is placed.
 
     Raises:
-        ConfigError: it could not.
+        ConfigError: it cannot be made.
     """
     device = torch.device("cuda" if is_on_gpu else "cpu")
     config = load_config(model.path)
@@ -68,13 +68,13 @@ def check_outline(
         with _left_to_the_start(f"the head of {model.path!r}"):
             load_head(head, outline, _META)
     if outline._is_stateful:
-        raise refusal(outline, "it keeps a recurrent state, which no block of keys and values holds")
+        raise refusal(outline, "it keeps a recurrent state, which blocks of keys and values cannot hold")
     with _left_to_the_start(f"the attention of {model.path!r}"):
         _check_attention(outline)
 
 
 def _check_attention(model: PreTrainedModel) -> None:
-    """Raise ConfigError unless each layer of an outline calls our attention once; windows are read off numbers."""
+    """Raise ConfigError unless each layer of an outline calls our attention once; windows need numbers."""
     recording = RecordingPass()
     keywords: Mapping[str, object] = {PASS_KEYWORD: recording}
     positions = torch.arange(_NUM_TOKENS, device=_META)[None]
@@ -82,7 +82,7 @@ def _check_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(ATTENTION_NAME)
         config = model.config.get_text_config()
         if config._attn_implementation != ATTENTION_NAME:
-            raise refusal(model, "its layers have an attention of their own")
+            raise refusal(model, "its layers have their own attention")
         model(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False, **keywords)
     layers = sorted(record.layer for record in recording.records)
     if layers != list(range(config.num_hidden_layers)):
@@ -90,9 +90,9 @@ def _check_attention(model: PreTrainedModel) -> None:
 
 
 def _outline(path: str, config: PreTrainedConfig) -> PreTrainedModel | None:
-    """Return the model with shapes alone; None for one that is not here yet. Raises ConfigError where files lack some.
+    """Return the model with shapes alone; None for one that is not here yet. Raises ConfigError if files are missing.
 
-    Of a quantized checkpoint the files hold other tensors than the model, and `check_models` has looked at these.
+    A quantized checkpoint's files hold other tensors than the model; `check_models` has checked them.
     """
     folder = Path(path).expanduser() if Path(path).expanduser().is_dir() else cached_folder(path)
     if folder is None:
@@ -133,11 +133,11 @@ def _is_small(head: HeadConfig) -> bool:
 
 @contextmanager
 def _left_to_the_start(what: str) -> Iterator[None]:
-    """Look at something; an error that may come from the want of numbers alone is left to the start."""
+    """Run a check; leave an error that may come from missing numbers to the start."""
     try:
         yield
     except (ConfigError, RuntimeError) as error:
         cause = error.__cause__ if isinstance(error, ConfigError) else error
         if not isinstance(cause, RuntimeError):
             raise
-        logger.info("%s is left to the start, since it needs numbers: %s", what, cause)
+        logger.info("%s is checked at the start, since the check needs numbers: %s", what, cause)

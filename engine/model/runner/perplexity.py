@@ -1,4 +1,4 @@
-"""Perplexity of a served model on a text: the price of quantized weights, apart from the check of their kernels."""
+"""Perplexity of a served model on a text: the cost of quantized weights."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from engine.model.runner.model_runner import ModelRunner
 from engine.span import Span
 from protos.errors import ConfigError
 
-WINDOW = 512  # tokens that are read together
+WINDOW = 512  # tokens per pass
 
 
 def perplexity(runner: ModelRunner, token_ids: Seq[int], window: int = WINDOW) -> float:
-    """Return exp of the mean loss per token, each predicted from those before it in its window.
+    """Return exp of the mean loss per token, each predicted from the tokens before it in its window.
 
     Args:
         runner: a model whose pool holds a window.
         token_ids: the text, two tokens at least.
-        window: tokens read together; the last may be shorter.
+        window: tokens per pass; the last may be shorter.
     """
     num_blocks = -(-window // runner.block_size)
     loss, num_predicted = 0.0, 0
@@ -41,7 +41,7 @@ def perplexity(runner: ModelRunner, token_ids: Seq[int], window: int = WINDOW) -
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """A model's perplexity on a text as it is served, and without quantization where it has one."""
+    """A model's perplexity on a text, as served and, if quantized, unquantized."""
 
     perplexity: float
     full_perplexity: float | None
@@ -56,7 +56,7 @@ def measure_quality(model: ModelConfig, texts: Seq[str]) -> Quality:
     """
     file = tokenizer_file(model.path)
     if file is None:
-        raise ConfigError(f"{model.path!r} has no tokenizer.json, which reading a text takes")
+        raise ConfigError(f"{model.path!r} has no tokenizer.json, which tokenizing a text needs; fetch it")
     tokenizer = Tokenizer.from_file(str(file))
     token_ids = [token_id for text in texts for token_id in tokenizer.encode(text, add_special_tokens=False).ids]
     if len(token_ids) < 2:

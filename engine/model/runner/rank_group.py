@@ -1,4 +1,4 @@
-"""Ranks of a sharded model, for rank 0: it starts, watches, calls and ends the others."""
+"""Ranks of a sharded model, for rank 0, which starts, watches, calls and ends the others."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _LOAD_TIMEOUT_S = 1800.0
 
 
 class RankGroup:
-    """Processes of ranks 1, 2, ...; this process is rank 0, in the thread that constructs this.
+    """Processes of ranks 1, 2, ...; this process is rank 0, in the constructing thread.
 
     When a rank dies, a call that waits for it raises at once if gloo connects the ranks. Between GPUs it may wait until
-    the timeout of a collective, and the process is better ended (`watch`). The ranks die with the thread that started
+    the timeout of a collective; end the process instead (`watch`). The ranks die with the thread that started
     them.
 
     Attributes:
@@ -50,7 +50,7 @@ class RankGroup:
         """
         device = rank_device(model, 0)
         if dist.is_initialized():
-            raise EngineError("this process has a sharded model already, and it can have only 1; close it first")
+            raise EngineError("this process already has a sharded model, and the limit is 1; close it first")
         self._on_lost: Callable[[str], None] = lambda reason: None
         self.rank = Rank(0, model.tensor_parallel_size, device, self._barrier)
         self._folder = tempfile.mkdtemp(prefix=f"outrider-{os.getpid()}-ranks-")
@@ -64,7 +64,7 @@ class RankGroup:
         try:
             for message in messages[1:]:
                 self._start(message)
-            self._await_progress()  # else a rank that cannot start would be waited for until the timeout
+            self._await_progress()  # else a rank that cannot start would block until the timeout
             join_ranks(messages[0], device)
         except BaseException:
             self.close()
@@ -79,11 +79,11 @@ class RankGroup:
                 raise EngineError(f"rank {index} of the target takes no calls: {error}") from error
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
-        """Have `on_lost` called with the reason, in another thread or in this call, when a rank has died."""
+        """Call `on_lost` with the reason when a rank has died, in another thread or in this call."""
         self._on_lost = on_lost
         for index, process in enumerate(self._processes, start=1):
             if process.poll() is not None:
-                on_lost(f"rank {index} of the target has ended with code {process.returncode}")
+                on_lost(f"rank {index} of the target exited with code {process.returncode}")
 
     def close(self) -> None:
         """End the other ranks; a second call does nothing."""
@@ -100,7 +100,7 @@ class RankGroup:
 
     def _start(self, message: RankMessage) -> None:
         ours, theirs = socket.socketpair()
-        # A rank that is stopped must not stop this one for good: a full pipe raises after a while.
+        # A stopped rank must not stop this one for good: a full pipe raises after a while.
         limit = struct.pack("ll", int(message.timeout_s), int(message.timeout_s % 1 * 1e6))
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         process = subprocess.Popen(
@@ -117,7 +117,7 @@ class RankGroup:
         threading.Thread(target=self._watch, args=(message.index, process), name="rank-watch", daemon=True).start()
 
     def _barrier(self) -> None:
-        """Wait until every rank has its weights, and let all go on. Raises ConfigError with the failure of one."""
+        """Wait until every rank has its weights, then let all continue. Raises ConfigError with a rank's failure."""
         self._await_progress()
         for connection in self._connections:
             send(connection, Progress())
@@ -126,16 +126,18 @@ class RankGroup:
         for index, connection in enumerate(self._connections, start=1):
             try:
                 if not connection.poll(_LOAD_TIMEOUT_S):
-                    raise EngineError(f"rank {index} of the target has not loaded within {_LOAD_TIMEOUT_S} s")
+                    raise EngineError(
+                        f"rank {index} of the target did not load within {_LOAD_TIMEOUT_S} s; see its log"
+                    )
                 progress: Progress = receive(connection)
             except (EOFError, OSError) as error:
-                raise EngineError(f"rank {index} of the target died while it was loading; look for its log") from error
+                raise EngineError(f"rank {index} of the target died while loading; see its log") from error
             if progress.failure is not None:
                 raise ConfigError(f"rank {index} of the target: {progress.failure}")
 
     def _watch(self, index: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
         if not self._is_closing:
-            reason = f"rank {index} of the target has ended with code {code}"
-            logger.error("%s; the engine cannot go on without it", reason)
+            reason = f"rank {index} of the target exited with code {code}"
+            logger.error("%s; the engine cannot continue without it", reason)
             self._on_lost(reason)

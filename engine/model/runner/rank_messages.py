@@ -1,4 +1,4 @@
-"""Messages from rank 0 of a sharded model to the others, over a pipe, and the joining of a rank.
+"""Messages from rank 0 of a sharded model to the other ranks, over a pipe, and how a rank joins the group.
 
 Messages are pickled: both ends are processes of one user and one program, the second started by the first.
 """
@@ -25,7 +25,7 @@ _LOOPBACK = "lo"  # all ranks are on one machine, and no other machine has to re
 
 @dataclass(frozen=True, slots=True)
 class RankMessage:
-    """First message: the rank's index and what it loads. The ranks find each other by a file in `folder`."""
+    """First message: the rank's index and what to load. Ranks find each other by a file in `folder`."""
 
     index: int
     model: ModelConfig
@@ -38,7 +38,7 @@ class RankMessage:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A rank runs, or has its weights and waits for the others, or could not load: `failure` is the reason."""
+    """A rank runs, has its weights and waits, or failed to load for the reason `failure`."""
 
     failure: str | None = None
 
@@ -52,7 +52,7 @@ class Call:
 
 
 def rank_device(model: ModelConfig, index: int) -> torch.device:
-    """The device of a rank: the GPU of its number among those this process sees, or the processor.
+    """Return the rank's device: the visible GPU of its number, or the processor.
 
     Raises:
         ConfigError: there are fewer GPUs than ranks.
@@ -63,14 +63,14 @@ def rank_device(model: ModelConfig, index: int) -> torch.device:
     num_gpus = torch.cuda.device_count()
     if num_gpus < model.tensor_parallel_size:
         raise ConfigError(
-            f"target.tensor_parallel_size is {model.tensor_parallel_size}, and this process sees {num_gpus} GPUs; "
+            f"target.tensor_parallel_size is {model.tensor_parallel_size}, but this process sees {num_gpus} GPUs; "
             "lower it, or give the pair more GPUs"
         )
     return torch.device("cuda", index)
 
 
 def join_ranks(message: RankMessage, device: torch.device) -> None:
-    """Make this process one of the ranks: NCCL between GPUs, gloo in main memory; returns when all have come."""
+    """Make this process one of the ranks: NCCL between GPUs, gloo in main memory. Returns when all have joined."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
     backend = "gloo"

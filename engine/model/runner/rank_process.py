@@ -1,7 +1,7 @@
 """`python -m engine.model.runner.rank_process FD`: a rank of a sharded model other than the first.
 
 `engine.model.runner.rank_group` starts it.
-It computes whatever rank 0 computes, in the same order, and knows nothing of requests. It ends when rank 0 does.
+It computes everything that rank 0 computes, in the same order, and does not know requests. It ends with rank 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def main() -> None:
-    """Load, then follow until rank 0 has gone."""
+    """Load, then follow until rank 0 exits."""
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 decides
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -37,10 +37,10 @@ def main() -> None:
         runner = _load(message, connection)
         _follow(runner, connection)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # rank 0 has gone
+        pass  # rank 0 has exited
     except Exception:
         logger.exception("a rank of the target failed")
-        os._exit(1)  # whatever a collective still waits for
+        os._exit(1)  # even while a collective still waits
     os._exit(0)
 
 
@@ -67,7 +67,7 @@ def _load(message: RankMessage, connection: Connection) -> ModelRunner:
 def _follow(runner: ModelRunner, connection: Connection) -> None:
     while True:
         call: Call = receive(connection)
-        if call.method == "import_blocks":  # their bytes come from rank 0 by themselves
+        if call.method == "import_blocks":  # rank 0 sends the bytes separately
             block_ids = call.arguments[0]
             blocks = torch.empty(len(block_ids), runner.bytes_per_block, dtype=torch.uint8)
             runner.import_blocks(block_ids, blocks)
@@ -76,11 +76,11 @@ def _follow(runner: ModelRunner, connection: Connection) -> None:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this process, even a stopped one, when the thread that started it ends. Linux only."""
+    """Let the kernel kill this process, even a stopped one, when the thread that started it ends. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() == 1:
-            raise EngineError("rank 0 has gone before this rank had begun")
+            raise EngineError("rank 0 exited before this rank started")
 
 
 if __name__ == "__main__":

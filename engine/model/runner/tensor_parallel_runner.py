@@ -1,4 +1,4 @@
-"""Model runner of a model that is sharded over several processes: this is rank 0, and the others follow its calls."""
+"""Runner of a model sharded over several processes: this is rank 0, and the others follow its calls."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def load_runner(
 
 
 class TensorParallelRunner(ModelRunner):
-    """A `ModelRunner` whose passes, moves and exchanged blocks are those of all ranks.
+    """A `ModelRunner` whose passes, moves and exchanged blocks span all ranks.
 
     Every call is sent to the other ranks first and then made here, so all meet in the collectives of their layers.
-    Scheduling, sampling and verification are here alone, and so is a head, whole; the other ranks keep but the room for
-    its keys and values, for a block has the same bytes on all. Blocks are exported with all heads: engines with another
-    number of ranks, or none, can read them.
+    Only rank 0 schedules, samples and verifies, and keeps the unsharded head. The other ranks reserve room for the
+    head's keys and values, since a block has the same bytes on all. Blocks are exported with all heads, so engines with
+    another number of ranks, or one, can read them.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TensorParallelRunner(ModelRunner):
             raise
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
-        """Have `on_lost` called with the reason, in another thread, when a rank dies: nothing can be computed then."""
+        """Call `on_lost` with the reason, in another thread, when a rank dies: nothing can be computed then."""
         self._ranks.watch(on_lost)
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class TensorParallelRunner(ModelRunner):
         self._ranks.close()
 
     def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Tensor:
-        assert input_ids is None, "tokens on this device are not on the others"
+        assert input_ids is None, "other ranks do not have this device's tokens"
         self._ranks.tell("forward", [span.trimmed(self.block_size) for span in spans])  # less to send
         return super().forward(spans)
 

@@ -16,9 +16,9 @@ from protos.messages import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_MAX_ROWS = 128  # no tile of the attention kernel is higher
+_MAX_ROWS = 128  # the attention kernel's highest tile
 _CONTEXT_TOKENS = 600  # enough that one sequence is read in splits
-_SAMPLINGS = (  # each has the sampler compile another kernel, or another variant of one
+_SAMPLINGS = (  # each compiles another sampler kernel or variant
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.0, presence_penalty=1.0),
     SamplingParams(temperature=1.0),
@@ -28,9 +28,9 @@ _SAMPLINGS = (  # each has the sampler compile another kernel, or another varian
 
 
 def warm_up(forward: Callable[[list[Span]], Tensor], block_size: int, max_model_len: int) -> None:
-    """Run passes of 1, 2, 4 ... rows, and draw from the last with each kernel of the sampler.
+    """Run passes of 1, 2, 4 ... rows, and sample from the last with each of the sampler's kernels.
 
-    Call it before the pool holds anything, as they write to its first block.
+    Call it before the pool holds anything, since it writes to the first block.
     """
     began_s = time.monotonic()
     num_rows = 1

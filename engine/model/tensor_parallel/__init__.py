@@ -1,1 +1,1 @@
-"""Plan by which a model is sharded over ranks, and the exchanges of a rank."""
+"""The plan that shards a model over ranks, and a rank's exchanges."""

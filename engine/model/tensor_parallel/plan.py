@@ -1,8 +1,8 @@
-"""Sharding of a model over ranks: the plan that transformers ships for its family, or a refusal by name.
+"""Sharding of a model over ranks: transformers' plan for its family, or a refusal by name.
 
-A family's plan names modules and parameters and says by a word how each is cut ("colwise": by outputs). Families that
-`engine.model.decoders.llama_decoder` computes are cut by its own code, along the same lines; the plan says for all of
-them what a number of ranks has to divide. The weights are not needed for that: the model is built without memory.
+A family's plan maps modules and parameters to a kind of cut ("colwise": by outputs). The families of
+`engine.model.decoders.llama_decoder` are cut by its own code in the same way. For all families the plan names the
+sizes that the number of ranks must divide. No weights are needed: the model is built without memory.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class Cut(StrEnum):
     """Cut of a linear layer, a parameter or a module; the values are transformers' words."""
 
     OUTPUTS = "colwise"  # a rank has its outputs
-    PACKED_OUTPUTS = "packed_colwise"  # of two products whose outputs lie side by side, its outputs of each
-    JOINED_OUTPUTS = "colwise_gather_output"  # a rank computes its outputs, and has all
-    INPUTS = "rowwise"  # of its inputs, which are all it has; the results are summed
+    PACKED_OUTPUTS = "packed_colwise"  # a rank has its outputs of each of two concatenated products
+    JOINED_OUTPUTS = "colwise_gather_output"  # a rank computes its outputs and receives all
+    INPUTS = "rowwise"  # a rank has only its inputs; the results are summed
     SPLIT_INPUTS = "rowwise_split_input"  # a rank has all inputs and takes its own; the results are summed
-    SUM = "moe_tp_experts"  # what the module returns is partial, and is summed
+    SUM = "moe_tp_experts"  # the module returns a partial result, which is summed
 
 
 _CUTS = {str(cut): cut for cut in Cut} | {"colwise_rep": Cut.JOINED_OUTPUTS, "rowwise_rep": Cut.SPLIT_INPUTS}
-# Whole on every rank: what differs in training alone, and tables, as a look-up costs less than a sum of what it finds.
+# Whole on every rank: parts for training alone, and tables, since a look-up costs less than summing its result.
 _WHOLE_IN_INFERENCE = {"replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params"}
 _TABLES = {"embedding_rowwise", "embedding_colwise"}
 _OF_PARAMETERS = {Cut.OUTPUTS, Cut.PACKED_OUTPUTS, Cut.INPUTS}
@@ -39,24 +39,24 @@ _HEAD_COUNTS = ("num_key_value_heads", "num_attention_heads")
 
 
 def check_divisible(config: PreTrainedConfig, size: int) -> None:
-    """Raise ConfigError where a model of this configuration cannot be sharded over `size` ranks."""
+    """Raise ConfigError if a model of this configuration cannot be sharded over `size` ranks."""
     numbers = _sharded_sizes(_without_memory(config), size)
     for name, number in numbers.items():
         if number % size:
             raise ConfigError(
-                f"target.tensor_parallel_size is {size}, and the model has {name} {number}, which it does not divide; "
+                f"target.tensor_parallel_size is {size}, but it must divide the model's {name} {number}; "
                 f"choose one of {', '.join(map(str, _divisors(math.gcd(*numbers.values()))))}"
             )
 
 
 def shard_plan(model: PreTrainedModel, size: int) -> dict[str, Cut]:
-    """Cuts of linear layers, parameters and modules by name; all others stay whole on every rank.
+    """Return the cuts of linear layers, parameters and modules by name; all others stay whole on every rank.
 
     Raises:
-        ConfigError: transformers has no plan for the family, or one that needs more than is done here.
+        ConfigError: transformers has no plan for the family, or its plan needs an unsupported cut.
     """
     if not model.config.get_text_config().base_model_tp_plan:
-        raise not_sharded(model, size, "transformers has no plan to divide it")
+        raise not_sharded(model, size, "transformers has no plan to shard it")
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     cuts: dict[str, Cut] = {}
     for pattern, word in model.tp_plan.items():
@@ -68,9 +68,9 @@ def shard_plan(model: PreTrainedModel, size: int) -> dict[str, Cut]:
 
 
 def not_sharded(model: PreTrainedModel, size: int, reason: str) -> ConfigError:
-    """The error for a family that one device can serve and several cannot."""
+    """Return the error for a family that runs only on one device."""
     return ConfigError(
-        f"target.tensor_parallel_size is {size}, and model type {model.config.model_type!r} runs on one device: "
+        f"target.tensor_parallel_size is {size}, but model type {model.config.model_type!r} runs on one device: "
         f"{reason}; set it to 1"
     )
 
@@ -92,14 +92,12 @@ def _cut(model: PreTrainedModel, size: int, name: str, word: str, module: nn.Mod
         is_done = cut is Cut.SUM or (cut is not None and type(module) is nn.Linear)
     if cut is None or not is_done:
         kind = "a parameter" if module is None else f"a {type(module).__name__}"
-        raise not_sharded(
-            model, size, f"transformers' plan divides {name}, {kind}, by {word!r}, which is not done here"
-        )
+        raise not_sharded(model, size, f"transformers' plan cuts {name}, {kind}, by {word!r}, which is not supported")
     return cut
 
 
 def _sharded_sizes(model: PreTrainedModel, size: int) -> Mapping[str, int]:
-    """All that the ranks have to divide, by name; heads first, as users know them."""
+    """Return all sizes that the number of ranks must divide, by name; heads first, as users know them."""
     plan = shard_plan(model, size)
     numbers: dict[str, int] = {}
     if any(cut is Cut.OUTPUTS and "att" in name for name, cut in plan.items()):
@@ -115,7 +113,7 @@ def _sharded_sizes(model: PreTrainedModel, size: int) -> Mapping[str, int]:
 
 
 def _width(tensor: Tensor, cut: Cut) -> int:
-    """Number of inputs or outputs of a weight [..., out, in], or of elements of [out], that the ranks divide."""
+    """Return the number of inputs or outputs of a weight [..., out, in], or elements of [out], that ranks divide."""
     if cut in (Cut.INPUTS, Cut.SPLIT_INPUTS) or tensor.ndim == 1:
         return tensor.shape[-1]
     return tensor.shape[-2] // 2 if cut is Cut.PACKED_OUTPUTS else tensor.shape[-2]

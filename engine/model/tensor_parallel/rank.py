@@ -1,7 +1,7 @@
-"""One process among those that compute a model together, and its exchanges with the others.
+"""One of the processes that compute a model together, and its exchanges with the others.
 
-Tensor parallelism as in Megatron-LM (arXiv:1909.08053): heads and MLP units are sharded over the ranks. The products
-before them are cut by outputs, those behind them by inputs, whose results are partial and summed: two sums per layer.
+Tensor parallelism as in Megatron-LM (arXiv:1909.08053): heads and MLP units are sharded over the ranks. The first
+products are cut by outputs; the second by inputs, and their partial results are summed: two sums per layer.
 
       hidden -> [ q k v of my heads ] -> attention -> [ o of my heads ]  -> sum over ranks -> hidden
       hidden -> [ gate up of my units ] -> silu, mul -> [ down of my units ] -> sum over ranks -> hidden
@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Rank `index` of `size`; a `Rank()` is alone, and everything it does leaves tensors as they are.
+    """Rank `index` of `size`. A `Rank()` is alone and leaves all tensors unchanged.
 
-    `device` holds its part of the model; None is where the model was loaded. `barrier` returns when all ranks
-    have read what they need to begin: no sum may begin before. Sums and joins need torch.distributed's default group,
-    and every rank must ask for the same ones in the same order; one that waits too long raises.
+    `device` holds its part of the model; None is the device of the loaded model. `barrier` returns when all ranks have
+    read their initial data; no sum may begin earlier. Sums and joins need torch.distributed's default group, and every
+    rank must make the same calls in the same order; a rank that waits too long raises.
     """
 
     index: int = 0
@@ -37,12 +37,12 @@ class Rank:
 
     @property
     def is_first(self) -> bool:
-        """True if this process schedules, samples, and says whether the model is right."""
+        """True if this process schedules, samples, and checks the model."""
         return self.index == 0
 
     @property
     def load_device(self) -> torch.device | None:
-        """Device that weights are read to before they are sharded; None is the configured one."""
+        """Device that weights are loaded to before sharding; None for the configured one."""
         return None if self.size == 1 else torch.device("cpu")
 
     def shard_rows(self, weight: Tensor) -> Tensor:
@@ -58,11 +58,11 @@ class Rank:
         return self.to_device(tensor.chunk(self.size, dim)[self.index])
 
     def summed_bias(self, bias: Tensor | None) -> Tensor | None:
-        """The bias of a product whose result is summed: one rank alone adds it."""
+        """Return the bias of a summed product; only one rank adds it."""
         return None if bias is None or self.index > 0 else self.to_device(bias)
 
     def shard_vocab(self, weight: Tensor) -> Tensor:
-        """`shard_rows` of a vocabulary of any size: zero rows behind it make it divisible."""
+        """`shard_rows` of a vocabulary of any size; trailing zero rows make it divisible."""
         num_missing = -weight.shape[0] % self.size
         padded = torch.cat((weight, weight.new_zeros(num_missing, *weight.shape[1:]))) if num_missing else weight
         return self.shard_rows(padded)
@@ -78,7 +78,7 @@ class Rank:
         return partial
 
     def all_gather(self, part: Tensor, num_columns: int) -> Tensor:
-        """The parts `[..., columns of a rank]` of all ranks side by side, without what is behind `num_columns`."""
+        """Concatenate the parts `[..., columns of a rank]` of all ranks, cut to `num_columns`."""
         if self.size == 1:
             return part
         part = part.contiguous()
@@ -87,7 +87,7 @@ class Rank:
         return torch.cat(parts, dim=-1)[..., :num_columns]
 
     def gather(self, part: Tensor) -> list[Tensor]:
-        """On rank 0 the tensors (in main memory, of one shape) of all ranks; elsewhere nothing."""
+        """Return all ranks' tensors (in main memory, of one shape) on rank 0; elsewhere an empty list."""
         if self.size == 1:
             return [part]
         parts = [torch.empty_like(part) for _ in range(self.size)] if self.index == 0 else None
@@ -95,7 +95,7 @@ class Rank:
         return parts or []
 
     def least(self, number: int) -> int:
-        """Return the smallest of the numbers that the ranks give."""
+        """Return the smallest number of all ranks."""
         if self.size == 1:
             return number
         least = torch.tensor([number], device=self.device or "cpu")
@@ -103,7 +103,7 @@ class Rank:
         return int(least)
 
     def from_first(self, value: T | None) -> T:
-        """Return rank 0's value, on every rank; the others' is of no account."""
+        """Return rank 0's value on every rank; the others' values are ignored."""
         values = [value]
         if self.size > 1:
             dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
@@ -111,7 +111,7 @@ class Rank:
         return values[0]
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Return rank 0's tensor (in main memory); the others pass one of its shape and dtype, which is filled."""
+        """Return rank 0's tensor (in main memory); the others pass one of its shape and dtype to be filled."""
         dist.broadcast(tensor, src=0)
         return tensor
 

@@ -84,7 +84,7 @@ def test_two_ranks_compute_what_one_device_does(
 def test_a_plan_that_does_not_fit_its_family_is_noticed_by_all_ranks(computed: dict[str, Computed | str]) -> None:
     refusal = computed["cohere"]
     assert isinstance(refusal, str)
-    assert "tensor_parallel_size is 2, and model type 'cohere' runs on one device: its modules do not" in refusal
+    assert "tensor_parallel_size is 2, but model type 'cohere' runs on one device: its modules do not" in refusal
     assert refusal.endswith("non-singleton dimension 2); set it to 1")
 
 

@@ -51,7 +51,7 @@ def test_the_head_is_what_the_configuration_says(
     weights = write(tmp_path, is_tied=is_tied, **kept)
     model = load_model(ModelConfig(str(tmp_path), dtype="float32", device="cpu"))
     assert torch.equal(model.get_output_embeddings().weight, weights[head])
-    assert ("holds a head of its own, which is left out" in caplog.text) == (is_tied and not kept)
+    assert ("has a separate head, which is ignored" in caplog.text) == (is_tied and not kept)
 
 
 def test_a_head_that_is_neither_tied_nor_there_is_refused(tmp_path: Path) -> None:

@@ -204,12 +204,12 @@ def test_a_damaged_checkpoint_is_refused_by_the_tensors_name(
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"hidden_size": 64}, "hidden size 64, and the target's is 32"),
-        ({"target_hidden_size": 48}, "hidden size 48, and the target's is 32"),
-        ({"vocab_size": 128}, "a vocabulary of 128 tokens, and the target's has 64"),
+        ({"hidden_size": 64}, "hidden size 64, but the target's is 32"),
+        ({"target_hidden_size": 48}, "hidden size 48, but the target's is 32"),
+        ({"vocab_size": 128}, "a vocabulary of 128 tokens, but the target's has 64"),
         ({"num_hidden_layers": 2}, "num_hidden_layers 2"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 7]}}, "behind layer 7 of its target"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 7]}}, "after layer 7 of its target"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
         ({"typical_acceptance": True}, "lossy acceptance"),
     ],
@@ -243,7 +243,7 @@ def test_unsupported_options_of_a_speculators_checkpoint_are_refused(
 
 
 def test_a_folder_without_a_head_is_refused(target: Path) -> None:
-    assert "holds no EAGLE-3 head" in refused(target, target)
+    assert "is not an EAGLE-3 head" in refused(target, target)
 
 
 def test_blocks_of_engines_with_other_heads_do_not_fit(

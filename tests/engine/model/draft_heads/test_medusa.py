@@ -142,10 +142,10 @@ def _wider(name: str) -> Callable[[dict[str, Tensor]], None]:
     [
         (_without("1.0.linear.weight"), "'1.0.linear.weight' of shape .32, 32. is missing"),
         (_without("2.1.weight"), "'2.1.weight' of shape .64, 32. is missing"),
-        (_wider("0.0.linear.weight"), "has shape .32, 33., and this target needs .32, 32."),
+        (_wider("0.0.linear.weight"), "has shape .32, 33., but this target needs .32, 32."),
         (
             lambda tensors: tensors.update({"0.7.weight": torch.ones(1)}),
-            "1 tensors that mean nothing here, '0.7.weight'",
+            "1 unknown tensors, '0.7.weight'",
         ),
     ],
 )
@@ -189,7 +189,7 @@ def test_a_token_map_for_another_vocabulary_is_refused(tmp_path: Path, target_fo
     tensors = load_file(file)
     tensors["token_map"] = tensors["token_map"] + VOCAB_SIZE
     save_file(tensors, file)
-    with pytest.raises(ConfigError, match="ids from 64 to 73, and the target has 64 tokens"):
+    with pytest.raises(ConfigError, match="ids from 64 to 73, but the target has 64 tokens"):
         load(tmp_path / "m", target)
 
 

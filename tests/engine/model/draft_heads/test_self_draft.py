@@ -62,7 +62,7 @@ def test_a_quantized_target_drafts_with_its_own_first_layers() -> None:
     ("head", "reason"),
     [
         (HeadConfig(HeadKind.SELF), "draft.quantization 'none' gives it the target's own weights"),
-        (HeadConfig(HeadKind.SELF, num_layers=2), "draft.num_layers is 2, and the target has 2 layers"),
+        (HeadConfig(HeadKind.SELF, num_layers=2), "draft.num_layers is 2, but the target has 2 layers"),
     ],
 )
 def test_a_draft_that_would_be_the_target_is_refused(head: HeadConfig, reason: str, tmp_path: Path) -> None:
