@@ -97,7 +97,7 @@ class Bench:
         return sequence
 
     def step(self, num_right: int = 99) -> list[TokenChunk]:
-        """One step in which the first `num_right` drafts of every sequence match the target."""
+        """Run one step; the first `num_right` drafts of every sequence match the target."""
         return self.finish(self.scheduler.schedule(), num_right)
 
     def reason_of(self, sequence: Sequence) -> FinishReason | None:
