@@ -25,7 +25,7 @@ _LOG_AGAIN_S = 60.0  # of a file that still cannot be read
 _SETTLED_S = 2.0  # since its last change, by which times of files differ
 _BYTES_PER_TOKEN = 4  # of a request that was refused: about those of English text
 _NUMBER = re.compile(r"\d{1,9}(\.\d{1,9})?")
-_OPTIONS: dict[str, Callable[[str], bool]] = {  # behind a key, each with the test of its value
+_OPTIONS: dict[str, Callable[[str], bool]] = {  # after a key, each with the test of its value
     "tenant": bool,
     "tokens_per_minute": lambda value: value.isdecimal() and int(value) > 0,
     "weight": lambda value: bool(_NUMBER.fullmatch(value)) and float(value) > 0,
@@ -112,7 +112,7 @@ class Client:
         """Raise PermissionDeniedError for a client that may not see or change the server's inside."""
         if not self.is_admin:
             raise PermissionDeniedError(
-                "This needs an API key with admin=true behind it; a server on loopback without keys may set "
+                "This needs an API key with admin=true after it in the file; a server on loopback without keys may set "
                 "ingress.open_admin: true."
             )
 

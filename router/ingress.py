@@ -81,7 +81,7 @@ class Ingress:
         return build_app(self._service, self._api_keys, _http_host(), is_metrics_private=_is_metrics_private())
 
     async def Generate(self, request: pb2.GenerateRequest | bytes, grpc_context: RayServegRPCContext) -> Any:
-        """Return the answer, or for vLLM's call of the same name, of which the request comes in bytes, its stream."""
+        """Return the answer; for vLLM's call of the same name, whose request is serialized, return its stream."""
         if isinstance(request, bytes):
             return await self._vllm_generate(request, grpc_context)
         return await self._grpc.generate(request, grpc_context)

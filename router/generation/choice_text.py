@@ -47,7 +47,7 @@ class ChoiceText:
         self._awaits_text = thinking is not None  # white space around a thought is not shown
         self._stop_strings = StopStrings(stop_strings) if stop_strings else None
         self._includes_stop = includes_stop
-        self.stop_string: str | None = None  # the one that ended the text
+        self.stop_string: str | None = None  # the stop string that ended the text
         self._num_tokens = 0
         self._num_characters = num_echoed_characters
         self.is_finished = False

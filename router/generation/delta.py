@@ -40,7 +40,7 @@ class Delta:
     draft_text: str = ""
     reasoning: str = ""  # what the model thought before the text, told apart from it
     num_reasoning_tokens: int = 0  # of the tokens, marks of the thought included
-    stop_string: str | None = None  # the one that ended the text
+    stop_string: str | None = None  # the stop string that ended the text
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # of the prompt, if asked for; with the first tokens
 
 
@@ -93,7 +93,7 @@ def _sums(gains: Sequence[Gain]) -> dict[str, Any]:
 
 
 def pieces(delta: Delta) -> Iterator[Delta]:
-    """Yield deltas that say one thing each: a thought, a text, an entry of one call, the end, or a draft.
+    """Yield deltas with one part each: a thought, a text, an entry of one call, the end, or a draft.
 
     Clients read chunks that way: some look at the first entry of a chunk alone, some at its text or its calls but never
     at both, and some at nothing once there is a finish reason. Tokens stay with the thought or the text that they are.

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _SHOW_TIMEOUT_S = 10.0
 _CHECK_TIMEOUT_S = 330.0  # the pairs' own limit comes first
-_RETURN_S = 630.0  # for the pairs to bring old drafts back
+_RETURN_S = 630.0  # for the pairs to restore old drafts
 
 
 class DraftAdmin:

@@ -12,7 +12,7 @@ class JsonExtent:
         self._is_escaped = False
 
     def feed(self, text: str) -> int | None:
-        """Return the number of characters of `text` up to the end of the object; None if it goes on behind `text`."""
+        """Return the number of characters of `text` up to the end of the object; None if it continues beyond `text`."""
         for index, character in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False

@@ -16,9 +16,9 @@ from router.generation.tool_formats.tool_format import LONGEST_HEAD, ToolFormat
 
 class _State(Enum):
     TEXT = auto()
-    HEAD = auto()  # behind the beginning of a call, before its arguments
+    HEAD = auto()  # after the beginning of a call, before its arguments
     ARGUMENTS = auto()
-    TAIL = auto()  # behind the arguments, before the end of the call
+    TAIL = auto()  # after the arguments, before the end of the call
     BODY = auto()  # inside a call whose arguments are not written in JSON
 
 
@@ -41,7 +41,7 @@ class ToolCallParser:
         self._has_begun = False  # a call has been shown of the body that is read
         self._head = format_.head_pattern
         self._state = _State.TEXT
-        self._held = ""  # read, and not yet said to be content or call
+        self._held = ""  # not yet classified as content or call
         self._extent = JsonExtent()
         self._num_scanned = 0  # characters of a bare object that the extent has read
         self._num_calls = 0
@@ -211,7 +211,7 @@ class ToolCallParser:
         return str(name) if is_tool else None
 
     def _end_of_object(self) -> int | None:
-        """Return the end of the object that is held, of which each character is looked at once."""
+        """Find the end of the buffered JSON object in one pass."""
         num_scanned, self._num_scanned = self._num_scanned, len(self._held)
         end = self._extent.feed(self._held[num_scanned:])
         return None if end is None else num_scanned + end

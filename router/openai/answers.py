@@ -18,7 +18,7 @@ class ErrorFields(TypedDict):
 
 
 class ErrorAnswer(TypedDict):
-    """Every failure, but for those of `/v1/messages`."""
+    """Every failure except on `/v1/messages`."""
 
     error: ErrorFields
 
@@ -107,7 +107,7 @@ class DraftsAnswer(TypedDict):
 
 
 class HealthAnswer(TypedDict):
-    """The answer of the probes; `alarms` are those of the pair, if any, `draft` is one that can be exchanged."""
+    """The answer of the probes; `alarms` are the pair's, if any, `draft` is a draft that can be exchanged."""
 
     status: Literal["ok"]
     alarms: NotRequired[list[str]]

@@ -114,4 +114,4 @@ async def _on_disconnect(_: Request, error: Exception) -> Response:
 
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:
     """Answer a fault of ours. Starlette raises it again after this answer, so that the server logs it once."""
-    return _answer(request, EngineError("The server failed while it handled this request; the fault is ours."))
+    return _answer(request, EngineError("The server failed while handling this request; it is a server fault."))

@@ -99,4 +99,4 @@ async def _events(
         yield writer.error_event(error)
     except Exception:  # the edge of the process: the client gets a last word, the log the fault
         logger.exception("a stream failed")
-        yield writer.error_event(EngineError("The server failed while it streamed this answer; the fault is ours."))
+        yield writer.error_event(EngineError("The server failed while streaming this answer; it is a server fault."))

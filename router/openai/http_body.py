@@ -47,7 +47,7 @@ _WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "def
 
 
 class BodyReader:
-    """Reads bodies, of which all that are being read and checked may hold `limits.max_body_bytes_in_flight` together.
+    """Reads bodies; all bodies being read and checked together hold at most `limits.max_body_bytes_in_flight`.
 
     Bytes count as they arrive: a client that announces a long body and sends it slowly takes no room from others.
     """
@@ -65,7 +65,7 @@ class BodyReader:
             RequestError: it is not declared as JSON, is not JSON, or breaks the schema.
             RequestTimeoutError: it comes too slowly.
             RequestTooLargeError: it is longer than `max_body_bytes`, as sent or expanded; reading stops there.
-            OverloadedError: there is no room for it beside the bodies that are being read.
+            OverloadedError: the other bodies being read leave no room for it.
             RateLimitError: the tenant's rate is used up.
         """
         _check_type(request.headers.get("content-type", ""))
@@ -205,7 +205,7 @@ def _expanded(expand: zlib._Decompress, part: bytes, max_bytes: int) -> bytes:
     try:
         return expand.decompress(part, max_bytes)
     except zlib.error as error:
-        raise RequestError(f"The body is not what its content encoding says: {error}.") from None
+        raise RequestError(f"The body does not match its content encoding: {error}.") from None
 
 
 def _expander(encoding: str) -> zlib._Decompress | None:

@@ -118,9 +118,9 @@ OPERATIONS: Mapping[str, Operation] = {
     "/admin/drafts": Operation("List the draft of every pair", DraftsAnswer),
     "/v1/models": Operation("List the model that is served", ModelList),
     "/v1/models/{model_id}": Operation("Describe the model that is served", ServedModel),
-    "/live": Operation("Tell whether this process answers", HealthAnswer),
-    "/ready": Operation("Tell whether a pair answers", HealthAnswer),
-    "/health": Operation("Tell whether a pair answers", HealthAnswer),
+    "/live": Operation("Report whether this process answers", HealthAnswer),
+    "/ready": Operation("Report whether a pair answers", HealthAnswer),
+    "/health": Operation("Report whether a pair answers", HealthAnswer),
     "/metrics": Operation("Metrics of all replicas, in Prometheus's text format"),
 }
 
@@ -137,7 +137,7 @@ def openapi_document(*, is_strict: bool) -> dict[str, Any]:
         "info": {
             "title": "Outrider",
             "version": "1",  # of the paths, which keep it
-            "description": "Exact speculative decoding behind OpenAI's API.",
+            "description": "Exact speculative decoding with OpenAI's API.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/"}],

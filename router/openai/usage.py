@@ -1,4 +1,4 @@
-"""Token counts and speculation figures of a response, in OpenAI's form with our fields beside."""
+"""Token counts and speculation figures of a response, in OpenAI's form with our fields added."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from router.generation.usage import Usage
 
 PLAIN_REASONS = {
     PlainReason.OFF: "This request, or the deployment, drafts nothing.",
-    PlainReason.PROMPT: "The pass that reads the end of the prompt gives the first token.",
+    PlainReason.PROMPT: "The pass that ends the prefill gives the first token.",
     PlainReason.LAST_TOKEN: "One token was left to generate.",
     PlainReason.CLASS_OFF: "Drafts were measured to gain such requests too little at this load, and are off.",
     PlainReason.LOAD: "No draft pays at this load, or the pass measured decoding without drafts.",
     PlainReason.NO_ROOM: "The pass or the KV cache was full.",
     PlainReason.DRAFT_AWAY: "The draft was away or late.",
-    PlainReason.NO_MATCH: "The text so far says nothing of what comes next.",
+    PlainReason.NO_MATCH: "No earlier text predicts the continuation.",
     PlainReason.CONSTRAINT: "The response format forbade the first draft token.",
-    PlainReason.INVALID: "The draft was no token of the target.",
+    PlainReason.INVALID: "The draft was not a token of the target.",
 }
 
 
@@ -46,7 +46,7 @@ class Explanation(BaseModel):
 
 
 class DraftEvent(BaseModel):
-    """An entry of `x_drafts`: what is being verified behind the text of choice `index` so far."""
+    """An entry of `x_drafts`: the drafts under verification after the current text of choice `index`."""
 
     index: int
     token_ids: list[int]

@@ -22,7 +22,7 @@ _REASONS = {
 
 
 class Event(BaseModel):
-    """A body or an event; its fields are those of Anthropic's types."""
+    """A body or an event; its fields follow Anthropic's types."""
 
     model_config = ConfigDict(extra="allow")
 

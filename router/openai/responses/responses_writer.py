@@ -18,7 +18,7 @@ from router.tokenizer.tokenizer import Tokenizer
 
 
 class Event(BaseModel):
-    """A body or an event; its fields are those of OpenAI's types."""
+    """A body or an event; its fields follow OpenAI's types."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -79,7 +79,7 @@ class ResponsesWriter(ResponseWriter):
         return "incomplete" if self._reason is FinishReason.LENGTH else "completed"
 
     def _gain_part(self, kind: str, text: str) -> Iterable[Event]:
-        """Add text to the open item, behind a new one where another kind is open."""
+        """Add text to the open item, opening a new one if another kind is open."""
         is_message = kind == "message"
         if not self._is_open or self._items[-1]["type"] != kind:
             yield from self._close()
