@@ -1,4 +1,4 @@
-"""`outrider`, or `python -m cluster.cli`: one home for every command.
+"""`outrider`, or `python -m cluster.cli`: the command line with all commands.
 
 A command is a function in a file of `commands/`; it is added by one line here.
 """
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _reach_this_machine() -> None:
-    """Keep the environment's proxy out of calls to this machine, by any library: it would call itself."""
+    """Exclude this machine from the environment's proxy for all libraries: the proxy would call itself."""
     for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
         hosts = os.environ.get(name, os.environ.get("NO_PROXY", "")).split(",")
         os.environ[name] = ",".join(dict.fromkeys([*filter(None, hosts), *_THIS_MACHINE]))
@@ -71,7 +71,9 @@ def _check_folder() -> None:
     try:
         os.getcwd()
     except OSError as error:
-        raise ConfigError(f"the current folder is gone or cannot be entered ({error}); change to another one") from None
+        raise ConfigError(
+            f"the current folder is gone or cannot be entered ({error}); change to another folder"
+        ) from None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The terminal: plain text where output is a file or a pipe, so that nothing but words reaches it."""
+"""The terminal: plain text if the output is a file or a pipe."""
 
 from __future__ import annotations
 

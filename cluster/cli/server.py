@@ -1,4 +1,4 @@
-"""The server that a client's command talks to."""
+"""Options and checks of the server that client commands use."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ API_KEY = "none"
 _TIMEOUT_S = 10.0
 
 NOT_UNDERSTOOD = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
-NO_ANSWER = (OSError, HTTPException, *NOT_UNDERSTOOD)  # of a server that is read without OpenAI's client
+NO_ANSWER = (OSError, HTTPException, *NOT_UNDERSTOOD)  # without OpenAI's client
 
 
 class AnswerError(ServingError):
-    """A server refuses a request, or its answer is not one."""
+    """A server refuses a request, or its answer cannot be read."""
 
 
 @contextmanager
 def understood(what: str = "the server's answer") -> Iterator[None]:
-    """Raise AnswerError where a server refuses a request, or `what` has not the form that is read from it."""
+    """Raise AnswerError if a server refuses a request, or `what` has an unexpected form."""
     try:
         yield
     except (OpenAIError, HTTPError) as error:
         raise AnswerError(str(error)) from None
     except NOT_UNDERSTOOD as error:
-        raise AnswerError(f"{what} is not understood: {type(error).__name__}: {error}") from None
+        raise AnswerError(f"{what} has an unexpected form: {type(error).__name__}: {error}") from None
 
 
 def _with_version(url: str) -> str:
-    """Return the address of the API; one without a path is that of the server, whose API is at /v1.
+    """Return the address of the API. An address without a path gets /v1.
 
     Raises:
-        ConfigError: it is no address of a web server.
+        ConfigError: it is not the address of a web server.
     """
     try:
         parts = urlsplit(url)
@@ -51,28 +51,28 @@ def _with_version(url: str) -> str:
     except ValueError:
         is_address = False
     if not is_address:
-        raise ConfigError(f"--url {url!r} is no address of a server; give one such as {URL}")
+        raise ConfigError(f"--url {url!r} is not the address of a server; give one such as {URL}")
     return url.rstrip("/") + "/v1" if parts.path in {"", "/"} else url
 
 
-ServerUrl = Annotated[str, Option(help="base address of the server, with /v1 or without", callback=_with_version)]
+ServerUrl = Annotated[str, Option(help="base address of the server, with or without /v1", callback=_with_version)]
 
 
 def finite(value: float | None) -> float | None:
-    """Return the value of an option that NaN and infinity are none of."""
+    """Reject NaN and infinity."""
     if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is no finite number")
+        raise typer.BadParameter(f"{value} is not a finite number")
     return value
 
 
 def served_model(url: str, api_key: str, model: str | None) -> str:
-    """Return `model` if the server has it, or its first one where it is None.
+    """Return `model` if the server has it, or the server's first model if it is None.
 
     Raises:
-        ConfigError: no server answers there, it refuses the key, or it has no such model.
+        ConfigError: the server does not respond, refuses the key, or has no such model.
     """
     if not (api_key.isascii() and api_key.isprintable()):
-        raise ConfigError("--api-key has a character that no HTTP header can carry; a key is of printable ASCII")
+        raise ConfigError("--api-key has a character that an HTTP header cannot carry; use printable ASCII")
     try:
         with understood(), OpenAI(base_url=url, api_key=api_key, timeout=_TIMEOUT_S, max_retries=0) as client:
             names = _model_names(client, url)

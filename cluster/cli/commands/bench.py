@@ -1,4 +1,4 @@
-"""`outrider bench`: what users of any OpenAI server would see under a load."""
+"""`outrider bench`: latencies and goodput of any OpenAI server under load."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ _WORDS = ("the", "def", "return", "value", "of", "list", "in", "for", "file", "w
 
 def bench(
     url: ServerUrl = URL,
-    model: Annotated[str | None, Option(help="by default the first that the server lists")] = None,
+    model: Annotated[str | None, Option(help="default: the first model of the server")] = None,
     api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of the server")] = API_KEY,
     num_requests: Annotated[int, Option("--num-requests", "-n", min=1, help="requests to send")] = 32,
     concurrency: Annotated[int, Option(min=1, help="users, each with one request at a time")] = 4,
     rate: Annotated[
         float | None, Option(min=1e-3, callback=finite, help="requests per second, in place of --concurrency")
     ] = None,
-    prompts: Annotated[Path | None, Option(help="a file with one prompt per line; by default words at random")] = None,
-    prompt_words: Annotated[int, Option(min=1, help="length of a prompt of words at random")] = 96,
+    prompts: Annotated[Path | None, Option(help="a file with one prompt per line; default: random words")] = None,
+    prompt_words: Annotated[int, Option(min=1, help="length of a random prompt")] = 96,
     max_tokens: Annotated[int, Option(min=1, help="length of an answer")] = 64,
     temperature: Annotated[float, Option(min=0.0, callback=finite)] = 0.0,
-    seed: Annotated[int, Option(help="of prompts and arrivals")] = 0,
+    seed: Annotated[int, Option(help="seed of prompts and arrivals")] = 0,
     ttft_ms: Annotated[
         float, Option(min=0.0, callback=finite, help="goodput: longest wait for the first token")
     ] = 1000.0,
     itl_ms: Annotated[
         float, Option(min=0.0, callback=finite, help="goodput: longest mean wait per later token")
     ] = 100.0,
-    timeout_s: Annotated[float, Option(min=0.1, callback=finite, help="of one request")] = 300.0,
+    timeout_s: Annotated[float, Option(min=0.1, callback=finite, help="time-out of one request")] = 300.0,
     plot: Annotated[Path | None, Option(help="write the distributions to this image; needs matplotlib")] = None,
 ) -> None:
     """Measure an OpenAI server: TTFT, inter-token latency, tokens per second and goodput."""
@@ -113,20 +113,20 @@ def _table(timings: Sequence[Timing], lasted_s: float, objective: Objective, loa
 
 
 def _check_plot(file: Path) -> None:
-    """Raise ConfigError for a plot that could not be written, before there is anything to draw."""
+    """Raise ConfigError early if the plot could not be written."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise ConfigError("--plot needs matplotlib: pip install 'outrider[bench]'") from None
     kinds = FigureCanvasBase.get_supported_filetypes()
     if file.suffix.removeprefix(".").lower() not in kinds:
-        raise ConfigError(f"--plot {file} is no image; end its name with one of .{', .'.join(sorted(kinds))}")
+        raise ConfigError(f"--plot {file} is not an image file; end its name with one of .{', .'.join(sorted(kinds))}")
     if file.is_dir() or not file.parent.is_dir():
-        raise ConfigError(f"--plot {file} cannot be written; give a file in a folder that is there")
+        raise ConfigError(f"--plot {file} cannot be written; give a file in an existing folder")
 
 
 def _plot(timings: Sequence[Timing], file: Path) -> None:
-    """Draw how many requests had their first token, and how many tokens came, within a time."""
+    """Draw the cumulative distributions of times to the first token and to later tokens."""
     from matplotlib.figure import Figure
 
     done = [timing for timing in timings if timing.error is None]

@@ -13,19 +13,19 @@ from typer import Option
 from cluster.cli.console import console, report, report_error
 from cluster.cli.server import API_KEY, URL, AnswerError, ServerUrl, finite, served_model, understood
 
-_HELP = "Ctrl-D ends, Ctrl-C stops an answer, /new forgets the conversation"
+_HELP = "Ctrl-D quits, Ctrl-C stops an answer, /new starts a new conversation"
 
 
 def chat(
     url: ServerUrl = URL,
-    model: Annotated[str | None, Option(help="by default the first that the server lists")] = None,
+    model: Annotated[str | None, Option(help="default: the first model of the server")] = None,
     api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of the server")] = API_KEY,
     system: Annotated[str | None, Option(help="the system message")] = None,
-    temperature: Annotated[float | None, Option(min=0.0, callback=finite, help="by default the server's")] = None,
-    max_tokens: Annotated[int, Option(min=1, help="of one answer")] = 1024,
+    temperature: Annotated[float | None, Option(min=0.0, callback=finite, help="default: the server's")] = None,
+    max_tokens: Annotated[int, Option(min=1, help="maximum length of an answer")] = 1024,
     seed: Annotated[int | None, Option(help="the same seed gives the same answers")] = None,
 ) -> None:
-    """Talk to a model: an answer appears as it is written. Lines may come from a pipe; ends with 1 if one failed."""
+    """Chat with a model; answers are streamed. Input may come from a pipe; exits with 1 if an answer failed."""
     name = served_model(url, api_key, model)
     options: dict[str, Any] = {"model": name, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     given = {key: value for key, value in options.items() if value is not None}
@@ -48,7 +48,7 @@ def chat(
 
 
 def _read(is_terminal: bool) -> str | None:
-    """Return the next line; None at the end."""
+    """Return the next line, or None at the end."""
     try:
         return console.input("[bold]> [/bold]") if is_terminal else input()
     except (EOFError, KeyboardInterrupt):
@@ -56,11 +56,11 @@ def _read(is_terminal: bool) -> str | None:
 
 
 def _answer(client: OpenAI, messages: list[Any], options: dict[str, Any], is_terminal: bool) -> str | None:
-    """Print an answer as it comes and return it; None if the server refuses, or breaks off."""
+    """Print an answer as it arrives and return it, or None if the server refuses or the stream breaks off."""
     began_s = time.monotonic()
     pieces: list[str] = []
     num_tokens = 0
-    create: Any = client.chat.completions.create  # its overloads know no dictionaries
+    create: Any = client.chat.completions.create  # its overloads accept no dictionaries
     try:
         with (
             understood(),
@@ -68,7 +68,7 @@ def _answer(client: OpenAI, messages: list[Any], options: dict[str, Any], is_ter
         ):
             num_tokens = _print_stream(stream, pieces)
     except KeyboardInterrupt:
-        pass  # what was said stands
+        pass  # the partial answer is kept
     except AnswerError as error:
         report_error(error)
         return None
@@ -80,10 +80,10 @@ def _answer(client: OpenAI, messages: list[Any], options: dict[str, Any], is_ter
 
 
 def _print_stream(stream: Any, pieces: list[str]) -> int:
-    """Print an answer as it comes, add its text to `pieces`, and return its tokens, 0 where the server does not say.
+    """Print an answer as it arrives, add its text to `pieces`, and return its number of tokens, 0 if unknown.
 
     Raises:
-        AnswerError: it breaks off, or has no text.
+        AnswerError: the answer breaks off, or has no text.
     """
     num_tokens, is_finished = 0, False
     for chunk in stream:

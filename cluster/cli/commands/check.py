@@ -1,4 +1,4 @@
-"""`outrider check`: a deployment's mistakes, found without starting anything."""
+"""`outrider check`: finds a deployment's mistakes without starting anything."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ def check(
     """Check a deploy.yaml, its models and this machine's memory; start nothing."""
     file = check_deployment(read_deploy_file(deploy_file))
     _check_start(file.config)
-    report(f"{deploy_file} is fine: model {file.config.model_id!r}")
+    report(f"{deploy_file} is valid: model {file.config.model_id!r}")
     if quality:
         _report_quality(file.config, quality)
 
 
 def check_deployment(file: DeployFile) -> DeployFile:
-    """Return `file` with GGUF files converted, after a report of what its operator should know.
+    """Return `file` with GGUF files converted, after reporting notes for the operator.
 
     Raises:
-        ConfigError: a model is missing or not read, keys are unreadable, or there is too little memory, or too little
-            room for a log.
+        ConfigError: a model is missing or unreadable, keys are unreadable, or memory or log space is too small.
     """
     config = check_files(file.config, report)
     for rule in _template_rules(config):
@@ -50,14 +49,14 @@ def check_deployment(file: DeployFile) -> DeployFile:
 
 
 def _check_start(config: DeployConfig) -> None:
-    # Not at the top: it loads torch, which `outrider serve` does not do in this process.
+    # Imported here: it loads torch, which `outrider serve` must not do in this process.
     from actors.start_check import check_start
 
     check_start(unplaced_settings(config), is_on_gpu=config.pair.gpus is not None)
 
 
 def _template_rules(config: DeployConfig) -> list[str]:
-    """Return what the chat template refuses or loses, and what is done about it; nothing of a model on the Hub."""
+    """Return the chat template's limits and how they are handled; empty for a model on the Hub."""
     folder = Path(resolve_model_path(config.target.path))
     own = config.ingress.chat_template_text
     if own is None and not folder.is_dir():

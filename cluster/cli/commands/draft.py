@@ -1,4 +1,4 @@
-"""`outrider draft`: the draft models of a running server, shown and exchanged while it serves."""
+"""`outrider draft`: the draft models of a running server, shown and replaced while it serves."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ from cluster.cli.server import API_KEY, NO_ANSWER, URL, ServerUrl
 from protos.errors import ConfigError
 from protos.served_draft import TryDraft
 
-draft = typer.Typer(help="Show and exchange the drafts of a running server.", no_args_is_help=True)
+draft = typer.Typer(help="Show and replace the drafts of a running server.", no_args_is_help=True)
 
 _SHOW_TIMEOUT_S = 30.0
-_CHECK_AND_RETURN_S = 1000.0  # the server's own limits, beside the wait for the new draft
+_CHECK_AND_RETURN_S = 1000.0  # the server's own limits, without the wait for the new draft
 
 _TRIAL = TryDraft("")
 
-Method = Annotated[
-    str, Option(help="which of several drafts, by the name of its method; the deployment's own if left out")
-]
+Method = Annotated[str, Option(help="method name of the draft, if there are several; default: the deployment's own")]
 Key = Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of an admin")]
 
 
@@ -43,10 +41,10 @@ def swap(
     path: Annotated[Path, Argument(help="folder of the new draft, at this path on every node with a pair")],
     url: ServerUrl = URL,
     api_key: Key = API_KEY,
-    wait_s: Annotated[float, Option(min=1.0, max=3600.0, help="the old draft comes back after this time")] = 120.0,
+    wait_s: Annotated[float, Option(min=1.0, max=3600.0, help="go back to the old draft after this time")] = 120.0,
     method: Method = "",
 ) -> None:
-    """Have every pair run another draft, while its streams go on."""
+    """Replace the draft of every pair; running streams continue."""
     body = {"path": str(path.expanduser().absolute()), "wait_s": wait_s, **_named(method)}
     _print(_call(url, api_key, "/admin/drafts/swap", body, wait_s + _CHECK_AND_RETURN_S))
 
@@ -56,18 +54,26 @@ def canary(
     path: Annotated[Path, Argument(help="folder of the new draft, at this path on every node with a pair")],
     url: ServerUrl = URL,
     api_key: Key = API_KEY,
-    wait_s: Annotated[float, Option(min=1.0, max=3600.0, help="for a draft to be up")] = _TRIAL.wait_s,
-    block_s: Annotated[float, Option(min=0.1, max=3600.0, help="of decoding with one draft")] = _TRIAL.block_s,
-    max_pairs: Annotated[int, Option(min=4, max=1000, help="of blocks; then the old draft stays")] = _TRIAL.max_pairs,
-    min_gain: Annotated[float, Option(max=10.0, help="that is worth it; 0.05 is 5% more goodput")] = _TRIAL.min_gain,
-    false_keep: Annotated[float, Option(max=0.5, help="chance to keep one that is no faster")] = _TRIAL.false_keep,
+    wait_s: Annotated[float, Option(min=1.0, max=3600.0, help="longest wait until a draft serves")] = _TRIAL.wait_s,
+    block_s: Annotated[float, Option(min=0.1, max=3600.0, help="seconds of decoding with one draft")] = _TRIAL.block_s,
+    max_pairs: Annotated[
+        int, Option(min=4, max=1000, help="pairs of blocks before the old draft stays")
+    ] = _TRIAL.max_pairs,
+    min_gain: Annotated[
+        float, Option(max=10.0, help="smallest gain worth keeping; 0.05 is 5% more goodput")
+    ] = _TRIAL.min_gain,
+    false_keep: Annotated[
+        float, Option(max=0.5, help="chance of keeping a draft that is not faster")
+    ] = _TRIAL.false_keep,
     false_rollback: Annotated[
-        float, Option(max=0.5, help="chance to give one up that gains min-gain")
+        float, Option(max=0.5, help="chance of dropping a draft that gains min-gain")
     ] = _TRIAL.false_rollback,
-    deadline_s: Annotated[float, Option(min=1.0, max=604_800.0, help="of the whole trial")] = _TRIAL.deadline_s,
+    deadline_s: Annotated[
+        float, Option(min=1.0, max=604_800.0, help="time limit of the whole trial")
+    ] = _TRIAL.deadline_s,
     method: Method = "",
 ) -> None:
-    """Try another draft against the present one by turns, and keep the faster; `show` tells how it goes."""
+    """Try a draft in turns with the present one, and keep the faster; `show` reports progress."""
     body = {
         "path": str(path.expanduser().absolute()),
         "wait_s": wait_s,
@@ -84,7 +90,7 @@ def canary(
 
 @draft.command()
 def stop(url: ServerUrl = URL, api_key: Key = API_KEY) -> None:
-    """End a trial, and run the old draft."""
+    """Stop a trial, and go back to the old draft."""
     _print(_call(url, api_key, "/admin/drafts/canary/stop", {}, _CHECK_AND_RETURN_S))
 
 
@@ -93,7 +99,7 @@ def _named(method: str) -> dict[str, str]:
 
 
 def _call(url: str, api_key: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> list[list[str]]:
-    """Return a row for each draft that the server answers with. Raises ConfigError with its reason where it refuses."""
+    """Return a row for each draft in the server's reply. Raises ConfigError with the reason of a refusal."""
     address = url.rstrip("/").removesuffix("/v1") + path
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
     data = None if body is None else json.dumps(body).encode()
@@ -104,7 +110,7 @@ def _call(url: str, api_key: str, path: str, body: dict[str, Any] | None, timeou
         raise ConfigError(_reason(error)) from None
     except NO_ANSWER as error:
         raise ConfigError(
-            f"no drafts come from {url}: {type(error).__name__}: {error}; start a server, or give --url"
+            f"cannot get the drafts from {url}: {type(error).__name__}: {error}; start a server, or give --url"
         ) from None
 
 
@@ -112,7 +118,7 @@ def _reason(error: HTTPError) -> str:
     try:
         return str(json.load(error)["error"]["message"])
     except NO_ANSWER:
-        return f"the server answers {error.code} {error.reason}"
+        return f"the server returned {error.code} {error.reason}"
 
 
 def _print(rows: list[list[str]]) -> None:
@@ -120,7 +126,7 @@ def _print(rows: list[list[str]]) -> None:
     for name in ("pair", "method", "draft", "digest", "since", "trial"):
         table.add_column(name)
     for row in rows:
-        table.add_row(*map(Text, row))  # a cell that is no `Text` is read as markup
+        table.add_row(*map(Text, row))  # other cells would be parsed as markup
     console.print(table)
 
 
@@ -132,7 +138,7 @@ def _row(draft: dict[str, Any]) -> list[str]:
 
 
 def _trial(draft: dict[str, Any]) -> str:
-    """Return a trial in words: its state, the gain that was measured, and the bounds of that."""
+    """Return a trial in words: its state, the measured gain, and its bounds."""
     canary = draft.get("canary")
     if canary is None:
         return str(draft.get("tuning", "none"))

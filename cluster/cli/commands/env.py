@@ -1,4 +1,4 @@
-"""`outrider env`: the environment of a Ray cluster that is started by hand."""
+"""`outrider env`: the environment of a manually started Ray cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cluster.placement.devices import order_devices
 
 def env(
     gpus_per_pair: Annotated[
-        int | None, Option(min=1, help="order this node's GPUs so that NVLink joins those of each pair")
+        int | None, Option(min=1, help="order this node's GPUs so that NVLink connects each pair's GPUs")
     ] = None,
 ) -> None:
     """Print the variables to set before `ray start` on every node: `eval "$(outrider env)"`."""

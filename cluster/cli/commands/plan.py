@@ -21,31 +21,29 @@ _GIB = 1 << 30
 
 def plan(
     target: Annotated[str, Argument(help="a folder, a config.json, or a public model such as llama-3-70b")],
-    draft: Annotated[
-        str | None, Option(help="as the target; left out: drafts from the text, which cost nothing")
-    ] = None,
-    hardware: Annotated[str, Option(help="a device of the table, as l4, h100, h200, zen5-2core")] = "h100",
-    gpus: Annotated[int, Option(min=1, help="devices of one replica, which share the target")] = 1,
-    dtype: Annotated[str, Option(help="of the target's weights: float32, bf16, fp8, int8 or int4")] = "bf16",
-    draft_dtype: Annotated[str | None, Option(help="of the draft's weights; by default the target's")] = None,
-    acceptance: Annotated[str, Option(help="chance of a draft token given those before: 0.7, or 0.8,0.7,0.6")] = "0.7",
+    draft: Annotated[str | None, Option(help="like the target; default: free drafts from the text")] = None,
+    hardware: Annotated[str, Option(help="a device of the table, such as l4, h100, h200, zen5-2core")] = "h100",
+    gpus: Annotated[int, Option(min=1, help="devices of one replica; the target is sharded over them")] = 1,
+    dtype: Annotated[str, Option(help="dtype of the target's weights: float32, bf16, fp8, int8 or int4")] = "bf16",
+    draft_dtype: Annotated[str | None, Option(help="dtype of the draft's weights; default: the target's")] = None,
+    acceptance: Annotated[
+        str, Option(help="acceptance probability: one number, or one per position: 0.8,0.7,0.6")
+    ] = "0.7",
     max_draft_tokens: Annotated[int, Option(min=0, max=32, help="the largest K to consider")] = 8,
-    prompt_tokens: Annotated[int, Option(min=1, help="of a request")] = 1000,
-    output_tokens: Annotated[int, Option(min=1, help="of a request")] = 250,
+    prompt_tokens: Annotated[int, Option(min=1, help="prompt length of a request")] = 1000,
+    output_tokens: Annotated[int, Option(min=1, help="output length of a request")] = 250,
     rate: Annotated[float | None, Option(min=1e-3, max=1e9, help="requests per second of all replicas")] = None,
     streams: Annotated[
-        int | None, Option(min=1, max=512, help="running at once in a replica; by default the best")
+        int | None, Option(min=1, max=512, help="concurrent streams per replica; default: the best number")
     ] = None,
     max_itl_ms: Annotated[float | None, Option(min=0.01, help="longest mean time between tokens of a stream")] = None,
-    bandwidth: Annotated[
-        float | None, Option(min=0.1, help="GB/s that a pass reaches, in place of the table's")
-    ] = None,
+    bandwidth: Annotated[float | None, Option(min=0.1, help="GB/s that a pass reaches, instead of the table's")] = None,
     tflops: Annotated[
-        float | None, Option(min=0.001, help="TFLOP/s that a pass reaches, in place of the table's")
+        float | None, Option(min=0.001, help="TFLOP/s that a pass reaches, instead of the table's")
     ] = None,
-    price: Annotated[float | None, Option(min=0.0, help="USD per device and hour, in place of the table's")] = None,
+    price: Annotated[float | None, Option(min=0.0, help="USD per device and hour, instead of the table's")] = None,
 ) -> None:
-    """Plan a deployment from sizes alone: expected speed-up, K, memory, replicas and cost, with the roofline behind."""
+    """Plan a deployment from sizes alone: expected speed-up, K, memory, replicas, cost, and their roofline."""
     device = measured_device(Device.of(hardware), bandwidth, tflops, price)
     deployment = Deployment(
         target=ModelShape.of(target, dtype),
@@ -69,7 +67,7 @@ def plan(
 
 
 def measured_device(device: Device, bandwidth: float | None, tflops: float | None, price: float | None) -> Device:
-    """Return a device with figures that were measured or quoted, which a pass is taken to reach in full."""
+    """Return a device with measured or quoted figures, which a pass is assumed to reach in full."""
     if bandwidth is not None:
         device = replace(device, bandwidth_gb_s=bandwidth, bandwidth_use=1.0)
     if tflops is not None:
@@ -83,13 +81,15 @@ def _chances(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError as error:
-        raise ConfigError(f"--acceptance {text!r} holds no numbers; give 0.7, or one per position: 0.8,0.7") from error
+        raise ConfigError(
+            f"--acceptance {text!r} has a value that is not a number; give 0.7, or one per position: 0.8,0.7"
+        ) from error
 
 
 def _plain_capacity(
     deployment: Deployment, streams: int | None, rate: float | None, max_itl_ms: float | None
 ) -> Capacity | None:
-    """Return plain decoding without a draft in memory; None where it cannot keep the bound that drafts keep."""
+    """Return plain decoding without a draft in memory, or None if it cannot meet the latency limit."""
     try:
         return capacity_of(replace(deployment, draft=None), streams, rate, max_itl_ms, has_drafts=False)
     except ConfigError:

@@ -1,4 +1,4 @@
-"""`outrider replay`: requests that were answered before, run again, and their tokens compared."""
+"""`outrider replay`: runs stored requests again and compares their tokens."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from protos.errors import ConfigError
 from protos.fingerprint import read_fingerprint
 
 _PATHS = {"text_completion": "/completions", "chat.completion": "/chat/completions"}
-_FORM = 'each record is an object with "request", the body that was sent, and "response", the answer to it'
+_FORM = 'each record is an object with "request", the request body, and "response", the answer'
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A request and its answer, and the place in the file where they stand."""
+    """A request and its answer, and their place in the file."""
 
     place: str
     request: dict[str, Any]
@@ -46,7 +46,7 @@ def replay(
     url: ServerUrl = URL,
     api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of the server")] = API_KEY,
 ) -> None:
-    """Run stored requests again and compare their tokens; name what has changed, and end with 1, if any differ."""
+    """Run stored requests again and compare their tokens; report differences, and exit with 1 if there are any."""
     records = read_records(file)
     served_model(url, api_key, None)
     with OpenAI(base_url=url, api_key=api_key, max_retries=0) as client:
@@ -57,10 +57,10 @@ def replay(
 
 
 def read_records(file: str) -> list[Record]:
-    """Return the records of a file of one JSON value, or of one on each line.
+    """Return the records of a JSON or JSON lines file.
 
     Raises:
-        ConfigError: it cannot be read, holds no records, or a record's tokens cannot be had again.
+        ConfigError: it cannot be read, has no records, or a record cannot be reproduced.
     """
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
@@ -89,14 +89,14 @@ def _record(value: Any, place: str) -> Record:
         case _:
             raise ConfigError(f"{place}: {_FORM}")
     if request.get("seed") is None and request.get("temperature") != 0:
-        raise ConfigError(f"{place}: request has no seed and temperature is not 0, so its tokens were drawn by chance")
+        raise ConfigError(f"{place}: request has no seed and temperature is not 0, so its tokens cannot be reproduced")
     record = Record(place, request, response)
     record.path  # noqa: B018  # refused before anything is sent
     return record
 
 
 def _replay(client: OpenAI, record: Record) -> bool:
-    """Run one record again and report on it; true if its tokens are the same."""
+    """Run one record again, report on it, and return True if its tokens are the same."""
     body = {name: value for name, value in record.request.items() if name not in ("stream", "stream_options")}
     try:
         with understood("the record"):
@@ -119,17 +119,17 @@ def _replay(client: OpenAI, record: Record) -> bool:
     for cause in causes:
         report(_printable(f"    {cause}"))
     if changes and not causes:
-        report("    no digest has changed: rounding has decided a near tie; target.deterministic: true rules that out")
+        report("    no digest has changed: rounding decided a near tie; target.deterministic: true prevents that")
     return not changes
 
 
 def _printable(text: str) -> str:
-    """Return text whose lone surrogates, which JSON can hold and no terminal, are escaped."""
+    """Escape lone surrogates: JSON can hold them, a terminal cannot."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def changed_choices(stored: dict[str, Any], answer: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each choice that differs, by its tokens where the stored answer has them, else by its text."""
+    """Yield a line for each choice that differs, compared by tokens if they are stored, else by text."""
     if len(stored["choices"]) != len(answer["choices"]):
         yield f"{len(answer['choices'])} choices, where there were {len(stored['choices'])}"
         return
@@ -160,7 +160,7 @@ def _at(said: Any, rank: int) -> str:
 
 
 def changed_digests(stored: dict[str, Any], answer: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each digest that differs: of the deployment's parts, and of the request as tokens."""
+    """Yield a line for each digest that differs: the deployment's parts, and the request's tokens."""
     was, now = str(stored.get("system_fingerprint")), str(answer.get("system_fingerprint"))
     old, new = read_fingerprint(was), read_fingerprint(now)
     if old is None or new is None:

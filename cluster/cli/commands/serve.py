@@ -40,29 +40,31 @@ def serve(
         str, Argument(metavar="MODEL", help=f"deploy.yaml, a folder, a .gguf file, a Hub id, or {' or '.join(BUNDLED)}")
     ],
     draft: Annotated[
-        str | None, Option(metavar="DRAFT", help="a model's folder or Hub id, or suffix, ngram, mtp, self, none")
+        str | None, Option(metavar="DRAFT", help="a draft model's folder or Hub id, or suffix, ngram, mtp, self, none")
     ] = None,
-    draft_kind: Annotated[_DraftKind, Option(help="what the path of --draft holds")] = _DraftKind.MODEL,
-    model_id: Annotated[str | None, Option(help="the name that clients ask for")] = None,
-    quantization: Annotated[str | None, Option(help="of the target's weights: none, int8, int4, ...")] = None,
+    draft_kind: Annotated[_DraftKind, Option(help="kind of checkpoint at --draft")] = _DraftKind.MODEL,
+    model_id: Annotated[str | None, Option(help="model name for clients")] = None,
+    quantization: Annotated[
+        str | None, Option(help="quantization of the target's weights: none, int8, int4, ...")
+    ] = None,
     gpus: Annotated[
-        int | None, Option(min=1, help="GPUs that each pair demands; its target is sharded over them")
+        int | None, Option(min=1, help="GPUs required by each pair; its target is sharded over them")
     ] = None,
-    pairs: Annotated[int | None, Option(min=1, help="replicas of draft and target")] = None,
-    host: Annotated[str, Option(help="address for HTTP; 0.0.0.0 for all")] = "127.0.0.1",
-    port: Annotated[int, Option(min=1, max=65535, help="port for HTTP")] = 8000,
-    grpc_port: Annotated[int, Option(min=0, max=65535, help="port for gRPC; 0 for none")] = 9000,
+    pairs: Annotated[int | None, Option(min=1, help="number of draft-target pairs")] = None,
+    host: Annotated[str, Option(help="HTTP address; 0.0.0.0 for all")] = "127.0.0.1",
+    port: Annotated[int, Option(min=1, max=65535, help="HTTP port")] = 8000,
+    grpc_port: Annotated[int, Option(min=0, max=65535, help="gRPC port; 0 disables gRPC")] = 9000,
     settings: Annotated[
         list[str] | None,
         Option("--set", metavar="KEY=VALUE", help="any key of deploy.yaml's args, e.g. cache.memory_gib=8; repeatable"),
     ] = None,
     no_ray: Annotated[
-        bool, Option("--no-ray", help="one pair in this process: less memory, no restart of a target that dies")
+        bool, Option("--no-ray", help="run one pair in this process: less memory, no restart of a dead target")
     ] = False,
     dashboard: Annotated[
-        bool, Option("--dashboard", help="Ray's own page and API, for `serve status` and `serve deploy` from elsewhere")
+        bool, Option("--dashboard", help="start Ray's dashboard, for `serve status` and `serve deploy`")
     ] = False,
-    print_: Annotated[bool, Option("--print", help="print the deploy.yaml that would run, and start nothing")] = False,
+    print_: Annotated[bool, Option("--print", help="print the resulting deploy.yaml, and start nothing")] = False,
 ) -> None:
     """Serve a model, or a deploy.yaml, on this machine until Ctrl-C."""
     if model.endswith(_YAML):
@@ -86,12 +88,12 @@ def serve(
         print(to_yaml(file.deployment), end="")
         return
     if no_ray and dashboard:
-        raise ConfigError("--dashboard is Ray's, and with --no-ray there is none; leave one of them out")
+        raise ConfigError("--dashboard needs Ray, which --no-ray turns off; leave one of them out")
     _run(model, file, _serve_in_process if no_ray else partial(serve_on_ray, has_dashboard=dashboard))
 
 
 def _refuse_options(context: typer.Context) -> None:
-    """Refuse options beside a deploy.yaml, which has all of them: two sources of one key would be ambiguous."""
+    """Refuse options next to a deploy.yaml: two sources of one key would be ambiguous."""
     given = [name for name, value in context.params.items() if name not in ("model", "no_ray", "dashboard", "print_")]
     sources = {name: context.get_parameter_source(name) for name in given}
     strange = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
@@ -114,7 +116,7 @@ def _run(model: str, file: DeployFile, serve_file: Callable[[DeployFile, Loading
 
 
 def _serve_in_process(file: DeployFile, view: LoadingView) -> None:
-    # Not at the top: uvicorn and the frontends' servers are for this way alone.
+    # Imported here: only this mode needs uvicorn and the frontends' servers.
     from cluster.local.one_process import serve_in_process
 
     def on_ready() -> None:

@@ -12,10 +12,10 @@ from protos.errors import ConfigError
 
 def top(
     url: ServerUrl = URL,
-    api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of the server")] = API_KEY,
-    interval_s: Annotated[float, Option(min=0.2, help="time between two readings of /metrics")] = 2.0,
+    api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", help="API key of the server")] = API_KEY,
+    interval_s: Annotated[float, Option(min=0.2, help="seconds between updates")] = 2.0,
 ) -> None:
-    """Watch a server: pairs, acceptance by class, tokens per second, KV, queues, alarms; q ends it."""
+    """Watch a server: pairs, acceptance by class, tokens per second, KV, queues, alarms; q quits."""
     try:
         from cluster.cli.top_view import TopView, http_reader  # textual comes with the extra `top`
     except ImportError as error:
@@ -25,6 +25,6 @@ def top(
         read()
     except NO_ANSWER as error:
         raise ConfigError(
-            f"no metrics come from {url}: {type(error).__name__}: {error}; start a server, or give --url"
+            f"cannot get metrics from {url}: {type(error).__name__}: {error}; start a server, or give --url"
         ) from None
     TopView(read, interval_s).run()

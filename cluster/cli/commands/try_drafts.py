@@ -1,4 +1,4 @@
-"""`outrider try`: the drafts, K and verification that pay on a user's own traffic, measured on this machine."""
+"""`outrider try`: finds the fastest draft, K and verification for a user's traffic on this machine."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from protos.messages import VerifyMode
 
 _PAYS = 1.03  # below, a gain may be noise
 _MOST = 256  # K and streams
-_WAYS = ("self", "suffix", "ngram", "mtp", "none")  # drafts without a model of their own
-_UNPLANNED = ("self", "mtp")  # their cost is a part of the target's, which a plan does not know
+_WAYS = ("self", "suffix", "ngram", "mtp", "none")  # drafts without their own model
+_UNPLANNED = ("self", "mtp")  # a plan does not know their share of the target's cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +46,21 @@ class Choice:
 def try_drafts(
     target: Annotated[str, Argument(metavar="TARGET", help="a folder, a .gguf file, a Hub id, demo or smollm2")],
     traffic: Annotated[Path, Option(metavar="log.jsonl", help="OpenAI requests, one JSON object per line")],
-    drafts: Annotated[str, Option(help="to compare: models' folders or Hub ids, suffix, ngram, self, mtp")] = "suffix",
-    lengths: Annotated[str, Option(help="K to compare")] = "2,4,8",
-    verify: Annotated[str, Option(help="to compare: coupled, rejection, block")] = "coupled",
-    streams: Annotated[str, Option(help="requests at a time")] = "1,8,32",
-    max_requests: Annotated[int, Option(min=1, help="of the log that are replayed")] = 64,
+    drafts: Annotated[str, Option(help="drafts to compare: folders or Hub ids, suffix, ngram, self, mtp")] = "suffix",
+    lengths: Annotated[str, Option(help="numbers of drafts (K) to compare")] = "2,4,8",
+    verify: Annotated[str, Option(help="verification modes to compare: coupled, rejection, block")] = "coupled",
+    streams: Annotated[str, Option(help="numbers of concurrent requests")] = "1,8,32",
+    max_requests: Annotated[int, Option(min=1, help="requests of the log to replay")] = 64,
     max_tokens: Annotated[int, Option(min=1, help="longest answer")] = 64,
-    rounds: Annotated[int, Option(min=1, help="of all ways in turn; figures are medians")] = 3,
+    rounds: Annotated[int, Option(min=1, help="rounds over all variants; results are medians")] = 3,
     hardware: Annotated[str | None, Option(help="also predict the speed-up on this device of `outrider plan`")] = None,
     plot: Annotated[Path | None, Option(help="draw the speed-ups to this image; needs matplotlib")] = None,
-    output: Annotated[Path | None, Option(help="write the deploy.yaml here; by default it is printed")] = None,
+    output: Annotated[Path | None, Option(help="write the deploy.yaml to this file; default: print it")] = None,
     settings: Annotated[
         list[str] | None, Option("--set", metavar="KEY=VALUE", help="any key of deploy.yaml's args; repeatable")
     ] = None,
 ) -> None:
-    """Replay a log of requests through drafts, K and verification, and say which pays."""
+    """Replay a log of requests with each draft, K and verification, and report the fastest."""
     requests = read_traffic(traffic, max_requests, max_tokens)
     modes = _one_of(verify, [str(mode) for mode in VerifyMode], "--verify")
     names = [name.strip() for name in drafts.split(",") if name.strip()]
@@ -94,7 +94,7 @@ def try_drafts(
 
 
 def best_choice(measured: list[Measured]) -> Choice | None:
-    """Return the way with the largest mean speed-up over the numbers of streams; None where none pays."""
+    """Return the variant with the largest mean speed-up over the numbers of streams, or None if no draft pays."""
     ways = dict.fromkeys((each.draft, each.num_tokens, each.verify) for each in measured)
     choices = []
     for way in ways:
@@ -105,7 +105,7 @@ def best_choice(measured: list[Measured]) -> Choice | None:
 
 
 def _measured_or_refused(trial: Trial) -> list[Measured]:
-    """Measure in a child, whose memory goes with it; report a draft that cannot run and go on with the others."""
+    """Measure in a child process, which frees its memory; report a draft that cannot run and continue."""
     report(f"{trial.draft}: {len(trial.requests)} requests, {len(trial.lengths) * len(trial.verify)} ways and plain")
     try:
         with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
@@ -120,7 +120,7 @@ def _measured_or_refused(trial: Trial) -> list[Measured]:
 
 
 def _fitting(numbers: tuple[int, ...], requests: list[LoggedRequest]) -> tuple[int, ...]:
-    """Return the numbers of streams that the log can fill, at least the least of them."""
+    """Return the numbers of streams that the log can fill, or else the smallest."""
     fitting = tuple(number for number in numbers if number <= len(requests)) or (min(numbers),)
     if left_out := [number for number in numbers if number not in fitting]:
         report(f"streams {', '.join(map(str, left_out))} are left out: {len(requests)} requests do not fill them")
@@ -131,7 +131,7 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
     try:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError as error:
-        raise ConfigError(f"{option} {text!r} holds no whole numbers; write e.g. 2,4,8") from error
+        raise ConfigError(f"{option} {text!r} has a value that is not a whole number; write e.g. 2,4,8") from error
     if min(numbers) < 1 or max(numbers) > _MOST:
         raise ConfigError(f"{option} {text!r} is outside 1 to {_MOST}")
     return numbers
@@ -196,7 +196,7 @@ def _folder(model: str) -> str:
 
 def _conclude(target: str, choice: Choice | None, settings: tuple[str, ...], output: Path | None) -> None:
     if choice is None:
-        report("no draft pays here: plain decoding is as fast on this machine, with this traffic")
+        report("no draft pays: plain decoding is as fast on this machine with this traffic")
         options = ServeOptions(draft="none", settings=settings)
     else:
         report(
@@ -211,7 +211,7 @@ def _conclude(target: str, choice: Choice | None, settings: tuple[str, ...], out
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--output {output} is not written: {error}") from error
+        raise ConfigError(f"--output {output} cannot be written: {error}") from error
     report(f"written: {output}; outrider serve {output}")
 
 
@@ -231,5 +231,5 @@ def _plot(measured: list[Measured], file: Path) -> None:
     try:
         figure.savefig(file)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {file} is not written: {error}") from error
+        raise ConfigError(f"--plot {file} cannot be written: {error}") from error
     report(f"plot: {file}")

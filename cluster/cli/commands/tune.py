@@ -1,4 +1,4 @@
-"""`outrider tune`: a draft trained on what its target said in a deployment, or says to a log of requests."""
+"""`outrider tune`: trains a draft on its target's texts from a deployment's log or a file of requests."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from cluster.cli.trial.log_traffic import log_traffic
 from cluster.cli.trial.traffic import read_traffic
 from protos.errors import ConfigError
 
-NO_GAIN = 3  # the exit status where no training has made a better draft
+NO_GAIN = 3  # the exit status if no training gave a better draft
 _FULL_RATES = "0.0015,0.004"
-_SHORT_RATE = "0.003"  # where there is no time to compare
+_SHORT_RATE = "0.003"  # if there is no time to compare
 _SHORT_MINUTES = 15.0
 _LOW_RANK_RATES = "0.0005,0.002,0.006"
 _NICENESS = 19
@@ -30,57 +30,55 @@ _LINE_SHARE = 0.1  # of the training, between lines where output is no terminal
 
 def tune(  # long as a table is: an option and its help in each entry
     target: Annotated[str, Option(metavar="TARGET", help="the model that wrote the log: a folder, a Hub id, or demo")],
-    draft: Annotated[str, Option(metavar="DRAFT", help="the draft model to begin with: a folder, or demo")],
-    output: Annotated[Path, Option(help="the folder of the new draft; it must not exist")],
+    draft: Annotated[str, Option(metavar="DRAFT", help="the draft model to start from: a folder, or demo")],
+    output: Annotated[Path, Option(help="folder of the new draft; it must not exist")],
     log: Annotated[Path | None, Option(help="the folder of deploy.yaml's tune.log")] = None,
     traffic: Annotated[
         Path | None,
-        Option(metavar="log.jsonl", help="instead of --log: OpenAI requests that the target answers first"),
+        Option(metavar="log.jsonl", help="instead of --log: OpenAI requests; the target answers them first"),
     ] = None,
-    minutes: Annotated[float, Option(min=0.01, help="of training and measuring")] = 10.0,
-    steps: Annotated[
-        int | None, Option(min=1, help="of training, if they are done before the minutes are over")
-    ] = None,
-    threads: Annotated[int, Option(min=1, help="of this machine's; the process gives way to all others")] = 1,
+    minutes: Annotated[float, Option(min=0.01, help="minutes of training and measuring")] = 10.0,
+    steps: Annotated[int | None, Option(min=1, help="limit of training steps, within the minutes")] = None,
+    threads: Annotated[int, Option(min=1, help="CPU threads; the process gives way to all others")] = 1,
     fresh: Annotated[
         int,
-        Option(min=0, help="wait for so many positions, --minutes at most, and train on what is new since the start"),
+        Option(min=0, help="wait for this many new positions (--minutes at most), and train on them"),
     ] = 0,
     rollouts: Annotated[
         float | None,
         Option(
             min=0,
             max=0.9,
-            help="the part of the minutes in which the target writes more text behind the log's prompts; by default "
+            help="share of the minutes for the target to write more text after the log's prompts; default: "
             "0.3, and 0 for targets above 2 GiB",
         ),
     ] = None,
-    rank: Annotated[int, Option(min=0, help="of low-rank changes (LoRA); 0 trains all weights")] = 0,
+    rank: Annotated[int, Option(min=0, help="rank of low-rank changes (LoRA); 0 trains all weights")] = 0,
     learning_rates: Annotated[
         str | None,
         Option(
-            help=f"to compare; by default {_SHORT_RATE}, from {_SHORT_MINUTES:.0f} minutes on {_FULL_RATES}, of "
-            f"low-rank changes {_LOW_RANK_RATES}"
+            help=f"learning rates to compare; default: {_SHORT_RATE}, from {_SHORT_MINUTES:.0f} minutes on "
+            f"{_FULL_RATES}, for low-rank changes {_LOW_RANK_RATES}"
         ),
     ] = None,
-    seeds: Annotated[int, Option(min=1, help="to compare, of each learning rate")] = 1,
-    num_tokens: Annotated[int, Option(min=1, max=64, help="K of the drafts whose worth is measured")] = 4,
-    max_requests: Annotated[int, Option(min=1, help="of --traffic that are answered")] = 2000,
+    seeds: Annotated[int, Option(min=1, help="seeds to compare per learning rate")] = 1,
+    num_tokens: Annotated[int, Option(min=1, max=64, help="number of drafts (K) for the measurement")] = 4,
+    max_requests: Annotated[int, Option(min=1, help="requests of --traffic to answer")] = 2000,
     max_tokens: Annotated[int, Option(min=1, help="longest answer to a request of --traffic")] = 128,
     settings: Annotated[
         list[str] | None,
-        Option("--set", metavar="KEY=VALUE", help="of --traffic: any key of deploy.yaml's args; repeatable"),
+        Option("--set", metavar="KEY=VALUE", help="with --traffic: any key of deploy.yaml's args; repeatable"),
     ] = None,
 ) -> None:
-    """Train a draft on the log of its deployment; write it if it is better, and end with 3 if none is."""
+    """Train a draft on the log of its deployment; write it if it is better, else exit with 3."""
     if (log is None) == (traffic is None):
         raise ConfigError("give either --log, the folder of a deployment's log, or --traffic, a file of requests")
     if fresh and traffic is not None:
-        raise ConfigError(f"--fresh {fresh} waits for a deployment's log, and there is --traffic; give one of them")
+        raise ConfigError(f"--fresh {fresh} waits for a deployment's log, which --traffic replaces; give one of them")
     rates = _rates(learning_rates or _default_rates(rank, minutes))
     target_path = _folder(target, "target")
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is loaded
-    # Not at the top: it loads torch, which few commands do.
+    # Imported here: it loads torch, which few commands need.
     from models.tuning.tuning import TuneSettings, check_output, working_folder
     from models.tuning.tuning import tune as tune_draft
 
@@ -111,11 +109,11 @@ def tune(  # long as a table is: an option and its help in each entry
             is_better = tune_draft(wanted, report, on_progress)
     except OSError as error:
         raise ConfigError(
-            f"the tuning's files cannot be written: {error}; free room, and give the same command again: it goes on"
+            f"the tuning's files cannot be written: {error}; free disk space, and repeat the command: it continues"
         ) from error
     if not is_better:
         raise typer.Exit(NO_GAIN)
-    report(f"written: {output}; set draft.path to it")
+    report(f"written: {output}; set draft.path to this folder")
 
 
 def _folder(model: str, part: str) -> str:
@@ -137,7 +135,9 @@ def _rates(text: str) -> tuple[float, ...]:
     try:
         rates = tuple(float(part) for part in text.split(","))
     except ValueError as error:
-        raise ConfigError(f"--learning-rates {text!r} holds no numbers; write e.g. {_FULL_RATES}") from error
+        raise ConfigError(
+            f"--learning-rates {text!r} has a value that is not a number; write e.g. {_FULL_RATES}"
+        ) from error
     if not all(0 < rate < float("inf") for rate in rates):
         raise ConfigError(f"--learning-rates {text!r} must be above 0; write e.g. {_FULL_RATES}")
     return tuple(dict.fromkeys(rates))
@@ -145,7 +145,7 @@ def _rates(text: str) -> tuple[float, ...]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, float], None]]:
-    """Yield what shows the training: a bar in a terminal, a line for each tenth elsewhere."""
+    """Yield a function that shows progress: a bar in a terminal, a line for each tenth elsewhere."""
     if not console.is_terminal:
         yield _Lines().show
         return

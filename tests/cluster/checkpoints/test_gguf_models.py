@@ -43,7 +43,7 @@ def test_it_is_converted_once_and_checked_as_a_folder(
     said = capsys.readouterr().out
     assert f"converting {path} into {cache}" in said
     assert "note: 'tiny' has no chat template: chat requests get a 400." in said
-    assert "is fine: model 'tiny'" in said
+    assert "is valid: model 'tiny'" in said
     (folder,) = cache.iterdir()
     assert main(["check", deploy_file(path)]) == 0
     assert "converting" not in capsys.readouterr().out

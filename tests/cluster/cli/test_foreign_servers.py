@@ -41,7 +41,7 @@ def test_another_web_server_is_named(command: str, models: bytes | str, capsys: 
 @pytest.mark.parametrize("url", ["http://[", "http://127.0.0.1:x", "http://127.0.0.1:70000/v1", "x", ""])
 def test_what_is_no_address_is_refused(command: str, url: str, capsys: pytest.CaptureFixture[str]):
     assert main([*command.split(), "--url", url]) == 1
-    assert f"--url {url!r} is no address" in capsys.readouterr().err
+    assert f"--url {url!r} is not the address" in capsys.readouterr().err
 
 
 def test_a_key_that_no_header_can_carry_is_refused(capsys: pytest.CaptureFixture[str]):
@@ -56,11 +56,11 @@ def test_a_key_that_no_header_can_carry_is_refused(capsys: pytest.CaptureFixture
         (events(chunk("hi")), "the answer broke off"),
         (events(chunk("hi"), {"error": {"message": "boom"}}), "boom"),
         (events(chunk("", "stop"), b"[DONE]"), "an answer without text"),
-        (events(chunk("hi"), b"{bad"), "is not understood"),
-        (events(chunk("hi"), 3), "is not understood"),
-        (events({"choices": [{"delta": None, "text": None}]}, None), "is not understood"),
-        (events(b'{"a": "\xff\xfe"}'), "is not understood"),
-        (events({**chunk("hi", "stop"), "usage": {"completion_tokens": "many"}}), "is not understood"),
+        (events(chunk("hi"), b"{bad"), "has an unexpected form"),
+        (events(chunk("hi"), 3), "has an unexpected form"),
+        (events({"choices": [{"delta": None, "text": None}]}, None), "has an unexpected form"),
+        (events(b'{"a": "\xff\xfe"}'), "has an unexpected form"),
+        (events({**chunk("hi", "stop"), "usage": {"completion_tokens": "many"}}), "has an unexpected form"),
     ],
 )
 def test_an_answer_that_is_none_has_failed(command: str, stream: bytes, said: str, capsys: pytest.CaptureFixture[str]):
@@ -97,7 +97,7 @@ def test_a_whole_answer_has_not_failed(command: str):
 def test_drafts_that_are_none_are_refused(answer: str, capsys: pytest.CaptureFixture[str]):
     with answering(answer) as url:
         assert main(["draft", "show", "--url", url]) == 1
-    assert f"no drafts come from {url}" in capsys.readouterr().err
+    assert f"cannot get the drafts from {url}" in capsys.readouterr().err
 
 
 def test_a_draft_with_brackets_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]):
@@ -111,15 +111,15 @@ def test_a_draft_with_brackets_is_shown_as_it_is(capsys: pytest.CaptureFixture[s
 def test_metrics_that_break_off_are_refused(capsys: pytest.CaptureFixture[str]):
     with answering("HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n#") as url:
         assert main(["top", "--url", url]) == 1
-    assert f"no metrics come from {url}" in capsys.readouterr().err
+    assert f"cannot get metrics from {url}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--plot", "/nope/x.png"], "in a folder that is there"),
-        (["--plot", "/tmp"], "is no image"),
-        (["--plot", "/tmp/x.nope"], "is no image"),
+        (["--plot", "/nope/x.png"], "in an existing folder"),
+        (["--plot", "/tmp"], "is not an image file"),
+        (["--plot", "/tmp/x.nope"], "is not an image file"),
         (["--ttft-ms", "nan"], "Invalid value"),
         (["--ttft-ms", "-1"], "Invalid value"),
         (["--itl-ms", "-5"], "Invalid value"),

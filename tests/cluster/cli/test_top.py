@@ -86,4 +86,4 @@ async def test_a_server_that_goes_away_is_told_of_and_does_not_end_the_view():
 
 def test_no_server_is_said_before_the_screen_opens(capsys: pytest.CaptureFixture[str]):
     assert main(["top", "--url", f"http://127.0.0.1:{free_ports(1)[0]}/v1"]) == 1
-    assert "no metrics come from" in capsys.readouterr().err
+    assert "cannot get metrics from" in capsys.readouterr().err

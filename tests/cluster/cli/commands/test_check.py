@@ -24,7 +24,7 @@ def test_a_chat_template_is_a_file_or_a_text(tmp_path: Path, capsys: pytest.Capt
     template = "{% for message in messages %}{{ message.content }}{% endfor %}" + " " * 5000
     (tmp_path / "mine.jinja").write_text(template)
     assert check(tmp_path, ingress__chat_template=str(tmp_path / "mine.jinja") if is_file else template) == 0
-    assert "is fine: model 'outrider-demo'" in " ".join(capsys.readouterr().out.split())
+    assert "is valid: model 'outrider-demo'" in " ".join(capsys.readouterr().out.split())
 
 
 def test_chats_that_the_template_refuses_are_named_with_what_is_done(

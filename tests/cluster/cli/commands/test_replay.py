@@ -104,7 +104,7 @@ def test_an_answer_that_is_none_has_failed_and_ends_nothing(
 ):
     assert run_again(tmp_path / "file", GOOD, GOOD, answered=answered) == 1
     printed = capsys.readouterr().out
-    assert printed.count("the server's answer is not understood: ") == 2
+    assert printed.count("the server's answer has an unexpected form: ") == 2
     assert "0 of 2 the same" in printed
 
 
@@ -123,7 +123,7 @@ def test_a_record_that_is_none_has_failed_and_ends_nothing(
 ):
     assert run_again(tmp_path / "file", record, GOOD, answered=answer(1)) == 1
     printed = capsys.readouterr().out
-    assert "record 1: the record is not understood: " in printed
+    assert "record 1: the record has an unexpected form: " in printed
     assert "1 of 2 the same" in printed
 
 

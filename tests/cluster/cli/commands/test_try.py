@@ -64,7 +64,7 @@ def test_no_draft_is_chosen_where_none_pays_and_noise_is_no_gain():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--lengths", "two"], "--lengths 'two' holds no whole numbers"),
+        (["--lengths", "two"], "--lengths 'two' has a value that is not a whole number"),
         (["--lengths", "0"], "outside 1 to 256"),
         (["--verify", "typical"], "--verify 'typical' is unknown"),
         (["--drafts", "nowhere"], "there is no model 'nowhere'"),

@@ -22,7 +22,7 @@ from tests.serve.tiny_models import write_pair
         ([], "give either --log"),
         (["--log", "here", "--traffic", "there"], "give either --log"),
         (["--log", "nowhere"], "nowhere holds no log"),
-        (["--log", "x", "--learning-rates", "fast"], "--learning-rates 'fast' holds no numbers"),
+        (["--log", "x", "--learning-rates", "fast"], "--learning-rates 'fast' has a value that is not a number"),
         (["--log", "x", "--learning-rates", "0"], "must be above 0"),
         (["--log", "x", "--draft", "smollm2"], "has no draft model of its own"),
         (["--log", "x", "--target", "nowhere"], "there is no model 'nowhere'"),
