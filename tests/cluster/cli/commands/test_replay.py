@@ -71,7 +71,7 @@ def test_records_stand_alone_in_a_list_or_on_lines(tmp_path: Path):
     ("record", "said"),
     [
         ({"request": {"prompt": "a"}, "response": answer(1)}, "has no seed"),
-        ({"request": REQUEST}, '"response", the answer to it'),
+        ({"request": REQUEST}, '"response", the answer'),
         ({"request": REQUEST, "response": {"object": "message"}}, "response.object is 'message'"),
         ([], "holds no records"),
         (None, "cannot be read"),
