@@ -17,7 +17,7 @@ from cluster.config import DeployConfig, parse_config
 from cluster.deploy_file import DeployFile
 from cluster.local.ports import free_port
 from cluster.placement.topology import Device, NodeTopology, read_topology
-from cluster.preflight import check_driver, check_log, check_memory, check_ports
+from cluster.preflight import NodeRoom, check_driver, check_log, check_memory, check_ports, check_room
 from protos.errors import ConfigError
 from tests.cluster.recorded_nvml import RecordedNvml
 
@@ -186,3 +186,49 @@ def test_a_log_needs_a_folder_and_room(model: Path, tmp_path: Path):
         check(log=str(tmp_path / "new" / "log"), max_gib=1024)
     with pytest.raises(ConfigError, match=r"tune.log .* cannot be had"):
         check(log=str(model / "config.json" / "below"))
+
+
+def pairs_of(model: Path, gib: float, **sections: object) -> DeployConfig:
+    """Pairs on processors whose pool alone is of so many GiB."""
+    args = {"model_id": "m", "target": {"path": str(model)}, "cache": {"memory_gib": gib}, **sections}
+    return parse_config(args)
+
+
+def room(name: str, gib: float, num_pairs: int = 1, num_prefills: int = 0) -> NodeRoom:
+    return NodeRoom(name, int(gib * (1 << 30)), num_pairs, num_prefills)
+
+
+def test_pairs_fit_if_nodes_have_places_and_memory_for_all_of_them(model: Path):
+    """Each takes 4 GiB of pool and 0.9 of processes."""
+    three = pairs_of(model, 4, pair={"num_replicas": 3})
+    check_room(three, [room("a", 10, num_pairs=2), room("b", 6)], is_on_gpu=False)
+    with pytest.raises(ConfigError, match=r"3 pairs .* the 2 nodes for them have 12\.0 GiB, enough for 2 pairs"):
+        check_room(three, [room("a", 6, num_pairs=2), room("b", 6)], is_on_gpu=False)
+    with pytest.raises(ConfigError, match=r"the 1 nodes for them have 100\.0 GiB, enough for 2 pairs"):
+        check_room(three, [room("a", 100, num_pairs=2)], is_on_gpu=False)
+
+
+def test_a_node_that_may_get_a_pair_and_has_no_memory_for_one_is_named(model: Path):
+    with pytest.raises(
+        ConfigError, match=r"node b may get a replica of pair, .* 4\.9 GiB .* has 2\.0 .* pair\.resources"
+    ):
+        check_room(pairs_of(model, 4), [room("a", 100), room("b", 2)], is_on_gpu=False)
+    config = pairs_of(model, 1, prefill={"num_replicas": 1, "memory_gib": 8})
+    rooms = [room("a", 100), room("b", 4, num_pairs=0, num_prefills=1)]
+    with pytest.raises(ConfigError, match=r"node b may get a replica of prefill, .* prefill\.resources"):
+        check_room(config, rooms, is_on_gpu=False)
+
+
+def test_of_a_moving_number_the_least_has_to_fit(model: Path):
+    scaled = {"autoscaling": {"min_replicas": 1, "max_replicas": 8}}
+    check_room(pairs_of(model, 4, pair=scaled), [room("a", 6, num_pairs=8)], is_on_gpu=False)
+    scaled["autoscaling"]["min_replicas"] = 2
+    with pytest.raises(ConfigError, match="2 pairs"):
+        check_room(pairs_of(model, 4, pair=scaled), [room("a", 6, num_pairs=8)], is_on_gpu=False)
+
+
+def test_all_pairs_of_this_machine_count(model: Path):
+    with patch("psutil.virtual_memory", lambda: SimpleNamespace(available=20 << 30)):
+        check_memory(pairs_of(model, 4, pair={"num_replicas": 3}), NO_GPU)
+        with pytest.raises(ConfigError, match=r"about 21\.1 GiB of memory are needed and 20\.0 GiB"):
+            check_memory(pairs_of(model, 4, pair={"num_replicas": 4}), NO_GPU)

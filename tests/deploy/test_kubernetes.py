@@ -184,3 +184,16 @@ def test_the_routes_lead_to_the_ports_and_services_that_are_served():
     methods = {match["method"]["service"] for match in grpc["spec"]["rules"][0]["matches"]}
     ours = outrider_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
     assert methods == {ours, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name}
+
+
+def test_strangers_reach_no_port_of_ray_but_the_one_of_its_operator():
+    spec = manifest("network-policy.yaml")["spec"]
+    assert spec["policyTypes"] == ["Ingress"]
+    pods = [SERVICE["rayClusterConfig"]["headGroupSpec"], *SERVICE["rayClusterConfig"]["workerGroupSpecs"]]
+    labels = spec["podSelector"]["matchLabels"].items()
+    assert all(labels <= pod["template"]["metadata"]["labels"].items() for pod in pods)
+    named = {port["name"] for pod in pods for each in pod["template"]["spec"]["containers"] for port in each["ports"]}
+    open_ports = {port["port"] for rule in spec["ingress"] if "from" not in rule for port in rule["ports"]}
+    assert open_ports == {"serve", "grpc", "dashboard"} < named
+    (own,) = [rule for rule in spec["ingress"] if "ports" not in rule]
+    assert own["from"] == [{"podSelector": spec["podSelector"]}]
