@@ -20,8 +20,16 @@ by_uv() {
             no-index) return 1 ;;
         esac
     done < <("$python" -m pip config list)
+    # The best version of all indexes, for one that pip is given may have other versions than the first; a file whose hash
+    # is another than PyPI's is refused.
     local install=(.venv/bin/uv pip install --quiet --python "$python" --index-strategy unsafe-best-match)
-    "${install[@]}" --constraint constraints.txt ${extras:+--extra "$extras"} --requirements pyproject.toml || return
+    local said
+    if ! said=$("${install[@]}" --constraint constraints.txt --constraint deploy/hashes.txt \
+        ${extras:+--extra "$extras"} --requirements pyproject.toml 2>&1); then
+        echo "$said" >&2
+        [[ $said != *"Hash mismatch"* ]] || exit 1  # pip would take the file
+        return 1
+    fi
     "${install[@]}" --no-deps --editable . &  # the kernels in C, on one core
     compile
     wait $!

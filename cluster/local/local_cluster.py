@@ -19,6 +19,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayTaskError
 from ray.serve._private.api import serve_start
+from ray.serve.config import HTTPOptions
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.deploy_file import DeployFile, with_absolute_paths
@@ -110,6 +111,7 @@ class LocalCluster:
                 controller_options=config.controller_options,
                 proxy_location=config.proxy_location,
             )
+            _refuse_changed_address(client.http_config, config)
             client.deploy_apps(config)
         except (ValueError, RayTaskError) as error:
             raise ConfigError(f"Serve refused the deployment: {error}") from None
@@ -163,6 +165,17 @@ class LocalCluster:
         waiting = {name: each for name, each in application.deployments.items() if each.status.value != "HEALTHY"}
         messages = (application.message, *(f"{name}: {each.message}" for name, each in waiting.items() if each.message))
         return AppStatus(application.status.value, "\n".join(filter(None, messages)), tuple(waiting))
+
+
+def _refuse_changed_address(running: HTTPOptions, wanted: ServeDeploySchema) -> None:
+    """Raise ConfigError for an address that Serve would ignore, as it listens at another one already."""
+    for key in ("host", "port"):
+        now, then = getattr(running, key), getattr(wanted.http_options, key)
+        if now != then:
+            raise ConfigError(
+                f"http_options.{key} is {then!r}, and Serve listens with {now!r} until it is shut down; stop it and "
+                "start it anew, or leave the address as it is"
+            )
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -349,6 +350,13 @@ def test_what_could_not_start_is_refused_while_the_running_pair_answers(served: 
         assert reason in application.message
         assert served.stream(temperature=1.0).token_ids == answer
     assert pair_ids() == before
+
+
+def test_an_address_that_a_running_server_would_not_take_is_refused(served: ServedPair):
+    deployment = copy.deepcopy(served.file.deployment)
+    deployment["http_options"]["port"] += 1
+    with pytest.raises(ConfigError, match=r"http_options\.port is \d+, and Serve listens with \d+ until"):
+        served.cluster.deploy(replace(served.file, deployment=deployment))
 
 
 def pair_ids() -> set[int]:
