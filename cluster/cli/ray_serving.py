@@ -15,6 +15,7 @@ from cluster.cli.invitation import invitation, race_in_terminal
 from cluster.cli.loading_view import LoadingView
 from cluster.deploy_file import DeployFile
 from cluster.local.local_cluster import AppStatus, LocalCluster, logs_folder
+from cluster.local.ports import refuse_ipv6
 from cluster.placement.placement import most_gpus
 from cluster.replica_settings import placement_request
 
@@ -59,9 +60,10 @@ def serve_on_ray(file: DeployFile, view: LoadingView, *, has_dashboard: bool = F
     """Serve until Ctrl-C; `view` shows the start, and is stopped then.
 
     Raises:
-        ConfigError: the deployment fails.
+        ConfigError: the deployment fails, or its address is one of IPv6.
         KeyboardInterrupt: a second Ctrl-C.
     """
+    refuse_ipv6(file.http_host)
     interrupt = Interrupt()
     cluster = LocalCluster()
     began_s = time.monotonic()

@@ -45,6 +45,16 @@ def _is_free(family: int, address: Any) -> bool:
     return True
 
 
+def refuse_ipv6(host: str) -> None:
+    """Raise ConfigError for an address that Ray Serve does not serve: HAProxy asks the replicas by IPv4 alone."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    if all(family == socket.AF_INET6 for family, *_ in found):
+        raise ConfigError(
+            f"host {host!r} is one of IPv6, by which HAProxy does not reach Ray Serve's replicas; use an address of "
+            "IPv4 (127.0.0.1, or 0.0.0.0 for all), or --no-ray"
+        )
+
+
 def free_port() -> int:
     """Return a port without a listener, outside the range that the system hands out by itself."""
     return next(port for port in random.sample(_OURS, len(_OURS)) if is_free("0.0.0.0", port))

@@ -18,7 +18,6 @@ import psutil
 import pytest
 
 from cluster.local.ports import free_ports
-from tests.cluster.local.test_ports import has_ipv6
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[2]
@@ -62,13 +61,11 @@ def folder_for_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_a_server_starts_races_answers_and_leaves_nothing(tmp_path: Path, folder_for_ray: Path) -> None:
-    host = "::1" if has_ipv6() else "127.0.0.1"
-    address = f"http://{'[::1]' if host == '::1' else host}"
     http, grpc = free_ports(2)
     terminal, before = Terminal(), cluster_folders()
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "OUTRIDER_"))}
     environment |= {"PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(folder_for_ray), "http_proxy": "http://127.0.0.1:9"}
-    options = ["--host", host, "--port", str(http), "--grpc-port", str(grpc), "--set", "tune.log=log"]
+    options = ["--port", str(http), "--grpc-port", str(grpc), "--set", "tune.log=log"]
     process = subprocess.Popen(
         [sys.executable, "-m", "cluster.cli", "serve", "demo", *options],
         cwd=tmp_path,
@@ -80,7 +77,7 @@ def test_a_server_starts_races_answers_and_leaves_nothing(tmp_path: Path, folder
         terminal.wait_for("[3/3] ready", process)
         terminal.wait_for("identical tokens, ", process)
         request = {"prompt": "def main():", "max_tokens": 8, "temperature": 0}
-        answer = httpx.post(f"{address}:{http}/v1/completions", json=request, timeout=60.0, trust_env=False)
+        answer = httpx.post(f"http://127.0.0.1:{http}/v1/completions", json=request, timeout=60.0, trust_env=False)
         assert answer.json()["usage"]["completion_tokens"] == 8
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) > 5

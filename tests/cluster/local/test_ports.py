@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from cluster.local.ports import free_port, is_free
+from cluster.local.ports import free_port, is_free, refuse_ipv6
 from protos.errors import ConfigError
 
 
@@ -46,3 +46,11 @@ def test_a_port_of_root_is_not_called_taken(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(socket.socket, "bind", refuse)
     with pytest.raises(ConfigError, match=r"port 80 is kept for root .*; use one from 1024 on"):
         is_free("127.0.0.1", 80)
+
+
+@pytest.mark.parametrize("host", ["::1", "::"])
+def test_an_address_that_haproxy_would_answer_503_at_is_refused(host: str):
+    with pytest.raises(ConfigError, match=r"use an address of IPv4 .* or --no-ray"):
+        refuse_ipv6(host)
+    for usual in ("127.0.0.1", "0.0.0.0", "localhost"):
+        refuse_ipv6(usual)
