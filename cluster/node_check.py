@@ -69,7 +69,8 @@ def _ask(
     nodes: Sequence[NodeResources], config: DeployConfig, settings: PairSettings | None, *, is_on_gpu: bool
 ) -> list[NodeFinding]:
     """Return the finding of each node. Raises ConfigError for one that gives none."""
-    look = ray.remote(num_cpus=0, max_calls=1, max_retries=0)(find)
+    make_task: Any = ray.remote(num_cpus=0, max_calls=1, max_retries=0)
+    look = make_task(find)
     own_id = ray.get_runtime_context().get_node_id()
     asked: list[Any] = [
         look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False)).remote(

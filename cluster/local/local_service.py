@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 from actors.pair.local_pair import LocalPair
 from actors.settings import PairSettings
@@ -17,6 +16,7 @@ from cluster.replica_settings import ingress_config, pair_settings, placement_re
 from cluster.schema.frontends import RouterSection
 from cluster.schema.models import DraftProcess
 from cluster.schema.replicas import PrefillSection
+from cluster.schema.section import Section
 from cluster.schema.speculation import DraftMode
 from cluster.serve_options import refusals_without_ray
 from protos.errors import ConfigError
@@ -68,11 +68,11 @@ def _obstacles(config: DeployConfig) -> Iterator[str]:
 def _without_effect(config: DeployConfig) -> Iterator[str]:
     """Name the keys of what there is not, where they are set to something else than their default."""
     for path in WITHOUT_EFFECT:
-        value: Any = config
-        default: Any = DeployConfig
-        for key in path.split("."):
-            field = (default if isinstance(default, type) else type(default)).model_fields[key]
-            value, default = getattr(value, key), field.get_default(call_default_factory=True)
+        *sections, key = path.split(".")
+        section: Section = config
+        for name in sections:
+            section = getattr(section, name)
+        value, default = getattr(section, key), type(section).model_fields[key].get_default(call_default_factory=True)
         if value != default and not (path == "prefill.num_replicas" and value == 0):
             yield f"{path} is {value!r:.80}"
 
