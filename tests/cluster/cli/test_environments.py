@@ -21,7 +21,7 @@ CHUNK = {"object": "text_completion", "choices": [{"index": 0, "text": "a", "fin
 def test_a_proxy_of_the_environment_is_not_asked_for_a_server_of_this_machine(
     proxy: str, monkeypatch: pytest.MonkeyPatch
 ):
-    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+    for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.setenv(name, "")  # so that what the command sets is undone
     monkeypatch.setenv(proxy, "http://127.0.0.1:9")  # nobody listens there
     with answering(events(CHUNK), "text/event-stream") as url:
@@ -34,9 +34,8 @@ def test_a_proxy_of_the_environment_is_not_asked_for_a_server_of_this_machine(
 def test_hosts_that_need_no_proxy_are_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NO_PROXY", "intern.example")
     monkeypatch.delenv("no_proxy", raising=False)
-    monkeypatch.delenv("no_grpc_proxy", raising=False)
     main(["env"])
-    for name in ("NO_PROXY", "no_proxy", "no_grpc_proxy"):
+    for name in ("NO_PROXY", "no_proxy"):
         assert os.environ[name] == "intern.example,localhost,127.0.0.1,::1,0.0.0.0"
 
 

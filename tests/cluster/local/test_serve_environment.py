@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.local import ports
-from cluster.local.serve_environment import set_variables
+from cluster.local.serve_environment import cluster_variables, set_variables
 
 FIRST, LAST = "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT"
 
@@ -60,3 +60,10 @@ def test_the_address_of_another_cluster_is_not_asked() -> None:
     os.environ["RAY_ADDRESS"] = "10.0.0.1:6379"
     set_variables()
     assert "RAY_ADDRESS" not in os.environ
+
+
+def test_calls_between_replicas_take_no_proxy() -> None:
+    """By an address of this machine, which no `no_proxy` of the user's names."""
+    os.environ.update(http_proxy="http://127.0.0.1:9", grpc_proxy="http://127.0.0.1:9")
+    set_variables()
+    assert dict(os.environ)["grpc_proxy"] == cluster_variables()["grpc_proxy"] == ""
