@@ -159,7 +159,7 @@ def test_the_oldest_files_make_room_and_what_a_killed_process_has_left_goes(tmp_
 
 
 def test_a_file_that_is_no_log_and_one_that_is_cut_are_refused(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no log of verified positions"):
+    with pytest.raises(ConfigError, match="not a log of verified positions"):
         read_shard(model / "model.safetensors")
     texts(engine(model, tmp_path))
     (file,) = log_files(tmp_path)

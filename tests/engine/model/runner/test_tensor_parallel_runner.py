@@ -155,7 +155,7 @@ def test_a_rank_that_dies_ends_the_engine_without_a_hang(sharded: TensorParallel
 
 def test_the_engine_shards_its_target_as_configured(folders: Folders) -> None:
     """After the shared runner has been closed or killed, its place is free."""
-    with pytest.raises(ConfigError, match="does not divide"):
+    with pytest.raises(ConfigError, match="must divide"):
         EngineCore.from_config(EngineConfig(config(folders.target, 3), CACHE))
 
 
