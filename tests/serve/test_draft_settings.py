@@ -139,7 +139,7 @@ def test_one_of_two_drafts_is_exchanged_by_its_name(pair: ServedPair, tmp_path: 
 
     refused, answer = swap("far"), swap("near")
     assert refused.status_code == 400
-    assert "there is model, near" in refused.json()["error"]["message"]
+    assert "choose from model, near" in refused.json()["error"]["message"]
     found = {each["method"]: (each["path"], each["is_deployed"]) for each in answer.json()["drafts"]}
     assert found == {"model": (str(folder / "draft"), True), "near": (str(other), False)}
     assert generate(pair, 1.0, method="near").token_ids == generate(pair, 1.0, enabled=False).token_ids
