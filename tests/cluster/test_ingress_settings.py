@@ -35,7 +35,12 @@ def test_each_setting_arrives(tmp_path: Path) -> None:
         "cors_origins": ("https://a.example",),
         "allowed_hosts": ("b.example",),
     }
-    args = {"model_id": "model", "target": {"path": str(tmp_path)}, "ingress": {**settings, "limits": limits}}
+    args = {
+        "model_id": "model",
+        "target": {"path": str(tmp_path)},
+        "pair": {"num_replicas": 2},
+        "ingress": {**settings, "limits": limits},
+    }
     config = ingress_config(parse_config(args))
     assert config.limits == IngressLimits(**limits)
     assert {name: getattr(config, name) for name in settings} == settings

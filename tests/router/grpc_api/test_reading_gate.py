@@ -254,7 +254,7 @@ async def test_messages_that_do_not_come_take_no_place_of_other_tenants(service:
         stub = outrider_pb2_grpc.GenerationStub(channel)
         slow = [unfinished(channel, "first") for _ in range(8)]
         await asyncio.sleep(0.5)
-        with pytest.raises(grpc.aio.AioRpcError, match="8 messages of this client, or 16 of all") as refused:
+        with pytest.raises(grpc.aio.AioRpcError, match="8 messages of this client, or 16 in total") as refused:
             await stub.GetModel(MODEL, metadata=credentials("first"))
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert dict(refused.value.trailing_metadata())["retry-after"] == "0.3"

@@ -294,7 +294,7 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "float64", ""])
 def test_unknown_dtypes_are_refused(dtype: str, llama: Path) -> None:
-    with pytest.raises(ConfigError, match="dtype is"):
+    with pytest.raises(ConfigError, match="is unknown; use auto"):
         load(llama, dtype=dtype)
 
 
