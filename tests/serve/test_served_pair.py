@@ -330,7 +330,7 @@ def bad_deployments(good: Path, folder: Path) -> Iterator[tuple[dict[str, object
     write_checkpoint(folder / "other", seed=1, vocab_size=90)
     other = {"draft": {"kind": "model", "path": str(folder / "other"), "dtype": "float32", "num_threads": 1}}
     yield {"speculation": {"num_token": 4}}, "unknown key; did you mean 'num_tokens'"
-    yield {"target": {"path": "modls/target"}}, "'modls/target' is no folder here, and the Hub does not give it"
+    yield {"target": {"path": "modls/target"}}, "'modls/target' is not a local folder, and the Hub does not provide it"
     yield spoilt("header", "model.safetensors", "no header"), "is not a whole safetensors file"
     yield spoilt("tokenizer", "tokenizer.json", "{}"), "tokenizer"
     yield {"ingress": {"open_admin": True, "vllm_grpc": True, "chat_template": "{% if %}"}}, "is not valid Jinja"
