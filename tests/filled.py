@@ -64,4 +64,4 @@ def _plain(hint: type, number: int, default: object) -> object:
         return next(member for member in reversed(list(hint)) if member != default)
     if hint is bytes:
         return str(number).encode()
-    return hint(number + 0.5) if hint is float else hint(number)
+    return hint(number + 0.5) if hint is float else hint(number)  # type: ignore[call-arg]
