@@ -37,6 +37,12 @@ _PART_SCHEMA = {
     "required": ["type", "text"],
 }
 _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}, {"type": "null"}]}
+# The types of what is read of a message beside its role and content.
+_KINDS: dict[str, type[Any]] = {
+    **dict.fromkeys(("name", "tool_call_id", "refusal", "reasoning", "reasoning_content"), str),
+    **dict.fromkeys(("tool_calls", "thinking_blocks"), list),
+    "function_call": dict,
+}
 _UNKNOWN = "unknown"  # the name of a function that a call does not name
 
 
@@ -79,10 +85,13 @@ class ChatMessageFields(Body):
     @model_validator(mode="wrap")
     @classmethod
     def _read_content(cls, value: Any, handler: ModelWrapValidatorHandler[ChatMessageFields]) -> ChatMessageFields:
-        if not isinstance(value, Mapping) or isinstance(value.get("content"), str | None):
+        if not isinstance(value, Mapping):
             return handler(value)
         is_result = value.get("role") in (Role.TOOL, Role.FUNCTION)
-        if not isinstance(value["content"], list) and not is_result:
+        if is_result or value.get("role") == Role.ASSISTANT:
+            value = _readable(value)
+        content = value.get("content")
+        if isinstance(content, str | None) or (not isinstance(content, list) and not is_result):
             return handler(value)
         plain = plain_content(value["content"])
         message = handler({**value, "content": plain.text})
@@ -124,6 +133,21 @@ class ChatMessageFields(Body):
         if calls:  # many templates read the content of such messages without asking for it
             return {"content": said or "", "tool_calls": [_call_for_template(call) for call in calls]}
         return {} if said is None else {"content": said}
+
+
+def _readable(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message of before without those of its values that have a type of their own; ids are texts."""
+    read = dict(message)
+    for name in ("tool_call_id", "name"):
+        if type(read.get(name)) in (int, float):
+            read[name] = str(read[name])
+    for name, kind in _KINDS.items():
+        if not isinstance(read.get(name), kind):
+            read.pop(name, None)
+    for name in ("tool_calls", "thinking_blocks"):
+        if isinstance(read.get(name), list):
+            read[name] = [each for each in read[name] if isinstance(each, Mapping)]
+    return read
 
 
 def _call_for_template(call: dict[str, Any]) -> dict[str, Any]:

@@ -173,6 +173,31 @@ def long_ids(messages: Messages) -> Messages:
     return _with_ids(messages, lambda id_: id_ if id_.startswith("call_") else f"call_{_digest(id_, 24)}")
 
 
+def ids_of_functions(messages: Messages) -> Messages:
+    """Give calls and their results ids that name the function and count the calls, as Kimi's models write them."""
+    named: Messages = []
+    waiting: dict[object, deque[str]] = defaultdict(deque)
+    num_calls = 0
+    for message in messages:
+        if calls := calls_of(message):
+            ids = [f"functions.{call['function']['name']}:{num_calls + rank}" for rank, call in enumerate(calls)]
+            num_calls += len(ids)
+            waiting = defaultdict(deque)  # a result answers the last calls
+            for call, id_ in zip(calls, ids, strict=True):
+                waiting[call.get("id")].append(id_)
+            renamed = [{**call, "id": id_} for call, id_ in zip(calls, ids, strict=True)]
+            named.append({**message, "tool_calls": renamed})
+        elif message["role"] == "tool" and (own := waiting[message.get("tool_call_id")] or _next_id(waiting)):
+            named.append({**message, "tool_call_id": own.popleft()})
+        else:
+            named.append(message)
+    return named
+
+
+def _next_id(waiting: Mapping[object, deque[str]]) -> deque[str]:
+    return next((ids for ids in waiting.values() if ids), deque())
+
+
 def _digest(id_: str, length: int) -> str:
     return hashlib.sha256(id_.encode(errors="replace")).hexdigest()[:length]
 

@@ -114,6 +114,7 @@ _PROBES: list[tuple[list[Messages], list[set[Rule]]]] = [
         [
             {Rule.ARGUMENTS_AS_TEXT},
             {Rule.NO_TEXT_IS_NONE},
+            {Rule.IDS_OF_FUNCTIONS},
             {Rule.RESULT_NAMES},
             {Rule.NO_TEXT_IS_NONE, Rule.ARGUMENTS_AS_TEXT},
             {Rule.RESULT_NAMES, Rule.ARGUMENTS_AS_TEXT},

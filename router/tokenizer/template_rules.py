@@ -26,6 +26,7 @@ class Rule(StrEnum):
     ARGUMENTS_AS_OBJECTS = "arguments must be an object: a text that was cut is put into one"
     RESULT_NAMES = "results need the name of their function: it is added"
     SHORT_IDS = "ids of calls must have nine letters or digits: others are replaced"
+    IDS_OF_FUNCTIONS = "calls are shown by their ids alone: these name the function, as functions.f:0"
     LONG_IDS = "ids of calls must begin with call_: others are replaced"
     ONE_SYSTEM = "one system message is taken: those at the beginning are joined"
     LATE_SYSTEM_AS_USER = "a system message must be first: a later one becomes a user's turn at its place"
@@ -66,6 +67,7 @@ _REPAIRS: dict[Rule, Repair] = {
     Rule.ARGUMENTS_AS_OBJECTS: repairs.arguments_as_objects,
     Rule.RESULT_NAMES: repairs.named_results,
     Rule.SHORT_IDS: repairs.short_ids,
+    Rule.IDS_OF_FUNCTIONS: repairs.ids_of_functions,
     Rule.LONG_IDS: repairs.long_ids,
     Rule.ONE_SYSTEM: repairs.one_system,
     Rule.LATE_SYSTEM_AS_USER: repairs.late_systems_as_users,

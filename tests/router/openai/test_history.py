@@ -97,6 +97,12 @@ async def test_arguments_of_any_kind_are_shown(
             '[assistant]<c g {"input": "a b"}>',
         ),
         ({"role": "user", "content": None}, "[user]"),
+        ({"role": "assistant", "content": "x", "tool_calls": {}}, "[assistant]x"),
+        ({"role": "assistant", "content": "x", "tool_calls": [None]}, "[assistant]x"),
+        ({"role": "assistant", "content": "x", "refusal": False}, "[assistant]x"),
+        ({"role": "assistant", "content": "x", "reasoning": {"summary": []}, "name": ["n"]}, "[assistant]x"),
+        ({"role": "assistant", "content": "x", "thinking_blocks": {}, "function_call": "f"}, "[assistant]x"),
+        ({"role": "tool", "tool_call_id": 7, "content": "r"}, "[tool]r(7)"),
     ],
 )
 async def test_older_and_other_spellings_are_read(

@@ -244,6 +244,17 @@ _OLMO_3 = (
     "{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
 )
 
+# Kimi K2 as of its second version: a call is shown by its id, and a result's role by its name.
+_KIMI_K2_IDS = (
+    "{% for message in messages %}{% set name = message.get('name') or message['role'] %}<|{{ name }}|>"
+    "{% if message['role'] == 'assistant' and message.get('tool_calls') %}{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] %}<|call|>{{ call['id'] }}<|args|>"
+    "{% if call['function']['arguments'] is string %}{{ call['function']['arguments'] }}{% else %}"
+    "{{ call['function']['arguments'] | tojson }}{% endif %}{% endfor %}{% elif message['role'] == 'tool' %}"
+    "## Return of {{ message.tool_call_id }}\n{{ message['content'] }}{% else %}{{ message['content'] or '' }}{% endif %}"
+    "<|im_end|>{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+)
+
 STRUCTURES: dict[str, str] = {
     "chatml": _CHATML,
     "gemma_2": _GEMMA_2,
@@ -266,4 +277,5 @@ STRUCTURES: dict[str, str] = {
     "defined_tools": _DEFINED_TOOLS,
     "granite_4": _GRANITE_4,
     "olmo_3": _OLMO_3,
+    "kimi_k2_ids": _KIMI_K2_IDS,
 }

@@ -170,6 +170,16 @@ def test_nine_letters_are_kept() -> None:
     assert "[CALL_ID]abcdefgh1[ARGS]" in assert_shown("mistral_small_3.2", [HI, calls(), RESULT, MORE])
 
 
+@pytest.mark.parametrize("id_", ["call_1", None])
+def test_ids_name_their_functions_where_a_template_shows_nothing_else_of_them(id_: str | None) -> None:
+    first, second = call(id_, name="w8w"), call("b", name="w9w")
+    results = [{**RESULT, "tool_call_id": each} for each in ("b", id_)]
+    chat = [HI, calls(first, second), *results, calls(call(id_)), {**RESULT, "tool_call_id": id_, "name": "n"}]
+    text = assert_shown("kimi_k2_ids", chat)
+    assert re.findall("<.call.>([^<]*)", text) == ["functions.w8w:0", "functions.w9w:1", "functions.w6w:2"]
+    assert re.findall("Return of (.*)", text) == ["functions.w9w:1", "functions.w8w:0", "functions.w6w:2"]
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_no_text_of_a_user_or_a_tool_becomes_the_system_s(name: str) -> None:
     chat = [HI, SYSTEM, MORE, calls(call("b")), RESULT, RESULT, YES, HI]

@@ -147,3 +147,10 @@ async def test_ollama_s_format_is_refused_where_it_cannot_be_read(http: httpx.As
     for value in ("yaml", ["json"], 1):
         answer = await http.post("/v1/completions", json={**PATHS["/v1/completions"], "format": value})
         assert answer.json()["error"]["param"] == "format"
+
+
+@pytest.mark.parametrize("name", ["schema", "json", "guided_decoding", "structured_output", "gbnf", "lark", "choices"])
+async def test_a_constraint_under_a_name_that_is_not_read_is_refused(http: httpx.AsyncClient, name: str) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], name: {"type": "object"}}
+    answer = await http.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
