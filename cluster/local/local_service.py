@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from actors.pair.local_pair import LocalPair
 from actors.settings import PairSettings
 from cluster.config import DeployConfig
-from cluster.deploy_file import VLLM_SERVICER_FUNCTION, DeployFile
 from cluster.placement.placement import NodeResources, plan_pair
 from cluster.placement.topology import read_topology
 from cluster.replica_settings import ingress_config, pair_settings, placement_request
@@ -18,10 +17,8 @@ from cluster.schema.models import DraftProcess
 from cluster.schema.replicas import PrefillSection
 from cluster.schema.section import Section
 from cluster.schema.speculation import DraftMode
-from cluster.serve_options import refusals_without_ray
 from protos.errors import ConfigError
 from router.generation.generation_service import GenerationService
-from router.ingress import GRPC_SERVICER_FUNCTIONS
 from router.metrics.ingress_metrics import IngressMetrics
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 
@@ -75,19 +72,6 @@ def _without_effect(config: DeployConfig) -> Iterator[str]:
         value, default = getattr(section, key), type(section).model_fields[key].get_default(call_default_factory=True)
         if value != default and not (path == "prefill.num_replicas" and value == 0):
             yield f"{path} is {value!r:.80}"
-
-
-def refuse_serves_options(file: DeployFile) -> None:
-    """Raise ConfigError for an option of Serve, which a server in one process does not have."""
-    obstacles = list(refusals_without_ray(file.deployment))
-    functions = (file.deployment.get("grpc_options") or {}).get("grpc_servicer_functions") or []
-    offered = [*GRPC_SERVICER_FUNCTIONS, *([VLLM_SERVICER_FUNCTION] if file.config.ingress.vllm_grpc else [])]
-    if functions and sorted(functions) != sorted(offered):
-        obstacles.append(f"grpc_options.grpc_servicer_functions has not the {len(offered)} services that are offered")
-    if obstacles:
-        raise ConfigError(
-            f"without Ray there is no Ray Serve: {'; '.join(obstacles)}; remove it, or leave --no-ray out"
-        )
 
 
 def local_settings(config: DeployConfig) -> PairSettings:

@@ -13,23 +13,21 @@ from actors.process.process_logging import configure_logging, is_json_wanted
 from actors.settings import PairSettings
 from cluster.checkpoints.gguf_models import convert_gguf_models
 from cluster.config import DeployConfig
-from cluster.deploy_file import DeployFile, in_url
+from cluster.deploy_file import VLLM_SERVICER_FUNCTION, DeployFile, in_url
 from cluster.local.http_server import HttpServer, MetricsForOperators, Places, share_of_files
-from cluster.local.local_service import (
-    in_one_process,
-    local_settings,
-    refuse_serves_options,
-    running_service,
-)
+from cluster.local.local_service import in_one_process, local_settings, running_service
 from cluster.local.own_files import PRIVATE
 from cluster.local.serve_environment import tls_variables
 from cluster.proxy.haproxy_config import ProxySettings
+from cluster.serve_options import refusals_without_ray
+from protos.errors import ConfigError
 from router.api_keys import ApiKeys
 from router.client_limits import MAX_GRPC_CONNECTIONS
 from router.generation.generation_service import GenerationService
 from router.grpc_api.api import GrpcApi
 from router.grpc_api.reading_gate import ReadingGate
 from router.grpc_api.server import connection_limits, start_grpc_server
+from router.ingress import GRPC_SERVICER_FUNCTIONS
 from router.openai.api import build_app
 from router.openai.request_head import AddRequestId
 
@@ -52,6 +50,19 @@ def serve_in_process(file: DeployFile, on_ready: Callable[[], None]) -> None:
     settings = local_settings(config)
     os.environ["OMP_NUM_THREADS"] = str(settings.target_share.num_threads)  # before torch is loaded
     asyncio.run(_serve(file, config, settings, on_ready))
+
+
+def refuse_serves_options(file: DeployFile) -> None:
+    """Raise ConfigError for an option of Serve, which a server in one process does not have."""
+    obstacles = list(refusals_without_ray(file.deployment))
+    functions = (file.deployment.get("grpc_options") or {}).get("grpc_servicer_functions") or []
+    offered = [*GRPC_SERVICER_FUNCTIONS, *([VLLM_SERVICER_FUNCTION] if file.config.ingress.vllm_grpc else [])]
+    if functions and sorted(functions) != sorted(offered):
+        obstacles.append(f"grpc_options.grpc_servicer_functions has not the {len(offered)} services that are offered")
+    if obstacles:
+        raise ConfigError(
+            f"without Ray there is no Ray Serve: {'; '.join(obstacles)}; remove it, or leave --no-ray out"
+        )
 
 
 async def _serve(file: DeployFile, config: DeployConfig, settings: PairSettings, on_ready: Callable[[], None]) -> None:
