@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 _SCHEME = "bearer "
 _LOOK_AGAIN_S = 1.0
 _LOG_AGAIN_S = 60.0  # of a file that still cannot be read
-_SETTLED_S = 2.0  # since its last change, by which times of files differ
-_BYTES_PER_TOKEN = 4  # of a request that was refused: about those of English text
+_SETTLED_S = 2.0  # a file that changed more recently is read again at the next check
+_BYTES_PER_TOKEN = 4  # of English text, to charge a refused request
 _NUMBER = re.compile(r"\d{1,9}(\.\d{1,9})?")
 _OPTIONS: dict[str, Callable[[str], bool]] = {  # after a key, each with the test of its value
     "tenant": bool,
@@ -72,7 +72,7 @@ class Client:
     """The sender of a request. Clients of one tenant share cached prefixes and their rate, others nothing.
 
     Where tenants wait, each gets tokens in proportion to its `weight`. `max_priority` is the lowest number (lower is
-    sooner) that it may ask for; None: any. Unless `is_logged`, no token of its requests is written to a log.
+    sooner) that it may ask for, any if None. Unless `is_logged`, no token of its requests is written to a log.
     """
 
     tenant: str = ""
@@ -145,7 +145,7 @@ class ApiKeys:
         self._path = None if path is None else Path(os.path.expanduser(path))
         self._clock = clock
         self._rates: dict[str, tuple[int, TokenRate]] = {}
-        self._stamp: tuple[int, ...] | None = None  # of the file as it was read; None: to be read at the next look
+        self._stamp: tuple[int, ...] | None = None  # of the file when it was read; None forces a read at the next check
         self._looked_s = self._known_s = clock()
         self._logged_s = -math.inf
         self._wrong_lines: tuple[str, ...] = ()
@@ -189,7 +189,7 @@ class ApiKeys:
         if authorization is not None and authorization.lower().startswith(_SCHEME):
             keys.insert(0, authorization[len(_SCHEME) :])
         for key in keys:
-            # The time of a look-up tells of hashes, from which no key follows.
+            # The time of a look-up depends on hashes only, and a hash reveals no key.
             if (client := self._clients.get(_hash_of(key.strip()))) is not None:
                 return client
         if keys:
@@ -257,7 +257,7 @@ class ApiKeys:
             return
         digest, client = self._client_of(entry)
         if clients.setdefault(digest, client) != client:
-            raise ConfigError("has the key of an earlier line with other options; a key stands once")
+            raise ConfigError("has the key of an earlier line with other options; write each key once")
 
     def _client_of(self, entry: str) -> tuple[str, Client]:
         """Read `KEY` or `sha256:HASH`, then options (`_OPTIONS`) as `NAME=VALUE`."""
@@ -272,7 +272,7 @@ class ApiKeys:
                 )
         given = dict(option.partition("=")[::2] for option in options)
         if wrong := [name for name, value in given.items() if name not in _OPTIONS or not _OPTIONS[name](value)]:
-            # Of what is no option nothing is shown: it may be a key.
+            # Show nothing of an unknown option: it may be a key.
             shown = f"{wrong[0]}={given[wrong[0]]}" if wrong[0] in _OPTIONS else f"option ({len(wrong[0])} characters)"
             raise ConfigError(
                 f"has a wrong {shown} after a key; it may have tenant=NAME, tokens_per_minute=N, weight=N (more than "
@@ -298,7 +298,7 @@ class ApiKeys:
 
 
 def _with_refusals(clients: dict[str, Client]) -> dict[str, Client]:
-    """Return the clients such that no key of a tenant is logged if one of them says so."""
+    """Turn logging off for every key of a tenant if one of its keys turns it off."""
     refusing = {client.tenant for client in clients.values() if not client.is_logged}
     return {digest: replace(client, is_logged=client.tenant not in refusing) for digest, client in clients.items()}
 

@@ -4,8 +4,8 @@
 """
 
 REQUEST_TIMEOUT_S = 15  # for a request's headers, the next bytes of its body, and a TLS handshake
-KEEP_ALIVE_S = 75  # without a request; longer than the minute after which clients and proxies close
-UNREAD_S = 300  # while a client reads nothing of an answer that waits for it
+KEEP_ALIVE_S = 75  # without a request; clients and proxies close after a minute
+UNREAD_S = 300  # a client that reads nothing of its waiting answer
 
 # A body has its first seconds, and after them this pace on average: 8 MiB take 17 minutes at most.
 BODY_GRACE_S = REQUEST_TIMEOUT_S

@@ -24,15 +24,15 @@ class IngressConfig:
     """Everything that an ingress replica is configured by.
 
     `model_aliases` are more names of the model, for clients that ask for one of their own.
-    `tool_format` is the form of the model's tool calls, `reasoning_format` that of its thoughts: a name, or auto for
-    the form in its chat template. `chat_template` is a text in place of the template that the model brings.
+    `tool_format` and `reasoning_format` name the forms of the model's tool calls and thoughts; auto takes the form in
+    its chat template. `chat_template` is a text that replaces the model's own template.
     `prompt_tools` describes tools in the system message where the template has none. `model_path` is the folder or
     Hub id of the tokenizer, the target's. `api_keys_file` holds one key per line; None serves every client.
-    `open_admin` lets clients of a server without keys do what needs an admin's key elsewhere. `vllm_grpc` puts the
-    service of vLLM's engine beside ours. `strict_fields` refuses fields that no schema has; else they are ignored and
-    named in a header. `cors_origins` are the origins of web pages that may call, a star standing for anything.
-    `allowed_hosts` are more names that the server answers to on loopback, and all that it answers to elsewhere; any
-    where there are none. `min_pairs` is the number of pairs that are to serve, the least where it moves.
+    `open_admin` gives every client of a server without keys an admin's rights. `vllm_grpc` adds the service of vLLM's
+    engine to ours. `strict_fields` refuses fields that no schema has; else they are ignored and named in a header.
+    `cors_origins` are the origins of web pages that may call; a star matches anything. `allowed_hosts` are the names
+    that the server answers to (on loopback, in addition to its own); if empty, it answers to any name elsewhere.
+    `min_pairs` is the expected number of pairs, the minimum if it autoscales.
     """
 
     model_id: str

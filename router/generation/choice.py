@@ -36,7 +36,7 @@ class Choice:
         return self
 
     async def __anext__(self) -> Delta:
-        """Return what the next batch of the pair gave; a batch that gave nothing is passed over."""
+        """Return the delta of the next batch, skipping batches that add nothing."""
         while not self._pending and not self.text.is_finished:
             try:
                 batch = await anext(self.batches)
@@ -71,7 +71,7 @@ class Choice:
 
 
 def echo_delta(index: int, request: GenerateRequest, params: GenerateParams, tokenizer: Tokenizer) -> Delta:
-    """Return the prompt, as the beginning of the answer."""
+    """Return the prompt as the first delta of the answer."""
     detokenizer = make_detokenizer(tokenizer, (), skip_special_tokens=True)
     offsets, pieces = [], [""]
     num_characters = 0
@@ -92,6 +92,6 @@ def echo_delta(index: int, request: GenerateRequest, params: GenerateParams, tok
 
 
 def _with_logprobs(echo: Delta, first_chunk: TokenChunk) -> Delta:
-    """Return the echo with the logprobs that the first chunk has of its tokens; the very first has no prediction."""
+    """Add the prompt's logprobs, which the first chunk carries; the first token has none."""
     logprobs = (None, *first_chunk.prompt_logprobs) if echo.text_offsets else ()
     return replace(echo, logprobs=logprobs)

@@ -20,8 +20,8 @@ class ChoiceText:
     """Detokenizes one sequence, watches for stop strings, and cuts at them.
 
     Tokens are taken one by one, so the text, the tokens kept and the finish reason do not depend on how many tokens a
-    step committed. With `thinking`, what the model thinks first is the deltas' `reasoning`, and stop strings count
-    behind it.
+    step committed. With `thinking`, the model's thought is the deltas' `reasoning`, and stop strings are matched only
+    after it.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ChoiceText:
         return self._thoughts.num_tokens if self._thoughts else 0
 
     def _read(self, token_id: int, thoughts: list[str]) -> tuple[str, bool]:
-        """Return a token's text, and true if it stopped there; add to `thoughts` what is no answer yet."""
+        """Return a token's text, and true if it stopped there; append thoughts to `thoughts`."""
         if self._thoughts is None:
             return self._push(token_id)
         was_thinking = self._thoughts.is_thinking

@@ -1,4 +1,4 @@
-"""Deltas: the unit in which the text of a choice leaves for a client."""
+"""Deltas: pieces of a choice's text as they are sent to a client."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ToolCallDelta:
 class Delta:
     """New text of one choice and the tokens that became final with it.
 
-    Text lags behind tokens while a character or a stop string may be incomplete. The stop token that ended a choice
-    is among the tokens, not in the text.
+    Text comes later than its tokens while a character or a stop string may be incomplete. The stop token that ended a
+    choice is among the tokens, not in the text.
     """
 
     index: int  # the choice
@@ -38,7 +38,7 @@ class Delta:
     sources: tuple[str, ...] = ()  # one per token if asked for
     draft_ids: tuple[int, ...] = ()  # drafts that are not verified yet; never among the tokens
     draft_text: str = ""
-    reasoning: str = ""  # what the model thought before the text, told apart from it
+    reasoning: str = ""  # the model's thought before the text
     num_reasoning_tokens: int = 0  # of the tokens, marks of the thought included
     stop_string: str | None = None  # the stop string that ended the text
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # of the prompt, if asked for; with the first tokens
@@ -54,10 +54,10 @@ class Gain:
 
 
 class DeltaReader(Protocol):
-    """Tells the parts of one choice's text apart."""
+    """Splits one choice's text into content, thoughts and calls."""
 
     def read(self, delta: Delta) -> list[Delta]:
-        """Return the delta with what is certain to be content, thought or call by then, in the order of the text."""
+        """Return the parts known for certain to be content, thought or call, in the order of the text."""
         ...
 
 
@@ -98,11 +98,11 @@ def pieces(delta: Delta) -> Iterator[Delta]:
     Clients read chunks that way: some look at the first entry of a chunk alone, some at its text or its calls but never
     at both, and some at nothing once there is a finish reason. Tokens stay with the thought or the text that they are.
     """
-    said = [*_thought_and_text(delta), *_call_entries(delta)]
-    if not said and delta.token_ids:
-        said = [Delta(delta.index, "")]
-    num_thought = delta.num_reasoning_tokens if delta.reasoning and len(said) > 1 else len(delta.token_ids)
-    for rank, piece in enumerate(said):
+    parts = [*_thought_and_text(delta), *_call_entries(delta)]
+    if not parts and delta.token_ids:
+        parts = [Delta(delta.index, "")]
+    num_thought = delta.num_reasoning_tokens if delta.reasoning and len(parts) > 1 else len(delta.token_ids)
+    for rank, piece in enumerate(parts):
         bounds = {0: (0, num_thought), 1: (num_thought, None)}.get(rank)
         yield piece if bounds is None else _with_tokens(piece, delta, slice(*bounds))
     if delta.finish_reason is not None:
@@ -144,7 +144,7 @@ def _with_tokens(piece: Delta, whole: Delta, place: slice) -> Delta:
 
 
 def join_deltas(deltas: Sequence[Delta]) -> Delta:
-    """Return consecutive deltas of one choice as one; drafts count where no token has come behind them."""
+    """Join consecutive deltas of one choice; drafts are kept only if no token follows them."""
     if len(deltas) == 1:
         return deltas[0]
     return Delta(

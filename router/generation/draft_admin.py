@@ -51,7 +51,7 @@ class DraftAdmin:
             PermissionDeniedError: the client is no admin.
             RequestError: drafts have no process of their own, or a pair refuses the checkpoint.
             ConflictError: another order is under way.
-            DeadlineExceededError: the new draft was not up in time on a pair, which brings the old one back.
+            DeadlineExceededError: the new draft did not start in time on a pair, which restores its old one.
         """
         current_client.get().require_admin()
         await self._order(CheckDraft(order.path, order.method), _CHECK_TIMEOUT_S)
@@ -76,7 +76,7 @@ class DraftAdmin:
 
         Raises:
             PermissionDeniedError: the client is no admin.
-            RequestError: there is none.
+            RequestError: no canary runs.
         """
         canaries = [report.canary for report in await self.show()]
         if not any(each is not None and each.outcome is CanaryOutcome.RUNNING for each in canaries):

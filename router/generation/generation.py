@@ -115,7 +115,7 @@ class Generation:
         )
 
     def _new_detokenizer(self) -> DetokenizerMaker:
-        """Return the maker of detokenizers that show what the client wants, and the marks of calls that are read."""
+        """Return a factory of detokenizers that show special tokens if the client wants them, and marks of calls."""
         is_skipping = self.fields.skip_special_tokens is not False and self._response_template is None
         kept_ids = self._tool_format.token_ids.values() if self._tool_format and self._params.tool_schemas else ()
         return partial(make_detokenizer, skip_special_tokens=is_skipping, kept_ids=frozenset(kept_ids))

@@ -62,7 +62,7 @@ class GenerationService:
         metrics: IngressMetrics,
         tracer: Tracer | None = None,
     ) -> None:
-        """`tracer` None: that of the environment, which usually asks for none."""
+        """`tracer` defaults to the one the environment configures, usually no tracing."""
         self.config = config
         self.files = files
         self.metrics = metrics
@@ -169,7 +169,7 @@ class GenerationService:
             return self.metrics.text()
 
     async def complete(self, body: CompletionRequest) -> Generation:
-        """Start what `/v1/completions` asks for; nothing runs before its deltas are read."""
+        """Prepare a request of `/v1/completions`; it runs when its deltas are iterated."""
         self.check_model(body.model)
         check_num_choices(len(body.prompts), body.n or 1, self.config.limits)
         self._gate.check(current_client.get().tenant_id, len(body.prompts) * (body.n or 1))
@@ -188,7 +188,7 @@ class GenerationService:
         )
 
     async def chat(self, body: ChatCompletionRequest) -> Generation:
-        """Start what `/v1/chat/completions` asks for; nothing runs before its deltas are read."""
+        """Prepare a request of `/v1/chat/completions`; it runs when its deltas are iterated."""
         self.check_model(body.model)
         self._gate.check(current_client.get().tenant_id, body.n or 1)
         token_ids = await self.chat_prompt(body)
@@ -341,9 +341,9 @@ def _check_free(use: ToolUse, answer: Grammar | None) -> None:
     is_strict = any(function.strict for function in use.callable_) or len(use.callable_) < len(use.tools)
     if use.is_required or is_strict or not use.is_parallel or answer is not None:
         raise RequestError(
-            "This model's calls are read by its tokenizer's response_template, for which there is no grammar: "
-            "tool_choice, strict, parallel_tool_calls and response_format cannot be promised beside tools. Leave them "
-            "out, or set ingress.tool_format.",
+            "This model's calls are parsed by its tokenizer's response_template, which has no grammar: tool_choice, "
+            "strict, parallel_tool_calls and response_format cannot be enforced together with tools. Leave them out, "
+            "or set ingress.tool_format.",
             param="tool_choice",
         )
 

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's harmony form (gpt-oss): messages on channels, told apart token by token."""
+"""Answers in OpenAI's harmony form (gpt-oss): messages on channels, separated token by token."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class HarmonyReader:
     """Says of each token of an answer whether it is thought, answer or a call.
 
     A message is a head, up to `<|message|>`, that names a channel and perhaps a recipient, and a text up to the next
-    mark. Those on the channel analysis are thoughts, those to a function are calls, whichever way round the head says
-    it; `spelled` writes a call in the one way that its tool format reads. Any other recipient is a tool that is
-    not run here, and what is sent to it a thought.
+    mark. Messages on the channel analysis are thoughts, messages to a function are calls. The head may name channel and
+    recipient in either order; `spelled` rewrites a call to the order that its tool format parses. Any other recipient
+    is a tool that is not run here, and its message is a thought.
     """
 
     def __init__(self, thinking: Thinking, tokenizer: Tokenizer) -> None:
@@ -43,13 +43,13 @@ class HarmonyReader:
         self._part = _Part.HEAD
         self._head = ""
         self._num_head = 0
-        self._said: set[_Part] = set()
-        self.spelled = ""  # text that stands for the mark that was read
+        self._seen_parts: set[_Part] = set()
+        self.spelled = ""  # text that replaces the mark
         self.num_tokens = 0  # of thoughts, their heads and marks included
         for token_id in thinking.head_ids:
             self.is_mark(token_id)
         self.spelled, self.num_tokens, self._num_head = "", 0, 0
-        self._said.clear()
+        self._seen_parts.clear()
 
     @property
     def is_thinking(self) -> bool:
@@ -84,7 +84,7 @@ class HarmonyReader:
             self.spelled = f"{CALL_BEGIN}{recipient.removeprefix(_FUNCTIONS)}{MESSAGE}"
             return
         self._part = _Part.THOUGHT if recipient or channel == "analysis" else _Part.ANSWER
-        self.spelled = _PAUSE if self._part in self._said else ""
-        self._said.add(self._part)
+        self.spelled = _PAUSE if self._part in self._seen_parts else ""
+        self._seen_parts.add(self._part)
         if self.is_thinking:
             self.num_tokens += self._num_head

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class JsonExtent:
-    """Follows one object from its opening brace, piece by piece, without parsing what is inside."""
+    """Follows one object from its opening brace, piece by piece, without parsing its content."""
 
     def __init__(self) -> None:
         self._depth = 0

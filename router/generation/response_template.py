@@ -1,6 +1,6 @@
-"""Answers read by the response template that a tokenizer brings, with transformers' parser.
+"""Answers parsed by the tokenizer's own response template, with transformers' parser.
 
-It stands in where the form of a model's calls is none of `tool_formats`. This module loads transformers.
+The fallback for models whose calls match no format of `tool_formats`. This module loads transformers.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class ResponseTemplate:
 class ResponseReader:
     """Turns the deltas of one choice into text, thoughts and calls.
 
-    A call is passed on when it is complete. One that cannot be parsed stays text. Characters are read one by one, so
-    that the outcome does not depend on the pieces in which they come.
+    A call is passed on when it is complete; if it cannot be parsed, it stays text. Characters are fed one by one, so
+    the result does not depend on how the text is split into pieces.
     """
 
     def __init__(self, template: Any, prompt: str, tools: Mapping[str, object]) -> None:
@@ -57,7 +57,7 @@ class ResponseReader:
         self._num_calls = 0
 
     def read(self, delta: Delta) -> list[Delta]:
-        """Return the delta with its text told apart; one that stopped after whole calls ended with `tool_calls`."""
+        """Split a delta's text into parts; a stop after complete calls becomes the finish reason `tool_calls`."""
         gains = [self._feed(character) for character in delta.text]
         if delta.finish_reason is not None:
             gains.append(self._end())
@@ -100,7 +100,7 @@ class ResponseReader:
         return Gain(text, thought, tuple(calls))
 
     def _call(self, value: Any) -> ToolCallDelta:
-        """Return a call. Raises ValueError or KeyError for a value that is none."""
+        """Return a call. Raises ValueError or KeyError for any other value."""
         function = value.get("function", value) if isinstance(value, dict) else {}
         name, arguments = function["name"], function.get("arguments", {})
         if not isinstance(arguments, str):

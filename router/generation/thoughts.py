@@ -1,4 +1,4 @@
-"""The thoughts of a model told apart from its answer, token by token."""
+"""Separates a model's thoughts from its answer, token by token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from router.tokenizer.tokenizer import Tokenizer
 class ThoughtReader:
     """Says of each token of an answer whether it is thought or answer; its marks are neither."""
 
-    spelled = ""  # no text stands for a mark
+    spelled = ""  # no text replaces a mark
 
     def __init__(self, thinking: Thinking, tokenizer: Tokenizer) -> None:
         self._format = thinking.format
@@ -43,7 +43,7 @@ class Trimmed:
         self._held = ""
 
     def push(self, piece: str) -> str:
-        """Return what is certain to be inside the text."""
+        """Return the text known for certain to be inside."""
         text = self._held + piece
         if self._label.startswith(text):
             self._held = text

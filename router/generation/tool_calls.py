@@ -1,4 +1,4 @@
-"""Tool calls in a text that is still being written: content and calls are told apart as soon as they can be."""
+"""Parses tool calls from a text that is still growing, as early as content and calls can be distinguished."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _NOTHING = Gain()
 class ToolCallParser:
     """Turns the deltas of one choice into content and tool calls.
 
-    Arguments are passed on as they grow, in the very text the model wrote. A text that looks like a call and is none
-    (its JSON is broken or its function unknown) stays content.
+    Arguments are passed on as they grow, in the text the model wrote. A text that looks like a call but has broken JSON
+    or an unknown function stays content.
     """
 
     def __init__(self, format_: ToolFormat, tools: Mapping[str, object]) -> None:
@@ -48,7 +48,7 @@ class ToolCallParser:
         self._has_content = False
 
     def read(self, delta: Delta) -> list[Delta]:
-        """Return the delta with its text told apart; one that stopped after whole calls ended with `tool_calls`."""
+        """Split a delta's text into parts; a stop after complete calls becomes the finish reason `tool_calls`."""
         gains = self._feed(delta.text)
         if delta.finish_reason is not None:
             gains.append(self._flush(delta.finish_reason))
@@ -206,7 +206,7 @@ class ToolCallParser:
         return Gain(calls=(ToolCallDelta(self._num_calls - 1, id_, name, arguments),))
 
     def _tool_name(self, name: object) -> str | None:
-        """Return the name of a call: any in a marked call, only that of a tool in a bare object (a possible answer)."""
+        """Return the name of a call. A bare object may be an answer, so there it must be a tool's name."""
         is_tool = isinstance(name, str) and (bool(self._format.begin) or name in self._tools)
         return str(name) if is_tool else None
 

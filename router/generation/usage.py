@@ -37,7 +37,7 @@ class Usage:
 
     @property
     def prediction_tokens(self) -> PredictionUsage:
-        """The figures that OpenAI reports of a prediction; without one there are none."""
+        """The prediction's tokens as OpenAI reports them; zero without a prediction."""
         return self.prediction or PredictionUsage(0, 0)
 
     @property
@@ -51,7 +51,7 @@ class UsageMeter:
     """Sums of deltas and chunks as they come."""
 
     def __init__(self, requests: Sequence[GenerateRequest], num_choices_per_prompt: int) -> None:
-        self._firsts = range(0, len(requests), num_choices_per_prompt)  # the first choice of each prompt stands for it
+        self._firsts = range(0, len(requests), num_choices_per_prompt)  # each prompt is counted at its first choice
         self._num_prompt_tokens = sum(len(requests[index].prompt_token_ids) for index in self._firsts)
         self._num_cached = [0] * len(requests)
         self._num_generated = [0] * len(requests)
@@ -91,6 +91,6 @@ class UsageMeter:
         )
 
     def _prediction_usage(self) -> PredictionUsage:
-        """Return the sums over all choices, each of which had the whole prediction to repeat."""
+        """Return the sums over all choices; each choice had the whole prediction to repeat."""
         num_accepted = sum(text.num_matched for text in self._predicted)
         return PredictionUsage(num_accepted, len(self._predicted) * len(self._prediction) - num_accepted)

@@ -1,4 +1,4 @@
-"""Bodies of the small answers, and of Anthropic's, for which no package that is needed here has types."""
+"""Bodies of the small answers and of Anthropic's, which no required package has types for."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class RunningDraft(TypedDict):
     """A draft model that a pair runs; `name` is its folder's, `digest` its part of `system_fingerprint`."""
 
     name: str
-    method: str  # by which requests choose it
+    method: str  # requests select it by this name
     digest: str
     since: int  # Unix time
     is_deployed: bool  # false after an exchange, until deploy.yaml names it too

@@ -116,7 +116,7 @@ class OpenAIApi:
     def _chat_body(self, request: Request, turn: ForeignTurn) -> ChatCompletionRequest:
         """Return a turn of another API as a chat.
 
-        Tools that only its own servers run are named as ignored, like what of its history has no text.
+        Tools that only its own servers run are named as ignored, as are parts of its history without text.
         """
         if turn.foreign_tools and self._is_strict:
             raise RequestError(
@@ -262,7 +262,7 @@ def build_app(
         dependencies=[Depends(api.authenticate)],
         docs_url=None,  # a page that asks other servers for its scripts; ours is in `StaticPage`
         redoc_url=None,
-        redirect_slashes=False,  # `OneSlash` finds the path; a redirect would name http:// behind TLS
+        redirect_slashes=False,  # `OneSlash` finds the path; a redirect would name http:// where TLS ends earlier
     )
     app.openapi = partial(openapi_document, is_strict=service.config.strict_fields)  # type: ignore[method-assign]
     add_error_handlers(app)
@@ -305,7 +305,7 @@ def build_app(
 
 
 def _permission(model_id: str, created_s: int) -> dict[str, Any]:
-    """Return the entry of `permission` that older clients read; it grants what is served."""
+    """Return the `permission` entry that older clients expect; it grants exactly the served features."""
     return {
         "id": f"modelperm-{model_id}",
         "object": "model_permission",

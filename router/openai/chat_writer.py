@@ -1,4 +1,4 @@
-"""Answers of `/v1/chat/completions`: OpenAI's types with our fields beside theirs, and their writer."""
+"""Answers of `/v1/chat/completions`: OpenAI's types with our fields added, and their writer."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def anthropic_error_object(error: ServingError) -> MessagesError:
 
 
 def _anthropic_length(error: ContextLengthError) -> str:
-    """Return Anthropic's own words, by which Claude Code shortens a conversation or asks for less."""
+    """Return Anthropic's own words: Claude Code matches them to shorten a conversation or its max_tokens."""
     if error.max_tokens is None:
         return f"prompt is too long: {error.num_prompt_tokens} tokens > {error.max_model_len - 1} maximum"
     return (

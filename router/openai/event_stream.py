@@ -70,7 +70,7 @@ async def _end(first: asyncio.Task[Iterable[BaseModel]], deltas: Stream[Delta]) 
 
 
 async def _first_chunks(deltas: Stream[Delta], writer: ResponseWriter) -> Iterable[BaseModel]:
-    """Return the chunks of the first delta that has any; those behind the first are made when they are sent."""
+    """Return the chunks of the first delta that has any; later chunks of it are made when they are sent."""
     async for delta in deltas:
         chunks = iter(writer.chunks(delta))
         if (first := next(chunks, None)) is not None:

@@ -39,7 +39,7 @@ class NameIgnoredFields:
 
 
 def add_cors(app: FastAPI, origins: Sequence[str]) -> None:
-    """Let pages of these origins call; a star in one stands for anything, as in `http://localhost:*`."""
+    """Let pages of these origins call; a star matches anything, as in `http://localhost:*`."""
     if not origins:
         return
     app.add_middleware(

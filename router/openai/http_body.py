@@ -1,4 +1,4 @@
-"""The validated body of an HTTP request: content type, encoding, size, room beside others, JSON, schema.
+"""The validated body of an HTTP request: content type, encoding, size, memory shared with others, JSON, schema.
 
 Clients send more fields than any one server knows. Those that no schema has are left out of the body, and named in the
 answer's header `X-Ignored-Fields`; `strict_fields` refuses them.
@@ -36,7 +36,7 @@ Schema = TypeVar("Schema", bound=BaseModel)
 Part = TypeVar("Part")
 
 IGNORED_FIELDS = "ignored_fields"  # of a request's state
-# A wrong name in these is a mistake, and never to be passed over: they say what the answer must be.
+# A wrong name in these is always refused: they constrain the answer.
 _OURS = ("speculation", "structured_outputs", "response_format")
 _MAX_IGNORED = 64
 _MAX_NAME = 256
@@ -59,7 +59,7 @@ class BodyReader:
         self._num_held = 0
 
     async def read(self, request: Request, schema: type[Schema], *, is_strict: bool = False) -> Schema:
-        """Return the request's body as `schema`; the names of what was left out of it go to the request's state.
+        """Return the request's body as `schema`; the request's state gets the names of its ignored fields.
 
         Raises:
             RequestError: it is not declared as JSON, is not JSON, or breaks the schema.
@@ -98,7 +98,7 @@ class BodyReader:
             raise RequestError("The compressed body ends before its end; send all of it.")
 
     def _check_length(self, num_bytes: int, num_more: int | None = None) -> None:
-        """Refuse a body of `num_bytes`, of which `num_more` are not yet held (all by default)."""
+        """Refuse a body of `num_bytes` if it is too large; `num_more` of them are not yet in memory (default: all)."""
         if num_bytes > self._limits.max_body_bytes:
             raise RequestTooLargeError(
                 f"The body is longer than {self._limits.max_body_bytes} bytes; send a shorter prompt."
@@ -148,14 +148,14 @@ def _no_collection() -> Iterator[None]:
 
 
 def _drop_mark(body: bytearray) -> int:
-    """Remove the mark by which some editors and programs begin UTF-8; return its length."""
+    """Remove a leading byte order mark, which some programs write; return its length."""
     length = len(codecs.BOM_UTF8) if body.startswith(codecs.BOM_UTF8) else 0
     del body[:length]
     return length
 
 
 def _check_type(header: str) -> None:
-    """Raise RequestError for what is not JSON, or in another charset than UTF-8."""
+    """Raise RequestError for any type but JSON, and any charset but UTF-8."""
     content_type, _, parameters = header.lower().partition(";")
     if content_type.strip() != "application/json":
         raise RequestError(f"The content type is {content_type.strip()[:80] or 'missing'}; send application/json.")

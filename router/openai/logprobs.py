@@ -32,7 +32,7 @@ class PromptLogprob(BaseModel):
 
 
 def completion_logprobs(delta: Delta, tokenizer: Tokenizer) -> CompletionLogprobs | None:
-    """Return the logprobs of `/v1/completions`: parallel lists, the alternatives by text. None if there are none."""
+    """Return the logprobs of `/v1/completions`: parallel lists, the alternatives by text. None without logprobs."""
     if not delta.logprobs:
         return None
     return CompletionLogprobs(
@@ -44,7 +44,7 @@ def completion_logprobs(delta: Delta, tokenizer: Tokenizer) -> CompletionLogprob
 
 
 def chat_logprobs(delta: Delta, tokenizer: Tokenizer) -> list[ChatCompletionTokenLogprob] | None:
-    """Return the logprobs of `/v1/chat/completions`: one object per token, with its bytes. None if there are none."""
+    """Return the logprobs of `/v1/chat/completions`: one object per token, with its bytes. None without logprobs."""
     positions = [position for position in delta.logprobs if position is not None]
     if not positions:
         return None

@@ -49,7 +49,7 @@ class AddRequestId:
 class OneSlash:
     """ASGI middleware: slashes that are doubled or at the end of a path are read past, as joined addresses have them.
 
-    `/metrics` has one form alone, by which a proxy keeps it for operators.
+    `/metrics` has one path only, so that a proxy can reserve it for operators.
     """
 
     def __init__(self, app: ASGIApp) -> None:

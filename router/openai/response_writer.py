@@ -54,7 +54,7 @@ class ResponseWriter(ABC):
 
     @abstractmethod
     def _chunks(self, piece: Delta) -> Iterable[BaseModel]:
-        """Yield the chunks for a delta that says one thing."""
+        """Yield the chunks for a delta with one part."""
 
     @abstractmethod
     def last_chunks(self) -> Iterable[BaseModel]:
@@ -116,7 +116,7 @@ class ResponseWriter(ABC):
         return {**fields, "token_sources": list(delta.sources)} if self._fields.return_token_sources else fields
 
     def _prompt_token_ids(self, index: int) -> dict[str, Any]:
-        """Return the prompt of a choice beside its tokens, as vLLM has it."""
+        """Return the prompt's token ids if the client wants them, as vLLM does."""
         return {"prompt_token_ids": self._generation.prompt_token_ids(index)} if self._fields.return_token_ids else {}
 
     def _drafts(self, delta: Delta) -> dict[str, Any]:

@@ -30,7 +30,7 @@ PAGE_PREFIX = "/page/"
 
 
 class StaticPage:
-    """The files of `router/page`, by name. They hold no secret and need no key; what they call does."""
+    """The files of `router/page`, by name. They hold no secret and need no key; the endpoints they call do."""
 
     def __init__(self) -> None:
         files = sorted(file for file in _FOLDER.iterdir() if file.suffix in _TYPES)

@@ -79,8 +79,8 @@ def explanation_object(explanation: SpeculationExplanation) -> Explanation:
 
 
 def usage_object(usage: Usage) -> CompletionUsage:
-    """Return `usage`; a prediction is what the client sent, drafts are ours."""
-    drafts: dict[str, Any] = {  # beside OpenAI's fields, whose types take others
+    """Return OpenAI's `usage` with our counts of draft tokens; prediction tokens count the client's prediction."""
+    drafts: dict[str, Any] = {  # added to OpenAI's fields; its types accept extra ones
         "accepted_draft_tokens": usage.draft_tokens.accepted_tokens,
         "rejected_draft_tokens": usage.draft_tokens.rejected_tokens,
     }

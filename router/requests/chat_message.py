@@ -1,7 +1,7 @@
 """A message of a chat: its schema, and its form in a chat template.
 
-What was said before is not judged: calls that were cut, parts that are not read and older spellings are taken as far as
-they have a text. `ChatCompletionRequest` judges the turn that asks for something.
+History is accepted leniently: truncated calls, unsupported parts and older spellings are taken as far as they have a
+text. `ChatCompletionRequest` checks the last turn strictly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from protos.json_parts import check_parts
 from router.requests.body import Body
 from router.tokenizer.content_parts import PlainContent, plain_content
 
-# Of an answer that is sent back as it came: `content`, `calls` and `thoughts` say it all.
+# Fields of an answer sent back unchanged; `content`, `calls` and `thoughts` already hold all of it.
 _SAID_ELSEWHERE = {
     "annotations",
     "audio",
@@ -37,7 +37,7 @@ _PART_SCHEMA = {
     "required": ["type", "text"],
 }
 _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}, {"type": "null"}]}
-# The types of what is read of a message beside its role and content.
+# The types of a message's fields other than role and content.
 _KINDS: dict[str, type[Any]] = {
     **dict.fromkeys(("name", "tool_call_id", "refusal", "reasoning", "reasoning_content"), str),
     **dict.fromkeys(("tool_calls", "thinking_blocks"), list),
@@ -105,7 +105,7 @@ class ChatMessageFields(Body):
 
     @property
     def thoughts(self) -> str:
-        """The reasoning of an answer that is sent back, under whichever name it came."""
+        """The reasoning of an answer that is sent back, under any of its names."""
         blocks = self.thinking_blocks or []
         texts = [block.get("thinking") for block in blocks]
         return self.reasoning or self.reasoning_content or "".join(text for text in texts if isinstance(text, str))
@@ -136,7 +136,7 @@ class ChatMessageFields(Body):
 
 
 def _readable(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message of before without those of its values that have a type of their own; ids are texts."""
+    """Return a message of the history without values of a wrong type; ids become texts."""
     read = dict(message)
     for name in ("tool_call_id", "name"):
         if type(read.get(name)) in (int, float):
@@ -151,7 +151,7 @@ def _readable(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call_for_template(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call with a type, a function's name, and arguments; one of another form gives what it has."""
+    """Return a call with a type, a function's name and arguments, as far as the given form has them."""
     match call:
         case {"function": dict(function)}:
             outer, arguments = call, function.get("arguments")
@@ -176,7 +176,7 @@ def _call_for_template(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_arguments(arguments: object) -> dict[str, Any] | str:
-    """Return the object that arguments are; the text of those that are none, since the answer was cut."""
+    """Return the arguments as an object, or as text if they are not one, since the answer was truncated."""
     if arguments is None:
         return {}
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -25,7 +25,7 @@ Messages = Annotated[list[ChatMessageFields], Field(min_length=1, max_length=MAX
 
 
 class UnreadPartError(RequestError):
-    """A turn that asks for something holds a part that is not read. `rank` is that of its message."""
+    """The last turn has an unsupported part. `rank` is the index of its message."""
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message, param="messages")
@@ -36,7 +36,7 @@ class ChatPromptFields(Body):
     """The fields of a chat that its prompt is made of."""
 
     messages: Messages
-    model: str | None = None  # the one that is served
+    model: str | None = None  # the served model if given
     add_special_tokens: bool | None = None  # a chat template writes its own
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -111,7 +111,7 @@ class ChatCompletionRequest(ChatPromptFields, GenerationFields):
 def check_what_is_asked(messages: list[ChatMessageFields]) -> None:
     """Raise RequestError for instructions, or a last user's turn after all answers, that are not read whole.
 
-    What was said before is history, which the client cannot take back: there a note stands in for what is not read.
+    Earlier turns are history, which the client cannot change: a note replaces their unsupported parts.
     """
     roles = [message.role for message in messages]
     first = next((rank for rank, role in enumerate(roles) if role not in _INSTRUCTIONS), len(roles))
@@ -134,7 +134,7 @@ def unread_parts(messages: list[ChatMessageFields]) -> list[int]:
 
 
 def _check_tools_and_constraint(use: ToolUse, constraint: Constraint) -> None:
-    """An answer in JSON may be chosen instead of a call; anything else beside calls is a contradiction."""
+    """Raise for a constraint that contradicts calls; an answer in JSON may replace an optional call."""
     if use.is_required:
         raise RequestError(
             f"tool_choice requires a call, and {constraint.param} asks for another output; send one of them.",

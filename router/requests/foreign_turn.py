@@ -1,4 +1,4 @@
-"""A turn of another chat API, said in the words of `/v1/chat/completions`."""
+"""A turn of another chat API, translated to a request of `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.requests.validation_errors import as_request_error
 
 @dataclass(slots=True)
 class ForeignChat:
-    """The messages of a chat as they are read, the name of each in the client's request, and what was left out."""
+    """The translated messages, the name of each in the client's request, and the ignored fields."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -51,6 +51,6 @@ class ForeignTurn:
             raise RequestError(error.message, param=self.chat.names[error.rank]) from None
 
     def ignored(self, request: ChatCompletionRequest) -> list[str]:
-        """Return the client's names of what the request, made of this turn, does not say."""
+        """Return the client's names of the fields and parts that the translated request omits."""
         unread = [self.chat.names[rank] for rank in unread_parts(request.messages)]
         return list(dict.fromkeys([*self.foreign_tools, *self.chat.left_out, *unread]))

@@ -53,7 +53,7 @@ TokenLimit = Annotated[TokenLimitOrZero, AfterValidator(_token_limit)]
 Seed = Annotated[Int, Field(ge=-_INT64 - 1, le=2 * _INT64 + 1), AfterValidator(_seed)]
 PromptLimit = Annotated[Int, Field(ge=-1, le=_INT32)]
 
-# Parameters of OpenAI's API that change the answer and are not served: the values beside them ask for nothing.
+# Unsupported parameters of OpenAI's API that would change the answer, with the values that ask for nothing.
 NOT_SERVED: dict[str, tuple[object, ...]] = {
     "audio": (),
     "chat_template": (),  # one that a client writes may run for ever
@@ -121,11 +121,10 @@ def _as_list(value: object) -> object:
 class GenerationFields(Constraints):
     """The fields of both endpoints.
 
-    A field that is null or left out takes the checkpoint's default (`ModelCard.sampling_defaults`), else that of
-    OpenAI's API.
+    A field that is null or left out takes the checkpoint's default (`ModelCard.sampling_defaults`), else OpenAI's.
     """
 
-    model: str | None = None  # the one that is served
+    model: str | None = None  # the served model if given
     n: Annotated[Int, Field(ge=1, le=_INT32)] | None = None
     seed: Seed | None = None
     temperature: Temperature | None = None

@@ -25,7 +25,7 @@ The results come in the next message, between <tool_response> and </tool_respons
 
 
 def with_prompted_tools(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[Message]:
-    """Return a chat without tools that says the same: they, earlier calls and their results are text."""
+    """Return an equivalent chat without tools: tools, earlier calls and their results become text."""
     written = with_written_calls(messages)
     return written if use is None else _with_instructions(written, use)
 

@@ -1,4 +1,4 @@
-"""Forms in which models think before they answer, and the thought that a prompt leaves open."""
+"""The forms of models' thoughts, and the thought that a prompt leaves open."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ MARKS: dict[str, tuple[str, ...]] = {
     "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
     HARMONY: ("<|channel|>", "<|message|>", "<|start|>", "<|end|>"),
 }
-_LABELS = {"gemma": "thought\n"}  # which stands first in a thought and is none of it
+_LABELS = {"gemma": "thought\n"}  # a thought's first token, not part of its text
 _ANSWER = "final"  # the channel of harmony's answers
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The tokens that begin and end a thought: it ends with all `end_ids`, one behind the other."""
+    """The tokens that begin and end a thought: it ends with all `end_ids` in sequence."""
 
     name: str
     begin_id: int
@@ -40,16 +40,16 @@ class ReasoningFormat:
 
 
 def find_reasoning(tokenizer: Tokenizer, template: str, wanted: str = "auto") -> ReasoningFormat | None:
-    """Return the form in which a model thinks: the one whose marks are tokens and stand in its chat template.
+    """Return the form of a model's thoughts: its marks are tokens and appear in its chat template.
 
-    `wanted` is the form's name, none, or auto; a form that is named need not stand in the template.
+    `wanted` is the form's name, none, or auto; a named form need not appear in the template.
     """
     for name, marks in MARKS.items():
         ids = [id_ for id_ in map(tokenizer.token_id, marks) if id_ is not None]
         is_meant = wanted == name or (wanted == "auto" and any(mark in template for mark in marks))
         if is_meant and len(ids) == len(marks):
             begin_id, end_id, *_ = ids
-            is_head = name == HARMONY  # that of the answer ends all thoughts
+            is_head = name == HARMONY  # the answer's head ends all thoughts
             head_ids = (begin_id, *tokenizer.encode(_ANSWER, add_special_tokens=False)) if is_head else ()
             return ReasoningFormat(name, begin_id, (*head_ids, end_id), _LABELS.get(name, ""))
     return None
@@ -59,8 +59,8 @@ def find_reasoning(tokenizer: Tokenizer, template: str, wanted: str = "auto") ->
 class Thinking:
     """The thought at the beginning of an answer: open already, since the prompt began it, or perhaps to come.
 
-    `head_ids` are what the prompt holds of the answer's first message, where the form has messages; `has_tools` is true
-    where a message may be a call.
+    `head_ids` are the prompt's part of the answer's first message, if the form has messages; `has_tools` is true if a
+    message may be a call.
     """
 
     format: ReasoningFormat
@@ -71,7 +71,7 @@ class Thinking:
 
     @property
     def mark(self) -> Thought | None:
-        """The thought as grammars know it, which begin behind it; None where the prompt has ended it."""
+        """The end mark of the thought, for grammars that begin after it; None if the prompt has ended the thought."""
         if self.format.name == HARMONY:
             return Thought(self.format.end_ids) if self.is_open else None
         return Thought(self.format.end_ids, None if self.is_open else self.format.begin_id)

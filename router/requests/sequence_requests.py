@@ -88,7 +88,7 @@ def truncated(token_ids: Sequence[int], num_kept: int | None, max_tokens: int | 
 
 
 def _cost(requests: list[GenerateRequest]) -> int:
-    """Return the tokens that the requests may read and write, of which a tenant has so many per minute."""
+    """Return the tokens that the requests may cost, which count against the tenant's tokens per minute."""
     return sum(len(request.prompt_token_ids) + request.sampling.max_tokens for request in requests)
 
 
@@ -127,7 +127,7 @@ def _priority(asked: int | None, client: Client) -> int:
     if client.max_priority is not None and asked < client.max_priority:
         raise RequestError(
             f"priority is {asked}, and this API key may ask for {client.max_priority} or more (lower is sooner); ask "
-            "the operator for max_priority behind the key.",
+            "the operator to add max_priority to the key.",
             param="priority",
         )
     return asked
@@ -138,7 +138,7 @@ def _within_length(
 ) -> SamplingParams:
     """Return the parameters with the output's limits, which the room left in the context bounds.
 
-    A limit that does not fit is refused where `limits.strict_max_tokens` says so.
+    A max_tokens that does not fit is refused with `limits.strict_max_tokens`.
     """
     room = card.max_model_len - num_prompt_tokens
     if room < 1:

@@ -1,4 +1,4 @@
-"""Speculation settings of a request, against those of the deployment."""
+"""Speculation settings of a request, checked against the deployment's."""
 
 from __future__ import annotations
 

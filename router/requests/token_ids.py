@@ -9,7 +9,7 @@ from protos.messages import ModelCard
 
 
 def check_token_ids(token_ids: Sequence[int], card: ModelCard, name: str) -> None:
-    """Raise `RequestError` if there are none or one is not in the vocabulary; `name` is the parameter they came in."""
+    """Raise `RequestError` if the list is empty or an id is not in the vocabulary; `name` is its parameter."""
     if not token_ids:
         raise RequestError(f"{name} is empty; send at least one token.", param=name)
     for worst in (min(token_ids), max(token_ids)):

@@ -62,7 +62,7 @@ def _message(details: ErrorDetails, param: str | None, path: list[str | int], sc
 
 
 def _shown(value: object) -> str:
-    """Return the beginning of a value, of which there may be a million items."""
+    """Return the beginning of a value, which may have a million items."""
     if isinstance(value, (list, str)):
         value = value[:_MAX_VALUE_CHARACTERS]
     elif isinstance(value, dict):

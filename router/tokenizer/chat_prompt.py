@@ -30,7 +30,7 @@ class ChatPrompt:
 
     @property
     def rules(self) -> list[Rule]:
-        """What the template refuses or loses, and what is done about it."""
+        """The repairs for everything the template refuses or loses."""
         known = frozenset[Rule]().union(*(learnt.all_.rules for learnt in self._learnt.values()))
         if Rule.ALTERNATING_AROUND_TOOLS in known:
             known -= {Rule.ALTERNATING}  # which is a part of it

@@ -40,7 +40,7 @@ def calls_as_text(messages: Messages) -> Messages:
 
 
 def results_after_calls(messages: Messages) -> Messages:
-    """Move each result to the call that its id names, before what stands between them."""
+    """Move each result directly after the call that its id names."""
     places: dict[str, deque[int]] = defaultdict(deque)
     for place, message in enumerate(messages):
         if message["role"] == "tool" and isinstance(message.get("tool_call_id"), str):
@@ -62,7 +62,7 @@ def results_after_calls(messages: Messages) -> Messages:
 
 
 def results_for_calls(messages: Messages) -> Messages:
-    """Give a call without a result one that says so."""
+    """Add a note as the result of each call without one."""
     answered: Messages = []
     for message, results in _with_results(messages):
         answered += [message, *results]
@@ -203,7 +203,7 @@ def _digest(id_: str, length: int) -> str:
 
 
 def _with_ids(messages: Messages, form: Callable[[str], str]) -> Messages:
-    """Return the chat with every id in a form; a result without one has that of the call at its place."""
+    """Return the chat with every id in `form`; a result without an id takes its call's id."""
     named: Messages = []
     called: list[str] = []  # ids of the last calls
     num_results = 0
@@ -261,7 +261,7 @@ def late_systems_as_users(messages: Messages) -> Messages:
 
 
 def system_for_tools(messages: Messages) -> Messages:
-    """Begin with a system message, an empty one if there is none: some templates describe tools in it alone."""
+    """Begin with a system message, if need be an empty one: some templates describe tools only in it."""
     has_system = any(message["role"] == "system" for message in messages)
     return messages if has_system else [{"role": "system", "content": ""}, *messages]
 
@@ -322,7 +322,7 @@ def text_into_thought(messages: Messages) -> Messages:
 
 
 def no_text_is_none(messages: Messages) -> Messages:
-    """Make the empty content of a message with calls None: some templates show calls only then."""
+    """Set the empty content of a message with calls to None, since some templates show calls only then."""
     return [
         {**message, "content": None} if calls_of(message) and not message.get("content") else message
         for message in messages
@@ -330,22 +330,22 @@ def no_text_is_none(messages: Messages) -> Messages:
 
 
 def no_empty_assistant(messages: Messages) -> Messages:
-    """Leave out an assistant's message that says nothing."""
+    """Drop empty assistant messages."""
     return [message for message in messages if message.get("content") or not _is_answer(message)]
 
 
 def no_empty_system(messages: Messages) -> Messages:
-    """Leave out a system message that says nothing."""
+    """Drop empty system messages."""
     return [message for message in messages if message.get("content") or message["role"] != "system"]
 
 
 def no_empty_user(messages: Messages) -> Messages:
-    """Put `GO_ON` into a user's turn that says nothing."""
+    """Put `GO_ON` into an empty user turn."""
     return _instead_of_nothing(messages, "user", GO_ON)
 
 
 def no_empty_result(messages: Messages) -> Messages:
-    """Put a note into a result that says nothing."""
+    """Put a note into an empty result."""
     return _instead_of_nothing(messages, "tool", _NO_OUTPUT)
 
 
@@ -373,7 +373,7 @@ def user_last(messages: Messages) -> Messages:
 def alternating(messages: Messages, *, is_around_tools: bool = False) -> Messages:
     """Join turns of one role that follow each other.
 
-    `is_around_tools`: between those that stand around calls and results comes one of the other role.
+    `is_around_tools`: a message of the other role is put between two that surround calls and results.
     """
     ordered: Messages = []
     last = ""  # role of the last turn that is no call and no result

@@ -65,10 +65,10 @@ class ChatTemplate:
             add_generation_prompt: whether the text ends where the assistant's answer begins.
             continue_final_message: the text ends with the last message's content, for the model to go on with it.
             variables: further names that the template may read, as `chat_template_kwargs` of a request.
-            limit_s: processor time that it may take; None: some seconds.
+            limit_s: processor time that it may take; defaults to some seconds.
 
         Raises:
-            RequestError: the template refuses these messages (roles out of order, say), or fails on them.
+            RequestError: the template refuses these messages (for example, roles out of order), or fails on them.
             TemplateTimeError: it takes too long.
         """
         names = {

@@ -1,7 +1,7 @@
-"""The parts of a message's content as one text: what has a text is read, in whichever API's form it comes.
+"""The parts of a message's content as one text, in the form of any API.
 
-A picture, a sound or a file has none. In what was said before a note stands in for it, so that a chat which holds one
-can go on; in the turn that asks for something it is refused by name (`ChatCompletionRequest`).
+A picture, a sound or a file has no text. In the history a note replaces it, so that a chat with one can go on; in the
+last turn it is refused by name (`ChatCompletionRequest`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _NATIVE = ("text", "input_text", "output_text", "refusal")
 _BYTES = {"image": "image", "screenshot": "image", "audio": "audio", "video": "video"}  # kinds without a text
 _NOTES = {**_BYTES, "file": "file", "document": "file", "upload": "file"}
 _MAX_DEPTH = 8
-# Where texts stand in parts and items of other kinds, in the order in which they are read.
+# The keys of texts in parts and items of other kinds, in the order they are tried.
 _TEXT_KEYS = (
     *("title", "url", "text", "refusal", "logs", "stdout", "stderr"),
     *("content", "output", "source", "results", "outputs"),
@@ -67,7 +67,7 @@ def _joined(pieces: list[tuple[str, bool]]) -> str:
 
 
 def kind_of(part: object) -> str:
-    """Return the type of a part, or of the value that stands in its place; a text is a part of type text."""
+    """Return the type of a part, or of a bare value; a string is a part of type text."""
     if isinstance(part, str):
         return "text"
     kind = part.get("type", "text" if "text" in part else None) if isinstance(part, Mapping) else None
@@ -75,7 +75,7 @@ def kind_of(part: object) -> str:
 
 
 def note_for(kind: str) -> str:
-    """Return the note that stands in for a part without a text."""
+    """Return the note that replaces a part without text."""
     return f"[{next((note for name, note in _NOTES.items() if name in kind), 'content')} omitted]"
 
 

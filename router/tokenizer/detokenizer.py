@@ -1,6 +1,6 @@
 """Text that grows with its tokens, in whole characters.
 
-Where tokens stand for bytes (`protos.token_bytes`), an incremental UTF-8 decoder is exact and looks at each token
+Where tokens are bytes (`protos.token_bytes`), an incremental UTF-8 decoder is exact and looks at each token
 once. For the rest, the decode-window method of Text Generation Inference and vLLM: decode a few tokens of context
 with and without the new one.
 """
@@ -44,7 +44,7 @@ def make_detokenizer(
 
 
 class ByteDetokenizer:
-    """Exact and constant time per token, for tokenizers whose tokens stand for bytes."""
+    """Exact and constant time per token, for tokenizers whose tokens are bytes."""
 
     def __init__(
         self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, kept_ids: Collection[int] = ()
@@ -65,7 +65,7 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any decoder: the new text is what the decoded window gains.
+    """For any decoder: the new text is the growth of the decoded window.
 
     `_window[:_num_read]` has been shown; the rest is held back until its text no longer ends in a replacement
     character.

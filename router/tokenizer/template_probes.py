@@ -40,7 +40,7 @@ _TOOL: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class LearntRules:
-    """What a template loses is mended in every chat, what it refuses in a chat that is refused."""
+    """Repairs of a template: for content it loses, in every chat; for content it refuses, in a refused chat."""
 
     losses: TemplateRules
     all_: TemplateRules

@@ -63,7 +63,7 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def is_added(self, token_id: int) -> bool:
-        """True if the token stands outside the tokenizer's own vocabulary, as marks of chats do."""
+        """True if the token was added to the tokenizer's own vocabulary, as marks of chats are."""
         return token_id in self._added_ids
 
     def token_id(self, name: str) -> int | None:
@@ -75,7 +75,7 @@ class Tokenizer:
         return self._core.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that the token stands for; a character may be spread over several tokens."""
+        """Return the token's bytes; a character may be spread over several tokens."""
         name = self.token_name(token_id)
         if name is None:
             return b""

@@ -149,7 +149,7 @@ def _is_there(file: Path) -> bool:
 
 
 def _read_text(file: Path) -> str | None:
-    """Return the text of a file, None where there is none."""
+    """Return the text of a file; None if it does not exist."""
     try:
         return file.read_text(encoding="utf-8") if _is_there(file) else None
     except (OSError, ValueError) as error:

@@ -10,7 +10,7 @@ Message = dict[str, Any]
 
 
 def with_written_calls(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return a chat that says the same without calls: they are the assistant's text, their results the user's."""
+    """Return an equivalent chat without calls: a call becomes assistant text, its result user text."""
     written: list[Message] = []
     for rank, message in enumerate(messages):
         if message["role"] != "tool":

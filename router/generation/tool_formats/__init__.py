@@ -1,1 +1,1 @@
-"""Forms in which models write tool calls: their recognition, their grammars and what they mean as JSON."""
+"""The forms of tool calls that models write: detection, grammars, and translation to JSON."""

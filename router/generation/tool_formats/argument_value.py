@@ -20,7 +20,7 @@ _TYPES: dict[type, tuple[str, ...]] = {
 
 
 def arguments_in(value: object) -> dict[str, object] | None:
-    """Return the arguments that a call holds: an empty object where it says nothing; None for anything else."""
+    """Return the arguments of a call: an empty object if they are missing or null; None for any other value."""
     if isinstance(value, str) and value.strip():
         value = _value_in(value)
     if value is None or value == "" or (isinstance(value, str) and not value.strip()):
@@ -41,7 +41,7 @@ def with_definitions(schema: object, outer: Mapping[str, object]) -> object:
 
 
 def types_of(schema: object, num_unions: int = 0) -> frozenset[str]:
-    """Return the JSON types that a schema allows at its top; none where it does not say, or nests too many unions."""
+    """Return the JSON types that a schema allows at its top; empty if it names no type or nests too many unions."""
     if not isinstance(schema, Mapping) or num_unions > _MAX_UNIONS:
         return frozenset()
     named = schema.get("type")
@@ -56,7 +56,7 @@ def types_of(schema: object, num_unions: int = 0) -> frozenset[str]:
 
 
 def is_text(schema: object) -> bool:
-    """True if a parameter takes any text as it is written, or its schema does not say."""
+    """True if a parameter takes any text as it is written, or its schema names no type."""
     return types_of(schema) <= {"string"} and not (isinstance(schema, Mapping) and "$ref" in schema)
 
 

@@ -1,4 +1,4 @@
-"""The text of a call behind its beginning, read as it grows."""
+"""The text of a call after its beginning, parsed as it grows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CallBody(Protocol):
     """Reads one body."""
 
     def read(self, text: str) -> BodyStep | None:
-        """Read from the text behind the last step; None when more text is needed."""
+        """Parse from the end of the last step; None if more text is needed."""
         ...
 
 

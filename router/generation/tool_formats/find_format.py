@@ -11,8 +11,8 @@ from router.generation.tool_formats.tagged_format import DSML, DSML_V32, GLM, MI
 from router.generation.tool_formats.tool_format import DEEPSEEK, DEEPSEEK_V3, HERMES, KIMI, LLAMA, MISTRAL, ToolFormat
 
 _LLAMAS_CALL = re.compile(r'\{"name": [^"{}+]{1,40}, "parameters": ')  # as its instructions show it
-# Forms and texts that all stand in a template of theirs, the more special ones first. Without a form: marks of forms
-# that are not read here, whose calls would come back as text.
+# Each form with texts that its templates all contain, the more special ones first. None marks forms that are not
+# parsed here: their calls would be returned as text.
 _SIGNS: tuple[tuple[ToolFormat | None, tuple[str | re.Pattern[str], ...]], ...] = (
     (MISTRAL, ("[TOOL_CALLS]", "[ARGS]")),
     (MISTRAL_LIST, ("[TOOL_CALLS]",)),
@@ -52,7 +52,7 @@ FORMATS = {format_.name: format_ for format_, _ in _SIGNS if format_ is not None
 
 
 def find_format(template: str, wanted: str = "auto") -> ToolFormat | None:
-    """Return the format in a chat template, or the one that is `wanted`; None if the template has none read here."""
+    """Return the `wanted` format, or the one found in a chat template; None if no format matches."""
     if "tools" not in template:
         return None
     if wanted != "auto":

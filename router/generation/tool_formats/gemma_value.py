@@ -15,7 +15,7 @@ _MAX_DEPTH = 64
 
 
 def read_gemma_call(text: str, quote: str) -> list[tuple[str, Mapping[str, object]]]:
-    """Return the call in `text`. Raises ValueError for a text that is none."""
+    """Return the call in `text`. Raises ValueError for any other text."""
     head = _HEAD.match(text)
     if head is None:
         raise ValueError("it has no head")

@@ -16,7 +16,7 @@ CALL_BEGIN = CHANNEL + _COMMENTARY
 
 @dataclass(frozen=True, slots=True)
 class HarmonyFormat(ToolFormat):
-    """A call is the last message of an answer, behind thoughts and what is said before it.
+    """A call is the last message of an answer, after its thoughts and its text.
 
     The grammars are of the whole answer, its thoughts included, and of marks that are tokens.
     """
@@ -44,8 +44,8 @@ class HarmonyFormat(ToolFormat):
         return f"{self._mark(CHANNEL)} {literal(_COMMENTARY + function.name)} {kind} {self._mark(MESSAGE)}"
 
     def _text_rules(self) -> list[str]:
-        said = f"({self._head_of('analysis')} | {self._head_of('commentary')}) TEXT"
-        return ["TEXT: /(.|\\n)*/", f'step: {said} {self._mark(END)} {self._mark(START)} "assistant"']
+        thought_or_text = f"({self._head_of('analysis')} | {self._head_of('commentary')}) TEXT"
+        return ["TEXT: /(.|\\n)*/", f'step: {thought_or_text} {self._mark(END)} {self._mark(START)} "assistant"']
 
     def _head_of(self, channel: str) -> str:
         return f"{self._mark(CHANNEL)} {literal(channel)} {self._mark(MESSAGE)}"

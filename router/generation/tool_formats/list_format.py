@@ -13,12 +13,12 @@ from router.requests.tools import Function, ToolUse
 
 @dataclass(frozen=True, slots=True)
 class ListFormat(WholeFormat):
-    """`[{"name": "f", "arguments": {...}}]` behind `begin`, and before `end` where there is one."""
+    """`[{"name": "f", "arguments": {...}}]` after `begin`, and before `end` if the form has one."""
 
     brackets: tuple[str, str] = ("[", "]")
 
     @property
-    def _said(self) -> str:
+    def _free_answer(self) -> str:
         """The rule of an answer without calls."""
         return "TEXT"
 
@@ -26,7 +26,7 @@ class ListFormat(WholeFormat):
         return f"{self._mark(self.begin)} {self._list(use)}"
 
     def _calls_in_text(self, use: ToolUse) -> str:
-        return f"{self._said} | begin {self._list(use)}"
+        return f"{self._free_answer} | begin {self._list(use)}"
 
     def _list(self, use: ToolUse) -> str:
         more = f"({literal(self.separator)} call)*" if use.is_parallel else ""
@@ -36,7 +36,7 @@ class ListFormat(WholeFormat):
 
 @dataclass(frozen=True, slots=True)
 class ActionFormat(ListFormat):
-    """Cohere's list, whose entries have names and numbers of their own; an answer stands between `answer_marks`."""
+    """Cohere's list, whose entries have other key names and a number; an answer is between `answer_marks`."""
 
     answer_marks: tuple[tuple[str, str], ...] = ()
 
@@ -53,7 +53,7 @@ class ActionFormat(ListFormat):
         return self._between_marks("answer")
 
     @property
-    def _said(self) -> str:
+    def _free_answer(self) -> str:
         return self._between_marks("TEXT")
 
     def _between_marks(self, rule: str) -> str:
@@ -67,7 +67,7 @@ class ActionFormat(ListFormat):
 
 
 def read_list(text: str) -> Calls:
-    """Return the calls in a list of JSON objects, or in such objects one behind the other."""
+    """Return the calls in a list of JSON objects, or in consecutive objects."""
     calls: Calls = []
     for entry in _entries(text):
         match entry:

@@ -1,4 +1,4 @@
-"""Calls whose arguments stand behind their names, between commas: Python's and Gemma's."""
+"""Calls with comma-separated named arguments: Python's and Gemma's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from router.requests.tools import ToolUse
 class NamedFormat(WholeFormat):
     """Calls of `call_head`, arguments with their names by `key_form`, separated by commas, and `close`.
 
-    In a grammar values are JSON, which every reader knows beside its own form, but for texts between `quote`.
+    In a grammar values are JSON, which every parser accepts in addition to its own form; texts are between `quote`.
     """
 
     call_head: str = "{}("
@@ -40,7 +40,7 @@ class NamedFormat(WholeFormat):
         return [f"call: {' | '.join(calls)}", *rules, *self._text_rules()]
 
     def _arguments(self, rank: int, schema: Mapping[str, object], rules: list[str]) -> str:
-        """Return the rule of all arguments of a function, and add those of its values to `rules`."""
+        """Return the rule of a function's arguments, and add the rules of their values to `rules`."""
         known = properties(schema)
         if not known:
             rules += [f"value_{rank}: {json_rule({}, rules)}", f"KEY_{rank}: /[a-zA-Z_][a-zA-Z0-9_]*/"]

@@ -35,7 +35,7 @@ def read_python(text: str) -> list[tuple[str, Mapping[str, object]]]:
 
 
 def _as_python(found: re.Match[str], names: list[str]) -> str:
-    """Return a name that Python reads: one that it does not is added to `names`, and its rank stands in for it."""
+    """Return a valid Python name: an invalid one is added to `names` and replaced by its rank there."""
     name = found[1]
     if name is None or all(part.isidentifier() and not iskeyword(part) for part in name.split(".")):
         return found[0]

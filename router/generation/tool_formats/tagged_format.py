@@ -35,11 +35,11 @@ _NO_CALL = BodyStep(0, is_done=True, is_call=False)
 
 @dataclass(frozen=True, slots=True)
 class TaggedFormat(ToolFormat):
-    """Calls whose arguments stand one by one between `key`, in which KEY is the parameter's name, and `value_end`.
+    """Calls with each argument between `key`, where KEY is the parameter's name, and `value_end`.
 
-    A text is written as it is, anything else as JSON; IS_TEXT in the key is true or false and says which, elsewhere the
-    parameter's schema does. `body_end` ends the arguments where `end` has an outer meaning.
-    `is_padded`: a line break stands on either side of each value. `can_begin_bare`: models leave out `begin`.
+    A text is written as it is, anything else as JSON. IS_TEXT in the key tags a text as true; without it the
+    parameter's schema decides. `body_end` ends the arguments if `end` has an outer meaning.
+    `is_padded`: each value is between line breaks. `can_begin_bare`: models leave out `begin`.
     """
 
     key: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class TaggedFormat(ToolFormat):
 
     @property
     def last(self) -> str:
-        """The mark behind the arguments of a call."""
+        """The mark after the arguments of a call."""
         return self.body_end or self.end
 
     def _pattern_of(self, head: tuple[str, ...]) -> re.Pattern[str]:
@@ -101,7 +101,7 @@ class TaggedFormat(ToolFormat):
         return "\n" if self.is_padded else ""
 
     def _arguments(self, rank: int, schema: Mapping[str, object], rules: list[str]) -> str:
-        """Return the rule of all arguments of a function, and add those of its values to `rules`."""
+        """Return the rule of a function's arguments, and add the rules of their values to `rules`."""
         known = properties(schema)
         if not known:
             return f"({self._key('KEY')} value {_LINE_END})*" if _is_open(schema) else ""
@@ -189,11 +189,11 @@ class TaggedBody:
         closing = "}" if self._num_arguments else "{}"
         return BodyStep(end + len(self._format.last), (CallPiece(closing),), is_done=True)
 
-    def _schema_of(self, schema: object, said: str | None) -> object:
-        """Return the schema by which a value is read, where its key may have said that it is a text, or none."""
-        if said == "true" and (not types_of(schema) or "string" in types_of(schema)):
+    def _schema_of(self, schema: object, text_tag: str | None) -> object:
+        """Return the schema for parsing a value; `text_tag` is the key's IS_TEXT, if it has one."""
+        if text_tag == "true" and (not types_of(schema) or "string" in types_of(schema)):
             return _TEXT
-        return _ANY_VALUE if said == "false" and not types_of(schema) else schema
+        return _ANY_VALUE if text_tag == "false" and not types_of(schema) else schema
 
     def _read_value(self, text: str) -> BodyStep | None:
         end = self._end_of_value(text)

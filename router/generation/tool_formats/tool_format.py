@@ -26,18 +26,18 @@ _ANY_ARGUMENTS = {"type": "object"}
 class ToolFormat:
     """Calls between `begin` and `end`, each the `head` with the function's name, and its arguments as a JSON object.
 
-    With an `arguments_key` head and arguments are one JSON object, of `name` and that key; an empty `begin` means then
-    that the whole answer is calls if its first character is a brace. `sections` enclose all calls. Marks may be added
-    tokens, which stand in `token_ids` then, or hold one, which is the `core` of each.
+    With an `arguments_key`, head and arguments are one JSON object with `name` and that key; an empty `begin` then
+    means that the whole answer is calls if its first character is a brace. `sections` enclose all calls. A mark that is
+    an added token is in `token_ids`; a mark that contains one has it as its `core`.
     """
 
     name: str
     begin: str
     end: str
     separator: str
-    head: tuple[str, ...] = ()  # NAME stands for the function's name, _NUMBER for a number
+    head: tuple[str, ...] = ()  # NAME is replaced by the function's name, _NUMBER by a number
     arguments_key: str = ""
-    optional: str = ""  # a mark with the call's id behind it, which may stand before the last part of the head
+    optional: str = ""  # a mark and the call's id, optional before the last part of the head
     tail: str = ""  # text between the arguments and `end`
     sections: tuple[str, str] | None = None
     core: str = ""  # a token inside marks
@@ -52,7 +52,7 @@ class ToolFormat:
 
     @property
     def strays(self) -> tuple[str, ...]:
-        """Marks around calls, which are left out of the text wherever they stand."""
+        """Marks around calls; they are removed from the text everywhere."""
         return self.sections or ()
 
     @property
@@ -61,14 +61,14 @@ class ToolFormat:
         return ""
 
     def body(self, tools: Mapping[str, object], *, has_begin: bool = True) -> CallBody | None:
-        """Return a reader of a call whose arguments are written otherwise than in JSON; None for one in JSON.
+        """Return a parser for arguments that are not JSON; None if they are JSON.
 
         `tools` are the schemas of the arguments by the functions' names; without `has_begin` it began by `bare_begin`.
         """
         return None
 
     def call_id(self, head: re.Match[str]) -> str:
-        """Return the id of a call with this head: the model's own where it writes one, which its template expects."""
+        """Return the id of a call: the model's own if the head has one, since its template expects it."""
         if _NUMBER in self.head:
             return head[0].strip().removesuffix(self.head[-1])
         return head.groupdict().get("id") or self.new_call_id()
@@ -79,12 +79,12 @@ class ToolFormat:
 
     @property
     def answer(self) -> str:
-        """The rule of an answer instead of calls; the rule `answer` is that of its text."""
+        """The rule of an answer instead of calls; the rule `answer` matches its text."""
         return "answer"
 
     @property
     def covers_thoughts(self) -> bool:
-        """True if grammars begin with the thought, and not behind it."""
+        """True if grammars begin with the thought, not after it."""
         return False
 
     @property
@@ -141,7 +141,7 @@ class ToolFormat:
         return self._in_section(self._mark(self.sections[0]) if self.sections else "", self._mark(self.begin), use)
 
     def _calls_in_text(self, use: ToolUse) -> str:
-        """Return the rule of a free text in which every beginning of a call is followed by a valid one."""
+        """Return the rule of a free text; after each beginning of a call, only a valid call may follow."""
         if not self.begin:
             return f"{self._calls(use)} | /\\s*[^{{\\s](.|\\n)*/"
         if self.sections:
@@ -158,7 +158,7 @@ class ToolFormat:
 
     @property
     def _section_gap(self) -> str:
-        """The rule of what stands between calls and the marks around all of them."""
+        """The rule of the gap between calls and the marks around all of them."""
         return ""
 
     def _call(self, begin: str) -> str:
@@ -217,7 +217,7 @@ def json_rule(schema: object, rules: list[str]) -> str:
     """Return the rule of a value in JSON. Raises RequestError where it and `rules` are more than is compiled."""
     rule = f"%json {schema_source('tools', schema)}"
     num_characters = sum(map(len, rules)) + len(rule)
-    if num_characters > MAX_GRAMMAR_CHARACTERS:  # definitions stand in the rule of every argument
+    if num_characters > MAX_GRAMMAR_CHARACTERS:  # the rule of every argument repeats the definitions
         raise RequestError(
             f"the schemas of tools come to {num_characters} characters with their definitions; at most "
             f"{MAX_GRAMMAR_CHARACTERS} are compiled. Offer fewer tools, or leave strict and tool_choice out.",

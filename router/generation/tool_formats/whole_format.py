@@ -73,7 +73,7 @@ class WholeBody:
 
 
 class BracketExtent:
-    """Follows the first bracket of a text to the one that closes it, past texts in quotes."""
+    """Finds the bracket that closes the first one of a text, skipping texts in quotes."""
 
     def __init__(self, quotes: str) -> None:
         self._quotes = quotes
@@ -82,7 +82,7 @@ class BracketExtent:
         self._is_escaped = False
 
     def feed(self, text: str) -> int | None:
-        """Return the number of characters of `text` up to the end; None if it goes on behind `text`."""
+        """Return the number of characters of `text` up to the end; None if it is not in `text`."""
         for index, character in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False
@@ -94,7 +94,7 @@ class BracketExtent:
         return None
 
     def _follow(self, character: str) -> bool:
-        """Take a character outside quotes; True if nothing is open behind it that was before."""
+        """Take a character outside quotes; True at the end: all is closed, or no call can follow."""
         if character in self._quotes:
             self._quote = character
         elif character in "[({":

@@ -102,13 +102,13 @@ class MessagesRequest(Body):
 
 
 def _is_begun(message: dict[str, Any]) -> bool:
-    """True if a message is the beginning of the answer that is asked for."""
+    """True if a message is the beginning of the answer, for the model to continue."""
     has_text = bool(plain_content(message.get("content")).text)
     return message["role"] == "assistant" and has_text and not message.get("tool_calls")
 
 
 def _say(chat: ForeignChat, message: dict[str, Any], name: str) -> None:
-    """Add one message as those of a chat: each result of a tool is a message of its own there."""
+    """Add one message to the chat; there, each result of a tool becomes a message of its own."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(content, list):
         chat.add(name, {"role": role, "content": content})

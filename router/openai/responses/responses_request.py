@@ -20,8 +20,8 @@ _INPUT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type
 class ResponsesRequest(Body):
     """The body, as OpenAI's clients send it; `seed`, `cache_salt` and `speculation` are ours.
 
-    `store` may ask for anything: no response is kept, and each says so. False also keeps its tokens out of the log that
-    drafts are tuned on.
+    `store` is accepted, but no response is stored, and each response reports that. False also keeps its tokens out of
+    the log that drafts are tuned on.
     """
 
     model: str | None = None

@@ -1,4 +1,4 @@
-"""Fields of other servers that say something of the answer: read where they mean the same, or refused by name.
+"""Fields of other servers that affect the answer: translated where they mean the same, or refused by name.
 
 A field that no server here knows is ignored and named; one of these may not be. It is in force for bodies over HTTP,
 where names are free.
@@ -16,8 +16,8 @@ from pydantic_core import from_json
 from protos.errors import RequestError
 
 _LENGTH, _STOP = ("max_tokens", "max_output_tokens"), ("stop", "stop_sequences")
-# Other names of fields with the same meaning, of which an endpoint has the first or the second. The values pass as they
-# are, and are checked there.
+# Other names of fields with the same meaning; an endpoint has the first or the second. Values are passed on unchanged
+# and checked there.
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "regex": ("guided_regex",),  # SGLang
     "ebnf": ("guided_grammar",),
@@ -38,7 +38,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 _FORMAT = "send response_format"
 _NO_LIMIT = ("n_predict", "num_predict")  # -1 there
 
-# Fields that are not served: the values that ask for nothing, beside zero and false, and what to send instead.
+# Unsupported fields: the values that ask for nothing (so do zero and false), and the remedy.
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     **dict.fromkeys(
         (
@@ -103,7 +103,7 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     ),
     "top_n_sigma": ((-1,), "send top_p or min_p"),
 }
-# Fields of a chat that say something of the answer, for the endpoints that lack them.
+# Fields of a chat that affect the answer, for the endpoints that lack them.
 _ANSWER_FIELDS = frozenset(
     (
         *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
@@ -116,12 +116,12 @@ _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def known_fields(raw: bytes | bytearray, schema: type[BaseModel], unknown: Sequence[str]) -> dict[str, Any] | None:
-    """Return the body with those of its `unknown` names read that mean a field of `schema`; None if there are none.
+    """Return the body with `unknown` names translated to fields of `schema`; None if no name can be.
 
     The other names may be ignored.
 
     Raises:
-        RequestError: one of them says something of the answer that is not served, or not under that name.
+        RequestError: one of them asks for something unsupported, or supported under another name only.
     """
     spelled = {name: _HUMP.sub("_", name).replace("-", "_").lower() for name in unknown}
     known = {*ALIASES, *REFUSED, *_ANSWER_FIELDS, *schema.model_fields, "format"}

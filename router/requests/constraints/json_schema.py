@@ -1,7 +1,7 @@
 """JSON schemas of clients, in the form that the grammar compiler reads.
 
-What changes no answer is left out, or said in another way; what the compiler cannot enforce stays, and is refused by
-name there. What it would compile into a grammar without an end is refused here.
+Keywords that change no answer are dropped or rewritten. Keywords that the compiler cannot enforce stay, and the
+compiler refuses them by name. Schemas that would compile to an endless grammar are refused here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SAME_PATTERNS = {
         r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
     ),  # zod's email
 }
-_NO_END_ROUNDS = 32  # in which definitions are found to end; what is still open then is not looked at again
+_NO_END_ROUNDS = 32  # of the search for definitions that can end; the rest counts as endless
 
 Schema = dict[str, Any]
 
@@ -137,7 +137,7 @@ class _Document:
 
     @staticmethod
     def _require_discriminator(node: Schema) -> None:
-        """Require the property that tells the choices of a `oneOf` apart; pydantic does not where it has a default."""
+        """Require the discriminator of a `oneOf`; pydantic leaves it optional if it has a default."""
         discriminator, choices = node.get("discriminator"), node.get("oneOf")
         name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
         if isinstance(name, str) and isinstance(choices, list):
@@ -187,7 +187,7 @@ def _is_any_text(schema: object) -> bool:
 
 
 def _refuse_repeated_keys(schema: Schema, param: str) -> None:
-    """Raise RequestError where a number of properties is asked for and keys are free: one could be written twice."""
+    """Raise RequestError for minProperties with free keys: a key could be written twice."""
     nodes: list[object] = [schema]
     while nodes:
         node = nodes.pop()
@@ -200,8 +200,8 @@ def _refuse_repeated_keys(schema: Schema, param: str) -> None:
             has_free_keys = node.get("additionalProperties") is not False or node.get("patternProperties")
             if isinstance(least, int) and least > max(1, num_required) and has_free_keys:
                 raise RequestError(
-                    f"{param} has minProperties {least} beside keys that are free, of which one could be written "
-                    "twice; name them in properties with additionalProperties false, or require them.",
+                    f"{param} has minProperties {least} and allows any keys, so that one could be written twice; name "
+                    "the keys in properties with additionalProperties false, or require them.",
                     param=param,
                 )
 
@@ -240,7 +240,7 @@ def _refuse_no_end(root: Schema, param: str) -> None:
 
 
 def _can_end(node: object, endless: set[str]) -> bool:
-    """True if a finite value may match, unless it must hold what is `endless`."""
+    """True if a finite value may match, assuming that no definition in `endless` can end."""
     if not isinstance(node, dict):
         return True
     reference = node.get("$ref")

@@ -31,7 +31,7 @@ class ResponseFormatType(StrEnum):
 
 
 class JsonSchemaFormat(Body):
-    """`response_format.json_schema`. The schema always holds to the letter, whatever `strict` says."""
+    """`response_format.json_schema`. The schema is always enforced exactly, with or without `strict`."""
 
     name: str
     description: str | None = None
@@ -44,9 +44,9 @@ class ResponseFormat(Body):
 
     type: Annotated[ResponseFormatType, Field(strict=False)]
     json_schema: JsonSchemaFormat | None = None
-    schema_: Any = Field(default=None, alias="schema")  # beside json_object or json_schema: llama.cpp, Together
-    pattern: str | None = None  # beside regex: Together
-    grammar: str | None = None  # beside grammar: Fireworks
+    schema_: Any = Field(default=None, alias="schema")  # with json_object or json_schema: llama.cpp, Together
+    pattern: str | None = None  # with type regex: Together
+    grammar: str | None = None  # with type grammar: Fireworks
 
     @model_validator(mode="after")
     def _values_belong_to_their_types(self) -> ResponseFormat:
@@ -70,7 +70,7 @@ class ResponseFormat(Body):
         return self
 
     def constraint(self) -> Constraint | None:
-        """Return what the answer must follow; None if any text will do."""
+        """Return the constraint of the answer; None if it is free text."""
         param, types = "response_format", ResponseFormatType
         if self.type is types.TEXT:
             return None
