@@ -15,9 +15,9 @@ _NUM_BITS = 64
 
 
 def ancestor_masks(span: Span, window: int | None) -> list[int]:
-    """One int64 per row of `span`: bit j says that the row sees node j of the span's tree; 0 for a row before the tree.
+    """One int64 per row of `span`: bit j is set if the row sees node j of the span's tree; 0 for a row before the tree.
 
-    A node sees itself and those of its ancestors that are among the last `window` positions; None is all.
+    A node sees itself and its ancestors among the last `window` positions, all ancestors if None.
     """
     first_node = span.start - span.tree_start
     nodes = range(first_node, first_node + len(span.token_ids))

@@ -54,7 +54,7 @@ def is_triton(plan_attention: PlanAttention) -> bool:
 
 
 def is_batch_invariant(plan_attention: PlanAttention) -> bool:
-    """True for our kernel on GPUs where it is that of a deterministic model."""
+    """True for our GPU kernel in its batch-invariant form."""
     return is_triton(plan_attention) and plan_attention is _batch_invariant_triton()
 
 
@@ -114,7 +114,7 @@ def _obstacle_to_native(device: torch.device) -> str | None:
     if device.type != "cpu":
         return f"the model runs on {device}, which is no processor"
     has_kernel = native_library(Instructions.AVX2) is not None
-    return None if has_kernel else "there is no native kernel for it here, and the log says why"
+    return None if has_kernel else "there is no native kernel for it here; the log has the reason"
 
 
 def _obstacle_to_triton(device: torch.device) -> str | None:

@@ -19,7 +19,7 @@ from engine.span import Span
 
 @dataclass(frozen=True, slots=True)
 class LayerOptions:
-    """A layer's attention beside q, k and v."""
+    """A layer's attention options other than q, k and v."""
 
     scaling: float
     window: int | None = None  # tokens a row sees, itself included

@@ -1,13 +1,13 @@
-"""Attention whose result for a row depends on nothing but the row and the keys it sees: torch, on the processor.
+"""Attention whose result for a row depends only on the row and the keys it sees: torch, on the processor.
 
-Every call of the kernel has one of a few shapes: `_ROWS` rows of one sequence by whole units of keys, of which those
-that no row sees are masked. The kernel walks through the keys unit by unit, and a masked unit adds exact zeros: a
-token has the same bits in a decode, in a verification, in a prefill chunk of any size and in any batch.
+Every call of the kernel has one of a few shapes: `_ROWS` rows of one sequence by whole units of keys; keys that no row
+sees are masked. The kernel walks through the keys unit by unit, and a masked unit adds exact zeros: a token has the
+same bits in a decode, in a verification, in a prefill chunk of any size and in any batch.
 
     tile of 8 rows     [ places 509 510 511 512 513, and three times 513 again ]
     keys               [ unit 0: 0 ... 511 ][ unit 1: 512, 513, then masked ... 1023 ]
 
-A node of a draft tree is read along its own path, as the chain that it becomes where it is accepted.
+A node of a draft tree attends along its own path, as the chain that it becomes when accepted.
 """
 
 from __future__ import annotations
@@ -168,5 +168,5 @@ def _whole_units(key_slots: Seq[int]) -> list[int]:
 
 
 def _first_key(place: int, window: int | None) -> int:
-    """Return the index at which the first unit begins that a row at `place` sees."""
+    """Return the start of the first unit that a row at `place` sees."""
     return 0 if window is None else max(0, place - window + 1) // _UNIT * _UNIT

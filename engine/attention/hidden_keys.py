@@ -1,4 +1,4 @@
-"""Attention by torch's kernels in which a key that is hidden from a row counts for nothing, whatever its numbers are.
+"""Attention by torch's kernels that ignores hidden keys even if they hold NaN or infinity.
 
 Those kernels add a mask to scores and multiply values by weights, and NaN survives both: -inf + NaN and 0 * NaN are
 NaN. Blocks keep what their last owner wrote, and a rejected draft may overflow, so hidden keys can hold anything.
@@ -41,7 +41,7 @@ def attend_seen(
 
 
 def _cleaned(numbers: Tensor, is_finite: Tensor) -> Tensor:
-    """Return a copy without what is not finite, laid out alike: a product of another layout may round otherwise."""
+    """Return a copy with non-finite numbers zeroed, in the same layout: another layout may round differently."""
     copy = torch.empty_strided(numbers.shape, numbers.stride(), dtype=numbers.dtype, device=numbers.device)
     return copy.copy_(numbers).masked_fill_(~is_finite[..., None], 0.0)
 

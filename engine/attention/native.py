@@ -1,8 +1,8 @@
 """Paged attention on AVX2, AVX-512 or AMX: `engine/native/attention` reads the pool in place, in one call per layer.
 
-It stands where `engine.attention.torch_attention.PagedAttentionPass` stands elsewhere, which gathers blocks into padded
-batches for torch's kernel, and is held to it by the tests and, at every start, by the agreement check of
-`engine.model.paged_model`. A row has the same bits in whatever pass it comes, so that deterministic models use it too.
+It replaces `engine.attention.torch_attention.PagedAttentionPass`, which gathers blocks into padded batches for torch's
+kernel. The tests compare the two, and the agreement check of `engine.model.paged_model` does at every start. A row has
+the same bits in any pass, so deterministic models use it too.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class NativeAttention:
 
 
 class NativePass:
-    """One forward batch over the pool; what is laid out for it serves every layer.
+    """One forward batch over the pool; all layers share its layout.
 
     Attributes:
-        call: the kernel's, in which a layer sets its own fields.
+        call: the kernel's arguments; each layer sets its own fields.
     """
 
     def __init__(self, cache: KVCache, slots: Index, spans: Seq[Span]) -> None:
@@ -95,7 +95,7 @@ class NativePass:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         cache, call = self._cache, self.call
-        assert query.dtype == key.dtype == value.dtype == cache.dtype, "the kernel is told one dtype"
+        assert query.dtype == key.dtype == value.dtype == cache.dtype, "the kernel takes one dtype"
         query, key, value = (_rowwise(heads) for heads in (query, key, value))
         _, num_heads, num_rows, key_dim = query.shape
         _, num_kv_heads, _, value_dim = value.shape
@@ -183,7 +183,7 @@ def _rowwise(heads: Tensor) -> Tensor:
 @cache
 def _kernel() -> ctypes._NamedFuncPointer:
     library = native_library(Instructions.AVX2)
-    assert library is not None, "`fits` says when there is one"
+    assert library is not None, "`fits` checks that there is one"
     library.outrider_attend.argtypes = [ctypes.POINTER(AttentionCall)]
     library.outrider_attend.restype = ctypes.c_int
     return library.outrider_attend

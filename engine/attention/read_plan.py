@@ -3,8 +3,8 @@
 Rows of the pass are cut into *reads*. Short spans (decode and verification) are read many at a time, padded to a common
 number of rows and blocks; a prefill chunk is one read; so is a long span whose blocks are one run: it is read in place.
 Steps of spans that share most of their blocks read each block once (`engine.attention.shared_prefix`). A sliding window
-has its own reads, trimmed to the blocks that it can see. Nodes of a draft tree see, behind what is committed, only
-their ancestors.
+has its own reads, trimmed to the blocks that it can see. Nodes of a draft tree see the committed tokens and their
+ancestors only.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Read:
 
     `rows` are their rows of the pass, span by span, the last one repeated where a span has fewer than Q; `blocks` are
     the pool's blocks that hold the keys, [B * M] or one run; `mask` is additive, [B, 1, Q, S], None where every row
-    sees every key or where `is_causal` says the same. Where spans share their keys, a group of them counts as one here,
-    and `rows_per_span` says how many of the Q rows are each span's.
+    sees every key or `is_causal` hides the same ones. A group of spans that share their keys counts as one span here,
+    and each of them has `rows_per_span` of the Q rows.
     """
 
     num_spans: int
@@ -81,7 +81,7 @@ class ReadPlan:
         return self._reads_of(list(self._extents(window)), window)
 
     def _reads_of_steps(self, window: int | None) -> list[Read]:
-        """`reads`, those of spans that share blocks together; rows of one step are few enough for that."""
+        """`reads`, with one for all spans that share blocks; one step has few enough rows for that."""
         extents = list(self._extents(window))
         groups = share(extents, self._block_size)
         shared = {id(extent) for group in groups for extent in group.extents}
@@ -138,7 +138,7 @@ class ReadPlan:
         )
 
     def _padded(self, bucket: list[Extent], window: int | None) -> Read:
-        """Several short spans; padded keys lie behind every row's position and padded rows repeat the last one."""
+        """Several short spans; padded keys come after every row's position and padded rows repeat the last one."""
         num_rows = max(extent.num_rows for extent in bucket)
         num_blocks = max(extent.num_blocks for extent in bucket)
         rows = [extent.first_row + step for extent in bucket for step in extent.steps(num_rows)]

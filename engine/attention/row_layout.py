@@ -16,13 +16,13 @@ Ints = NDArray[np.int64]
 
 
 class SpanField(IntEnum):
-    """Columns of `RowLayout.columns`; places are those of the span's sequence."""
+    """Columns of `RowLayout.columns`; places count from the start of the span's sequence."""
 
-    TABLE_OFFSET = 0  # of the span's block table among those of all spans, end to end
+    TABLE_OFFSET = 0  # of the span's block table in all spans' concatenated tables
     FIRST_ROW = 1  # of the span in the pass
     NUM_ROWS = 2
     START = 3  # place of the span's first row
-    TREE_START = 4  # place of its tree's first node; the span's end where there is none
+    TREE_START = 4  # place of its tree's first node; the span's end without a tree
 
 
 @dataclass(frozen=True, slots=True)

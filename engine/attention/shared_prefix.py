@@ -23,7 +23,7 @@ _MIN_SAVED_SHARE = 0.5  # of the blocks to be read; below it the mask costs more
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """One span in the pass: its first row, and what is known of the blocks that its rows see."""
+    """One span in the pass: its first row, and the blocks that its rows see."""
 
     span: Span
     first_row: int

@@ -1,4 +1,4 @@
-"""Paged attention behind transformers' AttentionInterface: write a pass's new KV, then read what each row sees.
+"""Paged attention for transformers' AttentionInterface: write a pass's new KV, then attend to the keys a row sees.
 
 Every layer of a model calls `paged_attention`, which hands the work to the `AttentionPass` that rides through the
 model's forward as a keyword. The code is plain torch and runs on any device; it is shaped for the processor: the query
@@ -26,10 +26,10 @@ from engine.span import Span
 
 ATTENTION_NAME = "outrider_paged"
 PASS_KEYWORD = "attention_pass"
-WINDOW_ATTRIBUTE = "outrider_window"  # of a module: the window read from its mask, before the one that it passes
+WINDOW_ATTRIBUTE = "outrider_window"  # of a module: the window of its mask, preferred to the one it passes
 
 
-def paged_attention(  # the signature is that of transformers' AttentionInterface
+def paged_attention(  # the signature of transformers' AttentionInterface
     module: Any,
     query: Tensor,
     key: Tensor,

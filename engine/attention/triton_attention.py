@@ -1,8 +1,7 @@
 """Paged attention on the GPU: one launch of our Triton kernel for decode, verification, trees and prefill chunks alike.
 
-It stands where `engine.attention.torch_attention.PagedAttentionPass` stands on the processor, and is held to it by the
-tests and, at every start, by the agreement check of `engine.model.paged_model`. Import it only where Triton is
-installed.
+It replaces the processor's `engine.attention.torch_attention.PagedAttentionPass`. The tests compare the two, and the
+agreement check of `engine.model.paged_model` does at every start. Import it only where Triton is installed.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def paged_attention(
 
     query [T, H * G, D], float32, float16 or bfloat16, contiguous in D; keys [N, P, H, D] and values, contiguous, of the
     same dtype or float8_e4m3fn. Scores, softmax and sums are float32, weights have the query's dtype when they meet the
-    values. Nothing waits for the device. The length is that of the two launches, whose arguments are named here alone.
+    values. Nothing waits for the device. The function is long because only it names the arguments of both launches.
     """
     assert query.stride(-1) == 1, "a head's numbers lie side by side"
     assert keys.is_contiguous() and values.is_contiguous(), "slots are counted through all blocks"  # noqa: PT018
@@ -180,7 +179,7 @@ class TritonAttention:
     """The `engine.attention.base.AttentionPlan` of GPUs."""
 
     def __init__(self, spans: Seq[Span], cache: KVCache, *, is_batch_invariant: bool = False) -> None:
-        """`is_batch_invariant`: a row has the same bits however the text is cut and whatever is beside it."""
+        """`is_batch_invariant`: a row's bits depend neither on how the text is cut nor on other rows."""
         self._spans = spans
         self._cache = cache
         self._is_batch_invariant = is_batch_invariant
@@ -200,7 +199,7 @@ def batch_invariant_triton(spans: Seq[Span], cache: KVCache) -> TritonAttention:
     """Plan of deterministic models on GPUs, for chains: a node of a tree is not read as the chain that it may become.
 
     A row's keys are added in one order: steps and splits begin at fixed places, splits are merged one after the other,
-    and keys that the row does not see add exact zeros, before them and behind them.
+    and keys that the row does not see, on either side, add exact zeros.
     """
     assert not any(span.parents for span in spans), "the runner refuses trees"
     return TritonAttention(spans, cache, is_batch_invariant=True)

@@ -1,4 +1,4 @@
-"""The Triton kernels of paged attention: one reads keys and values tile by tile, one merges what was read in splits.
+"""The Triton kernels of paged attention: one attends to keys and values tile by tile, one merges the results of splits.
 
 A tile is one kv head and up to BLOCK_M packed rows of one span: row m is query head m % G of token m // G, so that the
 G heads which share keys read them once. A program computes one tile over one range of keys [begin, end):
@@ -39,10 +39,10 @@ def attend_tiles(  # a kernel takes pointers and numbers, no structures
     values,  # [N, P, H, D of the values]
     block_tables,  # [all spans' blocks] int32, end to end
     tiles,  # [W, TILE_FIELDS] int32
-    ancestors,  # [T] int64 or None: 0 for a token of a chain
+    ancestors,  # [T] int64, 0 for a token of a chain; or None
     positions,  # [T] int32, with `ancestors`
     sinks,  # [H * G] or None
-    key_scales,  # [H] float32 or None: what a stored key was divided by
+    key_scales,  # [H] float32, the divisor of stored keys; or None
     value_scales,  # [H] float32 or None
     sums,  # [partials, H, BLOCK_M, VALUE_WIDTH] float32
     peaks,  # [partials, H, BLOCK_M] float32
@@ -59,7 +59,7 @@ def attend_tiles(  # a kernel takes pointers and numbers, no structures
     VALUE_WIDTH: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     SOFTCAP: tl.constexpr,  # 0: none
-    OPERAND: tl.constexpr,  # the dtype of what is multiplied
+    OPERAND: tl.constexpr,  # the dtype of the factors
     IS_BATCH_INVARIANT: tl.constexpr,  # one code for all keys: two may be compiled to other roundings
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -88,7 +88,7 @@ def attend_tiles(  # a kernel takes pointers and numbers, no structures
     at = query + (first_row + row).to(tl.int64)[:, None] * query_row_stride + query_head[:, None] * query_head_stride
     q = tl.load(at + dims[None, :], mask=is_row[:, None] & (dims[None, :] < KEY_DIM), other=0.0).to(OPERAND)  # [M, D]
 
-    place = start + row  # where the token lies; in a chain it sees all places up to its own
+    place = start + row  # the token's index; in a chain it sees all places up to its own
     position = place
     ancestor_mask = None
     if ancestors is not None:
@@ -186,9 +186,9 @@ def _load_rows(pool, slot, dims, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _is_seen(key_place, place, position, ancestor_mask, tree_start, WINDOW: tl.constexpr):
-    """[M, N]: a token of a chain sees up to its own place, a node of a tree its ancestors and what lies before it.
+    """[M, N]: a token of a chain sees up to its own place, a node of a tree its ancestors and all before the tree.
 
-    Keys behind a range are hidden too: it ends at a multiple of BLOCK_N, or behind the places of all rows.
+    Keys after a range are hidden too: it ends at a multiple of BLOCK_N, or after the places of all rows.
     """
     keys = key_place[None, :]
     is_seen = keys <= place[:, None]

@@ -6,7 +6,7 @@
     keys that a tile sees            |-- split 0 --|-- split 1 --|- 2 -|    one program per split and kv head
 
 The cut is made on the host, from numbers that the host has: nothing waits for the device. Splits end at multiples of
-their length, so how a row's keys are grouped does not depend on the other spans of the pass, but for that length.
+their length, so of the other spans of the pass, only that length affects how a row's keys are grouped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.attention.triton_tiling import Tiling
 
 
 class TileField(IntEnum):
-    """Columns of a list of tiles, the work of one program each: those of the tile's span, and four of its own."""
+    """Columns of a list of tiles, one program each: the columns of the tile's span, and four of its own."""
 
     TABLE_OFFSET = SpanField.TABLE_OFFSET
     FIRST_ROW = SpanField.FIRST_ROW
@@ -68,7 +68,7 @@ def whole_tiles(layout: RowLayout, window: int | None, tiling: Tiling, group_siz
     if window is not None:
         begins = tiles[:, TileField.START] + first_packed // group_size - window + 1
         if layout.has_trees:
-            # A node of a tree stands nearer to the root than its place says.
+            # A tree node's depth is less than its place, so its window starts earlier.
             of_trees = np.array([each.first_key(window) if each.parents else -1 for each in layout.spans])[span]
             begins = np.where(of_trees >= 0, of_trees, begins)
         tiles[:, TileField.BEGIN] = np.maximum(begins, 0) // tiling.block_n * tiling.block_n

@@ -41,7 +41,7 @@ class Tiling:
 def choose_tiling(num_rows: int, heads: Heads, itemsize: int, *, is_batch_invariant: bool = False) -> Tiling:
     """The tiling for spans of up to `num_rows` tokens whose queries take `itemsize` bytes per element.
 
-    `is_batch_invariant`: that of one row, for instructions of other heights may add in another order.
+    `is_batch_invariant`: the height of one row, since instructions of other heights may add in another order.
     """
     width = power_of_two(max(heads.key_dim, heads.value_dim))
     packed_rows = 1 if is_batch_invariant else power_of_two(num_rows * heads.group_size)

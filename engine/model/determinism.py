@@ -3,7 +3,7 @@
 Then speculation, batches, chunks and prefix hits change no token in any dtype.
 On processors `engine.model.linear.batch_invariant_linear` and `engine.attention.native` (or
 `engine.attention.batch_invariant`) guarantee this, on GPUs our Triton kernels of products, norms and attention. This
-module refuses models for which they cannot, and checks the whole model at every start.
+module refuses models without such kernels, and checks the whole model at every start.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from protos.messages import SamplingDefaults
 
 logger = logging.getLogger(__name__)
 
-# The ranges in which a request may set the same parameters.
+# The ranges that requests must keep for the same parameters.
 _RANGES = {
     "temperature": (0.0, 2.0),
     "top_k": (0, math.inf),
@@ -26,7 +26,7 @@ _RANGES = {
 
 
 def eos_token_ids(model: PreTrainedModel, folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """Return the tokens that end a text, from all files of the model; log if there are none."""
+    """Return the tokens that end a text, from all files of the model; log if no file names one."""
     ends = find_end_tokens(folder, vocab_size, model.config.get_text_config().eos_token_id)
     if ends.unknown_ids:
         logger.warning("end tokens %s are left out: the model has %d tokens", list(ends.unknown_ids), vocab_size)

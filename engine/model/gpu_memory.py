@@ -61,7 +61,7 @@ def card_memory(device: torch.device) -> CardMemory:
 
 
 class MemoryMeter:
-    """Measures what a runner allocates on its GPU while it starts.
+    """Measures the memory that a runner allocates on its GPU while it starts.
 
     Args:
         cache: with `gpu_memory_utilization`.

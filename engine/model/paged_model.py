@@ -1,8 +1,8 @@
 """A causal language model whose attention reads a KV pool, checked against the logits of its stock model.
 
 The agreement check decides which models can be served. It computes two sequences in forward batches, one in pieces,
-the other at the model's last positions, and compares the logits with the stock model's. A family that ignores what a
-forward batch needs (keywords, positions, hiding sequences from each other) fails, so no list of families is needed.
+the other at the model's last positions, and compares the logits with the stock model's. A family that ignores a part of
+the forward batch (keywords, positions, hiding sequences from each other) fails, so no list of families is needed.
 Windows are longer than these sequences; `engine.model.attention_probe` reads them from the masks.
 """
 

@@ -1,4 +1,4 @@
-"""Few buckets for many passes: small ones are padded to a bucket, so that a GPU can replay what it has recorded.
+"""Few buckets for many passes: small passes are padded to a bucket, so that a GPU can replay its recording.
 
       3 spans of a pass, 7 rows         bucket of 8 rows
       A A A B C C C               ->    A A A B C C C | .        the rest: a span on the scratch block
@@ -64,7 +64,7 @@ def row_sizes(limit: int) -> tuple[int, ...]:
 
 
 def _row_counts(speculation: SpeculationConfig) -> list[int]:
-    """Rows of a decode, and the most of a verification: K + 1, or those of a tree."""
+    """Rows of a decode, and the largest number of a verification: K + 1, or a tree's rows."""
     longest = speculation.num_tokens
     if speculation.adaptive:
         longest = max(longest, speculation.max_num_tokens)
@@ -94,5 +94,5 @@ def pad(spans: Seq[Span], bucket: GraphBucket, scratch_block: int, block_size: i
 
 
 def max_spans(bucket: GraphBucket, max_batch: int, block_size: int) -> int:
-    """Largest number of spans of a padded pass of up to `max_batch` sequences, those of the padding included."""
+    """Largest number of spans of a padded pass of up to `max_batch` sequences, including the padding's."""
     return min(bucket.num_rows, max_batch) + -(-bucket.num_rows // block_size)

@@ -51,7 +51,7 @@ class CudaGraph:
 
 
 class GraphRecorder:
-    """Records passes of one model: they share their memory, and the stream on which libraries keep their workspaces.
+    """Records passes of one model, which share memory and the stream that owns the libraries' workspaces.
 
     cuBLAS keeps 32 MiB on Hopper for each stream that it was used on.
     """

@@ -82,7 +82,7 @@ class CudaGraphRunner:
             graphs: the buckets.
             max_model_len: bounds the positions of all passes.
             vocab_size: columns of the logits.
-            record: makes the replay of a computation, RuntimeError where it cannot; None: as the device has it.
+            record: records a computation for replay, or raises RuntimeError; defaults to the device's own method.
             only_largest: record no other bucket; to see the memory that all of them take.
 
         Raises:

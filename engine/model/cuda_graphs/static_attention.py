@@ -1,4 +1,4 @@
-"""The Triton kernel's attention for recorded passes: launches of a fixed size whose lists of work are filled anew.
+"""The Triton kernel's attention for recorded passes: launches of a fixed size whose work lists are refilled.
 
 A launch reads from device memory what each of its programs does, so a recording of it serves any contexts: it has as
 many programs as the pass can need at most, and those without work end at once.
@@ -36,7 +36,7 @@ _Key = tuple[int | None, Heads]
 
 
 class _WorkList:
-    """Rows of work at the head of a buffer, and zeros behind them: what is zero already is not sent again."""
+    """Rows of work at the head of a buffer, followed by zeros; only rows that are not yet zero are cleared."""
 
     def __init__(self, buffer: Tensor) -> None:
         self._buffer = buffer  # [most rows, fields] int32
@@ -62,7 +62,7 @@ class _StaticLaunch(NamedTuple):
 
 
 class TiledAttention(StaticAttention):
-    """All layers of one bucket; what is laid out for a window and head sizes serves every layer that has them.
+    """All layers of one bucket; layers with the same window and head sizes share a layout.
 
     The first computation finds the windows and head sizes there are; it must come before any recording, and computes
     nothing of use.
@@ -78,9 +78,9 @@ class TiledAttention(StaticAttention):
         has_trees: bool,
         max_batch_invariant_len: int | None = None,
     ) -> None:
-        """`block_tables` [blocks] int32 hold those of all spans of any padded pass; buckets share them.
+        """`block_tables` [blocks] int32 has room for all spans of any padded pass; buckets share it.
 
-        `max_batch_invariant_len`: passes are batch-invariant, and no sequence has more tokens; None: they are not.
+        `max_batch_invariant_len`: the longest sequence of batch-invariant passes; None if they are not invariant.
         """
         self._is_batch_invariant = max_batch_invariant_len is not None
         self._max_len = max_batch_invariant_len or 0
@@ -129,7 +129,7 @@ class TiledAttention(StaticAttention):
         return _StaticLaunch(launch, _WorkList(tiles), _WorkList(merges))
 
     def _max_pieces(self, num_whole: int, heads: Heads) -> int:
-        """Splits of `num_whole` tiles, each of which reads all keys of its span at most."""
+        """Splits of `num_whole` tiles; a tile covers at most all keys of its span."""
         if self._is_batch_invariant:
             return num_whole * -(-self._max_len // BATCH_INVARIANT_SPLIT_TOKENS)
         return PROGRAMS_PER_PROCESSOR * num_processors(self._cache.device) // heads.num_kv_heads + 1

@@ -1,4 +1,4 @@
-"""A pass whose tensors stay where they are: filled for every pass anew, so that a recording of it can be replayed."""
+"""A pass with tensors at fixed addresses: refilled for every pass, so that a recording can be replayed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StaticBatch:
     """The `ForwardBatch` of one bucket.
 
     Attributes:
-        batch: what the model computes; its tensors are those that `fill` writes to.
+        batch: the model's input; `fill` writes to its tensors.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class StaticBatch:
         attention.slots = slots
 
     def fill(self, spans: Seq[Span]) -> None:
-        """Lay out `spans`, which fit the bucket, and padding behind them. Nothing waits for the device."""
+        """Lay out `spans`, which fit the bucket, and then padding. Nothing waits for the device."""
         padded = pad(spans, self._bucket, self._scratch_block, self._block_size)
         layout = RowLayout.of(padded, self._block_size)
         copy_array(self._numbers, _numbers_of(layout, self._bucket.num_rows))
@@ -57,7 +57,7 @@ class StaticAttention(AttentionPass):
 
 
 class PlannedAttention(StaticAttention):
-    """Attention that is planned anew for every pass: it is computed call by call, never replayed."""
+    """Attention planned again for every pass: computed call by call, never replayed."""
 
     def __init__(self, cache: KVCache, plan_attention: PlanAttention) -> None:
         self._cache = cache

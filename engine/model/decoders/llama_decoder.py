@@ -30,7 +30,7 @@ from engine.model.linear.packed_linear import Linear, LinearFactory, linear_of
 from engine.model.position_limit import max_positions
 from engine.model.tensor_parallel.rank import ALONE, Rank
 
-_MLP_ROWS = 128  # of a prefill chunk at a time, so that what lies between the MLP's products stays in the cache
+_MLP_ROWS = 128  # of a prefill chunk at a time, so that the MLP's intermediate result stays in the cache
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -38,8 +38,8 @@ class LlamaDecoder:
     """The forward of one loaded model; takes over its weights and leaves its layers empty.
 
     Attributes:
-        features: what `taps` asks for of the last pass, [T, F].
-        lm_head: from the states behind the final norm to logits, those of this rank's tokens.
+        features: the hidden states of the last pass that `taps` selects, [T, F].
+        lm_head: from the states after the final norm to the logits of this rank's tokens.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class LlamaDecoder:
             model: a model that `fits`.
             options: what each layer passes to its attention.
             make_linear: packs the weights.
-            make_head: packs that of the logits; None: `make_linear` does.
+            make_head: packs the head's weight; defaults to `make_linear`.
             taps: the hidden states kept as `features`.
             rank: takes its part of the weights.
-            is_deterministic: a row's logits do not depend on the rows beside it, provided that its attention does not.
+            is_deterministic: a row's logits do not depend on other rows, provided that its attention does not.
         """
         self.features: Tensor | None = None
         self._taps = taps
@@ -139,9 +139,9 @@ class LlamaDecoder:
         batch: ForwardBatch,
         kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The states behind some layers and what the last of them adds; `hidden` and `delta` may be overwritten.
+        """The states after `layers` without the last one's sum, and that sum; `hidden` and `delta` may be overwritten.
 
-        Of the last layer's rows only those `kept` are computed behind its attention; None: all.
+        After the last layer's attention only the rows `kept` are computed, all rows if None.
         """
         if self._native_layers is not None and layers and NativeLayers.take(batch):
             return self._native_layers.run(hidden, delta, angles, batch, layers, kept)

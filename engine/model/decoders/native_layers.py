@@ -1,8 +1,8 @@
 """The layers of a decoder in one native call per pass: `engine/native/layers.c`.
 
 A step of a small model is a few hundred short operations. One by one from Python each costs a call, and each call waits
-for the interpreter's lock again where other threads of the process want it. The call computes by the very kernels that
-stand behind `NativeProduct`, `NativeAttention` and `NativeRows`, so its bits are theirs.
+for the interpreter's lock again where other threads of the process want it. The call uses the same kernels as
+`NativeProduct`, `NativeAttention` and `NativeRows`, so its bits are the same.
 """
 
 from __future__ import annotations
@@ -118,17 +118,17 @@ class NativeLayers:
 
         Args:
             hidden: [T, hidden], contiguous; the residual stream, overwritten in place.
-            delta: what is not yet part of it, [T, hidden], contiguous; overwritten; None before the first layer.
+            delta: not yet added to `hidden`, [T, hidden], contiguous; overwritten; None before the first layer.
             angles: [T, 2, D] of the rows.
             batch: the pass.
             layers: a run of layers.
-            kept: rows, [R] int64, rising, that are wanted behind the last of them; None: all.
+            kept: the rows to return, [R] int64, ascending; all rows if None.
 
         Returns:
-            `hidden` behind the last of them and what is not yet part of it, both [R, hidden].
+            `hidden` after the last layer and the delta not yet added to it, both [R, hidden].
 
         Raises:
-            MemoryError: there is none for what lies between the kernels.
+            MemoryError: the buffers between the kernels do not fit.
         """
         attention = batch.attention
         assert isinstance(attention, NativePass), "`take` says so"
@@ -174,7 +174,7 @@ def _packed_weight(product: Linear, dtype: torch.dtype) -> PackedWeight | None:
 @cache
 def _kernel() -> Any:
     library = native_library(Instructions.AVX2)
-    assert library is not None, "`NativeLayers.fit` says when there is one"
+    assert library is not None, "`NativeLayers.fit` checks that there is one"
     run = library.outrider_run_layers
     pointers = ctypes.POINTER(ctypes.c_void_p)
     run.argtypes = [

@@ -21,7 +21,7 @@ class RotaryTable:
     ) -> None:
         """`embedding` is a rotary module of transformers; the table has dtype and device of `like`.
 
-        A table that grows is computed anew, and some rotary scalings then change the early positions too: one that
+        A table that grows is computed again, and some rotary scalings then change the early positions too: one that
         `is_whole` has all of `max_positions` from the first.
         """
         self._embedding = embedding

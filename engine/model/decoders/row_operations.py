@@ -1,4 +1,4 @@
-"""Norms, residual sums and rotary embeddings: what stands between a layer's products, row by row.
+"""Norms, residual sums and rotary embeddings: the operations between a layer's products, row by row.
 
 A small model on a processor spends a third of a step there, most of it in the calls themselves: where our kernels
 (`engine/native/rows.c`) run, each is one call.
@@ -22,7 +22,7 @@ _LANES = 16
 
 
 class RowOperations(ABC):
-    """The operations of one model; a row's result does not depend on the rows beside it."""
+    """The operations of one model; a row's result does not depend on other rows."""
 
     @abstractmethod
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ class TorchRows(RowOperations):
     """The operations by torch, on any device."""
 
     def __init__(self, epsilon: float) -> None:
-        """`epsilon` is that of the norms."""
+        """`epsilon` is added to the variance in the norms."""
         self._epsilon = epsilon
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ class NativeRows(RowOperations):
     """The operations by our kernels."""
 
     def __init__(self, epsilon: float) -> None:
-        """`epsilon` is that of the norms."""
+        """`epsilon` is added to the variance in the norms."""
         self._epsilon = epsilon
         self._add_norm, self._norm_heads, self._rotate = _kernels()
 
@@ -121,7 +121,7 @@ def row_operations(hidden_size: int, head_dim: int, weights: Tensor, epsilon: fl
 @cache
 def _kernels() -> tuple[Any, Any, Any]:
     library = native_library(Instructions.AVX2)
-    assert library is not None, "`NativeRows.fit` says when there is one"
+    assert library is not None, "`NativeRows.fit` checks that there is one"
     pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     add_norm, norm_heads = library.outrider_add_norm, library.outrider_norm_heads
     rotate_rows = library.outrider_rotate

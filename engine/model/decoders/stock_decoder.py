@@ -17,7 +17,7 @@ from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps, joined
 from engine.model.linear.packed_linear import Linear
 
 _ROW_COUNTER = "attn_temperature_tuning"  # of Llama 4's layers, which scale a query by its row and a cache's length
-_FINAL = -1  # index of the states behind the final norm
+_FINAL = -1  # index of the states after the final norm
 
 
 def counts_rows(model: PreTrainedModel) -> bool:
@@ -58,7 +58,7 @@ class StockDecoder:
 
     @property
     def lm_head(self) -> Linear:
-        """From the states behind the final norm to logits."""
+        """From the states after the final norm to logits."""
         return cast(Linear, self._model.get_output_embeddings())
 
     def logits(self, batch: ForwardBatch) -> Tensor:

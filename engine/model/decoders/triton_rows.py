@@ -1,4 +1,4 @@
-"""Norms on a GPU, a row per program of one Triton kernel: a row's sum has one order, whatever rows are beside it.
+"""Norms on a GPU, a row per program of one Triton kernel: a row's sum has one order in any batch.
 
 Import it only where Triton is installed; TRITON_INTERPRET=1, set before the first import, runs it on the processor.
 """
@@ -19,7 +19,7 @@ from engine.model.decoders.row_operations import TorchRows
 def norm_rows(
     normed,  # [R * GROUP, size]
     total,  # [R, size], with `delta`
-    rows,  # [R, row_stride], of which the first GROUP * size are normed, in groups
+    rows,  # [R, row_stride]; the first GROUP * size are normed, in groups
     delta,  # [R, size] or None
     weight,  # [GROUP, size]
     row_stride,

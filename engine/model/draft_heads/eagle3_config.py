@@ -3,7 +3,7 @@
     original      the layer's fields at the top of config.json, `draft_vocab_size`, perhaps `eagle_config`; `midlayer.*`
     speculators   `speculators_model_type`: eagle3, the layer's fields in `transformer_layer_config`; `layers.0.*`
 
-The original is that of arXiv:2503.01840 and of SpecForge, the other that of vLLM's speculators library.
+The original comes from arXiv:2503.01840 and SpecForge, the other from vLLM's speculators library.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from protos.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Weights:
-    """S is the head's width, F that of all tapped states together, I that of the feed-forward."""
+    """S is the width of the head, F of all tapped states together, I of the feed-forward."""
 
     fc: Tensor  # [S, F]
     qkv: Tensor  # [(heads + 2 * kv heads) * D, 2 * S]

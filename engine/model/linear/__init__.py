@@ -1,1 +1,1 @@
-"""Linear layers: packed, quantized, batch-invariant, and our kernels behind them."""
+"""Linear layers: packed, quantized, batch-invariant, and their kernels."""

@@ -6,7 +6,7 @@ and only in such heights as were seen, at start, to give each row the bits that 
 
     13 rows, heights 2 4 8        8 rows | 4 rows | 1 row and another one that pads it to 2
 
-A kernel sums in an order that follows from the shapes it is given, so one look at random numbers tells heights apart.
+A kernel's order of sums follows from its input shapes, so one trial with random numbers distinguishes heights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def batch_invariant_on_gpu(weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 def batch_invariant(function: Linear, num_inputs: int, dtype: torch.dtype) -> Linear:
-    """`function` of rows [..., num_inputs], each of which has the same result beside any other rows.
+    """`function` of rows [..., num_inputs]; a row's result does not depend on other rows.
 
     Our own kernels give it anyway.
 
@@ -63,7 +63,7 @@ def batch_invariant(function: Linear, num_inputs: int, dtype: torch.dtype) -> Li
 
 @torch.inference_mode()
 def batch_invariant_heights(function: Linear, num_inputs: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """The heights, ascending, in which `function` gives every row the bits that it has in the base height."""
+    """The heights, ascending, whose rows have the same bits as in the base height."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(max(_HEIGHTS), num_inputs, generator=generator).to(dtype)
     expected = torch.cat([function(tile) for tile in torch.split(rows, _BASE_HEIGHT)])

@@ -1,7 +1,7 @@
 """Memory for packed weights: side by side in pages of 2 MiB, where the system has such.
 
-A pass reads every weight once. In pages of 4 KiB each sixty-fourth line of the cache is behind another entry of the
-page table, which a virtual machine translates twice: two cores of such a Xeon read 25 GB/s of them, and 35 GB/s of
+A pass reads every weight once. In pages of 4 KiB every 64 cache lines need another entry of the page
+table, which a virtual machine translates twice: two cores of such a Xeon read 25 GB/s of them, and 35 GB/s of
 large pages (docs/hardware.md). A matrix of a small model is less than a page, so matrices share them.
 """
 

@@ -116,7 +116,7 @@ def alternating(gate: Tensor, up: Tensor) -> Tensor:
 @cache
 def _kernel(name: str) -> Any:
     library = native_library(Instructions.AVX2)
-    assert library is not None, "NativeProduct.fits says when there is one"
+    assert library is not None, "NativeProduct.fits checks that there is one"
     function = getattr(library, name)
     function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3
     function.restype = None

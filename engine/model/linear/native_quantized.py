@@ -35,7 +35,7 @@ class NativeQuantizedProduct:
         Args:
             numbers: [out, in], -127 to 127, or levels 0 to 15 where there are `bases`.
             scales: [out, groups] of float16 precision, of 32 inputs each; without bases of 32 or 64.
-            bases: likewise, or None.
+            bases: of the same shape and precision, or None.
             bias: [out].
         """
         self._num_outputs, self._num_inputs = numbers.shape
@@ -43,7 +43,7 @@ class NativeQuantizedProduct:
         self._is_gated = False
         self._group_size = self._num_inputs // scales.shape[1]
         packed = tiled(_whole_pairs(numbers).to(torch.int8), 4, self._group_size // 4)
-        if bases is not None:  # the levels of the first outputs of a pair below those of the second
+        if bases is not None:  # the first outputs of a pair in the low bits, the second above
             first, second = packed.unbind(2)
             packed = first | second << 4
         self._packed = in_large_pages(packed)
@@ -107,7 +107,7 @@ def _group_sums(numbers: Tensor, group_size: int) -> Tensor:
 
 
 def _whole_pairs(table: Tensor) -> Tensor:
-    """A table [out, ...] with zeros behind it, that the kernel's pairs of 16 outputs are whole."""
+    """A table [out, ...] padded with zeros to the kernel's pairs of 16 outputs."""
     missing = -table.shape[0] % OUTPUTS
     return torch.cat((table, table.new_zeros(missing, *table.shape[1:])))
 
@@ -135,5 +135,5 @@ def _scratch_size() -> Any:
 
 def _library() -> ctypes.CDLL:
     library = native_library(Instructions.AVX2)
-    assert library is not None, "NativeQuantizedProduct.fits says when there is one"
+    assert library is not None, "NativeQuantizedProduct.fits checks that there is one"
     return library

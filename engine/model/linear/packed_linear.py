@@ -42,7 +42,7 @@ def can_reorder(weight: Tensor) -> bool:
 
 
 def linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
-    """The fastest function that computes `F.linear(x, weight, bias)`; it keeps its own copy of what it packs."""
+    """The fastest function that computes `F.linear(x, weight, bias)`; it keeps its own packed copy."""
     return NativeProduct(weight, bias) if NativeProduct.fits(weight) else torch_linear_of(weight, bias)
 
 
@@ -61,7 +61,7 @@ def torch_linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 class PackedLinear(nn.Module):
-    """A layer around what `make_linear` gives, to stand in for `nn.Linear` inside a stock model; inference only."""
+    """A replacement of `nn.Linear` in a stock model that calls the function of `make_linear`; inference only."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, make_linear: LinearFactory = linear_of) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def pack_linears(
     """Replace every linear layer of `model` that gains by a packed one, in place; returns how many.
 
     Any `make_linear` but the default changes the numbers, and so takes all layers whether they gain or not. `make_head`
-    packs the layer that yields the logits; None: `make_linear` does.
+    packs the layer that yields the logits; it defaults to `make_linear`.
 
     Each original weight is freed as soon as it is packed unless another module holds it too (a tied embedding), so the
     model needs at most one layer's memory more than before.

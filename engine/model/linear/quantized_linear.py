@@ -1,13 +1,13 @@
-"""Linear layers with int8 or int4 weights: fewer bytes per step where reading the weights is what a step costs.
+"""Linear layers with int8 or int4 weights: fewer bytes per step where a step's cost is reading weights.
 
 A weight has a scale (int4: and a base) for every 32 inputs of an output, as in llama.cpp's Q8_0 and Q4_1, or for 64
 of int8, which has precision to spare. Rows are rounded to 8 bits in the same groups, with a base where the weights
 have none. Real models have a few inputs a thousand times as large as the rest (arXiv:2402.17762): one scale
 per row would round the rest away. Sums within a group are exact, and groups are added in the order of the inputs: a
-row's result does not depend on the rows beside it.
+row's result does not depend on other rows.
 
 Products run on our own kernel (`engine.model.linear.native_quantized`). The last product, from states to logits, stays
-int8 where the others are int4. The distribution that is served is that of the quantized weights; everything above this
+int8 where the others are int4. The served distribution follows from the quantized weights; everything above this
 file is exact with respect to it.
 """
 
@@ -45,7 +45,7 @@ class QuantizedWeight:
     bases: Tensor | None = None
 
     def dequantized(self) -> Tensor:
-        """The weight that these stand for, [out, in] float32."""
+        """The weight that these levels encode, [out, in] float32."""
         groups: Tensor = self.numbers.float().unflatten(1, (self.scales.shape[1], -1)) * self.scales[..., None]
         return (groups if self.bases is None else groups + self.bases[..., None]).flatten(1)
 
@@ -87,8 +87,8 @@ def quantize(weight: Tensor, quantization: Quantization, *, is_head: bool = Fals
     Args:
         weight: of any floating dtype.
         quantization: of the model.
-        is_head: the weight yields the logits, which int4 would cost most of what it costs in all, and groups of 64
-            more than other weights. (It is multiplied by the last rows of a prompt, not by all.)
+        is_head: the weight yields the logits. It would cause most of int4's loss, and more than other weights with
+            groups of 64. (It is multiplied by the last rows of a prompt only.)
     """
     if quantization is Quantization.NONE or not NativeQuantizedProduct.fits(weight):
         return None
@@ -98,7 +98,7 @@ def quantize(weight: Tensor, quantization: Quantization, *, is_head: bool = Fals
 
 
 def linear_factory(quantization: Quantization, *, is_head: bool = False) -> LinearFactory:
-    """Return the function that packs a weight [out, in] and a bias [out], and gives the one that multiplies by them."""
+    """Return a function that packs a weight [out, in] and a bias [out] and returns their product function."""
     if quantization is Quantization.NONE:
         return linear_of
     return partial(_quantized_linear, quantization, is_head)
@@ -113,7 +113,7 @@ def can_quantize(device: torch.device) -> bool:
 def dequantized(model: PreTrainedModel, quantization: Quantization) -> Iterator[None]:
     """Within it, the linear layers of `model` multiply by their quantized weights, in float32 and by plain torch.
 
-    It is what a quantized model is compared with: the rounding of weights is in both, and a wrong kernel in one.
+    The reference of a quantized model: both round the weights, but only one runs the kernel.
     """
     head = model.get_output_embeddings()
     changed = []

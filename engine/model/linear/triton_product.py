@@ -1,10 +1,11 @@
-"""Products on a GPU in which a row has the same bits in whatever company it comes: one Triton kernel, of fixed tiles.
+"""Batch-invariant products on a GPU: one Triton kernel with fixed tiles gives a row the same bits in any batch.
 
     out [M, N] = x [M, K] W^T        a program: 16 rows, 32 outputs, and K from first to last
 
-Libraries choose tiles, and splits of K, by the number of rows, and with them the order of their sums. Here a row's
-order is that of K. Passes of many rows are computed in taller tiles if these, tried at start, give a row the same bits.
-Import it only where Triton is installed; TRITON_INTERPRET=1, set before the first import, runs it on the processor.
+Libraries choose tiles, and splits of K, by the number of rows, and with them the order of their sums. Here a row is
+summed in the order of K. Passes of many rows are computed in taller tiles if these, tried at start, give a row the same
+bits. Import it only where Triton is installed; TRITON_INTERPRET=1, set before the first import, runs it on the
+processor.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -114,7 +115,7 @@ class TritonProduct:
         return out
 
     def _are_alike(self, tall: _Tile) -> bool:
-        """Return whether a tall tile gives rows the bits of the low one: one look at random numbers tells."""
+        """Return whether a tall tile gives rows the bits of the low one, by a trial with random numbers."""
         if not self._weight.is_cuda:
             return False  # nothing to gain
         generator = torch.Generator().manual_seed(0)
