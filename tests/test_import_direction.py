@@ -1,9 +1,8 @@
-"""Imports point one way: between packages, and between a package's folders, in the order of docs/architecture.md."""
+"""Imports point one way: between packages, and between a package's folders, in the order of tests/import_order.txt."""
 
 from __future__ import annotations
 
 import ast
-import re
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -55,11 +54,9 @@ MOST_ENTRIES = {"router": 12, "actors": 12, "bench": 12}  # of other folders 18
 
 
 def orders() -> dict[str, list[list[str]]]:
-    """The lines `folder: high > low low > lowest` of docs/architecture.md: levels, from importing to imported."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    block = re.search(r"```order\n(.*?)```", text, re.DOTALL)
-    assert block is not None
-    lines = block[1].replace("\n    ", " ").strip().splitlines()
+    """Return the levels of each folder in tests/import_order.txt, from importing to imported."""
+    text = (ROOT / "tests" / "import_order.txt").read_text(encoding="utf-8")
+    lines = [line for line in text.replace("\n    ", " ").splitlines() if not line.startswith("#")]
     split = (line.partition(":") for line in lines)
     return {folder: [level.split() for level in levels.split(">")] for folder, _, levels in split}
 
@@ -116,7 +113,7 @@ def test_folders_of_a_package_import_in_the_documented_order(folder: str, levels
     height = {name: -level for level, names in enumerate(levels) for name in names}
     inside = [file for file in FILES if entry(file, folder) is not None]
     entries = {entry(file, folder) for file in inside}
-    assert entries == set(height), "docs/architecture.md names other entries than the folder has"
+    assert entries == set(height), "tests/import_order.txt names other entries than the folder has"
     for file in inside:
         for other in imported_files(file):
             name, imported = entry(file, folder), entry(other, folder)
