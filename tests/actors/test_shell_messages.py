@@ -54,7 +54,7 @@ def test_a_grammar_reaches_the_draft_unchanged() -> None:
 
 # What a draft need not know of a request; a new field of one belongs here, or into `Open`.
 NOT_FOR_DRAFTS = {
-    "speculation",  # but for `verify` and the number of drafts, which `Open` has
+    "speculation",  # except `verify` and the number of drafts, which `Open` has
     "priority",
     "timeout_s",
     "prediction_token_ids",

@@ -78,7 +78,7 @@ async def http(service: GenerationService) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 async def base_url(service: GenerationService) -> AsyncIterator[str]:
-    """The app behind a real server, in the test's own loop."""
+    """The app on a real server, in the test's own loop."""
     server = uvicorn.Server(uvicorn.Config(build_app(service, ApiKeys()), log_level="error", lifespan="off"))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

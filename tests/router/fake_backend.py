@@ -38,7 +38,7 @@ def count_up(request: GenerateRequest, token_ids: Sequence[int]) -> int:
 
 
 def say(*token_ids: int) -> NextToken:
-    """Return a model that says this, whatever the prompt."""
+    """Return a model that generates this after any prompt."""
 
     def next_token(request: GenerateRequest, so_far: Sequence[int]) -> int:
         return token_ids[(len(so_far) - len(request.prompt_token_ids)) % len(token_ids)]
@@ -80,7 +80,7 @@ class FakeBackend:
                 self._idle.set()
 
     async def until_idle(self) -> None:
-        """Returns once nothing runs; the time-out says that something was never closed."""
+        """Returns once nothing runs; a time-out means that something was never closed."""
         async with asyncio.timeout(5):
             await self._idle.wait()
 

@@ -1,4 +1,4 @@
-"""The limits that docs/security.md names are those of the code."""
+"""The limits in docs/security.md equal the code's."""
 
 from __future__ import annotations
 

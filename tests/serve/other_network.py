@@ -1,4 +1,4 @@
-"""A network of its own beside this machine's, with one way between them: what a stranger's machine would reach."""
+"""A second network, linked to this machine's, as seen from a stranger's machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-# Prints for each port what a stranger's calls get there: the status and first bytes over HTTP, the codes over gRPC.
+# Prints the results of a stranger's calls to each port: the status and first bytes over HTTP, the codes over gRPC.
 _PROBE = """
 import http.client, json, sys, grpc
 
@@ -87,7 +87,7 @@ def other_network() -> Iterator[None]:
 
 
 def probe_from_there(host: str, ports: set[int]) -> dict[str, dict[str, Any]]:
-    """Return for each port of `host` what a stranger gets: status and first bytes over HTTP, codes of gRPC's calls."""
+    """Return a stranger's results for each port of `host`: status and first bytes over HTTP, codes of gRPC's calls."""
     command = ["ip", "netns", "exec", _NAME, sys.executable, "-c", _PROBE, host, *map(str, sorted(ports))]
     probe = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     found: dict[str, dict[str, Any]] = json.loads(probe.stdout)
@@ -95,7 +95,7 @@ def probe_from_there(host: str, ports: set[int]) -> dict[str, dict[str, Any]]:
 
 
 def listening_ports() -> set[int]:
-    """Return the TCP ports on which this process and its children listen on more than the loopback."""
+    """Return the TCP ports of this process and its children that accept more than loopback."""
     connections = []
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
         with suppress(psutil.Error):

@@ -18,7 +18,7 @@ from ray import serve
 
 from cluster.deploy_file import VLLM_SERVICER_FUNCTION, DeployFile, read_deploy_file
 from cluster.local.local_cluster import LocalCluster
-from cluster.local.ports import free_port as free_port  # for the tests beside this
+from cluster.local.ports import free_port as free_port  # for the tests in this folder
 
 MODEL = "tiny"
 BUNDLED = Path(__file__).parents[2] / "deploy.yaml"
@@ -75,7 +75,7 @@ class ServedPair:
 
 
 def cluster_logs() -> str:
-    """Return what the workers of this test's cluster have written."""
+    """Return the logs of the workers of this test's cluster."""
     folder = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
     return "\n".join(file.read_text(errors="replace") for file in folder.glob("worker-*.err"))
 
@@ -107,7 +107,7 @@ def once(number: int, action: Callable[[], None]) -> Callable[[int], None]:
 
 
 def eventually(is_so: Callable[[], bool], timeout_s: float = 180.0) -> None:
-    """Wait until something becomes true, and ask ever more rarely: what is waited for wants the same cores."""
+    """Wait until a condition is true, checking ever more rarely: the awaited work needs the same cores."""
     deadline_s, pause_s = time.monotonic() + timeout_s, 0.1
     while not is_so():
         assert time.monotonic() < deadline_s, f"not so after {timeout_s} s"
@@ -120,12 +120,12 @@ class SharedCluster:
 
     Args:
         local: the cluster, not started.
-        home: the folder in which it is started.
+        home: its working folder.
     """
 
     def __init__(self, local: LocalCluster, home: Path) -> None:
         self.local = local
-        self.ports = (free_port(), free_port())  # HTTP, gRPC: Serve keeps those of its first application
+        self.ports = (free_port(), free_port())  # HTTP, gRPC: Serve keeps the ports of its first application
         self._home = home
         self._served: ServedPair | None = None
 

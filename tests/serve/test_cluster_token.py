@@ -32,7 +32,7 @@ print("engine of", ray.get(owner.remote(), timeout=100))
 
 
 def call_without(address: str, **changes: str) -> str:
-    """Return what a process prints that joins the cluster with these variables in place of the token's."""
+    """Return the output of a process that joins the cluster with these variables instead of the token's."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     variables = {**kept, **changes, "RAY_gcs_rpc_server_connect_timeout_s": "2"}
     caller = subprocess.run(

@@ -1,6 +1,6 @@
 """Settings of drafts over HTTP: adaptive lengths, two drafts that work ahead, one of them with another tokenizer.
 
-That is detected at start. Requests that name no method get the one that is measured to be the fastest.
+That is detected at start. Requests that name no method get the fastest by measurement.
 """
 
 import json

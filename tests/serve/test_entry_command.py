@@ -1,4 +1,4 @@
-"""`outrider serve` on Ray as its user runs it: from the command to its last process, beside another cluster."""
+"""`outrider serve` on Ray as its user runs it: from the command to its last process, while another cluster runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ START_S, STOP_S = 240.0, 120.0
 
 
 class Terminal:
-    """A terminal in which a command runs; `text` is what it has printed."""
+    """A terminal that runs a command; `text` is its output so far."""
 
     def __init__(self) -> None:
         self.text = ""

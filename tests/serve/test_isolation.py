@@ -1,4 +1,4 @@
-"""Two tenants share a pair, and neither finds out what the other has asked: not by counts, not by times."""
+"""Two tenants share a pair, and neither learns of the other's prompts: not by counts, not by times."""
 
 import random
 import statistics
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 SECOND_KEY = "key-of-second"
 PROBE_LENGTH = 440
-NUM_PROBES = 21  # medians of fewer are not sure to tell a prompt that is cached from one that is not
+NUM_PROBES = 21  # medians of fewer may not distinguish a cached prompt from a new one
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def pair(cluster: SharedCluster, tmp_path_factory: pytest.TempPathFactory) -> Se
 
 
 def test_a_tenant_finds_nothing_of_another_by_counts_or_times(pair: ServedPair) -> None:
-    """Each text is asked for by the first tenant twice, then by the second, who tries the first one's salt too."""
+    """The first tenant sends each text twice, then the second sends it, also with the first one's salt."""
     clients = {"new": pair.client, "again": pair.client, "second": pair.client.with_options(api_key=SECOND_KEY)}
     cached, accepted, seconds = ({name: [] for name in clients} for _ in range(3))
     options = {"cache_salt": "ours", "ignore_eos": True, "speculation": {"method": "suffix"}}

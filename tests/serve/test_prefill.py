@@ -77,7 +77,7 @@ def test_long_prompts_are_prefilled_remotely_with_the_same_text(served: ServedPa
     first = texts(served, "first")
     remote, local = (served.metric(f"outrider_prefill_{where}_tokens") for where in ("remote", "local"))
     assert remote + local == 4 * PROMPT_TOKENS
-    assert remote >= PROMPT_TOKENS - 16, "the first prompt is prefilled remotely but for its last block"
+    assert remote >= PROMPT_TOKENS - 16, "the first prompt is prefilled remotely except its last block"
     assert not any(failures(served).values())
     assert served.metric("outrider_prefill_transfer_seconds") > 0
     assert served.metric("outrider_prefill_replica_computed_tokens") >= remote

@@ -1,4 +1,4 @@
-"""Blocks of one prompt from two prefill replicas: those that one has computed before, and those behind them."""
+"""Blocks of one prompt from two prefill replicas: blocks that one has computed before, and the blocks after them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def served(cluster: SharedCluster, tiny_pair: Path) -> ServedPair:
-    """Orders go to either replica by chance; the pair has room for one prompt, so each prompt evicts the one before."""
+    """Orders go to either replica by chance; the pair has room for one prompt, so each evicts its predecessor."""
     prefill = {**PREFILL, "num_replicas": 2, "memory_gib": 64 * MIB / (1 << 30)}
     return cluster.serve(tiny_pair, prefill=prefill, cache={"num_blocks": 160}, router={"policy": "random"})
 
@@ -36,9 +36,7 @@ def test_a_prompts_blocks_come_from_two_replicas_and_its_text_is_the_same(served
         return copied(served) > 0
 
     eventually(has_copied)
-    assert copied(served) == PROMPT_TOKENS - 16, (
-        "all blocks of the prefix but for its last one, which the pair computed"
-    )
+    assert copied(served) == PROMPT_TOKENS - 16, "all blocks of the prefix except its last one, which the pair computed"
     assert not any(failures(served).values())
 
 

@@ -27,7 +27,7 @@ PROMPT = [3, 5, 7, 9]
 NUM_TOKENS = 3
 NUM_CHOICES = 10  # times 21 classes: what one pair takes at a time
 NUM_REQUESTS = 25  # per class: 250 samples
-NUM_COUPLED_REQUESTS = 5  # whose tokens are those of the same seeds without drafts, one by one
+NUM_COUPLED_REQUESTS = 5  # whose tokens equal the tokens of the same seeds without drafts
 ALPHA = 1e-6
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -111,7 +111,7 @@ async def test_every_parameter_under_every_verification_has_the_targets_distribu
 
 
 async def test_coupled_verification_gives_the_tokens_that_a_seed_has_without_drafts(served: ServedPair) -> None:
-    """Its distribution is that of the class without drafts, which is tested above."""
+    """Its distribution equals the distribution without drafts, which is tested above."""
     num_accepted = served.metric("outrider_spec_decode_num_accepted_tokens")
     async with httpx.AsyncClient(base_url=served.url, timeout=120.0) as client:
         for seed in range(NUM_COUPLED_REQUESTS):
@@ -125,7 +125,7 @@ async def test_coupled_verification_gives_the_tokens_that_a_seed_has_without_dra
 
 @pytest.mark.parametrize("name", ["presence 2", "repetition 2, frequency 1"])
 def test_the_samples_suffice_to_refute_stale_penalties(name: str, tiny_pair: Path) -> None:
-    """In 20 of 20 draws they refute a verifier that judges each draft without the draft before it."""
+    """In 20 of 20 draws they refute a verifier that scores each draft without the draft before it."""
     model = AutoModelForCausalLM.from_pretrained(tiny_pair / "target", dtype=torch.float32)
     sampling = SamplingParams(**SAMPLINGS[name])
     claimed = probs_of_first_tokens(model, PROMPT, sampling, NUM_TOKENS)

@@ -1,4 +1,4 @@
-"""The application on Ray, over HTTP and gRPC: the same tokens whichever actor is killed, and no leaked blocks.
+"""The application on Ray, over HTTP and gRPC: the same tokens after any actor's death, and no leaked blocks.
 
 The tests run in order: a redeploy lets the pair finish its streams, and the last one takes the application down.
 """
@@ -45,8 +45,8 @@ from tests.serve.served_pair import MODEL, ServedPair, eventually, once, process
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 LONG = 3000  # tokens of a stream that outlasts a redeploy, or the restart of a killed draft
-START = 200  # tokens after which a disturbance begins
-REST = 1000  # tokens that a stream still has to bring after it
+START = 200  # tokens before a disturbance begins
+REST = 1000  # tokens that a stream must still deliver after it
 
 
 def target_path(served: ServedPair) -> Path:
@@ -70,7 +70,7 @@ def plain_tokens(path: Path, temperature: float, num_tokens: int, prompt: list[i
 
 @pytest.fixture(scope="module")
 def long_text(served: ServedPair) -> list[int]:
-    """The tokens of every long stream, however it is disturbed: those of the target alone."""
+    """The target's own tokens: every long stream has them despite disturbances."""
     return plain_tokens(target_path(served), 1.0, LONG)
 
 
@@ -210,7 +210,7 @@ def test_no_monitor_of_ray_runs_beside_the_models(served: ServedPair):
 
 
 def test_another_network_gets_numbers_of_processes_and_nothing_else(served: ServedPair):
-    """Requests that docs/security.md lists are refused there, but for the exporters of metrics."""
+    """Requests that docs/security.md lists are refused there, except to the exporters of metrics."""
     ports, clients = listening_ports(), {served.file.http_port, served.file.grpc_port}
     try:
         with other_network():
@@ -285,9 +285,9 @@ def test_a_killed_draft_costs_no_token_and_comes_back(served: ServedPair, long_t
 
 
 def test_drafts_are_exchanged_and_an_unfit_one_refused_while_streams_go_on(served: ServedPair, tmp_path: Path):
-    """Of every stream beside the exchange the tokens are compared with those of the target alone.
+    """The tokens of every stream during the exchange equal the target's own.
 
-    The other draft stays for the tests behind this one: no text depends on it.
+    The other draft stays for later tests: no text depends on it.
     """
     draft, other, spoilt = target_path(served).parent / "draft", tmp_path / "other", tmp_path / "spoilt"
     write_changed(draft, other, lambda weight: weight + 0.02 * torch.randn_like(weight))
@@ -423,7 +423,7 @@ def redeploy(served: ServedPair, **changes: object) -> None:
     deployment = copy.deepcopy(served.file.deployment)
     (application,) = deployment["applications"]
     application["args"].update(changes)
-    del application["deployments"]  # a pair that stops may finish its streams: at shutdown there is none to move to
+    del application["deployments"]  # a pair that stops may finish its streams: at shutdown no other pair can take them
     file = served.file
     served.cluster.deploy(DeployFile(deployment, file.http_host, file.http_port, file.grpc_port, file.config))
     served.cluster.wait_running(lambda status: None)

@@ -50,7 +50,7 @@ class TwoNodes(LocalCluster):
         ray.init(address=self._cluster.address, namespace="serve", log_to_driver=False)
 
     def add_gpu_node(self) -> None:
-        """Add a node that says it has two GPUs; no process can compute on them."""
+        """Add a node that claims to have two GPUs; no process can compute on them."""
         assert self._cluster is not None
         self._cluster.add_node(num_cpus=2, num_gpus=2, resources={"accelerator_type:H100": 1})
 

@@ -371,7 +371,7 @@ def test_only_the_sequences_that_miss_are_waited_for(channel, draft):
 
 
 def test_offers_made_ahead_are_no_answer_times(channel, draft, sequence):
-    """A frame that waited for the whole verification says nothing about how long an answer takes."""
+    """A frame that waited for the whole verification is no measure of answer times."""
     channel.open(sequence)
     channel.flush()
     offer_ahead(draft, Offer("a", 3, Draft((11,)), (7,)))

@@ -1,4 +1,4 @@
-"""Engine, channel and draft model over a real socket: both disciplines say what the target alone says.
+"""Engine, channel and draft model over a real socket: both disciplines give the target's own tokens.
 
 The draft serves from a thread. The target is as slow as a large one: it gives the draft the time to look ahead. Nothing
 but the hit rate hangs on it.
@@ -77,7 +77,7 @@ def slow_down(
 
 
 def charge_little_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft budget is told that drafts take a hundredth of a pass, whatever a busy machine makes of them."""
+    """Report to the draft budget that drafts take a hundredth of a pass, even on a busy machine."""
     observe = DraftBudget.observe
 
     def observe_quiet(budget: DraftBudget, passes, time: PassTime | None, num_prompt_rows: int = 0) -> None:

@@ -20,7 +20,7 @@ FOREVER = 100_000  # steps of a millisecond: what waits for their end is not ans
 
 
 class CountingProposer:
-    """Drafts the numbers after the last token, and remembers what it was told."""
+    """Drafts the numbers after the last token, and records its calls."""
 
     def __init__(self) -> None:
         self.open_ids: set[str] = set()
@@ -161,7 +161,7 @@ class Target:
 
 
 class CountingAheadDrafter:
-    """Expects that all drafts stand and the next number follows; does so in steps of a millisecond, `num_steps`."""
+    """Predicts that all drafts are accepted and the next number follows; takes `num_steps` steps of a millisecond."""
 
     def __init__(self) -> None:
         self.num_steps = 1
@@ -243,7 +243,7 @@ def test_a_verdict_ends_what_was_prepared_for_it_at_once(async_target, ahead_dra
     async_target.send(Round(commits=(Commit("a", 2, (3,), 2),)), 1.0)
     assert drafts_of(async_target.hear()) == {"a": (3, (4, 5))}  # nothing had been offered yet
     ahead_drafter.num_steps = 1
-    async_target.send(Round(closes=("unknown",)), 1.0)  # any news ends it, and it begins anew
+    async_target.send(Round(closes=("unknown",)), 1.0)  # any news ends it, and it begins again
     assert outcomes_of(async_target.hear()) == {(4, 5, 6): (7, 8)}
     assert ahead_drafter.num_stopped == 2
 

@@ -1,4 +1,4 @@
-"""The loop's progress, seconds of an engine that has work and of which nothing comes; when it reports."""
+"""The loop's progress: seconds without output while the engine has work, and the times of reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEP_S = 10.0
 
 
 class Script:
-    """An engine by a script: per step, the prompt tokens that wait behind it, and whether it brings a chunk."""
+    """A scripted engine: per step, the prompt tokens still waiting, and whether it returns a chunk."""
 
     def __init__(self, steps: list[tuple[int, bool]], step_s: float = STEP_S) -> None:
         self._steps = steps
@@ -116,7 +116,7 @@ def test_the_last_step_is_reported_before_the_engine_waits() -> None:
 
 
 def test_an_answer_is_in_the_numbers_before_it_leaves() -> None:
-    """A client that asks for metrics behind its answer finds it there, however short the request was."""
+    """A client that scrapes metrics after its answer finds it counted, even after a short request."""
     order: list[str] = []
 
     class Answering(Script):

@@ -1,4 +1,4 @@
-"""A pair and the router's index, with each of them dying: what the index knows in the end is what the target holds."""
+"""A pair and the router's index, with each of them dying: in the end the index equals the target's cache."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -50,7 +50,7 @@ class FakeIndex:
 
 
 class FakeTarget:
-    """A cache that tells the reporter what a `TargetClient` would."""
+    """A cache that calls the reporter as a `TargetClient` does."""
 
     def __init__(self, reporter: IndexReporter) -> None:
         self.reporter = reporter

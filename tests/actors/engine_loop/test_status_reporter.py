@@ -1,4 +1,4 @@
-"""Frames about the target itself: when one is sent to the shell, and what is left out."""
+"""Frames about the target itself: when one is sent to the shell, and which fields it omits."""
 
 from actors.engine_loop.kv_event_buffer import KVEventBuffer
 from actors.engine_loop.status_reporter import StatusReporter

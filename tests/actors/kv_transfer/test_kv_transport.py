@@ -34,7 +34,7 @@ TIMEOUT_S = 20.0
 
 
 class ScriptedPrefill:
-    """A handle whose streams bring these replies; an exception among them is raised."""
+    """A handle whose streams yield these replies; an exception among them is raised."""
 
     def __init__(self, *replies: PrefillReply | Exception) -> None:
         self._replies = replies
@@ -126,7 +126,7 @@ def test_the_stream_is_not_ended_while_its_blocks_are_read(is_given_up: bool) ->
     if is_given_up:
         transport.cancel(7)
     time.sleep(0.05)
-    assert prefill.num_ended == 0, "the replica would free what is being read"
+    assert prefill.num_ended == 0, "the replica would free blocks during the read"
     carrier.may_read.set()
     until(lambda: prefill.num_ended == 1)
     assert carrier.num_readers == 0

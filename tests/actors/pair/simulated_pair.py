@@ -16,9 +16,9 @@ OLD = DraftReport("pair-1", "/old", "old", 10.0, is_deployed=True)
 
 @dataclass
 class SimulatedPair:
-    """A pair in which every second has `speeds[path]` tokens, with a little noise; time passes where it is slept.
+    """A pair with `speeds[path]` tokens per second, with a little noise; time passes only in sleeps.
 
-    A start that is in `failing`, by its number, fails. The target starts anew at `restart_at_s`.
+    `failing` holds the numbers of the starts that fail. The target restarts at `restart_at_s`.
     """
 
     speeds: dict[str, float]

@@ -1,4 +1,4 @@
-"""The bound on requests in a pair: whole requests are let in or refused, and told when to come again."""
+"""The bound on requests in a pair: whole requests are admitted, or refused with a time to retry."""
 
 import pytest
 

@@ -19,7 +19,7 @@ OLD = DraftReport("pair-1", "/old", "old", 10.0, is_deployed=True)
 
 @dataclass
 class FakeProcess:
-    """Runs whatever path it is told, but for those that are `late`; each start waits for `gate`."""
+    """Runs any path except the `late` ones; each start waits for `gate`."""
 
     late: set[str] = field(default_factory=set)
     started: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Several draft models of a pair: orders go to the one they name, one at a time, and alarms to the one that fell."""
+"""Several draft models of a pair: orders and alarms go to the named draft, one order at a time."""
 
 from __future__ import annotations
 

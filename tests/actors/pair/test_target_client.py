@@ -89,7 +89,7 @@ class CountingEngine:
 
 
 class Target:
-    """An engine loop behind a socket, as a `TargetActor` runs it."""
+    """An engine loop on a socket, as a `TargetActor` runs it."""
 
     def __init__(self, path: Path) -> None:
         self.engine = CountingEngine()

@@ -19,7 +19,7 @@ SETTINGS = PairSettings(EngineConfig(ModelConfig("m")), step_timeout_s=120.0, re
 
 
 class ScriptedClient:
-    """Answers pings as it is told."""
+    """Answers pings by a script."""
 
     def __init__(self) -> None:
         self.is_connected = True

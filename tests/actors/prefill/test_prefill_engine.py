@@ -1,4 +1,4 @@
-"""A prefill replica without Ray: what it replies, and how long it keeps what a pair reads out of its memory."""
+"""A prefill replica without Ray: its replies, and how long it keeps blocks for a pair to fetch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ORDER = FetchOrder(7, "a", PROMPT, 0, "", TIMEOUT_S)
 
 
 class FakeCarrier:
-    """Keeps what is sent until it is released; `may_send` holds it up."""
+    """Keeps sent blocks until they are released; `may_send` delays sending."""
 
     def __init__(self) -> None:
         self.kept: dict[str, Tensor] = {}
@@ -72,7 +72,7 @@ class FakeIndex:
 
     @property
     def keys(self) -> set[bytes]:
-        """Keys that the reports say are cached."""
+        """Keys that the reports list as cached."""
         kept: set[bytes] = set()
         for report in self.reports:
             kept |= set(split_keys(report.snapshot or b""))
@@ -225,7 +225,7 @@ def values(replies: list[PrefillReply]) -> np.ndarray:
     return np.concatenate([each for each in replies if isinstance(each, np.ndarray)]).view(np.float32)
 
 
-LONGER = replace(ORDER, fetch_id=8, token_ids=PROMPT + tuple(range(5, 37)))  # two blocks behind those of `PROMPT`
+LONGER = replace(ORDER, fetch_id=8, token_ids=PROMPT + tuple(range(5, 37)))  # two blocks after the blocks of `PROMPT`
 
 
 async def test_a_prefix_that_another_replica_holds_is_copied_and_the_rest_computed(

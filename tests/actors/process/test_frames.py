@@ -1,4 +1,4 @@
-"""Frames survive any cut of the stream, and a socket never makes anyone wait for longer than was said."""
+"""Frames survive any cut of the stream, and no wait on a socket exceeds its limit."""
 
 import random
 import socket

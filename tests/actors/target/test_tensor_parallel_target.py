@@ -1,4 +1,4 @@
-"""A target in two processes behind the shell's socket: the texts of one process, and an end when one of them dies."""
+"""A target in two processes on the shell's socket: the same texts as one process, and an end when one dies."""
 
 import asyncio
 import multiprocessing

@@ -38,7 +38,7 @@ OPTIONAL = {"ancestors": None, "positions": None, "sinks": None, "key_scales": N
 
 
 def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> None:
-    """`types` are of the arguments that POINTERS and NUMBERS do not know, or that are not as they say."""
+    """`types` are of the arguments missing in POINTERS and NUMBERS, or with another type than there."""
     known = {**POINTERS, **NUMBERS, **types}
     signature = {name: "constexpr" if name in constants else known[name] for name in kernel.arg_names}
     aligned = [

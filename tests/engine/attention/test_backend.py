@@ -1,4 +1,4 @@
-"""Which attention a device gets, and what is said where it cannot have the configured one."""
+"""The attention backend of each device, and the error if it cannot have the configured one."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ NUM_BLOCKS = -(-LENGTH // BLOCK_SIZE)
 
 
 class Text:
-    """Queries, keys and values of one text in a pool, beside another one."""
+    """Queries, keys and values of one text in a pool with another one."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -64,7 +64,7 @@ class Text:
         return plan(spans, self.cache).whole(slots).attend(0, query, key, value, options)[0]
 
     def in_pieces(self, plan: PlanAttention, cuts: Seq[int], options: LayerOptions) -> Tensor:
-        """Rows from FIRST on, cut at `cuts`; every second piece has the other text beside it, before or behind."""
+        """Rows from FIRST on, cut at `cuts`; every second piece has the other text in its batch, before or after it."""
         found = []
         for index, (start, end) in enumerate(pairwise((FIRST, *cuts, LENGTH))):
             mine, other = (0, start, end), (1, 20 * index, 20 * index + 7)

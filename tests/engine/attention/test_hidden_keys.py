@@ -51,7 +51,7 @@ def last(world: AttentionWorld) -> list[int]:
 
 
 def past(world: AttentionWorld) -> list[int]:
-    """A place before each span, out of the windows of these tests; its first place where there is none."""
+    """A place before each span, out of the windows of these tests, or its first place."""
     return [max(0, span.start - 8) for span in world.spans]
 
 

@@ -50,7 +50,7 @@ def test_a_row_sees_its_own_blocks_up_to_its_position(window: int | None):
 
 
 def random_group(dice: random.Random, first_block: int) -> SharedExtents:
-    """Up to four branches that part anywhere behind a prefix of three blocks; they all compute two rows."""
+    """Up to four branches that diverge anywhere after a prefix of three blocks; each computes two rows."""
     tables = []
     for branch in range(dice.randint(1, 4)):
         num_shared = dice.randint(2, 3)

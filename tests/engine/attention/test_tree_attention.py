@@ -1,4 +1,4 @@
-"""Rows of a draft tree compute what the chains of their ancestors compute, in every layout and family."""
+"""Rows of a draft tree equal rows of their ancestors' chains, in every layout and family."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_how_a_row_is_split_does_not_depend_on_its_neighbours() -> None:
 
 def test_a_window_skips_the_keys_that_no_row_of_a_tree_sees() -> None:
     (tile,) = tiles_of(whole_tiles(laid_out([span(200, 3, (-1, -1, -1))]), 20, TILING, 1))
-    assert tile.begin == 176  # all nodes stand at position 200, and see from 181 on
+    assert tile.begin == 176  # all nodes are at position 200, and see from 181 on
     assert (tile.tree_start, tile.end) == (200, 203)
 
 

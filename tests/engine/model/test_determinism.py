@@ -71,7 +71,7 @@ def span(start: int, end: int, tokens: Seq[int] = TEXT, table: Seq[int] = TABLE)
 
 
 def in_pieces(runner: ModelRunner, ends: Seq[int], *, beside: bool) -> Tensor:
-    """Logits of `TEXT` cut at `ends`; `beside`: in company of another sequence, before and behind it in turn."""
+    """Logits of `TEXT` cut at `ends`; `beside`: in a batch with another sequence, before and after it in turn."""
     rows = []
     for index, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
         spans = [span(start, end)]
@@ -168,7 +168,7 @@ def test_our_own_kernel_makes_models_with_softcaps_deterministic(folders: dict[s
 
 
 class _CompanionableAttention:
-    """A row's result is another one beside a second span."""
+    """A row's result changes if the batch has a second span."""
 
     def __init__(self, spans: Seq[Span], cache: KVCache) -> None:
         self._plan = TorchAttention(spans, cache)

@@ -1,4 +1,4 @@
-"""Sampling defaults of a request are the checkpoint's, or those of OpenAI's API."""
+"""Sampling defaults of a request are the checkpoint's, or else OpenAI's."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The KV pool of a GPU is what is left of a share of it; a GPU without room for one block is refused by its numbers."""
+"""The KV pool of a GPU is the rest of its share; a GPU without room for one block is refused by its numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pool_gib(cache: CacheConfig, used_gib: tuple[float, float, float], logits_gi
 
 def test_the_pool_is_what_all_else_leaves_of_the_share(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    # 72 of 80; 2 of others, 16 of weights, 5 of passes of which 1 is the trial's pool, twice 0.5 of scores
+    # 72 of 80; 2 of others, 16 of weights, 5 of passes (1 of them the trial's pool), twice 0.5 of scores
     assert pool_gib(CacheConfig(gpu_memory_utilization=0.9), (2, 18, 23), 0.5) == pytest.approx(72 - 2 - 16 - 4 - 1)
     assert "weights 16.00, passes and recordings 4.00, sampling 1.00, KV pool 49.00, left free 8.00" in caplog.text
 
@@ -52,7 +52,7 @@ def test_roles_on_one_gpu_count_what_is_their_own_and_fit_beside_each_other() ->
     assert draft_pool == pytest.approx(8 - 2 - 1)
     target_pool = pool_gib(target, (9, 25, 28))
     assert target_pool == pytest.approx(64 - 16 - 2)
-    assert pool_gib(draft, (65, 67, 69)) == pytest.approx(draft_pool), "as before, when it starts again beside it"
+    assert pool_gib(draft, (65, 67, 69)) == pytest.approx(draft_pool), "the same at a restart"
 
 
 def test_no_more_is_taken_than_is_free() -> None:
@@ -80,7 +80,7 @@ def test_a_gpu_without_room_for_a_block_is_refused_with_all_figures() -> None:
 def test_memory_that_ends_while_a_model_is_loaded_is_told_with_the_figures(
     place: str, purpose: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What else is on the GPU is known only now: weights of which the plan said that they fit find others there."""
+    """Other users of the GPU are known only now: weights that fit by the plan find less memory."""
 
     def fail(*args: object, **options: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80")
@@ -99,7 +99,7 @@ def test_a_share_is_above_none_and_at_most_all() -> None:
 
 
 def test_a_runner_makes_its_pool_of_what_was_left_and_computes_as_ever(tmp_path: Path) -> None:
-    """The trial's passes and recordings leave nothing behind; a device with set figures stands for a GPU."""
+    """The trial's passes and recordings leave no trace; a device with fixed figures replaces a GPU."""
     path = str(write_pair(tmp_path, noise=0.05).target)
     graphs = GraphConfig(GraphKind.EAGER, batches=(1, 2), row_counts=(1, 3), max_rows=32)
     model = ModelConfig(path, "float32", "cpu", graphs=graphs)

@@ -75,7 +75,7 @@ def test_a_family_whose_layers_cannot_be_tapped_is_refused(tmp_path: Path) -> No
         PagedModel(stock, taps=HiddenStateTaps((1,)))
 
 
-# ---- what a runner makes of it ------------------------------------------------------------------------------------
+# ---- a runner's use of taps ---------------------------------------------------------------------------------------
 
 CACHE = CacheConfig(16, num_blocks=4, memory_bytes=None)
 

@@ -1,4 +1,4 @@
-"""Lengths that a configuration names: windows, lengths of scalings, chunks; far behind each the logits are the stock's.
+"""Lengths that a configuration names: windows, scaling lengths, chunks; far beyond each, the logits are the stock's.
 
 Sequences are of several lengths, a longer one first, in chunks, their rows in another order in each pass.
 """
@@ -123,7 +123,7 @@ _BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
     [
         BertConfig(**_BERT, vocab_size=VOCAB_SIZE),
         RoCBertConfig(**_BERT, vocab_size=VOCAB_SIZE),
-        RobertaConfig(**_BERT, vocab_size=VOCAB_SIZE, is_decoder=True),  # its positions begin behind the padding's
+        RobertaConfig(**_BERT, vocab_size=VOCAB_SIZE, is_decoder=True),  # its positions begin after the padding's
         FalconH1Config(**PLAIN, **_MAMBA),
     ],
     ids=lambda config: config.model_type,

@@ -1,4 +1,4 @@
-"""Every family of the list in docs/checkpoints.md, in a few random layers: its logits are those of transformers.
+"""Every family of the list in docs/checkpoints.md, in a few random layers: its logits equal transformers'.
 
 Sizes are cut by the names of a configuration's fields, so that a family needs no lines of its own here.
 """
@@ -40,7 +40,7 @@ SIZES = {
     "sliding_window": WINDOW,
     "pad_token_id": None,
 }
-_OPTIONAL = ("head_dim", "q_lora_rank", "sliding_window")  # None stays what it is
+_OPTIONAL = ("head_dim", "q_lora_rank", "sliding_window")  # None stays None
 
 
 def small_config(family: str) -> PreTrainedConfig:

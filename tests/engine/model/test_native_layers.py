@@ -73,7 +73,7 @@ def paged(
 
 
 def logits(model: PagedModel, spans: list[Span], kind: KVDtype = KVDtype.AUTO) -> Tensor:
-    """Logits of `spans` behind the beginning of the text."""
+    """Logits of `spans` after the beginning of the text."""
     cache = model.new_cache(24, 16, kind=kind)
     model.forward(ForwardBatch.of(BEGINNING, cache, native_or_torch))
     return model.forward(ForwardBatch.of(spans, cache, native_or_torch)).clone()

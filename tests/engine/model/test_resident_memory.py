@@ -24,7 +24,7 @@ BIASED = LlamaConfig(**PLAIN, attention_bias=True, mlp_bias=True)
 
 
 def mapped(folder: Path) -> list[str]:
-    """Files below `folder` of which this process has pages mapped."""
+    """Files below `folder` that this process has mapped."""
     return [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
 
 

@@ -1,4 +1,4 @@
-"""`tie_word_embeddings` says which tensor of a checkpoint is the head."""
+"""`tie_word_embeddings` decides which tensor of a checkpoint is the head."""
 
 from __future__ import annotations
 

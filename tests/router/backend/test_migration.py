@@ -77,7 +77,7 @@ async def test_losses_without_progress_end_it() -> None:
 
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let what was lost with another go on at once."""
+    """Let streams that were lost together go on at once."""
     monkeypatch.setattr(migration, "_APART_S", 0.0)
 
 

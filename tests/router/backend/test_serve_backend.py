@@ -46,7 +46,7 @@ async def no() -> bool:
 
 @serve.deployment(name="Pair")
 class ScriptedPair:
-    """The first prompt token says what happens."""
+    """The first prompt token selects the outcome."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[TokenChunk] | TokenChunk, None]:
         if request.prompt_token_ids[0] == SAYS_NOTHING:

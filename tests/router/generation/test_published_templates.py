@@ -36,7 +36,7 @@ DEEP: Call = ("write", {"text": HARD, "count": 3, "deep": {"a": [1, {"b": "}"}]}
 NOW: Call = ("now", {})
 PLAIN: Call = ("write", {"text": TEXT, "count": -1})
 
-# A template, the form of its calls, the texts before and behind them in an answer, and the calls that it can write.
+# A template, the form of its calls, the texts before and after them in an answer, and the calls that it can write.
 PUBLISHED: list[tuple[str, str, str, str, list[Call]]] = [
     ("qwen2.5", "hermes", "<|im_start|>assistant\n", "<|im_end|>", [DEEP, NOW, PLAIN]),
     ("qwen3", "hermes", "</think>", "<|im_end|>", [DEEP, NOW, PLAIN]),

@@ -1,4 +1,4 @@
-"""Content and tool calls are told apart alike however the text is cut into pieces."""
+"""Content and tool calls are separated the same way for any cut of the text into pieces."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_arguments_stream_before_the_call_is_complete() -> None:
 
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
 def test_a_call_that_was_cut_short_ends_for_what_cut_it(reason: FinishReason) -> None:
-    """A client that is told of tool calls reads their arguments as JSON; a stop string may have cut them too."""
+    """A finish reason of tool calls makes clients parse arguments as JSON; a stop string may have cut them too."""
     cut = read(HERMES, ['<tool_call>{"name": "f", "arguments": {"a": '], reason)
     assert cut == Read("", (("f", '{"a": '),), reason)
 

@@ -193,7 +193,7 @@ def test_calls_that_a_template_writes_are_read_in_any_pieces(format_: ToolFormat
             [("now", "{}"), ("now", "{}")],
         ),
         (
-            DSML,  # where the schema says nothing, the mark has the value's type
+            DSML,  # the schema names no type, so the mark has the value's type
             dsml(
                 "tool_calls",
                 dsml_value("count", "true", "3")
@@ -217,7 +217,7 @@ def test_a_text_streams_before_its_call_is_complete() -> None:
     [delta] = parser.read(Delta(0, "<tool_call>\n<function=write>\n<parameter=text>\nline one\nline"))
     assert calls_in(delta) == [("write", '{"text": "line one\\nline')]
     [end] = parser.read(Delta(0, "", finish_reason=FinishReason.STOP))
-    assert end.finish_reason is FinishReason.STOP  # a client told of calls reads their arguments as JSON
+    assert end.finish_reason is FinishReason.STOP  # with `tool_calls` a client would parse arguments as JSON
 
 
 def test_ids_of_calls_are_those_that_the_template_takes_back() -> None:

@@ -1,4 +1,4 @@
-"""The gRPC frontend behind a real grpc.aio server."""
+"""The gRPC frontend on a real grpc.aio server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What published clients send beside the letter of the APIs is taken as vLLM or llama.cpp take it."""
+"""Published clients' deviations from the APIs are accepted as in vLLM or llama.cpp."""
 
 from __future__ import annotations
 

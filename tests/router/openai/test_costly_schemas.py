@@ -1,4 +1,4 @@
-"""The work that a client's schema makes is bounded, done once, and off the event loop; what is refused is charged."""
+"""The work for a client's schema is bounded, done once, and off the event loop; refused schemas are charged."""
 
 from __future__ import annotations
 

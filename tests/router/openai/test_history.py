@@ -1,4 +1,4 @@
-"""What was said before is not judged: by every API it goes to the template as far as it has a text."""
+"""History is accepted leniently: every API passes it to the template as far as it has a text."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def service(service: GenerationService, backend: FakeBackend) -> GenerationServi
     return GenerationService(backend, files, service.config, service.metrics)
 
 
-async def said(http: httpx.AsyncClient, backend: FakeBackend, path: str, body: dict[str, Any]) -> tuple[str, str]:
-    """The prompt, and the header that names what it leaves out."""
+async def rendered(http: httpx.AsyncClient, backend: FakeBackend, path: str, body: dict[str, Any]) -> tuple[str, str]:
+    """The prompt, and the header that names its ignored parts."""
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     answer = await http.post(path, json={limit: 3, **body})
     assert answer.status_code == 200, answer.text
@@ -69,7 +69,7 @@ async def test_arguments_of_any_kind_are_shown(
     http: httpx.AsyncClient, backend: FakeBackend, arguments: object, wanted: str
 ) -> None:
     messages = [HI, called(arguments), {"role": "tool", "tool_call_id": "c", "content": "r"}, MORE]
-    text, _ = await said(http, backend, "/v1/chat/completions", {"messages": messages})
+    text, _ = await rendered(http, backend, "/v1/chat/completions", {"messages": messages})
     assert text == f"[user]hi[assistant]<c f {wanted}>[tool]r(c)[user]more"
 
 
@@ -108,7 +108,7 @@ async def test_arguments_of_any_kind_are_shown(
 async def test_older_and_other_spellings_are_read(
     http: httpx.AsyncClient, backend: FakeBackend, message: dict, wanted: str
 ) -> None:
-    text, _ = await said(http, backend, "/v1/chat/completions", {"messages": [HI, message, MORE]})
+    text, _ = await rendered(http, backend, "/v1/chat/completions", {"messages": [HI, message, MORE]})
     assert text == f"[user]hi{wanted}[user]more"
 
 
@@ -126,7 +126,7 @@ async def test_a_note_stands_in_for_a_picture_of_before(
     http: httpx.AsyncClient, backend: FakeBackend, role: str, part: dict, note: str
 ) -> None:
     messages = [HI, {"role": role, "content": [{"type": "text", "text": "see"}, part]}, MORE]
-    text, ignored = await said(http, backend, "/v1/chat/completions", {"messages": messages})
+    text, ignored = await rendered(http, backend, "/v1/chat/completions", {"messages": messages})
     assert f"[{role}]see\n{note}" in text
     assert ignored == "messages.1"
 
@@ -157,7 +157,7 @@ async def test_a_screenshot_that_a_tool_has_just_returned_is_a_note(
     call = {"type": "tool_use", "id": "t", "name": "Read", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [BLOCK, {"type": "text", "text": "done"}]}
     messages = [HI, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
-    text, ignored = await said(http, backend, "/v1/messages", {"messages": messages})
+    text, ignored = await rendered(http, backend, "/v1/messages", {"messages": messages})
     assert (text, ignored) == ("[user]hi[assistant]<t Read {}>[tool][image omitted]\ndone(t)", "messages.2")
 
 
@@ -171,7 +171,7 @@ async def test_items_of_openai_s_own_tools_are_read_as_far_as_they_have_a_text(
         {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"type": "search", "query": "q"}},
         {"type": "file_search_call", "id": "fs", "queries": ["q"], "results": [{"file_id": "f", "text": "found"}]},
         {"type": "image_generation_call", "id": "ig", "result": "AAAA"},
-        {"type": "mcp_call", "id": "m", "name": "ask", "arguments": "{}", "output": "told"},
+        {"type": "mcp_call", "id": "m", "name": "ask", "arguments": "{}", "output": "found"},
         {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "*** Begin"},
         {"type": "custom_tool_call_output", "call_id": "c1", "output": "ok"},
         {"type": "local_shell_call", "id": "l", "call_id": "c2", "status": "completed", "action": action},
@@ -181,9 +181,9 @@ async def test_items_of_openai_s_own_tools_are_read_as_far_as_they_have_a_text(
         {"type": "compaction", "encrypted_content": "gAAA"},
         MORE,
     ]
-    text, ignored = await said(http, backend, "/v1/responses", {"input": items})
+    text, ignored = await rendered(http, backend, "/v1/responses", {"input": items})
     assert text == (
-        '[user]hi[assistant]found[assistant]told<c1 apply_patch {"input": "*** Begin"}>[tool]ok(c1)'
+        '[user]hi[assistant]found[assistant]found<c1 apply_patch {"input": "*** Begin"}>[tool]ok(c1)'
         f"[assistant]<c2 local_shell {json.dumps({'action': action})}>[tool]a.py(c2)"
         '[assistant]<c3 computer {"action": {"type": "screenshot"}}>[tool][image omitted](c3)[user]more'
     )
@@ -198,7 +198,7 @@ async def test_an_output_without_its_call_and_a_call_without_its_output_are_take
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"x": '},
         MORE,
     ]
-    text, _ = await said(http, backend, "/v1/responses", {"input": items})
+    text, _ = await rendered(http, backend, "/v1/responses", {"input": items})
     assert text == r'[tool]r(gone)[assistant]<c f "{\"x\":">[user]more'.replace('{\\"x\\":"', '{\\"x\\": "')
 
 
@@ -224,7 +224,7 @@ async def test_blocks_of_anthropic_s_servers_are_read_as_far_as_they_have_a_text
         {"role": "assistant", "content": answer},
         {"role": "user", "content": [{"type": "search_result", "title": "t", "source": "s", "content": [found]}]},
     ]
-    text, ignored = await said(http, backend, "/v1/messages", {"messages": messages})
+    text, ignored = await rendered(http, backend, "/v1/messages", {"messages": messages})
     assert text == ("[user]Notes\nd\n[file omitted]\nread[assistant]A title\nhttp://a\nso[user]t\nA title\nhttp://a\ns")
     assert ignored.split(", ") == [
         "messages.1.server_tool_use",

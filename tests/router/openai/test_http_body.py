@@ -57,7 +57,7 @@ async def until_held(http: httpx.AsyncClient, num_bytes: int) -> None:
 async def test_bodies_share_a_budget_and_give_it_back(
     http: httpx.AsyncClient, backend: FakeBackend, is_announced: bool
 ) -> None:
-    """Three of 5 kB wait for their ends, beside which a fourth has no room, and a small one has."""
+    """While three bodies of 5 kB wait for their ends, a fourth has no room, but a small one has."""
     rest = asyncio.Event()
 
     async def slow() -> AsyncIterator[bytes]:

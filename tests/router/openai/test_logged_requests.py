@@ -1,4 +1,4 @@
-"""A request with `store: false`, and all of a tenant that said no, are kept out of the log that drafts are tuned on."""
+"""Requests with `store: false`, and of tenants without `tune_log`, are kept out of the log for draft tuning."""
 
 from __future__ import annotations
 

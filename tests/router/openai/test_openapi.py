@@ -1,4 +1,4 @@
-"""The OpenAPI document: its examples are answered as it says, and its schemas are those that requests are read by."""
+"""The OpenAPI document: its examples get the documented answers, and its schemas validate the requests."""
 
 from __future__ import annotations
 

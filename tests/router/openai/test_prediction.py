@@ -1,4 +1,4 @@
-"""OpenAI's predicted outputs, what reaches the engine, what is reported, and what is refused."""
+"""OpenAI's predicted outputs: the engine's requests, the reported counts, and refusals."""
 
 from __future__ import annotations
 

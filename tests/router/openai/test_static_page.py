@@ -58,7 +58,7 @@ def test_the_bundle_is_small_and_complete() -> None:
     assert sum(len(gzip.compress(file.read_bytes())) for file in FILES) < 150_000
     imported = {name for file in SCRIPTS for name in re.findall(r'from "/page/([^"]+)"', file.read_text())}
     assert imported <= {file.name for file in SCRIPTS}
-    assert not any("://" in file.read_text() for file in FILES), "no other server is asked"
+    assert not any("://" in file.read_text() for file in FILES), "the page loads nothing from other servers"
 
 
 @pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: file.name)

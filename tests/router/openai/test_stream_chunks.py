@@ -1,4 +1,4 @@
-"""A streamed chunk says one thing, however many tokens a step has committed; readers that look at one thing suffice."""
+"""A streamed chunk has one part, for any number of tokens per step, so clients that look at one part suffice."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class SteppedBackend(FakeBackend):
 
 
 def ask(steps: Sequence[int], path: str, ids: Sequence[int] = IDS, **fields: Any) -> httpx.Response:
-    """Return the answer of a model that says `ids`, committing them in these steps."""
+    """Return the answer of a model that generates `ids`, committing them in these steps."""
 
     async def post() -> httpx.Response:
         backend = SteppedBackend(say(*ids), steps=steps, card=ModelCard(300, 1000, (0,), "v1", 16, 4))
@@ -105,7 +105,7 @@ def chat_chunks(steps: Sequence[int], **fields: Any) -> list[dict[str, Any]]:
 
 
 def check_chunk(chunk: dict[str, Any]) -> None:
-    """Assert that a chunk says one thing at most."""
+    """Assert that a chunk has at most one part."""
     assert len(chunk["choices"]) <= 1
     for choice in chunk["choices"]:
         delta = choice["delta"]

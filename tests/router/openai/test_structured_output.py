@@ -149,7 +149,7 @@ async def test_every_constraint_holds_in_both_endpoints(
         (
             {"guided_json": {"properties": {"x": {"patternProperties": {"^a$": {}}, "minProperties": 2}}}},
             "guided_json",
-            "minProperties 2 beside keys that are free",
+            "minProperties 2 and allows any keys",
         ),
         ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "min_tokens is 2"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "end tokens"),

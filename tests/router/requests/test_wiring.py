@@ -172,7 +172,7 @@ def test_every_field_of_a_turn_changes_the_chat(schema: Any, body: Fields, name:
     assert said(schema, {key: value for key, value in body.items() if key != name}) != said(schema, body)
 
 
-# Of both endpoints; the regular expression stands for all constraints.
+# Of both endpoints; the regular expression represents all constraints.
 GENERATION: Fields = {
     "model": "fake",
     "n": 2,

@@ -37,7 +37,7 @@ def shares(
 ) -> list[int]:
     """Send requests of one hot prefix in a closed loop, and return how many each pair got.
 
-    A pair needs half a second for an answer, and a tenth more for each that it writes beside it. The index hears of
+    A pair needs half a second for an answer, and a tenth more for each concurrent one. The index hears of
     loads five times a second.
     """
     names = [f"pair-{number}" for number in range(len(pairs))]

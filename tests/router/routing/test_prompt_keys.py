@@ -1,4 +1,4 @@
-"""Block keys in the ingress: those of the engine, or none."""
+"""Block keys in the ingress equal the engine's, or are left out."""
 
 import logging
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The order in which pairs are tried: the index's, or any that serves."""
+"""Pairs are tried in the order of the index, or else in any order."""
 
 import pickle
 import random

@@ -1,4 +1,4 @@
-"""Every chat template that tests know, by name: those of published models, and structures of others."""
+"""Every chat template of the tests, by name: published models' templates, and structures of others."""
 
 from __future__ import annotations
 

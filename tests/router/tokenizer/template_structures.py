@@ -1,4 +1,4 @@
-"""Chat templates in the structures that published models have, cut down to what they demand of a chat."""
+"""Chat templates with the structures of published models, reduced to their demands on a chat."""
 
 # ruff: noqa: E501 -- templates
 

@@ -190,7 +190,7 @@ def test_few_long_drafts_among_many_sequences_take_few_rows() -> None:
 
 
 def recorded(record: Record) -> CudaGraphRunner:
-    """A runner of a model whose logits are its token ids, over a recorder that stands for a GPU's."""
+    """A runner of a model whose logits are its token ids, over a fake of a GPU's recorder."""
     cache = KVCache([LayerShape(1, 8, 8)], 3, BLOCK_SIZE, dtype=torch.float32, device=torch.device("cpu"))
 
     def forward(batch: ForwardBatch, out: torch.Tensor) -> ForwardOutput:

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: both published layouts are the same function, that of the paper; what does not fit is refused."""
+"""EAGLE-3 heads: both published layouts compute the paper's function; heads that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def tensors(target: Path) -> dict[str, Tensor]:
 
 
 class HeadLogits:
-    """Logits of a loaded head behind every pair of a text, and behind one step more on its own state."""
+    """Logits of a loaded head after every pair of a text, and after one more step on its own state."""
 
     def __init__(self, target: Path, head: Path) -> None:
         config = HeadConfig(HeadKind.EAGLE3, str(head))
@@ -304,7 +304,7 @@ def test_sampled_text_has_the_targets_distribution(verify: VerifyMode, tmp_path:
 
 
 def exact_probs(target: Path) -> tuple[Tensor, dict[tuple[int, ...], dict[int, int]]]:
-    """The joint distribution [3, 3, 3, 3] of four tokens by rank, and the rank of each token behind each prefix."""
+    """The joint distribution [3, 3, 3, 3] of four tokens by rank, and the rank of each token after each prefix."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     joint = torch.zeros(3, 3, 3, 3, dtype=torch.float64)
     ranks: dict[tuple[int, ...], dict[int, int]] = {}

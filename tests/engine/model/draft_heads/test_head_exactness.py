@@ -1,4 +1,4 @@
-"""Drafts from the target's hidden states: they change no token, and are what the head says however a text came."""
+"""Drafts from the target's hidden states: they change no token, and equal the head's own in any batching."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TREE = TreeConfig(num_nodes=7, max_batch=NUM_PROMPTS)
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A target with an MTP layer among its weights, and other heads beside it, named after their kind.
+    """A target with an MTP layer among its weights, and other heads, named after their kind.
 
     Its first layer drafts for it as SELF.
     """
@@ -159,7 +159,7 @@ def reference(world: World) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """A draft, and the tokens it was drafted behind."""
+    """A draft, and the tokens before it."""
 
     token_ids: tuple[int, ...]
     draft: Draft
@@ -182,7 +182,7 @@ def record(engine: EngineCore) -> list[Drafted]:
 
 
 def _drafter(engine: EngineCore) -> Any:
-    """The engine's head, or what drafts by its own weights behind the proposers that choose and guard."""
+    """The engine's head, or its self-drafter inside the proposers that choose and guard."""
     if engine._head is not None:
         return engine._head
     chooser: Any = engine._proposer

@@ -1,4 +1,4 @@
-"""Medusa heads: both published formats, what is refused, and the distributions of their drafts."""
+"""Medusa heads: both published formats, refused heads, and the distributions of their drafts."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_cut_vocabulary_is_spread_over_the_targets(
     assert float("-inf") < UNKNOWN, "a grammar may leave cut tokens alone, and then they need a distribution"
 
 
-# ---- what is refused ----------------------------------------------------------------------------------------------
+# ---- refused heads ------------------------------------------------------------------------------------------------
 
 
 def _without(name: str) -> Callable[[dict[str, Tensor]], None]:
@@ -210,7 +210,7 @@ def test_a_folder_without_a_head_is_refused(tmp_path: Path, target: Any) -> None
 
 
 class TabularHeads:
-    """Heads whose state is where a text stands: its length and its last token. They know no draft before theirs."""
+    """Heads whose state is a text's length and its last token. They see no earlier draft."""
 
     def __init__(self, model: TabularModel, num_heads: int) -> None:
         self.num_heads = num_heads

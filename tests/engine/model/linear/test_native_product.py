@@ -124,7 +124,7 @@ def _gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, biases: list[t
 
 
 def _extremes(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of every size, and what a gate makes of them where up is 1."""
+    """Numbers of every size, and the gate's result for them if up is 1."""
     sizes = torch.tensor([-3e38, -1e4, -127.0, -88.0, -86.9, -1e-30, 0.0, 1e-30, 88.0, 127.0, 1e4, 3e38])
     x = torch.zeros(1012, 32, dtype=dtype)
     x[:, 0] = torch.cat((sizes, torch.linspace(-80.0, 80.0, 1000)))
@@ -241,7 +241,7 @@ def test_leading_dimensions_and_strides_are_those_of_the_input() -> None:
         torch.zeros(64, 48).bfloat16(),
         torch.zeros(48, 64).bfloat16(),
     ],
-    ids=["float32 that was none", "float16", "48 inputs", "48 outputs"],
+    ids=["float32 of another dtype", "float16", "48 inputs", "48 outputs"],
 )
 def test_weights_that_the_kernels_do_not_take_are_left_to_torch(weight: torch.Tensor) -> None:
     assert not NativeProduct.fits(weight)

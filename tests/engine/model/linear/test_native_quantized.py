@@ -1,4 +1,4 @@
-"""Our own products by int8 and int4 weights are those of the numbers they keep, and rows do not affect each other."""
+"""Our products by int8 and int4 weights equal products by the dequantized weights; rows are independent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.engine.fixtures.native_kernels import needs_float_kernels
 
 pytestmark = [needs_float_kernels, pytest.mark.usefixtures("any_instructions")]
 
-# A product's own error: that of a result in bfloat16, of sums in float32, and of what an input adds to them.
+# A product's error: relative by the result's dtype, and absolute by float32 sums per input.
 ERROR = {torch.bfloat16: (2**-8 * 1.01, 1e-4), torch.float32: (1e-5, 1e-6)}
 DTYPES = list(ERROR)
 KINDS = [(8, GROUP_SIZE), (8, LONG_GROUP_SIZE), (4, GROUP_SIZE)]  # bits, and inputs that share a scale

@@ -1,4 +1,4 @@
-"""Packed products are the plain ones, and packing leaves nothing of the plain weight behind."""
+"""Packed products equal the plain ones, and packing frees the plain weight."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def stock_greedy(model: PreTrainedModel, prompt: tuple[int, ...], num_tokens: in
 
 
 def greedy(runner: ModelRunner, prompts: tuple[tuple[int, ...], ...], num_tokens: int, chunk: int) -> list[list[int]]:
-    """All prompts at once: each pass computes a chunk of what is missing of each, so chunks and decodes mix."""
+    """All prompts at once: each pass computes a chunk of each text's missing tokens, so chunks and decodes mix."""
     tables = scattered_tables(len(prompts))
     texts = [list(prompt) for prompt in prompts]
     num_computed = [0] * len(prompts)
@@ -199,7 +199,7 @@ def test_model_version_names_the_weights(llama: Path, tmp_path: Path) -> None:
 
 
 def test_model_version_names_what_the_weights_are_computed_in(llama: Path) -> None:
-    """A stream goes on where its text does: not behind a deploy that has changed the dtype of the model or its KV."""
+    """A stream is not continued after a deploy that changed the dtype of the model or its KV."""
     exact = ModelRunner(ModelConfig(str(llama), dtype="float32"), CacheConfig(4, 8))
     rounded = ModelRunner(ModelConfig(str(llama), dtype="bfloat16"), CacheConfig(4, 8))
     packed = ModelRunner(ModelConfig(str(llama), dtype="float32"), CacheConfig(4, 8, dtype="int8"))

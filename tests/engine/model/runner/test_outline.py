@@ -1,4 +1,4 @@
-"""What can be said of a start without a number of the weights: every model that starts passes, each flaw has a name."""
+"""The check of a start without loading weights: every model that can start passes, each flaw is named."""
 
 import json
 import shutil

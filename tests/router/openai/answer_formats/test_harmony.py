@@ -83,7 +83,7 @@ async def test_a_thought_and_an_answer_are_told_apart(http: httpx.AsyncClient, b
     [choice] = answer["choices"]
     assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("I wonder.", "Yes: 42 é")
     assert choice["finish_reason"] == "stop"
-    num_tokens = len("analysis") + len("I wonder.") + 3  # the marks before, between and behind them
+    num_tokens = len("analysis") + len("I wonder.") + 3  # the marks before, between and after them
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == num_tokens
 
 
@@ -136,7 +136,7 @@ async def test_the_templates_own_turns_are_read(http: httpx.AsyncClient, backend
     assert message["reasoning"] == "Hm."
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == json.loads(ARGUMENTS)
     replayed = [USER, {**message, "content": "So."}, {"role": "tool", "tool_call_id": "c", "content": "1"}]
-    await chat(http, messages=replayed, tools=[TOOL])  # the template takes either a text or thoughts beside a call
+    await chat(http, messages=replayed, tools=[TOOL])  # the template takes either a text or thoughts with a call
     prompt = TOKENIZER.decode(backend.requests[-1].prompt_token_ids, skip_special_tokens=False)
     assert "analysis<|message|>Hm.\n\nSo.<|end|>" in prompt
 

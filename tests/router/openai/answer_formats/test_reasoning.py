@@ -1,4 +1,4 @@
-"""Thoughts of a model before its answer, told apart in every API and in any pieces."""
+"""Thoughts of a model are separated from its answer in every API and in any pieces."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ async def test_a_grammar_begins_at_once_where_thinking_is_off(http: httpx.AsyncC
 async def test_no_thought_stands_before_the_grammar(
     http: httpx.AsyncClient, backend: FakeBackend, fields: dict[str, Any]
 ) -> None:
-    """An effort of none closes the thought in the prompt; allowed tokens are those of the whole output."""
+    """An effort of none closes the thought in the prompt; allowed tokens hold for the whole output."""
     model_says(backend, "{}")
     constraint = {} if "allowed_token_ids" in fields else {"response_format": {"type": "json_object"}}
     await chat(http, **fields, **constraint)

@@ -1,4 +1,4 @@
-"""What says something of the answer in another server's spelling is read, or refused by name; never passed over."""
+"""Another server's fields that affect the answer are translated, or refused by name; never ignored."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_keys_that_are_named_otherwise_are_the_same_keys() -> None:
 
 
 def chain(length: int, *, ends: bool, is_reversed: bool) -> dict[str, Any]:
-    """Definitions of which each requires the next; the last allows null, or requires the first."""
+    """Definitions that each require the next; the last allows null, or requires the first."""
     names = [f"d{rank}" for rank in range(length)]
     definitions: dict[str, Any] = {
         name: {"type": "object", "properties": {"a": {"$ref": f"#/$defs/{following}"}}, "required": ["a"]}

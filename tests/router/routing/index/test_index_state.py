@@ -130,7 +130,7 @@ def test_a_second_query_ends_the_first_reservation(state: IndexState):
     first = state.select(query("big", num_tokens=50_000), 100.0).worker_ids[0]
     again = state.select(query("big", refused_by=first, num_tokens=50_000), 100.0)
     assert state.select(query("r", num_tokens=16), 100.0).worker_ids[0] != again.worker_ids[0]
-    assert again.cost_s == pytest.approx(50.0, rel=0.1)  # nothing of it was left standing there
+    assert again.cost_s == pytest.approx(50.0, rel=0.1)  # nothing of it was left there
 
 
 def test_silent_workers_are_forgotten_and_a_returning_one_is_asked_for_its_blocks(state: IndexState):
