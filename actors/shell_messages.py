@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from engine.accounting.engine_stats import EngineStats
 from engine.proposer.vocab_mapping.counts import TranslationCounts
-from engine.stats.engine_stats import EngineStats
 from protos import errors
 from protos.cache_delta import CacheDelta
 from protos.errors import EngineError, ServingError

@@ -20,7 +20,7 @@ from actors.channel.draft_link import DraftLink
 from actors.channel.draft_messages import Offers, Round
 from actors.channel.synced_sequence import SyncedSequence
 from actors.shell_messages import DraftChannelStats
-from engine.draft import NO_DRAFT, Draft
+from engine.batch.draft import NO_DRAFT, Draft
 from engine.sequence.draft_query import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 

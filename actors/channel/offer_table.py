@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from engine.draft import Draft
+from engine.batch.draft import Draft
 from engine.proposer.draft_model.offer import Offer
 
 _MAX_OFFERS = 1024  # far more than any fan-out; a faulty draft must not fill the memory

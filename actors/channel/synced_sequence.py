@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from actors.channel.draft_messages import Commit, Open
 from actors.channel.offer_table import OfferTable
-from engine.draft import Draft
+from engine.batch.draft import Draft
 from engine.sequence.request_tokens import RequestTokens
 
 _NEVER = -1

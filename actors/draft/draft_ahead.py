@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from actors.channel.offer_table import OfferTable
-from engine.draft import Draft
+from engine.batch.draft import Draft
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter, PendingPass
 from engine.proposer.draft_model.offer import Offer
 from engine.sequence.request_tokens import RequestTokens

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from actors.channel.draft_messages import PROTOCOL_VERSION, Commit, Hello, Offers, Open, Round
 from actors.draft.draft_ahead import DraftAhead
 from actors.process.frames import FrameConnection, FrameListener
+from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import TreeConfig
-from engine.draft import NO_DRAFT, Draft
 from engine.proposer import Proposer
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.offer import Offer

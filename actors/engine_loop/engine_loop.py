@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from actors.engine_loop.status_reporter import StatusReporter
 from actors.shell_messages import Abort, Add, AskSnapshot, Refused, StepOutput
-from engine.stats.engine_stats import EngineStats
+from engine.accounting.engine_stats import EngineStats
 from protos.errors import ServingError
 from protos.messages import GenerateRequest, TokenChunk
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from actors.shell_messages import Snapshot, Status
-from engine.stats.engine_stats import EngineStats
+from engine.accounting.engine_stats import EngineStats
 from protos.cache_delta import CacheDelta
 from protos.errors import UnavailableError
 from protos.worker_load import WorkerLoad

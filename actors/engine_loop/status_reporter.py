@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from actors.engine_loop.kv_event_buffer import KVEventBuffer
 from actors.shell_messages import Snapshot, Status
-from engine.stats.engine_stats import EngineStats
+from engine.accounting.engine_stats import EngineStats
 from protos.block_keys import BlockKey, join_keys
 
 

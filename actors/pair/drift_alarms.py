@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from urllib.request import Request, urlopen
 
-from engine.stats.drift import DriftStats
+from engine.accounting.drift import DriftStats
 
 logger = logging.getLogger(__name__)
 

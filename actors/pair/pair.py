@@ -31,7 +31,7 @@ from actors.process.process_logging import configure_logging
 from actors.process.socket_folder import private_folder
 from actors.settings import PairDevices, PairSettings
 from actors.shell_messages import Pong
-from engine.stats.goodput import GoodputStats
+from engine.accounting.goodput import GoodputStats
 from protos.linux import wait_for_cores
 from protos.served_draft import DraftReport
 

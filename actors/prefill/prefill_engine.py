@@ -24,6 +24,7 @@ from actors.kv_transfer.prefill_reply import BlocksReply, PrefillReply
 from actors.process.actor_thread import ActorThread
 from actors.settings import PrefillSettings
 from actors.shell_messages import Abort, Add, AskSnapshot, Refused, Snapshot, Status, StepOutput
+from engine.accounting.engine_stats import EngineStats
 from engine.engine_core import EngineCore
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
@@ -38,7 +39,6 @@ from engine.remote_prefill.kv_transfer import (
     RemoteLoad,
 )
 from engine.sequence.token_blocks import TokenBlocks
-from engine.stats.engine_stats import EngineStats
 from protos.errors import UnavailableError
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from protos.worker_load import PrefixHolder

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from actors.kv_transfer.direct_blocks import DirectStats
-from engine.stats.engine_stats import EngineStats
+from engine.accounting.engine_stats import EngineStats
 
 
 class PrefillMetrics(Collector):

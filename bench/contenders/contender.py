@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bench.contenders.event_streams import Event, Streams
-from engine.stats.step_times import StepTimes
+from engine.accounting.step_times import StepTimes
 
 Prompts = list[list[int]]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.contenders.contender import ChannelTimes
-from engine.stats.step_times import StepTimes
+from engine.accounting.step_times import StepTimes
 
 TIMEOUT_S = 10.0
 

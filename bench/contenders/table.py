@@ -9,7 +9,7 @@ from itertools import groupby
 
 from bench.contenders.contender import ChannelTimes, Run
 from bench.contenders.race import TimedRun
-from engine.stats.step_times import StepTimes
+from engine.accounting.step_times import StepTimes
 
 PARTS = ("schedule", "draft", "forward", "sample", "commit")
 

@@ -13,8 +13,8 @@ from engine.attention.row_layout import RowLayout
 from engine.attention.triton_attention import Launch, num_processors, paged_attention
 from engine.attention.triton_tiles import num_keys_of, split_tiles, whole_tiles
 from engine.attention.triton_tiling import Tiling, power_of_two
-from engine.indexing import send
-from engine.span import Span
+from engine.batch.indexing import send
+from engine.batch.span import Span
 from models.fixtures.wide_fixture import WideShape
 
 BATCH = 32  # more keys than the device's cache holds

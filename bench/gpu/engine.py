@@ -18,6 +18,8 @@ from actors.settings import DraftSettings, PairSettings
 from bench.contenders.draft_child import CORES, start_draft
 from bench.gpu.floor import DeviceSpeed, ModelCost
 from bench.gpu.table import EngineLine
+from engine.accounting.step_times import StepTimes
+from engine.batch.span import Span
 from engine.config import (
     CacheConfig,
     EngineConfig,
@@ -38,8 +40,6 @@ from engine.sampling.sampler import Sampler
 from engine.scheduler.async_scheduling import AsyncScheduling
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.sequence import Sequence
-from engine.span import Span
-from engine.stats.step_times import StepTimes
 from engine.verifier.verifier import Verifier
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
 

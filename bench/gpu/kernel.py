@@ -18,9 +18,9 @@ from bench.gpu.table import KernelLine, Missing, Results
 from engine.attention.base import LayerOptions
 from engine.attention.triton_attention import KVScales, TritonAttention, paged_attention
 from engine.attention.triton_tiling import Heads
+from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache, LayerShape
 from engine.model.cuda_graphs.graph import ForwardOutput, GraphRecorder
-from engine.span import Span
 from models.fixtures.wide_fixture import WideShape
 
 _BLOCK_SIZE = 16

@@ -37,6 +37,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.table import NOT_MEASURED
+from engine.batch.span import Span
 from engine.config import (
     CacheConfig,
     EngineConfig,
@@ -52,7 +53,6 @@ from engine.model.cuda_graphs.static_batch import StaticBatch
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.sampler import Sampler
-from engine.span import Span
 from models.fixtures.wide_fixture import LLAMA_3_1B, LLAMA_3_8B, WideShape, build_wide_fixture
 from protos.messages import GenerateRequest, SamplingParams, SpeculationParams, TokenChunk
 

@@ -33,8 +33,8 @@ from bench.contenders.prompts import held_out_prompts
 from bench.contenders.race import race
 from bench.contenders.table import Row, print_rows, rows_of
 from bench.padded_pair import DEMO, padded_target
+from engine.batch.draft import Draft
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
-from engine.draft import Draft
 from engine.engine_core import EngineCore
 from engine.proposer import Proposer
 from engine.proposer.draft_model.model_proposer import ModelProposer

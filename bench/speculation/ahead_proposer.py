@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from engine.draft import Draft
+from engine.batch.draft import Draft
 from engine.proposer.draft_model.ahead_drafter import PendingPass
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.draft_model.offer import Offer

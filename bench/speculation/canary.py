@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import fmean
 
-from engine.stats.goodput_trial import GoodputTrial, Verdict
+from engine.accounting.goodput_trial import GoodputTrial, Verdict
 
 _JUMP_CHANCE = 0.05  # per block
 _JUMP = 0.3  # of the logarithm of goodput

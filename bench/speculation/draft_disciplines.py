@@ -28,11 +28,11 @@ from bench.contenders.draft_child import CORES, own_cores, start_draft
 from bench.contenders.prompts import held_out_prompts
 from bench.padded_pair import CACHE, DEMO, padded_target
 from bench.speculation.switched_proposer import ReplayProposer, SwitchedProposer
+from engine.accounting.step_times import StepTimes
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine_core import EngineCore
 from engine.proposer import Proposer
 from engine.proposer.dispatch.no_proposer import NoProposer
-from engine.stats.step_times import StepTimes
 from models.fixtures.padded_fixture import build_fixture
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, VerifyMode
 

@@ -13,7 +13,7 @@ from statistics import median
 
 import numpy as np
 
-from engine.stats.drift import DriftDetector
+from engine.accounting.drift import DriftDetector
 
 STEADY_STEPS = 20_000
 CODE, PROSE = 0.75, 0.45  # acceptance of the first draft, before and after the traffic changes

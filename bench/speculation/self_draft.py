@@ -21,6 +21,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from bench.contenders.prompts import held_out_prompts
+from engine.accounting.engine_stats import DraftStats
 from engine.config import (
     CacheConfig,
     EngineConfig,
@@ -31,7 +32,6 @@ from engine.config import (
     SpeculationConfig,
 )
 from engine.engine_core import EngineCore
-from engine.stats.engine_stats import DraftStats
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 

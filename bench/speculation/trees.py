@@ -20,6 +20,7 @@ import torch
 from bench.contenders.prompts import held_out_prompts
 from bench.padded_pair import DEMO, padded_target
 from bench.served.served_pair import CACHE_BYTES
+from engine.accounting.engine_stats import EngineStats
 from engine.config import CacheConfig, ModelConfig, ModelDtype, SchedulerConfig, SpeculationConfig, TreeConfig, TreeKind
 from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
@@ -27,7 +28,6 @@ from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.sampling.sampler import Sampler
 from engine.scheduler.scheduler import Scheduler
-from engine.stats.engine_stats import EngineStats
 from engine.verifier.verifier import Verifier
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
 

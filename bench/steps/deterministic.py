@@ -12,9 +12,9 @@ import time
 import torch
 
 from bench.padded_pair import padded_target
+from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig, ModelDtype
 from engine.model.runner.model_runner import ModelRunner
-from engine.span import Span
 
 SHAPES = ((1, 1, 1024), (1, 5, 1024), (8, 1, 1024), (8, 5, 1024), (16, 1, 1024), (1, 512, 0), (1, 512, 7500))
 NUM_BLOCKS = 16 * 66

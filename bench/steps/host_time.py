@@ -24,10 +24,12 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch
 from torch import Tensor
 
+from engine.accounting.step_times import StepTimes
 from engine.attention.base import LayerOptions
 from engine.attention.triton_attention import TritonAttention
+from engine.batch.draft import Draft
+from engine.batch.span import Span
 from engine.config import GraphConfig, GraphKind, SchedulerConfig, SpeculationConfig
-from engine.draft import Draft
 from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
 from engine.kv_cache.compaction import KVMove
@@ -39,8 +41,6 @@ from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.sampling.sampler import Sampler
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.draft_query import DraftQuery
-from engine.span import Span
-from engine.stats.step_times import StepTimes
 from engine.verifier.verifier import Verifier
 from protos.messages import GenerateRequest, SamplingParams
 

@@ -30,6 +30,7 @@ from transformers import AutoConfig
 
 from bench.padded_pair import PAIRS, padded_target
 from engine.attention.native import NativePass
+from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig
 from engine.model.decoders.native_layers import NativeLayers
 from engine.model.linear.large_pages import in_large_pages
@@ -38,7 +39,6 @@ from engine.model.linear.native_quantized import NativeQuantizedProduct
 from engine.model.linear.packed_linear import LinearFactory, linear_of, torch_linear_of
 from engine.model.runner.model_runner import ModelRunner
 from engine.native.library import native_instructions
-from engine.span import Span
 
 BANDWIDTH_BYTES = 1 << 30
 NUM_OPERATORS = 6

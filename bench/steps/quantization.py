@@ -25,6 +25,7 @@ from bench.contenders.race import race
 from bench.contenders.table import print_rows, rows_of
 from bench.padded_pair import DEMO, padded_target
 from bench.served.served_pair import CACHE_BYTES
+from engine.batch.span import Span
 from engine.config import (
     CacheConfig,
     EngineConfig,
@@ -38,7 +39,6 @@ from engine.config import (
 from engine.engine_core import EngineCore
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.span import Span
 
 NUM_WINDOWS = 18
 WINDOW_TOKENS = 384

@@ -10,7 +10,7 @@ import numpy as np
 from cluster.planning.hardware import Device
 from cluster.planning.model_shape import ModelShape
 from cluster.planning.roofline import PassCost, pass_cost
-from engine.proposer.adaptive.goodput import allocate
+from engine.accounting.length_allocation import allocate
 from protos.errors import ConfigError
 
 _PREFILL_CHUNK = 2_048
@@ -67,7 +67,7 @@ class SpeedUp:
 
 
 def best_speed_up(deployment: Deployment, num_streams: int) -> SpeedUp:
-    """Return what the adaptive engine would do at this load (`engine.proposer.adaptive.goodput.allocate`)."""
+    """Return what the adaptive engine would do at this load (`engine.accounting.length_allocation.allocate`)."""
     survival = np.cumprod(deployment.acceptance)
     max_drafts = num_streams * len(survival)
     row_seconds = np.array([deployment.target_pass(num_streams, drafts).seconds for drafts in range(max_drafts + 1)])

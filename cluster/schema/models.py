@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from cluster.schema.section import EngineSection, Section, one_of
+from engine.batch.draft import DraftSource
 from engine.config import (
     AttentionKind,
     DraftVocabulary,
@@ -21,7 +22,6 @@ from engine.config import (
     Quantization,
     SamplingSource,
 )
-from engine.draft import DraftSource
 from protos.messages import SpeculationMethod
 
 MODEL_KINDS = tuple(method for method in SpeculationMethod if method.can_branch)  # a second model, and heads

@@ -2,14 +2,14 @@
 
 A span's `parents` are the one source of a tree's visibility. torch adds a mask to scores
 (`engine.attention.tree_mask`), the Triton kernel tests bits, and the kernels for processors read each node's path
-(`engine.draft.path_to`): each reader has the form that it can use without building another.
+(`engine.batch.draft.path_to`): each reader has the form that it can use without building another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from engine.span import Span
+from engine.batch.span import Span
 
 _NUM_BITS = 64
 

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.indexing import Index
+from engine.batch.indexing import Index
+from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache
-from engine.span import Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,10 @@ from torch.nn import functional as F
 
 from engine.attention.base import LayerOptions
 from engine.attention.hidden_keys import attend_seen
-from engine.draft import path_to
-from engine.indexing import Index, index_tensor
+from engine.batch.draft import path_to
+from engine.batch.indexing import Index, index_tensor
+from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache
-from engine.span import Span
 
 _ROWS = 8  # a verification of K = 7; more of them are several tiles
 _UNIT = 512  # keys that torch's kernel takes at a time

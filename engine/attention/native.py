@@ -18,13 +18,13 @@ from torch import Tensor
 from engine.attention.base import LayerOptions
 from engine.attention.batch_invariant import BatchInvariantAttention
 from engine.attention.torch_attention import TorchAttention
+from engine.batch.draft import path_to
+from engine.batch.indexing import Index
+from engine.batch.span import Span
 from engine.config import KVDtype
-from engine.draft import path_to
-from engine.indexing import Index
 from engine.kv_cache.kv_dtype import kv_name
 from engine.kv_cache.pool import KVCache
 from engine.native.library import Instructions, kernels_for, native_library
-from engine.span import Span
 from protos.errors import ConfigError
 
 MAX_HEAD_DIM = 256  # of a head

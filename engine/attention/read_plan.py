@@ -18,9 +18,9 @@ from torch import Tensor
 
 from engine.attention.shared_prefix import Extent, SharedExtents, hidden_keys, share
 from engine.attention.tree_mask import hide_in_tree
-from engine.indexing import Index, index_of, index_tensor, is_consecutive
+from engine.batch.indexing import Index, index_of, index_tensor, is_consecutive
+from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache
-from engine.span import Span
 
 MAX_PACKED_ROWS = 16  # longer spans are prefill chunks
 _MIN_PADDING_TOKENS = 512  # padding below this costs less than one more read

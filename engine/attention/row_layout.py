@@ -10,7 +10,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.span import Span
+from engine.batch.span import Span
 
 Ints = NDArray[np.int64]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.span import Span
+from engine.batch.span import Span
 
 _MAX_SPANS = 16  # rows of one step that attend to the same keys
 _MIN_SAVED_SHARE = 0.5  # of the blocks to be read; below it the mask costs more than it saves

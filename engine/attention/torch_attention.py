@@ -20,9 +20,9 @@ from transformers import AttentionInterface
 from engine.attention.base import AttentionPass, LayerOptions, UnsupportedAttentionError
 from engine.attention.hidden_keys import attend_seen
 from engine.attention.read_plan import Read, ReadPlan
-from engine.indexing import Index
+from engine.batch.indexing import Index
+from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache
-from engine.span import Span
 
 ATTENTION_NAME = "outrider_paged"
 PASS_KEYWORD = "attention_pass"

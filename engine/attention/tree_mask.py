@@ -12,8 +12,8 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from engine.draft import depths
-from engine.span import Span
+from engine.batch.draft import depths
+from engine.batch.span import Span
 
 
 def hide_in_tree(is_hidden: Tensor, span: Span, steps: Seq[int], first_key: int, window: int | None) -> None:

@@ -28,9 +28,9 @@ from engine.attention.triton_tiling import (
     choose_tiling,
     power_of_two,
 )
-from engine.indexing import Index, send, upload
+from engine.batch.indexing import Index, send, upload
+from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache
-from engine.span import Span
 
 _SPLITS_AT_A_TIME = 8
 _OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}

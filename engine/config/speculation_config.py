@@ -33,7 +33,7 @@ class TreeKind(StrEnum):
 class TreeConfig:
     """Tree drafts, used while at most `max_batch` sequences decode: in larger batches each row costs time.
 
-    A tree has `num_nodes` nodes. `parents` is the shape of a static tree, as in `engine.draft.Draft`; without it the
+    A tree has `num_nodes` nodes. `parents` is the shape of a static tree, as in `Draft`; without it the
     shape is the best one for the acceptance assumed in `engine.proposer.growth.tree_shape`.
 
     Raises:
@@ -94,7 +94,7 @@ class SpeculationConfig:
 
     With `adaptive`, each pass of each request gets its own K between 0 and `max_num_tokens` (or the request's limit),
     and `num_tokens` is only the first K. Drafts then keep a pass within `target_itl_s`, and the method AUTO chooses
-    another method for each class of requests (`engine.proposer.adaptive.method_chooser`).
+    another method for each class of requests (`engine.accounting.method_chooser`).
 
     With a `tree`, drafts are trees of depth K. With `steps`, a request may ask for approximate reasoning steps; without
     them everything is exact.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from engine.accounting.rates import RateMeter
 from engine.config import EngineConfig
 from engine.engine_core.speculation import Speculation, load_speculation
 from engine.kv_cache.block_manager import BlockManager, CacheDeltaSink
@@ -12,15 +13,14 @@ from engine.model.cuda_graphs.buckets import sized
 from engine.model.loader import model_version, tokenizer_file
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import load_runner
+from engine.position_log.position_log import PositionLog
+from engine.position_log.shard import LoggedModel
 from engine.proposer import Proposer
 from engine.remote_prefill.kv_transfer import KVTransport
 from engine.remote_prefill.prefill_source import PrefillSource
 from engine.remote_prefill.remote_prefill import RemotePrefill
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.scheduler.scheduler import Scheduler
-from engine.stats.position_log.position_log import PositionLog
-from engine.stats.position_log.shard import LoggedModel
-from engine.stats.rates import RateMeter
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,16 +12,21 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from engine.accounting.draft_counting import DraftCounting
+from engine.accounting.engine_stats import EngineStats, PositionLogStats, ReasoningStats
+from engine.accounting.goodput import GoodputMeter
+from engine.accounting.rates import RateMeter, StepWork
+from engine.accounting.request_limits import check_steps
+from engine.accounting.step_times import StepTimer, StepTimes, timed
+from engine.batch.span import Span
 from engine.config import EngineConfig
 from engine.engine_core.assembly import load_parts
-from engine.engine_core.draft_counting import DraftCounting
 from engine.engine_core.draft_planning import DraftPlanning
 from engine.engine_core.speculation import Speculation
 from engine.kv_cache.block_manager import BlockManager, CacheDeltaSink
 from engine.kv_cache.compaction import KVMove
+from engine.position_log.position_log import PositionLog
 from engine.proposer import Proposer
-from engine.proposer.adaptive.request_limits import check_steps
-from engine.proposer.checked_draft import NOTHING, CheckedDraft, check_draft
 from engine.proposer.constrained_draft import constrain
 from engine.proposer.passed_rows import passed_rows
 from engine.remote_prefill.kv_transfer import KVTransport
@@ -34,13 +39,8 @@ from engine.scheduler.pass_sources import plain_reason, token_sources
 from engine.scheduler.prompt_logprobs import score_prompts
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import Batch, ScheduledSequence
+from engine.sequence.checked_draft import NOTHING, CheckedDraft, check_draft
 from engine.sequence.sequence import Sequence, SequenceStatus
-from engine.span import Span
-from engine.stats.engine_stats import EngineStats, PositionLogStats, ReasoningStats
-from engine.stats.goodput import GoodputMeter
-from engine.stats.position_log.position_log import PositionLog
-from engine.stats.rates import RateMeter, StepWork
-from engine.stats.step_times import StepTimer, StepTimes, timed
 from engine.verifier.verify_result import VerifyResult
 from protos.errors import EngineError
 from protos.messages import FinishReason, GenerateRequest, TokenChunk

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from engine.accounting.draft_budget import DraftBudget, DraftedPass, PassTime
+from engine.accounting.method_chooser import MethodChooser
+from engine.accounting.request_limits import draft_rule, is_adaptive
+from engine.accounting.step_times import StepTimer
 from engine.config import SpeculationConfig
-from engine.proposer.adaptive.draft_budget import DraftBudget, DraftedPass, PassTime
-from engine.proposer.adaptive.method_chooser import MethodChooser
-from engine.proposer.adaptive.request_limits import draft_rule, is_adaptive
 from engine.scheduler.in_flight_batch import InFlightBatch
 from engine.sequence.request_tokens import DraftRule
 from engine.sequence.sequence import Sequence, SequenceStatus
-from engine.stats.step_times import StepTimer
 from engine.verifier.verify_result import VerifyResult
 from protos.messages import GenerateRequest
 

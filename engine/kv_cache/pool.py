@@ -20,8 +20,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from engine.batch.indexing import Index, index_of, index_tensor
 from engine.config import CacheConfig, KVDtype
-from engine.indexing import Index, index_of, index_tensor
 from engine.kv_cache.kv_dtype import head_bytes, head_width, kernel_view, loaded, memory_dtype, stored
 from protos.errors import ConfigError
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from engine.batch.span import Span
 from engine.model.attention_probe import LayerRecord
-from engine.span import Span
 
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LENGTH = 24  # tokens of the checked text

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from engine.attention.base import AttentionPass, PlanAttention
 from engine.attention.torch_attention import TorchAttention
-from engine.indexing import index_of, index_tensor, slots_of
+from engine.batch.indexing import index_of, index_tensor, slots_of
+from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache
-from engine.span import Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from engine.attention.backend import is_batch_invariant
 from engine.attention.base import PlanAttention
 from engine.attention.native import NativeAttention
 from engine.attention.torch_attention import TorchAttention
+from engine.batch.span import Span
 from engine.config import KVDtype, Quantization
 from engine.kv_cache.pool import KVCache, LayerShape, block_bytes
 from engine.model.attention_probe import LayerRecord, record_attention, refusal, set_windows, understood
@@ -38,7 +39,6 @@ from engine.model.position_limit import max_positions
 from engine.model.shard import shard_model
 from engine.model.tensor_parallel.rank import ALONE, Rank
 from engine.native.logits import widened
-from engine.span import Span
 from protos.errors import ConfigError
 
 _PROBE_LENGTHS = (7, 5)

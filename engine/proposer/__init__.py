@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from engine.draft import Draft
+from engine.batch.draft import Draft
 from engine.proposer.passed_rows import PassedRows
 from engine.sequence.draft_query import DraftQuery
 from engine.sequence.request_tokens import RequestTokens

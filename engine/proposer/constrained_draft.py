@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.draft import Draft
-from engine.proposer.checked_draft import CheckedDraft
+from engine.batch.draft import Draft
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.sparse_distribution import one_hot
+from engine.sequence.checked_draft import CheckedDraft
 
 
 def constrain(checked: CheckedDraft, max_tokens: int, matcher: GrammarMatcher) -> CheckedDraft:

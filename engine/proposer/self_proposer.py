@@ -7,8 +7,9 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from engine.batch.draft import NO_DRAFT, Draft
+from engine.batch.span import Span
 from engine.config import TreeConfig
-from engine.draft import NO_DRAFT, Draft
 from engine.model.draft_heads.self_draft import SelfDraft
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.growth.chain import Chain, ChainSampler, next_steps
@@ -18,7 +19,6 @@ from engine.proposer.growth.tree_shape import shape_of
 from engine.sampling.sampler import Sampler
 from engine.sequence.draft_query import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
-from engine.span import Span
 
 
 class SelfProposer:

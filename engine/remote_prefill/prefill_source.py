@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.accounting.engine_stats import RemotePrefillStats
 from engine.sequence.sequence import Sequence
-from engine.stats.engine_stats import RemotePrefillStats
 
 
 @dataclass(frozen=True, slots=True)

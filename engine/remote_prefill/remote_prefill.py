@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import count
 
+from engine.accounting.engine_stats import RemotePrefillStats
+from engine.accounting.rates import RateMeter
 from engine.kv_cache.block_manager import BlockManager
 from engine.remote_prefill.fetch_failure import FetchFailure
 from engine.remote_prefill.fetch_table import FetchTable, num_fetchable_blocks
@@ -32,8 +34,6 @@ from engine.remote_prefill.placement import LocalOutlook, PrefillPlacement, plac
 from engine.remote_prefill.prefill_source import PrefillLoad
 from engine.remote_prefill.replica_rates import ReplicaRates
 from engine.sequence.sequence import Sequence
-from engine.stats.engine_stats import RemotePrefillStats
-from engine.stats.rates import RateMeter
 
 logger = logging.getLogger(__name__)
 

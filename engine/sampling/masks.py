@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from engine.indexing import send, upload
+from engine.batch.indexing import send, upload
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.token_tables import bad_words_of, bias_of
 from protos.messages import SamplingParams

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.indexing import send
+from engine.batch.indexing import send
 
 Words = NDArray[np.uint64]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.indexing import index_tensor, upload
+from engine.batch.indexing import index_tensor, upload
 from engine.sampling.logits_row import LogitsRow
 from protos.messages import SamplingParams
 

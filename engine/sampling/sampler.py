@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.draft import SparseDistribution
-from engine.indexing import index_tensor, runs_triton, send
+from engine.batch.draft import SparseDistribution
+from engine.batch.indexing import index_tensor, runs_triton, send
 from engine.native.logits import highest
 from engine.sampling.logits_row import LogitsRow, RowBatch
 from engine.sampling.masks import (

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from engine.draft import WEIGHT_SUM, SparseDistribution
+from engine.batch.draft import WEIGHT_SUM, SparseDistribution
 
 WEIGHT_BITS = WEIGHT_SUM.bit_length() - 1
 

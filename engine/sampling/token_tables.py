@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.indexing import upload
+from engine.batch.indexing import upload
 from engine.sampling.logits_row import LogitsRow
 from protos.messages import SamplingParams
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from triton import knobs
 from triton.language.extra import libdevice
 
-from engine.indexing import send
+from engine.batch.indexing import send
 from engine.sampling.logits_row import RowBatch
 from engine.sampling.masks import has_bias
 from engine.sampling.penalties import IN_PROMPT, TokenCounts, has_penalties

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.indexing import runs_triton, send
+from engine.batch.indexing import runs_triton, send
 from engine.sampling.logits_row import LogitsRow, RowBatch
 from protos.messages import SamplingParams
 

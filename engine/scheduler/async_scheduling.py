@@ -25,13 +25,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.indexing import index_tensor
-from engine.proposer.checked_draft import NOTHING
+from engine.batch.indexing import index_tensor
+from engine.batch.span import Span
 from engine.scheduler.in_flight_batch import InFlightBatch
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import Batch
+from engine.sequence.checked_draft import NOTHING
 from engine.sequence.sequence import SequenceStatus
-from engine.span import Span
 from engine.verifier.verifier import Verifier
 from engine.verifier.verify_result import VerifyResult
 from engine.verifier.verify_task import VerifyTask

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.kv_cache.compaction import KVMove, compaction
-from engine.proposer.checked_draft import CheckedDraft
 from engine.sequence.batch import Batch
+from engine.sequence.checked_draft import CheckedDraft
 from engine.verifier.verify_result import VerifyResult
 from engine.verifier.verify_task import VerifyTask
 

@@ -19,6 +19,8 @@ from heapq import heappop, heappush
 from itertools import count
 from operator import attrgetter
 
+from engine.accounting.histogram import WAIT_BUCKETS_S, Histogram
+from engine.accounting.rates import RateMeter
 from engine.config import SchedulerConfig, TreeConfig
 from engine.kv_cache.block_manager import BlockManager
 from engine.remote_prefill.prefill_source import NoPrefillSource, PrefillLoad, PrefillSource
@@ -27,8 +29,6 @@ from engine.scheduler.fair_queue import FairQueue
 from engine.scheduler.length_limit import LengthLimit
 from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.sequence import Sequence, SequenceStatus
-from engine.stats.histogram import WAIT_BUCKETS_S, Histogram
-from engine.stats.rates import RateMeter
 from engine.verifier.verify_result import VerifyResult
 from protos.errors import RequestError
 from protos.messages import FinishReason, TokenChunk, TokenLogprobs, has_own_weights

@@ -6,9 +6,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.draft import NO_DRAFT, Draft
+from engine.batch.draft import NO_DRAFT, Draft
+from engine.batch.span import Span
 from engine.sequence.sequence import Sequence
-from engine.span import Span
 
 
 class ScheduledSequence(NamedTuple):

@@ -16,7 +16,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from engine.draft import WEIGHT_SUM, SparseDistribution
+from engine.batch.draft import WEIGHT_SUM, SparseDistribution
 from engine.sampling.logits_row import RowBatch
 from engine.sampling.noise import Purpose, uniform
 from engine.sampling.sampler import Sampler, draft_lanes, pass_keys

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.draft import WEIGHT_SUM, Draft, SparseDistribution
+from engine.batch.draft import WEIGHT_SUM, Draft, SparseDistribution
 from engine.sampling.logits_row import LogitsRow, RowBatch
 from engine.sampling.noise import Purpose, uniform
 from engine.sampling.sampler import Sampler, row_keys

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from engine.draft import WEIGHT_SUM, Draft, SparseDistribution
+from engine.batch.draft import WEIGHT_SUM, Draft, SparseDistribution
 from engine.sampling.sparse_distribution import is_consistent, one_hot, probability_of
 
 NO_PROPOSAL = SparseDistribution((), ())

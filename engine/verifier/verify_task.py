@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from itertools import chain
 from typing import NamedTuple
 
-from engine.draft import Draft
+from engine.batch.draft import Draft
 from engine.sampling.grammar import TokenMask
 from engine.sampling.logits_row import ChainRows, LogitsRow
 from engine.sampling.vocabulary import Vocabulary

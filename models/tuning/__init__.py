@@ -1,1 +1,1 @@
-"""Tuning of a draft on the log of its deployment (`engine.stats.position_log`): what `outrider tune` runs."""
+"""Tuning of a draft on the log of its deployment (`engine.position_log`): what `outrider tune` runs."""

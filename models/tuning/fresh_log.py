@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from engine.stats.position_log.folder import log_files
-from engine.stats.position_log.shard import count_shard
+from engine.position_log.folder import log_files
+from engine.position_log.shard import count_shard
 from protos.errors import ConfigError
 
 LogEnd = Mapping[str, tuple[int, int]]  # requests and positions of each file, by its name

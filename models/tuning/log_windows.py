@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.stats.position_log.folder import log_files
-from engine.stats.position_log.shard import LoggedModel, LoggedRequest, read_model, read_shard
+from engine.position_log.folder import log_files
+from engine.position_log.shard import LoggedModel, LoggedRequest, read_model, read_shard
 from models.tuning.fresh_log import LogEnd
 from protos.errors import ConfigError
 

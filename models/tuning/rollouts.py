@@ -17,8 +17,8 @@ import torch
 from engine.config import CacheConfig, EngineConfig, ModelConfig, PositionLogConfig, SchedulerConfig
 from engine.engine_core import EngineCore
 from engine.model.runner.model_runner import ModelRunner
-from engine.stats.position_log.folder import log_files
-from engine.stats.position_log.shard import LoggedRequest, read_shard
+from engine.position_log.folder import log_files
+from engine.position_log.shard import LoggedRequest, read_shard
 from models.tuning.log_windows import Log
 from protos.errors import ConfigError
 from protos.messages import GREEDY_BELOW, GenerateRequest, SamplingParams

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from engine.stats.position_log.shard import LoggedRequest
+from engine.position_log.shard import LoggedRequest
 from models.training.rollout import penalise
 from models.tuning.log_windows import Window, windows_of
 from models.tuning.student import Student

@@ -19,7 +19,7 @@ from transformers import AutoConfig
 
 from engine.model.draft_heads.checkpoint import read_config
 from engine.model.loader import model_version
-from engine.stats.position_log.shard import LoggedModel, LoggedRequest
+from engine.position_log.shard import LoggedModel, LoggedRequest
 from models.tuning.checkpoint import DraftFolder
 from models.tuning.draft import Draft
 from models.tuning.fresh_log import log_end, wait_for_positions

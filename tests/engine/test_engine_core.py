@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import engine.engine_core
+from engine.batch.span import Span
 from engine.config import SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
@@ -22,7 +23,6 @@ from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.sampling.sampler import Sampler
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.sequence import Sequence
-from engine.span import Span
 from engine.verifier.verifier import Verifier
 from protos.errors import EngineError, RequestError
 from protos.messages import (

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from engine.batch.draft import Draft
 from engine.config import (
     CacheConfig,
     DraftVocabulary,
@@ -27,7 +28,6 @@ from engine.config import (
     TreeConfig,
     TreeKind,
 )
-from engine.draft import Draft
 from engine.engine_core import EngineCore
 from engine.native.library import Instructions, native_library
 from engine.proposer.draft_model.loader import load_drafter

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from engine.draft import depths
+from engine.batch.draft import depths
 from engine.verifier.verifier import Verifier
 from engine.verifier.verify_result import VerifyResult
 from engine.verifier.verify_task import VerifyTask

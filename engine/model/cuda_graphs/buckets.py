@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
+from engine.batch.span import Span
 from engine.config import GraphConfig, SchedulerConfig, SpeculationConfig
-from engine.span import Span
 from protos.messages import SpeculationMethod
 
 _STEP = 8  # between sizes up to _FINE_LIMIT; above it an eighth of the power of two below

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from engine.attention.backend import is_batch_invariant, is_triton
 from engine.attention.base import PlanAttention
+from engine.batch.span import Span
 from engine.config import GraphConfig
 from engine.kv_cache.pool import KVCache
 from engine.model.cuda_graphs.buckets import GraphBucket, fitting_bucket, graph_buckets
@@ -27,7 +28,6 @@ from engine.model.cuda_graphs.graph import ForwardOutput, GraphRecorder
 from engine.model.cuda_graphs.static_batch import PlannedAttention, StaticAttention, StaticBatch
 from engine.model.forward_batch import ForwardBatch, logit_rows
 from engine.model.gpu_memory import enough_memory
-from engine.span import Span
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from engine.attention.triton_tiling import (
     Heads,
     choose_tiling,
 )
-from engine.indexing import copy_array, copy_into
+from engine.batch.indexing import copy_array, copy_into
 from engine.kv_cache.pool import KVCache
 from engine.model.cuda_graphs.buckets import GraphBucket, max_spans
 from engine.model.cuda_graphs.static_batch import StaticAttention

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from engine.attention.base import AttentionPass, LayerOptions, PlanAttention
 from engine.attention.row_layout import Ints, RowLayout, SpanField
-from engine.indexing import copy_array
+from engine.batch.indexing import copy_array
+from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache
 from engine.model.cuda_graphs.buckets import GraphBucket, pad
 from engine.model.forward_batch import ForwardBatch
-from engine.span import Span
 
 
 class StaticBatch:

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.attention.backend import check_kv_kind, choose_attention, is_batch_invariant, is_triton
 from engine.attention.base import PlanAttention
+from engine.batch.span import Span
 from engine.config import (
     CacheConfig,
     GraphConfig,
@@ -50,7 +51,6 @@ from engine.model.runner.warm_up import warm_up
 from engine.model.tensor_parallel.rank import ALONE, Rank
 from engine.native.library import native_instructions
 from engine.remote_prefill.kv_transfer import KVLayout
-from engine.span import Span
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)

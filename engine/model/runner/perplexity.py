@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
 
+from engine.batch.indexing import index_tensor
+from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig, Quantization
-from engine.indexing import index_tensor
 from engine.model.loader import tokenizer_file
 from engine.model.runner.model_runner import ModelRunner
-from engine.span import Span
 from protos.errors import ConfigError
 
 WINDOW = 512  # tokens per pass

@@ -7,13 +7,13 @@ from collections.abc import Sequence as Seq
 
 from torch import Tensor
 
+from engine.batch.span import Span
 from engine.config import CacheConfig, HeadConfig, ModelConfig
 from engine.kv_cache.compaction import KVMove
 from engine.model.loader import load_config
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.rank_group import RankGroup
 from engine.model.tensor_parallel.plan import check_divisible
-from engine.span import Span
 
 
 def load_runner(

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from engine.batch.span import Span
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.sampler import Sampler
-from engine.span import Span
 from protos.messages import SamplingParams
 
 logger = logging.getLogger(__name__)

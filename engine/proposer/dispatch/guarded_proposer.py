@@ -7,7 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TypeVar
 
-from engine.draft import NO_DRAFT, Draft
+from engine.batch.draft import NO_DRAFT, Draft
 from engine.proposer import Proposer
 from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.sequence.draft_query import DraftQuery

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.draft import Draft
+from engine.accounting.acceptance import AcceptanceTable
+from engine.batch.draft import Draft
 from engine.proposer import Proposer
-from engine.proposer.adaptive.acceptance import AcceptanceTable
 from engine.proposer.text_match.text_matcher import TextMatcher
 from engine.sequence.draft_query import DraftQuery
 from engine.sequence.request_tokens import RequestTokens

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from engine.draft import NO_DRAFT, Draft
+from engine.batch.draft import NO_DRAFT, Draft
 from engine.proposer import Proposer
 from engine.sequence.draft_query import DraftQuery
 from engine.sequence.request_tokens import RequestTokens

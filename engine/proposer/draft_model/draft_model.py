@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.batch.span import Span
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.draft_sequence import DraftSequence
 from engine.proposer.draft_model.draft_sequences import DraftSequences
@@ -17,7 +18,6 @@ from engine.proposer.growth.tree import Tree
 from engine.proposer.growth.tree_sampler import TreeSampler
 from engine.proposer.vocab_mapping.translation import Translation
 from engine.sampling.sampler import Sampler
-from engine.span import Span
 
 
 @dataclass(frozen=True, slots=True)

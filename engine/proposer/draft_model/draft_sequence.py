@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from engine.batch.span import Span
 from engine.proposer.common_prefix import num_equal
 from engine.proposer.growth.chain import Chain
 from engine.proposer.vocab_mapping.translation import Translation
 from engine.sampling.grammar import GrammarMatcher
 from engine.sequence.request_tokens import RequestTokens
 from engine.sequence.token_blocks import TokenBlocks
-from engine.span import Span
 
 
 class DraftSequence:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig, TreeConfig
-from engine.draft import NO_DRAFT, Draft
 from engine.kv_cache.block_manager import BlockManager
 from engine.model.loader import tokenizer_file
 from engine.model.runner.model_runner import ModelRunner

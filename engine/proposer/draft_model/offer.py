@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.draft import Draft
+from engine.batch.draft import Draft
 
 
 class Offer(NamedTuple):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from engine.draft import NO_DRAFT, Draft
+from engine.batch.draft import NO_DRAFT, Draft
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.vocab_mapping.counts import TranslationCounts
 from engine.proposer.vocab_mapping.text_reader import TextReader

@@ -7,7 +7,8 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from engine.draft import Draft, SparseDistribution
+from engine.batch.draft import Draft, SparseDistribution
+from engine.batch.span import Span
 from engine.native.logits import are_finite
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.logits_row import LogitsRow
@@ -16,7 +17,6 @@ from engine.sampling.sampler import Sampler
 from engine.sampling.sparse_distribution import one_hot
 from engine.sampling.thread_limit import limited_threads
 from engine.sequence.request_tokens import RequestTokens
-from engine.span import Span
 from engine.verifier.verify_task import IMPOSSIBLE_ID
 from protos.messages import VerifyMode
 

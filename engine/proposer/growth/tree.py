@@ -15,13 +15,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.draft import Draft, SparseDistribution
+from engine.batch.draft import Draft, SparseDistribution
+from engine.batch.span import Span
 from engine.proposer.growth.chain import masked, row_after
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.logits_row import LogitsRow
 from engine.sequence.request_tokens import RequestTokens
 from engine.sequence.token_blocks import TokenBlocks
-from engine.span import Span
 
 ROOT = -1
 

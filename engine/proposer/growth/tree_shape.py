@@ -10,8 +10,8 @@ from collections.abc import Sequence as Seq
 from functools import cache
 from heapq import heappop, heappush
 
+from engine.batch.draft import depths
 from engine.config import TreeConfig, TreeKind
-from engine.draft import depths
 from engine.proposer.growth.tree import Child, Node, Shape
 from engine.sequence.request_tokens import RequestTokens
 
@@ -37,7 +37,7 @@ class DynamicShape:
 
 
 class StaticShape:
-    """The nodes of `parents`, as in `engine.draft.Draft`. Merit is minus the index, so the nodes keep their order."""
+    """The nodes of `parents`, as in `Draft`. Merit is minus the index, so the nodes keep their order."""
 
     def __init__(self, parents: Seq[int]) -> None:
         self._children: dict[int, list[int]] = {}

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from engine.batch.span import Span
 from engine.config import TreeConfig
 from engine.model.draft_heads.recurrent import RecurrentHead
 from engine.model.runner.model_runner import ModelRunner
@@ -19,7 +20,6 @@ from engine.proposer.growth.chain import Chain, next_steps
 from engine.proposer.growth.tree import Tree
 from engine.proposer.hidden_state.state_proposer import StateProposer
 from engine.proposer.passed_rows import PassedRows
-from engine.span import Span
 
 
 class RecurrentProposer(StateProposer):

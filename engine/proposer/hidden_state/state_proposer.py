@@ -8,8 +8,8 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import TreeConfig
-from engine.draft import NO_DRAFT, Draft
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.growth.chain import Chain, ChainSampler
 from engine.proposer.growth.tree import Tree

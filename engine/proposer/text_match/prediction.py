@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from weakref import WeakValueDictionary
 
-from engine.draft import DraftSource
+from engine.batch.draft import DraftSource
 from engine.proposer.text_match.text_matcher import TextMatch
 from engine.sequence.request_tokens import RequestTokens
 from protos.predicted_text import PredictedText, Prediction

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from engine.draft import NO_DRAFT, Draft, DraftSource
+from engine.batch.draft import NO_DRAFT, Draft, DraftSource
 from engine.proposer.text_match.match_acceptance import MatchAcceptance
 from engine.proposer.text_match.shared_texts import NoiseId, SharedTexts
 from engine.proposer.text_match.suffix_index import MAX_MATCH, SuffixIndex

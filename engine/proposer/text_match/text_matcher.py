@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.draft import DraftSource
+from engine.batch.draft import DraftSource
 from engine.sequence.request_tokens import RequestTokens
 
 

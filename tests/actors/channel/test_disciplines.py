@@ -19,11 +19,11 @@ from actors.channel.channel_proposer import ChannelProposer
 from actors.channel.offer_table import OfferTable
 from actors.draft.draft_server import DraftServer
 from actors.process.frames import FrameListener
+from engine.accounting.draft_budget import DraftBudget, PassTime
+from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, TreeConfig
-from engine.draft import NO_DRAFT, Draft
 from engine.engine_core import EngineCore
 from engine.proposer import Proposer
-from engine.proposer.adaptive.draft_budget import DraftBudget, PassTime
 from engine.proposer.dispatch.methods import proposer_of
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.model_proposer import ModelProposer

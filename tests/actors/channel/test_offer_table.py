@@ -1,7 +1,7 @@
 """An offer is found by the very tokens it continues, and by nothing else."""
 
 from actors.channel.offer_table import _MAX_OFFERS, OfferTable
-from engine.draft import Draft
+from engine.batch.draft import Draft
 from engine.proposer.draft_model.offer import Offer
 
 

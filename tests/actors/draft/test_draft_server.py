@@ -10,7 +10,7 @@ import pytest
 from actors.channel.draft_messages import PROTOCOL_VERSION, Commit, DraftMessage, Hello, Offers, Open, Round
 from actors.draft.draft_server import DraftServer
 from actors.process.frames import FrameConnection, FrameListener, connect
-from engine.draft import Draft
+from engine.batch.draft import Draft
 from engine.proposer.draft_model.ahead_drafter import PendingPass
 from engine.proposer.draft_model.offer import Offer
 from protos.messages import SamplingParams, VerifyMode

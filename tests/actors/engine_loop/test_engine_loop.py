@@ -6,8 +6,8 @@ import pytest
 
 from actors.engine_loop.engine_loop import EngineLoop
 from actors.shell_messages import Add
-from engine.stats.engine_stats import DraftStats, EngineStats
-from engine.stats.step_times import StepTimes
+from engine.accounting.engine_stats import DraftStats, EngineStats
+from engine.accounting.step_times import StepTimes
 from protos.messages import FinishReason, GenerateRequest, TokenChunk
 
 STEP_S = 10.0

@@ -10,8 +10,8 @@ import pytest
 import actors.engine_loop.index_reporter
 from actors.engine_loop.index_reporter import IndexReporter
 from actors.shell_messages import Snapshot, Status
-from engine.stats.engine_stats import DraftStats, EngineStats
-from engine.stats.step_times import StepTimes
+from engine.accounting.engine_stats import DraftStats, EngineStats
+from engine.accounting.step_times import StepTimes
 from protos.block_keys import join_keys, split_keys
 from protos.cache_delta import CacheDelta
 from protos.errors import UnavailableError

@@ -3,8 +3,8 @@
 from actors.engine_loop.kv_event_buffer import KVEventBuffer
 from actors.engine_loop.status_reporter import StatusReporter
 from actors.shell_messages import Snapshot, Status
-from engine.stats.engine_stats import DraftStats, EngineStats
-from engine.stats.step_times import StepTimes
+from engine.accounting.engine_stats import DraftStats, EngineStats
+from engine.accounting.step_times import StepTimes
 from protos.cache_delta import CacheDelta
 
 A, B = (bytes([n]) * 16 for n in (1, 2))

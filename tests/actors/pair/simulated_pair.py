@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field
 
 from actors.pair.pair_draft import PairDraft
-from engine.stats.goodput import GoodputStats
+from engine.accounting.goodput import GoodputStats
 from protos.errors import DeadlineExceededError, UnavailableError
 from protos.served_draft import DraftReport
 

@@ -10,7 +10,7 @@ import pytest
 
 from actors.pair import drift_alarms
 from actors.pair.drift_alarms import DriftAlarms
-from engine.stats.drift import DriftStats
+from engine.accounting.drift import DriftStats
 
 FALLEN = DriftStats("model-greedy-free", 0.41, 0.74, num_alarms=1, is_alarming=True)
 

@@ -9,7 +9,7 @@ import pytest
 
 from actors.pair.pair_draft import PairDraft, require_exchangeable
 from actors.settings import DraftSettings
-from engine.stats.goodput import GoodputStats
+from engine.accounting.goodput import GoodputStats
 from protos.errors import ConflictError, DeadlineExceededError, RequestError
 from protos.messages import SpeculationMethod
 from protos.served_draft import CheckDraft, DraftReport, ShowDraft, SwapDraft

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 from actors.pair.pair_metrics import PairMetrics
 from actors.shell_messages import DraftChannelStats, Pong
+from engine.accounting.class_acceptance import ClassStats
+from engine.accounting.drift import DriftStats
+from engine.accounting.engine_stats import DraftStats, EngineStats
+from engine.accounting.histogram import Histogram
+from engine.accounting.step_times import StepTimes
 from engine.proposer.vocab_mapping.counts import TranslationCounts
-from engine.stats.class_acceptance import ClassStats
-from engine.stats.drift import DriftStats
-from engine.stats.engine_stats import DraftStats, EngineStats
-from engine.stats.histogram import Histogram
-from engine.stats.step_times import StepTimes
 from protos.served_draft import CanaryOutcome, CanaryReport, DraftReport
 from router.metrics.exposition import merge_metrics
 

@@ -19,8 +19,8 @@ from actors.pair.token_stream import TokenStream
 from actors.process.frames import FrameListener
 from actors.shell_messages import Refused
 from actors.target.shell_server import ShellServer
-from engine.stats.engine_stats import DraftStats, EngineStats
-from engine.stats.step_times import StepTimes
+from engine.accounting.engine_stats import DraftStats, EngineStats
+from engine.accounting.step_times import StepTimes
 from protos.errors import EngineError, ModelChangedError, RequestError, UnavailableError
 from protos.messages import FinishReason, GenerateRequest, ModelCard, SamplingParams, TokenChunk
 from router.backend.migration import MigratingBackend

@@ -9,9 +9,9 @@ from actors.pair.target_client import TargetClient
 from actors.pair.watchdog import Watchdog, check_running
 from actors.settings import PairSettings
 from actors.shell_messages import DraftChannelStats, Pong
+from engine.accounting.engine_stats import DraftStats, EngineStats
+from engine.accounting.step_times import StepTimes
 from engine.config import EngineConfig, ModelConfig
-from engine.stats.engine_stats import DraftStats, EngineStats
-from engine.stats.step_times import StepTimes
 from protos.errors import UnavailableError
 
 STATS = EngineStats(0, 0, 0, 0, 8, 0, 0, 0, 0, DraftStats(), StepTimes())

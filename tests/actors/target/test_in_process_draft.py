@@ -10,10 +10,10 @@ import pytest
 
 from actors.settings import DraftSettings, PairSettings
 from actors.target.in_process_draft import InProcessDraft
+from engine.accounting.engine_stats import DraftStats
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine_core import EngineCore
 from engine.proposer.dispatch.methods import proposer_of
-from engine.stats.engine_stats import DraftStats
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
 from tests.engine.fixtures.checkpoints import write_checkpoint
 

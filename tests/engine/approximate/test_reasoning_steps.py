@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.approximate.step_text import StepEnd, StepText
+from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import (
     CacheConfig,
     EngineConfig,
@@ -19,7 +20,6 @@ from engine.config import (
     SpeculationConfig,
     StepConfig,
 )
-from engine.draft import NO_DRAFT, Draft
 from engine.engine_core import EngineCore
 from engine.proposer import Proposer
 from engine.proposer.draft_model.model_proposer import ModelProposer

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from engine.attention.ancestor_mask import ancestor_masks
 from engine.attention.tree_mask import ancestors
+from engine.batch.draft import depths
+from engine.batch.span import Span
 from engine.config import MAX_TREE_NODES
-from engine.draft import depths
-from engine.span import Span
 
 
 @st.composite

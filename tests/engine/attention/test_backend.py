@@ -12,10 +12,10 @@ from engine.attention.backend import check_kv_kind, choose_attention
 from engine.attention.batch_invariant import BatchInvariantAttention
 from engine.attention.native import NativeAttention
 from engine.attention.torch_attention import TorchAttention
+from engine.batch.span import Span
 from engine.config import KVDtype
 from engine.kv_cache.pool import KVCache, LayerShape
 from engine.native.library import kernels_for
-from engine.span import Span
 from protos.errors import ConfigError
 from tests.engine.fixtures.native_kernels import needs_float_kernels
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from engine.attention import triton_tiling
 from engine.attention.base import LayerOptions, PlanAttention
-from engine.indexing import index_tensor
+from engine.batch.indexing import index_tensor
+from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache, LayerShape
-from engine.span import Span
 from tests.engine.fixtures.attention_fixtures import DEVICE
 
 pytest.importorskip("triton", reason="the package triton is not installed")

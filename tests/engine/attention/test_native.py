@@ -15,10 +15,10 @@ from torch import Tensor
 from engine.attention.base import LayerOptions
 from engine.attention.native import NativeAttention
 from engine.attention.triton_tiling import Heads
+from engine.batch.span import Span
 from engine.config import KVDtype
 from engine.kv_cache.int8_heads import to_int8_heads
 from engine.native.library import Instructions, native_instructions
-from engine.span import Span
 from tests.engine.fixtures.attention_fixtures import (
     BUSHY,
     MIXED,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.attention.shared_prefix import Extent, SharedExtents, hidden_keys, share
-from engine.span import Span
+from engine.batch.span import Span
 
 P = 4
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from engine.attention.base import LayerOptions, UnsupportedAttentionError
 from engine.attention.read_plan import MAX_PACKED_ROWS, ReadPlan
 from engine.attention.torch_attention import PagedAttentionPass, paged_attention
-from engine.indexing import index_tensor
+from engine.batch.indexing import index_tensor
+from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache, LayerShape
-from engine.span import Span
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from engine.attention.tree_mask import ancestors
+from engine.batch.draft import Draft, depths
+from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig
-from engine.draft import Draft, depths
 from engine.kv_cache.compaction import compaction
 from engine.model.runner.model_runner import ModelRunner
-from engine.span import Span
 from tests.engine.fixtures.families import SERVED, VOCAB_SIZE, write_family
 
 BLOCK_SIZE = 4

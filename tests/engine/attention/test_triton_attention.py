@@ -17,8 +17,8 @@ from engine.attention.base import LayerOptions
 from engine.attention.torch_attention import TorchAttention
 from engine.attention.triton_tiles import split_tiles, whole_tiles
 from engine.attention.triton_tiling import Heads, Tiling
+from engine.batch.indexing import send
 from engine.config import KVDtype
-from engine.indexing import send
 from tests.engine.fixtures.attention_fixtures import (
     CHUNK,
     DECODE,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine.attention.row_layout import Ints, RowLayout
 from engine.attention.triton_tiles import MergeField, TileField, split_tiles, whole_tiles
 from engine.attention.triton_tiling import Tiling
-from engine.span import Span
+from engine.batch.span import Span
 
 TILING = Tiling(block_m=16, block_n=16, num_warps=4, num_stages=2)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.attention.backend import check_kv_kind
 from engine.attention.torch_attention import TorchAttention
+from engine.batch.span import Span
 from engine.config import (
     CacheConfig,
     EngineConfig,
@@ -28,7 +29,6 @@ from engine.kv_cache.kv_dtype import loaded, stored
 from engine.kv_cache.pool import KVCache, LayerShape, block_bytes
 from engine.kv_cache.sharded_layout import ShardedKVLayout
 from engine.model.runner.model_runner import ModelRunner
-from engine.span import Span
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
 from tests.engine.fixtures.attention_fixtures import DEVICE

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.batch.span import Span
 from engine.config import CacheConfig, KVDtype, ModelConfig
 from engine.kv_cache.int8_heads import SCALE_BYTES, from_int8_heads, to_int8_heads
 from engine.kv_cache.pool import KVCache, LayerShape, block_bytes
 from engine.model.runner.model_runner import ModelRunner
-from engine.span import Span
 from protos.errors import ConfigError
 from tests.engine.fixtures.attention_fixtures import DEVICE
 from tests.engine.fixtures.checkpoints import write_checkpoint

@@ -6,8 +6,8 @@ import psutil
 import pytest
 import torch
 
+from engine.batch.indexing import index_of
 from engine.config import CacheConfig
-from engine.indexing import index_of
 from engine.kv_cache.pool import KVCache, LayerShape, block_bytes, pool_size
 from protos.errors import ConfigError
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from engine.attention.base import AttentionPass, LayerOptions
 from engine.attention.torch_attention import TorchAttention
+from engine.batch.indexing import Index
+from engine.batch.span import Span
 from engine.config import (
     CacheConfig,
     EngineConfig,
@@ -22,7 +24,6 @@ from engine.config import (
     TreeConfig,
 )
 from engine.engine_core import EngineCore
-from engine.indexing import Index
 from engine.kv_cache.compaction import compaction
 from engine.kv_cache.pool import KVCache
 from engine.model.runner import model_runner
@@ -30,7 +31,6 @@ from engine.model.runner.model_runner import ModelRunner
 from engine.proposer import Proposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.text_match.ngram import NgramProposer
-from engine.span import Span
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams
 from tests.engine.fixtures.families import SERVED, VOCAB_SIZE, write_family

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.batch.span import Span
 from engine.config import CacheConfig, GraphConfig, GraphKind, ModelConfig
 from engine.model.gpu_memory import CardMemory, MemoryMeter
 from engine.model.runner.model_runner import ModelRunner
-from engine.span import Span
 from protos.errors import ConfigError
 from tests.engine.fixtures.checkpoints import write_pair
 

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.batch.span import Span
 from engine.config import CacheConfig, HeadConfig, HeadKind, ModelConfig
 from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import HiddenStateTaps
 from engine.model.paged_model import PagedModel
 from engine.model.runner.model_runner import ModelRunner
-from engine.span import Span
 from protos.errors import ConfigError
 from tests.engine.fixtures.checkpoints import write_checkpoint
 from tests.engine.fixtures.families import SERVED, write_family

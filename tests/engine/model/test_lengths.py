@@ -29,10 +29,10 @@ from transformers import (
     Starcoder2Config,
 )
 
+from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig
 from engine.model.position_limit import max_positions, unread_lengths
 from engine.model.runner.model_runner import ModelRunner
-from engine.span import Span
 from protos.errors import ConfigError
 from tests.engine.fixtures.families import PLAIN, VOCAB_SIZE, write_family
 

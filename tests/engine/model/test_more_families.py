@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from engine.batch.span import Span
 from engine.model.forward_batch import ForwardBatch
 from engine.model.paged_model import PagedModel
-from engine.span import Span
 
 DOCS = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 _LISTED = DOCS.read_text(encoding="utf-8").partition("Compared with transformers' logits, by model type:")[2]

@@ -13,13 +13,13 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, PreTraine
 
 from engine.attention.native import native_or_torch
 from engine.attention.torch_attention import TorchAttention
+from engine.batch.span import Span
 from engine.config import KVDtype, Quantization
 from engine.model.decoders.llama_decoder import LlamaDecoder
 from engine.model.decoders.native_layers import NativeLayers
 from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps
 from engine.model.paged_model import PagedModel
-from engine.span import Span
 from tests.engine.fixtures.families import write_family
 from tests.engine.fixtures.native_kernels import needs_float_kernels
 

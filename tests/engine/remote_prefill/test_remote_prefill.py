@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from engine.accounting.rates import RateMeter
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
@@ -20,7 +21,6 @@ from engine.remote_prefill.fetch_failure import FetchFailure
 from engine.remote_prefill.remote_prefill import RemotePrefill
 from engine.sampling.sampler import Sampler
 from engine.scheduler.scheduler import Scheduler
-from engine.stats.rates import RateMeter
 from engine.verifier.verifier import Verifier
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_checkpoint

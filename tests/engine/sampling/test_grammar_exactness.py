@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.draft import Draft
-from engine.proposer.checked_draft import CheckedDraft
+from engine.batch.draft import Draft
 from engine.sampling.grammar import GrammarMatcher, TokenMask
 from engine.sampling.logits_row import LogitsRow
+from engine.sequence.checked_draft import CheckedDraft
 from engine.verifier import verify_task
 from protos.messages import VerifyMode
 from tests.engine.fixtures import tabular

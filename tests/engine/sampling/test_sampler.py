@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.draft import WEIGHT_SUM
+from engine.batch.draft import WEIGHT_SUM
 from engine.sampling import penalties
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.logprobs import LogprobQuery, token_logprobs

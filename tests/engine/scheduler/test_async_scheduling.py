@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 import pytest
 from torch import Tensor
 
+from engine.accounting.draft_budget import DraftedPass, PassTime
+from engine.batch.span import Span
 from engine.config import SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
 from engine.proposer import Proposer
-from engine.proposer.adaptive.draft_budget import DraftedPass, PassTime
 from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.sampling.sampler import Sampler
 from engine.scheduler import async_scheduling as overlap
@@ -23,7 +24,6 @@ from engine.scheduler.in_flight_batch import InFlightBatch
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import Batch
 from engine.sequence.sequence import Sequence
-from engine.span import Span
 from engine.verifier.verifier import Verifier
 from engine.verifier.verify_result import VerifyResult
 from engine.verifier.verify_task import VerifyTask

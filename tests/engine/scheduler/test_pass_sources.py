@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.draft import Draft
-from engine.proposer.checked_draft import CheckedDraft
+from engine.batch.draft import Draft
 from engine.scheduler.pass_sources import token_sources
+from engine.sequence.checked_draft import CheckedDraft
 from engine.verifier.verify_result import VerifyResult
 
 

@@ -12,13 +12,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from engine.accounting.rates import RateMeter, StepWork
+from engine.batch.draft import Draft
 from engine.config import SchedulerConfig
-from engine.draft import Draft
 from engine.kv_cache.block_manager import BlockManager
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import Batch
 from engine.sequence.sequence import Sequence, SequenceStatus
-from engine.stats.rates import RateMeter, StepWork
 from engine.verifier.verify_result import VerifyResult
 from protos.errors import RequestError
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.draft import WEIGHT_SUM, Draft
-from engine.proposer.adaptive.draft_budget import DraftBudget, DraftedPass, PassTime
+from engine.accounting.draft_budget import DraftBudget, DraftedPass, PassTime
+from engine.batch.draft import WEIGHT_SUM, Draft
 from engine.sampling.sampler import Sampler
 from engine.sampling.sparse_distribution import probability_of
 from engine.sequence.sequence import Sequence

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.draft import WEIGHT_SUM, Draft, SparseDistribution
+from engine.batch.draft import WEIGHT_SUM, Draft, SparseDistribution
 from engine.verifier import block
 from engine.verifier.rejection_rule import NO_PROPOSAL
 from protos.messages import SamplingParams, VerifyMode

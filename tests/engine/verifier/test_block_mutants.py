@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.draft import NO_DRAFT, Draft, SparseDistribution
+from engine.batch.draft import NO_DRAFT, Draft, SparseDistribution
 from engine.sampling import sampler
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import Purpose

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from engine.draft import NO_DRAFT, Draft
+from engine.batch.draft import NO_DRAFT, Draft
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.sampling.sampler import Sampler
 from engine.sequence.sequence import Sequence

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from bench.speculation.ahead_proposer import AheadProposer
+from engine.batch.draft import Draft
 from engine.config import (
     CacheConfig,
     EngineConfig,
@@ -23,7 +24,6 @@ from engine.config import (
     TreeConfig,
     TreeKind,
 )
-from engine.draft import Draft
 from engine.engine_core import EngineCore
 from engine.proposer import Proposer
 from engine.proposer.dispatch.no_proposer import NoProposer

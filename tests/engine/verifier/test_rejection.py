@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.draft import NO_DRAFT, WEIGHT_SUM, Draft, SparseDistribution
+from engine.batch.draft import NO_DRAFT, WEIGHT_SUM, Draft, SparseDistribution
 from engine.verifier import rejection_rule
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.exactness_checks import (

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.draft import NO_DRAFT, WEIGHT_SUM, Draft, SparseDistribution
+from engine.batch.draft import NO_DRAFT, WEIGHT_SUM, Draft, SparseDistribution
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.noise import Purpose
 from engine.sampling.sampler import Sampler

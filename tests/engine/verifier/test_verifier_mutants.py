@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.draft import Draft, SparseDistribution
+from engine.batch.draft import Draft, SparseDistribution
 from engine.sampling import masks, penalties, sampler
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import Purpose

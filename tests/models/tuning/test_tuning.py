@@ -13,9 +13,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from engine.model.loader import model_version
-from engine.stats.position_log.folder import LogFolder, log_files
-from engine.stats.position_log.shard import LoggedModel, LoggedRequest, read_shard, write_shard
-from engine.stats.position_log.top_rows import top_logprobs
+from engine.position_log.folder import LogFolder, log_files
+from engine.position_log.shard import LoggedModel, LoggedRequest, read_shard, write_shard
+from engine.position_log.top_rows import top_logprobs
 from models.demo_pair.acceptance import count_rounds
 from models.training.rollout import generate
 from models.training.train import Budget

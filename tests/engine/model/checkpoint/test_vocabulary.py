@@ -12,9 +12,9 @@ from tokenizers import AddedToken, Tokenizer
 
 from cluster.checkpoints.model_files import check_models
 from cluster.config import parse_config
+from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig
 from engine.model.runner.model_runner import ModelRunner
-from engine.span import Span
 from protos.errors import ConfigError
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, write_tokenizer
 from tests.engine.fixtures.checkpoints import write_checkpoint

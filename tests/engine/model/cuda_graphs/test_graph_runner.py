@@ -15,6 +15,7 @@ from engine.attention.row_layout import RowLayout
 from engine.attention.torch_attention import TorchAttention
 from engine.attention.triton_tiles import TileField
 from engine.attention.triton_tiling import Heads
+from engine.batch.span import Span
 from engine.config import (
     CacheConfig,
     EngineConfig,
@@ -44,7 +45,6 @@ from engine.model.cuda_graphs.static_attention import TiledAttention
 from engine.model.forward_batch import ForwardBatch
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.span import Span
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
 from tests.engine.fixtures.checkpoints import Folders, write_pair

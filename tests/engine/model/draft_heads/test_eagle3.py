@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from engine.batch.span import Span
 from engine.config import (
     CacheConfig,
     EngineConfig,
@@ -28,7 +29,6 @@ from engine.model.draft_heads.loader import load_head
 from engine.model.hidden_state_taps import UNKNOWN
 from engine.model.linear.quantized_linear import can_quantize
 from engine.model.runner.model_runner import ModelRunner
-from engine.span import Span
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, VerifyMode
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_checkpoint

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.batch.draft import Draft
 from engine.config import (
     CacheConfig,
     EngineConfig,
@@ -23,7 +24,6 @@ from engine.config import (
     SpeculationConfig,
     TreeConfig,
 )
-from engine.draft import Draft
 from engine.engine_core import EngineCore
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner

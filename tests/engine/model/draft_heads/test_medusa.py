@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.batch.draft import Draft
 from engine.config import HeadConfig, HeadKind, TreeConfig, TreeKind
-from engine.draft import Draft
 from engine.model.draft_heads.loader import load_head
 from engine.model.draft_heads.medusa import MedusaHeads
 from engine.model.hidden_state_taps import UNKNOWN

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig, Quantization
 from engine.model.linear.quantized_linear import (
     QuantizedWeight,
@@ -22,7 +23,6 @@ from engine.model.linear.quantized_linear import (
 from engine.model.loader import model_version
 from engine.model.runner import model_runner
 from engine.model.runner.model_runner import ModelRunner
-from engine.span import Span
 from protos.errors import ConfigError
 from tests.engine.fixtures.checkpoints import write_checkpoint
 from tests.engine.fixtures.drafted_texts import check_drafts_change_no_token

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.batch.draft import NO_DRAFT
+from engine.batch.span import Span
 from engine.config import CacheConfig, EngineConfig, GraphConfig, GraphKind, ModelConfig, SchedulerConfig
-from engine.draft import NO_DRAFT
 from engine.engine_core import EngineCore
 from engine.model.runner.model_runner import ModelRunner
 from engine.sampling.sampler import Sampler
-from engine.span import Span
 from engine.verifier.verifier import Verifier
 from engine.verifier.verify_task import VerifyTask
 from protos.messages import GenerateRequest, Grammar, GrammarKind, SamplingParams

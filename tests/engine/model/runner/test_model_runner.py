@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, PreTrainedModel
 
+from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig, Quantization
 from engine.model.decoders import rotary
 from engine.model.runner.model_runner import ModelRunner
-from engine.span import Span
 from protos.errors import ConfigError
 from tests.engine.fixtures.families import NUM_POSITIONS, REFUSED, SERVED, VOCAB_SIZE, write_family
 

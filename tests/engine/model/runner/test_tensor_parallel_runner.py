@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
+from engine.batch.span import Span
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, TreeConfig
 from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
@@ -21,7 +22,6 @@ from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.sampling.sampler import Sampler
 from engine.scheduler.scheduler import Scheduler
-from engine.span import Span
 from engine.verifier.verifier import Verifier
 from protos.errors import ConfigError, EngineError
 from protos.messages import GenerateRequest, SamplingParams

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.warm_up import warm_up
 from engine.sampling import sampler, truncation
-from engine.span import Span
 from tests.engine.fixtures.families import SERVED, write_family
 
 

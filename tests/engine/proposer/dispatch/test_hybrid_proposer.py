@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
-from engine.draft import Draft
+from engine.batch.draft import Draft
 from engine.proposer.dispatch.hybrid_proposer import HybridProposer
 from engine.proposer.dispatch.methods import proposer_of
 from engine.proposer.text_match.prediction import PredictionMatcher

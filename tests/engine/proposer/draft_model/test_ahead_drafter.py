@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.draft import Draft, SparseDistribution
+from engine.batch.draft import Draft, SparseDistribution
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter, PendingPass
 from engine.proposer.draft_model.branch import Branch

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.speculation.ahead_proposer import AheadProposer
+from engine.batch.draft import Draft
 from engine.config import (
     CacheConfig,
     DraftVocabulary,
@@ -21,7 +22,6 @@ from engine.config import (
     SpeculationConfig,
     TreeConfig,
 )
-from engine.draft import Draft
 from engine.engine_core import EngineCore
 from engine.proposer import Proposer
 from engine.proposer.draft_model.loader import load_drafter

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.batch.draft import NO_DRAFT, WEIGHT_SUM
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from engine.draft import NO_DRAFT, WEIGHT_SUM
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
 from tests.builders import make_scheduled, sequence_of

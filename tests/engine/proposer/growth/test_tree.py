@@ -10,8 +10,8 @@ from itertools import product
 import pytest
 import torch
 
+from engine.batch.draft import Draft, depths
 from engine.config import TreeConfig, TreeKind
-from engine.draft import Draft, depths
 from engine.proposer.growth import tree_sampler
 from engine.proposer.growth.tree import Shape, Tree
 from engine.proposer.growth.tree_sampler import TreeSampler

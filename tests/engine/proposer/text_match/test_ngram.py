@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.draft import NO_DRAFT
+from engine.batch.draft import NO_DRAFT
 from engine.proposer.text_match.ngram import NgramProposer, copy_from
 from engine.sequence.sequence import Sequence
 from protos.errors import ConfigError

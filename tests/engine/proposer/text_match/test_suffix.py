@@ -9,7 +9,7 @@ from itertools import islice
 
 import pytest
 
-from engine.draft import NO_DRAFT, Draft
+from engine.batch.draft import NO_DRAFT, Draft
 from engine.proposer.text_match.match_acceptance import MatchAcceptance
 from engine.proposer.text_match.shared_texts import NoiseId, SharedTexts
 from engine.proposer.text_match.suffix import SuffixProposer

@@ -1,0 +1,160 @@
+"""The engine's counters, for metrics, the router's load signal and benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.accounting.class_acceptance import ClassStats
+from engine.accounting.drift import DriftStats
+from engine.accounting.goodput import GoodputStats
+from engine.accounting.histogram import HistogramStats
+from engine.accounting.step_times import StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStats:
+    """Sums of all speculation since the engine started. Passes of plain decoding do not count.
+
+    `num_accepted_tokens_per_pos[i]` is the number of passes that accepted more than i drafts, so the conditional
+    acceptance at a position is the ratio of neighbours. In a tree, every node is a draft token and a position is a
+    depth.
+    """
+
+    num_drafts: int = 0  # passes with at least one draft token
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    num_invalid_tokens: int = 0  # proposed ids outside the vocabulary or over the limit, dropped before the pass
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens per pass with drafts, including the recovered or bonus token; 1 if no pass had drafts."""
+        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+
+@dataclass(slots=True)
+class DraftCounters:
+    """Counts `DraftStats`."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_invalid_tokens: int = 0
+
+    def record(self, num_proposed: int, num_accepted: int, depth: int, num_passes: int = 1) -> None:
+        """Count verification passes with the same outcome. `depth` is the largest possible `num_accepted`."""
+        if num_proposed == 0:
+            return
+        self.num_drafts += num_passes
+        self.num_draft_tokens += num_passes * num_proposed
+        self.num_accepted_tokens += num_passes * num_accepted
+        per_pos = self.num_accepted_tokens_per_pos
+        per_pos.extend([0] * (depth - len(per_pos)))
+        for position in range(num_accepted):
+            per_pos[position] += num_passes
+
+    def snapshot(self) -> DraftStats:
+        return DraftStats(
+            self.num_drafts,
+            self.num_draft_tokens,
+            self.num_accepted_tokens,
+            tuple(self.num_accepted_tokens_per_pos),
+            self.num_invalid_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningStats:
+    """Reasoning steps that drafts wrote (`engine.approximate`), counted apart from exact acceptance."""
+
+    num_accepted: int = 0
+    num_rejected: int = 0
+    num_abandoned: int = 0  # started and not scored: the draft stopped at once, or the pass had no room
+    num_accepted_tokens: int = 0
+    num_rejected_tokens: int = 0
+    total_score: float = 0.0  # sum over all scored steps
+
+    @classmethod
+    def of_verdict(cls, num_tokens: int, score: float, *, is_accepted: bool) -> ReasoningStats:
+        """Return the counts of one scored step."""
+        if is_accepted:
+            return cls(num_accepted=1, num_accepted_tokens=num_tokens, total_score=score)
+        return cls(num_rejected=1, num_rejected_tokens=num_tokens, total_score=score)
+
+    def __add__(self, other: ReasoningStats) -> ReasoningStats:
+        return ReasoningStats(
+            self.num_accepted + other.num_accepted,
+            self.num_rejected + other.num_rejected,
+            self.num_abandoned + other.num_abandoned,
+            self.num_accepted_tokens + other.num_accepted_tokens,
+            self.num_rejected_tokens + other.num_rejected_tokens,
+            self.total_score + other.total_score,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogStats:
+    """Sums of the log of verified positions (`engine.position_log`). A full disk stops the log for good."""
+
+    num_positions: int = 0  # written to files, including files removed since
+    num_dropped: int = 0  # not logged, since the writer was too slow
+    num_bytes: int = 0
+    is_stopped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePrefillStats:
+    """Sums since the engine started."""
+
+    num_tokens: int = 0  # tokens whose KV was fetched
+    num_fetches: int = 0
+    num_fetching: int = 0  # sequences that wait for blocks now
+    failures: dict[str, int] = field(default_factory=dict)  # by cause
+    fetch_s: float = 0.0  # from the order to the last block
+    transfer_s: float = 0.0  # the part of it spent on transfers
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of an engine. Sums run since the engine started.
+
+    `engine.accounting.rates.RateMeter` measures the three rates; they are 0 until measured.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_queued_prefill_tokens: int  # accepted, not cached and not yet computed
+    num_running_decode_tokens: int  # context of the sequences that decode
+    num_blocks: int
+    num_used_blocks: int  # held by sequences; cached blocks without a holder are free
+    num_prefix_queried_tokens: int
+    num_prefix_hit_tokens: int
+    num_preemptions: int
+    drafts: DraftStats
+    times: StepTimes
+    prefill_tokens_per_s: float = 0.0  # with nothing decoding
+    decode_slowdown: float = 0.0  # extra seconds per second of prefill, per context token in decode
+    decode_tokens_per_s: float = 0.0  # committed tokens per second of one running sequence
+    speedups: dict[str, float] = field(
+        default_factory=dict
+    )  # by class of requests (`engine.accounting.speculation_gate`)
+    remote: RemotePrefillStats = field(default_factory=RemotePrefillStats)
+    reasoning: ReasoningStats = field(default_factory=ReasoningStats)
+    log: PositionLogStats = field(default_factory=PositionLogStats)
+    classes: tuple[ClassStats, ...] = ()
+    drift: tuple[DriftStats, ...] = ()
+    queue_times: HistogramStats = field(
+        default_factory=HistogramStats
+    )  # seconds from a request's arrival to its first blocks
+    prefill_times: HistogramStats = field(
+        default_factory=HistogramStats
+    )  # seconds from there to its first tokens, without transfers
+    goodput: tuple[GoodputStats, ...] = ()
+    num_non_finite_requests: int = 0  # requests that ended because their logits were not finite
+    num_overlapped_passes: int = 0  # passes issued ahead (`engine.scheduler.async_scheduling`)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the pool that sequences hold, 0 to 1."""
+        return self.num_used_blocks / self.num_blocks

@@ -1,0 +1,289 @@
+"""Learns the seconds of a pass online: the target's by its rows, the draft's by its steps and tokens.
+
+`engine.accounting.rates` learns another model of a step's time, for the router and the prefill decision. They need
+tokens per second of whole requests and know no rows. The draft budget compares two sizes of a pass, which needs a curve
+over rows, so neither model can replace the other.
+
+It uses plain floats and short lists: it runs once per pass, and a numpy call on such short arrays is slower.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass
+from math import exp, inf, log, sqrt
+
+import numpy as np
+
+from engine.accounting.acceptance import Floats, Ints
+
+_NUM_RECENT = 9  # passes whose median is the drift of all sizes; up to four outliers do not move it
+_SHAPE_RATE = 0.05  # least part of a residual that moves the grid point itself
+_CLIP = 3.0  # times the noise: a pass with a larger residual is an outlier
+_FADE = 0.999  # per pass: a pass counts a third after about a thousand further passes
+_FIRST_NOISE = 0.1  # relative noise before it is measured
+_LEAST_NOISE = 0.002
+_NOISE_STEP = 1.05  # factor that moves the noise until half of the passes are within 0.67 of it
+_REACH = 2.0  # the curve covers sizes up to this multiple of the largest one seen
+# 1, 2, 3, 4, 6, 8, 12, 16 ... rows: close enough for a straight line between neighbours.
+_GRID = sorted({1, *(2**i for i in range(1, 17)), *(3 * 2**i for i in range(16))})
+_BEYOND = 2  # grid points of the curve after the largest one seen, up to `_REACH` times it
+_OUTLIER_WEIGHT = 0.01  # of a pass: the weight of an outlier at a size that was never seen
+_FAMILIAR = 0.5  # familiarity of a size with one pass
+_APART = 1.5  # least ratio of two sizes whose difference gives the cost of a row
+_RISE = 0.5  # of the known cost of a row, assumed per row at sizes that were never seen
+_GRID_ARRAY = np.array(_GRID, dtype=np.float64)
+
+
+class ForwardCost:
+    """The seconds of a pass by its number of rows, prompt rows included: a curve through grid points, learned online.
+
+    A machine that is slower for a while is slower at every size, and a choice between two sizes depends on their ratio.
+    So a common drift follows the last few passes quickly, and the grid points, which hold the shape, move slowly. Some
+    passes are several times slower for reasons outside the engine: the drift is a median, and a grid point ignores the
+    part of a residual above a few times the noise. Between grid points the curve is straight, and it never falls.
+
+    A grid point without passes is assumed to be cheap, so that it is tried once. It costs as much as the next smaller
+    one, plus a part of the known cost per row for each further row, since further rows are seldom cheaper.
+    """
+
+    def __init__(self) -> None:
+        self._log_s = [0.0] * len(_GRID)
+        self._num_seen = [0.0] * len(_GRID)  # decayed count of passes
+        self._num_known = 0  # grid points up to the largest one seen
+        self._recent: deque[float] = deque(maxlen=_NUM_RECENT)  # log of measured seconds over the shape's seconds
+        self._drift = 0.0
+        self._noise = _FIRST_NOISE  # usual deviation of known sizes: half of all passes are within 0.67 of it
+        self._expected: list[float] = []  # cached curve; empty if outdated
+
+    def weak_copy(self) -> ForwardCost:
+        """Return the same curve with each size counted as at most one pass."""
+        copy = ForwardCost()
+        copy._log_s = list(self._log_s)
+        copy._num_seen = [min(number, 1.0) for number in self._num_seen]
+        copy._num_known, copy._drift, copy._noise = self._num_known, self._drift, self._noise
+        copy._recent = self._recent.copy()
+        return copy
+
+    @property
+    def noise(self) -> float:
+        """The usual relative deviation of a pass from the curve."""
+        return self._noise
+
+    @property
+    def max_rows(self) -> int:
+        """The largest pass that the curve covers: twice the largest one seen; 0 before the first pass."""
+        return int(_REACH * _GRID[self._num_known - 1]) if self._num_known else 0
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        """Record one pass."""
+        near = _neighbours(num_rows)
+        if not self._num_known:
+            self._begin(near, seconds)
+            return
+        # Compare the pass with the curve without drift.
+        expected = log(self.at(num_rows)) - self._drift
+        self._add_unseen(near, expected)
+        self._num_seen = [_FADE * number for number in self._num_seen]
+        familiarity = sum(share * self._num_seen[point] / (self._num_seen[point] + 1.0) for point, share in near)
+        surprise = log(seconds) - expected
+        # Split the surprise: a part is drift, and the residual moves the noise and the shape.
+        self._learn_drift(surprise, familiarity)
+        residual = surprise - self._drift
+        limit = self._largest_residual(near, familiarity)
+        if familiarity >= _FAMILIAR:
+            self._learn_noise(min(abs(residual), limit))
+        weight = _OUTLIER_WEIGHT if residual > limit and familiarity < _FAMILIAR else 1.0
+        self._learn_shape(near, min(residual, limit), weight)
+        self._num_known = max(self._num_known, near[-1][0] + 1)
+        self._expected = []
+
+    def _begin(self, near: list[tuple[int, float]], seconds: float) -> None:
+        """Record the first pass, which sets the level of the curve."""
+        for point, _ in near:
+            self._log_s[point], self._num_seen[point] = log(seconds), 1.0
+        self._num_known = near[-1][0] + 1
+
+    def _add_unseen(self, near: list[tuple[int, float]], expected: float) -> None:
+        """Set grid points without passes to the current curve."""
+        for point, _ in near:
+            if self._num_seen[point] == 0.0:
+                self._log_s[point] = expected
+
+    def _learn_shape(self, near: list[tuple[int, float]], residual: float, weight: float) -> None:
+        """Move the grid points of a size by the residual of a pass, which counts as `weight` passes."""
+        norm = sum(share * share for _, share in near)
+        for point, share in near:
+            rate = max(_SHAPE_RATE, 1.0 / (self._num_seen[point] + 1.0))
+            self._log_s[point] += rate * share / norm * residual
+            self._num_seen[point] += weight * share
+
+    def _learn_drift(self, surprise: float, familiarity: float) -> None:
+        """Follow the median of recent surprises; an unknown size cannot separate drift from shape."""
+        if familiarity >= _FAMILIAR:
+            self._recent.append(surprise)
+            self._drift = sorted(self._recent)[(len(self._recent) - 1) // 2]
+
+    def _learn_noise(self, deviation: float) -> None:
+        factor = _NOISE_STEP if deviation > 0.67 * self._noise else 1.0 / _NOISE_STEP
+        self._noise = max(_LEAST_NOISE, factor * self._noise)
+
+    def _largest_residual(self, near: list[tuple[int, float]], familiarity: float) -> float:
+        """Return the residual above which a pass is an outlier, in logarithms of seconds.
+
+        A pass of a known size is an outlier if it is much too slow; a pass of a new size, if it is slower than its
+        number of rows explains. A pass is never too fast by accident.
+        """
+        limit = _CLIP * self._noise
+        if familiarity < _FAMILIAR:
+            below = range(near[-1][0] - 1, -1, -1)
+            smaller = next((point for point in below if self._num_seen[point] > _OUTLIER_WEIGHT), 0)
+            limit += log(_GRID[near[-1][0]] / _GRID[smaller])
+        return limit
+
+    def at(self, num_rows: int) -> float:
+        """Return the expected seconds of a pass; 0 for an empty one. Needs one observed pass."""
+        if num_rows == 0:
+            return 0.0
+        if not self._expected:
+            self._expected = self._curve(0.0)
+        last = len(self._expected) - 1
+        return sum(share * self._expected[min(point, last)] for point, share in _neighbours(num_rows))
+
+    def seconds(self, num_rows: Ints, optimism: float = 0.0) -> Floats:
+        """Return the expected seconds of passes of `num_rows` rows; 0 for an empty one. Needs one observed pass.
+
+        `optimism` lowers each grid point by this number of standard errors, and ignores a grid point whose only pass
+        was an outlier. So a size is tried again if one slow pass made it look expensive, or if it was not seen for
+        long.
+        """
+        curve = self._curve(optimism)
+        return np.where(num_rows > 0, np.interp(num_rows, _GRID_ARRAY[: len(curve)], curve), 0.0)
+
+    def _curve(self, optimism: float) -> list[float]:
+        """Return the seconds at each grid point up to `max_rows`.
+
+        Neighbours with falling seconds are averaged, weighted by their passes (pool adjacent violators).
+        """
+        doubt, enough = optimism * self._noise, _OUTLIER_WEIGHT if optimism > 0.0 else 0.0
+        levels: list[_Level] = []
+        for point, (log_s, number) in enumerate(zip(self._log_s[: self._num_known], self._num_seen, strict=False)):
+            if number <= enough and (levels or number == 0.0):
+                continue
+            level = _Level(exp(log_s + self._drift - doubt / sqrt(number)), number, [point])
+            while levels and levels[-1].seconds > level.seconds:
+                level.absorb(levels.pop())
+            levels.append(level)
+        return _extended([(point, level.seconds) for level in levels for point in level.points])
+
+
+@dataclass(slots=True)
+class _Level:
+    """Neighbouring grid points with equal seconds, and their number of passes."""
+
+    seconds: float
+    num_seen: float
+    points: list[int]
+
+    def absorb(self, other: _Level) -> None:
+        num_seen = self.num_seen + other.num_seen
+        self.seconds = (self.num_seen * self.seconds + other.num_seen * other.seconds) / num_seen
+        self.num_seen = num_seen
+        self.points = other.points + self.points
+
+
+def _extended(known: list[tuple[int, float]]) -> list[float]:
+    """Return the seconds at all grid points up to twice the last known one; unknown ones are extrapolated from below.
+
+    The curve is constant before the first known point.
+    """
+    curve = [known[0][1]] * known[0][0]
+    ends = [*(point for point, _ in known[1:]), min(known[-1][0] + 1 + _BEYOND, len(_GRID))]
+    limits = [*(seconds for _, seconds in known[1:]), inf]
+    far = 0  # the last known point that is far enough from the current one
+    # For each known point, fill the unknown points of (point, end), at most up to the next known seconds.
+    for (point, seconds), end, limit in zip(known, ends, limits, strict=True):
+        curve.append(seconds)
+        if end == point + 1:
+            continue
+        # The cost of a row comes from the known point that is far enough below.
+        rows = _GRID[point]
+        while far + 1 < len(known) and _GRID[known[far + 1][0]] * _APART <= rows:
+            far += 1
+        below, below_s = known[far]
+        row_s = _RISE * (seconds - below_s) / (rows - _GRID[below]) if _GRID[below] * _APART <= rows else 0.0
+        curve += [min(seconds + row_s * (_GRID[unseen] - rows), limit) for unseen in range(point + 1, end)]
+    return curve
+
+
+def _neighbours(num_rows: int) -> list[tuple[int, float]]:
+    """Return the grid points around a size with their interpolation weights; a single one for a size on the grid."""
+    num_rows = min(max(num_rows, 1), _GRID[-1])
+    right = bisect_left(_GRID, num_rows)
+    if _GRID[right] == num_rows:
+        return [(right, 1.0)]
+    low, high = _GRID[right - 1], _GRID[right]
+    share = (num_rows - low) / (high - low)
+    return [(right - 1, 1.0 - share), (right, share)]
+
+
+class DraftCost:
+    """The seconds that the target waits for drafts: a cost per step of the longest draft, and a cost per token.
+
+    The ratio of the two costs is fitted by least squares over recent passes, and their level by the median pass, which
+    an outlier does not move. If steps and tokens were always equal (one stream), the time is attributed to the steps,
+    since a draft model computes a step of all sequences at once.
+    """
+
+    _NUM_RECENT = 15
+    _FADE = 0.95
+    _TOKEN_DOUBT = 0.01
+    _STEP_DOUBT = 1e-6
+
+    def __init__(self) -> None:
+        self._steps_2 = self._steps_tokens = self._tokens_2 = 0.0  # decayed sums of products
+        self._steps_s = self._tokens_s = 0.0
+        self._recent: deque[tuple[int, int, float]] = deque(maxlen=self._NUM_RECENT)  # steps, tokens, seconds
+        self.per_step_s = 0.0
+        self.per_token_s = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """True after the first observed pass."""
+        return bool(self._recent)
+
+    def observe(self, num_steps: int, num_tokens: int, seconds: float) -> None:
+        """Record one pass that requested `num_tokens` draft tokens, with `num_steps` in the longest draft."""
+        self._recent.append((num_steps, num_tokens, seconds))
+        expected_s = self.seconds(num_steps, num_tokens)
+        if expected_s > 0:
+            seconds = min(seconds, 2.0 * expected_s)
+        self._steps_2 = self._FADE * self._steps_2 + num_steps * num_steps
+        self._steps_tokens = self._FADE * self._steps_tokens + num_steps * num_tokens
+        self._tokens_2 = self._FADE * self._tokens_2 + num_tokens * num_tokens
+        self._steps_s = self._FADE * self._steps_s + num_steps * seconds
+        self._tokens_s = self._FADE * self._tokens_s + num_tokens * seconds
+        self._fit()
+
+    def seconds(self, num_steps: int, num_tokens: int) -> float:
+        """Return the expected seconds of drafts of this size; 0 before the first observed pass."""
+        return self.per_step_s * num_steps + self.per_token_s * num_tokens
+
+    def _fit(self) -> None:
+        """Solve the two normal equations without negative costs, then scale both costs to the median pass."""
+        # Least squares, with a small ridge that prefers steps.
+        steps_2 = (1.0 + self._STEP_DOUBT) * self._steps_2
+        tokens_2 = (1.0 + self._TOKEN_DOUBT) * self._tokens_2
+        determinant = steps_2 * tokens_2 - self._steps_tokens**2
+        per_step_s = (tokens_2 * self._steps_s - self._steps_tokens * self._tokens_s) / determinant
+        per_token_s = (steps_2 * self._tokens_s - self._steps_tokens * self._steps_s) / determinant
+        if per_token_s < 0:
+            per_step_s, per_token_s = self._steps_s / self._steps_2, 0.0
+        elif per_step_s < 0:
+            per_step_s, per_token_s = 0.0, self._tokens_s / self._tokens_2
+        # Scale to the median pass.
+        fitted = [(steps * per_step_s + tokens * per_token_s, seconds) for steps, tokens, seconds in self._recent]
+        ratios = sorted(seconds / expected_s for expected_s, seconds in fitted if expected_s > 0.0)
+        scale = ratios[(len(ratios) - 1) // 2] if ratios else 1.0
+        self.per_step_s, self.per_token_s = scale * per_step_s, scale * per_token_s

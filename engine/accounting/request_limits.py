@@ -1,0 +1,76 @@
+"""A request's draft settings, within the limits of the deployment."""
+
+from __future__ import annotations
+
+from engine.accounting.draft_budget import kind_of
+from engine.accounting.method_chooser import MethodChooser
+from engine.config import SpeculationConfig
+from engine.sequence.request_tokens import DraftRule
+from protos.errors import RequestError
+from protos.messages import GenerateRequest, SpeculationMethod, VerifyMode
+
+
+def draft_rule(request: GenerateRequest, deployment: SpeculationConfig, chooser: MethodChooser) -> DraftRule:
+    """Return the draft settings of a request; `chooser` chooses its method if it is open.
+
+    K of free drafts is None if the request or the budget sets one K for all drafts. K must not depend on a clock if the
+    request has a seed and its verification makes the text depend on K.
+    """
+    params = request.speculation
+    has_one_length = params.num_tokens is not None or _is_planned(request, deployment)
+    return DraftRule(
+        num_draft_tokens=_num_draft_tokens(request, deployment),
+        verify=params.verify or deployment.verify,
+        method=_method(request, deployment, chooser),
+        num_free_draft_tokens=None if has_one_length else deployment.free_draft_limit,
+        has_fixed_length=_has_fixed_length(request, deployment),
+    )
+
+
+def _method(request: GenerateRequest, deployment: SpeculationConfig, chooser: MethodChooser) -> str:
+    """Return the request's method; a choice may depend on a clock only if K may."""
+    method = request.speculation.method or deployment.method
+    if method != SpeculationMethod.AUTO:
+        return method
+    if not _is_planned(request, deployment):
+        return next(iter(deployment.choices), SpeculationMethod.NONE)
+    return chooser.choose(kind_of(is_greedy=request.sampling.is_greedy))
+
+
+def _num_draft_tokens(request: GenerateRequest, deployment: SpeculationConfig) -> int:
+    """Return K of a request, within the deployment's limit."""
+    params = request.speculation
+    method = params.method or deployment.method
+    if not params.enabled or method == SpeculationMethod.NONE:
+        return 0
+    if params.num_tokens is not None:
+        return min(params.num_tokens, deployment.max_num_tokens)
+    if _is_planned(request, deployment):
+        return deployment.max_num_tokens
+    return deployment.free_draft_limit if method == SpeculationMethod.SUFFIX else deployment.num_tokens
+
+
+def check_steps(request: GenerateRequest, is_allowed: bool, deployment: SpeculationConfig) -> None:
+    """Raise RequestError if a request asks for reasoning steps that this engine cannot draft."""
+    if not request.speculation.is_approximate:
+        return
+    if not is_allowed or _num_draft_tokens(request, deployment) == 0:
+        raise RequestError(
+            "speculation.mode is 'approximate', but this engine drafts no reasoning steps; leave it out",
+            param="speculation.mode",
+        )
+
+
+def _has_fixed_length(request: GenerateRequest, deployment: SpeculationConfig) -> bool:
+    verify = request.speculation.verify or deployment.verify
+    is_matched = verify is VerifyMode.COUPLED or request.sampling.is_greedy
+    return request.is_seeded and not is_matched
+
+
+def is_adaptive(speculation: SpeculationConfig) -> bool:
+    """True if every pass gets its own K, except in requests with a fixed length."""
+    return speculation.adaptive and speculation.num_tokens > 0
+
+
+def _is_planned(request: GenerateRequest, deployment: SpeculationConfig) -> bool:
+    return is_adaptive(deployment) and not _has_fixed_length(request, deployment)

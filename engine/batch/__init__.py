@@ -1,0 +1,1 @@
+"""A pass's input: drafts, spans of sequences, and fast indices for tensors."""

@@ -1,0 +1,119 @@
+"""The engine's side of the log: copies rows of logits and passes them to the writer, without waiting."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from engine.accounting.class_acceptance import class_key
+from engine.accounting.engine_stats import PositionLogStats
+from engine.config import PositionLogConfig
+from engine.position_log.folder import LogFolder
+from engine.position_log.log_writer import EndedRequest, LogWriter, VerifiedRows
+from engine.position_log.shard import LoggedModel
+from engine.position_log.top_rows import TopRows
+from engine.sequence.sequence import Sequence
+from engine.verifier.verify_result import VerifyResult
+from engine.verifier.verify_task import VerifyTask
+
+_MAX_WAITING_BYTES = 32 << 20  # rows that the writer has not taken yet; further rows are dropped
+_MAX_POSITIONS = 4096  # logged positions of one request
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedRows:
+    """Rows of a pass that is not verified yet. The rows of task `tasks[i]` start at `first_rows[i]`."""
+
+    rows: TopRows
+    tasks: Seq[int]
+    first_rows: Seq[int]
+
+
+class PositionLog:
+    """Logs the target's likeliest tokens at verified positions, for a share of the requests that allow it.
+
+    Only `stats` may be used outside the engine's thread. A log that stops or is late loses positions and has no
+    other effect.
+    """
+
+    def __init__(self, config: PositionLogConfig, model: LoggedModel) -> None:
+        self._share = config.share
+        self._model = model
+        self._writer = LogWriter(LogFolder(Path(config.folder), config.max_bytes), model)
+        self._sequences: dict[str, Sequence] = {}
+        self._num_put_bytes = 0
+        self._num_dropped = 0
+
+    @property
+    def stats(self) -> PositionLogStats:
+        writer = self._writer
+        return PositionLogStats(writer.num_positions, self._num_dropped, writer.num_bytes, writer.is_stopped)
+
+    def copy(self, logits: Tensor, tasks: Seq[VerifyTask], num_drafts: Seq[int]) -> CopiedRows | None:
+        """Copy the rows of logged tasks; None if no task is logged or the writer is late.
+
+        Call it before verification: a next pass that is issued meanwhile overwrites `logits` [R, V].
+        """
+        chosen = [index for index, task in enumerate(tasks) if self._is_logged(task.sequence)]
+        if not chosen:
+            return None
+        rows: list[int] = []
+        first_rows = []
+        for index in chosen:
+            first_rows.append(len(rows))
+            rows += range(tasks[index].first_row, tasks[index].first_row + num_drafts[index] + 1)
+        num_bytes = len(rows) * logits.shape[1] * logits.element_size()
+        if self._num_put_bytes - self._writer.num_taken_bytes + num_bytes > _MAX_WAITING_BYTES:
+            self._num_dropped += len(chosen)  # at least the sampled position of each
+            return None
+        return CopiedRows(TopRows(logits, rows, self._model.top_k), chosen, first_rows)
+
+    def record(self, copied: CopiedRows, tasks: Seq[VerifyTask], verified: Seq[VerifyResult]) -> None:
+        """Pass the copied rows of verified tokens to the writer. Call it before the tokens are committed."""
+        kept: list[int] = []
+        request_ids: list[str] = []
+        positions: list[int] = []
+        for index, first_row in zip(copied.tasks, copied.first_rows, strict=True):
+            sequence, outcome = tasks[index].sequence, verified[index]
+            if not (outcome.is_exact and outcome.is_finite):
+                continue
+            self._sequences[sequence.request_id] = sequence
+            num_tokens = len(outcome.token_ids)
+            kept += [first_row + outcome.row_of(number) for number in range(num_tokens)]
+            request_ids += [sequence.request_id] * num_tokens
+            positions += range(len(sequence.token_ids), len(sequence.token_ids) + num_tokens)
+        self._num_put_bytes += copied.rows.num_bytes
+        self._writer.put(VerifiedRows(copied.rows, kept, request_ids, positions))
+
+    def end(self, request_id: str) -> None:
+        """Pass the tokens of an ended request to the writer. Requests that are not logged are ignored."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return
+        sampling = sequence.sampling
+        self._writer.put(
+            EndedRequest(
+                request_id=request_id,
+                traffic_class=class_key("", sequence).name,
+                temperature=sampling.temperature,
+                repetition_penalty=sampling.repetition_penalty,
+                token_ids=list(sequence.token_ids),
+            )
+        )
+
+    def close(self) -> None:
+        """Write the remaining positions. A second call does nothing."""
+        self._writer.close()
+
+    def _is_logged(self, sequence: Sequence) -> bool:
+        request = sequence.request
+        return (
+            request.is_logged
+            and not self._writer.is_stopped
+            and sequence.num_output_tokens < _MAX_POSITIONS
+            and zlib.crc32(request.request_id.encode()) < self._share * (1 << 32)
+        )

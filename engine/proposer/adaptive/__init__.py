@@ -1,1 +1,0 @@
-"""The number of drafts of each sequence, from acceptance, cost and goodput."""

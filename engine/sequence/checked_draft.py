@@ -1,0 +1,85 @@
+"""A draft that is cut to its planned length, and computed only up to its first unknown id."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from engine.batch.draft import NO_DRAFT, Draft, depths
+from engine.sampling.vocabulary import Vocabulary
+from engine.sequence.draft_query import DraftQuery
+from protos.messages import VerifyMode
+
+
+class CheckedDraft(NamedTuple):
+    """A draft with the number of its leading tokens in the vocabulary; the grammar forced the last `num_forced`.
+
+    A draft ends with its first id outside the vocabulary. The model must not compute it, but a verifier that tests
+    ratios must know of it: removing it would depend on the drawn token and bias the output.
+    """
+
+    draft: Draft
+    num_valid: int
+    num_forced: int = 0
+    was_proposed: bool = False  # the proposer had a draft, even if it was cut to nothing
+
+    @property
+    def computed(self) -> Draft:
+        """The tokens that the model computes."""
+        return self.draft.head(self.num_valid) if self.is_cut else self.draft
+
+    @property
+    def depth(self) -> int:
+        """The most computed tokens that a verifier can accept."""
+        return self.computed.depth if self.draft.parents else self.num_valid
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.draft.token_ids[: self.num_valid]
+
+    @property
+    def first_branch(self) -> tuple[int, ...]:
+        """The computed tokens of a chain, or of a tree's first branch."""
+        return _first_path(self.computed).token_ids if self.draft.parents else self.token_ids
+
+    @property
+    def is_cut(self) -> bool:
+        return self.num_valid < len(self.draft.token_ids)
+
+
+NOTHING = CheckedDraft(NO_DRAFT, 0)
+
+
+def check_draft(draft: Draft, query: DraftQuery, vocabulary: Vocabulary) -> CheckedDraft:
+    """Cut a draft to the room of its query, and after its first id outside the target's vocabulary.
+
+    A tree is cut to its first branch if the query has no room for a tree, or in block verification.
+    """
+    if draft.parents:
+        draft = draft.head(_num_well_formed(draft, query.max_draft_tokens))
+        is_tree = query.max_tree_nodes > 0 and query.sequence.verify is not VerifyMode.BLOCK
+        draft = draft if is_tree else _first_path(draft)
+    draft = draft.head(query.max_tree_nodes if draft.parents else query.max_draft_tokens)
+    token_ids = draft.token_ids
+    num_valid = vocabulary.num_known(token_ids)
+    return CheckedDraft(draft.head(num_valid + 1), num_valid, 0, bool(token_ids))
+
+
+def _num_well_formed(draft: Draft, max_depth: int) -> int:
+    """Count the leading nodes that have an earlier parent and a valid depth; 0 if tokens and parents do not match."""
+    if len(draft.parents) != len(draft.token_ids):
+        return 0
+    parents = draft.parents
+    num_placed = next((i for i, parent in enumerate(parents) if not -1 <= parent < i), len(parents))
+    by_depth = depths(parents[:num_placed])
+    return next((i for i, depth in enumerate(by_depth) if depth > max_depth), num_placed)
+
+
+def _first_path(draft: Draft) -> Draft:
+    """Return the chain of first children."""
+    nodes: list[int] = []
+    for node, parent in enumerate(draft.parents):
+        if parent == (nodes[-1] if nodes else -1):
+            nodes.append(node)
+    has_distributions = len(draft.distributions) == len(draft.token_ids)
+    distributions = tuple(draft.distributions[node] for node in nodes) if has_distributions else ()
+    return Draft(tuple(draft.token_ids[node] for node in nodes), distributions, source=draft.source)

@@ -1,1 +1,0 @@
-"""The engine's counters, step times and measured rates."""

@@ -1,0 +1,231 @@
+"""The budget on simulated pairs whose costs and acceptance are known, from its first pass on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.accounting import draft_budget
+from engine.accounting.draft_budget import DraftBudget, DraftedPass, PassTime, class_of
+from engine.accounting.draft_costs import RequestedDrafts
+from engine.accounting.length_allocation import Allocation, allocate
+from engine.accounting.speculation_gate import ClassStep, SpeculationGate
+from tests.engine.fixtures.simulated_pair import (
+    MAX_DRAFTS,
+    Costs,
+    SimulatedPair,
+    best_fixed,
+    new_sequence,
+    plain_speed,
+)
+
+ROOFLINE = Costs()
+LINEAR = Costs(weights_s=0.004, row_s=0.001, fixed_s=0.002, draft_step_s=0.0006, draft_row_s=0.0001)
+PROCESSOR = Costs(weights_s=0.050, row_s=0.0013, fixed_s=0.004, draft_step_s=0.002, draft_row_s=0.0001)
+HEAVY_DRAFT = Costs(draft_step_s=0.003, draft_row_s=0.0001)
+STREAMS = [1, 2, 4, 8, 16, 32, 64]
+
+
+def new_budget() -> DraftBudget:
+    return DraftBudget(4, MAX_DRAFTS)
+
+
+@pytest.mark.parametrize("num_streams", STREAMS)
+@pytest.mark.parametrize("costs", [ROOFLINE, LINEAR, HEAVY_DRAFT])
+def test_a_bad_draft_costs_at_most_two_percent_of_plain_decoding(costs: Costs, num_streams: int) -> None:
+    pair = SimulatedPair(lambda index, step: 0.2, costs)
+    assert pair.run(num_streams, 600, new_budget()) >= 0.98 * plain_speed(num_streams, costs)
+
+
+@pytest.mark.parametrize("num_streams", STREAMS)
+@pytest.mark.parametrize("costs", [ROOFLINE, LINEAR, HEAVY_DRAFT])
+def test_with_a_good_draft_no_fixed_length_is_five_percent_better(costs: Costs, num_streams: int) -> None:
+    pair, budget = SimulatedPair(lambda index, step: 0.8, costs), new_budget()
+    pair.run(num_streams, 150, budget)
+    assert pair.run(num_streams, 350, budget) >= 0.95 * best_fixed(num_streams, 0.8, costs)[1]
+
+
+@pytest.mark.parametrize("num_streams", [1, 2, 8, 32])
+def test_where_requests_come_and_go_no_fixed_length_is_five_percent_better(num_streams: int) -> None:
+    def pair() -> SimulatedPair:
+        return SimulatedPair(lambda index, step: 0.72, PROCESSOR, request_tokens=32, prompt_tokens=96)
+
+    best = max(pair().run(num_streams, 400, length) for length in (0, 1, 2, 4, 6, 8))
+    adaptive, budget = pair(), new_budget()
+    adaptive.run(num_streams, 150, budget)
+    assert adaptive.run(num_streams, 350, budget) >= 0.95 * best
+
+
+def test_clients_wait_for_six_plain_passes_at_most() -> None:
+    """Fourteen drafts have the best goodput here: their pass takes 80 ms, a plain pass 10 ms."""
+    costs = Costs(weights_s=0.0099, row_s=0.0, fixed_s=0.0001, draft_step_s=0.005, draft_row_s=0.0)
+    pair = SimulatedPair(lambda index, step: 1.0, costs, noise=0.0, request_tokens=10**6)
+    pair.run(1, 600, new_budget())
+    assert 6 <= max(pair.lengths[-100:]) <= 10
+
+
+def test_sequences_without_drafts_are_planned_for_every_eighth_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, plans = SimulatedPair(lambda index, step: 0.0, HEAVY_DRAFT, request_tokens=10**6), []
+
+    def noted(*arguments: Any) -> Allocation:
+        plans.append(len(pair.lengths))
+        return allocate(*arguments)
+
+    monkeypatch.setattr(draft_budget, "allocate", noted)
+    pair.run(1, 500, new_budget())
+    resting = [step for step in plans if step >= 100]
+    assert 400 / 8 <= len(resting) <= 400 / 8 + 16  # without probes
+
+
+def test_a_first_draft_that_reads_the_prompt_is_no_price_of_drafts() -> None:
+    budget = new_budget()
+    for index in range(30):  # every request has two passes; the first waits for the draft to prefill
+        sequence = new_sequence(index)
+        for draft_s in (0.500, 0.004):
+            budget.observe([DraftedPass(sequence, 4, 4, 3)], PassTime(draft_s, 0.010))
+    assert budget._draft_costs.seconds({"model": RequestedDrafts(4, 4)}) == pytest.approx(0.004, rel=0.05)
+
+
+def test_no_drafts_are_asked_for_where_they_lose_but_probes() -> None:
+    pair = SimulatedPair(lambda index, step: 0.2, HEAVY_DRAFT)
+    pair.run(8, 400, new_budget())
+    late = pair.lengths[100:]
+    assert sum(length > 0 for length in late) <= len(late) / 50 + 3
+    assert sum(late) < 0.02 * 8 * len(late)
+
+
+def test_another_draft_is_not_judged_by_the_one_before() -> None:
+    budget = new_budget()
+    SimulatedPair(lambda index, step: 0.1, HEAVY_DRAFT).run(8, 600, budget)
+    budget.forget_draft()
+    pair = SimulatedPair(lambda index, step: 0.9, HEAVY_DRAFT)
+    pair.run(8, 30, budget)
+    assert np.mean(pair.lengths[-20:]) > 8 * 2
+
+
+def test_a_draft_that_has_become_good_is_found_out() -> None:
+    pair = SimulatedPair(lambda index, step: 0.1 if step < 200 else 0.9, ROOFLINE, request_tokens=10**9)
+    pair.run(4, 1500, new_budget())
+    assert np.mean(pair.lengths[-100:]) > 4 * 4
+
+
+def test_a_probe_is_charged_for_what_the_draft_had_to_catch_up_with() -> None:
+    pair, budget = SimulatedPair(lambda index, step: 0.0, Costs(draft_step_s=0.02)), new_budget()
+    pair.run(1, 200, budget)
+    num_before = len(pair.lengths)
+    pair.run(1, 1000, budget)
+    assert 1 <= sum(length > 0 for length in pair.lengths[num_before:]) <= 6
+
+
+@pytest.mark.parametrize("num_streams", [1, 4])
+def test_drafts_come_back_when_a_draft_that_was_slow_for_a_while_is_not(num_streams: int) -> None:
+    costs = Costs(weights_s=0.005, row_s=0.0002, draft_step_s=0.0008, missed_token_s=0.0002)
+    pair, budget = SimulatedPair(lambda index, step: 0.8, costs, request_tokens=128, prompt_tokens=12), new_budget()
+    pair.costs = replace(costs, draft_step_s=0.040)
+    pair.run(num_streams, 300, budget)
+    assert sum(pair.lengths[-100:]) < 10
+    pair.costs = costs
+    pair.run(num_streams, 1500, budget)
+    assert np.mean(pair.lengths[-100:]) > 1.5 * num_streams
+
+
+def test_more_load_means_shorter_drafts_and_less_load_longer_ones() -> None:
+    pair, budget = SimulatedPair(lambda index, step: 0.8, ROOFLINE), new_budget()
+    means = []
+    for num_streams in (1, 64, 1):
+        pair.run(num_streams, 120, budget)
+        means.append(np.mean(pair.lengths[-50:]) / num_streams)
+    assert means[1] < 0.2
+    assert min(means[0], means[2]) > 5
+
+
+def test_drafts_go_to_those_whose_drafts_stand() -> None:
+    pair = SimulatedPair(lambda index, step: 0.9 if index % 2 else 0.1, ROOFLINE, request_tokens=10**9)
+    budget = new_budget()
+    slots = [new_sequence(index) for index in range(16)]
+    budget.plan(slots)
+    for step in range(150):
+        pair._pass(slots, step, budget)
+        budget.plan(slots)
+    bad, good = ([slots[index].draft_allowance for index in range(16) if index % 2 == parity] for parity in (0, 1))
+    assert min(good) > max(bad)
+
+
+def test_a_request_never_gets_more_than_it_may_have() -> None:
+    budget = new_budget()
+    short, none = new_sequence(0, num_drafts=2), new_sequence(1, num_drafts=0)
+    for _ in range(20):
+        budget.plan([short, none])
+        assert short.draft_allowance <= 2
+        assert none.draft_allowance == 0
+        length = short.draft_allowance
+        passes = [DraftedPass(short, length, length, length), DraftedPass(none, 0, 0, 0)]
+        budget.observe(passes, PassTime(0.0, 0.01))
+    assert length == 2
+
+
+def test_a_fixed_length_stays_and_leaves_drafts_to_the_others() -> None:
+    budget, pair = new_budget(), SimulatedPair(lambda index, step: 0.9, ROOFLINE, request_tokens=10**9)
+    slots = [new_sequence(0), new_sequence(1, num_drafts=3)]
+    slots[1].has_fixed_length = True
+    lengths = []
+    for step in range(300):
+        budget.plan(slots)
+        assert slots[1].draft_allowance == 3
+        lengths.append(slots[0].draft_allowance)
+        pair._pass(slots, step, budget)
+    assert lengths[-50:].count(0) <= 2
+    assert max(lengths[-50:]) > 4
+
+
+@pytest.mark.parametrize(("acceptance", "num_streams"), [(0.8, 4), (0.5, 16), (0.2, 8)])
+def test_the_measured_speedup_is_the_true_one(acceptance: float, num_streams: int) -> None:
+    pair, budget = SimulatedPair(lambda index, step: acceptance, ROOFLINE), new_budget()
+    pair.run(num_streams, 300, budget)
+    true = pair.run(num_streams, 700, budget) / plain_speed(num_streams, ROOFLINE)
+    assert budget.speedups == {"model-greedy": pytest.approx(true, rel=0.06)}
+
+
+def test_a_class_is_a_method_and_greedy_or_not() -> None:
+    assert class_of(new_sequence(0)) == "model-greedy"
+    assert class_of(new_sequence(0, temperature=0.7)) == "model-sampled"
+
+
+@pytest.mark.parametrize("seconds", [1.2, 1.0])
+def test_the_gate_closes_for_a_class_that_gains_nothing_and_opens_after_ever_longer_pauses(seconds: float) -> None:
+    gate, trials = SpeculationGate("model-greedy"), []
+    for _ in range(4000):
+        is_open = gate.is_open(8)
+        trials.append(is_open)
+        gate.observe(ClassStep(8, 8, seconds if is_open else 1.0, 1.0), 8, is_drafting=is_open)
+    starts = [step for step in range(1, 4000) if trials[step] and not trials[step - 1]]
+    pauses = np.diff(starts)
+    assert len(starts) >= 4
+    assert (np.diff(pauses) > 0).all()
+    assert sum(trials) < 150
+
+
+def test_the_gate_stays_open_for_a_class_that_gains() -> None:
+    gate = SpeculationGate("model-greedy")
+    for _ in range(500):
+        gate.observe(ClassStep(8, 20, 1.2, 1.0), 8, is_drafting=True)
+        assert gate.is_open(8)
+    assert gate.meter.speedup == pytest.approx(20 / 8 / 1.2)
+
+
+def test_a_gate_that_is_closed_to_a_full_batch_is_open_to_one_sequence() -> None:
+    gate = SpeculationGate("suffix-greedy")
+    for _ in range(20):
+        gate.observe(ClassStep(16, 20, 1.3, 1.0), 16, is_drafting=True)
+    assert [gate.is_open(size) for size in (1, 8, 15, 16, 17, 31, 32)] == [True, True, True, False, False, False, True]
+
+
+def test_a_class_that_rests_keeps_its_gate_open() -> None:
+    """Its passes gain nothing because they have no drafts."""
+    gate = SpeculationGate("model-greedy")
+    for _ in range(500):
+        gate.observe(ClassStep(8, 8, 1.0, 1.0), 8, is_drafting=False)
+    assert gate.is_open(8)

@@ -1,0 +1,100 @@
+"""A fall of acceptance is noticed, steady traffic is not, and an alarm ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from bench.speculation.drift import LITTLE, PROSE, passes, run
+from engine.accounting.draft_counting import DraftCounting
+from engine.accounting.drift import DriftDetector, DriftMonitor
+from engine.batch.draft import Draft
+from engine.config import SpeculationConfig
+from engine.sequence.checked_draft import CheckedDraft
+from engine.verifier.verify_result import VerifyResult
+from engine.verifier.verify_task import VerifyTask
+from protos.messages import SamplingParams, SpeculationMethod
+from tests.builders import make_sequence
+
+
+def traffic(mean: float, num_steps: int, seed: int = 1) -> Iterator[tuple[int, int]]:
+    return passes(np.random.default_rng(seed), num_steps, 16, mean, 20.0, 100)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_fall_is_noticed_within_200_steps_and_nothing_in_20_000_steady_ones(seed: int) -> None:
+    num_false, steps = run(seed, num_streams=16, concentration=20.0, text_steps=100)
+    assert num_false == 0
+    assert steps is not None
+    assert steps <= 200
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_small_fall_of_a_few_streams_is_noticed_later(seed: int) -> None:
+    num_false, steps = run(seed, num_streams=4, concentration=20.0, text_steps=100, fallen_to=LITTLE)
+    assert num_false == 0
+    assert steps is not None
+    assert steps <= 2000
+
+
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_a_fall_behind_a_short_history_does_not_become_what_is_usual(seed: int) -> None:
+    """The steady steps have 12,000 passes; detecting the fall takes nearly as many."""
+    rng, detector = np.random.default_rng(seed), DriftDetector()
+    assert not any(detector.observe(*each) for each in passes(rng, 4000, 3, 0.775, 20.0, 40))
+    fallen = passes(rng, 2000, 3, 0.62, 20.0, 40)
+    assert any(detector.observe(*each) for each in fallen)
+    assert detector.reference > 0.74
+
+
+def test_an_alarm_counts_once_and_ends_when_acceptance_is_back() -> None:
+    detector = DriftDetector()
+    for each in traffic(0.75, 3000):
+        assert not detector.observe(*each)
+    assert sum([detector.observe(*each) for each in traffic(PROSE, 500, seed=2)]) == 1
+    assert detector.is_alarming
+    assert detector.recent < detector.reference - 0.2
+    for each in traffic(0.75, 1000, seed=3):
+        detector.observe(*each)
+    assert not detector.is_alarming
+    assert detector.num_alarms == 1
+
+
+def test_a_rise_is_no_alarm() -> None:
+    detector = DriftDetector()
+    for each in traffic(PROSE, 3000):
+        detector.observe(*each)
+    assert not any(detector.observe(*each) for each in traffic(0.9, 1000, seed=2))
+
+
+def test_classes_are_judged_apart_and_an_alarm_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    monitor = DriftMonitor()
+    for mean, num_steps in ((0.75, 3000), (PROSE, 300)):
+        for num_passes, num_accepted in traffic(mean, num_steps):
+            for index in range(num_passes):
+                monitor.record("model-greedy-free", index < num_accepted)
+                monitor.record("model-sampled-free", index % 4 > 0)
+            with caplog.at_level(logging.WARNING):
+                monitor.end_step()
+    stats = {each.name: each for each in monitor.snapshot()}
+    assert stats["model-greedy-free"].is_alarming
+    assert not stats["model-sampled-free"].is_alarming
+    assert [record.args[0] for record in caplog.records] == ["model-greedy-free"]
+
+
+@pytest.mark.parametrize(
+    ("is_adaptive", "watched"), [(True, {"model-greedy-free"}), (False, {"model-greedy-free", "suffix-greedy-free"})]
+)
+def test_suffixes_that_are_made_where_they_pay_are_not_held_to_what_was_usual(
+    is_adaptive: bool, watched: set[str]
+) -> None:
+    counting = DraftCounting(SpeculationConfig(adaptive=is_adaptive))
+    draft, outcome = CheckedDraft(Draft((1,)), 1), VerifyResult((1, 2), 1)
+    for method in (SpeculationMethod.SUFFIX, SpeculationMethod.MODEL):
+        sequence = make_sequence("r", (1,), SamplingParams(temperature=0.0), num_drafts=1, method=method)
+        for _ in range(200):
+            counting.count([VerifyTask(sequence, draft.draft, 1)], [draft], [outcome])
+    assert {each.name for each in counting.drift} == watched

@@ -1,0 +1,65 @@
+"""The allocation against all possible allocations."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from engine.accounting.length_allocation import allocate
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_of_lengths_that_are_nearly_the_best_the_shortest_pass_is_taken(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_sequences, num_positions = int(rng.integers(1, 4)), int(rng.integers(1, 4))
+    acceptance = np.cumprod(rng.uniform(0.2, 1.0, (num_sequences, num_positions)), axis=1)
+    max_drafts = int(rng.integers(1, num_sequences * num_positions + 1))
+    row_seconds = 1.0 + np.cumsum(rng.exponential(rng.choice([0.05, 0.4]), max_drafts + 1))
+    step_s, token_s = rng.exponential(0.1, 2)
+
+    def seconds(lengths: tuple[int, ...]) -> float:
+        return float(row_seconds[sum(lengths)] + step_s * max(lengths) + token_s * sum(lengths))
+
+    def goodput(lengths: tuple[int, ...]) -> float:
+        tokens = num_sequences + sum(acceptance[r, :length].sum() for r, length in enumerate(lengths))
+        return tokens / seconds(lengths)
+
+    every = [each for each in product(range(num_positions + 1), repeat=num_sequences) if sum(each) <= max_drafts]
+    best = max(map(goodput, every))
+    plain = num_sequences / row_seconds[0]
+    near = [each for each in every if goodput(each) >= max(0.99 * best, plain) and (any(each) or best == plain)]
+    found = allocate(acceptance, row_seconds, step_s, token_s)
+    lengths = tuple(found.lengths.tolist())
+    assert lengths in near
+    assert seconds(lengths) == pytest.approx(min(map(seconds, near)))
+    assert found.tokens_per_s == pytest.approx(goodput(lengths))
+    assert found.plain_tokens_per_s == pytest.approx(plain)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_no_pass_is_made_longer_than_the_limit(num_sequences: int) -> None:
+    acceptance = np.full((num_sequences, 4), 0.9).cumprod(axis=1)
+    row_seconds = 1.0 + 0.1 * np.arange(4 * num_sequences + 1)
+    free = allocate(acceptance, row_seconds, 0.05, 0.0)
+    found = allocate(acceptance, row_seconds, 0.05, 0.0, max_seconds=1.35)
+    num_drafts, longest = int(found.lengths.sum()), int(found.lengths.max())
+    assert 0 < num_drafts < free.lengths.sum()
+    assert row_seconds[num_drafts] + 0.05 * longest <= 1.35 < row_seconds[num_drafts + 1] + 0.05 * (longest + 1)
+    assert allocate(acceptance, row_seconds, 0.05, 0.0, max_seconds=0.9).lengths.tolist() == [0] * num_sequences
+
+
+def test_positions_of_zero_acceptance_get_no_draft() -> None:
+    acceptance = np.array([[0.9, 0.8], [0.0, 0.0], [0.9, 0.0]])
+    assert allocate(acceptance, np.ones(7), 0.0, 0.0).lengths.tolist() == [2, 0, 1]
+
+
+def test_equal_chances_fill_from_the_front() -> None:
+    assert allocate(np.ones((2, 3)), np.array([1.0, 1.0, 1.0, 9.0]), 0.0, 0.0).lengths.tolist() == [1, 1]
+
+
+def test_a_pass_that_no_draft_improves_has_none() -> None:
+    found = allocate(np.full((2, 3), 0.1), np.arange(2.0, 9.0), 0.0, 0.0)
+    assert found.lengths.tolist() == [0, 0]
+    assert found.tokens_per_s == found.plain_tokens_per_s == 1.0
