@@ -18,7 +18,7 @@ function link(name) {
   return made;
 }
 
-// A schema in one line: links to those it refers to, and the words of its own limits.
+// A schema in one line: links to the schemas it refers to, and its own limits in words.
 function line(schema) {
   const made = element("span");
   if (schema.$ref) made.append(link(nameOf(schema.$ref)));

@@ -16,7 +16,7 @@ function meter(value, label) {
   return made;
 }
 
-// The mean of a histogram since the reading before, or since the start where nothing came since.
+// The mean of a histogram since the last reading, or since the start if it has not changed since.
 function mean(samples, name) {
   const total = (suffix, of) => sum(of, `${name}_${suffix}`);
   const since = last ? last.samples : [];

@@ -1,4 +1,4 @@
-// Prometheus text, read: a list of { name, labels, value }.
+// Parses Prometheus text to a list of { name, labels, value }.
 
 export function parseMetrics(text) {
   const samples = [];
@@ -12,7 +12,7 @@ export function parseMetrics(text) {
   return samples;
 }
 
-// The samples of a counter, by the contract's name or with `_total`, and those of any other family.
+// The samples of a family; a counter is found with or without `_total`.
 export function samplesOf(samples, name) {
   const plain = samples.filter((sample) => sample.name === name);
   return plain.length ? plain : samples.filter((sample) => sample.name === `${name}_total`);

@@ -1,4 +1,4 @@
-// One request with every knob, what is being verified shown ahead of the text, and the request as text to copy.
+// One request with every option, its unverified drafts after the text, and the request as text to copy.
 
 import { settings, stream } from "/page/api.js";
 import { byId, element, fillTable, showTrouble } from "/page/dom.js";
@@ -12,10 +12,10 @@ const text = (id) => byId(id).value || undefined;
 function speculation() {
   const asked = { num_tokens: number("play-k"), verify: text("play-verify"), method: text("play-method") };
   if (byId("play-enabled").value === "off") asked.enabled = false;
-  return JSON.parse(JSON.stringify(asked)); // without what is undefined
+  return JSON.parse(JSON.stringify(asked)); // without undefined fields
 }
 
-// The request as a user would send it; the page adds what it shows.
+// The request as a user would send it; the page adds the fields that it displays.
 function request() {
   const isChat = byId("play-endpoint").value !== "completions";
   const prompt = byId("play-prompt").value;
@@ -51,7 +51,7 @@ function tokensOf(choice) {
   return choice.logprobs.tokens.map((token, index) => ({ text: token, logprob: choice.logprobs.token_logprobs[index] }));
 }
 
-// The tokens of a draft that did not come, by the position of the first that differs.
+// The rejected tokens of drafts, by the position of the first rejected one.
 function noteRejected(rejected, draft, ids, from) {
   if (!draft) return;
   const wrong = draft.token_ids.findIndex((id, index) => from + index < ids.length && ids[from + index] !== id);

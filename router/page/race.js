@@ -44,7 +44,7 @@ function judge(off, on) {
   setBadge(`✓ identical tokens: all ${length}, ${times} times the speed`, "good");
 }
 
-// Says in how many passes drafts took part: an adaptive deployment drops them where they do not pay.
+// Shows how many passes had drafts: an adaptive deployment drops them where they do not pay.
 function showPasses({ metrics }) {
   const told = metrics && metrics.speculation_explanation;
   if (!told) return;
@@ -69,7 +69,7 @@ async function race() {
   for (const name of ["off", "on"]) byId(`race-${name}`).textContent = "";
   byId("race-sources").replaceChildren();
   const { tokens } = await post("/tokenize", { model: settings.model, prompt: body.prompt });
-  for (const enabled of [false, true]) { // the prompt is in the cache then, and both ways have run before
+  for (const enabled of [false, true]) { // so the prompt is cached, and both ways have run before
     for await (const _ of stream("/v1/completions", { ...body, max_tokens: Math.min(16, body.max_tokens), speculation: { enabled } }));
   }
   const off = await run("off", { ...body, speculation: { enabled: false } });
@@ -79,7 +79,7 @@ async function race() {
   showTokens(byId("race-sources"), byId("race-detail"), await readTokens(tokens, on.ids), on.sources);
 }
 
-// As a fault would: the text of a race that runs goes on, without drafts until a new process has started.
+// Simulates a fault: a running race continues without drafts until a new process has started.
 async function killDraft() {
   const { num_drafts: count } = await post("/admin/drafts/kill", {});
   byId("killed").textContent = `Killed ${count === 1 ? "the draft's process" : `${count} draft processes`}: the text goes on, and drafts come back when a new process has started.`;

@@ -1,4 +1,4 @@
-// Tokens by source: an underline of its own for each, so that no colour is needed to tell them apart.
+// Tokens by source: each source has its own underline, so no colour is needed to distinguish them.
 
 import { post, settings } from "/page/api.js";
 import { element } from "/page/dom.js";
@@ -19,7 +19,7 @@ export function fillLegend(list) {
   }));
 }
 
-// Texts and probabilities of `ids` behind `promptIds`: one pass over the prompt, echoed with its logprobs.
+// Texts and probabilities of `ids` after `promptIds`: one pass over the prompt, echoed with its logprobs.
 export async function readTokens(promptIds, ids) {
   const body = { model: settings.model, prompt: [...promptIds, ...ids], max_tokens: 1, echo: true, logprobs: 1, temperature: 0 };
   const { tokens, token_logprobs: logprobs } = (await post("/v1/completions", body)).choices[0].logprobs;
@@ -27,7 +27,7 @@ export async function readTokens(promptIds, ids) {
   return ids.map((_, index) => ({ text: tokens[first + index], logprob: logprobs[first + index] }));
 }
 
-// Shows the tokens in `box`; hover, or arrow keys in the focused box, tell of one in `detail`.
+// Shows the tokens in `box`; hover, or arrow keys in the focused box, describe one in `detail`.
 export function showTokens(box, detail, tokens, sources, rejected = new Map()) {
   const describe = (index) => {
     const [source, method] = (sources[index] || "plain").split(":");
