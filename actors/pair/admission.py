@@ -17,7 +17,7 @@ _JITTER = 0.25  # added to Retry-After, so that requests refused together do not
 
 
 @dataclass(slots=True)
-class _Tenant:
+class _TenantLoad:
     """A tenant with requests inside, or refused recently."""
 
     weight: float
@@ -57,7 +57,7 @@ class Admission:
         self._max_requests = max_requests
         self._clock = clock
         self._jitter = jitter
-        self._tenants: dict[str, _Tenant] = {}
+        self._tenants: dict[str, _TenantLoad] = {}
         self._reserved: dict[str, _Reservation] = {}  # by group
         self._usual_duration_s = 1.0
 
@@ -67,7 +67,7 @@ class Admission:
         Raises:
             OverloadedError: there are not enough places.
         """
-        tenant = self._tenants.setdefault(request.tenant, _Tenant(request.weight))
+        tenant = self._tenants.setdefault(request.tenant, _TenantLoad(request.weight))
         tenant.weight = request.weight
         if request.is_admitted:
             self._use_reserved(request.group_id)
@@ -83,7 +83,7 @@ class Admission:
         self._tenants[request.tenant].num_inside -= 1
         self._usual_duration_s += 0.1 * (duration_s - self._usual_duration_s)
 
-    def _check(self, request: GenerateRequest, tenant: _Tenant) -> None:
+    def _check(self, request: GenerateRequest, tenant: _TenantLoad) -> None:
         """Refuse a request without room. A request with more choices than places needs an empty pair."""
         now_s = self._clock()
         self._forget(now_s, request.tenant)
@@ -129,7 +129,7 @@ class Admission:
         return reserved + self._tenants[name].num_inside
 
     @staticmethod
-    def _is_wanting(tenant: _Tenant, now_s: float) -> bool:
+    def _is_wanting(tenant: _TenantLoad, now_s: float) -> bool:
         return now_s - tenant.refused_s < _WANTING_S
 
     def _retry_after_s(self, num_missing: int) -> float:

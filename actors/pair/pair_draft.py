@@ -35,7 +35,7 @@ _RETURN_S = 600.0  # for the old draft to serve again
 Goodput = Callable[[], Awaitable[Seq[GoodputStats]]]
 
 
-class DraftProcess(Protocol):
+class ReplaceableDraft(Protocol):
     """The process of a pair's draft model."""
 
     async def check_draft(self, path: str) -> None:
@@ -77,7 +77,7 @@ class PairDraft:
 
     def __init__(
         self,
-        process: DraftProcess,
+        process: ReplaceableDraft,
         report: DraftReport,
         goodput: Goodput,
         clock: Callable[[], float] = time.time,

@@ -17,7 +17,7 @@ from bench.gpu.plan import Plan
 from bench.gpu.table import KernelLine, Missing, Results
 from engine.attention.base import LayerOptions
 from engine.attention.triton_attention import KVScales, TritonAttention, paged_attention
-from engine.attention.triton_tiling import Heads
+from engine.attention.triton_tiling import HeadShape
 from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache, LayerShape
 from engine.model.cuda_graphs.graph import ForwardOutput, GraphRecorder
@@ -80,7 +80,7 @@ def measure_attention(
     ]
     plan = TritonAttention(spans, cache).whole(slice(0, 1))
     group_size = shape.num_heads // shape.num_kv_heads
-    launch = plan.launch(None, Heads(shape.num_kv_heads, group_size, shape.head_dim, shape.head_dim), itemsize=2)
+    launch = plan.launch(None, HeadShape(shape.num_kv_heads, group_size, shape.head_dim, shape.head_dim), itemsize=2)
     pools = [[torch.randn(cache.keys[0].shape, device=device).to(kv_dtype) for _ in range(2)] for _ in range(num_pools)]
     scales = None
     if kv_dtype.itemsize == 1:

@@ -33,7 +33,7 @@ _UNIT = 512  # keys that torch's kernel takes at a time
 
 
 @dataclass(frozen=True, slots=True)
-class _Chain:
+class _ChainRows:
     """Rows of the pass that see the same keys, each up to its own place among them."""
 
     rows: Seq[int]
@@ -42,7 +42,7 @@ class _Chain:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
+class _KeyTile:
     """Keys [begin, end) of those gathered for the pass, and who of `_ROWS` rows sees which."""
 
     begin: int
@@ -51,9 +51,9 @@ class _Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _WindowLayout:
     key_slots: Tensor
-    tiles: list[_Tile]
+    tiles: list[_KeyTile]
 
 
 class BatchInvariantAttention:
@@ -82,7 +82,7 @@ class BatchInvariantPass:
         self._rows = index_tensor(rows, cache.device)  # [tiles * _ROWS], rows of the pass
         place_of = {row: place for place, row in enumerate(rows)}
         self._order = index_tensor((place_of[row] for row in range(len(place_of))), cache.device)  # [T]
-        self._layouts: dict[tuple[int | None, int], _Layout] = {}
+        self._layouts: dict[tuple[int | None, int], _WindowLayout] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         self._cache.write(layer, self._slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
@@ -101,13 +101,13 @@ class BatchInvariantPass:
         by_row = out.permute(0, 3, 1, 2, 4).reshape(num_tiles * _ROWS, num_heads, -1)
         return by_row.index_select(0, self._order)[None]  # [1, T, H * G, D]
 
-    def _layout(self, window: int | None, group_size: int) -> _Layout:
+    def _layout(self, window: int | None, group_size: int) -> _WindowLayout:
         layout = self._layouts.get((window, group_size))
         if layout is None:
             layout = self._layouts[window, group_size] = self._lay_out(window, group_size)
         return layout
 
-    def _lay_out(self, window: int | None, group_size: int) -> _Layout:
+    def _lay_out(self, window: int | None, group_size: int) -> _WindowLayout:
         key_slots: list[int] = []
         tiles = []
         for chain in self._chains:
@@ -118,8 +118,8 @@ class BatchInvariantPass:
                 places = _full(chain.places[at : at + _ROWS])
                 begin, end = _first_key(places[0], window), -(-(places[-1] + 1) // _UNIT) * _UNIT
                 mask = self._mask(places, begin, end, window).repeat(group_size, 1)
-                tiles.append(_Tile(start + begin - first, start + end - first, mask))
-        return _Layout(index_tensor(key_slots, self._cache.device), tiles)
+                tiles.append(_KeyTile(start + begin - first, start + end - first, mask))
+        return _WindowLayout(index_tensor(key_slots, self._cache.device), tiles)
 
     def _mask(self, places: Seq[int], begin: int, end: int, window: int | None) -> Tensor:
         """0 where a row sees the key, -inf elsewhere; [_ROWS, S]."""
@@ -138,21 +138,21 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, options: 
     return attend_seen(attend, query, keys, values, mask)
 
 
-def _chains(spans: Seq[Span], block_size: int) -> Iterator[_Chain]:
+def _chains(spans: Seq[Span], block_size: int) -> Iterator[_ChainRows]:
     first_row = 0
     for span in spans:
         slots = [block * block_size + offset for block in span.block_table for offset in range(block_size)]
         if span.num_chained:
             end = span.start + span.num_chained
-            yield _Chain(range(first_row, first_row + span.num_chained), range(span.start, end), slots[:end])
+            yield _ChainRows(range(first_row, first_row + span.num_chained), range(span.start, end), slots[:end])
         for step in range(span.num_chained, len(span.token_ids)):
             path = path_to(span.parents, span.start + step - span.tree_start)
             key_slots = [*slots[: span.tree_start], *(slots[span.tree_start + node] for node in path)]
-            yield _Chain((first_row + step,), (len(key_slots) - 1,), key_slots)
+            yield _ChainRows((first_row + step,), (len(key_slots) - 1,), key_slots)
         first_row += len(span.token_ids)
 
 
-def _starts(chain: _Chain) -> range:
+def _starts(chain: _ChainRows) -> range:
     """The first row of each tile."""
     return range(0, len(chain.rows), _ROWS)
 

@@ -79,7 +79,7 @@ class NativePass:
 
     def __init__(self, cache: KVCache, slots: Index, spans: Seq[Span]) -> None:
         self._cache = cache
-        self._layout = _Layout(spans)
+        self._layout = _SpanArrays(spans)
         if isinstance(slots, Tensor):
             self._slots: Tensor | array[int] = slots
             address = slots.data_ptr()
@@ -122,7 +122,7 @@ class NativePass:
         return pointers(*keys), pointers(*values)
 
 
-class _Layout:
+class _SpanArrays:
     """The spans as the kernel reads them; a span with a tree is two, as its nodes read their own paths.
 
     Arrays, not tensors: a step of a small model has time for few calls of torch.

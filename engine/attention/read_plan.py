@@ -28,7 +28,7 @@ _MAX_PADDING_RATIO = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class KVRead:
     """B spans of up to Q rows that attend together to up to S keys each.
 
     `rows` are their rows of the pass, span by span, the last one repeated where a span has fewer than Q; `blocks` are
@@ -51,7 +51,7 @@ class Read:
         """True if the query heads of a kv head are folded into rows; a prefill chunk has rows enough without."""
         return self.num_rows <= MAX_PACKED_ROWS
 
-    def at_step(self, step: int) -> Read:
+    def at_step(self, step: int) -> KVRead:
         """The same spans when they compute only their row `step`, as they do when they decode one token at a time.
 
         Every span has all of its rows. Keys of later steps are in the read, and masked.
@@ -74,13 +74,13 @@ class ReadPlan:
         self._min_view_tokens = cache.min_view_tokens
         self._dtype = cache.dtype
         self._device = cache.device
-        self._all_steps: dict[int | None, list[Read]] = {}
+        self._all_steps: dict[int | None, list[KVRead]] = {}
 
-    def reads(self, window: int | None) -> list[Read]:
+    def reads(self, window: int | None) -> list[KVRead]:
         """Reads that cover each row once. `window` is how many tokens a row sees, itself included; None is all."""
         return self._reads_of(list(self._extents(window)), window)
 
-    def _reads_of_steps(self, window: int | None) -> list[Read]:
+    def _reads_of_steps(self, window: int | None) -> list[KVRead]:
         """`reads`, with one for all spans that share blocks; one step has few enough rows for that."""
         extents = list(self._extents(window))
         groups = share(extents, self._block_size)
@@ -88,7 +88,7 @@ class ReadPlan:
         reads = self._reads_of([extent for extent in extents if id(extent) not in shared], window)
         return [*reads, self._shared(groups, window)] if groups else reads
 
-    def _reads_of(self, extents: Seq[Extent], window: int | None) -> list[Read]:
+    def _reads_of(self, extents: Seq[Extent], window: int | None) -> list[KVRead]:
         alone: list[Extent] = []
         together: list[Extent] = []
         for extent in extents:
@@ -98,7 +98,7 @@ class ReadPlan:
             for bucket in _buckets(together, self._block_size)
         ]
 
-    def step_reads(self, step: int, window: int | None) -> list[Read]:
+    def step_reads(self, step: int, window: int | None) -> list[KVRead]:
         """Reads of the pass that computes only row `step` of each span; the tensors of all steps are built at once."""
         if window not in self._all_steps:
             self._all_steps[window] = self._reads_of_steps(window)
@@ -117,7 +117,7 @@ class ReadPlan:
             return True
         return extent.num_blocks * self._block_size >= self._min_view_tokens and is_consecutive(extent.block_ids)
 
-    def _single(self, extent: Extent, window: int | None) -> Read:
+    def _single(self, extent: Extent, window: int | None) -> KVRead:
         """One span, with exactly the keys that it needs."""
         num_rows, span = extent.num_rows, extent.span
         num_keys = span.end - extent.first_key
@@ -126,7 +126,7 @@ class ReadPlan:
         is_causal = num_rows > MAX_PACKED_ROWS and is_whole
         is_partial = bool(span.parents) or (window is not None and num_keys > window)
         is_mask_needed = not is_causal and (num_rows > 1 or is_partial)
-        return Read(
+        return KVRead(
             num_spans=1,
             num_rows=num_rows,
             rows_per_span=num_rows,
@@ -137,7 +137,7 @@ class ReadPlan:
             is_causal=is_causal,
         )
 
-    def _padded(self, bucket: list[Extent], window: int | None) -> Read:
+    def _padded(self, bucket: list[Extent], window: int | None) -> KVRead:
         """Several short spans; padded keys come after every row's position and padded rows repeat the last one."""
         num_rows = max(extent.num_rows for extent in bucket)
         num_blocks = max(extent.num_blocks for extent in bucket)
@@ -148,7 +148,7 @@ class ReadPlan:
             # Padding is the span's own last block: never another sequence's numbers.
             blocks += [extent.block_ids[-1]] * (num_blocks - extent.num_blocks)
         num_keys = num_blocks * self._block_size
-        return Read(
+        return KVRead(
             num_spans=len(bucket),
             num_rows=num_rows,
             rows_per_span=num_rows,
@@ -158,7 +158,7 @@ class ReadPlan:
             mask=self._mask(bucket, num_rows, num_keys, window),
         )
 
-    def _shared(self, groups: Seq[SharedExtents], window: int | None) -> Read:
+    def _shared(self, groups: Seq[SharedExtents], window: int | None) -> KVRead:
         """Groups of spans that share blocks; short groups repeat their last span, and their last block unseen."""
         is_hidden = hidden_keys(groups, self._block_size, window, self._device)  # [B, M, Q, S]
         num_spans, num_steps, num_keys = is_hidden.shape[1:]
@@ -169,7 +169,7 @@ class ReadPlan:
             rows += [extent.first_row + step for extent in padded for step in range(num_steps)]
             blocks += group.first_keys
             blocks += [next(reversed(group.first_keys))] * (num_keys // self._block_size - len(group.first_keys))
-        return Read(
+        return KVRead(
             num_spans=len(groups),
             num_rows=num_spans * num_steps,
             rows_per_span=num_steps,

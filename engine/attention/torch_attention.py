@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from engine.attention.base import AttentionPass, LayerOptions, UnsupportedAttentionError
 from engine.attention.hidden_keys import attend_seen
-from engine.attention.read_plan import Read, ReadPlan
+from engine.attention.read_plan import KVRead, ReadPlan
 from engine.batch.indexing import Index
 from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache
@@ -60,11 +60,11 @@ AttentionInterface.register(ATTENTION_NAME, paged_attention)
 class PagedAttentionPass:
     """One forward batch over the pool. `plan_reads(window)` is called once per distinct window, not once per layer."""
 
-    def __init__(self, cache: KVCache, slots: Index, plan_reads: Callable[[int | None], list[Read]]) -> None:
+    def __init__(self, cache: KVCache, slots: Index, plan_reads: Callable[[int | None], list[KVRead]]) -> None:
         self._cache = cache
         self._slots = slots
         self._plan_reads = plan_reads
-        self._reads: dict[int | None, list[Read]] = {}
+        self._reads: dict[int | None, list[KVRead]] = {}
         self._packed_masks: dict[tuple[int, int], Tensor | None] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
@@ -83,7 +83,7 @@ class PagedAttentionPass:
                 out[0].index_copy_(0, read.rows, result)
         return out
 
-    def _read(self, layer: int, read: Read, query: Tensor, options: LayerOptions) -> Tensor:
+    def _read(self, layer: int, read: KVRead, query: Tensor, options: LayerOptions) -> Tensor:
         """Attention of the read's rows over its keys, [1, B * Q, H * G, D]."""
         rows = query[:, :, read.rows] if isinstance(read.rows, slice) else query.index_select(2, read.rows)
         keys, values = (_by_span(blocks, read) for blocks in self._cache.read_blocks(layer, read.blocks))
@@ -98,7 +98,7 @@ class PagedAttentionPass:
         out = _attend(rows, keys, values, read.mask, options, 1, is_causal=read.is_causal)
         return out.transpose(1, 2)
 
-    def _packed_mask(self, read: Read, group_size: int) -> Tensor | None:
+    def _packed_mask(self, read: KVRead, group_size: int) -> Tensor | None:
         """The read's mask with its rows repeated for each folded head, [B, 1, G * Q, S]."""
         if read.mask is None or group_size == 1 or read.num_rows == 1:
             return read.mask  # a single row broadcasts
@@ -123,19 +123,19 @@ class TorchAttention:
         return PagedAttentionPass(self._cache, slots, partial(self._plan.step_reads, step))
 
 
-def _by_span(blocks: Tensor, read: Read) -> Tensor:
+def _by_span(blocks: Tensor, read: KVRead) -> Tensor:
     """The read's keys (or values) [B * M, P, H, D] as [B, H, S, D]."""
     by_span = blocks.view(read.num_spans, -1, *blocks.shape[2:])  # [B, M * P, H, D]
     return by_span[:, : read.num_keys].transpose(1, 2)
 
 
-def _fold(rows: Tensor, read: Read, num_kv_heads: int, group_size: int) -> Tensor:
+def _fold(rows: Tensor, read: KVRead, num_kv_heads: int, group_size: int) -> Tensor:
     """[1, H * G, B * Q, D] -> [B, H, G * Q, D]."""
     split = rows.view(num_kv_heads, group_size, read.num_spans, read.num_rows, -1)
     return split.permute(2, 0, 1, 3, 4).reshape(read.num_spans, num_kv_heads, group_size * read.num_rows, -1)
 
 
-def _unfold(out: Tensor, read: Read, group_size: int) -> Tensor:
+def _unfold(out: Tensor, read: KVRead, group_size: int) -> Tensor:
     """[B, H, G * Q, D] -> [1, B * Q, H * G, D]."""
     num_spans, num_kv_heads, _, dim = out.shape
     split = out.view(num_spans, num_kv_heads, group_size, read.num_rows, dim)

@@ -22,7 +22,7 @@ from engine.attention.triton_kernel import attend_tiles, merge_splits
 from engine.attention.triton_tiles import MergeField, TilePlan, num_keys_of, split_tiles, whole_tiles
 from engine.attention.triton_tiling import (
     BATCH_INVARIANT_SPLIT_TOKENS,
-    Heads,
+    HeadShape,
     Tiling,
     choose_split,
     choose_tiling,
@@ -163,9 +163,9 @@ def paged_attention(
     return out
 
 
-def heads_of(query: Tensor, key: Tensor, value: Tensor) -> Heads:
+def heads_of(query: Tensor, key: Tensor, value: Tensor) -> HeadShape:
     """The head sizes of a layer that is given these, [1, heads, T, D] each."""
-    return Heads(key.shape[1], query.shape[1] // key.shape[1], key.shape[3], value.shape[3])
+    return HeadShape(key.shape[1], query.shape[1] // key.shape[1], key.shape[3], value.shape[3])
 
 
 def read_layer(cache: KVCache, layer: int, query: Tensor, launch: Launch, options: LayerOptions) -> Tensor:
@@ -214,21 +214,21 @@ class TritonAttentionPass:
         self._slots = slots
         self._layout = layout
         self._block_tables = send(torch.from_numpy(layout.tables), cache.device)
-        self._launches: dict[tuple[int | None, Heads], Launch] = {}
+        self._launches: dict[tuple[int | None, HeadShape], Launch] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         self._cache.write(layer, self._slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
         launch = self.launch(options.window, heads_of(query, key, value), query.itemsize)
         return read_layer(self._cache, layer, query, launch, options)
 
-    def launch(self, window: int | None, heads: Heads, itemsize: int) -> Launch:
+    def launch(self, window: int | None, heads: HeadShape, itemsize: int) -> Launch:
         """The work of every layer of this window and these heads, for queries of `itemsize` bytes per number."""
         launch = self._launches.get((window, heads))
         if launch is None:
             launch = self._launches[window, heads] = self._lay_out(window, heads, itemsize)
         return launch
 
-    def _lay_out(self, window: int | None, heads: Heads, itemsize: int) -> Launch:
+    def _lay_out(self, window: int | None, heads: HeadShape, itemsize: int) -> Launch:
         is_batch_invariant = self._is_batch_invariant
         longest = int(self._layout.of_field(SpanField.NUM_ROWS).max())
         tiling = choose_tiling(longest, heads, itemsize, is_batch_invariant=is_batch_invariant)
@@ -240,7 +240,7 @@ class TritonAttentionPass:
         )
 
 
-def split_length(tiles: Ints, heads: Heads, cache: KVCache, *, is_batch_invariant: bool) -> int:
+def split_length(tiles: Ints, heads: HeadShape, cache: KVCache, *, is_batch_invariant: bool) -> int:
     """Keys per split of a pass of these tiles over this pool."""
     if is_batch_invariant:
         return BATCH_INVARIANT_SPLIT_TOKENS

@@ -16,7 +16,7 @@ BATCH_INVARIANT_SPLIT_TOKENS = 1024  # of every split where the other rows of a 
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class HeadShape:
     """The head sizes of one layer."""
 
     num_kv_heads: int
@@ -38,7 +38,7 @@ class Tiling:
     num_stages: int
 
 
-def choose_tiling(num_rows: int, heads: Heads, itemsize: int, *, is_batch_invariant: bool = False) -> Tiling:
+def choose_tiling(num_rows: int, heads: HeadShape, itemsize: int, *, is_batch_invariant: bool = False) -> Tiling:
     """The tiling for spans of up to `num_rows` tokens whose queries take `itemsize` bytes per element.
 
     `is_batch_invariant`: the height of one row, since instructions of other heights may add in another order.

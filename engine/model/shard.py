@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from engine.kv_cache.pool import LayerShape
 from engine.model.attention_probe import record_attention
 from engine.model.linear.packed_linear import Linear, LinearFactory, PackedLinear, linear_of
-from engine.model.tensor_parallel.plan import Cut, not_sharded, shard_plan
+from engine.model.tensor_parallel.plan import ShardStyle, not_sharded, shard_plan
 from engine.model.tensor_parallel.rank import Rank
 from protos.errors import ConfigError
 
@@ -30,16 +30,16 @@ def shard_model(model: PreTrainedModel, rank: Rank) -> list[LayerShape]:
         ConfigError: the family cannot be sharded.
     """
     module: nn.Module = model
-    for name, cut in shard_plan(model, rank.size).items():
+    for name, style in shard_plan(model, rank.size).items():
         path, _, key = name.rpartition(".")
         parent = module.get_submodule(path)
         child = getattr(parent, key)
-        if cut is Cut.SUM:
+        if style is ShardStyle.SUM:
             child.register_forward_hook(partial(_sum, rank))
         elif isinstance(child, nn.Linear):
-            setattr(parent, key, PackedLinear(child.weight, child.bias, _factory(cut, rank)))
+            setattr(parent, key, PackedLinear(child.weight, child.bias, _factory(style, rank)))
         else:
-            setattr(parent, key, nn.Parameter(_part(rank, cut, child), requires_grad=False))
+            setattr(parent, key, nn.Parameter(_part(rank, style, child), requires_grad=False))
     module.to(rank.device)
     try:
         return [record.shape for record in record_attention(model)]
@@ -48,15 +48,15 @@ def shard_model(model: PreTrainedModel, rank: Rank) -> list[LayerShape]:
         raise not_sharded(model, rank.size, reason) from error
 
 
-def _factory(cut: Cut, rank: Rank) -> LinearFactory:
+def _factory(style: ShardStyle, rank: Rank) -> LinearFactory:
     """Return the factory of a rank's linear function from a whole weight and bias."""
-    if cut in (Cut.INPUTS, Cut.SPLIT_INPUTS):
-        return partial(_summed, rank, cut is Cut.SPLIT_INPUTS)
-    return partial(_joined, rank) if cut is Cut.JOINED_OUTPUTS else partial(_outputs, rank, cut)
+    if style in (ShardStyle.INPUTS, ShardStyle.SPLIT_INPUTS):
+        return partial(_summed, rank, style is ShardStyle.SPLIT_INPUTS)
+    return partial(_joined, rank) if style is ShardStyle.JOINED_OUTPUTS else partial(_outputs, rank, style)
 
 
-def _outputs(rank: Rank, cut: Cut, weight: Tensor, bias: Tensor | None) -> Linear:
-    return linear_of(_part(rank, cut, weight), None if bias is None else _part(rank, cut, bias))
+def _outputs(rank: Rank, style: ShardStyle, weight: Tensor, bias: Tensor | None) -> Linear:
+    return linear_of(_part(rank, style, weight), None if bias is None else _part(rank, style, bias))
 
 
 def _joined(rank: Rank, weight: Tensor, bias: Tensor | None) -> Linear:
@@ -72,12 +72,12 @@ def _summed(rank: Rank, is_whole: bool, weight: Tensor, bias: Tensor | None) -> 
     return lambda x: rank.all_reduce(compute(x))
 
 
-def _part(rank: Rank, cut: Cut, tensor: Tensor) -> Tensor:
+def _part(rank: Rank, style: ShardStyle, tensor: Tensor) -> Tensor:
     """Return this rank's part of a weight [..., out, in], or of a vector with an element per output, [out]."""
-    if cut is Cut.PACKED_OUTPUTS:
+    if style is ShardStyle.PACKED_OUTPUTS:
         dim = max(tensor.ndim - 2, 0)
-        return torch.cat([_part(rank, Cut.OUTPUTS, half) for half in tensor.chunk(2, dim)], dim)
-    return rank.shard(tensor, tensor.ndim - 1 if cut is Cut.INPUTS else max(tensor.ndim - 2, 0))
+        return torch.cat([_part(rank, ShardStyle.OUTPUTS, half) for half in tensor.chunk(2, dim)], dim)
+    return rank.shard(tensor, tensor.ndim - 1 if style is ShardStyle.INPUTS else max(tensor.ndim - 2, 0))
 
 
 def _sum(rank: Rank, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:

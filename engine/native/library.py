@@ -65,36 +65,36 @@ def native_digest() -> str:
 def _loaded() -> tuple[ctypes.CDLL, Instructions] | None:
     try:
         library, instructions = _load()
-    except _UnavailableError as reason:
+    except _NoKernelsError as reason:
         logger.info("native kernels: none, torch computes instead: %s", reason)
         return None
     logger.info("native kernels: %s, from %s", instructions.name, library._name)
     return library, instructions
 
 
-class _UnavailableError(Exception):
+class _NoKernelsError(Exception):
     pass
 
 
 def _load() -> tuple[ctypes.CDLL, Instructions]:
     switch = os.environ.get(SWITCH, "")
     if switch == "0":
-        raise _UnavailableError(f"{SWITCH} is 0")
+        raise _NoKernelsError(f"{SWITCH} is 0")
     if switch not in _LIMITS:
         raise ConfigError(
             f"{SWITCH} is {switch!r}; set it to 0 for no kernels, avx2 or avx512 for no more than that, or not at all"
         )
     found = find_spec("engine._native")
     if found is None or found.origin is None:
-        raise _UnavailableError(
+        raise _NoKernelsError(
             "they were not compiled when the package was installed, which takes gcc 11 or later on x86"
         )
     if any(source.stat().st_mtime > Path(found.origin).stat().st_mtime for source in _SOURCES.rglob("*.[ch]")):
-        raise _UnavailableError("their sources have changed since they were compiled; install the package again")
+        raise _NoKernelsError("their sources have changed since they were compiled; install the package again")
     try:
         library = ctypes.CDLL(found.origin)  # shares torch's pool of threads
     except OSError as error:
-        raise _UnavailableError(str(error)) from error
+        raise _NoKernelsError(str(error)) from error
     if not (used := library.outrider_start(_LIMITS[switch])):
-        raise _UnavailableError("this processor has no AVX2")
+        raise _NoKernelsError("this processor has no AVX2")
     return library, Instructions(used)

@@ -22,7 +22,7 @@ class ExportedBlocks:
 
 
 @dataclass(slots=True)
-class _Progress:
+class _ExportProgress:
     next_block: int
 
 
@@ -40,11 +40,11 @@ class BlockExporter:
         self._block_size = pool.kv_layout.block_size
         self._max_blocks = max_blocks
         self._sink = sink
-        self._watched: dict[str, _Progress] = {}
+        self._watched: dict[str, _ExportProgress] = {}
 
     def watch(self, request_id: str, first_block: int) -> None:
         """Export the blocks of this sequence from `first_block` on; call it before the engine gets the sequence."""
-        self._watched[request_id] = _Progress(first_block)
+        self._watched[request_id] = _ExportProgress(first_block)
 
     def forget(self, request_id: str) -> None:
         """Export no more blocks of this sequence."""
@@ -62,7 +62,7 @@ class BlockExporter:
             blocks = self._pool.export_blocks(block_ids[start : start + self._max_blocks])
             self._sink(ExportedBlocks(request_id, first_block + start, blocks))
 
-    def _export(self, scheduled: ScheduledSequence, progress: _Progress) -> None:
+    def _export(self, scheduled: ScheduledSequence, progress: _ExportProgress) -> None:
         first, table = progress.next_block, scheduled.sequence.block_table
         progress.next_block = max(first, (scheduled.start + scheduled.num_tokens) // self._block_size)
         self.export(scheduled.sequence.request_id, first, table[first : progress.next_block])

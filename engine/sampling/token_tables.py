@@ -24,14 +24,14 @@ class Bias(NamedTuple):
     values: Tensor
 
 
-class _Node:
+class _TrieNode:
     """A node in the trie of reversed bad words: the tokens forbidden after it, and its children by previous token."""
 
     __slots__ = ("forbidden_ids", "parents")
 
     def __init__(self) -> None:
         self.forbidden_ids: list[int] = []
-        self.parents: dict[int, _Node] = {}
+        self.parents: dict[int, _TrieNode] = {}
 
 
 class BadWords:
@@ -41,7 +41,7 @@ class BadWords:
     """
 
     def __init__(self, words: tuple[tuple[int, ...], ...], num_tokens: int, device: torch.device) -> None:
-        self._root = _Node()
+        self._root = _TrieNode()
         for word in words:
             if word and word[-1] < num_tokens:
                 self._insert(word)
@@ -50,12 +50,12 @@ class BadWords:
     def _insert(self, word: tuple[int, ...]) -> None:
         node = self._root
         for token_id in reversed(word[:-1]):
-            node = node.parents.setdefault(token_id, _Node())
+            node = node.parents.setdefault(token_id, _TrieNode())
         node.forbidden_ids.append(word[-1])
 
     def completions(self, row: LogitsRow) -> Iterator[int]:
         """Yield the last token of each longer word whose other tokens end the row's prefix."""
-        node: _Node | None = self._root
+        node: _TrieNode | None = self._root
         for token_id in chain(reversed(row.draft_ids), reversed(row.token_ids)):
             assert node is not None
             node = node.parents.get(token_id)

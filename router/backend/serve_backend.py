@@ -19,7 +19,7 @@ from protos.errors import EngineError, OverloadedError, ServingError, ShuttingDo
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
 from protos.served_draft import DraftOrder, DraftReport
 from router.backend.replica_texts import ReplicaTexts, up_text
-from router.backend.token_feed import Inbox, TokenFeed
+from router.backend.token_feed import Inbox, TokenListener
 from router.routing.request_routing import RequestRouting
 from router.routing.routed_call import RoutedCall
 
@@ -52,7 +52,7 @@ class ServeBackend:
         self._routing = routing
         self._is_deleted = is_deleted
         self._pair_texts, self._prefill_texts = ReplicaTexts(_name_in), ReplicaTexts(_name_in)
-        self._feed = TokenFeed()
+        self._feed = TokenListener()
         self._generate = handle.options(method_name="generate", stream=True)
         self._describe = handle.options(method_name="describe")
 

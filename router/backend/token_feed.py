@@ -73,7 +73,7 @@ class Inbox:
                 raise StopAsyncIteration from None
 
 
-class TokenFeed:
+class TokenListener:
     """Listens at an abstract Unix socket and accepts only processes of our user."""
 
     def __init__(self) -> None:

@@ -13,13 +13,13 @@ Item_co = TypeVar("Item_co", covariant=True)
 _MAX_PENDING = 64  # a client that reads slowly holds the streams back, not the memory
 
 
-class Stream(AsyncIterable[Item_co], Protocol[Item_co]):
+class ClosableStream(AsyncIterable[Item_co], Protocol[Item_co]):
     """An asynchronous iterable that can be closed early, as async generators can."""
 
     async def aclose(self) -> None: ...
 
 
-async def fan_in(streams: Sequence[Stream[Item]]) -> AsyncGenerator[Item, None]:
+async def fan_in(streams: Sequence[ClosableStream[Item]]) -> AsyncGenerator[Item, None]:
     """Yield the items of all streams as they come. The first error ends all of them; closing closes all of them."""
     queue: asyncio.Queue[Item | _End] = asyncio.Queue(_MAX_PENDING)
     tasks = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
@@ -65,7 +65,7 @@ class _End:
             raise self._error
 
 
-async def _pump(stream: Stream[Item], queue: asyncio.Queue[Item | _End]) -> None:
+async def _pump(stream: ClosableStream[Item], queue: asyncio.Queue[Item | _End]) -> None:
     async with aclosing(stream):
         try:
             async for item in stream:

@@ -14,7 +14,7 @@ from router.backend.backend import Backend
 from router.generation.choice import Choice, echo_delta
 from router.generation.choice_text import ChoiceText, DetokenizerMaker
 from router.generation.delta import Delta, DeltaReader, join_deltas
-from router.generation.fan_in import Stream, fan_in, following, leading
+from router.generation.fan_in import ClosableStream, fan_in, following, leading
 from router.generation.tool_calls import ToolCallParser
 from router.generation.tool_formats.tool_format import ToolFormat
 from router.generation.usage import Usage, UsageMeter
@@ -74,7 +74,7 @@ class Generation:
         """Return the prompt of a choice."""
         return tuple(self._requests[index].prompt_token_ids)
 
-    def deltas(self) -> Stream[Delta]:
+    def deltas(self) -> ClosableStream[Delta]:
         """Return what all choices gain, as they run at once. Closing the stream aborts those that still run."""
         is_admitted = asyncio.Event()
         choices = [self._choice(index, request, is_admitted) for index, request in enumerate(self._requests)]

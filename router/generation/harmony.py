@@ -15,7 +15,7 @@ _FUNCTIONS = "functions."
 _PAUSE = "\n\n"  # between two messages of a kind
 
 
-class _Part(Enum):
+class _MessagePart(Enum):
     """A part of a message."""
 
     HEAD = auto()
@@ -40,10 +40,10 @@ class HarmonyReader:
         self._channel_id = tokenizer.token_id(CHANNEL)
         self._message_id = tokenizer.token_id(MESSAGE)
         self._end_ids = {tokenizer.token_id(mark) for mark in END_MARKS} - {None}
-        self._part = _Part.HEAD
+        self._part = _MessagePart.HEAD
         self._head = ""
         self._num_head = 0
-        self._seen_parts: set[_Part] = set()
+        self._seen_parts: set[_MessagePart] = set()
         self.spelled = ""  # text that replaces the mark
         self.num_tokens = 0  # of thoughts, their heads and marks included
         for token_id in thinking.head_ids:
@@ -54,16 +54,16 @@ class HarmonyReader:
     @property
     def is_thinking(self) -> bool:
         """True in a thought."""
-        return self._part is _Part.THOUGHT
+        return self._part is _MessagePart.THOUGHT
 
     def is_mark(self, token_id: int) -> bool:
         """Read a token; True if it belongs to a head or ends a message."""
         self.spelled = ""
         self.num_tokens += self.is_thinking
         is_end = token_id in self._end_ids
-        if is_end or (token_id == self._channel_id and self._part is not _Part.HEAD):
+        if is_end or (token_id == self._channel_id and self._part is not _MessagePart.HEAD):
             self._end_message()
-        if self._part is not _Part.HEAD:
+        if self._part is not _MessagePart.HEAD:
             return False
         self._num_head += 1
         if token_id == self._message_id:
@@ -73,17 +73,17 @@ class HarmonyReader:
         return True
 
     def _end_message(self) -> None:
-        self.spelled = CALL_END if self._part is _Part.CALL else ""
-        self._part, self._head, self._num_head = _Part.HEAD, "", 0
+        self.spelled = CALL_END if self._part is _MessagePart.CALL else ""
+        self._part, self._head, self._num_head = _MessagePart.HEAD, "", 0
 
     def _begin_text(self) -> None:
         recipient = match[1] if (match := _RECIPIENT.search(self._head)) else ""
         channel = match[1] if (match := _CHANNEL.search(self._head)) else ""
         if recipient.startswith(_FUNCTIONS) and self._has_tools:
-            self._part = _Part.CALL
+            self._part = _MessagePart.CALL
             self.spelled = f"{CALL_BEGIN}{recipient.removeprefix(_FUNCTIONS)}{MESSAGE}"
             return
-        self._part = _Part.THOUGHT if recipient or channel == "analysis" else _Part.ANSWER
+        self._part = _MessagePart.THOUGHT if recipient or channel == "analysis" else _MessagePart.ANSWER
         self.spelled = _PAUSE if self._part in self._seen_parts else ""
         self._seen_parts.add(self._part)
         if self.is_thinking:

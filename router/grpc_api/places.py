@@ -15,10 +15,10 @@ from protos.errors import OverloadedError
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class ReadingPlace:
     """One place; `lost` is done when the place went to another caller, and cancelled when it was released."""
 
-    places: Places
+    places: ReadingPlaces
     caller: str
     lost: asyncio.Future[None]
     taken_s: float
@@ -29,7 +29,7 @@ class Place:
         self.places.leave(self)
 
 
-class Places:
+class ReadingPlaces:
     """The places of one event loop.
 
     Args:
@@ -49,20 +49,20 @@ class Places:
         self._grace_s = grace_s
         self._wait_s = wait_s
         self._max_waiting = max_waiting
-        self._taken: dict[Place, None] = {}  # the longest held first
+        self._taken: dict[ReadingPlace, None] = {}  # the longest held first
         self._num_taken: Counter[str] = Counter()
-        self._waiting: dict[str, list[asyncio.Future[Place]]] = {}  # by caller, the latest call last
+        self._waiting: dict[str, list[asyncio.Future[ReadingPlace]]] = {}  # by caller, the latest call last
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         """Return the number of places in use."""
         return len(self._taken)
 
-    async def take(self, caller: str) -> Place:
+    async def take(self, caller: str) -> ReadingPlace:
         """Take a place, waiting for one if necessary. Raises OverloadedError if the wait is too long."""
         if not self._waiting and self._has_room(caller):
             return self._taken_by(caller)
-        place: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        place: asyncio.Future[ReadingPlace] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(caller, []).append(place)
         if sum(map(len, self._waiting.values())) > self._max_waiting:
             self._drop_one()
@@ -80,20 +80,20 @@ class Places:
             raise self._refusal()
         return place.result()
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: ReadingPlace) -> None:
         """Release a place; ignored if it was released or lost."""
         if place in self._taken:
             self._release(place)
             place.lost.cancel()
             self._share()
 
-    def _release(self, place: Place) -> None:
+    def _release(self, place: ReadingPlace) -> None:
         del self._taken[place]
         self._num_taken[place.caller] -= 1
         if not self._num_taken[place.caller]:
             del self._num_taken[place.caller]
 
-    def _forget(self, caller: str, place: asyncio.Future[Place]) -> None:
+    def _forget(self, caller: str, place: asyncio.Future[ReadingPlace]) -> None:
         self._waiting[caller].remove(place)
         if not self._waiting[caller]:
             del self._waiting[caller]
@@ -155,7 +155,7 @@ class Places:
     def _has_room(self, caller: str) -> bool:
         return len(self._taken) < self._num_places and self._num_taken[caller] < self._num_of_caller
 
-    def _slowest(self, caller: str) -> Place | None:
+    def _slowest(self, caller: str) -> ReadingPlace | None:
         """Return the place that a caller takes next: its own if it is at its limit, else another caller's."""
         if self._num_taken[caller] >= self._num_of_caller:
             return next((place for place in self._taken if place.caller == caller and not place.is_read), None)
@@ -165,9 +165,9 @@ class Places:
             return None
         return next(place for place in unread if self._num_taken[place.caller] == most)
 
-    def _taken_by(self, caller: str) -> Place:
+    def _taken_by(self, caller: str) -> ReadingPlace:
         loop = asyncio.get_running_loop()
-        place = Place(self, caller, loop.create_future(), loop.time())
+        place = ReadingPlace(self, caller, loop.create_future(), loop.time())
         self._taken[place] = None
         self._num_taken[caller] += 1
         return place

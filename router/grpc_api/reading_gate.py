@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 from protos.errors import DeadlineExceededError, OverloadedError, RequestError, RequestTooLargeError, ServingError
 from router.api_keys import ApiKeys
 from router.grpc_api.callers import address, authenticate, check_peer, leave_place
-from router.grpc_api.places import Place, Places
+from router.grpc_api.places import ReadingPlace, ReadingPlaces
 
 MAX_MESSAGE_BYTES = 8 << 20  # as for an HTTP body; Serve's proxy gets it from `cluster.local.serve_environment`
 _LARGE_BYTES = 1 << 20  # of a message, whose memory is returned to the system
@@ -61,9 +61,9 @@ class ReadingLimits:
     wait_s: float = 5.0
     read_s: float = 15.0
 
-    def places(self) -> Places:
+    def places(self) -> ReadingPlaces:
         """Return the places, all free."""
-        return Places(self.num_places, self.num_of_caller, grace_s=self.grace_s, wait_s=self.wait_s)
+        return ReadingPlaces(self.num_places, self.num_of_caller, grace_s=self.grace_s, wait_s=self.wait_s)
 
 
 # For calls without a key: their messages are so small that they arrive with the call.
@@ -106,11 +106,11 @@ class ReadingGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio h
 
     def _gated(self, method: str, handler: Any) -> Any:
         async def answer(_: Any, context: grpc.aio.ServicerContext) -> Any:
-            async with _Call(self, method, handler, context) as call:
+            async with _GatedCall(self, method, handler, context) as call:
                 return await handler.unary_unary(await call.request(), context)
 
         async def stream(_: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[Any, None]:
-            async with _Call(self, method, handler, context) as call:
+            async with _GatedCall(self, method, handler, context) as call:
                 if handler.request_streaming:
                     answers = handler.stream_stream(call.requests(), context)
                 else:
@@ -181,7 +181,7 @@ class ReadingGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio h
         raise AssertionError("an aborted call goes on")
 
 
-class _Call:
+class _GatedCall:
     """One call that passes the gate; it releases its place in every case."""
 
     def __init__(self, gate: ReadingGate, method: str, handler: Any, context: grpc.aio.ServicerContext) -> None:
@@ -191,7 +191,7 @@ class _Call:
         self._context = context
         self._is_open = method in OPEN_METHODS
         self._limits = gate.open_limits if self._is_open else gate.limits
-        self._place: Place | None = None
+        self._place: ReadingPlace | None = None
         self._endless_caller: str | None = None
 
     async def __aenter__(self) -> Self:

@@ -52,7 +52,7 @@ _VLLM_NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Sample:
+class _MetricSample:
     """One sample; `suffix` is appended to the metric family's name."""
 
     suffix: str
@@ -64,7 +64,7 @@ class _Sample:
 class _Family:
     kind: str
     documentation: str
-    samples: list[_Sample] = field(default_factory=list)
+    samples: list[_MetricSample] = field(default_factory=list)
 
     def without(self, hidden: frozenset[str]) -> _Family:
         """Return the family without these labels, adding up samples that no longer differ."""
@@ -73,7 +73,7 @@ class _Family:
             rest = frozenset(item for item in each.labels.items() if item[0] not in hidden)
             key = each.suffix, rest
             sums[key] = sums.get(key, 0.0) + each.value
-        samples = [_Sample(suffix, dict(rest), value) for (suffix, rest), value in sums.items()]
+        samples = [_MetricSample(suffix, dict(rest), value) for (suffix, rest), value in sums.items()]
         return _Family(self.kind, self.documentation, samples)
 
     def text(self, name: str, labels: Mapping[str, str]) -> str:
@@ -126,7 +126,7 @@ def _collect(families: dict[str, _Family], text: str, default_labels: Mapping[st
         family = families.setdefault(parsed.name, _Family(kind, parsed.documentation))
         for sample in parsed.samples:
             suffix = "" if parsed.type == "counter" else sample.name.removeprefix(parsed.name)
-            family.samples.append(_Sample(suffix, {**default_labels, **sample.labels}, sample.value))
+            family.samples.append(_MetricSample(suffix, {**default_labels, **sample.labels}, sample.value))
 
 
 def _vllm_text(families: Mapping[str, _Family], model_name: str) -> str:

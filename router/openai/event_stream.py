@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from protos.errors import EngineError, ServingError
 from router.generation.delta import Delta
-from router.generation.fan_in import Stream
+from router.generation.fan_in import ClosableStream
 from router.generation.generation import Generation
 from router.openai.response_writer import ResponseWriter
 
@@ -30,7 +30,10 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: asyncio.Task[Iterable[BaseModel]], deltas: Stream[Delta], events: AsyncGenerator[bytes, None]
+        self,
+        first: asyncio.Task[Iterable[BaseModel]],
+        deltas: ClosableStream[Delta],
+        events: AsyncGenerator[bytes, None],
     ) -> None:
         self._first = first
         self._deltas = deltas
@@ -61,7 +64,7 @@ async def start_stream(generation: Generation, writer: ResponseWriter) -> EventS
     return EventStream(first, deltas, _events(first, deltas, writer))
 
 
-async def _end(first: asyncio.Task[Iterable[BaseModel]], deltas: Stream[Delta]) -> None:
+async def _end(first: asyncio.Task[Iterable[BaseModel]], deltas: ClosableStream[Delta]) -> None:
     """Close `deltas`, after the task that may be waiting for the first of them."""
     if not first.done():
         first.cancel()
@@ -69,7 +72,7 @@ async def _end(first: asyncio.Task[Iterable[BaseModel]], deltas: Stream[Delta]) 
     await deltas.aclose()
 
 
-async def _first_chunks(deltas: Stream[Delta], writer: ResponseWriter) -> Iterable[BaseModel]:
+async def _first_chunks(deltas: ClosableStream[Delta], writer: ResponseWriter) -> Iterable[BaseModel]:
     """Return the chunks of the first delta that has any; later chunks of it are made when they are sent."""
     async for delta in deltas:
         chunks = iter(writer.chunks(delta))
@@ -79,7 +82,7 @@ async def _first_chunks(deltas: Stream[Delta], writer: ResponseWriter) -> Iterab
 
 
 async def _events(
-    first: asyncio.Task[Iterable[BaseModel]], deltas: Stream[Delta], writer: ResponseWriter
+    first: asyncio.Task[Iterable[BaseModel]], deltas: ClosableStream[Delta], writer: ResponseWriter
 ) -> AsyncGenerator[bytes, None]:
     """Yield one event per chunk, then `[DONE]`; an error becomes one last event with OpenAI's error object instead."""
     try:

@@ -46,7 +46,7 @@ class LearntRules:
     all_: TemplateRules
 
 
-class _Outcome(Enum):
+class _ProbeResult(Enum):
     SHOWN = auto()
     LOST = auto()
     REFUSED = auto()
@@ -221,11 +221,11 @@ class _Learner:
         self, chats: list[Messages], losses: TemplateRules, found: TemplateRules, remedies: list[set[Rule]]
     ) -> TemplateRules:
         """Return the rules that chats need which the template takes as they are, without some of their texts."""
-        lost = [chat for chat in chats if self._outcome(chat, losses) is _Outcome.LOST]
+        lost = [chat for chat in chats if self._outcome(chat, losses) is _ProbeResult.LOST]
         if not lost:
             return TemplateRules()
         known = [*remedies, *({rule} for rule in Rule if rule in found.rules), set(found.rules)]
-        return self._remedy(lost, [_Outcome.LOST] * len(lost), losses, known) or TemplateRules()
+        return self._remedy(lost, [_ProbeResult.LOST] * len(lost), losses, known) or TemplateRules()
 
     def _rule_of_tools(self) -> Rule | None:
         """Return the rule without which tools are not shown, or chats without tools are refused."""
@@ -239,29 +239,29 @@ class _Learner:
         return Rule.SYSTEM_FOR_TOOLS if is_mended else None
 
     def _remedy(
-        self, chats: list[Messages], before: list[_Outcome], found: TemplateRules, remedies: list[set[Rule]]
+        self, chats: list[Messages], before: list[_ProbeResult], found: TemplateRules, remedies: list[set[Rule]]
     ) -> TemplateRules | None:
         """Return the first of the remedies that mend most of the chats, and spoil none."""
         best, num_best = None, 0
-        for rules in remedies if any(each is not _Outcome.SHOWN for each in before) else ():
+        for rules in remedies if any(each is not _ProbeResult.SHOWN for each in before) else ():
             remedy = TemplateRules(frozenset(rules))
             gains = [
-                (outcome is _Outcome.SHOWN) - (was is _Outcome.SHOWN)
+                (outcome is _ProbeResult.SHOWN) - (was is _ProbeResult.SHOWN)
                 for outcome, was in zip(self._outcomes(chats, found | remedy), before, strict=True)
             ]
             if min(gains) >= 0 and sum(gains) > num_best:
                 best, num_best = remedy, sum(gains)
         return best
 
-    def _outcomes(self, chats: list[Messages], rules: TemplateRules) -> list[_Outcome]:
+    def _outcomes(self, chats: list[Messages], rules: TemplateRules) -> list[_ProbeResult]:
         return [self._outcome(chat, rules) for chat in chats]
 
-    def _outcome(self, chat: Messages, rules: TemplateRules) -> _Outcome:
+    def _outcome(self, chat: Messages, rules: TemplateRules) -> _ProbeResult:
         text = self._render(chat, rules)
         if text is None:
-            return _Outcome.REFUSED
+            return _ProbeResult.REFUSED
         is_shown = all(word in text for word in _WORD.findall(json.dumps(chat)))
-        return _Outcome.SHOWN if is_shown else _Outcome.LOST
+        return _ProbeResult.SHOWN if is_shown else _ProbeResult.LOST
 
     def _render(self, chat: Messages, rules: TemplateRules) -> str | None:
         """Return the prompt; None if the template refuses the chat."""

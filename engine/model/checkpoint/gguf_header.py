@@ -65,7 +65,7 @@ def read_gguf_header(file: Path) -> GgufHeader:
     """
     try:
         with file.open("rb") as stream, _mapped(stream) as content:
-            header = _Reader(content, file).header()
+            header = _HeaderParser(content, file).header()
     except OSError as error:
         raise ConfigError(f"{str(file)!r} cannot be read: {error}; check its path and permissions") from None
     except (struct.error, UnicodeDecodeError, MemoryError):
@@ -87,7 +87,7 @@ def _mapped(stream: BinaryIO) -> Iterator[mmap | bytes]:
         yield content
 
 
-class _Reader:
+class _HeaderParser:
     """Parses a header from its start, within the sizes of the file and of `_MAX_*`."""
 
     def __init__(self, content: mmap | bytes, file: Path) -> None:

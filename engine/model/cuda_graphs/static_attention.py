@@ -24,7 +24,7 @@ from engine.attention.triton_tiles import split_tiles, whole_tiles
 from engine.attention.triton_tiling import (
     BATCH_INVARIANT_SPLIT_TOKENS,
     PROGRAMS_PER_PROCESSOR,
-    Heads,
+    HeadShape,
     choose_tiling,
 )
 from engine.batch.indexing import copy_array, copy_into
@@ -32,7 +32,7 @@ from engine.kv_cache.pool import KVCache
 from engine.model.cuda_graphs.buckets import GraphBucket, max_spans
 from engine.model.cuda_graphs.static_batch import StaticAttention
 
-_Key = tuple[int | None, Heads]
+_Key = tuple[int | None, HeadShape]
 
 
 class _WorkList:
@@ -104,7 +104,7 @@ class TiledAttention(StaticAttention):
             launch = self._launches[options.window, heads] = self._new_launch(options.window, heads, query.itemsize)
         return read_layer(self._cache, layer, query, launch.launch, options)
 
-    def _new_launch(self, window: int | None, heads: Heads, itemsize: int) -> _StaticLaunch:
+    def _new_launch(self, window: int | None, heads: HeadShape, itemsize: int) -> _StaticLaunch:
         tiling = choose_tiling(self._bucket.rows_per_span, heads, itemsize, is_batch_invariant=self._is_batch_invariant)
         # Each span fills its tiles but the last one.
         num_whole = self._num_spans + self._bucket.num_rows * heads.group_size // tiling.block_m
@@ -128,7 +128,7 @@ class TiledAttention(StaticAttention):
         )
         return _StaticLaunch(launch, _WorkList(tiles), _WorkList(merges))
 
-    def _max_pieces(self, num_whole: int, heads: Heads) -> int:
+    def _max_pieces(self, num_whole: int, heads: HeadShape) -> int:
         """Splits of `num_whole` tiles; a tile covers at most all keys of its span."""
         if self._is_batch_invariant:
             return num_whole * -(-self._max_len // BATCH_INVARIANT_SPLIT_TOKENS)
@@ -140,7 +140,7 @@ class TiledAttention(StaticAttention):
         num_rows = self._bucket.num_rows
         return RowMasks(self._zeros(num_rows, dtype=torch.int64), self._zeros(num_rows))
 
-    def _fill(self, static: _StaticLaunch, layout: RowLayout, window: int | None, heads: Heads) -> None:
+    def _fill(self, static: _StaticLaunch, layout: RowLayout, window: int | None, heads: HeadShape) -> None:
         launch, spans = static.launch, layout.spans
         whole = whole_tiles(layout, window, launch.tiling, heads.group_size)
         plan = split_tiles(whole, split_length(whole, heads, self._cache, is_batch_invariant=self._is_batch_invariant))

@@ -112,10 +112,10 @@ def load_medusa(path: str, target: PreTrainedModel, device: torch.device) -> Med
     names = _VLLM if any(name.startswith("blocks.") for name in tensors) else _ORIGINAL
     num_layers, num_heads = _count(config, names.num_layers, folder), _num_heads(tensors, config, names, folder)
     weights = Weights(tensors, f"the Medusa head in {path!r}")
-    return _Reader(weights, names, num_layers, config, target, device).read(num_heads)
+    return _HeadsReader(weights, names, num_layers, config, target, device).read(num_heads)
 
 
-class _Reader:
+class _HeadsReader:
     """Takes the heads out of a checkpoint, one after the other."""
 
     def __init__(

@@ -23,7 +23,7 @@ from engine.attention.triton_attention import operand
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
+class _TileSize:
     num_rows: int
     num_outputs: int
     num_inputs: int  # at a time
@@ -31,10 +31,10 @@ class _Tile:
     num_stages: int
 
 
-_LOW = _Tile(16, 32, 128, num_warps=4, num_stages=4)
-_TALL = _Tile(64, 128, 128, num_warps=8, num_stages=2)  # K in the same steps
-_LOW_FLOAT32 = _Tile(16, 32, 32, num_warps=4, num_stages=2)
-_TALL_FLOAT32 = _Tile(64, 64, 32, num_warps=8, num_stages=2)
+_LOW = _TileSize(16, 32, 128, num_warps=4, num_stages=4)
+_TALL = _TileSize(64, 128, 128, num_warps=8, num_stages=2)  # K in the same steps
+_LOW_FLOAT32 = _TileSize(16, 32, 32, num_warps=4, num_stages=2)
+_TALL_FLOAT32 = _TileSize(64, 64, 32, num_warps=8, num_stages=2)
 _MIN_TALL_ROWS = 64
 
 
@@ -91,7 +91,7 @@ class TritonProduct:
         is_tall = self._tall is not None and len(rows) >= _MIN_TALL_ROWS
         return self._multiplied(rows, self._tall if is_tall and self._tall else self._low).view(*x.shape[:-1], -1)
 
-    def _multiplied(self, rows: Tensor, tile: _Tile) -> Tensor:
+    def _multiplied(self, rows: Tensor, tile: _TileSize) -> Tensor:
         num_rows, num_inputs = rows.shape
         num_outputs = len(self._weight)
         out = rows.new_empty(num_rows, num_outputs)
@@ -114,7 +114,7 @@ class TritonProduct:
             )
         return out
 
-    def _are_alike(self, tall: _Tile) -> bool:
+    def _are_alike(self, tall: _TileSize) -> bool:
         """Return whether a tall tile gives rows the bits of the low one, by a trial with random numbers."""
         if not self._weight.is_cuda:
             return False  # nothing to gain

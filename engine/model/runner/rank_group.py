@@ -18,7 +18,15 @@ from typing import Any
 import torch.distributed as dist
 
 from engine.config import CacheConfig, HeadConfig, ModelConfig
-from engine.model.runner.rank_messages import Call, Progress, RankMessage, join_ranks, rank_device, receive, send
+from engine.model.runner.rank_messages import (
+    RankMessage,
+    RankStatus,
+    RunnerCall,
+    join_ranks,
+    rank_device,
+    receive,
+    send,
+)
 from engine.model.tensor_parallel.rank import Rank
 from protos.errors import ConfigError, EngineError
 
@@ -74,7 +82,7 @@ class RankGroup:
         """Have every other rank call this method of its runner now. Raises EngineError if one is gone or stuck."""
         for index, connection in enumerate(self._connections, start=1):
             try:
-                send(connection, Call(method, arguments))
+                send(connection, RunnerCall(method, arguments))
             except OSError as error:
                 raise EngineError(f"rank {index} of the target takes no calls: {error}") from error
 
@@ -120,7 +128,7 @@ class RankGroup:
         """Wait until every rank has its weights, then let all continue. Raises ConfigError with a rank's failure."""
         self._await_progress()
         for connection in self._connections:
-            send(connection, Progress())
+            send(connection, RankStatus())
 
     def _await_progress(self) -> None:
         for index, connection in enumerate(self._connections, start=1):
@@ -129,7 +137,7 @@ class RankGroup:
                     raise EngineError(
                         f"rank {index} of the target did not load within {_LOAD_TIMEOUT_S} s; see its log"
                     )
-                progress: Progress = receive(connection)
+                progress: RankStatus = receive(connection)
             except (EOFError, OSError) as error:
                 raise EngineError(f"rank {index} of the target died while loading; see its log") from error
             if progress.failure is not None:

@@ -37,14 +37,14 @@ class RankMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RankStatus:
     """A rank runs, has its weights and waits, or failed to load for the reason `failure`."""
 
     failure: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RunnerCall:
     """Rank 0 is calling this method of its runner; every rank calls it now."""
 
     method: str

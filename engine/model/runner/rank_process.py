@@ -16,7 +16,15 @@ from multiprocessing.connection import Connection
 import torch
 
 from engine.model.runner.model_runner import ModelRunner
-from engine.model.runner.rank_messages import Call, Progress, RankMessage, join_ranks, rank_device, receive, send
+from engine.model.runner.rank_messages import (
+    RankMessage,
+    RankStatus,
+    RunnerCall,
+    join_ranks,
+    rank_device,
+    receive,
+    send,
+)
 from engine.model.tensor_parallel.rank import Rank
 from protos.errors import EngineError
 
@@ -33,7 +41,7 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     try:
         message: RankMessage = receive(connection)
-        send(connection, Progress())
+        send(connection, RankStatus())
         runner = _load(message, connection)
         _follow(runner, connection)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -49,7 +57,7 @@ def _load(message: RankMessage, connection: Connection) -> ModelRunner:
 
     def barrier() -> None:
         nonlocal is_past_barrier
-        send(connection, Progress())
+        send(connection, RankStatus())
         receive(connection)
         is_past_barrier = True
 
@@ -60,13 +68,13 @@ def _load(message: RankMessage, connection: Connection) -> ModelRunner:
         return ModelRunner(message.model, message.cache, message.max_model_len, message.head, rank)
     except Exception as error:
         if not is_past_barrier:
-            send(connection, Progress(failure=str(error)))
+            send(connection, RankStatus(failure=str(error)))
         raise
 
 
 def _follow(runner: ModelRunner, connection: Connection) -> None:
     while True:
-        call: Call = receive(connection)
+        call: RunnerCall = receive(connection)
         if call.method == "import_blocks":  # rank 0 sends the bytes separately
             block_ids = call.arguments[0]
             blocks = torch.empty(len(block_ids), runner.bytes_per_block, dtype=torch.uint8)

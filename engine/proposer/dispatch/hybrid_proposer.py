@@ -20,7 +20,7 @@ _RETRY_PERIOD = 32  # a kind of match with a lower expectation is still tried on
 
 
 @dataclass(slots=True)
-class _Turn:
+class _HybridDraft:
     """The draft of a sequence's next pass; turns of one `kind` share their acceptance."""
 
     kind: str
@@ -42,7 +42,7 @@ class HybridProposer:
         self._matcher = matcher
         self._other = other
         self._acceptance = AcceptanceTable(_MAX_LENGTH)
-        self._turns: dict[str, _Turn | None] = {}  # by sequence that the matcher is for
+        self._turns: dict[str, _HybridDraft | None] = {}  # by sequence that the matcher is for
         self._num_passed_over: dict[str, int] = {}
 
     def open(self, sequence: RequestTokens) -> None:
@@ -68,7 +68,7 @@ class HybridProposer:
             drafts.append(draft)
         return drafts
 
-    def _matched(self, turn: _Turn, query: DraftQuery) -> Draft:
+    def _matched(self, turn: _HybridDraft, query: DraftQuery) -> Draft:
         return Draft(turn.token_ids[: query.max_draft_tokens], source=self._matcher.source)
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
@@ -90,12 +90,12 @@ class HybridProposer:
             self._matcher.close(request_id)
         self._other.close(request_id)
 
-    def _current_turn(self, sequence: RequestTokens) -> _Turn | None:
+    def _current_turn(self, sequence: RequestTokens) -> _HybridDraft | None:
         """Return the turn that was chosen for exactly the tokens committed now."""
         turn = self._turns.get(sequence.request_id)
         return turn if turn is not None and turn.base_len == len(sequence.token_ids) else None
 
-    def _next_turn(self, sequence: RequestTokens) -> _Turn:
+    def _next_turn(self, sequence: RequestTokens) -> _HybridDraft:
         """Choose the next turn; a match reserves its room in the pass."""
         sequence.num_matched = 0
         turn = self._better_turn(sequence)
@@ -103,16 +103,16 @@ class HybridProposer:
             sequence.num_matched = len(turn.token_ids)
         return turn
 
-    def _better_turn(self, sequence: RequestTokens) -> _Turn:
+    def _better_turn(self, sequence: RequestTokens) -> _HybridDraft:
         base_len, other_kind = len(sequence.token_ids), _kind_of_other(sequence)
         match = self._matcher.match(sequence, min(sequence.num_wanted_matches, _MAX_LENGTH))
         if match is None:
-            return _Turn(other_kind, base_len)
+            return _HybridDraft(other_kind, base_len)
         kind = f"match of {min(match.match_len.bit_length(), _LONGEST_MATCH_BITS)} bits"
         expected = self._expected_tokens(kind, len(match.token_ids))
         if expected < self._expected_tokens(other_kind, sequence.num_wanted_drafts) and not self._is_retried(kind):
-            return _Turn(other_kind, base_len)
-        return _Turn(kind, base_len, match.token_ids, is_match=True)
+            return _HybridDraft(other_kind, base_len)
+        return _HybridDraft(kind, base_len, match.token_ids, is_match=True)
 
     def _expected_tokens(self, kind: str, num_drafts: int) -> float:
         return float(self._acceptance.of([kind], [kind])[0, :num_drafts].sum())

@@ -15,7 +15,7 @@ _RANK_POWER = -1.5  # coupled drafts of the demo pair at temperature 1: 47, 19, 
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PassOutcome:
     """The token of rank `rank` (from 0) after the first `num_accepted` drafts; the next draft itself is not ranked."""
 
     num_accepted: int
@@ -23,18 +23,18 @@ class Outcome:
 
 
 @cache
-def fan_out(num_drafts: int, num_per_position: int) -> tuple[Outcome, ...]:
+def fan_out(num_drafts: int, num_per_position: int) -> tuple[PassOutcome, ...]:
     """Return the likeliest outcomes of a pass, likeliest first: `num_per_position` per position on average.
 
     After the last draft the draft model's own choice is rank 0, and it is the likeliest outcome.
     """
     num_outcomes = num_per_position * (num_drafts + 1)
-    rejected = [Outcome(k, rank) for k in range(num_drafts) for rank in range(num_outcomes)]
-    bonus = [Outcome(num_drafts, rank) for rank in range(1, num_outcomes)]
+    rejected = [PassOutcome(k, rank) for k in range(num_drafts) for rank in range(num_outcomes)]
+    bonus = [PassOutcome(num_drafts, rank) for rank in range(1, num_outcomes)]
     likeliest = sorted([*rejected, *bonus], key=lambda each: _weight(each, num_drafts), reverse=True)
-    return (Outcome(num_drafts, 0), *likeliest[: num_outcomes - 1])
+    return (PassOutcome(num_drafts, 0), *likeliest[: num_outcomes - 1])
 
 
-def _weight(outcome: Outcome, num_drafts: int) -> float:
+def _weight(outcome: PassOutcome, num_drafts: int) -> float:
     num_better = outcome.rank if outcome.num_accepted == num_drafts else outcome.rank + 1
     return float(_ACCEPTANCE**outcome.num_accepted * num_better**_RANK_POWER)

@@ -36,7 +36,7 @@ class Child:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class TreeNode:
     """A child in its tree. The draft keeps the nodes with the most `merit`, which never exceeds the parent's."""
 
     child: Child
@@ -48,10 +48,10 @@ class Node:
 class Shape(Protocol):
     """Decides which nodes a tree has."""
 
-    def num_wanted(self, node: Node | None) -> int:
+    def num_wanted(self, node: TreeNode | None) -> int:
         """Return the number of children to choose for a node; None is the root."""
 
-    def merit_of(self, parent: Node | None, rank: int, child: Child) -> float:
+    def merit_of(self, parent: TreeNode | None, rank: int, child: Child) -> float:
         """Return the merit of a parent's child of rank `rank`."""
 
 
@@ -81,7 +81,7 @@ class Tree:
         self._shape = shape
         self._max_nodes = max_nodes
         self.max_depth = max_depth
-        self._nodes: list[Node] = []
+        self._nodes: list[TreeNode] = []
         self._computed: list[int] = []
 
     @property
@@ -111,7 +111,7 @@ class Tree:
             above = self._node(parent)
             depth = above.depth + 1 if above is not None else 1
             for rank, child in enumerate(siblings):
-                self._nodes.append(Node(child, parent, depth, self._shape.merit_of(above, rank, child)))
+                self._nodes.append(TreeNode(child, parent, depth, self._shape.merit_of(above, rank, child)))
         chosen = self._chosen()
         self.level = [node for node in chosen if node >= first and self._is_worth_growing(self._nodes[node])]
         self._computed += self.level
@@ -144,10 +144,10 @@ class Tree:
         by_merit = sorted(range(len(self._nodes)), key=lambda node: -self._nodes[node].merit)
         return by_merit[: self._max_nodes]
 
-    def _is_worth_growing(self, node: Node) -> bool:
+    def _is_worth_growing(self, node: TreeNode) -> bool:
         return node.depth < self.max_depth and self._shape.num_wanted(node) > 0
 
-    def _node(self, node: int) -> Node | None:
+    def _node(self, node: int) -> TreeNode | None:
         return None if node == ROOT else self._nodes[node]
 
     def _row(self, node: int) -> LogitsRow:

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 
 from engine.batch.draft import depths
 from engine.config import TreeConfig, TreeKind
-from engine.proposer.growth.tree import Child, Node, Shape
+from engine.proposer.growth.tree import Child, Shape, TreeNode
 from engine.sequence.request_tokens import RequestTokens
 
 # The acceptance of the first, second, ... child. The first is measured with the demo pair at T=1; the rest is assumed.
@@ -29,10 +29,10 @@ class DynamicShape:
     def __init__(self, num_nodes: int) -> None:
         self._num_nodes = num_nodes
 
-    def num_wanted(self, node: Node | None) -> int:
+    def num_wanted(self, node: TreeNode | None) -> int:
         return self._num_nodes
 
-    def merit_of(self, parent: Node | None, rank: int, child: Child) -> float:
+    def merit_of(self, parent: TreeNode | None, rank: int, child: Child) -> float:
         return child.log_confidence + (parent.merit if parent is not None else 0.0)
 
 
@@ -44,14 +44,14 @@ class StaticShape:
         for node, parent in enumerate(parents):
             self._children.setdefault(parent, []).append(node)
 
-    def num_wanted(self, node: Node | None) -> int:
+    def num_wanted(self, node: TreeNode | None) -> int:
         return len(self._children.get(_index(node), ()))
 
-    def merit_of(self, parent: Node | None, rank: int, child: Child) -> float:
+    def merit_of(self, parent: TreeNode | None, rank: int, child: Child) -> float:
         return -float(self._children[_index(parent)][rank])
 
 
-def _index(node: Node | None) -> int:
+def _index(node: TreeNode | None) -> int:
     return -1 if node is None else -int(node.merit)
 
 

@@ -19,7 +19,7 @@ class NoiseId:
 
 
 @dataclass(slots=True)
-class _Tenant:
+class _TenantTexts:
     index: SuffixIndex
     noise_ends: dict[NoiseId, int] = field(default_factory=dict)  # noise -> end of its last text, oldest first
 
@@ -33,12 +33,12 @@ class SharedTexts:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # the least recently used first
+        self._tenants: OrderedDict[str, _TenantTexts] = OrderedDict()  # the least recently used first
         self.num_tokens = 0
 
     def add(self, tenant_id: str, noise_id: NoiseId, token_ids: Seq[int]) -> None:
         """Add a finished text."""
-        tenant = self._tenants.setdefault(tenant_id, _Tenant(SuffixIndex(self._max_tokens)))
+        tenant = self._tenants.setdefault(tenant_id, _TenantTexts(SuffixIndex(self._max_tokens)))
         self._tenants.move_to_end(tenant_id)
         num_before = len(tenant.index)
         tenant.index.extend(token_ids)
@@ -68,7 +68,7 @@ class SharedTexts:
             self.num_tokens -= len(tenant.index)
 
 
-def _drop_forgotten(tenant: _Tenant) -> None:
+def _drop_forgotten(tenant: _TenantTexts) -> None:
     is_forgotten = takewhile(lambda each: each[1] <= tenant.index.start, tenant.noise_ends.items())
     for noise_id, _ in list(is_forgotten):
         del tenant.noise_ends[noise_id]

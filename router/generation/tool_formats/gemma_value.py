@@ -21,14 +21,14 @@ def read_gemma_call(text: str, quote: str) -> list[tuple[str, Mapping[str, objec
         raise ValueError("it has no head")
     if head.end() == len(text):
         return [(head[1], {})]
-    reader = _Reader(text, head.end(), quote)
+    reader = _ValueParser(text, head.end(), quote)
     arguments = reader.value(0)
     if not isinstance(arguments, dict) or text[reader.place :].strip():
         raise ValueError("something follows the arguments")
     return [(head[1], arguments)]
 
 
-class _Reader:
+class _ValueParser:
     """Reads one value after another from a text."""
 
     def __init__(self, text: str, place: int, quote: str) -> None:

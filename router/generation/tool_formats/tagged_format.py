@@ -137,7 +137,7 @@ class TaggedFormat(ToolFormat):
         return f"{super(TaggedFormat, self)._head(function)} {after}"
 
 
-class _Place(Enum):
+class _CallState(Enum):
     HEAD = auto()
     BETWEEN = auto()  # arguments
     VALUE = auto()
@@ -150,7 +150,7 @@ class TaggedBody:
         self._format = format_
         self._tools = tools
         self._head = head
-        self._place = _Place.HEAD
+        self._place = _CallState.HEAD
         self._schemas: Mapping[str, object] = {}
         self._schema: object = None  # of the value that is read
         self._num_arguments = 0
@@ -158,11 +158,11 @@ class TaggedBody:
 
     def read(self, text: str) -> BodyStep | None:
         match self._place:
-            case _Place.HEAD:
+            case _CallState.HEAD:
                 return self._read_head(text)
-            case _Place.BETWEEN:
+            case _CallState.BETWEEN:
                 return self._read_between(text)
-            case _Place.VALUE:
+            case _CallState.VALUE:
                 return self._read_text(text) if is_text(self._schema) else self._read_value(text)
 
     def _read_head(self, text: str) -> BodyStep | None:
@@ -170,7 +170,7 @@ class TaggedBody:
         if head is None:
             is_broken = self._format.last in text or self._format.end in text or len(text) > LONGEST_HEAD
             return _NO_CALL if is_broken else None
-        self._place = _Place.BETWEEN
+        self._place = _CallState.BETWEEN
         self._schemas = properties(self._tools.get(head[1]))
         return BodyStep(head.end(), (CallPiece("", head[1]),))
 
@@ -181,7 +181,7 @@ class TaggedBody:
             self._num_arguments += 1
             name = key[1].strip()
             self._schema = self._schema_of(self._schemas.get(name), key.groupdict().get("is_text"))
-            self._place, self._is_fresh = _Place.VALUE, True
+            self._place, self._is_fresh = _CallState.VALUE, True
             quote = '"' if is_text(self._schema) else ""
             return BodyStep(key.end(), (CallPiece(f"{opening}{_json(name)}: {quote}"),))
         if end < 0:
@@ -199,7 +199,7 @@ class TaggedBody:
         end = self._end_of_value(text)
         if end is None:
             return None
-        self._place = _Place.BETWEEN
+        self._place = _CallState.BETWEEN
         value = argument_value(text[:end], self._schema)
         if isinstance(value, str):
             value = self._unpadded(value)
@@ -208,7 +208,7 @@ class TaggedBody:
     def _read_text(self, text: str) -> BodyStep | None:
         end = self._end_of_value(text)
         if end is not None:
-            self._place = _Place.BETWEEN
+            self._place = _CallState.BETWEEN
             piece = f'{_json(self._unpadded(text[:end]))[1:-1]}"'
             return BodyStep(end + len(self._format.value_end), (CallPiece(piece),))
         start = text.find(self._format.value_end)  # which may yet turn out to belong to the text

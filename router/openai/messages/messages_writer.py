@@ -21,7 +21,7 @@ _REASONS = {
 }
 
 
-class Event(BaseModel):
+class MessagesEvent(BaseModel):
     """A body or an event; its fields follow Anthropic's types."""
 
     model_config = ConfigDict(extra="allow")
@@ -39,7 +39,7 @@ class MessagesWriter(ResponseWriter):
     _is_started = False
     _last: Delta | None = None
 
-    def full(self, choices: Sequence[Delta]) -> Event:
+    def full(self, choices: Sequence[Delta]) -> MessagesEvent:
         [choice] = choices
         content: list[dict[str, Any]] = []
         if choice.reasoning:
@@ -50,14 +50,14 @@ class MessagesWriter(ResponseWriter):
             {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)}
             for call in whole_calls(choice.tool_calls)
         ]
-        return Event(**self._message(content, choice))
+        return MessagesEvent(**self._message(content, choice))
 
-    def _begin(self, delta: Delta) -> Iterable[Event]:
+    def _begin(self, delta: Delta) -> Iterable[MessagesEvent]:
         if not self._is_started:
             self._is_started = True
             yield _event("message_start", message=self._message([], None))
 
-    def _chunks(self, piece: Delta) -> Iterable[Event]:
+    def _chunks(self, piece: Delta) -> Iterable[MessagesEvent]:
         if piece.reasoning:
             yield from self._gain("thinking", {"type": "thinking_delta", "thinking": piece.reasoning})
         if piece.text:
@@ -70,14 +70,14 @@ class MessagesWriter(ResponseWriter):
         if piece.finish_reason is not None:
             self._last = piece
 
-    def last_chunks(self) -> Iterable[Event]:
+    def last_chunks(self) -> Iterable[MessagesEvent]:
         yield from self._stop()
         if self._last is not None:
             yield _event("message_delta", delta=_ending(self._last), usage=self._usage())
         yield _event("message_stop")
 
     def event(self, chunk: BaseModel) -> bytes:
-        assert isinstance(chunk, Event)
+        assert isinstance(chunk, MessagesEvent)
         return f"event: {chunk.type}\ndata: {chunk.model_dump_json()}\n\n".encode()
 
     def error_event(self, error: ServingError) -> bytes:
@@ -105,22 +105,22 @@ class MessagesWriter(ResponseWriter):
             "output_tokens": usage.completion_tokens,
         }
 
-    def _gain(self, kind: str, delta: dict[str, Any]) -> Iterable[Event]:
+    def _gain(self, kind: str, delta: dict[str, Any]) -> Iterable[MessagesEvent]:
         if self._open != kind:
             empty = {"type": "text", "text": ""} if kind == "text" else {"type": kind, "thinking": "", "signature": ""}
             yield from self._start(empty)
         yield self._delta(delta)
 
-    def _start(self, block: dict[str, Any]) -> Iterable[Event]:
+    def _start(self, block: dict[str, Any]) -> Iterable[MessagesEvent]:
         yield from self._stop()
         self._rank += 1
         self._open = block["type"]
         yield _event("content_block_start", index=self._rank, content_block=block)
 
-    def _delta(self, delta: dict[str, Any]) -> Event:
+    def _delta(self, delta: dict[str, Any]) -> MessagesEvent:
         return _event("content_block_delta", index=self._rank, delta=delta)
 
-    def _stop(self) -> Iterable[Event]:
+    def _stop(self) -> Iterable[MessagesEvent]:
         if self._open is None:
             return
         if self._open == "thinking":  # clients expect a signature; nothing here would check one
@@ -145,5 +145,5 @@ def _input(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _event(kind: str, **fields: Any) -> Event:
-    return Event(**{"type": kind, **fields})
+def _event(kind: str, **fields: Any) -> MessagesEvent:
+    return MessagesEvent(**{"type": kind, **fields})

@@ -17,7 +17,7 @@ from router.openai.responses.responses_request import ResponsesRequest
 from router.tokenizer.tokenizer import Tokenizer
 
 
-class Event(BaseModel):
+class ResponsesEvent(BaseModel):
     """A body or an event; its fields follow OpenAI's types."""
 
     model_config = ConfigDict(extra="allow")
@@ -37,17 +37,17 @@ class ResponsesWriter(ResponseWriter):
         self._num_events = 0
         self._reason: FinishReason | None = None
 
-    def full(self, choices: Sequence[Delta]) -> Event:
+    def full(self, choices: Sequence[Delta]) -> ResponsesEvent:
         for _ in (*self.chunks(choices[0]), *self._close()):
             pass
-        return Event(**self._response(self._status))
+        return ResponsesEvent(**self._response(self._status))
 
-    def _begin(self, delta: Delta) -> Iterable[Event]:
+    def _begin(self, delta: Delta) -> Iterable[ResponsesEvent]:
         if self._num_events == 0:
             yield self._event("response.created", response=self._response("in_progress"))
             yield self._event("response.in_progress", response=self._response("in_progress"))
 
-    def _chunks(self, piece: Delta) -> Iterable[Event]:
+    def _chunks(self, piece: Delta) -> Iterable[ResponsesEvent]:
         if piece.reasoning:
             yield from self._gain_part("reasoning", piece.reasoning)
         if piece.text:
@@ -62,7 +62,7 @@ class ResponsesWriter(ResponseWriter):
                 yield self._item_event("response.function_call_arguments.delta", delta=call.arguments)
         self._reason = piece.finish_reason
 
-    def last_chunks(self) -> Iterable[Event]:
+    def last_chunks(self) -> Iterable[ResponsesEvent]:
         yield from self._close()
         yield self._event(f"response.{self._status}", response=self._response(self._status))
 
@@ -78,7 +78,7 @@ class ResponsesWriter(ResponseWriter):
     def _status(self) -> str:
         return "incomplete" if self._reason is FinishReason.LENGTH else "completed"
 
-    def _gain_part(self, kind: str, text: str) -> Iterable[Event]:
+    def _gain_part(self, kind: str, text: str) -> Iterable[ResponsesEvent]:
         """Add text to the open item, opening a new one if another kind is open."""
         is_message = kind == "message"
         if not self._is_open or self._items[-1]["type"] != kind:
@@ -95,14 +95,14 @@ class ResponsesWriter(ResponseWriter):
         logprobs: dict[str, Any] = {"logprobs": []} if is_message else {}
         yield self._part_event(f"response.{_part_name(kind)}.delta", delta=text, **logprobs)
 
-    def _open(self, prefix: str, item: dict[str, Any]) -> Iterable[Event]:
+    def _open(self, prefix: str, item: dict[str, Any]) -> Iterable[ResponsesEvent]:
         self._items.append({"id": f"{prefix}_{self._key}_{len(self._items)}", **item, "status": "in_progress"})
         self._is_open = True
         yield self._event(
             "response.output_item.added", output_index=len(self._items) - 1, item=_copied(self._items[-1])
         )
 
-    def _close(self) -> Iterable[Event]:
+    def _close(self) -> Iterable[ResponsesEvent]:
         if not self._is_open:
             return
         self._is_open = False
@@ -118,15 +118,15 @@ class ResponsesWriter(ResponseWriter):
             yield self._part_event("response.content_part.done", part=dict(part))
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=_copied(item))
 
-    def _part_event(self, kind: str, **fields: Any) -> Event:
+    def _part_event(self, kind: str, **fields: Any) -> ResponsesEvent:
         return self._item_event(kind, content_index=0, **fields)
 
-    def _item_event(self, kind: str, **fields: Any) -> Event:
+    def _item_event(self, kind: str, **fields: Any) -> ResponsesEvent:
         return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: Any) -> ResponsesEvent:
         self._num_events += 1
-        return Event(**{"type": kind, "sequence_number": self._num_events - 1, **fields})
+        return ResponsesEvent(**{"type": kind, "sequence_number": self._num_events - 1, **fields})
 
     def _response(self, status: str) -> dict[str, Any]:
         body = self._body

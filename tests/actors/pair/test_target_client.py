@@ -24,7 +24,7 @@ from engine.accounting.step_times import StepTimes
 from protos.errors import EngineError, ModelChangedError, RequestError, UnavailableError
 from protos.messages import FinishReason, GenerateRequest, ModelCard, SamplingParams, TokenChunk
 from router.backend.migration import MigratingBackend
-from router.backend.token_feed import TokenFeed as IngressFeed
+from router.backend.token_feed import TokenListener as IngressFeed
 from router.config import IngressLimits
 from tests.actors.target_events import TargetEvents
 

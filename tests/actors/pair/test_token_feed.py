@@ -13,11 +13,11 @@ from actors.pair.token_feed import TokenFeeds
 from actors.pair.token_stream import TokenStream
 from protos.errors import UnavailableError
 from protos.messages import FinishReason, TokenChunk
-from router.backend.token_feed import TokenFeed
+from router.backend.token_feed import TokenListener
 
 
 async def test_chunks_of_all_streams_leave_in_one_frame_and_streams_end() -> None:
-    listener, feeds = TokenFeed(), TokenFeeds()
+    listener, feeds = TokenListener(), TokenFeeds()
     feed = await feeds.open(await listener.address())
     assert feed is not None
     assert await feeds.open(await listener.address()) is feed

@@ -12,13 +12,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.attention.triton_kernel import attend_tiles, merge_splits
-from engine.attention.triton_tiling import Heads, choose_tiling
+from engine.attention.triton_tiling import HeadShape, choose_tiling
 from engine.model.decoders.triton_rows import norm_rows
 from engine.model.linear.triton_product import _LOW, _TALL, multiply
 from engine.sampling.triton_draw import draw_blocks, edit_blocks
 from engine.sampling.triton_nucleus import find_thresholds
 
-HEADS = Heads(num_kv_heads=8, group_size=4, key_dim=128, value_dim=128)
+HEADS = HeadShape(num_kv_heads=8, group_size=4, key_dim=128, value_dim=128)
 MOST_SHARED_BYTES = 227 << 10
 POINTERS = {
     "block_tables": "*i32",

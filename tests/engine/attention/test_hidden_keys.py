@@ -14,7 +14,7 @@ from engine.attention.base import LayerOptions, PlanAttention
 from engine.attention.batch_invariant import BatchInvariantAttention
 from engine.attention.native import NativeAttention
 from engine.attention.torch_attention import TorchAttention
-from engine.attention.triton_tiling import Heads
+from engine.attention.triton_tiling import HeadShape
 from engine.config import KVDtype
 from tests.engine.fixtures.attention_fixtures import (
     BUSHY,
@@ -105,17 +105,17 @@ OPTIONS = pytest.mark.parametrize(
 def test_torch_reads_hidden_keys_as_nothing(
     extents: list[Extent], dtype: torch.dtype, kind: KVDtype, options: LayerOptions
 ) -> None:
-    check(TorchAttention, lambda: AttentionWorld(extents, Heads(2, 2, 16, 16), dtype=dtype, kind=kind), options)
+    check(TorchAttention, lambda: AttentionWorld(extents, HeadShape(2, 2, 16, 16), dtype=dtype, kind=kind), options)
 
 
 def test_torch_reads_blocks_that_others_left_as_nothing() -> None:
     """Short spans are read together, padded with blocks whose tails no row has written: these are NaN here."""
-    world = AttentionWorld([Extent(3, 1), Extent(37, 2), Extent(20, 1)], Heads(2, 2, 16, 16))
+    world = AttentionWorld([Extent(3, 1), Extent(37, 2), Extent(20, 1)], HeadShape(2, 2, 16, 16))
     torch.testing.assert_close(attend(world, TorchAttention, PLAIN).double(), world.expected(PLAIN), rtol=0, atol=1e-5)
 
 
 def test_keys_so_large_that_a_hidden_score_overflows_are_read_as_nothing() -> None:
-    world = AttentionWorld([VERIFY], Heads(2, 2, 16, 16))
+    world = AttentionWorld([VERIFY], HeadShape(2, 2, 16, 16))
     expected = attend(world, TorchAttention, PLAIN)
     spoil(world, last(world), 3e38, keys=True)
     assert torch.equal(attend(world, TorchAttention, PLAIN)[:-1], expected[:-1])
@@ -125,7 +125,7 @@ def test_steps_of_spans_that_share_blocks_read_each_others_faults_as_nothing() -
     """Branches of one sequence are read together, each with a block of its own that the others do not see."""
     outs = []
     for fault in (1.0, NAN):
-        world = AttentionWorld([Extent(46, 1)] * 4, Heads(2, 2, 16, 16))
+        world = AttentionWorld([Extent(46, 1)] * 4, HeadShape(2, 2, 16, 16))
         trunk = world.spans[0].block_table[:2]
         world.spans = [span._replace(block_table=[*trunk, span.block_table[2]]) for span in world.spans]
         own = world.slots(world.spans[0], 45, 46)
@@ -141,7 +141,7 @@ def test_steps_of_spans_that_share_blocks_read_each_others_faults_as_nothing() -
 @pytest.mark.parametrize("options", [PLAIN, WINDOWED], ids=["plain", "windowed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_batch_invariant_torch_reads_hidden_keys_as_nothing(dtype: torch.dtype, options: LayerOptions) -> None:
-    check(BatchInvariantAttention, lambda: AttentionWorld(SHORT, Heads(2, 2, 16, 16), dtype=dtype), options)
+    check(BatchInvariantAttention, lambda: AttentionWorld(SHORT, HeadShape(2, 2, 16, 16), dtype=dtype), options)
 
 
 @needs_float_kernels
@@ -151,11 +151,11 @@ def test_batch_invariant_torch_reads_hidden_keys_as_nothing(dtype: torch.dtype, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "heads",
-    [Heads(2, 1, 64, 64), Heads(1, 3, 32, 32), Heads(1, 7, 24, 40)],
+    [HeadShape(2, 1, 64, 64), HeadShape(1, 3, 32, 32), HeadShape(1, 7, 24, 40)],
     ids=lambda heads: f"{heads.group_size}x{heads.key_dim}",
 )
 def test_our_kernels_read_hidden_keys_as_nothing(
-    heads: Heads, dtype: torch.dtype, kind: KVDtype, options: LayerOptions
+    heads: HeadShape, dtype: torch.dtype, kind: KVDtype, options: LayerOptions
 ) -> None:
     check(NativeAttention, lambda: AttentionWorld(LONG, heads, dtype=dtype, kind=kind), options)
 
@@ -168,4 +168,4 @@ def test_the_triton_kernel_reads_hidden_keys_as_nothing(dtype: torch.dtype, opti
     from engine.attention.triton_attention import TritonAttention
 
     extents = [Extent(30, 1), Extent(20, 5), Extent(19, 9, BUSHY)]
-    check(TritonAttention, lambda: AttentionWorld(extents, Heads(1, 4, 16, 16), dtype=dtype), options)
+    check(TritonAttention, lambda: AttentionWorld(extents, HeadShape(1, 4, 16, 16), dtype=dtype), options)

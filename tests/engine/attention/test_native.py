@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.attention.base import LayerOptions
 from engine.attention.native import NativeAttention
-from engine.attention.triton_tiling import Heads
+from engine.attention.triton_tiling import HeadShape
 from engine.batch.span import Span
 from engine.config import KVDtype
 from engine.kv_cache.int8_heads import to_int8_heads
@@ -66,13 +66,13 @@ def check(world: AttentionWorld, options: LayerOptions = PLAIN) -> None:
 def test_each_row_of_a_mixed_pass_sees_its_own_sequence_up_to_itself(
     num_kv_heads: int, group_size: int, dtype: torch.dtype
 ) -> None:
-    check(AttentionWorld(MIXED, Heads(num_kv_heads, group_size, 64, 64), dtype=dtype))
+    check(AttentionWorld(MIXED, HeadShape(num_kv_heads, group_size, 64, 64), dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("block_size", [1, 7, 16, 32])
 def test_block_sizes_change_nothing(block_size: int, dtype: torch.dtype) -> None:
-    check(AttentionWorld([Extent(300, 2), *MIXED], Heads(2, 2, 64, 64), block_size=block_size, dtype=dtype))
+    check(AttentionWorld([Extent(300, 2), *MIXED], HeadShape(2, 2, 64, 64), block_size=block_size, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -80,13 +80,13 @@ def test_block_sizes_change_nothing(block_size: int, dtype: torch.dtype) -> None
 def test_blocks_that_begin_and_end_like_a_run_may_lie_anywhere_between(block_size: int, dtype: torch.dtype) -> None:
     per_tile = 16 // block_size
     order = [0, *range(per_tile - 2, 0, -1), per_tile - 1, per_tile, per_tile + 1, per_tile + 2]
-    check(AttentionWorld([Extent(16, 1)], Heads(1, 1, 32, 8), block_size=block_size, dtype=dtype, order=order))
+    check(AttentionWorld([Extent(16, 1)], HeadShape(1, 1, 32, 8), block_size=block_size, dtype=dtype, order=order))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(16, 16), (24, 8), (8, 40), (80, 80), (192, 128), (256, 256)])
 def test_head_sizes_may_be_any_up_to_256(key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
-    check(AttentionWorld(MIXED, Heads(2, 2, key_dim, value_dim), dtype=dtype), LayerOptions(scaling=key_dim**-0.5))
+    check(AttentionWorld(MIXED, HeadShape(2, 2, key_dim, value_dim), dtype=dtype), LayerOptions(scaling=key_dim**-0.5))
 
 
 LONG = [Extent(2047, 1), Extent(1021, 5), Extent(1500, 40), Extent(1030, 1), Extent(130, 1)]
@@ -97,7 +97,9 @@ LONG = [Extent(2047, 1), Extent(1021, 5), Extent(1500, 40), Extent(1030, 1), Ext
 def test_long_contexts_are_read_in_splits_and_windows_hide_what_lies_before_them(
     window: int | None, dtype: torch.dtype
 ) -> None:
-    check(AttentionWorld([*LONG, *MIXED], Heads(2, 2, 32, 32), dtype=dtype), LayerOptions(scaling=0.3, window=window))
+    check(
+        AttentionWorld([*LONG, *MIXED], HeadShape(2, 2, 32, 32), dtype=dtype), LayerOptions(scaling=0.3, window=window)
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -105,7 +107,7 @@ def test_long_contexts_are_read_in_splits_and_windows_hide_what_lies_before_them
 def test_softcaps_bound_scores_and_sinks_take_probability(softcap: float | None, dtype: torch.dtype) -> None:
     sinks = torch.linspace(-1.0, 60.0, 4, dtype=dtype)
     options = LayerOptions(scaling=0.5, softcap=softcap, sinks=sinks)
-    check(AttentionWorld([*LONG, *MIXED], Heads(1, 4, 32, 32), dtype=dtype), options)
+    check(AttentionWorld([*LONG, *MIXED], HeadShape(1, 4, 32, 32), dtype=dtype), options)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -114,13 +116,13 @@ def test_softcaps_bound_scores_and_sinks_take_probability(softcap: float | None,
 def test_a_node_of_a_tree_sees_its_ancestors_and_what_lies_before_the_tree(
     group_size: int, window: int | None, dtype: torch.dtype
 ) -> None:
-    world = AttentionWorld([*TREES, Extent(1022, 8, BUSHY)], Heads(2, group_size, 16, 16), dtype=dtype)
+    world = AttentionWorld([*TREES, Extent(1022, 8, BUSHY)], HeadShape(2, group_size, 16, 16), dtype=dtype)
     check(world, LayerOptions(scaling=0.3, window=window))
 
 
 @pytest.mark.parametrize(("dtype", "atol"), INT8_TOLERANCE.items())
 def test_an_int8_pool_is_read_as_it_was_written(dtype: torch.dtype, atol: float) -> None:
-    world = AttentionWorld([*MIXED, *TREES, *LONG], Heads(2, 2, 24, 40), dtype=dtype, kind=KVDtype.INT8)
+    world = AttentionWorld([*MIXED, *TREES, *LONG], HeadShape(2, 2, 24, 40), dtype=dtype, kind=KVDtype.INT8)
     num_rows = len(world.query)
     generator, sizes = torch.Generator().manual_seed(1), torch.logspace(-40, 0, num_rows)[:, None]
     key, value = ((torch.randn(1, 2, num_rows, dim, generator=generator) * sizes).to(dtype) for dim in (24, 40))
@@ -136,15 +138,15 @@ def test_an_int8_pool_is_read_as_it_was_written(dtype: torch.dtype, atol: float)
 @pytest.mark.parametrize(
     ("heads", "options"),
     [
-        (Heads(2, 1, 16, 16), LayerOptions(scaling=0.25)),
-        (Heads(1, 3, 64, 64), LayerOptions(scaling=0.125, window=6)),
-        (Heads(2, 5, 80, 96), LayerOptions(scaling=0.1, window=130)),
-        (Heads(1, 8, 128, 128), LayerOptions(scaling=0.5, softcap=2.0, sinks=torch.linspace(-1.0, 60.0, 8))),
-        (Heads(1, 20, 256, 256), LayerOptions(scaling=0.06)),
+        (HeadShape(2, 1, 16, 16), LayerOptions(scaling=0.25)),
+        (HeadShape(1, 3, 64, 64), LayerOptions(scaling=0.125, window=6)),
+        (HeadShape(2, 5, 80, 96), LayerOptions(scaling=0.1, window=130)),
+        (HeadShape(1, 8, 128, 128), LayerOptions(scaling=0.5, softcap=2.0, sinks=torch.linspace(-1.0, 60.0, 8))),
+        (HeadShape(1, 20, 256, 256), LayerOptions(scaling=0.06)),
     ],
-    ids=lambda of: f"{of.key_dim}x{of.group_size}" if isinstance(of, Heads) else "",
+    ids=lambda of: f"{of.key_dim}x{of.group_size}" if isinstance(of, HeadShape) else "",
 )
-def test_an_int8_pool_takes_all_that_another_does(heads: Heads, options: LayerOptions, dtype: torch.dtype) -> None:
+def test_an_int8_pool_takes_all_that_another_does(heads: HeadShape, options: LayerOptions, dtype: torch.dtype) -> None:
     sinks = None if options.sinks is None else options.sinks.to(dtype)
     world = AttentionWorld([*MIXED, *TREES, *LONG], heads, dtype=dtype, kind=KVDtype.INT8)
     out, expected = attend(world, replace(options, sinks=sinks)), world.expected(options)
@@ -177,7 +179,7 @@ def test_a_row_has_the_same_bits_in_any_company(
     group_size: int, window: int | None, kind: KVDtype, dtype: torch.dtype
 ) -> None:
     extents = [Extent(900, 300), Extent(1100, 1), Extent(3, 40), TREES[0]]
-    world = AttentionWorld(extents, Heads(2, group_size, 64, 32), dtype=dtype, kind=kind)
+    world = AttentionWorld(extents, HeadShape(2, group_size, 64, 32), dtype=dtype, kind=kind)
     options = LayerOptions(scaling=0.3, window=window)
     expected = in_pieces(world, [300], options, beside=False)
     for ends in ((300,), (1, 2, 7, 12, 123, 124, 125, 126, 200, 201, 300), (150, *range(151, 170), 300)):
@@ -192,10 +194,10 @@ def test_a_node_of_a_tree_has_the_bits_that_its_path_has_as_a_chain(
     start: int, kind: KVDtype, dtype: torch.dtype
 ) -> None:
     parents = (-1, 0, 0, 2, 1, 3, 5, 6, 7, 8, 9)
-    world = AttentionWorld([Extent(start, 11, parents)], Heads(2, 3, 32, 32), dtype=dtype, kind=kind)
+    world = AttentionWorld([Extent(start, 11, parents)], HeadShape(2, 3, 32, 32), dtype=dtype, kind=kind)
     as_tree = attend(world)
     path = [0, 2, 3, 5, 6, 7, 8, 9, 10]
-    chain = AttentionWorld([Extent(start, len(path))], Heads(2, 3, 32, 32), dtype=dtype, kind=kind)
+    chain = AttentionWorld([Extent(start, len(path))], HeadShape(2, 3, 32, 32), dtype=dtype, kind=kind)
     seen = [*range(start), *(start + node for node in path)]
     places = torch.cat([world.slots(world.spans[0], place, place + 1) for place in seen])
     for cache, source in ((chain.cache, world.cache), (chain.source, world.source)):
@@ -214,13 +216,13 @@ EXTENTS = st.lists(
 @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     extents=EXTENTS,
-    heads=st.builds(Heads, st.integers(1, 3), st.integers(1, 5), st.integers(1, 70), st.integers(1, 70)),
+    heads=st.builds(HeadShape, st.integers(1, 3), st.integers(1, 5), st.integers(1, 70), st.integers(1, 70)),
     block_size=st.sampled_from([1, 8, 16, 64]),
     window=st.one_of(st.none(), st.integers(1, 300)),
     seed=st.integers(0, 100),
 )
 def test_any_pass_equals_the_oracle(
-    extents: list[Extent], heads: Heads, block_size: int, window: int | None, dtype: torch.dtype, seed: int
+    extents: list[Extent], heads: HeadShape, block_size: int, window: int | None, dtype: torch.dtype, seed: int
 ) -> None:
     world = AttentionWorld(extents, heads, block_size=block_size, dtype=dtype, seed=seed)
     check(world, LayerOptions(scaling=heads.key_dim**-0.5, window=window))
@@ -232,12 +234,12 @@ def test_any_pass_equals_the_oracle(
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     extents=st.one_of(EXTENTS, st.just(TREES), st.just(MIXED)),
-    heads=st.builds(Heads, st.integers(1, 3), st.integers(1, 9), st.integers(1, 70), st.integers(1, 70)),
+    heads=st.builds(HeadShape, st.integers(1, 3), st.integers(1, 9), st.integers(1, 70), st.integers(1, 70)),
     window=st.one_of(st.none(), st.integers(1, 300)),
     scale=st.sampled_from([1.0, 1e-19, 1e-38]),
 )
 def test_split_pairs_have_the_bits_of_whole_ones(
-    extents: list[Extent], heads: Heads, window: int | None, scale: float, kind: KVDtype, dtype: torch.dtype
+    extents: list[Extent], heads: HeadShape, window: int | None, scale: float, kind: KVDtype, dtype: torch.dtype
 ) -> None:
     skip_unless_pairs_are_split()
     outs = []
@@ -264,12 +266,12 @@ def test_split_pairs_have_the_bits_of_whole_ones(
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     extents=st.one_of(EXTENTS, st.just(TREES), st.just(MIXED)),
-    heads=st.builds(Heads, st.integers(1, 3), st.integers(1, 9), st.integers(1, 140), st.integers(1, 140)),
+    heads=st.builds(HeadShape, st.integers(1, 3), st.integers(1, 9), st.integers(1, 140), st.integers(1, 140)),
     window=st.one_of(st.none(), st.integers(1, 300)),
     softcap=st.sampled_from([None, 2.0]),
 )
 def test_an_int8_pool_gives_the_same_bits_with_and_without_amx(
-    extents: list[Extent], heads: Heads, window: int | None, softcap: float | None, dtype: torch.dtype
+    extents: list[Extent], heads: HeadShape, window: int | None, softcap: float | None, dtype: torch.dtype
 ) -> None:
     if native_instructions() is not Instructions.AMX:
         pytest.skip("no AMX on this processor")

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.attention.base import LayerOptions
 from engine.attention.torch_attention import TorchAttention
 from engine.attention.triton_tiles import split_tiles, whole_tiles
-from engine.attention.triton_tiling import Heads, Tiling
+from engine.attention.triton_tiling import HeadShape, Tiling
 from engine.batch.indexing import send
 from engine.config import KVDtype
 from tests.engine.fixtures.attention_fixtures import (
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 SMALL = Tiling(block_m=16, block_n=16, num_warps=4, num_stages=2)
 WHOLE = 1 << 30  # keys per split: no split
-EIGHT = Heads(num_kv_heads=1, group_size=4, key_dim=16, value_dim=16)
+EIGHT = HeadShape(num_kv_heads=1, group_size=4, key_dim=16, value_dim=16)
 
 
 def attend(
@@ -70,7 +70,7 @@ def check(world: AttentionWorld, options: LayerOptions = PLAIN, tiling: Tiling =
 @pytest.mark.parametrize("group_size", [1, 4, 7, 8])
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
 def test_each_row_of_a_mixed_launch_sees_its_own_sequence_up_to_itself(num_kv_heads: int, group_size: int) -> None:
-    check(AttentionWorld(MIXED, Heads(num_kv_heads, group_size, 16, 16)), split_tokens=32)
+    check(AttentionWorld(MIXED, HeadShape(num_kv_heads, group_size, 16, 16)), split_tokens=32)
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 16, 32])
@@ -89,7 +89,7 @@ def test_more_splits_than_are_merged_at_a_time() -> None:
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(24, 8), (8, 40)])
 def test_head_sizes_need_not_be_powers_of_two_nor_equal(key_dim: int, value_dim: int) -> None:
-    check(AttentionWorld([DECODE, VERIFY], Heads(2, 2, key_dim, value_dim)))
+    check(AttentionWorld([DECODE, VERIFY], HeadShape(2, 2, key_dim, value_dim)))
 
 
 @pytest.mark.parametrize("window", [1, 6, 17, 100])
@@ -112,7 +112,9 @@ def test_a_node_of_a_tree_sees_its_ancestors_and_what_lies_before_the_tree(windo
 def test_a_tree_may_have_64_nodes() -> None:
     parents = (-1, *((node - 1) // 2 for node in range(1, 64)))
     check(
-        AttentionWorld([Extent(5, 64, parents)], Heads(1, 1, 16, 16)), tiling=Tiling(64, 32, 4, 2), split_tokens=WHOLE
+        AttentionWorld([Extent(5, 64, parents)], HeadShape(1, 1, 16, 16)),
+        tiling=Tiling(64, 32, 4, 2),
+        split_tokens=WHOLE,
     )
 
 
@@ -126,7 +128,7 @@ def test_half_precision_is_as_good_as_its_rounding(dtype: torch.dtype, atol: flo
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float16, 4e-3), (torch.bfloat16, 4e-2)])
 def test_float8_keys_and_values_are_read_with_the_scales_of_their_heads(dtype: torch.dtype, atol: float) -> None:
-    world = AttentionWorld([DECODE, VERIFY], Heads(2, 2, 16, 16), dtype=dtype)
+    world = AttentionWorld([DECODE, VERIFY], HeadShape(2, 2, 16, 16), dtype=dtype)
     scales = KVScales(torch.tensor([0.5, 2.0], device=DEVICE), torch.tensor([0.25, 3.0], device=DEVICE))
     wide = []
     for pools, factors in ((world.cache.keys, scales.keys), (world.cache.values, scales.values)):
@@ -139,7 +141,7 @@ def test_float8_keys_and_values_are_read_with_the_scales_of_their_heads(dtype: t
 
 
 def test_a_float8_pool_is_read_as_it_was_written() -> None:
-    world = AttentionWorld([DECODE, TREES[2]], Heads(2, 2, 24, 8), kind=KVDtype.FP8)
+    world = AttentionWorld([DECODE, TREES[2]], HeadShape(2, 2, 24, 8), kind=KVDtype.FP8)
     assert world.cache.keys[0].dtype is torch.float8_e4m3fn
     check(world)
 
@@ -168,13 +170,13 @@ def test_any_pass_equals_the_oracle(
     window: int | None,
     seed: int,
 ) -> None:
-    world = AttentionWorld(extents, Heads(1, group_size, 16, 16), seed=seed)
+    world = AttentionWorld(extents, HeadShape(1, group_size, 16, 16), seed=seed)
     check(world, LayerOptions(scaling=0.3, window=window), Tiling(block_m, block_n, 4, 2), split_tokens)
 
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_pass_computes_what_the_processors_pass_does(window: int | None) -> None:
-    world = AttentionWorld([*MIXED, *TREES], Heads(2, 2, 16, 8))
+    world = AttentionWorld([*MIXED, *TREES], HeadShape(2, 2, 16, 8))
     slots, key, value = world.new_kv()
     query = world.query.transpose(0, 1)[None]
     options = LayerOptions(scaling=0.3, softcap=5.0, window=window)

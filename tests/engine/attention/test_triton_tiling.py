@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.attention.triton_tiling import Heads, choose_split, choose_tiling
+from engine.attention.triton_tiling import HeadShape, choose_split, choose_tiling
 
-LLAMA = Heads(num_kv_heads=8, group_size=4, key_dim=128, value_dim=128)
+LLAMA = HeadShape(num_kv_heads=8, group_size=4, key_dim=128, value_dim=128)
 
 
 @pytest.mark.parametrize(("num_rows", "block_m"), [(1, 16), (4, 16), (5, 32), (8, 32), (16, 64), (2048, 128)])
@@ -16,14 +16,14 @@ def test_a_tile_is_as_high_as_the_longest_span_needs(num_rows: int, block_m: int
 
 @pytest.mark.parametrize(("dim", "block_n"), [(64, 128), (80, 64), (128, 64), (192, 32), (256, 32), (512, 16)])
 def test_wide_heads_read_fewer_keys_at_a_time(dim: int, block_n: int) -> None:
-    assert choose_tiling(1, Heads(8, 4, dim, dim), itemsize=2).block_n == block_n
+    assert choose_tiling(1, HeadShape(8, 4, dim, dim), itemsize=2).block_n == block_n
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("dim", [16, 128, 192, 576])
 @pytest.mark.parametrize("num_rows", [1, 100])
 def test_tiles_are_what_a_matrix_unit_takes(num_rows: int, dim: int, itemsize: int) -> None:
-    tiling = choose_tiling(num_rows, Heads(1, 8, dim, dim), itemsize)
+    tiling = choose_tiling(num_rows, HeadShape(1, 8, dim, dim), itemsize)
     assert tiling.block_m >= 16
     assert tiling.block_n >= 16
 

@@ -14,19 +14,19 @@ from protos.errors import UnavailableError
 from protos.frames import FrameCodec
 from protos.messages import FinishReason, TokenChunk
 from router.backend import token_feed
-from router.backend.token_feed import Inbox, TokenFeed
+from router.backend.token_feed import Inbox, TokenListener
 
 LAST = TokenChunk("r", (3,), (), FinishReason.LENGTH)
 
 
-async def connect(feed: TokenFeed) -> asyncio.StreamWriter:
+async def connect(feed: TokenListener) -> asyncio.StreamWriter:
     peer = socket.socket(socket.AF_UNIX)
     peer.connect(f"\0{await feed.address()}")
     return (await asyncio.open_unix_connection(sock=peer))[1]
 
 
 async def test_a_frame_is_sorted_into_the_inboxes() -> None:
-    feed = TokenFeed()
+    feed = TokenListener()
     first, second = feed.open("first"), feed.open("second")
     writer = await connect(feed)
     chunks = [
@@ -42,7 +42,7 @@ async def test_a_frame_is_sorted_into_the_inboxes() -> None:
 
 
 async def test_a_closed_inbox_takes_no_more() -> None:
-    feed = TokenFeed()
+    feed = TokenListener()
     inbox, other = feed.open("r"), feed.open("other")
     feed.close("r")
     writer = await connect(feed)
@@ -55,7 +55,7 @@ async def test_a_closed_inbox_takes_no_more() -> None:
 
 
 async def test_bytes_that_are_no_frame_end_the_connection_and_not_the_feed() -> None:
-    feed = TokenFeed()
+    feed = TokenListener()
     inbox = feed.open("r")
     broken, sound = await connect(feed), await connect(feed)
     broken.write(b"\x05\0\0\0wrong")
@@ -86,7 +86,7 @@ async def test_tokens_may_come_behind_the_end_of_serves_stream(monkeypatch: pyte
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 async def test_a_stranger_is_not_heard() -> None:
-    feed = TokenFeed()
+    feed = TokenListener()
     inbox = feed.open("r")
     script = """
 import os, socket, sys

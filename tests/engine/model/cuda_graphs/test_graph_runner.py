@@ -14,7 +14,7 @@ import torch
 from engine.attention.row_layout import RowLayout
 from engine.attention.torch_attention import TorchAttention
 from engine.attention.triton_tiles import TileField
-from engine.attention.triton_tiling import Heads
+from engine.attention.triton_tiling import HeadShape
 from engine.batch.span import Span
 from engine.config import (
     CacheConfig,
@@ -129,7 +129,7 @@ def test_no_pass_of_a_bucket_needs_more_programs_than_were_recorded(
 ) -> None:
     """The worst contexts for the splits of a device with 132 processors: all long, one long, just above a split."""
     monkeypatch.setattr("engine.model.cuda_graphs.static_attention.num_processors", lambda device: 132)
-    heads = Heads(num_kv_heads=2, group_size=4, key_dim=16, value_dim=16)
+    heads = HeadShape(num_kv_heads=2, group_size=4, key_dim=16, value_dim=16)
     bucket = GraphBucket(24, 6)
     cache = KVCache([LayerShape(2, 16, 16)], 1, BLOCK_SIZE, dtype=torch.bfloat16, device=torch.device("cpu"))
     tables = torch.zeros(4 * 10_000 + 24, dtype=torch.int32)

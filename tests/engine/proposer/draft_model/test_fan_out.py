@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.proposer.draft_model.fan_out import Outcome, fan_out
+from engine.proposer.draft_model.fan_out import PassOutcome, fan_out
 
 
 @pytest.mark.parametrize("num_drafts", range(0, 9))
@@ -14,11 +14,11 @@ def test_there_are_as_many_candidates_as_asked_for_and_none_is_twice(num_drafts:
 
 
 def test_a_pass_without_drafts_has_one_position():
-    assert fan_out(0, 3) == (Outcome(0, 0), Outcome(0, 1), Outcome(0, 2))
+    assert fan_out(0, 3) == (PassOutcome(0, 0), PassOutcome(0, 1), PassOutcome(0, 2))
 
 
 def test_that_all_drafts_stand_and_the_bonus_is_the_drafts_own_is_likeliest():
-    assert fan_out(5, 3)[0] == Outcome(5, 0)
+    assert fan_out(5, 3)[0] == PassOutcome(5, 0)
 
 
 def test_ranks_of_a_position_are_complete_and_in_order():
