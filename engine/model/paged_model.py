@@ -279,7 +279,8 @@ def _is_leaking(model: PreTrainedModel, logits: Tensor, expected: Tensor) -> boo
 def _row_errors(logits: Tensor, expected: Tensor) -> Tensor:
     expected = expected.to(logits.device)
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
-    return (logits - expected).norm(dim=-1) / spread
+    errors: Tensor = (logits - expected).norm(dim=-1) / spread
+    return errors
 
 
 def _far_position(model: PreTrainedModel) -> int:

@@ -65,7 +65,7 @@ def test_every_field_that_is_set_is_converted() -> None:
     request.ClearField("prompt")
     fields = convert.request_fields(request)
     assert chat | {"prompt", "stream", "stream_options", "top_logprobs"} == set(fields)
-    [message], [tool] = fields["messages"], fields["tools"]
+    message, tool = fields["messages"][0], fields["tools"][0]
     assert set(message) == {field.name for field in pb2.ChatMessage.DESCRIPTOR.fields}
     assert set(tool["function"]) == {field.name for field in pb2.Tool.DESCRIPTOR.fields}
     assert set(fields["speculation"]) == {field.name for field in pb2.Speculation.DESCRIPTOR.fields}
