@@ -18,8 +18,8 @@ _MAX_ENTRIES = 1 << 16
 def request_fields(request: pb2.GenerateRequest) -> dict[str, object]:
     """Return the fields that the client set, named and shaped as in the JSON body of `/v1/completions`.
 
-    One schema therefore validates both frontends. `prompt_token_ids` becomes `prompt`; with `messages` the shape is the
-    one of `/v1/chat/completions`.
+    One schema therefore validates both frontends. `prompt_token_ids` becomes `prompt`; with `messages` the
+    shape is the body of `/v1/chat/completions`.
 
     Raises:
         RequestError: both a text and token ids are given, a JSON field is not valid JSON, or there are too many

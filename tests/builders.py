@@ -16,7 +16,7 @@ SAMPLING = SamplingParams(seed=5, max_tokens=1000)
 def make_sequence(
     request_id: str = "a", prompt: tuple[int, ...] = (1, 2, 3), sampling: SamplingParams = SAMPLING, **options: Any
 ) -> Sequence:
-    """A sequence of a new request; `options` are those of `sequence_of`."""
+    """A sequence of a new request; `options` are passed to `sequence_of`."""
     return sequence_of(GenerateRequest(request_id, prompt, sampling), **options)
 
 
@@ -29,7 +29,7 @@ def sequence_of(
     method: str = SpeculationMethod.NONE,
     matcher: GrammarMatcher | None = None,
 ) -> Sequence:
-    """A sequence of the request, of which nothing is computed."""
+    """A sequence of the request, with nothing computed yet."""
     return Sequence(request, DraftRule(num_drafts, verify, method), arrival_s, matcher)
 
 

@@ -12,7 +12,7 @@ from types import FrameType
 import hypothesis
 import torch
 
-gc.disable()  # until the tests are collected: walks over what they import take a fifth of the time
+gc.disable()  # until the tests are collected: walks over their imports take a fifth of the time
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

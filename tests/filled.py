@@ -1,4 +1,4 @@
-"""Messages of every kind with every field set to something of its own: what a mapping drops or mixes up shows."""
+"""Messages of every kind with a distinct value in every field, so that a mapping's mistakes show."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_prose_wraps_at_120_columns(page: Path) -> None:
 
 
 def mentions() -> list[tuple[str, str]]:
-    """Return the files that name a page of the documentation, and a section of it behind `#` or a comma."""
+    """Return the files that name a page of the documentation, and a section of it after `#` or a comma."""
     sources = [file for each in SOURCES for file in ROOT.glob(each) if ".venv" not in file.parts]
     pages = re.compile(r"(?<![\w/.])((?:docs/)?[\w-]+\.md)(#[\w-]+|, [A-Z][\w ]+(?=\)))?")
     return [

@@ -1,4 +1,4 @@
-"""`outrider:build`, and its packages beside a user's of the same names, as Ray's `working_dir` has them first."""
+"""`outrider:build`, and its packages next to a user's of the same names, as Ray's `working_dir` has them first."""
 
 from __future__ import annotations
 

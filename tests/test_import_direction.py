@@ -119,7 +119,7 @@ def test_folders_of_a_package_import_in_the_documented_order(folder: str, levels
             name, imported = entry(file, folder), entry(other, folder)
             if name is None or imported is None or name == imported:
                 continue
-            assert height[name] > height[imported], f"{file} imports {other}, which stands above it or beside it"
+            assert height[name] > height[imported], f"{file} imports {other}, which is not below it"
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:

@@ -1,1 +1,1 @@
-"""What passes brought: counters, rates, costs and acceptance, and the draft lengths that follow from them."""
+"""Results of passes: counters, rates, costs and acceptance, and the draft lengths that follow from them."""

@@ -38,8 +38,8 @@ class Interval:
 def confidence_sequence(values: Seq[float], error_rate: float) -> Interval:
     """Return the interval after these values. Over all lengths, it ever misses the mean with at most `error_rate`.
 
-    With t the usual statistic of n values, g the mixture's variance and nu = n - 1, the interval holds the means for
-    which (1 + n g)^(-1/2) ((1 + t^2 / nu) / (1 + t^2 / (nu (1 + n g))))^(n / 2) < 1 / error_rate.
+    With t the usual statistic of n values, g the mixture's variance and nu = n - 1, the interval holds the means with
+    (1 + n g)^(-1/2) ((1 + t^2 / nu) / (1 + t^2 / (nu (1 + n g))))^(n / 2) < 1 / error_rate.
     """
     number, mean = len(values), _mean(values)
     if number < 2:

@@ -1,4 +1,4 @@
-"""The API over a model that calls an agent's shell once and then says what came of it: agent_server.py PORT.
+"""The API over a model that calls an agent's shell once and then reports the result: agent_server.py PORT.
 
 Agents need a model that calls tools and has room for 20,000 tokens of instructions; this one plays it.
 """
@@ -33,7 +33,7 @@ SHELLS = {"exec_command": {"cmd": f"echo {MARK}"}, "Bash": {"command": f"echo {M
 
 
 def next_token(request: GenerateRequest, so_far: Sequence[int]) -> int:
-    """Return the next byte of the turn, by what the prompt holds."""
+    """Return the next byte of the turn, chosen by the prompt's content."""
     prompt = bytes(token - 1 for token in request.prompt_token_ids if token).decode()
     names = prompt.partition("\n")[0].removeprefix("<tool_call>").split()
     shell = next((name for name in names if name in SHELLS), "")

@@ -61,13 +61,13 @@ def main() -> None:
         wait_for(lambda: post(url, {**worker, "model_name": "outrider"})["status"] == "ok", "the indexer's start")
         token_ids = complete()
         whole = (len(token_ids) - 1) // BLOCK * BLOCK
-        # Each further prompt shows the indexer what it missed while it connected.
+        # Each further prompt shows the indexer the events it missed while it connected.
         wait_for(lambda: complete() and matched(token_ids) >= whole, "the prompt's blocks")
         wait_for(lambda: matched(missed_ids) >= (len(missed_ids) - 1) // BLOCK * BLOCK, "the blocks from before")
         half = token_ids[: whole // 2]
         assert matched([*half, *([1] * BLOCK)]) == len(half) // BLOCK * BLOCK
         assert matched(token_ids[1:]) == 0
-        print(f"{matched(token_ids)} of {len(token_ids)} tokens found; {matched(half)} of {len(half)}; none of others")
+        print(f"{matched(token_ids)} of {len(token_ids)} tokens found; {matched(half)} of {len(half)}; 0 of others")
     finally:
         indexer.terminate()
         indexer.wait(10)

@@ -18,7 +18,7 @@ class TestServed(ChatModelIntegrationTests):
         return {
             "model": os.environ["OUTRIDER_MODEL"],
             "temperature": 0,
-            "frequency_penalty": 1,  # so small a model says the same for ever inside a JSON text
+            "frequency_penalty": 1,  # such a small model repeats itself endlessly inside a JSON text
             "max_tokens": 512,
             "stream_usage": True,
         }

@@ -1,7 +1,7 @@
 """OpenAI's document of the endpoints that are served here, printed as JSON, from the types of OpenAI's Python SDK.
 
-The SDK is generated from that document, without its bounds of numbers: those stand here. `model` is the one that is
-served, and answers are kept short.
+The SDK is generated from that document without its bounds of numbers, so they are listed here. `model` is the served
+model, and answers are kept short.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _answers(answer: type[BaseModel], path: str, schemas: dict[str, Any], *, is_
 
 
 def _schema(kind: Any, prefix: str, schemas: dict[str, Any]) -> dict[str, Any]:
-    """Return a type's schema, and put those that it refers to beside the others, under names of their own."""
+    """Return a type's schema, and add the schemas that it refers to, under names of their own."""
     prefix = prefix.strip("/").replace("/", ".")
     schema = TypeAdapter(kind).json_schema(ref_template=f"#/components/schemas/{prefix}.{{model}}")
     schemas |= {f"{prefix}.{name}": each for name, each in schema.pop("$defs", {}).items()}

@@ -1,6 +1,6 @@
-"""The requests of `vllm bench serve` (vllm/benchmarks/lib/endpoint_request_func.py), and what it reads of the answers.
+"""The requests of `vllm bench serve` (vllm/benchmarks/lib/endpoint_request_func.py), and its parsing of answers.
 
-vllm itself cannot be installed here: its wheel brings CUDA.
+vllm itself cannot be installed here: its wheel requires CUDA.
 """
 
 import json

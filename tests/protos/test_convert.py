@@ -1,4 +1,4 @@
-"""gRPC messages and plain data say the same."""
+"""gRPC messages and plain data have the same content."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_request_field_is_one_of_the_http_body() -> None:
 
 
 def set_all(message: Message) -> None:
-    """Set every field of a message, and of those in it, but for recursion: there is none."""
+    """Set every field of a message and of its submessages, which do not recurse."""
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         if field.message_type is not None and field.message_type.GetOptions().map_entry:

@@ -1,4 +1,4 @@
-"""Large texts of JSON are counted by what stands outside of their strings."""
+"""The parts of large JSON texts are counted outside their strings."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ before.start()
 wait_for_cores()
 begin.set()
 look("this thread")
-behind = threading.Thread(target=look, args=("a thread from behind",))
-behind.start()
-before.join(), behind.join()
+after = threading.Thread(target=look, args=("a thread from after",))
+after.start()
+before.join(), after.join()
 print({name for name, policy in policies.items() if policy != os.SCHED_BATCH} or len(policies))
 """
 

@@ -1,4 +1,4 @@
-"""The committed stubs are those of outrider.proto."""
+"""The committed stubs match outrider.proto."""
 
 from __future__ import annotations
 

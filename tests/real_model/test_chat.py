@@ -1,4 +1,4 @@
-"""A published model behind both frontends: chat, JSON schemas and tools over HTTP, chat over gRPC."""
+"""A published model in both frontends: chat, JSON schemas and tools over HTTP, chat over gRPC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A published model in float32 says what transformers' `generate` says, whatever drafts for it."""
+"""A published model in float32 gives the tokens of transformers' `generate` with every drafter."""
 
 from __future__ import annotations
 

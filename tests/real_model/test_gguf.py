@@ -1,4 +1,4 @@
-"""The GGUF file as shipped stands for the weights that are served."""
+"""The published GGUF file holds the served weights."""
 
 from __future__ import annotations
 
