@@ -232,6 +232,7 @@ class ApiKeys:
                 lines = file.read().removeprefix(codecs.BOM_UTF8).splitlines()
         except OSError as error:
             raise ConfigError(f"{name} cannot be read: {error}") from error
+        # A wrong line costs only its own key.
         clients: dict[str, Client] = {}
         wrong_lines = []
         for number, line in enumerate(lines, start=1):
@@ -270,6 +271,7 @@ class ApiKeys:
                     f"has a key that starts with {_HASH_MARK} and goes on with {len(digest)} characters; a "
                     "hash has 64 hexadecimal digits, as `printf %s KEY | sha256sum` prints them"
                 )
+        # The options after the key.
         given = dict(option.partition("=")[::2] for option in options)
         if wrong := [name for name, value in given.items() if name not in _OPTIONS or not _OPTIONS[name](value)]:
             # Show nothing of an unknown option: it may be a key.

@@ -100,6 +100,7 @@ class NativePass:
         _, num_heads, num_rows, key_dim = query.shape
         _, num_kv_heads, _, value_dim = value.shape
         out = query.new_empty(1, num_rows, num_heads, value_dim)
+        # Fill the kernel's arguments; strides let it read views without a copy.
         call.query, call.new_keys, call.new_values = query.data_ptr(), key.data_ptr(), value.data_ptr()
         call.keys, call.values = cache.keys[layer].data_ptr(), cache.values[layer].data_ptr()
         call.out = out.data_ptr()
@@ -109,6 +110,7 @@ class NativePass:
         call.num_heads, call.group_size = num_kv_heads, num_heads // num_kv_heads
         call.key_dim, call.value_dim = key_dim, value_dim
         call.window, call.softcap, call.scaling = options.window or 0, options.softcap or 0.0, options.scaling
+        # `sinks` must stay referenced until the kernel returns.
         sinks = None if options.sinks is None else options.sinks.float().contiguous()
         call.sinks = None if sinks is None else sinks.data_ptr()
         if _kernel()(ctypes.byref(call)):
@@ -138,8 +140,10 @@ class _SpanArrays:
             num_chained = span.num_chained
             num_nodes = len(span.token_ids) - num_chained
             table, tree = len(self._tables), span.tree_start
+            # The span's chain, up to the first node of its tree.
             if num_chained:
                 self._spans.extend((first_row, num_chained, span.start, table, tree, _CHAIN))
+            # The tree's nodes as a second span, each with its path from `tree_start`.
             if num_nodes:
                 first = span.start + num_chained
                 self._spans.extend((first_row + num_chained, num_nodes, first, table, tree, len(self._nodes) // 2))

@@ -114,9 +114,11 @@ def paged_attention(
     }
     out = query.new_empty(num_rows, num_heads, value_dim)
     lanes = (launch.num_partials, num_kv_heads, tiling.block_m)
+    # Partial states of split tiles; `merge_splits` combines them.
     sums = query.new_empty(*lanes, sizes["VALUE_WIDTH"], dtype=torch.float32)
     peaks, totals = query.new_empty(2, *lanes, dtype=torch.float32)
     with torch.cuda.device_of(query):
+        # One program per tile and kv head.
         attend_tiles[(launch.tiles.shape[0] * num_kv_heads,)](
             out,
             query,
@@ -148,6 +150,7 @@ def paged_attention(
             num_stages=tiling.num_stages,
         )
         if launch.num_partials:
+            # One program per packed row of a split tile.
             merge_splits[(launch.merges.shape[0] * num_kv_heads * launch.num_lanes,)](
                 out,
                 launch.merges,

@@ -80,6 +80,7 @@ def attend_tiles(  # a kernel takes pointers and numbers, no structures
     end = tl.load(tile + 7)
     partial = tl.load(tile + 8)
 
+    # Load the tile's queries: rows x query heads of one kv head, packed along M.
     packed = first_packed + tl.arange(0, BLOCK_M)
     row = packed // GROUP_SIZE
     is_row = row < num_rows
@@ -101,6 +102,7 @@ def attend_tiles(  # a kernel takes pointers and numbers, no structures
     peak = tl.full([BLOCK_M], _FLOOR, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUE_WIDTH], tl.float32)
+    # Keys that every row sees need no mask; only the rest is masked.
     full_end = begin
     if WINDOW == 0 and not IS_BATCH_INVARIANT:
         everyone_sees = tl.minimum(tl.minimum(start + first_packed // GROUP_SIZE + 1, tree_start), end)
@@ -118,6 +120,7 @@ def attend_tiles(  # a kernel takes pointers and numbers, no structures
     if value_scales is not None:
         acc = acc * tl.load(value_scales + head)
 
+    # Store the result, or the partial state if the tile is one of several splits.
     columns = tl.arange(0, VALUE_WIDTH)
     if partial < 0:
         if sinks is not None:
@@ -147,6 +150,7 @@ def _read(  # a kernel takes pointers and numbers, no structures
     for first in range(begin, end, BLOCK_N):
         key_place = first + tl.arange(0, BLOCK_N)
         readable = tl.minimum(key_place, last - 1)  # a tail reads its last key again, and hides it
+        # Gather the keys through the block table, and compute their scores.
         block = tl.load(table + readable // BLOCK_SIZE).to(tl.int64)
         slot = (block * BLOCK_SIZE + readable % BLOCK_SIZE) * NUM_KV_HEADS + head  # [N]
         k = _load_rows(keys, slot, key_dims, KEY_DIM, KEY_WIDTH)
@@ -157,6 +161,7 @@ def _read(  # a kernel takes pointers and numbers, no structures
         if IS_MASKED:
             is_seen = _is_seen(key_place, place, position, ancestor_mask, tree_start, WINDOW)
             scores = tl.where(is_seen, scores, float("-inf"))
+        # Online softmax: rescale the sums so far to the new peak.
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - new_peak[:, None])
         fade = tl.exp2(peak - new_peak)
@@ -233,6 +238,7 @@ def merge_splits(  # a kernel takes pointers and numbers, no structures
         peak = tl.full([1], _FLOOR, tl.float32)
         total = tl.zeros([1], tl.float32)
         acc = tl.zeros([VALUE_WIDTH], tl.float32)
+        # Rescale each split's sums to the common peak, and add them up.
         for first in range(0, num_partials, BLOCK_S):
             split = first + tl.arange(0, BLOCK_S)
             is_split = split < num_partials
@@ -245,6 +251,7 @@ def merge_splits(  # a kernel takes pointers and numbers, no structures
             total = total * fade + tl.sum(weights * tl.load(totals + at, mask=is_split, other=0.0), 0)
             acc = acc * fade + tl.sum(weights[:, None] * parts, 0)
             peak = new_peak
+        # Add the sink, normalize and store.
         query_head = head * GROUP_SIZE + packed % GROUP_SIZE
         if sinks is not None:
             total += tl.exp2(tl.load(sinks + query_head).to(tl.float32) * _LOG2_E - peak)

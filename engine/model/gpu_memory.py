@@ -90,12 +90,14 @@ class MemoryMeter:
         Raises:
             ConfigError: less than one block is left.
         """
+        # Measured use so far, and the share of the GPU that is left for the pool.
         now, sampling = self._read(), _SAMPLER_COPIES * logits_bytes
         others = 0 if self._counts_own_use else self._before.used_bytes
         weights = self._loaded.used_bytes - self._before.used_bytes
         passes = now.used_bytes - self._loaded.used_bytes - trial_bytes
         budget = int(self._share * now.total_bytes)
         pool = min(budget - others - weights - passes, now.free_bytes + trial_bytes) - sampling
+        # Log every use, so that an operator can see where the memory went.
         rows = {
             "other programs, and context": others,
             "weights": weights,

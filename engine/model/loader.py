@@ -49,6 +49,7 @@ def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTr
     scheme = scheme_of(model_config.to_dict(), config.path)
     if device.type == "cpu":
         check_memory(folder, config.path, dtype.itemsize)
+    # Load to host memory; quantized checkpoints are dequantized by our own code.
     try:
         if scheme is None:
             refuse_unindexed(folder, model_config.to_dict())
@@ -63,6 +64,7 @@ def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTr
         raise ConfigError(
             f"the weights of {config.path!r} (model type {model_config.model_type}) cannot be loaded: {_named(error)}"
         ) from error
+    # Check the result: the head's tensor, completeness, finite weights.
     model, info = loaded
     _tie_head(config.path, model)
     refuse_incomplete(config.path, info, model.state_dict())

@@ -77,6 +77,7 @@ class _NoKernelsError(Exception):
 
 
 def _load() -> tuple[ctypes.CDLL, Instructions]:
+    # The user's switch: no kernels, or a limit on instructions.
     switch = os.environ.get(SWITCH, "")
     if switch == "0":
         raise _NoKernelsError(f"{SWITCH} is 0")
@@ -84,6 +85,7 @@ def _load() -> tuple[ctypes.CDLL, Instructions]:
         raise ConfigError(
             f"{SWITCH} is {switch!r}; set it to 0 for no kernels, avx2 or avx512 for no more than that, or not at all"
         )
+    # The compiled library, which must be newer than its sources.
     found = find_spec("engine._native")
     if found is None or found.origin is None:
         raise _NoKernelsError(

@@ -67,12 +67,14 @@ def edits_of(rows: RowBatch, logits: Tensor, counts: TokenCounts) -> RowEdits | 
     penalized, biased = requests.matching(has_penalties), requests.matching(has_bias)
     if not (penalized or biased or requests.matching(has_temperature)):
         return None
+    # Penalized runs get a row of token counts.
     table, lines = counts.count([rows.firsts[run] for run in penalized], logits)
     line_of_run = dict(zip(penalized, lines, strict=True))
     listed_ids: list[int] = []
     listed_biases: list[float] = []
     columns = np.zeros((len(requests.samplings), 5), np.int32)
     columns[:, 0] = -1
+    # Each run lists its drafts, then its biases, as slices of two flat lists.
     for run in sorted({*penalized, *biased}):
         first_draft = len(listed_ids)
         listed_ids += rows.drafts_of(run) if run in line_of_run else ()
@@ -82,6 +84,7 @@ def edits_of(rows: RowBatch, logits: Tensor, counts: TokenCounts) -> RowEdits | 
             listed_ids.append(token_id)
             listed_biases.append(bias)
         columns[run] = line_of_run.get(run, -1), first_draft, first_draft, first_bias, len(listed_ids)
+    # Expand runs to rows: row k of a run also counts its first k drafts.
     columns_of_row = columns.T[:, rows.run_of_row]
     columns_of_row[2] += rows.num_drafts.astype(np.int32)
     factors_of_row = requests.column(_factors).astype(np.float32).T[:, rows.run_of_row]
@@ -221,6 +224,7 @@ def draw(scores: Tensor, noise: RowNoise | None = None, edits: RowEdits | None =
     num_blocks = triton.cdiv(num_tokens, _BLOCK)
     peaks = scores.new_empty(num_rows, num_blocks)
     places = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=scores.device)
+    # The best token of each block of tokens.
     with torch.cuda.device_of(scores):
         draw_blocks[(num_rows, num_blocks)](
             peaks,

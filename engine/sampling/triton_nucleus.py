@@ -38,16 +38,19 @@ def find_thresholds(
     """One program per row. The threshold is in [low, high]."""
     row = tl.program_id(0)
     scores += row.to(tl.int64) * score_stride
+    # First pass: the highest score.
     peaks = tl.full([BLOCK], float("-inf"), tl.float32)
     for first in range(0, num_tokens, BLOCK):
         tokens = first + tl.arange(0, BLOCK)
         peaks = tl.maximum(peaks, tl.load(scores + tokens, mask=tokens < num_tokens, other=float("-inf")))
     peak = tl.max(peaks, 0)
+    # Second pass: the total mass, so that top_p becomes a mass.
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, num_tokens, BLOCK):
         tokens = first + tl.arange(0, BLOCK)
         total += tl.exp(tl.load(scores + tokens, mask=tokens < num_tokens, other=float("-inf")) - peak)
     wanted = tl.load(top_p + row) * tl.sum(total, 0)
+    # Binary search over the ordered bits of float32 for the highest threshold with enough mass.
     low = tl.full([], _LEAST, tl.int64)  # the mass at and above `low` is enough
     high = _ordered(peak).to(tl.int64)  # the mass above `high` is not enough
     for _ in range(_NUM_HALVINGS):

@@ -160,6 +160,7 @@ class MigrationState:
         self._num_moves += 1
         self._past_speculation = self._speculation
         self._attempt_id = f"{self.request_id}.{self._num_moves}" if self._num_moves else self.request_id
+        # The time that is left of the client's limit.
         timeout_s = self._request.timeout_s
         if timeout_s is not None:
             timeout_s -= time.monotonic() - self._started_s
@@ -167,6 +168,7 @@ class MigrationState:
                 raise DeadlineExceededError(
                     f"timeout_s, {self._request.timeout_s}, passed before the answer was complete."
                 )
+        # Continue from the committed tokens; the prompt's logprobs have been sent.
         sampling = self._request.sampling
         if self.committed:  # the first chunk has arrived, with the logprobs of the prompt
             sampling = replace(sampling, num_prompt_logprobs=None)

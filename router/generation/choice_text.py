@@ -59,6 +59,7 @@ class ChoiceText:
         thoughts: list[str] = []
         num_thought_before = self._num_thought
         finish_reason = None
+        # Token by token, so that a stop string ends the text at the same token for any chunks.
         for rank, token_id in enumerate(chunk.token_ids):
             offsets.append(self._num_characters)
             is_stop_token = chunk.stop_token_id is not None and rank == len(chunk.token_ids) - 1
@@ -68,6 +69,7 @@ class ChoiceText:
             if is_stopped:
                 finish_reason = FinishReason.STOP
                 break
+        # The end releases text held back for an incomplete character or stop string.
         if finish_reason is None and chunk.finish_reason is not None:
             text, is_stopped = self._flush(thoughts)
             texts.append(text)

@@ -191,6 +191,7 @@ class GenerationService:
         """Prepare a request of `/v1/chat/completions`; it runs when its deltas are iterated."""
         self.check_model(body.model)
         self._gate.check(current_client.get().tenant_id, body.n or 1)
+        # The prompt, and the thought that it leaves open.
         token_ids = await self.chat_prompt(body)
         use = body.tool_use
         thinking = thinking_after(
@@ -200,6 +201,7 @@ class GenerationService:
             is_shown=body.include_reasoning is not False,
             has_tools=use is not None,
         )
+        # The grammar depends on both, since it begins after the thought.
         return await self._start(
             GenerateParams(
                 request_id=_new_id("chatcmpl"),

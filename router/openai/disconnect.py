@@ -66,6 +66,7 @@ class CloseUnread:
                         await noting_receive()
 
         async def closing_send(message: Message) -> None:
+            # An early answer: close the connection after it, since unread bytes would be taken for the next request.
             if message["type"] == "http.response.start" and not is_read:
                 await read_rest(0)  # a small body has come whole already
             if message["type"] == "http.response.start" and not is_read:
@@ -73,6 +74,7 @@ class CloseUnread:
             if is_read or message["type"] != "http.response.body" or message.get("more_body", False):
                 await send(message)
                 return
+            # Drain the body for a while: closing at once would reset the connection before the client reads the answer.
             await send({**message, "more_body": True})
             await read_rest(_LINGER_S)
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -102,6 +102,7 @@ class _HeaderParser:
         self._place = len(_MAGIC)
         if (version := self._number("I")) not in _VERSIONS:
             raise ConfigError(f"{str(self._file)!r} is GGUF version {version}; supported versions are 2 and 3")
+        # Bound the counts by the file's size before reading any entry.
         num_tensors, num_values = int(self._number("Q")), int(self._number("Q"))
         if max(num_tensors, num_values) > _MAX_ENTRIES:
             raise ConfigError(
@@ -109,6 +110,7 @@ class _HeaderParser:
                 f"is {_MAX_ENTRIES:,} each; fetch the file again"
             )
         self._expect(num_values * _MIN_ENTRY_BYTES + num_tensors * _MIN_TENSOR_BYTES)
+        # Metadata.
         values: dict[str, Value] = {}
         for _ in range(num_values):
             key, value = self._entry()
@@ -120,6 +122,7 @@ class _HeaderParser:
                 f"{str(self._file)!r} is one of {num_parts} parts; join them with llama-gguf-split --merge"
             )
         alignment = positive_integer(self._file, "general.alignment", values.get("general.alignment", _ALIGNMENT))
+        # Tensors; the end of the last one must lie within the file.
         tensors: dict[str, GgufTensor] = {}
         num_bytes = 0
         for _ in range(num_tensors):

@@ -116,6 +116,7 @@ def _fp8(section: Mapping[str, Any], path: str) -> Scheme:
 
 def _compressed(section: Mapping[str, Any], path: str) -> Scheme:
     groups = (section.get("config_groups") or {}).values()
+    # Refuse formats, sparsity and rotations that the weights cannot be computed from.
     formats = {section.get("format", "dense"), *(group.get("format") or "dense" for group in groups)}
     if unknown := sorted(formats - {*_COMPRESSED_FORMATS, "mixed-precision"}):
         raise refusal(path, f"the compressed-tensors format is {unknown[0]!r}")
@@ -123,6 +124,7 @@ def _compressed(section: Mapping[str, Any], path: str) -> Scheme:
         raise refusal(path, "its weights are sparse ('sparsity_config')")
     if (section.get("transform_config") or {}).get("config_groups"):
         raise refusal(path, "its weights are rotated ('transform_config')")
+    # All groups must share a bit width and a block shape.
     weights = [group.get("weights") or {} for group in groups]
     blocks = {_pair(each["block_structure"]) for each in weights if each.get("block_structure")}
     widths = {int(each.get("num_bits", 8)) for each in weights if each.get("type", "int") == "int"}

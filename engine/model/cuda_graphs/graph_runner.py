@@ -126,6 +126,7 @@ class CudaGraphRunner:
             if record is None:
                 self._passes[bucket] = _RecordedBatch(static, compute)
                 continue
+            # Record, or fall back to plain passes for all buckets.
             try:
                 with enough_memory(self._device, f"a recording of {bucket.num_rows} rows", _REMEDY):
                     replay = record(compute)
@@ -133,6 +134,7 @@ class CudaGraphRunner:
                 logger.warning("passes are computed call by call, as this model's cannot be recorded: %s", error)
                 self._passes.clear()
                 return
+            # Use the recording only if its replay repeats the pass.
             error_share = self._replay_error(static, bucket, compute, replay)
             if error_share <= (0.0 if self._is_batch_invariant else _MAX_REPLAY_ERROR):
                 self._passes[bucket] = _RecordedBatch(static, replay)

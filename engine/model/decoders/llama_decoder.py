@@ -113,11 +113,13 @@ class LlamaDecoder:
         tapped: list[Tensor] = []
         delta: Tensor | None = None  # of the layers so far, not yet part of `hidden`
         first = 0
+        # Run the layers up to each tap, so that the tapped sum is complete.
         for tap in sorted({index for index in self._taps.layers if index < len(self._layers)}):
             hidden, delta = self._run_layers(range(first, tap), hidden, delta, angles, batch)
             hidden, delta = hidden if delta is None else hidden + delta, None
             tapped.append(hidden.clone())
             first = tap
+        # Without taps, the last layers skip rows whose logits nobody needs.
         kept = None if self._taps else batch.logit_rows
         hidden, delta = self._run_layers(range(first, len(self._layers)), hidden, delta, angles, batch, kept)
         hidden, states = self._rows.add_norm(hidden, delta, self._final_norm)

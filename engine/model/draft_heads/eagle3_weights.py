@@ -46,6 +46,7 @@ class Eagle3Reader:
         query_size, key_size = (
             count * layer.head_dim for count in (layer.num_attention_heads, layer.num_key_value_heads)
         )
+        # The layer's input is the embedding next to the state, hence 2 * width.
         num_features = len(config.taps.layers) * config.target_hidden_size
         projections = (("q_proj", query_size), ("k_proj", key_size), ("v_proj", key_size))
         qkv = [self._in_layer(f"self_attn.{name}", size, 2 * width) for name, size in projections]

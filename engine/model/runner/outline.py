@@ -102,10 +102,12 @@ def _outline(path: str, config: PreTrainedConfig) -> PreTrainedModel | None:
         if hasattr(config, section):
             delattr(config, section)
     try:
+        # Shapes from the configuration, on the meta device.
         with _META:
             model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
         if is_quantized:
             return model.eval()
+        # Compare them with the files' headers, without loading data.
         loaded: Any = type(model).from_pretrained(
             folder,
             config=config,

@@ -112,6 +112,7 @@ def _choose(pair: VocabularyPair, wanted: DraftVocabulary) -> DraftVocabulary:
             f"draft.vocabulary is 'same', but of the target's {len(pair.target.names)} tokens and the draft's "
             f"{len(pair.draft.names)} only {num_shared} are the same; set it to 'intersection', 'text' or 'auto'"
         )
+    # Drafts of shared tokens only, if those cover most texts; else drafts of text.
     chosen = wanted
     if wanted is DraftVocabulary.AUTO:
         is_covered = coverage >= _LEAST_COVERAGE

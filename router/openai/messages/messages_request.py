@@ -113,6 +113,7 @@ def _say(chat: ForeignChat, message: dict[str, Any], name: str) -> None:
     if not isinstance(content, list):
         chat.add(name, {"role": role, "content": content})
         return
+    # Sort the blocks: results become messages of their own, the rest stays one message.
     calls, thoughts, rest = [], "", []
     for block in content:
         kind = kind_of(block)

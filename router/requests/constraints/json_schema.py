@@ -47,6 +47,7 @@ def schema_source(param: str, schema: object) -> str:
         schema = read_json(schema, param, param)
     if not isinstance(schema, dict | bool):
         raise RequestError(f"{param} is not a JSON schema; send an object.", param=param)
+    # Bound the size first, then rewrite the schema for the compiler.
     check_parts([schema], param)
     try:
         if isinstance(schema, dict):
@@ -56,6 +57,7 @@ def schema_source(param: str, schema: object) -> str:
         source = json.dumps(schema, ensure_ascii=False)
     except RecursionError:
         raise RequestError(f"{param} is nested too deeply; send a flatter schema.", param=param) from None
+    # The rewritten text is bounded too, and must be valid Unicode.
     _check_length(len(source), param)
     try:
         source.encode()

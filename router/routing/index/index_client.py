@@ -117,6 +117,7 @@ class IndexClient:
         answering: asyncio.Future[Reply] | None = None
         try:
             async with asyncio.timeout(timeout_s):
+                # Shielded: a late reply still reaches `on_late`.
                 answering = asyncio.ensure_future(send(await self._connected()))
                 reply = await asyncio.shield(answering)
         except (TimeoutError, asyncio.CancelledError) as error:
