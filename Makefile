@@ -101,22 +101,22 @@ bench: $(BENCH_INSTALLED)  ## one table: Transformers against Outrider, plain an
 bench-latency: $(BENCH_INSTALLED) $(SMOLLM2)  ## first tokens and gaps over HTTP, demo, real and padded model; BENCH_ARGS="--threads default 1"
 	@$(BIN)/python -m bench.served.latency $(BENCH_ARGS)
 
-abuse: $(BENCH_INSTALLED)  ## the table of docs/reliability.md: hostile clients beside seeded streams; BENCH_ARGS="--only gRPC"
+abuse: $(BENCH_INSTALLED)  ## hostile clients next to seeded streams (docs/operate.md); BENCH_ARGS="--only gRPC"
 	@$(BIN)/python -m bench.served.abuse $(BENCH_ARGS)
 
-bench-peers: $(BENCH_INSTALLED)  ## docs/peers*.md: OpenVINO GenAI, llama-server and Transformers against Outrider; MODEL=smollm2
+bench-peers: $(BENCH_INSTALLED)  ## docs/benchmarks.md: OpenVINO GenAI, llama-server, Transformers and Outrider; MODEL=smollm2
 	@$(BIN)/python -m bench.peers --model $(PEERS_$(MODEL)) $(BENCH_ARGS)
 
 bench-speculation: $(BENCH_INSTALLED)  ## every way to speculate; BENCH_ARGS="--questions FILE --agents FILE" for more texts
 	@$(BIN)/python -m bench.speculation $(BENCH_ARGS)
 
-chaos: $(BENCH_INSTALLED)  ## docs/reliability.md: each process killed and stopped beside streams; BENCH_ARGS="--only clock"
+chaos: $(BENCH_INSTALLED)  ## each process killed and stopped next to streams (docs/operate.md); BENCH_ARGS="--only clock"
 	@$(BIN)/python -m bench.served.chaos $(BENCH_ARGS)
 
-soak: $(BENCH_INSTALLED)  ## docs/reliability.md: ten minutes of steady streams, in which nothing may grow; BENCH_ARGS="--soak 2"
+soak: $(BENCH_INSTALLED)  ## ten minutes of steady streams, without growth (docs/operate.md); BENCH_ARGS="--soak 2"
 	@$(BIN)/python -m bench.served.chaos --only --soak 10 $(BENCH_ARGS)
 
-overload: $(BENCH_INSTALLED)  ## docs/reliability.md: 5 and 100 times the load that a served demo can take, of two tenants
+overload: $(BENCH_INSTALLED)  ## 5 and 100 times the capacity of a served demo, two tenants (docs/operate.md)
 	@$(BIN)/python -m bench.served.chaos.overload $(BENCH_ARGS)
 
 profile: $(BENCH_INSTALLED)  ## each kind of step against what this machine could do at best

@@ -1,4 +1,4 @@
-"""The metrics of `/metrics` for docs/operations.md, read off the code that serves them."""
+"""The metrics of `/metrics` for docs/operate.md, read from the code that serves them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from router.metrics.proxy_answers import proxy_text
 from router.metrics.traffic_metrics import Traffic
 from router.routing.routed_call import Route
 
-_HEAD = "| metric | type | labels | |\n|---|---|---|---|\n"
 _OF_BUCKETS = "le"
 
 
@@ -68,16 +67,23 @@ def sample_metrics() -> MetricTexts:
 
 
 def metric_table() -> str:
-    """Return the Markdown table of every metric, with its type, labels and meaning."""
+    """Return Markdown tables of every metric with its labels and meaning, one per kind of replica and type."""
     texts = sample_metrics()
-    parts = (("ingress", texts.ingress), ("replica", texts.pair), ("replica", texts.prefill))
-    return _HEAD + "".join(row for label, text in parts for row in _rows(text, label))
+    parts = (
+        ("ingress", "ingress", texts.ingress),
+        ("pair", "replica", texts.pair),
+        ("prefill", "replica", texts.prefill),
+    )
+    return "\n".join(table for kind, label, text in parts for table in _tables(kind, label, text))
 
 
-def _rows(text: str, source_label: str) -> Iterator[str]:
+def _tables(kind: str, source_label: str, text: str) -> Iterator[str]:
+    rows: dict[str, list[str]] = {}
     for family in text_string_to_metric_families(text):
         if family.name.endswith("_created"):
             continue
-        labels = sorted({label for sample in family.samples for label in sample.labels} - {_OF_BUCKETS})
-        names = ", ".join(f"`{label}`" for label in (*labels, source_label))
-        yield f"| `{family.name}` | {family.type} | {names} | {family.documentation.replace('|', '/')} |\n"
+        labels = sorted({label for sample in family.samples for label in sample.labels} - {_OF_BUCKETS, source_label})
+        name = f"{family.name}{{{', '.join(labels)}}}" if labels else family.name
+        rows.setdefault(family.type, []).append(f"| `{name}` | {family.documentation.replace('|', '/')} |\n")
+    for metric_type, members in rows.items():
+        yield f"| {metric_type} of each {kind} replica (label `{source_label}`) | |\n|---|---|\n{''.join(members)}"

@@ -61,7 +61,7 @@ REFUSED = {
     "http_options.ssl_keyfile_password": _TLS,
     "http_options.ssl_ca_certs": "use ingress.tls_client_ca_file",
     "grpc_options.request_timeout_s": f"a call's own deadline holds, and {_LIMITS}",
-    "tracing_config": "set OTEL_EXPORTER_OTLP_ENDPOINT (docs/watch.md)",
+    "tracing_config": "set OTEL_EXPORTER_OTLP_ENDPOINT (docs/operate.md)",
     "applications.host": "use http_options.host",
     "applications.port": "use http_options.port",
     "applications.autoscaling_policy": _NUMBERS,

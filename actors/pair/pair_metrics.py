@@ -81,9 +81,7 @@ def _speculation(pong: Pong) -> Iterable[Family]:
     )
     speedups = GaugeMetricFamily(
         "outrider_spec_decode_speedup",
-        "Tokens per second against no speculation, over recent steps, by class of requests: tokens per pass, times the "
-        "time the same steps would have taken without the class's drafts (their time less the measured cost of the "
-        "drafts' rows and of waiting for them), over the time they took.",
+        "Tokens per second over recent steps, divided by the estimate for the same steps without the class's drafts.",
         labels=["class"],
     )
     for name, speedup in pong.engine.speedups.items():

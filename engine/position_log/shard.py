@@ -1,4 +1,4 @@
-"""The file format of the log: safetensors, so a reader can map the arrays (docs/tuning.md).
+"""The file format of the log: safetensors, so a reader can map the arrays (docs/tune.md).
 
 The arrays concatenate the requests. Request i has the tokens `[ends[i - 1], ends[i])` of `token_ids`, its prompt then
 its output, and the positions `[ends[i - 1], ends[i])` of `position_ends`. A position is an index into its request's

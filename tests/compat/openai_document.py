@@ -18,7 +18,7 @@ from openai.types.shared import ErrorObject
 from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model
 
 RESPONSES = "/v1/responses"
-# Refused by name (docs/compatibility.md): an answer to little else would come of a body that has them.
+# Refused by name (docs/requests.md): an answer to little else would come of a body that has them.
 REFUSED = {"audio", "function_call", "functions", "modalities", "moderation", "suffix", "web_search_options"}
 STATE = (RESPONSES, "prompt")  # which is a reference there
 JSON, EVENTS = "application/json", "text/event-stream"

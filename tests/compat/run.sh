@@ -1,5 +1,5 @@
 #!/bin/bash
-# Run other projects' clients, test suites and load generators against a served chat model; docs/compatibility.md has
+# Run other projects' clients, test suites and load generators against a served chat model; docs/requests.md has
 # what came of it. Usage: run.sh [TOOL...]; OUTRIDER_URL and OUTRIDER_MODEL name the server.
 set -u
 url=${OUTRIDER_URL:-http://127.0.0.1:8000}

@@ -16,8 +16,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert {f"{path.name}.md" for path in tmp_path.iterdir() if (path / "index.html").is_file()} == PAGES - {"index.md"}
-    page = (tmp_path / "operations" / "index.html").read_text(encoding="utf-8")
-    assert page.count("<tr>") == _num_rows(ROOT / "docs" / "operations.md")
+    page = (tmp_path / "operate" / "index.html").read_text(encoding="utf-8")
+    assert page.count("<tr>") == _num_rows(ROOT / "docs" / "operate.md")
 
 
 def _num_rows(page: Path) -> int:

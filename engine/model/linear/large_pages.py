@@ -2,7 +2,7 @@
 
 A pass reads every weight once. In pages of 4 KiB every 64 cache lines need another entry of the page
 table, which a virtual machine translates twice: two cores of such a Xeon read 25 GB/s of them, and 35 GB/s of
-large pages (docs/hardware.md). A matrix of a small model is less than a page, so matrices share them.
+large pages (docs/benchmarks.md). A matrix of a small model is less than a page, so matrices share them.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import pytest
 
 from bench.contenders.contender import Contender, Prompts, Run
 from bench.peers.convert import _convert_once
-from bench.peers.page import Conditions, page
+from bench.peers.page import DOCS, PAGE, RECORDS, Conditions, part, record_of, with_part
 from bench.peers.process_tree import ProcessTree
 from bench.peers.reference import Reference
 from bench.peers.rounds import Outcome, Plan, hold
@@ -125,12 +126,19 @@ def test_the_page_never_rounds_a_share_up_to_all() -> None:
     outcome = held(CountingSystem())
     outcome.failures["absent bf16"] = "RuntimeError: it would not start"
     conditions = Conditions("padded", "of a toy", outcome.num_rounds, NUM_TOKENS, 2, LIMITS, 0.1)
-    rows = rows_of(outcome, REFERENCE)
-    text = page("plot.png", rows, outcome, [CountingSystem()], conditions)
-    assert "| counting bf16 | with draft | **8.0** (8.0-8.0) | 100 / 100 | 100 / 100 | 75% | 75% | 3 |" in text
-    assert "- absent bf16: RuntimeError: it would not start" in text
-    assert "nothing to set" in text
-    assert "- counting bf16, plain and with draft: counting 3\n" in text
+    record = json.loads(json.dumps(record_of(rows_of(outcome, REFERENCE), outcome, [CountingSystem()], conditions)))
+    text = part("toy", record)
+    assert "| counting bf16 | with draft | **8.0** (100) | **16.0** (100) | 75% | 62.5% | 3 |" in text
+    assert "- Not measured to the end: absent bf16: RuntimeError: it would not start" in text
+    assert record["settings"] == [["counting bf16", "nothing to set"]]
+    assert record["memory_mb"] == {"counting bf16, plain and with draft": "counting 3"}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_the_page_of_figures_is_that_of_the_records(name: str) -> None:
+    text = (DOCS / PAGE).read_text(encoding="utf-8")
+    record = json.loads((DOCS / f"{name}.json").read_text(encoding="utf-8"))
+    assert with_part(text, name, record) == text, "run python -m bench.peers.page"
 
 
 def test_a_worker_answers_line_by_line_and_is_gone_afterwards(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_the_rules_pass_promtool() -> None:
 
 
 def test_operators_are_told_what_to_do_about_every_alarm() -> None:
-    page = (FOLDER.parent / "operations.md").read_text(encoding="utf-8").partition("## Alarms")[2].partition("\n## ")[0]
+    page = (FOLDER.parent / "operate.md").read_text(encoding="utf-8").partition("## Alarms")[2].partition("\n## ")[0]
     assert re.findall(r"^\| ([A-Z]\w+) \|", page, re.MULTILINE) == [rule["alert"] for rule in RULES]
     metrics = set(re.findall(r"outrider_\w+", page))
     assert {f"{name}_count" for name in metrics} <= served_names()
