@@ -87,7 +87,7 @@ def harden(text: str, settings: ProxySettings, has_stand_in: bool = False) -> st
         r"(frontend http_frontend\n *bind [^\n]*)",
         rf"\1{_tls(settings, 'h2,http/1.1')}\n{_limits(settings, MAX_HTTP_CONNECTIONS)}"
         "    http-after-response set-header Connection close if is_crowded !is_operator\n"
-        rf"{_PATH}{_ANSWERS}{_bodies()}{_NO_UPGRADES}{_REQUEST_IDS}{_metrics_rule(settings)}{_REFUSALS}",
+        rf"{_PATH}{_ANSWERS}{_bodies()}{_NO_UPGRADES}{_REQUEST_IDS}{_SERVES_HEADERS}{_metrics_rule(settings)}{_REFUSALS}",
     )
     if "frontend grpc_frontend" in text:
         bind = r"(frontend grpc_frontend\n(?: *#[^\n]*\n)* *bind [^\n]*?)( proto h2)?\n"
@@ -138,6 +138,15 @@ def _without_routes(text: str) -> str:
 _NO_UPGRADES = "    http-request del-header Upgrade\n"
 # An id that a client sends stands in every line of Serve's logs; Serve makes one where there is none.
 _REQUEST_IDS = "    http-request del-header X-Request-Id unless { req.fhdr(X-Request-Id) -m reg ^[!-~]{1,128}$ }\n"
+# Serve reads these itself, as UTF-8, and answers 500 where one has another byte.
+_SERVES_NAMES = (
+    "(x[-_]session[-_]id|serve[-_]multiplexed[-_]model[-_]id|x-request-(timeout-seconds|disconnect-disabled)|"
+    "trace(parent|state))"
+)
+_SERVES_HEADERS = f"""\
+    acl is_unreadable req.hdrs -m reg -i (?m)^{_SERVES_NAMES}:.*[^[:print:][:space:]]
+    http-request del-header ^{_SERVES_NAMES}$ -m reg if is_unreadable
+"""
 # The path as the application reads it, without a slash at its end. Rules ask for its end: Serve may have a prefix.
 _PATH = "    http-request set-var(txn.path) path,url_dec,rtrim(/)\n"
 # gRPC's own form of a refusal: a status of RESOURCE_EXHAUSTED (8) in the headers of an answer without a body.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import uvicorn
-from starlette.responses import PlainTextResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 
 from router.api_keys import ApiKeys
 from router.openai.api import build_app
@@ -26,6 +26,7 @@ def proxy(start: Callable[..., Proxy]) -> Iterator[Proxy]:
     proxy = start()
     app = build_app(fake_service(), ApiKeys())
     app.add_route("/-/healthz", lambda _: PlainTextResponse("success"))  # Serve's, which HAProxy asks
+    app.add_route("/headers", lambda request: JSONResponse(dict(request.headers)))
     app.add_route("/id", lambda request: PlainTextResponse(request.headers.get("x-request-id", "none")))
     server = uvicorn.Server(uvicorn.Config(app, port=proxy.server, lifespan="off", log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
@@ -51,3 +52,20 @@ def test_an_id_that_does_not_belong_in_a_log_goes_no_further(proxy: Proxy) -> No
         client = http.client.HTTPConnection("127.0.0.1", proxy.http, timeout=20)
         client.request("GET", "/id", headers={"X-Request-Id": sent.encode()})
         assert client.getresponse().read().decode() == seen
+
+
+SERVES_OWN = (
+    *("serve_multiplexed_model_id", "serve-multiplexed-model-id", "X-Session-Id", "x_session_id"),
+    *("x-request-timeout-seconds", "X-Request-Disconnect-Disabled", "traceparent", "tracestate"),
+)
+
+
+@pytest.mark.parametrize("name", SERVES_OWN)
+def test_a_header_that_serve_cannot_read_goes_no_further(proxy: Proxy, name: str) -> None:
+    """Serve reads these as UTF-8 before our application is asked, and answers 500 to another byte."""
+    for value, is_passed in ((b"a\xff", False), (b"\xe9", False), (b"12 a", True)):
+        client = http.client.HTTPConnection("127.0.0.1", proxy.http, timeout=20)
+        client.request("GET", "/headers", headers={"X-Other": "é".encode(), name: value, "X-Last": "z"})
+        seen = json.load(client.getresponse())
+        assert (name.lower() in seen) == is_passed
+        assert {"x-other", "x-last"} <= seen.keys()
