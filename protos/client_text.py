@@ -10,7 +10,6 @@ import logging
 import traceback
 from typing import Any
 
-_OURS = ("actors", "engine", "protos", "router", "asyncio", "uvicorn")
 _MAX_MESSAGE = 1500
 _MAX_TRACE = 1500  # of an error's message, after the lines of the traceback
 
@@ -27,17 +26,18 @@ def for_log(value: object, limit: int = 200) -> str:
 
 
 class LogLine(logging.LogRecord):
-    """A log record with a one-line message and one line per error of its traceback."""
+    """A log record with a one-line message and one line per error of its traceback.
+
+    It does not matter whose logger it is: Serve logs what a pair raises, and gRPC what a method raises.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._is_ours = self.name.startswith(_OURS)
-        if self._is_ours and self.exc_info and self.exc_info[1] is not None:
+        if self.exc_info and self.exc_info[1] is not None:
             self.exc_text = _one_line_each(self.exc_info[1])
 
     def getMessage(self) -> str:  # noqa: N802  # logging's own name
-        message = super().getMessage()
-        return for_log(message, _MAX_MESSAGE) if self._is_ours else message
+        return for_log(super().getMessage(), _MAX_MESSAGE)
 
 
 def guard_logs() -> None:

@@ -183,11 +183,23 @@ def test_the_errors_that_led_to_one_are_a_line_each() -> None:
     assert not [each for each in text.splitlines() if each.startswith("INJECTED")]
 
 
-@pytest.mark.parametrize("name", ["router.x", "actors.x", "engine.x", "protos.x", "uvicorn.error", "asyncio"])
-def test_no_line_of_ours_can_hold_another(
+OURS = ("router.x", "actors.x", "engine.x", "protos.x", "cluster.x")
+THEIRS = ("uvicorn.error", "asyncio", "ray.serve", "grpc._cython.cygrpc", "transformers", "concurrent.futures")
+
+
+@pytest.mark.parametrize("name", [*OURS, *THEIRS])
+def test_no_line_can_hold_another(
     service: GenerationService, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     build_app(service, ApiKeys())
-    logging.getLogger(name).error("request %s: %d of %r", EVIL, 5, [EVIL])
+    logger = logging.getLogger(name)
+    logger.addHandler(caplog.handler)  # Ray's loggers do not propagate
+    logger.error("request %s: %d of %r", EVIL, 5, [EVIL])
+    try:
+        raise EngineError(EVIL)  # as Serve logs what a pair has raised
+    except EngineError:
+        logger.exception("Request failed.")
+    logger.removeHandler(caplog.handler)
+    assert "EngineError: \\nINJECTED line" in caplog.text
     assert "request \\nINJECTED line\\r\\n\\x1b[31mINJECTED\\u2028INJECTEDxxx" in caplog.text
     check(caplog, capfd)
