@@ -79,8 +79,13 @@ class Admission:
         tenant.num_inside += 1
 
     def leave(self, request: GenerateRequest, duration_s: float) -> None:
-        """Free the place of a request, which has taken `duration_s`."""
+        """Free the place of a request, which has taken `duration_s`.
+
+        With the first choice of a request end the places that wait for its other choices: they are let in anyway.
+        """
         self._tenants[request.tenant].num_inside -= 1
+        if request.num_places > 1:
+            self._reserved.pop(request.group_id, None)
         self._usual_duration_s += 0.1 * (duration_s - self._usual_duration_s)
 
     def _check(self, request: GenerateRequest, tenant: _TenantLoad) -> None:

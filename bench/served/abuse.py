@@ -15,7 +15,7 @@ import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -81,15 +81,13 @@ def _is_fault(status: str) -> bool:
     return status in {*_GRPC_FAULTS, STILL_OPEN} or (status.startswith("5") and status != "503")
 
 
-def attack(face: Face, bystanders: Bystanders, names: Sequence[str]) -> list[Outcome]:
-    """Run the attacks in turn."""
-    outcomes = []
+def attack(face: Face, bystanders: Bystanders, names: Sequence[str]) -> Iterator[Outcome]:
+    """Run the attacks in turn, each when its outcome is asked for."""
     for name in names:
         bystanders.report()
         began_s = time.monotonic()
         answers = asyncio.run(_bounded(face, name))
-        outcomes.append(Outcome(name, answers, bystanders.report(), time.monotonic() - began_s))
-    return outcomes
+        yield Outcome(name, answers, bystanders.report(), time.monotonic() - began_s)
 
 
 async def _bounded(face: Face, name: str) -> Answers:
@@ -139,9 +137,9 @@ def main() -> None:
     try:
         application.wait_until_ready()
         with Bystanders(face.url, face.model) as bystanders:
-            attack(face, bystanders, [name for name in ATTACKS if name.startswith(_FILLING)])
+            list(attack(face, bystanders, [name for name in ATTACKS if name.startswith(_FILLING)]))
             before = Processes.of(application.pid)
-            outcomes = attack(face, bystanders, names)
+            outcomes = report_each(attack(face, bystanders, names))
             time.sleep(_SETTLE_S)
             after = Processes.of(application.pid)
     finally:
@@ -149,16 +147,23 @@ def main() -> None:
     sys.exit(not report(outcomes, before, after))
 
 
-def report(outcomes: list[Outcome], before: Processes, after: Processes) -> bool:
-    """Print the table; return whether every promise was kept."""
+def report_each(outcomes: Iterator[Outcome]) -> list[Outcome]:
+    """Print a row of the table as soon as it is known: a run may be ended before its last one."""
     print("| thrown | answers | streams beside | first token | longest gap | verdict |\n|---|---|---|---|---|---|")
+    seen = []
     for each in outcomes:
         answers = ", ".join(f"{number} x {status}" for status, number in sorted(each.answers.items()))
-        verdict = "; ".join(each.broken) or "kept"
         stay = each.stay
         refused = f", {stay.num_refused} refused" if stay.num_refused else ""
         waits = f"{stay.longest_start_s:.2f} s | {stay.longest_gap_s:.2f} s"
-        print(f"| {each.name} | {answers} | {stay.num_streams}{refused} | {waits} | {verdict} |")
+        verdict = "; ".join(each.broken) or "kept"
+        print(f"| {each.name} | {answers} | {stay.num_streams}{refused} | {waits} | {verdict} |", flush=True)
+        seen.append(each)
+    return seen
+
+
+def report(outcomes: list[Outcome], before: Processes, after: Processes) -> bool:
+    """Print what became of the processes; return whether every promise was kept."""
     gone = [name for pid, name in before.lasting.items() if pid not in after.lasting]
     growths = {name: size - before.num_bytes[name] for name, size in after.num_bytes.items()}
     growth = after.num_bytes.total() - before.num_bytes.total()

@@ -59,7 +59,8 @@ class RequestRouting:
             self._metrics.record_outcome(RouteOutcome(call.route.reply, achieved))
 
     def refused(self, call: RoutedCall) -> None:
-        """Record that the attempt ended before its first chunk, and end its reservation."""
+        """Record that the attempt ended before its first chunk, and end its reservation, now or when it is made."""
+        call.is_over = True
         if call.withdraw is not None:
             call.withdraw()
         if call.route is not None:

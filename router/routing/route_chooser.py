@@ -45,6 +45,8 @@ class RouteChooser:
             return self.by_load(worker_ids)
         chosen = reply.worker_ids[0]
         call.withdraw = lambda: self._index.withdraw(chosen, call.request.request_id)
+        if call.is_over:
+            call.withdraw()
         logger.debug("request %s: %s", call.request.request_id, reply.formula)
         ranked = reply.worker_ids[:_NUM_RANKED]
         rest = [worker_id for worker_id in worker_ids if worker_id not in ranked]

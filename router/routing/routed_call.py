@@ -41,6 +41,7 @@ class RoutedCall:
     route: Route | None = None
     withdraw: Callable[[], None] | None = None  # ends the reservation, while there is one
     is_taken: bool = False  # by a pair; the first token may take long
+    is_over: bool = False  # its caller has left: a choice that is made later reserves nothing
 
     def __reduce__(self) -> tuple[object, ...]:
         return _request_alone, (self.request,)

@@ -246,7 +246,7 @@ def test_hostile_clients_change_nothing_for_the_streams_beside_them(served: Serv
     names = [name for name in ATTACKS if not any(part in name for part in (*slow, *long))]
     face = Face(served.file.http_host, served.file.http_port, served.file.grpc_port, MODEL)
     with Bystanders(face.url, MODEL) as bystanders:
-        outcomes = attack(face, bystanders, names)
+        outcomes = list(attack(face, bystanders, names))
     assert {each.name: each.faults for each in outcomes if each.faults} == {}
     assert sum(each.stay.num_streams for each in outcomes) > 0
 
