@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from google.protobuf.message import Message
 
@@ -65,10 +67,11 @@ def test_every_field_that_is_set_is_converted() -> None:
     request.ClearField("prompt")
     fields = convert.request_fields(request)
     assert chat | {"prompt", "stream", "stream_options", "top_logprobs"} == set(fields)
-    message, tool = fields["messages"][0], fields["tools"][0]
+    lists: dict[str, Any] = fields
+    [message], [tool] = lists["messages"], lists["tools"]
     assert set(message) == {field.name for field in pb2.ChatMessage.DESCRIPTOR.fields}
     assert set(tool["function"]) == {field.name for field in pb2.Tool.DESCRIPTOR.fields}
-    assert set(fields["speculation"]) == {field.name for field in pb2.Speculation.DESCRIPTOR.fields}
+    assert set(lists["speculation"]) == {field.name for field in pb2.Speculation.DESCRIPTOR.fields}
 
 
 @pytest.mark.parametrize(
