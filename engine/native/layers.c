@@ -141,7 +141,7 @@ static int attend(const struct decoder *d, const struct layer *l, const struct r
 }
 
 /* Moves the kept rows to the front of `from` [T, row_bytes]. */
-static void keep(const struct rows *r, char *from, int64_t row_bytes) {
+static void move_to_front(const struct rows *r, char *from, int64_t row_bytes) {
     for (int64_t i = 0; i < r->num_kept; i++)
         memmove(from + i * row_bytes, from + r->kept[i] * row_bytes, (size_t)row_bytes);
 }
@@ -149,8 +149,8 @@ static void keep(const struct rows *r, char *from, int64_t row_bytes) {
 /* Drops the other rows of the last layer, after the keys and values of all rows are in the pool. */
 static void keep_rows(const struct decoder *d, struct rows *r, const struct buffers *buffers) {
     const int64_t item = d->is_bf16 ? 2 : 4;
-    keep(r, r->hidden, d->hidden_size * item);
-    keep(r, buffers->attended, d->num_heads * d->head_dim * item);
+    move_to_front(r, r->hidden, d->hidden_size * item);
+    move_to_front(r, buffers->attended, d->num_heads * d->head_dim * item);
     r->num_rows = r->num_kept;
 }
 

@@ -3,7 +3,7 @@
 #define NARROW
 
 #include "attention/job.c"
-#include "attention/keep.c"
+#include "attention/store_kv.c"
 #include "attention/tiles.c"
 #include "attention/unit.c"
 #include "logits.c"

@@ -13,10 +13,10 @@
    the job's tokens are then computed one by one, each from its visible keys. A node of a draft tree reads its path as
    the chain that it may become: the whole units before the tree together with the other lanes, and the rest alone.
 
-   types.h has the arguments, keep.c stores new keys and values, unit.c loads a unit, state.h has the state of lanes,
-   softmax.h the softmax of a tile, lane.h the softmax of one lane, tiles.c computes tiles over a unit, few_lanes.c few
-   lanes, int8/ int8 pools, products_*.h have the products of tiles for each register width, job.c computes a job. This
-   file plans the jobs of a pass. */
+   types.h has the arguments, store_kv.c stores new keys and values, unit.c loads a unit, state.h has the state of
+   lanes, softmax.h the softmax of a tile, lane.h the softmax of one lane, tiles.c computes tiles over a unit,
+   few_lanes.c few lanes, int8/ int8 pools, products_*.h have the products of tiles for each register width, job.c
+   computes a job. This file plans the jobs of a pass. */
 
 #include "attention/job.h"
 #include "attention/state.h"
@@ -39,6 +39,7 @@ struct jobs {
 static void plan_lanes(const struct attention *a, const struct span *span, int64_t first, int64_t lanes,
                        struct jobs *jobs) {
     const int64_t last_token = (first + lanes - 1) / a->group_size, whole = round_up(lanes, LANES);
+    /* The splits that the lanes see, from the window's oldest key to the last row's own; a tree is one split. */
     int64_t first_split = 0, last_split = 1;
     if (span->nodes < 0) {
         const int64_t end = span->start + last_token + 1;
@@ -49,6 +50,7 @@ static void plan_lanes(const struct attention *a, const struct span *span, int64
         jobs->work += (double)whole * (span->tree_start + span->num_rows);
     }
     jobs->max_lanes = max(jobs->max_lanes, lanes);
+    /* Few lanes: each split is a job of its own, merged by the last one that ends. Else one job per head. */
     const int64_t num_tiles = (lanes + LANES - 1) / LANES, num_splits = last_split - first_split;
     const int64_t size = num_tiles * state_size(round_up(a->value_dim, 32));
     const int is_split = num_splits > 1 && num_tiles <= FEW_TILES;
@@ -95,6 +97,7 @@ int outrider_attend(const struct attention *a) {
         plan(a, &jobs, block);
     }
     const int is_small = jobs.work < SMALL;
+    /* One allocation for jobs, merges and partial states; then plan again to fill them. */
     jobs.jobs = malloc(jobs.num_jobs * sizeof(struct job) + jobs.num_merges * sizeof(struct merge) +
                        jobs.num_partials * sizeof(float));
     if (!jobs.jobs) return 1;
@@ -103,7 +106,8 @@ int outrider_attend(const struct attention *a) {
     plan(a, &jobs, block);
     const int64_t jobs_each = is_small ? jobs.num_jobs : jobs.max_lanes <= FEW_LANES ? few_each(jobs.num_jobs) : 1;
     const struct pass pass = {a, jobs.jobs, jobs.num_jobs, jobs_each};
-    share_out(FITTING(keep_part), &pass, (a->num_rows + KEPT_ROWS - 1) / KEPT_ROWS);
+    /* All new KV is stored before any job reads it. */
+    share_out(FITTING(store_kv_part), &pass, (a->num_rows + STORED_ROWS - 1) / STORED_ROWS);
     share_out(FITTING(run_part), &pass, jobs_each ? (jobs.num_jobs + jobs_each - 1) / jobs_each : 0);
     free(jobs.jobs);
     return 0;

@@ -4,7 +4,7 @@
 
 enum { NARROW_LANES = 4 /* up to so many lanes, registers have the sums of twice as many keys and dims */ };
 
-static enum numbers numbers_of(const struct attention *a) {
+static enum number_format format_of(const struct attention *a) {
     if (!a->is_bf16) return FLOATS;
     return outrider_has_tiles ? AS_TILES : outrider_splits_pairs ? APART : PAIRS;
 }
@@ -12,12 +12,12 @@ static enum numbers numbers_of(const struct attention *a) {
 int are_few(const struct attention *a, int64_t num_lanes) {
     static const int64_t most[] = {[PAIRS] = FEW_PAIRS, [APART] = FEW_LANES, [AS_TILES] = FEW_TILED,
                                    [FLOATS] = FEW_LANES};
-    return num_lanes <= most[numbers_of(a)];
+    return num_lanes <= most[format_of(a)];
 }
 
 AVX void load_few(const struct attention *a, const char *query, int64_t lane, void *queries) {
     const int64_t width = round_up(a->key_dim, 32);
-    if (numbers_of(a) == PAIRS) {
+    if (format_of(a) == PAIRS) {
         bf16 *to = (bf16 *)queries + lane * width;
         memcpy(to, query, a->key_dim * 2);
         memset(to + a->key_dim, 0, (width - a->key_dim) * 2);
@@ -30,7 +30,7 @@ AVX void load_few(const struct attention *a, const char *query, int64_t lane, vo
 }
 
 /* Loads a register of a row from dim `d` on: 16 floats, or 32 bfloat16. */
-AVX INLINE __m512i load_row(const char *row, int64_t d, int64_t dim, const enum numbers kind) {
+AVX INLINE __m512i load_row(const char *row, int64_t d, int64_t dim, const enum number_format kind) {
     if (kind == FLOATS) return _mm512_maskz_loadu_epi32(first_lanes(dim - d), row + 4 * d);
     return _mm512_maskz_loadu_epi16(dim - d >= 32 ? 0xffffffff : (1u << (dim - d)) - 1, row + 2 * d);
 }
@@ -64,7 +64,7 @@ AVX INLINE __m512 add_as_tiles(__m512 onto, __m512 apart[2]) {
 }
 
 /* Computes the scores of 16 keys (or 32, with two tiles) from `key` on, to [lane, UNIT]. */
-AVX INLINE void score_keys(const int lanes, const int tiles, const enum numbers kind, const struct unit *unit,
+AVX INLINE void score_keys(const int lanes, const int tiles, const enum number_format kind, const struct unit *unit,
                            int64_t key, int64_t dim, const void *queries, float *scores) {
     const int64_t width = round_up(dim, 32);
     const int are_split = kind == APART || kind == AS_TILES;
@@ -75,6 +75,7 @@ AVX INLINE void score_keys(const int lanes, const int tiles, const enum numbers 
             sums[tile][lane] = _mm512_setzero_ps();
             if (kind == AS_TILES) apart[tile][lane][0] = apart[tile][lane][1] = _mm512_setzero_ps();
         }
+    /* Transpose 16 keys x 64 bytes, so that a register holds one dim of 16 keys, then add dim by dim. */
     for (int64_t d = 0; d < dim; d += kind == FLOATS ? 16 : 32) {
         __m512i numbers[2][16]; /* in memory, so that the products of all tiles are interleaved */
         for (int tile = 0; tile < tiles; tile++) {
@@ -103,6 +104,7 @@ AVX INLINE void score_keys(const int lanes, const int tiles, const enum numbers 
                         }
                     }
                 }
+        /* AMX adds even and odd products apart, 32 dims at a time. */
         for (int tile = 0; tile < tiles && kind == AS_TILES; tile++)
             for (int lane = 0; lane < lanes; lane++)
                 sums[tile][lane] = add_as_tiles(sums[tile][lane], apart[tile][lane]);
@@ -113,7 +115,7 @@ AVX INLINE void score_keys(const int lanes, const int tiles, const enum numbers 
 }
 
 /* Adds to the sums [lane, width] of 32 dims (or 64, with two blocks) from `d` on. */
-AVX INLINE void add_dims(const int lanes, const int blocks, const enum numbers kind, const struct unit *unit,
+AVX INLINE void add_dims(const int lanes, const int blocks, const enum number_format kind, const struct unit *unit,
                          struct ahead ahead, int64_t num_keys, int64_t d, int64_t dim, const void *weights,
                          float *sums) {
     const int64_t width = round_up(dim, 32);
@@ -125,6 +127,7 @@ AVX INLINE void add_dims(const int lanes, const int blocks, const enum numbers k
             kept[lane][i] = _mm512_load_ps(sums + lane * width + d + i * 16);
             if (kind == AS_TILES) apart[lane][i][0] = apart[lane][i][1] = _mm512_setzero_ps();
         }
+    /* Two keys per step, since a bfloat16 product adds a pair; the sums stay in registers over all keys. */
     for (int64_t key = 0; key < num_keys; key += 2) {
         if (d == 0 && key % 16 == 0) fetch_beside(ahead, key);
         for (int each = 0; each < (kind == PAIRS ? 1 : 2); each++) {
@@ -161,6 +164,7 @@ AVX INLINE void add_dims(const int lanes, const int blocks, const enum numbers k
                     }
                 }
         }
+        /* AMX adds even and odd products apart, 32 keys at a time. */
         if (kind == AS_TILES && (key % 32 == 30 || key + 2 == num_keys))
             for (int lane = 0; lane < lanes; lane++)
                 for (int i = 0; i < 2 * blocks; i++) kept[lane][i] = add_as_tiles(kept[lane][i], apart[lane][i]);
@@ -170,7 +174,7 @@ AVX INLINE void add_dims(const int lanes, const int blocks, const enum numbers k
 }
 
 /* `attend_few` with constant numbers of lanes and kinds, so that the sums stay in registers. */
-AVX INLINE void attend_lanes(const int lanes, const enum numbers kind, const struct attention *a,
+AVX INLINE void attend_lanes(const int lanes, const enum number_format kind, const struct attention *a,
                              const struct unit *unit, const struct unit *next, const void *queries,
                              const struct visibility *visibility, float *state) {
     float scores[lanes * UNIT] __attribute__((aligned(64)));
@@ -182,6 +186,7 @@ AVX INLINE void attend_lanes(const int lanes, const enum numbers kind, const str
     const int64_t num_ahead = next ? next->count : 0;
     const struct ahead keys = ahead_of(next ? next->keys : NULL, num_ahead, key_bytes(a), num_keys);
     const struct ahead values = ahead_of(next ? next->values : NULL, num_ahead, value_bytes(a), num_keys);
+    /* Scores of all keys, while the next unit's keys are prefetched. */
     for (int64_t key = 0; key < num_keys; key += 16) {
         fetch_beside(keys, key);
         if (!is_narrow || key + 16 == num_keys) {
@@ -192,6 +197,7 @@ AVX INLINE void attend_lanes(const int lanes, const enum numbers kind, const str
         score_keys(lanes, 2, kind, unit, key, a->key_dim, queries, scores);
         key += 16;
     }
+    /* Online softmax: scores become weights, and the sums so far are rescaled. */
     int32_t positions[LANES];
     _mm512_storeu_si512(positions, visibility->position);
     float scale = a->scaling * LOG2_E, *sums = state + 2 * LANES;
@@ -205,6 +211,7 @@ AVX INLINE void attend_lanes(const int lanes, const enum numbers kind, const str
         soften_lane(kind, positions[lane], visibility->window, unit->begin, num_keys, scores + lane * UNIT, scale,
                     state + lane, state + LANES + lane, sums + lane * width, width, to);
     }
+    /* Add the weighted values, as many dims at a time as registers hold. */
     int64_t d = 0;
     for (; is_narrow && d + 64 <= width; d += 64)
         add_dims(lanes, 2, kind, unit, values, num_keys, d, dim, weights, sums);
@@ -214,7 +221,7 @@ AVX INLINE void attend_lanes(const int lanes, const enum numbers kind, const str
 
 AVX void attend_few(const struct attention *a, const struct unit *unit, const struct unit *next, int64_t num_lanes,
                     const void *queries, const struct visibility *visibility, float *state) {
-    const enum numbers kind = numbers_of(a);
+    const enum number_format kind = format_of(a);
 #define LANES_OF(n, kind) case n: attend_lanes(n, kind, a, unit, next, queries, visibility, state); break;
 #define UP_TO_FOUR(kind) LANES_OF(1, kind) LANES_OF(2, kind) LANES_OF(3, kind) LANES_OF(4, kind)
 #define UP_TO_TWELVE(kind) UP_TO_FOUR(kind) LANES_OF(5, kind) LANES_OF(6, kind) LANES_OF(7, kind) LANES_OF(8, kind) \

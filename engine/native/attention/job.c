@@ -275,6 +275,7 @@ VECTOR_CODE static void store(const struct job_state *w, int64_t tile, const flo
         kept = power_of_two(lanes_sub(peak, top), 0);
         total = lanes_fma(total, kept, power_of_two(lanes_sub(sink, top), 0));
     }
+    /* Sums per lane are contiguous already. */
     const floats factor = lanes_div(kept, total);
 #ifndef NARROW
     if (has_sums_per_lane(w)) {
@@ -285,6 +286,7 @@ VECTOR_CODE static void store(const struct job_state *w, int64_t tile, const flo
         return;
     }
 #endif
+    /* Sums per dim: transpose 32 dims x 16 lanes, then store lane by lane. */
     for (int64_t d = 0; d < width; d += 32) {
         ints low[16], high[16];
         for (int64_t i = 0; i < 16; i++) {
@@ -393,6 +395,7 @@ VECTOR_CODE static int compute(const struct attention *a, const struct job *job,
 #else
     const int64_t query_size = 0;
 #endif
+    /* All buffers are on the stack: their sizes follow from the job's lanes and the head's dims. */
     const int64_t item = IS_BF16(a) ? 2 : 4, key_width = round_up(a->key_dim, 32), width = round_up(a->value_dim, 32);
     const int64_t size = state_size(width), num_numbers = w.num_tiles * size;
     const int64_t query_bytes = w.has_few ? FEW_LANES * (int64_t)sizeof(float) : w.num_tiles * LANES * item;
@@ -406,6 +409,7 @@ VECTOR_CODE static int compute(const struct attention *a, const struct job *job,
     float *merged = states + num_numbers;
     w.queries = queries, w.states = states, w.visibilities = visibilities;
     w.scratch = scratch, w.values = values, w.wide = wide;
+    /* Attend split by split; a split's state is merged in a fixed order, so the bits do not depend on the jobs. */
     load_queries(&w);
     for (int64_t tile = 0; tile < 2 * w.num_tiles; tile++) clear_lanes(&w, states + tile * size, all_lanes(&w));
     if (job->span->nodes >= 0) {
@@ -419,6 +423,7 @@ VECTOR_CODE static int compute(const struct attention *a, const struct job *job,
             if (!job->partial) close_split(&w, merged, -1, 0, w.num_tiles);
         }
     }
+    /* A job of one split leaves its state to the last job of its lanes. */
     if (job->partial) {
         memcpy(job->partial, states, num_numbers * sizeof(float));
         return merge_partials(&w, merged);

@@ -12,5 +12,5 @@ struct pass {
     int64_t num_jobs, jobs_each; /* jobs_each: jobs of a part */
 };
 
-PARTS(keep_part); /* stores the KV of KEPT_ROWS rows */
+PARTS(store_kv_part); /* stores the KV of STORED_ROWS rows */
 PARTS(run_part);  /* runs some jobs */

@@ -6,7 +6,7 @@
 
 /* How numbers are multiplied: bfloat16 in pairs, or one by one (`outrider_splits_pairs`), or one by one and added as
    AMX does; or floats. */
-enum numbers { PAIRS, APART, AS_TILES, FLOATS };
+enum number_format { PAIRS, APART, AS_TILES, FLOATS };
 
 AVX INLINE __mmask16 first_lanes(int64_t count) { return (__mmask16)(count >= 16 ? 0xffff : (1u << count) - 1); }
 
@@ -28,11 +28,12 @@ AVX INLINE __m512 sum_across(__m512 x) {
 }
 
 /* `soften` of softmax.h for the scores [UNIT] of one lane. The weights have the format of `kind`. */
-AVX INLINE void soften_lane(const enum numbers kind, int32_t position, int64_t window, int64_t begin, int64_t num_keys,
-                            const float *scores, float scale, float *peak, float *total, float *sums, int64_t width,
-                            void *weights) {
+AVX INLINE void soften_lane(const enum number_format kind, int32_t position, int64_t window, int64_t begin,
+                            int64_t num_keys, const float *scores, float scale, float *peak, float *total, float *sums,
+                            int64_t width, void *weights) {
     const int is_masked = begin + num_keys - 1 > position || (window && begin <= position - window);
     const __m512 floor = _mm512_set1_ps(FLOOR), factor = _mm512_set1_ps(scale);
+    /* The peak over the visible keys, and before. */
     __m512 top = floor, totals = _mm512_setzero_ps();
     for (int64_t key = 0; key < num_keys; key += 16) {
         const __mmask16 seen = is_masked ? seen_of(begin + key, position, window) : 0xffff;
@@ -50,10 +51,12 @@ AVX INLINE void soften_lane(const enum numbers kind, int32_t position, int64_t w
             _mm512_store_ps((float *)weights + key, weight);
             continue;
         }
+        /* Weights round to bfloat16, also where they are stored as floats. */
         const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(weight);
         if (kind == PAIRS) _mm256_store_si256((__m256i *)((bf16 *)weights + key), rounded);
         else _mm512_store_si512((float *)weights + key, _mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16));
     }
+    /* Rescale the state to the new peak. */
     const __m512 fade = power_of_two(_mm512_sub_ps(old_peak, new_peak), 0);
     *peak = _mm512_cvtss_f32(new_peak);
     *total = _mm512_cvtss_f32(_mm512_fmadd_ps(_mm512_set1_ps(*total), fade, sum_across(totals)));

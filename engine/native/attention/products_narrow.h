@@ -101,6 +101,7 @@ AVX2 INLINE void score_few(const int lanes, const int blocks, const int is_int8,
             for (int block = 0; block < blocks; block++) {
                 __m256 numbers[8];
                 for (int i = 0; i < 8; i++) numbers[i] = load_eight(unit->keys[key + block * 8 + i], d, is_int8);
+                /* Now a register holds one dim of eight keys. */
                 transpose_eight(numbers);
                 for (int i = 0; i < 8 && is_int8; i++) numbers[i] = _mm256_mul_ps(numbers[i], scales[block]);
 #pragma GCC unroll 8
@@ -111,6 +112,7 @@ AVX2 INLINE void score_few(const int lanes, const int blocks, const int is_int8,
                                                             sums[block][lane]);
             }
         for (int block = 0; block < blocks; block++) {
+            /* Back to [key, lane]. */
             float *at = scores + (key + block * 8) * LANES;
             transpose_eight(sums[block]);
             for (int i = 0; i < 8; i++) store_row(1, at + i * LANES, 0, &sums[block][i]);
@@ -123,9 +125,11 @@ AVX2 INLINE void add_block(const int lanes, const int registers, const int is_in
                            int64_t dim, const float *weights, int64_t num_keys, float *sums) {
     const __m256i apart = _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(LANES));
     __m256 kept[FEW_HALF][8];
+    /* The state has 16 lanes per dim: gather one lane's dims. */
     for (int lane = 0; lane < lanes; lane++)
         for (int i = 0; i < registers; i++)
             kept[lane][i] = _mm256_i32gather_ps(sums + (d + i * 8) * LANES + lane, apart, 4);
+    /* The sums stay in registers over all keys. */
     for (int64_t key = 0; key < num_keys; key++) {
         const char *row = unit->values[key];
         const __m256 scale = _mm256_set1_ps(is_int8 ? row_scale(row, dim) : 1.0f);

@@ -16,6 +16,7 @@ AVX INLINE void score_split(const struct unit *unit, int64_t num_keys, const bf1
             rows[i] = (const float *)unit->keys[key + i];
             sums[i][0] = sums[i][1] = _mm512_setzero_ps();
         }
+        /* Per pair of dims: first the odd ones of all keys, then the even ones, as vdpbf16ps adds them. */
         for (int64_t d = 0; d < width; d += 2) {
             const __m512i first = _mm512_loadu_si512(queries + d * LANES);
             const __m512i second = is_pair ? _mm512_loadu_si512(queries + (width + d) * LANES) : first;
@@ -51,6 +52,7 @@ AVX INLINE void add_split(const struct unit *unit, const bf16 *weights, int64_t 
             kept[i][0] = _mm512_loadu_ps(onto + i * LANES);
             if (is_pair) kept[i][1] = _mm512_loadu_ps(onto + size + i * LANES);
         }
+        /* Per pair of keys: first the odd one for all dims, then the even one, as vdpbf16ps adds them. */
         for (int64_t key = 0; key < num_keys; key += 2) {
             const float *odd = (const float *)unit->values[key + 1] + d, *even = (const float *)unit->values[key] + d;
             const __m512i first = _mm512_loadu_si512(weights + key * LANES);

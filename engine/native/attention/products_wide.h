@@ -20,6 +20,7 @@ AMX INLINE void score_tiles(const struct unit *unit, int64_t num_keys, const bf1
             _tile_zero(2);
             _tile_zero(3);
         }
+        /* Two tiles of keys meet one or two tiles of lanes: each load is used twice. */
         for (int64_t d = 0; d < width; d += 32) {
             tile_load(6, queries + d * LANES, 64);
             tile_load(4, low + d * 2, low_stride);
@@ -51,6 +52,7 @@ AVX INLINE void score_vectors(const struct unit *unit, int64_t num_keys, const b
         const char *keys = unit->key_tiles[tile] + key % 16 * stride;
         __m512 sums[16][2];
         for (int i = 0; i < at_once; i++) sums[i][0] = sums[i][1] = _mm512_setzero_ps();
+        /* A pair of dims of 16 lanes meets the same pair of each key, broadcast. */
         for (int64_t d = 0; d < width; d += 2) {
             const __m512bh first = (__m512bh)_mm512_loadu_si512(queries + d * LANES);
             const __m512bh second = is_pair ? (__m512bh)_mm512_loadu_si512(queries + (width + d) * LANES) : first;

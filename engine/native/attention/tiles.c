@@ -18,6 +18,7 @@ TILE_CODE INLINE void attend_tiles(const struct attention *a, const struct unit 
     const int64_t highest = is_pair ? max(visibilities[0].highest, visibilities[1].highest) : visibilities[0].highest;
     const int64_t num_keys = round_up(min(unit->count, highest + 1 - unit->begin), 32);
     if (num_keys <= 0) return;
+    /* Scores, then online softmax per tile, then weighted values. */
     score_unit(a, unit, num_keys, values, queries, scores, is_pair, half_lanes);
     for (int tile = 0; tile <= is_pair; tile++) {
         const struct visibility *visibility = visibilities + tile;

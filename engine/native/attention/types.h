@@ -18,7 +18,7 @@ enum {
     FEW_TILES = 2,   /* up to so many tiles, each split of a job is a separate job */
     MAX_DIM = 256,   /* dims of a head */
     SMALL = 1 << 14, /* with fewer lanes (of whole tiles) x keys, one thread computes all jobs */
-    KEPT_ROWS = 16,  /* rows whose KV one part stores */
+    STORED_ROWS = 16, /* rows whose KV one part stores */
 };
 
 #define FLOOR (-1e30f) /* finite, so that a lane without keys gives no NaN */

@@ -12,6 +12,7 @@ void load_unit(const struct attention *a, const struct job *job, int64_t begin, 
     const int64_t size = a->block_size;
     const int64_t key_stride = a->num_heads * key_bytes(a), value_stride = a->num_heads * value_bytes(a);
     const int64_t end = path ? min(begin + unit->count, max(span->tree_start, begin)) : begin + unit->count;
+    /* Keys in order: one look-up in the block table per block. */
     for (int64_t place = begin, last; place < end;) {
         int64_t slot = table[place / size] * size + place % size;
         const char *key = keys + slot * key_stride, *value = values + slot * value_stride;
@@ -22,6 +23,7 @@ void load_unit(const struct attention *a, const struct job *job, int64_t begin, 
             key += key_stride, value += value_stride;
         }
     }
+    /* Keys on the tree's path: one look-up per key. */
     for (int64_t i = end - begin; i < unit->count; i++) {
         const int64_t node = path[begin + i - span->tree_start];
         const int64_t slot = unit->slots[i] = table[node / size] * size + node % size;
@@ -70,6 +72,7 @@ VECTOR_CODE void copy_to_scratch(const struct attention *a, struct unit *unit, c
     }
 #endif
     if (!IS_BF16(a) || is_few) return;
+    /* AMX loads 16 rows at one stride: consecutive slots are read in place, others are copied. */
     for (int64_t tile = 0; tile < (count + 15) / 16; tile++) {
         const int64_t first = tile * 16;
         const int is_run = first + 16 <= count && are_run(unit->slots + first);
@@ -100,6 +103,7 @@ AVX void transpose_values(const struct unit *unit, int64_t dim, const struct uni
                 if (next && d == 0 && key + 2 * i < next->count) fetch(next->values + key + 2 * i, num_bytes);
                 __m512i first = _mm512_maskz_loadu_epi16(dims, rows[0] + 2 * d);
                 __m512i second = _mm512_maskz_loadu_epi16(dims, rows[1] + 2 * d);
+                /* Interleave two keys, so that pairs of bfloat16 are adjacent. */
                 low[i] = _mm512_unpacklo_epi16(first, second);
                 high[i] = _mm512_unpackhi_epi16(first, second);
             }

@@ -85,6 +85,7 @@ AVX INLINE void add_vectors(const int rows, const int pairs, struct part p, int6
             sum[i][half] = is_first ? _mm512_setzero_ps()
                                     : _mm512_loadu_ps(sums + i / rows * TILE + i % rows * 16 + half * 256);
     for (int64_t k = 0; k < p.steps; k++, p.x += p.step, p.w += 2 * TILE) {
+        /* Near the end of a pair, prefetch the first lines of the next pairs. */
         const int64_t ahead = p.ahead + (k + p.ahead / (2 * TILE) < p.steps ? 0 : (pairs - 1) * pair);
         for (int line = 0; line < 16; line++) { /* two inputs of 32 outputs */
 #pragma GCC unroll 4
@@ -126,6 +127,7 @@ AVX INLINE void add_split(const int rows, struct part p, const float *x, float *
             fetch_lines(p.w + p.ahead, p.from + num_fetched * line / 16, p.from + num_fetched * (line + 1) / 16);
             const __m512i first = _mm512_loadu_si512(p.w + line * 32);
             const __m512i second = _mm512_loadu_si512(p.w + TILE + line * 32);
+            /* First the odd inputs, then the even ones, as vdpbf16ps adds them. */
             const __m512 odds = odd_numbers(first), second_odds = odd_numbers(second);
             const __m512 evens = even_numbers(first), second_evens = even_numbers(second);
 #pragma GCC unroll 8
@@ -285,21 +287,21 @@ __attribute__((noinline)) AMX static void multiply_many(const struct product *p,
 }
 
 /* A product, divided into parts of some rows and pairs. */
-struct cut {
+struct grid {
     struct product product;
     int is_few;
     int64_t pairs, rows, row_blocks;
 };
 
 AMX static void multiply_part(const void *work, int64_t part) {
-    const struct cut *cut = work;
-    const struct product *p = &cut->product;
-    const int64_t row = part % cut->row_blocks * cut->rows, pair = part / cut->row_blocks * cut->pairs;
-    const int64_t last = min(pair + cut->pairs, p->num_outputs / OUTPUTS);
+    const struct grid *grid = work;
+    const struct product *p = &grid->product;
+    const int64_t row = part % grid->row_blocks * grid->rows, pair = part / grid->row_blocks * grid->pairs;
+    const int64_t last = min(pair + grid->pairs, p->num_outputs / OUTPUTS);
     const unsigned mode = _mm_getcsr();
     if (outrider_splits_pairs) _mm_setcsr(mode | 0x8040); /* flush denormals to zero, as vdpbf16ps does */
-    if (cut->is_few) multiply_few(p, pair, last);
-    else multiply_many(p, row, min(cut->rows, p->num_rows - row), pair, last);
+    if (grid->is_few) multiply_few(p, pair, last);
+    else multiply_many(p, row, min(grid->rows, p->num_rows - row), pair, last);
     _mm_setcsr(mode);
     if (outrider_has_tiles) _tile_release();
 }
@@ -316,8 +318,8 @@ static void multiply(struct product p) {
     }
     pairs = max(pairs, 1);
     const int64_t rows = is_few ? max(p.num_rows, 1) : BLOCK_ROWS;
-    const struct cut cut = {p, is_few, pairs, rows, (p.num_rows + rows - 1) / rows};
-    share_out(multiply_part, &cut, cut.row_blocks * ((num_pairs + pairs - 1) / pairs));
+    const struct grid grid = {p, is_few, pairs, rows, (p.num_rows + rows - 1) / rows};
+    share_out(multiply_part, &grid, grid.row_blocks * ((num_pairs + pairs - 1) / pairs));
 }
 
 /* Computes out [rows, N] = x [rows, K] W^T (+ bias); K and N are multiples of 32. */

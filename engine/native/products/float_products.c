@@ -53,6 +53,7 @@ AVX512F INLINE void add_wide(const int rows, struct part p, float *sums, int is_
     for (int64_t k = 0; k < p.steps; k++, p.x += 32, p.w += 2 * TILE) {
         fetch_lines(p.w + p.ahead, p.from, p.to);
         for (int line = 0; line < 16; line++) { /* two inputs of 32 outputs */
+            /* A register holds pairs of inputs; a bfloat16 becomes a float by a shift or a mask. */
             __m512i first = _mm512_loadu_si512(p.w + line * 32), second = _mm512_loadu_si512(p.w + TILE + line * 32);
             __m512 even[2] = {_mm512_castsi512_ps(_mm512_slli_epi32(first, 16)),
                               _mm512_castsi512_ps(_mm512_slli_epi32(second, 16))};
@@ -92,6 +93,7 @@ AVX2 INLINE void add_narrow(const int rows, struct part p, float *sums, int is_f
     for (int64_t begin = 0; begin < p.steps; begin += p.turn) {
         const int64_t end = min(begin + p.turn, p.steps);
         for (int half = 0; half < 2; half++) {
+            /* The sums of one half fit the registers. */
             float *at = sums + half * 16;
             __m256 sum[NARROW_ROWS][2];
 #pragma GCC unroll 6
@@ -149,6 +151,7 @@ static void multiply_block(const struct float_product *p, int64_t row, int64_t r
     float sums[BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
     const int64_t most = outrider_has_wide_floats ? WIDE_ROWS : NARROW_ROWS, num_turns = (rows + most - 1) / most;
     const int64_t at_once = (rows + num_turns - 1) / num_turns;
+    /* Few rows read W once: prefetch ahead. Many rows read a block of W repeatedly: keep it in the cache. */
     const int is_stream = num_turns <= (outrider_has_wide_floats ? 1 : SMALL_TURNS);
     const int64_t block = num_turns == 1 ? p->num_inputs : is_stream ? SMALL_INPUTS : BLOCK_INPUTS;
     for (int64_t pair = first; pair < last; pair++) {
@@ -170,23 +173,23 @@ static void multiply_block(const struct float_product *p, int64_t row, int64_t r
 }
 
 /* A product, divided into parts of some rows and pairs. */
-struct cut {
+struct grid {
     struct float_product product;
     int64_t pairs, row_blocks;
 };
 
 static void multiply_part(const void *work, int64_t part) {
-    const struct cut *cut = work;
-    const struct float_product *p = &cut->product;
-    const int64_t row = part % cut->row_blocks * BLOCK_ROWS, pair = part / cut->row_blocks * cut->pairs;
-    multiply_block(p, row, min(BLOCK_ROWS, p->num_rows - row), pair, min(pair + cut->pairs, p->num_outputs / OUTPUTS));
+    const struct grid *grid = work;
+    const struct float_product *p = &grid->product;
+    const int64_t row = part % grid->row_blocks * BLOCK_ROWS, pair = part / grid->row_blocks * grid->pairs;
+    multiply_block(p, row, min(BLOCK_ROWS, p->num_rows - row), pair, min(pair + grid->pairs, p->num_outputs / OUTPUTS));
 }
 
 static void multiply(struct float_product p) {
     const int64_t num_pairs = p.num_outputs / OUTPUTS;
     const int64_t pairs = max(1, min((256 << 10) / (p.num_inputs * 2 * OUTPUTS), num_pairs / 8));
-    const struct cut cut = {p, pairs, (p.num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS};
-    share_out(multiply_part, &cut, cut.row_blocks * ((num_pairs + pairs - 1) / pairs));
+    const struct grid grid = {p, pairs, (p.num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS};
+    share_out(multiply_part, &grid, grid.row_blocks * ((num_pairs + pairs - 1) / pairs));
 }
 
 /* Computes out [rows, N] = x [rows, K] W^T (+ bias); K and N are multiples of 32. */

@@ -56,6 +56,7 @@ AVX2 INLINE void add_bytes(const int rows, const int runs, struct part p, float 
             __m256i sum[BYTE_ROWS][2];
 #pragma GCC unroll 2
             for (int run = 0; run < runs; run++) {
+                /* Inputs are split into 4-bit halves, so that sums of products fit 16 bits. */
                 __m256i low[BYTE_ROWS][2], high[BYTE_ROWS][2];
 #pragma GCC unroll 4
                 for (int i = 0; i < rows * 2; i++) low[i / 2][i % 2] = high[i / 2][i % 2] = _mm256_setzero_si256();
@@ -83,6 +84,7 @@ AVX2 INLINE void add_bytes(const int rows, const int runs, struct part p, float 
             }
 #pragma GCC unroll 2
             for (int i = 0; i < 2; i++) {
+                /* The group's exact sums times its scales, plus the bases. */
                 const int at = half * 16 + i * 8;
                 const __m256 scale = from_float16(p.tables + at);
                 const __m128i weights = _mm_loadu_si128((const __m128i *)(p.tables + OUTPUTS + at)); /* their sums */
@@ -115,6 +117,7 @@ AVX2 INLINE void add_nibbles(const int rows, struct part p, float *sums) {
             for (int i = 0; i < rows * 2; i++) sum[i / 2][i % 2] = _mm256_setzero_si256();
 #pragma GCC unroll 8
             for (int line = 0; line < 8; line++) { /* four inputs of 16 outputs */
+                /* A byte holds a weight of the first 16 outputs and one of the other 16. */
                 const __m256i both = load(p.w + line * 64 + half * 32);
                 const __m256i first = _mm256_and_si256(both, low);
                 const __m256i second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
@@ -127,6 +130,7 @@ AVX2 INLINE void add_nibbles(const int rows, struct part p, float *sums) {
             }
 #pragma GCC unroll 2
             for (int i = 0; i < 2; i++) {
+                /* The group's exact sums times its scales, plus the bases. */
                 const int at = i * 16 + half * 8;
                 const __m256 scale = from_float16(p.tables + at), base = from_float16(p.tables + OUTPUTS + at);
 #pragma GCC unroll 4

@@ -18,7 +18,7 @@
 enum { LINE_ROWS = 16 /* rows whose scales share a cache line, for one thread unless there are few rows */ };
 
 /* A product, divided into parts of some rows and pairs. */
-struct cut {
+struct grid {
     struct quantized product;
     const void *x;
     int64_t quantized; /* rows of a quantization part */
@@ -26,17 +26,17 @@ struct cut {
 };
 
 static void quantize_part(const void *work, int64_t part) {
-    const struct cut *cut = work;
-    const struct quantized *p = &cut->product;
-    const int64_t first = part * cut->quantized;
-    FITTING(quantize)(p, cut->x, first, min(first + cut->quantized, p->num_rows));
+    const struct grid *grid = work;
+    const struct quantized *p = &grid->product;
+    const int64_t first = part * grid->quantized;
+    FITTING(quantize)(p, grid->x, first, min(first + grid->quantized, p->num_rows));
 }
 
 static void multiply_part(const void *work, int64_t part) {
-    const struct cut *cut = work;
-    const struct quantized *p = &cut->product;
-    const int64_t row = part % cut->row_blocks * cut->rows, pair = part / cut->row_blocks * cut->pairs;
-    const int64_t rows = min(cut->rows, p->num_rows - row), last = min(pair + cut->pairs, p->num_outputs / OUTPUTS);
+    const struct grid *grid = work;
+    const struct quantized *p = &grid->product;
+    const int64_t row = part % grid->row_blocks * grid->rows, pair = part / grid->row_blocks * grid->pairs;
+    const int64_t rows = min(grid->rows, p->num_rows - row), last = min(pair + grid->pairs, p->num_outputs / OUTPUTS);
     FITTING(multiply)(p, row, rows, pair, last);
 }
 
@@ -56,9 +56,9 @@ static void multiply(struct quantized p, const void *x, int8_t *scratch) {
     p.row_bases = p.row_scales + p.num_groups * p.table_stride;
     const int64_t rows = outrider_has_tiles ? TILED_ROWS : BLOCK_ROWS;
     const int64_t quantized = p.num_rows < 2 * LINE_ROWS ? LINE_ROWS / 2 : LINE_ROWS;
-    const struct cut cut = {p, x, quantized, pairs, rows, (p.num_rows + rows - 1) / rows};
-    share_out(quantize_part, &cut, (p.num_rows + quantized - 1) / quantized);
-    share_out(multiply_part, &cut, cut.row_blocks * ((num_pairs + pairs - 1) / pairs));
+    const struct grid grid = {p, x, quantized, pairs, rows, (p.num_rows + rows - 1) / rows};
+    share_out(quantize_part, &grid, (p.num_rows + quantized - 1) / quantized);
+    share_out(multiply_part, &grid, grid.row_blocks * ((num_pairs + pairs - 1) / pairs));
 }
 
 /* Computes out [rows, N] = x [rows, K] W^T (+ bias). N is a multiple of 32, K of `group`; `group` is 32, or 64 with 8

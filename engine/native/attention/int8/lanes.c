@@ -16,12 +16,14 @@ AVX void load_int8_query(const struct attention *a, const char *query, struct in
         largest = _mm512_max_ps(largest, _mm512_abs_ps(some));
         faults = _mm512_fmadd_ps(some, _mm512_setzero_ps(), faults);
     }
+    /* The scale maps the largest magnitude to MAX_QUERY; a NaN or infinity makes it NaN. */
     const float top = _mm512_reduce_max_ps(largest);
     const __m512 inverse = _mm512_set1_ps(top < LEAST ? 0 : MAX_QUERY / top);
     __m512i sum = _mm512_setzero_si512();
     for (int64_t d = 0; d < round_up(a->key_dim, INT8_DIMS); d += 16) {
         const __m512 some = load_some_numbers(query, d, first_lanes(max(0, a->key_dim - d)), a->is_bf16);
         const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(some, inverse));
+        /* Split each 16-bit integer into 256 * high + low, both signed bytes. */
         const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
         const __m512i low = _mm512_sub_epi32(whole, _mm512_slli_epi32(high, 8));
         _mm_store_si128((__m128i *)(to->high + d), _mm512_cvtepi32_epi8(high));
@@ -90,6 +92,7 @@ AVX INLINE void score_int8(const int lanes, const int tiles, const struct int8_u
             numbers[tile] = _mm512_load_si512(unit->keys + (key + tile * 16) * width + d * 16);
 #pragma GCC unroll 4
         for (int lane = 0; lane < lanes; lane++) {
+            /* High and low bytes are summed apart, exactly, and joined at the end. */
             const __m512i first = broadcast(queries[lane].high + d), second = broadcast(queries[lane].low + d);
 #pragma GCC unroll 2
             for (int tile = 0; tile < tiles; tile++) {
@@ -124,6 +127,7 @@ AVX INLINE float weigh_int8(float *weights, const float *scales, int64_t num_key
         _mm512_store_ps(weights + key, weight);
     }
     for (int64_t key = num_keys; key % REGISTER; key += 16) _mm512_store_ps(weights + key, _mm512_setzero_ps());
+    /* The scale maps the largest weight to MAX_WEIGHT. */
     const float top = _mm512_reduce_max_ps(largest);
     const __m512 inverse = _mm512_set1_ps(top < LEAST ? 0 : MAX_WEIGHT / top);
     for (int64_t key = 0; key < num_keys; key += REGISTER) {
@@ -131,6 +135,7 @@ AVX INLINE float weigh_int8(float *weights, const float *scales, int64_t num_key
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++)
             whole[i] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(weights + key + i * 16), inverse));
+        /* Split each 16-bit integer into its high and its low byte. */
         const __m512i first = _mm512_packus_epi32(whole[0], whole[1]), second = _mm512_packus_epi32(whole[2], whole[3]);
         const __m512i last = _mm512_set1_epi16(255);
         _mm512_store_si512(high + key, bytes_of(_mm512_srli_epi16(first, 8), _mm512_srli_epi16(second, 8)));
@@ -187,9 +192,11 @@ AVX INLINE void attend_some(const int lanes, const struct attention *a, const st
     const int64_t num_keys = round_up(min(unit->count, visibility->highest + 1 - unit->begin), 16);
     if (num_keys <= 0) return;
     queries += first;
+    /* Exact integer scores, in units of the query's and the key's scales. */
     for (int64_t key = 0; key < num_keys; key += 32)
         if (key + 16 < num_keys) score_int8(lanes, 2, numbers, key, a->key_dim, queries, scores);
         else score_int8(lanes, 1, numbers, key, a->key_dim, queries, scores);
+    /* Softmax per lane, then weights as integers. */
     int32_t positions[LANES];
     _mm512_storeu_si512(positions, visibility->position);
     float *sums = state + 2 * LANES + first * width;
@@ -200,6 +207,7 @@ AVX INLINE void attend_some(const int lanes, const struct attention *a, const st
                     LOG2_E * scaling, peak, peak + LANES, sums + lane * width, width, weights);
         scales[lane] = weigh_int8(weights, numbers->value_scales, num_keys, high + lane * UNIT, low + lane * UNIT);
     }
+    /* Exact integer sums of the values, scaled back when they are added to the state. */
     for (int64_t d = 0; d < dim; d += INT8_DIMS) {
         const int8_t *values = numbers->values + d / INT8_DIMS * BLOCK;
         __m512i added[AT_ONCE][4];

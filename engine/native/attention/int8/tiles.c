@@ -98,6 +98,7 @@ AMX INLINE void multiply(const int8_t *rows, int64_t stride, int64_t size, const
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t at = 0; at < size; at += TILE_BYTES) {
+        /* Each loaded tile of rows meets both bytes of the lanes. */
         tile_load(4, rows + at, stride);
         tile_load(5, rows + 16 * stride + at, stride);
         tile_load(6, (const char *)high + at * LANES, 64);
@@ -159,6 +160,7 @@ AVX INLINE __m512 weigh(float *weights, const float *scales, int64_t num_keys, u
         faults = _mm512_fmadd_ps(scaled, _mm512_setzero_ps(), faults);
         _mm512_store_ps(weight, scaled);
     }
+    /* Each lane's scale maps its largest weight to MAX_WEIGHT; lanes without weight stay 0. */
     const __mmask16 some = _mm512_cmp_ps_mask(top, _mm512_set1_ps(LEAST), _CMP_GE_OQ);
     const __m512 inverse = _mm512_maskz_div_ps(some, _mm512_set1_ps(MAX_WEIGHT), top);
     for (int64_t key = 0; key < round_up(num_keys, TILE_BYTES); key += 4) {
@@ -168,6 +170,7 @@ AVX INLINE __m512 weigh(float *weights, const float *scales, int64_t num_keys, u
             const __m512 weight = _mm512_load_ps(weights + (key + i) * LANES);
             whole[i] = key < num_keys ? _mm512_cvtps_epi32(_mm512_mul_ps(weight, inverse)) : _mm512_setzero_si512();
         }
+        /* Four keys' bytes are adjacent per lane, as AMX multiplies them. */
         _mm512_store_si512(high + key * LANES, high_bytes(whole));
         _mm512_store_si512(low + key * LANES, low_bytes(whole));
     }

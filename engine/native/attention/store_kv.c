@@ -6,7 +6,7 @@
 
 /* Stores a head as int8 with its scale, bit-identical to engine/kv_cache/int8_heads.py. The scale of a head that is not
    finite is NaN. */
-VECTOR_CODE static void keep_int8(const char *head, int64_t dim, int is_bf16, char *out) {
+VECTOR_CODE static void store_int8_head(const char *head, int64_t dim, int is_bf16, char *out) {
     floats largest = lanes_zero(), faults = largest;
     for (int64_t d = 0; d < dim; d += 16) {
         const mask lanes = mask_of(dim - d >= 16 ? 0xffff : (1 << (dim - d)) - 1);
@@ -14,6 +14,7 @@ VECTOR_CODE static void keep_int8(const char *head, int64_t dim, int is_bf16, ch
         largest = lanes_max(largest, lanes_abs(numbers));
         faults = lanes_fma(numbers, lanes_zero(), faults);
     }
+    /* A head with NaN or infinity gets the scale NaN, so that its readers notice. */
     const float fault = lanes_sum(faults);
     if (fault != fault) {
         const bf16 no_number = 0x7fc0;
@@ -21,6 +22,7 @@ VECTOR_CODE static void keep_int8(const char *head, int64_t dim, int is_bf16, ch
         memcpy(out + dim, &no_number, 2);
         return;
     }
+    /* The scale maps the largest magnitude to 127, rounded to bfloat16 before it is used. */
     float scale = lanes_highest(largest) / 127.0f;
     if (scale < FLT_MIN) scale = FLT_MIN; /* never zero */
     uint32_t bits;
@@ -37,23 +39,24 @@ VECTOR_CODE static void keep_int8(const char *head, int64_t dim, int is_bf16, ch
     memcpy(out + dim, &stored, 2);
 }
 
-static void keep_head(const struct attention *a, const char *head, int64_t dim, char *out) {
-    if (a->is_int8) keep_int8(head, dim, IS_BF16(a), out);
+static void store_head(const struct attention *a, const char *head, int64_t dim, char *out) {
+    if (a->is_int8) store_int8_head(head, dim, IS_BF16(a), out);
     else memcpy(out, head, head_bytes(a, dim));
 }
 
 /* Stores the KV of a row. */
-static void keep(const struct attention *a, int64_t row) {
+static void store_kv(const struct attention *a, int64_t row) {
     const int64_t item = IS_BF16(a) ? 2 : 4;
     for (int64_t head = 0; head < a->num_heads; head++) {
         const int64_t at = a->slots[row] * a->num_heads + head;
         const int64_t key = row * a->key_row + head * a->key_head, value = row * a->value_row + head * a->value_head;
-        keep_head(a, (const char *)a->new_keys + key * item, a->key_dim, (char *)a->keys + at * key_bytes(a));
-        keep_head(a, (const char *)a->new_values + value * item, a->value_dim, (char *)a->values + at * value_bytes(a));
+        store_head(a, (const char *)a->new_keys + key * item, a->key_dim, (char *)a->keys + at * key_bytes(a));
+        store_head(a, (const char *)a->new_values + value * item, a->value_dim,
+                   (char *)a->values + at * value_bytes(a));
     }
 }
 
-VECTOR_CODE void PART(keep_part)(const void *work, int64_t part) {
+VECTOR_CODE void PART(store_kv_part)(const void *work, int64_t part) {
     const struct attention *a = ((const struct pass *)work)->attention;
-    for (int64_t row = part * KEPT_ROWS; row < min((part + 1) * KEPT_ROWS, a->num_rows); row++) keep(a, row);
+    for (int64_t row = part * STORED_ROWS; row < min((part + 1) * STORED_ROWS, a->num_rows); row++) store_kv(a, row);
 }
