@@ -11,9 +11,8 @@ from actors.kv_transfer.direct_blocks import DirectStats
 from actors.pair.pair_metrics import PairMetrics
 from actors.prefill.prefill_metrics import PrefillMetrics
 from actors.shell_messages import DraftChannelStats, Pong
-from engine.accounting.class_acceptance import ClassStats
 from engine.accounting.drift import DriftStats
-from engine.accounting.engine_stats import DraftStats, EngineStats
+from engine.accounting.engine_stats import ClassStats, DraftStats, EngineStats
 from engine.accounting.step_times import StepTimes
 from protos.messages import SpeculationStats
 from protos.served_draft import CanaryOutcome, CanaryReport, DraftReport

@@ -11,7 +11,7 @@ free, so a pass is expected to have as many prompt rows as recent passes. The ti
 depend on drafts and counts for none.
 
 Suffixes know the chance of each of their drafts. Instead of a planned length they get a price, the least chance that is
-worth a row (`engine.accounting.row_price`), and end where their chance falls below it.
+worth a row (`engine.accounting.length_allocation`), and end where their chance falls below it.
 
 A plan may give all sequences length 0. Then a fixed share of the time is saved for probes: a draft of one token in two
 successive passes, since the first also prefills the tokens that the draft has missed. While sequences draft, one pass
@@ -22,16 +22,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import numpy as np
 
 from engine.accounting.acceptance import AcceptanceTable, Floats, Ints
-from engine.accounting.draft_costs import DraftCosts, RequestedDrafts
-from engine.accounting.forward_cost import ForwardCost
-from engine.accounting.length_allocation import Allocation, allocate
-from engine.accounting.row_price import RowPrice
+from engine.accounting.cost_model import DraftCosts, ForwardCost, RequestedDrafts
+from engine.accounting.length_allocation import Allocation, RowPrice, allocate
+from engine.accounting.record import PassRecord, SequencePass
 from engine.accounting.speculation_gate import ClassStep, SpeculationGate
+from engine.accounting.step_times import StepTimes
 from engine.sequence.sequence import Sequence
 from protos.messages import SpeculationMethod
 
@@ -51,24 +50,6 @@ LONGEST_SHARED = 2.5  # the same for several sequences, which wait for each othe
 _REST = 8  # steps between two plans while no sequence drafts
 _WAKE_GAIN = 1.05  # drafts start above this expected gain
 _LEAST_GAIN = 1.02  # drafts end below this expected gain, which is not worth the longer passes
-
-
-@dataclass(frozen=True, slots=True)
-class DraftedPass:
-    """One sequence's part of a pass: its drafts as requested, proposed and accepted."""
-
-    sequence: Sequence
-    num_requested: int
-    num_proposed: int
-    num_accepted: int
-
-
-@dataclass(frozen=True, slots=True)
-class PassTime:
-    """The seconds of a pass: the wait for drafts, and everything else."""
-
-    draft_s: float
-    target_s: float
 
 
 class DraftBudget:
@@ -124,12 +105,10 @@ class DraftBudget:
         self._gates = {}
         self._is_speculating = True
 
-    def observe(self, passes: Seq[DraftedPass], time: PassTime | None, num_prompt_rows: int = 0) -> None:
-        """Learn from a pass of these sequences and `num_prompt_rows` prompt rows; call it once per pass, before `plan`.
-
-        `time` is None if the pass also did work that other passes do not have.
-        """
-        self._prompt_rows.append(num_prompt_rows)
+    def on_pass(self, record: PassRecord) -> None:
+        """Learn from a pass; call it once per pass, before `plan`."""
+        passes = [each for each in record.passes if each.outcome.is_exact]
+        self._prompt_rows.append(record.num_prompt_rows)
         if not passes:
             return
         self._set_batch_size(len(passes))
@@ -146,9 +125,10 @@ class DraftBudget:
         priced = [each for each in passes if _is_priced(each.sequence)]
         num_accepted = sum(each.num_accepted for each in priced)
         self._row_price.observe(len(priced), sum(each.num_proposed for each in priced), num_accepted)
-        is_comparable = num_prompt_rows == 0 or self._row_cost.max_rows > 0
-        if time is not None and is_comparable:
-            self._observe_time(passes, time, num_prompt_rows, has_catch_up)
+        # A reasoning step makes a pass that other passes are not comparable with.
+        is_comparable = len(passes) == len(record.passes)
+        if is_comparable and (record.num_prompt_rows == 0 or self._row_cost.max_rows > 0):
+            self._observe_time(passes, record.times, record.num_prompt_rows, has_catch_up)
 
     def plan(self, sequences: Seq[Sequence]) -> None:
         """Set `draft_allowance` of all sequences that the next pass samples."""
@@ -324,40 +304,48 @@ class DraftBudget:
         num_missed = self._step - 1 - self._last_drafted.get(request_id, self._step)
         return self._acceptance.knows(request_id) and num_missed <= _FEW_MISSED
 
-    def _observe_time(self, passes: Seq[DraftedPass], time: PassTime, num_prompt_rows: int, has_catch_up: bool) -> None:
+    def _observe_time(
+        self, passes: Seq[SequencePass], times: StepTimes, num_prompt_rows: int, has_catch_up: bool
+    ) -> None:
         """Learn from the time of a pass; the wait for drafts is ignored if one had to prefill missed tokens."""
         # Learn the costs of the target and of the drafts.
         requested = _requested(passes)
         num_proposed = sum(each.num_proposed for each in passes)
         num_rows = len(passes) + num_proposed
-        self._row_cost.observe(num_prompt_rows + num_rows, time.target_s)
+        self._row_cost.observe(num_prompt_rows + num_rows, times.target_s)
         if num_proposed == 0:
             self._num_steps_since_plain = 0
         if requested:
             if not self._is_speculating:  # a probe
-                self._probe_credit_s -= time.draft_s + self._row_cost.at(num_rows) - self._row_cost.at(len(passes))
+                self._probe_credit_s -= times.draft_s + self._row_cost.at(num_rows) - self._row_cost.at(len(passes))
             if not has_catch_up:
-                self._draft_costs.observe(requested, time.draft_s)
+                self._draft_costs.observe(requested, times.draft_s)
         # Divide the pass between the classes, and measure the speedup of each.
-        members: dict[str, list[DraftedPass]] = {}
+        members: dict[str, list[SequencePass]] = {}
         for each in passes:
             members.setdefault(class_of(each.sequence), []).append(each)
         expected_s, shares = self._draft_costs.seconds(requested), self._draft_costs.shares(requested)
-        draft_s = min(time.draft_s, _MAX_SURPRISE * expected_s) if expected_s > 0.0 else time.draft_s
+        draft_s = min(times.draft_s, _MAX_SURPRISE * expected_s) if expected_s > 0.0 else times.draft_s
         for name, part in members.items():
             method = method_of(part[0].sequence)
             own = (
                 sum(each.num_requested for each in part) / requested[method].num_tokens if method in requested else 0.0
             )
             own_s = own * shares.get(method, 0.0) * draft_s
-            step = self._class_step(part, num_rows, num_prompt_rows, PassTime(draft_s, time.target_s), own_s)
+            step = self._class_step(part, num_rows, num_prompt_rows, draft_s, times.target_s, own_s)
             is_drafting = self._is_speculating and any(each.num_requested > 0 for each in part)
             self._gate(name).observe(step, len(passes), is_drafting=is_drafting)
 
     def _class_step(
-        self, part: Seq[DraftedPass], num_rows: int, num_prompt_rows: int, time: PassTime, own_s: float
+        self,
+        part: Seq[SequencePass],
+        num_rows: int,
+        num_prompt_rows: int,
+        draft_s: float,
+        target_s: float,
+        own_s: float,
     ) -> ClassStep:
-        """Return a class's part of a step; the wait for its drafts was `own_s`.
+        """Return a class's part of a step that waited `draft_s` for drafts, `own_s` of it for drafts of the class.
 
         The target's time without the class's drafts is estimated by the ratio of the costs.
         """
@@ -367,12 +355,12 @@ class DraftBudget:
         least_s = _LEAST_SHARE * whole_s
         added = max(whole_s - prompts_s, least_s) / whole_s  # share of the pass's time that sampled rows added
         share = max(plain_s - prompts_s, least_s) / max(whole_s - prompts_s, least_s)
-        target_s = added * min(time.target_s, _MAX_SURPRISE * whole_s)
+        target_s = added * min(target_s, _MAX_SURPRISE * whole_s)
         return ClassStep(
             num_sequences=len(part),
             num_tokens=sum(each.num_accepted + 1 for each in part),
-            seconds=target_s + time.draft_s,
-            plain_seconds=target_s * share + time.draft_s - own_s,
+            seconds=target_s + draft_s,
+            plain_seconds=target_s * share + draft_s - own_s,
         )
 
     def _num_possible(self, sequence: Sequence) -> int:
@@ -410,7 +398,7 @@ def _longest_s(num_sequences: int, row_seconds: Floats) -> float:
     return (_LONGEST if num_sequences == 1 else LONGEST_SHARED) * float(row_seconds[0])
 
 
-def _requested(passes: Seq[DraftedPass]) -> dict[str, RequestedDrafts]:
+def _requested(passes: Seq[SequencePass]) -> dict[str, RequestedDrafts]:
     """Return the requested drafts of a pass, by method."""
     numbers: dict[str, list[int]] = {}
     for each in passes:

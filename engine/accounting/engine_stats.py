@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.accounting.class_acceptance import ClassStats
 from engine.accounting.drift import DriftStats
 from engine.accounting.goodput import GoodputStats
 from engine.accounting.histogram import HistogramStats
@@ -32,36 +31,17 @@ class DraftStats:
         return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
 
-@dataclass(slots=True)
-class DraftCounters:
-    """Counts `DraftStats`."""
+@dataclass(frozen=True, slots=True)
+class ClassStats:
+    """Sums of one class of passes, by draft method and by how the requests are sampled.
 
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
-    num_invalid_tokens: int = 0
+    `num_drafted[i]` passes had a draft at position i, and `num_accepted[i]` accepted it.
+    """
 
-    def record(self, num_proposed: int, num_accepted: int, depth: int, num_passes: int = 1) -> None:
-        """Count verification passes with the same outcome. `depth` is the largest possible `num_accepted`."""
-        if num_proposed == 0:
-            return
-        self.num_drafts += num_passes
-        self.num_draft_tokens += num_passes * num_proposed
-        self.num_accepted_tokens += num_passes * num_accepted
-        per_pos = self.num_accepted_tokens_per_pos
-        per_pos.extend([0] * (depth - len(per_pos)))
-        for position in range(num_accepted):
-            per_pos[position] += num_passes
-
-    def snapshot(self) -> DraftStats:
-        return DraftStats(
-            self.num_drafts,
-            self.num_draft_tokens,
-            self.num_accepted_tokens,
-            tuple(self.num_accepted_tokens_per_pos),
-            self.num_invalid_tokens,
-        )
+    method: str
+    name: str  # greedy or sampled, free or structured
+    num_drafted: tuple[int, ...]
+    num_accepted: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

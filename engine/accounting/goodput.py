@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # it imports torch, which the shells that read these sums do not need
-    from engine.accounting.rates import StepWork
+    from engine.accounting.record import PassRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +43,17 @@ class GoodputMeter:
         self._sums: dict[int, tuple[int, float]] = {}
         self._passes: dict[int, dict[int, tuple[int, float]]] = defaultdict(dict)
 
-    def observe(self, work: StepWork) -> None:
+    def on_pass(self, record: PassRecord) -> None:
         """Add a step."""
-        if work.num_prefill_tokens or not work.num_decode_sequences:
+        if record.num_prefill_tokens or not record.num_decode_sequences:
             return
-        size = 1 << (work.num_decode_sequences.bit_length() - 1)
+        size = 1 << (record.num_decode_sequences.bit_length() - 1)
         num_tokens, seconds = self._sums.get(size, (0, 0.0))
-        self._sums[size] = num_tokens + work.num_committed_tokens, seconds + work.seconds
+        self._sums[size] = num_tokens + record.num_committed_tokens, seconds + record.times.total_s
         if self._times_passes:
-            num_rows = work.num_decode_sequences + work.num_drafts
+            num_rows = record.num_decode_sequences + record.num_drafts
             num_passes, pass_s = self._passes[size].get(num_rows, (0, 0.0))
-            self._passes[size][num_rows] = num_passes + 1, pass_s + work.pass_s
+            self._passes[size][num_rows] = num_passes + 1, pass_s + record.times.forward_s
 
     def snapshot(self) -> tuple[GoodputStats, ...]:
         """Return the sums since the start."""

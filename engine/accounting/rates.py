@@ -8,17 +8,15 @@ so `seconds / N` is a straight line over D with intercept 1 / rate and slope slo
 least squares weighted with N, over decaying sums. Recent steps count most, so a change of model, load or machine shows
 within about fifty prompts.
 
-`engine.accounting.forward_cost` fits another model of a step's time, a curve over the rows of a pass. The draft
+`engine.accounting.cost_model` fits another model of a step's time, a curve over the rows of a pass. The draft
 budget uses it to compare sizes of one pass. The line here predicts whole prompts, independent of their passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from math import inf
 
-from engine.sequence.batch import ScheduledSequence
+from engine.accounting.record import PassRecord
 
 _MIN_CHUNK_TOKENS = 16  # in smaller chunks, a step's fixed cost hides the cost per token
 _PREFILL_DECAY = 0.97  # per step with a prefill chunk
@@ -26,39 +24,6 @@ _DECODE_DECAY = 0.99  # per step with a decoding sequence
 _OUTLIER_FACTOR = 4.0  # a slower step counts as this many times the expected time
 _LEAST_CHUNK_TOKENS = 32  # a block or two, even if passes are fast
 _PRIOR_SPREAD = 0.01  # share of the mean of D² added to its variance, since nearly equal D give no slope
-
-
-@dataclass(frozen=True, slots=True)
-class StepWork:
-    """The work of one step and its duration.
-
-    `num_decode_sequences` counts the sequences that had caught up when the step began. `num_decode_context_tokens` are
-    their committed tokens at that time; `num_committed_tokens` are the tokens that the step added. The pass took
-    `pass_s` and had one row per token and per draft.
-    """
-
-    num_prefill_tokens: int
-    num_decode_sequences: int
-    num_decode_context_tokens: int
-    num_committed_tokens: int
-    seconds: float
-    num_drafts: int = 0
-    pass_s: float = 0.0
-
-    @classmethod
-    def of(cls, batch: Seq[ScheduledSequence], seconds: float, num_drafts: int, pass_s: float) -> StepWork:
-        """Return the work of a step. Call it after the commit: it counts how far the sequences have grown."""
-        decoding = [scheduled for scheduled in batch if scheduled.num_tokens == 1]
-        num_context_tokens = sum(scheduled.start + 1 for scheduled in decoding)
-        return cls(
-            num_prefill_tokens=sum(scheduled.num_tokens for scheduled in batch) - len(decoding),
-            num_decode_sequences=len(decoding),
-            num_decode_context_tokens=num_context_tokens,
-            num_committed_tokens=sum(len(scheduled.sequence.token_ids) for scheduled in decoding) - num_context_tokens,
-            seconds=seconds,
-            num_drafts=num_drafts,
-            pass_s=pass_s,
-        )
 
 
 class RateMeter:
@@ -75,16 +40,18 @@ class RateMeter:
         self._passes = 0.0  # decayed number and seconds of decode steps without prefill
         self._pass_seconds = 0.0
 
-    def observe(self, work: StepWork) -> None:
+    def on_pass(self, record: PassRecord) -> None:
         """Add one step. Chunks of fewer than 16 tokens do not count for prefill speed."""
-        if work.num_prefill_tokens >= _MIN_CHUNK_TOKENS and work.seconds > 0:
-            self._observe_prefill(work)
-        if work.num_decode_sequences > 0:
-            self._committed = _DECODE_DECAY * self._committed + work.num_committed_tokens
-            self._sequence_seconds = _DECODE_DECAY * self._sequence_seconds + work.seconds * work.num_decode_sequences
-        if work.num_decode_sequences > 0 and work.num_prefill_tokens == 0:
+        if record.num_prefill_tokens >= _MIN_CHUNK_TOKENS and record.times.total_s > 0:
+            self._observe_prefill(record)
+        if record.num_decode_sequences > 0:
+            self._committed = _DECODE_DECAY * self._committed + record.num_committed_tokens
+            self._sequence_seconds = (
+                _DECODE_DECAY * self._sequence_seconds + record.times.total_s * record.num_decode_sequences
+            )
+        if record.num_decode_sequences > 0 and record.num_prefill_tokens == 0:
             self._passes = _DECODE_DECAY * self._passes + 1.0
-            self._pass_seconds = _DECODE_DECAY * self._pass_seconds + work.seconds
+            self._pass_seconds = _DECODE_DECAY * self._pass_seconds + record.times.total_s
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -111,8 +78,8 @@ class RateMeter:
         """Committed tokens per second of one running sequence, accepted drafts included; 0 until measured."""
         return self._committed / self._sequence_seconds if self._sequence_seconds > 0 else 0.0
 
-    def _observe_prefill(self, work: StepWork) -> None:
-        tokens, context, seconds = work.num_prefill_tokens, work.num_decode_context_tokens, work.seconds
+    def _observe_prefill(self, record: PassRecord) -> None:
+        tokens, context, seconds = record.num_prefill_tokens, record.num_decode_context_tokens, record.times.total_s
         if self._tokens > 0:
             intercept, slope = self._line()
             seconds = min(seconds, _OUTLIER_FACTOR * tokens * (intercept + slope * context))

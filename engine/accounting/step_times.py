@@ -16,7 +16,7 @@ class StepTimes:
 
     receive_s: float = 0.0  # storing fetched KV blocks
     schedule_s: float = 0.0
-    draft_s: float = 0.0  # the calls of the proposer: propose and commit
+    draft_s: float = 0.0  # the calls of the proposer: the commit of the step before, and propose
     forward_s: float = 0.0
     sample_s: float = 0.0  # on a GPU, includes waiting for the pass and, if passes overlap, issuing the next one
     commit_s: float = 0.0
@@ -25,6 +25,11 @@ class StepTimes:
     @property
     def total_s(self) -> float:
         return self.receive_s + self.schedule_s + self.draft_s + self.forward_s + self.sample_s + self.commit_s
+
+    @property
+    def target_s(self) -> float:
+        """Everything but the wait for drafts."""
+        return self.total_s - self.draft_s
 
     def __add__(self, other: StepTimes) -> StepTimes:
         return self._by_field(other, add)
@@ -39,11 +44,15 @@ class StepTimes:
 
 
 class StepTimer:
-    """Splits the time since its creation among the parts of a step."""
+    """Splits the time of steps among their parts."""
 
     def __init__(self) -> None:
-        self._last_s = time.perf_counter()
+        self._last_s = 0.0
         self._parts: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """Begin a step: the time since the last lap counts for no part."""
+        self._last_s = time.perf_counter()
 
     def lap(self, part: str) -> None:
         """Add the time since the last lap to `part`, a field of `StepTimes`."""
@@ -51,9 +60,10 @@ class StepTimer:
         self._parts[part] = self._parts.get(part, 0.0) + now_s - self._last_s
         self._last_s = now_s
 
-    def times(self) -> StepTimes:
-        """Return the parts measured so far."""
-        return StepTimes(**self._parts, num_steps=1)
+    def take(self) -> StepTimes:
+        """Return the parts since the last call, as one step."""
+        parts, self._parts = self._parts, {}
+        return StepTimes(**parts, num_steps=1)
 
 
 class Timed(Protocol):

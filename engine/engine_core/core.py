@@ -12,16 +12,15 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from engine.accounting.draft_counting import DraftCounting
+from engine.accounting.accounting import Accounting
 from engine.accounting.engine_stats import EngineStats, PositionLogStats, ReasoningStats
-from engine.accounting.goodput import GoodputMeter
-from engine.accounting.rates import RateMeter, StepWork
+from engine.accounting.rates import RateMeter
+from engine.accounting.record import PassRecord, SequencePass
 from engine.accounting.request_limits import check_steps
 from engine.accounting.step_times import StepTimer, StepTimes, timed
 from engine.batch.span import Span
 from engine.config import EngineConfig
 from engine.engine_core.assembly import load_parts
-from engine.engine_core.draft_planning import DraftPlanning
 from engine.engine_core.speculation import Speculation
 from engine.kv_cache.block_manager import BlockManager, CacheDeltaSink
 from engine.kv_cache.compaction import KVMove
@@ -103,9 +102,7 @@ class EngineCore:
         self.runner = runner
         self.scheduler = scheduler
         self.blocks = blocks
-        self.last_times = StepTimes()
-        self.rates = rates or RateMeter()
-        self._goodput = GoodputMeter(times_passes=not runner.can_overlap)
+        self._accounting = Accounting(speculation.config, rates, times_passes=not runner.can_overlap)
         self.on_computed: Callable[[Batch], None] = _ignore
         self.on_drafted: Callable[[list[TokenChunk]], None] = _ignore
         self.position_log: PositionLog | None = None
@@ -116,14 +113,11 @@ class EngineCore:
         self._head = speculation.head
         self._overlap: Overlap = speculation.overlap or SyncScheduling()
         self._speculation = speculation.config
-        self._counting = DraftCounting(speculation.config)
-        self._planning = DraftPlanning(speculation.config)
         self._vocabulary = Vocabulary(runner.vocab_size)
         self._grammars = grammars or GrammarCompiler(None, runner.vocab_size, ())
         self._clock = clock
         self.model_name = "the model"
         self._num_non_finite = 0
-        self._total_times = StepTimes()
         self._timer = StepTimer()
         self._is_broken = False
         self._is_starved = False
@@ -167,6 +161,16 @@ class EngineCore:
         return core
 
     @property
+    def last_times(self) -> StepTimes:
+        """The parts of the last step."""
+        return self._accounting.times.last
+
+    @property
+    def rates(self) -> RateMeter:
+        """The engine's measured speed."""
+        return self._accounting.rates
+
+    @property
     def has_work(self) -> bool:
         """True while `step` has something to compute or to report."""
         return self.scheduler.has_work
@@ -198,7 +202,7 @@ class EngineCore:
         check_steps(request, self._steps is not None, self._speculation)
         sequence = Sequence(
             request,
-            self._planning.rule(request),
+            self._accounting.planning.rule(request),
             self._clock() if arrival_s is None else arrival_s,
             self._grammars.matcher(request),
         )
@@ -231,10 +235,11 @@ class EngineCore:
 
     def forget_draft(self) -> None:
         """Discard the measurements of drafts, since another model makes them now. Call it on the engine's thread."""
-        self._planning.forget_draft()
+        self._accounting.planning.forget_draft()
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the counters."""
+        accounting = self._accounting
         return EngineStats(
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
@@ -247,16 +252,16 @@ class EngineCore:
             num_preemptions=self.scheduler.num_preemptions,
             num_non_finite_requests=self._num_non_finite,
             num_overlapped_passes=self._overlap.num_passes,
-            drafts=self._counting.drafts,
-            times=self._total_times,
-            prefill_tokens_per_s=self.rates.prefill_tokens_per_s,
-            decode_slowdown=self.rates.decode_slowdown,
-            decode_tokens_per_s=self.rates.decode_tokens_per_s,
-            goodput=self._goodput.snapshot(),
-            speedups=self._planning.speedups,
+            drafts=accounting.counters.drafts,
+            times=accounting.times.total,
+            prefill_tokens_per_s=accounting.rates.prefill_tokens_per_s,
+            decode_slowdown=accounting.rates.decode_slowdown,
+            decode_tokens_per_s=accounting.rates.decode_tokens_per_s,
+            goodput=accounting.goodput.snapshot(),
+            speedups=accounting.planning.speedups,
             remote=self._source.stats,
-            classes=self._counting.classes,
-            drift=self._counting.drift,
+            classes=accounting.counters.classes,
+            drift=accounting.counters.drift,
             queue_times=self.scheduler.queue_times.snapshot(),
             prefill_times=self.scheduler.prefill_times.snapshot(),
             reasoning=ReasoningStats() if self._steps is None else self._steps.stats,
@@ -271,13 +276,14 @@ class EngineCore:
             self.position_log.close()
 
     def _step(self) -> list[TokenChunk]:
-        self._timer = StepTimer()
+        self._timer.begin()
         issued = self._overlap.take() or self._issue()
         verified = self._verify(issued)
         self._keep_accepted(issued, verified)
-        chunks = self._commit(issued, verified)
+        passes = [*map(SequencePass, issued.batch.sampled, issued.drafts, verified)]
+        chunks = self._commit(issued, passes)
+        self._observe(issued, passes)
         self._commit_to_proposer(issued.batch.sampled, chunks)
-        self._record(issued)
         return chunks
 
     def _issue(self) -> InFlightBatch:
@@ -314,7 +320,6 @@ class EngineCore:
                 checked.append(NOTHING)
                 continue
             draft = check_draft(next(drafts), scheduled, self._vocabulary)
-            self._counting.check(draft)
             matcher = scheduled.sequence.matcher
             checked.append(draft if matcher is None else constrain(draft, scheduled.max_draft_tokens, matcher))
         return checked
@@ -344,15 +349,11 @@ class EngineCore:
         score_prompts(issued.logits, issued.batch, issued.num_drafts)
         if not tasks:
             return []
-        log = self.position_log
-        # Copy the rows to log first: a pass that is issued meanwhile overwrites the logits.
-        copied = None if log is None else log.copy(issued.logits, tasks, issued.num_drafts)
+        if self.position_log is not None:
+            # Copy first: a pass that is issued meanwhile overwrites the logits.
+            self.position_log.copy(issued.logits, tasks, issued.num_drafts)
         drawn = self._overlap.issue_next(issued, tasks)
-        verified = self._verifier.verify(issued.logits, tasks) if drawn is None else drawn.results()
-        if log is not None and copied is not None:
-            log.record(copied, tasks, verified)
-        self._counting.count(tasks, issued.drafts, verified)
-        return verified
+        return self._verifier.verify(issued.logits, tasks) if drawn is None else drawn.results()
 
     @timed("forward_s")
     def _keep_accepted(self, issued: InFlightBatch, verified: Seq[VerifyResult]) -> None:
@@ -362,12 +363,12 @@ class EngineCore:
             self._head.learn(passed_rows(issued.batch, issued.num_drafts, verified))
 
     @timed("commit_s")
-    def _commit(self, issued: InFlightBatch, verified: Seq[VerifyResult]) -> list[TokenChunk]:
+    def _commit(self, issued: InFlightBatch, passes: Seq[SequencePass]) -> list[TokenChunk]:
         self.on_computed(issued.batch)
-        self._report_sources(issued, verified)
+        self._report_sources(passes)
+        verified = [each.outcome for each in passes]
         chunks = self.scheduler.commit(issued.batch, issued.num_drafts, verified)
         self._explain_faults(chunks)
-        self._planning.plan_next(issued, verified, self._timer, is_underway=self._overlap.has_pass)
         return chunks
 
     def _explain_faults(self, chunks: Seq[TokenChunk]) -> None:
@@ -382,13 +383,29 @@ class EngineCore:
                 )
                 logger.warning("request %s: %s", chunk.request_id, chunk.error)
 
-    def _report_sources(self, issued: InFlightBatch, verified: Seq[VerifyResult]) -> None:
+    def _report_sources(self, passes: Seq[SequencePass]) -> None:
         """Record the source of each token for requests that ask for it, before the tokens are committed."""
-        for each, draft, outcome in zip(issued.batch.sampled, issued.drafts, verified, strict=True):
-            if (report := each.sequence.report) is not None:
-                method = self._counting.method_of(draft, each.sequence)
-                reason = plain_reason(each, draft, is_class_open=self._planning.is_open(each.sequence))
+        counters, planning = self._accounting.counters, self._accounting.planning
+        for scheduled, draft, outcome in passes:
+            if (report := scheduled.sequence.report) is not None:
+                method = counters.method_of(draft, scheduled.sequence)
+                reason = plain_reason(scheduled, draft, is_class_open=planning.is_open(scheduled.sequence))
                 report.record(token_sources(draft, outcome, method), method, reason)
+
+    @timed("commit_s")
+    def _observe(self, issued: InFlightBatch, passes: Seq[SequencePass]) -> None:
+        """Give the record of the pass to all observers. Their own time counts for the next step."""
+        record = PassRecord.of(
+            issued.batch,
+            passes,
+            self._timer.take(),
+            is_ahead=issued.is_ahead,
+            is_followed=self._overlap.has_pass,
+        )
+        for observer in self._accounting.observers:
+            observer.on_pass(record)
+        if self.position_log is not None:
+            self.position_log.on_pass(record)
 
     @timed("draft_s")
     def _commit_to_proposer(self, sampled: Seq[ScheduledSequence], chunks: Seq[TokenChunk]) -> None:
@@ -406,13 +423,6 @@ class EngineCore:
         self._proposer.close(request_id)
         if self.position_log is not None:
             self.position_log.end(request_id)
-
-    def _record(self, issued: InFlightBatch) -> None:
-        self.last_times = times = self._timer.times()
-        self._total_times += times
-        work = StepWork.of(issued.batch.scheduled, times.total_s, sum(issued.num_drafts), times.forward_s)
-        self.rates.observe(work)
-        self._goodput.observe(work)
 
     def _check_alive(self) -> None:
         if self._is_broken:

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from engine.accounting.class_acceptance import class_key
+from engine.accounting.counters import class_name
 from engine.accounting.engine_stats import PositionLogStats
+from engine.accounting.record import PassRecord
 from engine.config import PositionLogConfig
 from engine.position_log.folder import LogFolder
 from engine.position_log.log_writer import EndedRequest, LogWriter, VerifiedRows
 from engine.position_log.shard import LoggedModel
 from engine.position_log.top_rows import TopRows
 from engine.sequence.sequence import Sequence
-from engine.verifier.verify_result import VerifyResult
 from engine.verifier.verify_task import VerifyTask
 
 _MAX_WAITING_BYTES = 32 << 20  # rows that the writer has not taken yet; further rows are dropped
@@ -25,12 +25,16 @@ _MAX_POSITIONS = 4096  # logged positions of one request
 
 
 @dataclass(frozen=True, slots=True)
-class CopiedRows:
-    """Rows of a pass that is not verified yet. The rows of task `tasks[i]` start at `first_rows[i]`."""
+class _CopiedRows:
+    """Rows of a pass that is not verified yet. The rows of sampled sequence `chosen[i]` start at `first_rows[i]`.
+
+    It has `num_tokens[i]` committed tokens.
+    """
 
     rows: TopRows
-    tasks: Seq[int]
+    chosen: Seq[int]
     first_rows: Seq[int]
+    num_tokens: Seq[int]
 
 
 class PositionLog:
@@ -45,6 +49,7 @@ class PositionLog:
         self._model = model
         self._writer = LogWriter(LogFolder(Path(config.folder), config.max_bytes), model)
         self._sequences: dict[str, Sequence] = {}
+        self._copied: _CopiedRows | None = None  # of the pass that is verified next
         self._num_put_bytes = 0
         self._num_dropped = 0
 
@@ -53,14 +58,14 @@ class PositionLog:
         writer = self._writer
         return PositionLogStats(writer.num_positions, self._num_dropped, writer.num_bytes, writer.is_stopped)
 
-    def copy(self, logits: Tensor, tasks: Seq[VerifyTask], num_drafts: Seq[int]) -> CopiedRows | None:
-        """Copy the rows of logged tasks; None if no task is logged or the writer is late.
+    def copy(self, logits: Tensor, tasks: Seq[VerifyTask], num_drafts: Seq[int]) -> None:
+        """Copy the rows of logged tasks, unless the writer is late.
 
         Call it before verification: a next pass that is issued meanwhile overwrites `logits` [R, V].
         """
         chosen = [index for index, task in enumerate(tasks) if self._is_logged(task.sequence)]
         if not chosen:
-            return None
+            return
         rows: list[int] = []
         first_rows = []
         for index in chosen:
@@ -69,23 +74,27 @@ class PositionLog:
         num_bytes = len(rows) * logits.shape[1] * logits.element_size()
         if self._num_put_bytes - self._writer.num_taken_bytes + num_bytes > _MAX_WAITING_BYTES:
             self._num_dropped += len(chosen)  # at least the sampled position of each
-            return None
-        return CopiedRows(TopRows(logits, rows, self._model.top_k), chosen, first_rows)
+            return
+        num_tokens = [len(tasks[index].sequence.token_ids) for index in chosen]
+        self._copied = _CopiedRows(TopRows(logits, rows, self._model.top_k), chosen, first_rows, num_tokens)
 
-    def record(self, copied: CopiedRows, tasks: Seq[VerifyTask], verified: Seq[VerifyResult]) -> None:
-        """Pass the copied rows of verified tokens to the writer. Call it before the tokens are committed."""
+    def on_pass(self, record: PassRecord) -> None:
+        """Pass the copied rows of verified tokens to the writer."""
+        copied, self._copied = self._copied, None
+        if copied is None:
+            return
         kept: list[int] = []
         request_ids: list[str] = []
         positions: list[int] = []
-        for index, first_row in zip(copied.tasks, copied.first_rows, strict=True):
-            sequence, outcome = tasks[index].sequence, verified[index]
+        for index, first_row, start in zip(copied.chosen, copied.first_rows, copied.num_tokens, strict=True):
+            sequence, outcome = record.passes[index].sequence, record.passes[index].outcome
             if not (outcome.is_exact and outcome.is_finite):
                 continue
             self._sequences[sequence.request_id] = sequence
             num_tokens = len(outcome.token_ids)
             kept += [first_row + outcome.row_of(number) for number in range(num_tokens)]
             request_ids += [sequence.request_id] * num_tokens
-            positions += range(len(sequence.token_ids), len(sequence.token_ids) + num_tokens)
+            positions += range(start, start + num_tokens)
         self._num_put_bytes += copied.rows.num_bytes
         self._writer.put(VerifiedRows(copied.rows, kept, request_ids, positions))
 
@@ -98,7 +107,7 @@ class PositionLog:
         self._writer.put(
             EndedRequest(
                 request_id=request_id,
-                traffic_class=class_key("", sequence).name,
+                traffic_class=class_name(sequence),
                 temperature=sampling.temperature,
                 repetition_penalty=sampling.repetition_penalty,
                 token_ids=list(sequence.token_ids),

@@ -22,11 +22,11 @@ def constrain(checked: CheckedDraft, max_tokens: int, matcher: GrammarMatcher) -
     if distributions and num_allowed < len(token_ids):
         num_kept = num_allowed + 1
         kept = Draft(token_ids[:num_kept], distributions[:num_kept], source=checked.draft.source)
-        return CheckedDraft(kept, num_allowed, was_proposed=True)
+        return checked._replace(draft=kept, num_valid=num_allowed)
     # Nothing was drawn after the kept tokens, so forced tokens may follow.
     kept_ids = token_ids[:num_allowed]
     forced_ids = matcher.forced_ids(kept_ids, max_tokens - num_allowed)
     drafted_ids = (*kept_ids, *forced_ids[: matcher.num_allowed((*kept_ids, *forced_ids)) - num_allowed])
     forced_distributions = tuple(one_hot(token_id) for token_id in drafted_ids[num_allowed:]) if distributions else ()
     drafted = Draft(drafted_ids, (*distributions, *forced_distributions), source=checked.draft.source)
-    return CheckedDraft(drafted, len(drafted_ids), len(drafted_ids) - num_allowed, checked.was_proposed)
+    return checked._replace(draft=drafted, num_valid=len(drafted_ids), num_forced=len(drafted_ids) - num_allowed)

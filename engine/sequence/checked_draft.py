@@ -21,6 +21,7 @@ class CheckedDraft(NamedTuple):
     num_valid: int
     num_forced: int = 0
     was_proposed: bool = False  # the proposer had a draft, even if it was cut to nothing
+    has_unknown: bool = False  # the proposed draft had an id outside the vocabulary
 
     @property
     def computed(self) -> Draft:
@@ -61,7 +62,7 @@ def check_draft(draft: Draft, query: DraftQuery, vocabulary: Vocabulary) -> Chec
     draft = draft.head(query.max_tree_nodes if draft.parents else query.max_draft_tokens)
     token_ids = draft.token_ids
     num_valid = vocabulary.num_known(token_ids)
-    return CheckedDraft(draft.head(num_valid + 1), num_valid, 0, bool(token_ids))
+    return CheckedDraft(draft.head(num_valid + 1), num_valid, 0, bool(token_ids), num_valid < len(token_ids))
 
 
 def _num_well_formed(draft: Draft, max_depth: int) -> int:

@@ -19,7 +19,9 @@ from actors.channel.channel_proposer import ChannelProposer
 from actors.channel.offer_table import OfferTable
 from actors.draft.draft_server import DraftServer
 from actors.process.frames import FrameListener
-from engine.accounting.draft_budget import DraftBudget, PassTime
+from engine.accounting.draft_budget import DraftBudget
+from engine.accounting.record import PassRecord
+from engine.accounting.step_times import StepTimes
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, TreeConfig
 from engine.engine_core import EngineCore
@@ -78,12 +80,12 @@ def slow_down(
 
 def charge_little_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Report to the draft budget that drafts take a hundredth of a pass, even on a busy machine."""
-    observe = DraftBudget.observe
+    on_pass = DraftBudget.on_pass
 
-    def observe_quiet(budget: DraftBudget, passes, time: PassTime | None, num_prompt_rows: int = 0) -> None:
-        observe(budget, passes, time and PassTime(draft_s=0.01, target_s=1.0), num_prompt_rows)
+    def on_pass_quiet(budget: DraftBudget, record: PassRecord) -> None:
+        on_pass(budget, replace(record, times=StepTimes(draft_s=0.01, forward_s=1.0, num_steps=1)))
 
-    monkeypatch.setattr(DraftBudget, "observe", observe_quiet)
+    monkeypatch.setattr(DraftBudget, "on_pass", on_pass_quiet)
 
 
 def is_idle(channel: ChannelProposer, server: DraftServer) -> bool:

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from engine.accounting import draft_budget
-from engine.accounting.draft_budget import DraftBudget, DraftedPass, PassTime, class_of
-from engine.accounting.draft_costs import RequestedDrafts
+from engine.accounting.cost_model import RequestedDrafts
+from engine.accounting.draft_budget import DraftBudget, class_of
 from engine.accounting.length_allocation import Allocation, allocate
 from engine.accounting.speculation_gate import ClassStep, SpeculationGate
+from tests.engine.fixtures.records import pass_record, sequence_pass
 from tests.engine.fixtures.simulated_pair import (
     MAX_DRAFTS,
     Costs,
@@ -85,7 +86,7 @@ def test_a_first_draft_that_reads_the_prompt_is_no_price_of_drafts() -> None:
     for index in range(30):  # every request has two passes; the first waits for the draft to prefill
         sequence = new_sequence(index)
         for draft_s in (0.500, 0.004):
-            budget.observe([DraftedPass(sequence, 4, 4, 3)], PassTime(draft_s, 0.010))
+            budget.on_pass(pass_record([sequence_pass(sequence, 4, 4, 3)], draft_s, 0.010))
     assert budget._draft_costs.seconds({"model": RequestedDrafts(4, 4)}) == pytest.approx(0.004, rel=0.05)
 
 
@@ -162,8 +163,8 @@ def test_a_request_never_gets_more_than_it_may_have() -> None:
         assert short.draft_allowance <= 2
         assert none.draft_allowance == 0
         length = short.draft_allowance
-        passes = [DraftedPass(short, length, length, length), DraftedPass(none, 0, 0, 0)]
-        budget.observe(passes, PassTime(0.0, 0.01))
+        passes = [sequence_pass(short, length, length, length), sequence_pass(none, 0, 0, 0)]
+        budget.on_pass(pass_record(passes, 0.0, 0.01))
     assert length == 2
 
 

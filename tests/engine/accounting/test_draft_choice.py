@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from engine.accounting.draft_budget import DraftBudget, DraftedPass, PassTime
-from engine.accounting.draft_costs import DraftCosts, RequestedDrafts
+from engine.accounting.cost_model import DraftCosts, RequestedDrafts
+from engine.accounting.draft_budget import DraftBudget
 from engine.accounting.method_chooser import EXPLORED, MethodChooser
 from engine.sequence.sequence import Sequence
 from protos.messages import SamplingParams
 from tests.builders import make_sequence
+from tests.engine.fixtures.records import pass_record, sequence_pass
 
 MAX_DRAFTS = 8
 PASS_S = 0.010
@@ -45,10 +46,10 @@ def served(drafters: dict[str, Drafter], num_streams: int, num_requests: int) ->
         for slot, sequence in enumerate(slots):
             length, drafter = sequence.draft_allowance, drafters[str(sequence.method)]
             num_accepted = int(np.cumprod(rng.random(length) < drafter.acceptance).sum())
-            passes.append(DraftedPass(sequence, length, length, num_accepted))
+            passes.append(sequence_pass(sequence, length, length, num_accepted))
             waits.append(drafter.step_s * length)
             left[slot] -= num_accepted + 1
-        budget.observe(passes, PassTime(max(waits) * rng.lognormal(0.0, 0.05), PASS_S * rng.lognormal(0.0, 0.05)))
+        budget.on_pass(pass_record(passes, max(waits) * rng.lognormal(0.0, 0.05), PASS_S * rng.lognormal(0.0, 0.05)))
         for slot in range(num_streams):
             if left[slot] <= 0:
                 slots[slot], left[slot] = next_sequence(), REQUEST_TOKENS

@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 
 from bench.speculation.drift import LITTLE, PROSE, passes, run
-from engine.accounting.draft_counting import DraftCounting
+from engine.accounting.counters import DraftCounters
 from engine.accounting.drift import DriftDetector, DriftMonitor
-from engine.batch.draft import Draft
+from engine.accounting.record import PassRecord
 from engine.config import SpeculationConfig
-from engine.sequence.checked_draft import CheckedDraft
-from engine.verifier.verify_result import VerifyResult
-from engine.verifier.verify_task import VerifyTask
 from protos.messages import SamplingParams, SpeculationMethod
 from tests.builders import make_sequence
+from tests.engine.fixtures.records import sequence_pass
 
 
 def traffic(mean: float, num_steps: int, seed: int = 1) -> Iterator[tuple[int, int]]:
@@ -91,10 +89,9 @@ def test_classes_are_judged_apart_and_an_alarm_is_logged(caplog: pytest.LogCaptu
 def test_suffixes_that_are_made_where_they_pay_are_not_held_to_what_was_usual(
     is_adaptive: bool, watched: set[str]
 ) -> None:
-    counting = DraftCounting(SpeculationConfig(adaptive=is_adaptive))
-    draft, outcome = CheckedDraft(Draft((1,)), 1), VerifyResult((1, 2), 1)
+    counting = DraftCounters(SpeculationConfig(adaptive=is_adaptive))
     for method in (SpeculationMethod.SUFFIX, SpeculationMethod.MODEL):
         sequence = make_sequence("r", (1,), SamplingParams(temperature=0.0), num_drafts=1, method=method)
         for _ in range(200):
-            counting.count([VerifyTask(sequence, draft.draft, 1)], [draft], [outcome])
+            counting.on_pass(PassRecord((sequence_pass(sequence, 1, 1, 1),)))
     assert {each.name for each in counting.drift} == watched

@@ -7,18 +7,19 @@ import math
 import pytest
 
 from engine.accounting.goodput import GoodputMeter, GoodputStats, PassStats, log_ratio, seconds_of, since
-from engine.accounting.rates import StepWork
+from engine.accounting.record import PassRecord
+from tests.engine.fixtures.records import work_record
 
 
-def work(num_sequences: int, num_tokens: int, seconds: float, num_prefill: int = 0) -> StepWork:
-    return StepWork(num_prefill, num_sequences, 100, num_tokens, seconds)
+def work(num_sequences: int, num_tokens: int, seconds: float, num_prefill: int = 0) -> PassRecord:
+    return work_record(num_prefill, num_sequences, 100, num_tokens, seconds)
 
 
 def test_steps_add_up_by_the_number_of_sequences_and_prompts_do_not_count() -> None:
     meter = GoodputMeter(times_passes=False)
     decoding = (work(1, 3, 0.1), work(1, 2, 0.1), work(5, 9, 0.4), work(7, 8, 0.4))
     for each in (*decoding, work(5, 5, 1.0, num_prefill=64), work(0, 0, 1.0)):
-        meter.observe(each)
+        meter.on_pass(each)
     assert meter.snapshot() == (GoodputStats(1, 5, 0.2), GoodputStats(4, 17, 0.8))
     assert seconds_of(meter.snapshot()) == pytest.approx(1.0)
 
@@ -43,10 +44,10 @@ def test_a_busier_block_is_no_faster_draft() -> None:
 def test_passes_of_a_processor_add_up_by_their_rows() -> None:
     meter = GoodputMeter(times_passes=True)
     for num_drafts, pass_s in ((4, 0.02), (4, 0.04), (2, 0.01)):
-        meter.observe(StepWork(0, 1, 100, 3, 0.1, num_drafts, pass_s))
+        meter.on_pass(work_record(0, 1, 100, 3, 0.1, num_drafts, pass_s))
     (begin,) = meter.snapshot()
     assert [(each.num_rows, each.num_passes) for each in begin.passes] == [(3, 1), (5, 2)]
-    meter.observe(StepWork(0, 1, 100, 3, 0.1, 4, 0.05))
+    meter.on_pass(work_record(0, 1, 100, 3, 0.1, 4, 0.05))
     block = since((begin,), meter.snapshot())
     assert block is not None
     assert [(each.num_rows, each.num_passes, round(each.seconds, 9)) for each in block[0].passes] == [(5, 1, 0.05)]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.accounting.draft_budget import LONGEST_SHARED, DraftBudget, DraftedPass, PassTime
-from engine.accounting.row_price import RowPrice
+from engine.accounting.draft_budget import LONGEST_SHARED, DraftBudget
+from engine.accounting.length_allocation import RowPrice
+from engine.accounting.record import SequencePass
 from engine.sequence.sequence import Sequence
 from protos.messages import SamplingParams, SpeculationMethod
 from tests.builders import make_sequence
+from tests.engine.fixtures.records import pass_record, sequence_pass
 from tests.engine.fixtures.simulated_pair import MAX_DRAFTS, Costs
 
 PROCESSOR = Costs(weights_s=0.0, row_s=0.0008, fixed_s=0.0025)
@@ -60,17 +62,17 @@ class Matches:
             seconds += self.costs.target_s(rows)
             if isinstance(budget, DraftBudget):
                 noise = self.rng.lognormal(0.0, 0.05)
-                budget.observe([each for each, _ in passes], PassTime(1e-5, self.costs.target_s(rows) * noise))
+                budget.on_pass(pass_record([each for each, _ in passes], 1e-5, self.costs.target_s(rows) * noise))
         return num_tokens / seconds
 
-    def _pass(self, sequence: Sequence, budget: DraftBudget | float) -> tuple[DraftedPass, float]:
+    def _pass(self, sequence: Sequence, budget: DraftBudget | float) -> tuple[SequencePass, float]:
         chances = np.cumprod(np.full(MAX_DRAFTS, self.rng.choice([0.3, 0.7, 0.97])) * (self.rng.random() < 0.4))
         least = sequence.least_chance if isinstance(budget, DraftBudget) else budget
         allowed = sequence.draft_allowance if isinstance(budget, DraftBudget) else self.most
         drafted = chances[:allowed][chances[:allowed] >= least] if least > 0 else chances[:allowed]
         number = self.rng.random()
         num_accepted = int((drafted > number).sum())
-        return DraftedPass(sequence, allowed, len(drafted), num_accepted), 1.0 + float(drafted.sum())
+        return sequence_pass(sequence, allowed, len(drafted), num_accepted), 1.0 + float(drafted.sum())
 
 
 @pytest.mark.parametrize("num_sequences", [1, 2, 4, 8, 16, 64])

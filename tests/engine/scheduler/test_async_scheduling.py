@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from torch import Tensor
 
-from engine.accounting.draft_budget import DraftedPass, PassTime
+from engine.accounting.record import PassRecord
 from engine.batch.span import Span
 from engine.config import SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore, Speculation
@@ -395,8 +395,8 @@ class ScriptedBudget:
         self.num_wanted = 0
         self.num_asked = 0
 
-    def observe(self, passes: Seq[DraftedPass], time: PassTime | None, num_prompt_rows: int = 0) -> None:
-        self.num_asked += sum(each.num_requested for each in passes)
+    def on_pass(self, record: PassRecord) -> None:
+        self.num_asked += sum(each.num_requested for each in record.passes)
 
     def plan(self, sequences: Seq[Sequence]) -> None:
         self.num_plans += 1
@@ -407,7 +407,7 @@ class ScriptedBudget:
 
 def test_a_plan_is_kept_until_a_pass_drafts_by_it() -> None:
     core = make_core(True, num_drafts=1, proposer=ScriptedProposer(lambda sequence, max_tokens: [7]))
-    core._planning.budget = budget = ScriptedBudget()  # type: ignore[assignment]
+    core._accounting.planning.budget = budget = ScriptedBudget()  # type: ignore[assignment]
     core.add(request("a", max_tokens=60))
     while core.has_work:
         core.step()

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine.accounting.rates import RateMeter, StepWork
+from engine.accounting.rates import RateMeter
 from engine.batch.draft import Draft
 from engine.config import SchedulerConfig
 from engine.kv_cache.block_manager import BlockManager
@@ -24,6 +24,7 @@ from protos.errors import RequestError
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
 from tests.builders import sequence_of
 from tests.engine.fixtures.fakes import PagedTokens
+from tests.engine.fixtures.records import work_record
 
 P = 4
 V = 5
@@ -171,8 +172,8 @@ def test_a_prompt_holds_up_running_sequences_for_a_few_passes_at_most(
     max_stall_passes: float | None, num_tokens: int
 ) -> None:
     bench = Bench(num_blocks=256, max_tokens_per_step=200, max_stall_passes=max_stall_passes)
-    bench.rates.observe(StepWork(100, 0, 0, 0, seconds=0.100))
-    bench.rates.observe(StepWork(0, 1, 10, 1, seconds=0.020))
+    bench.rates.on_pass(work_record(100, 0, 0, 0, seconds=0.100))
+    bench.rates.on_pass(work_record(0, 1, 10, 1, seconds=0.020))
     bench.add(range(150), max_tokens=50)
     assert len(bench.step()) == 1
     bench.add(range(300, 500))

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.accounting.draft_budget import DraftBudget, DraftedPass, PassTime
+from engine.accounting.draft_budget import DraftBudget
+from engine.accounting.record import SequencePass
 from engine.batch.draft import WEIGHT_SUM, Draft
 from engine.sampling.sampler import Sampler
 from engine.sampling.sparse_distribution import probability_of
@@ -22,6 +23,7 @@ from engine.verifier import rejection_rule
 from engine.verifier.verifier import Verifier
 from engine.verifier.verify_task import VerifyTask
 from protos.messages import SamplingParams, VerifyMode
+from tests.engine.fixtures.records import pass_record, sequence_pass
 from tests.engine.fixtures.tabular import (
     PROMPT,
     chi_square_tail,
@@ -87,7 +89,7 @@ def generate(verify: VerifyMode, cut: Cut) -> tuple[Tensor, set[int]]:
         ]
         passes = one_pass(pair.target.logits, active, drafts)
         num_rows = len(active) + sum(len(draft.token_ids) for draft in drafts)
-        budget.observe(passes, PassTime(0.0, 1e-3 * N + 2e-3 * num_rows))
+        budget.on_pass(pass_record(passes, 0.0, 1e-3 * N + 2e-3 * num_rows))
         budget.plan(active)
         lengths |= {each.draft_allowance for each in active}
     end = len(PROMPT) + NUM_TOKENS
@@ -96,7 +98,7 @@ def generate(verify: VerifyMode, cut: Cut) -> tuple[Tensor, set[int]]:
 
 def one_pass(
     logits_of: Callable[[Seq[Seq[int]]], Tensor], sequences: Seq[Sequence], drafts: Seq[Draft]
-) -> list[DraftedPass]:
+) -> list[SequencePass]:
     tasks, prefixes = [], []
     for sequence, draft in zip(sequences, drafts, strict=True):
         tasks.append(VerifyTask(sequence, draft, len(prefixes)))
@@ -106,7 +108,7 @@ def one_pass(
     for sequence, draft, outcome in zip(sequences, drafts, verified, strict=True):
         sequence.token_ids += outcome.token_ids
         num_drafts = len(draft.token_ids)
-        passes.append(DraftedPass(sequence, sequence.draft_allowance, num_drafts, outcome.num_accepted))
+        passes.append(sequence_pass(sequence, sequence.draft_allowance, num_drafts, outcome.num_accepted))
     return passes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.accounting.forward_cost import DraftCost, ForwardCost
+from engine.accounting.cost_model import DraftCost, ForwardCost
 
 
 def true_s(num_rows: int) -> float:

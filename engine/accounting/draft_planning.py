@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-
-from engine.accounting.draft_budget import DraftBudget, DraftedPass, PassTime
+from engine.accounting.draft_budget import DraftBudget
 from engine.accounting.method_chooser import MethodChooser
+from engine.accounting.record import PassRecord
 from engine.accounting.request_limits import draft_rule, is_adaptive
-from engine.accounting.step_times import StepTimer
 from engine.config import SpeculationConfig
-from engine.scheduler.in_flight_batch import InFlightBatch
 from engine.sequence.request_tokens import DraftRule
 from engine.sequence.sequence import Sequence, SequenceStatus
-from engine.verifier.verify_result import VerifyResult
 from protos.messages import GenerateRequest
 
 
@@ -46,33 +42,14 @@ class DraftPlanning:
         if self.budget is not None:
             self.budget.forget_draft()
 
-    def plan_next(
-        self, issued: InFlightBatch, verified: Seq[VerifyResult], timer: StepTimer, *, is_underway: bool
-    ) -> None:
-        """Update the budget with a committed pass, then set the draft lengths of the next one.
-
-        Args:
-            issued: the committed pass.
-            verified: the outcome of each sampled sequence.
-            timer: the step's timer, up to the commit.
-            is_underway: True if the next pass has already been issued, without drafts.
-        """
+    def on_pass(self, record: PassRecord) -> None:
+        """Update the budget with a committed pass, then set the draft lengths of the next one."""
         if self.budget is None:
             return
-        sampled = issued.batch.sampled
-        passes = [
-            DraftedPass(each.sequence, each.max_draft_tokens, len(draft.draft.token_ids), outcome.num_accepted)
-            for each, draft, outcome in zip(sampled, issued.drafts, verified, strict=True)
-            if outcome.is_exact
-        ]
-        times = timer.times()
-        is_comparable = len(passes) == len(sampled)
-        time = PassTime(times.draft_s, times.total_s - times.draft_s) if is_comparable else None
-        num_prompt_rows = sum(scheduled.num_tokens for scheduled in issued.batch.scheduled) - len(sampled)
-        self.budget.observe(passes, time, num_prompt_rows)
+        self.budget.on_pass(record)
         # After a pass issued ahead, the earlier plan is still unused, unless yet another pass is underway.
-        if not issued.is_ahead or is_underway:
-            sequences = [scheduled.sequence for scheduled in sampled]
+        if not record.is_ahead or record.is_followed:
+            sequences = [each.sequence for each in record.passes]
             self.budget.plan([each for each in sequences if each.status is SequenceStatus.RUNNING])
 
     def _goodput(self, method: str, kind: str) -> float | None:

@@ -1,0 +1,37 @@
+"""Everything that an engine counts and learns, in one place."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from engine.accounting.counters import DraftCounters, TimeTotals
+from engine.accounting.draft_planning import DraftPlanning
+from engine.accounting.goodput import GoodputMeter
+from engine.accounting.rates import RateMeter
+from engine.accounting.record import PassRecord
+from engine.config import SpeculationConfig
+
+
+class PassObserver(Protocol):
+    """Learns from the engine's passes, on the engine's thread."""
+
+    def on_pass(self, record: PassRecord) -> None:
+        """Take the record of a committed pass, before the proposer is told of its tokens."""
+
+
+class Accounting:
+    """The observers of an engine's passes, in the order in which they take a record.
+
+    Args:
+        config: the limits of drafts.
+        rates: the meter that other parts read too; None creates one.
+        times_passes: see `GoodputMeter`.
+    """
+
+    def __init__(self, config: SpeculationConfig, rates: RateMeter | None, *, times_passes: bool) -> None:
+        self.times = TimeTotals()
+        self.rates = rates or RateMeter()
+        self.goodput = GoodputMeter(times_passes=times_passes)
+        self.counters = DraftCounters(config)
+        self.planning = DraftPlanning(config)
+        self.observers: list[PassObserver] = [self.times, self.rates, self.goodput, self.counters, self.planning]
