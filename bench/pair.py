@@ -29,7 +29,7 @@ from bench.contenders.transformers_contender import TransformersContender, load
 from bench.padded_pair import CACHE, PAIRS, padded_target
 from bench.served.served_pair import CACHE_BYTES, MODEL_ID, ServedPair, served_on
 from engine.config import CacheConfig, EngineConfig, ModelConfig, ModelDtype, SchedulerConfig, SpeculationConfig
-from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from models.training.architecture import REPETITION_PENALTY
 
@@ -98,7 +98,7 @@ def _engine(name: str, args: argparse.Namespace, target: Path, *, with_draft: bo
     if with_draft:
         draft = ModelConfig(str(args.draft), dtype=ModelDtype.BFLOAT16)
         proposer = ModelProposer.from_config(draft, CacheConfig(memory_bytes=CACHE_BYTES // 8), SchedulerConfig())
-    engine = EngineCore.from_config(EngineConfig(model, cache, speculation=speculation), proposer)
+    engine = load_engine(EngineConfig(model, cache, speculation=speculation), proposer)
     return EngineContender(name, engine, repetition_penalty=args.repetition_penalty)
 
 

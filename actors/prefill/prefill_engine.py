@@ -25,7 +25,7 @@ from actors.process.actor_thread import ActorThread
 from actors.settings import PrefillSettings
 from actors.shell_messages import Abort, Add, AskSnapshot, Refused, Snapshot, Status, StepOutput
 from engine.accounting.engine_stats import EngineStats
-from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
 from engine.remote_prefill.block_export import BlockExporter, ExportedBlocks
@@ -229,7 +229,7 @@ class PrefillEngine:
         self._carrier = choose_carrier(self._settings.kv_transport)
         kv_events = KVEventBuffer()
         self._peers = PeerTransport(self._peer_handle, self._carrier)
-        core = EngineCore.from_config(self._settings.engine, None, kv_events.record, self._peers)
+        core = load_engine(self._settings.engine, None, kv_events.record, self._peers)
         self._blocks = core.blocks
         runner = core.runner
         assert isinstance(runner, ModelRunner), "from_config loads one"

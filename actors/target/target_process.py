@@ -25,6 +25,7 @@ from actors.shell_messages import TARGET_SOCKET, DraftChannelStats, StepOutput
 from actors.target.in_process_draft import InProcessDraft
 from actors.target.shell_server import ShellServer
 from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.kv_cache.block_manager import BlockManager
 from engine.model.loader import model_version
 from engine.model.runner.model_runner import ModelRunner
@@ -61,9 +62,7 @@ def serve_target(
     kv_events = KVEventBuffer()
     methods = settings.engine.speculation.methods
     proposer = None if settings.engine.head else proposer_of(methods, own, others=others)
-    core = EngineCore.from_config(
-        settings.engine, proposer, kv_events.record, transport, step_writer=own, models=others
-    )
+    core = load_engine(settings.engine, proposer, kv_events.record, transport, step_writer=own, models=others)
     for draft in drafts.values():
         if isinstance(draft, ChannelProposer):
             draft.on_new_draft = core.forget_draft

@@ -37,7 +37,7 @@ from engine.proposer import Proposer
 from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.remote_prefill.prefill_source import NoPrefillSource, PrefillLoad
 from engine.sampling.sampler import Sampler
-from engine.scheduler.async_scheduling import AsyncScheduling
+from engine.scheduler.async_scheduling import AsyncScheduling, SyncScheduling
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.sequence import Sequence
 from engine.verifier.verifier import Verifier
@@ -165,8 +165,8 @@ class Bench:
         verifier = Verifier(Sampler())
         overlaps = mode.overlaps and self.runner.can_overlap
         overlap = AsyncScheduling(self.runner, scheduler, verifier) if overlaps else None
-        parts = Speculation(proposer, verifier, speculation, overlap=overlap)
-        return EngineCore(self.runner, scheduler, blocks, parts, source=source)
+        parts = Speculation(proposer, verifier, speculation, overlap=overlap or SyncScheduling())
+        return EngineCore(self.runner, scheduler, parts)
 
 
 class CopiedPrefill(NoPrefillSource):

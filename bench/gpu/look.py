@@ -49,6 +49,7 @@ from engine.config import (
     SpeculationConfig,
 )
 from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.model.cuda_graphs.static_batch import StaticBatch
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.sampling.logits_row import LogitsRow
@@ -116,7 +117,7 @@ class Look:
         limits = SchedulerConfig(max_num_sequences=max(batches))
         cache = CacheConfig(num_blocks=1024)
         config = EngineConfig(model, cache, scheduler=limits, speculation=SpeculationConfig(K))
-        return EngineCore.from_config(config, NgramProposer(min_size=1))
+        return load_engine(config, NgramProposer(min_size=1))
 
     def add(self, part: str, **figures: object) -> None:
         """Print a line and save it with those before."""

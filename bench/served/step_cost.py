@@ -25,6 +25,7 @@ from bench.padded_pair import CACHE
 from bench.served.served_pair import CACHE_BYTES, HTTP_PORT, MODEL_ID, ServedPair, start_served
 from engine.config import CacheConfig, EngineConfig, ModelConfig
 from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 
 _WARM_UP_TOKENS = 16
 
@@ -84,7 +85,7 @@ def stopped(pid: int) -> Iterator[None]:
 def _engine(args: argparse.Namespace) -> EngineCore:
     model = ModelConfig(str(args.model), dtype=args.dtype, num_threads=args.threads, quantization=args.quantization)
     cache = CacheConfig(memory_bytes=CACHE_BYTES, dtype=args.kv_dtype)
-    return EngineCore.from_config(EngineConfig(model=model, cache=cache))
+    return load_engine(EngineConfig(model=model, cache=cache))
 
 
 def _print_row(num_streams: int, rounds: list[tuple[float, float]]) -> None:

@@ -36,6 +36,7 @@ from bench.padded_pair import DEMO, padded_target
 from engine.batch.draft import Draft
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.proposer import Proposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.sequence.draft_query import DraftQuery
@@ -116,7 +117,7 @@ def _print_bars(rows: Seq[Row]) -> None:
 def _engine(args: argparse.Namespace, speculation: SpeculationConfig) -> EngineCore:
     model = ModelConfig(str(args.target), dtype=args.dtype, num_threads=args.threads)
     config = EngineConfig(model, CacheConfig(memory_bytes=CACHE_BYTES), speculation=speculation)
-    return EngineCore.from_config(config, _proposer(args))
+    return load_engine(config, _proposer(args))
 
 
 def _proposer(args: argparse.Namespace) -> Proposer:

@@ -31,6 +31,7 @@ from bench.speculation.switched_proposer import ReplayProposer, SwitchedProposer
 from engine.accounting.step_times import StepTimes
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.proposer import Proposer
 from engine.proposer.dispatch.no_proposer import NoProposer
 from models.fixtures.padded_fixture import build_fixture
@@ -70,7 +71,7 @@ def main() -> None:
     with ExitStack() as stack:
         sync = start_draft(settings, stack)
         ahead = start_draft(replace(settings, draft=replace(settings.draft, fan_out=args.fan_out)), stack)
-        engine = EngineCore.from_config(settings.engine, switch)
+        engine = load_engine(settings.engine, switch)
         contenders = [
             Contender("plain", NoProposer()),
             Contender("sync", sync),

@@ -29,7 +29,7 @@ from engine.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.proposer.draft_model.loader import load_drafter
 from engine.proposer.vocab_mapping.choice import choose_vocabulary
 from models.fixtures.transplant import transplant
@@ -102,7 +102,7 @@ def generate(
         model = ModelConfig(str(draft), dtype=ModelDtype.FLOAT32, num_threads=1)
         proposer = load_drafter(model, CACHE, SchedulerConfig(), target.path, vocabulary).proposer
     speculation = SpeculationConfig(num_tokens=num_draft_tokens if proposer else 0)
-    engine = EngineCore.from_config(EngineConfig(target, CACHE, speculation=speculation), proposer)
+    engine = load_engine(EngineConfig(target, CACHE, speculation=speculation), proposer)
     for index, prompt in enumerate(prompts):
         sampling = SamplingParams(seed=index, temperature=temperature, max_tokens=num_tokens)
         engine.add(GenerateRequest(str(index), tuple(prompt), sampling))

@@ -16,7 +16,7 @@ from bench.contenders.prompts import held_out_prompts
 from bench.padded_pair import DEMO
 from bench.speculation.ahead_proposer import AheadProposer
 from engine.config import CacheConfig, EngineConfig, ModelConfig, ModelDtype, SchedulerConfig, SpeculationConfig
-from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
 
@@ -59,7 +59,7 @@ def _rate(
     target = ModelConfig(str(DEMO / "target"), dtype=ModelDtype.FLOAT32, num_threads=1)
     ahead = AheadProposer(proposer, fan_out)
     config = EngineConfig(target, CACHE, speculation=SpeculationConfig(num_drafts, VerifyMode(verify)))
-    engine = EngineCore.from_config(config, ahead)
+    engine = load_engine(config, ahead)
     for index, prompt in enumerate(prompts):
         sampling = SamplingParams(temperature=temperature, seed=index, max_tokens=args.tokens)
         engine.add(GenerateRequest(str(index), tuple(prompt), sampling))

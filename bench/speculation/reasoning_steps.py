@@ -36,6 +36,7 @@ from engine.config import (
     StepConfig,
 )
 from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from protos.messages import GenerateRequest, SamplingParams, SpeculationParams, StepStats
 from router.tokenizer.tokenizer_files import load_tokenizer_files
@@ -163,7 +164,7 @@ def _contenders(args: argparse.Namespace) -> list[Contender]:
     def engine(model: ModelConfig, steps: StepConfig | None = None, *, is_drafted: bool = True) -> EngineCore:
         speculation = SpeculationConfig(args.num_draft_tokens, steps=steps, adaptive=False)
         config = EngineConfig(model, cache, scheduler, speculation)
-        return EngineCore.from_config(config, proposer if is_drafted else None)
+        return load_engine(config, proposer if is_drafted else None)
 
     exact = engine(target)
     contenders = [

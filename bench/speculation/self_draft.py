@@ -32,6 +32,7 @@ from engine.config import (
     SpeculationConfig,
 )
 from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 
@@ -96,7 +97,7 @@ def _parse_args() -> argparse.Namespace:
 
 def _engine(args: argparse.Namespace, draft: str, *, is_adaptive: bool = False) -> EngineCore:
     head = HeadConfig(HeadKind.SELF, num_layers=int(draft)) if draft.isdigit() else None
-    return EngineCore.from_config(
+    return load_engine(
         EngineConfig(
             ModelConfig(str(args.target), args.dtype, num_threads=1),
             CacheConfig(memory_bytes=1 << 28),

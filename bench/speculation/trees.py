@@ -90,7 +90,7 @@ def _engine(runner: ModelRunner, method: Method, verify: VerifyMode, dtype: str)
     blocks = BlockManager(runner.num_blocks, runner.block_size, runner.model_version)
     scheduler = Scheduler(SchedulerConfig(), blocks, runner.max_model_len, tree=method.tree)
     speculation = SpeculationConfig(method.depth, verify, tree=method.tree)
-    return EngineCore(runner, scheduler, blocks, Speculation(proposer, Verifier(Sampler()), speculation))
+    return EngineCore(runner, scheduler, Speculation(proposer, Verifier(Sampler()), speculation))
 
 
 def _generate(engine: EngineCore, prompts: Seq[Seq[int]], num_tokens: int, temperature: float) -> None:

@@ -109,7 +109,7 @@ def measure(
     scheduler = Scheduler(SchedulerConfig(batch, batch * context), blocks, max_model_len)
     verifier = Verifier(Sampler())
     speculation = Speculation(InstantProposer(), verifier, SpeculationConfig(num_drafts))
-    engine = EngineCore(runner, scheduler, blocks, speculation)
+    engine = EngineCore(runner, scheduler, speculation)
     for index in range(batch):
         own = replace(sampling, seed=index)
         engine.add(GenerateRequest(str(index), (2,) * context, own, cache_salt=str(index)))

@@ -37,6 +37,7 @@ from engine.config import (
     SpeculationConfig,
 )
 from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.model_proposer import ModelProposer
 
@@ -101,7 +102,7 @@ def _parse_args() -> argparse.Namespace:
 
 def _engine(target: Path, variant: Variant, num_threads: int) -> EngineCore:
     model = ModelConfig(str(target), ModelDtype.BFLOAT16, quantization=variant.weights, num_threads=num_threads)
-    return EngineCore.from_config(EngineConfig(model, CacheConfig(memory_bytes=CACHE_BYTES, dtype=variant.cache)))
+    return load_engine(EngineConfig(model, CacheConfig(memory_bytes=CACHE_BYTES, dtype=variant.cache)))
 
 
 def held_out_loss(variant: Variant) -> float:
@@ -123,7 +124,7 @@ def tokens_per_pass(variant: Variant, prompts: Sequence[list[int]]) -> float:
     draft = ModelConfig(str(DEMO / "draft"), ModelDtype.BFLOAT16)
     proposer = ModelProposer.from_config(draft, CacheConfig(num_blocks=512), SchedulerConfig())
     cache = CacheConfig(num_blocks=512, dtype=variant.cache)
-    core = EngineCore.from_config(EngineConfig(target, cache, speculation=SpeculationConfig(4)), proposer)
+    core = load_engine(EngineConfig(target, cache, speculation=SpeculationConfig(4)), proposer)
     run = EngineContender(variant.name, core).run(list(prompts)[:NUM_ACCEPTANCE_PROMPTS], ACCEPTANCE_TOKENS)
     assert run.tokens_per_pass is not None, "an engine counts its passes"
     return run.tokens_per_pass

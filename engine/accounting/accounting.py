@@ -24,13 +24,13 @@ class Accounting:
 
     Args:
         config: the limits of drafts.
-        rates: the meter that other parts read too; None creates one.
+        rates: the meter, which the scheduler and the prefill decision read too.
         times_passes: see `GoodputMeter`.
     """
 
-    def __init__(self, config: SpeculationConfig, rates: RateMeter | None, *, times_passes: bool) -> None:
+    def __init__(self, config: SpeculationConfig, rates: RateMeter, *, times_passes: bool) -> None:
         self.times = TimeTotals()
-        self.rates = rates or RateMeter()
+        self.rates = rates
         self.goodput = GoodputMeter(times_passes=times_passes)
         self.counters = DraftCounters(config)
         self.planning = DraftPlanning(config)

@@ -59,7 +59,7 @@ class GraphConfig:
 
     With `batches`, one graph is recorded per batch size and per entry of `row_counts` (rows per sequence). Without
     `batches`, graphs are recorded by total rows, in small steps, up to `max_batch` sequences with the most rows each.
-    Without `row_counts` nothing is recorded. `EngineCore.from_config` derives `row_counts` and the limits.
+    Without `row_counts` nothing is recorded. `load_engine` derives `row_counts` and the limits.
 
     Raises:
         ConfigError: a batch has less than 1 sequence.

@@ -3,10 +3,10 @@
 It needs no Ray and no server:
 
     from engine.config import EngineConfig, ModelConfig
-    from engine.engine_core import EngineCore
+    from engine.engine_core.loading import load_engine
     from protos.messages import GenerateRequest, SamplingParams
 
-    core = EngineCore.from_config(EngineConfig(ModelConfig("models/demo/target")))
+    core = load_engine(EngineConfig(ModelConfig("models/demo/target")))
     prompt_token_ids = (1, 2, 3)  # from the model's tokenizer
     core.add(GenerateRequest("first", prompt_token_ids, SamplingParams(temperature=0.0, max_tokens=8)))
     while core.has_work:

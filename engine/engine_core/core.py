@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -16,33 +14,28 @@ from engine.accounting.accounting import Accounting
 from engine.accounting.engine_stats import EngineStats, PositionLogStats, ReasoningStats
 from engine.accounting.rates import RateMeter
 from engine.accounting.record import PassRecord, SequencePass
-from engine.accounting.request_limits import check_steps
 from engine.accounting.step_times import StepTimer, StepTimes, timed
 from engine.batch.span import Span
-from engine.config import EngineConfig
-from engine.engine_core.assembly import load_parts
+from engine.engine_core.admission import Admission
+from engine.engine_core.non_finite import NonFiniteReport
 from engine.engine_core.speculation import Speculation
-from engine.kv_cache.block_manager import BlockManager, CacheDeltaSink
+from engine.kv_cache.block_manager import BlockManager
 from engine.kv_cache.compaction import KVMove
 from engine.position_log.position_log import PositionLog
-from engine.proposer import Proposer
 from engine.proposer.constrained_draft import constrain
 from engine.proposer.passed_rows import passed_rows
-from engine.remote_prefill.kv_transfer import KVTransport
-from engine.remote_prefill.prefill_source import NoPrefillSource, PrefillSource
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sampling.vocabulary import Vocabulary
-from engine.scheduler.async_scheduling import Overlap, SyncScheduling
 from engine.scheduler.in_flight_batch import InFlightBatch
 from engine.scheduler.pass_sources import plain_reason, token_sources
 from engine.scheduler.prompt_logprobs import score_prompts
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.checked_draft import NOTHING, CheckedDraft, check_draft
-from engine.sequence.sequence import Sequence, SequenceStatus
+from engine.sequence.sequence import SequenceStatus
 from engine.verifier.verify_result import VerifyResult
 from protos.errors import EngineError
-from protos.messages import FinishReason, GenerateRequest, TokenChunk
+from protos.messages import GenerateRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
 
@@ -71,94 +64,50 @@ class EngineCore:
     Attributes:
         on_computed: called with each batch when its KV is in the pool and before it is committed. The owner may set it.
         on_drafted: called before a pass with one chunk of drafts per request that asked to see them.
-        model_name: the model and its dtype, for errors. The owner may set it.
-        position_log: logs verified positions; None if nothing is logged. The owner may set it; `close` closes it.
+        position_log: logs verified positions; None if nothing is logged.
     """
 
     def __init__(
         self,
         runner: Runner,
         scheduler: Scheduler,
-        blocks: BlockManager,
         speculation: Speculation,
         *,
-        source: PrefillSource | None = None,
-        rates: RateMeter | None = None,
         grammars: GrammarCompiler | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        position_log: PositionLog | None = None,
+        model_name: str = "the model",
     ) -> None:
         """Assemble an engine from its parts.
 
         Args:
             runner: the model.
-            scheduler: plans over `blocks` and offers prompts to `source`.
-            blocks: manages the runner's blocks.
+            scheduler: plans over the runner's blocks and offers prompts to prefill engines. The engine uses its blocks,
+                source, rates and clock.
             speculation: the proposer and the verifier.
-            source: fetches KV blocks from prefill engines; None if this engine prefills every prompt.
-            rates: the meter that `source` reads; None creates one.
             grammars: the compiler; None if the model has no tokenizer.
-            clock: returns seconds; requests time out on it.
+            position_log: logs verified positions; `close` closes it.
+            model_name: the model and its dtype, for errors.
         """
         self.runner = runner
         self.scheduler = scheduler
-        self.blocks = blocks
-        self._accounting = Accounting(speculation.config, rates, times_passes=not runner.can_overlap)
+        self._accounting = Accounting(speculation.config, scheduler.rates, times_passes=not runner.can_overlap)
         self.on_computed: Callable[[Batch], None] = _ignore
         self.on_drafted: Callable[[list[TokenChunk]], None] = _ignore
-        self.position_log: PositionLog | None = None
-        self._source = source or NoPrefillSource()
-        self._steps = speculation.steps
-        self._proposer = speculation.proposer
-        self._verifier = speculation.verifier
-        self._head = speculation.head
-        self._overlap: Overlap = speculation.overlap or SyncScheduling()
-        self._speculation = speculation.config
-        self._vocabulary = Vocabulary(runner.vocab_size)
-        self._grammars = grammars or GrammarCompiler(None, runner.vocab_size, ())
-        self._clock = clock
-        self.model_name = "the model"
-        self._num_non_finite = 0
+        self.position_log = position_log
+        self._speculation = speculation
+        self._admission = Admission(
+            Vocabulary(runner.vocab_size),
+            grammars or GrammarCompiler(None, runner.vocab_size, ()),
+            speculation,
+            self._accounting.planning,
+            scheduler.clock,
+        )
+        self._non_finite = NonFiniteReport(model_name)
         self._timer = StepTimer()
         self._is_broken = False
         self._is_starved = False
-
-    @classmethod
-    def from_config(
-        cls,
-        config: EngineConfig,
-        proposer: Proposer | None = None,
-        event_sink: CacheDeltaSink | None = None,
-        transport: KVTransport | None = None,
-        step_writer: Proposer | None = None,
-        models: Mapping[str, Proposer] | None = None,
-    ) -> EngineCore:
-        """Load the model and assemble an engine around it.
-
-        Args:
-            config: the model, its head, the pool and the limits.
-            proposer: drafts, unless the configuration has a head. With neither, every pass is plain decoding.
-            event_sink: receives the changes of the prefix cache.
-            transport: fetches KV from prefill engines; None if this engine prefills every prompt.
-            step_writer: writes reasoning steps where the configuration allows them; None uses the proposer. A head
-                cannot write them, since it drafts from the target's hidden states.
-            models: draft models that serve together with a head, by method name.
-
-        Raises:
-            ConfigError: the model, its head, the pool or the limits are not usable.
-        """
-        parts = load_parts(config, proposer, event_sink, transport, step_writer, models or {})
-        core = cls(
-            parts.runner,
-            parts.scheduler,
-            parts.blocks,
-            parts.speculation,
-            source=parts.source,
-            rates=parts.rates,
-            grammars=parts.grammars,
-        )
-        core.position_log = parts.position_log
-        core.model_name = f"{Path(config.model.path).name} in {parts.runner.kv_layout.dtype.removeprefix('torch.')}"
-        return core
+        if position_log is not None:
+            self._accounting.observers.append(position_log)
 
     @property
     def last_times(self) -> StepTimes:
@@ -169,6 +118,11 @@ class EngineCore:
     def rates(self) -> RateMeter:
         """The engine's measured speed."""
         return self._accounting.rates
+
+    @property
+    def blocks(self) -> BlockManager:
+        """The manager of the runner's blocks."""
+        return self.scheduler.blocks
 
     @property
     def has_work(self) -> bool:
@@ -189,7 +143,7 @@ class EngineCore:
         Raises:
             OverloadedError: too many grammars wait to be compiled.
         """
-        return self._grammars.prepare(request)
+        return self._admission.prepare(request)
 
     def add(self, request: GenerateRequest, arrival_s: float | None = None) -> None:
         """Queue a request. Its time-out starts at `arrival_s` on the engine's clock, or now if that is None.
@@ -198,17 +152,10 @@ class EngineCore:
             RequestError: its length, token ids or grammar are not usable here, or its id is in use.
         """
         self._check_alive()
-        self._vocabulary.check(request)
-        check_steps(request, self._steps is not None, self._speculation)
-        sequence = Sequence(
-            request,
-            self._accounting.planning.rule(request),
-            self._clock() if arrival_s is None else arrival_s,
-            self._grammars.matcher(request),
-        )
+        sequence = self._admission.sequence(request, arrival_s)
         self.scheduler.add(sequence)
         if sequence.num_draft_tokens > 0:
-            self._proposer.open(sequence)
+            self._speculation.proposer.open(sequence)
 
     def abort(self, request_id: str) -> TokenChunk | None:
         """End a request. Its blocks are free when this returns.
@@ -250,8 +197,8 @@ class EngineCore:
             num_prefix_queried_tokens=self.blocks.num_queried_tokens,
             num_prefix_hit_tokens=self.blocks.num_hit_tokens,
             num_preemptions=self.scheduler.num_preemptions,
-            num_non_finite_requests=self._num_non_finite,
-            num_overlapped_passes=self._overlap.num_passes,
+            num_non_finite_requests=self._non_finite.num_requests,
+            num_overlapped_passes=self._speculation.overlap.num_passes,
             drafts=accounting.counters.drafts,
             times=accounting.times.total,
             prefill_tokens_per_s=accounting.rates.prefill_tokens_per_s,
@@ -259,12 +206,12 @@ class EngineCore:
             decode_tokens_per_s=accounting.rates.decode_tokens_per_s,
             goodput=accounting.goodput.snapshot(),
             speedups=accounting.planning.speedups,
-            remote=self._source.stats,
+            remote=self.scheduler.source.stats,
             classes=accounting.counters.classes,
             drift=accounting.counters.drift,
             queue_times=self.scheduler.queue_times.snapshot(),
             prefill_times=self.scheduler.prefill_times.snapshot(),
-            reasoning=ReasoningStats() if self._steps is None else self._steps.stats,
+            reasoning=ReasoningStats() if self._speculation.steps is None else self._speculation.steps.stats,
             log=PositionLogStats() if self.position_log is None else self.position_log.stats,
         )
 
@@ -277,7 +224,7 @@ class EngineCore:
 
     def _step(self) -> list[TokenChunk]:
         self._timer.begin()
-        issued = self._overlap.take() or self._issue()
+        issued = self._speculation.overlap.take() or self._issue()
         verified = self._verify(issued)
         self._keep_accepted(issued, verified)
         passes = [*map(SequencePass, issued.batch.sampled, issued.drafts, verified)]
@@ -298,11 +245,11 @@ class EngineCore:
 
     @timed("receive_s")
     def _receive(self) -> bool:
-        return self._source.receive(lambda: self.scheduler.prefill_load)
+        return self.scheduler.source.receive(lambda: self.scheduler.prefill_load)
 
     @timed("draft_s")
     def _write_steps(self) -> bool:
-        return self._steps is not None and self._steps.write()
+        return self._speculation.steps is not None and self._speculation.steps.write()
 
     @timed("schedule_s")
     def _schedule(self) -> Batch:
@@ -313,13 +260,13 @@ class EngineCore:
         """Return one draft per sampled sequence. Only sequences with room for drafts go to the proposer."""
         sampled = batch.sampled
         wanting = [scheduled for scheduled in sampled if scheduled.max_draft_tokens > 0]
-        drafts = iter(self._proposer.propose(wanting) if wanting else ())
+        drafts = iter(self._speculation.proposer.propose(wanting) if wanting else ())
         checked = []
         for scheduled in sampled:
             if scheduled.max_draft_tokens == 0:
                 checked.append(NOTHING)
                 continue
-            draft = check_draft(next(drafts), scheduled, self._vocabulary)
+            draft = check_draft(next(drafts), scheduled, self._admission.vocabulary)
             matcher = scheduled.sequence.matcher
             checked.append(draft if matcher is None else constrain(draft, scheduled.max_draft_tokens, matcher))
         return checked
@@ -352,15 +299,15 @@ class EngineCore:
         if self.position_log is not None:
             # Copy first: a pass that is issued meanwhile overwrites the logits.
             self.position_log.copy(issued.logits, tasks, issued.num_drafts)
-        drawn = self._overlap.issue_next(issued, tasks)
-        return self._verifier.verify(issued.logits, tasks) if drawn is None else drawn.results()
+        drawn = self._speculation.overlap.issue_next(issued, tasks)
+        return self._speculation.verifier.verify(issued.logits, tasks) if drawn is None else drawn.results()
 
     @timed("forward_s")
     def _keep_accepted(self, issued: InFlightBatch, verified: Seq[VerifyResult]) -> None:
         """Move the KV of accepted drafts to its final slots, and pass their hidden states to the head."""
         self.runner.move(issued.compactions(verified))
-        if self._head is not None and issued.batch.scheduled:
-            self._head.learn(passed_rows(issued.batch, issued.num_drafts, verified))
+        if (head := self._speculation.head) is not None and issued.batch.scheduled:
+            head.learn(passed_rows(issued.batch, issued.num_drafts, verified))
 
     @timed("commit_s")
     def _commit(self, issued: InFlightBatch, passes: Seq[SequencePass]) -> list[TokenChunk]:
@@ -368,20 +315,8 @@ class EngineCore:
         self._report_sources(passes)
         verified = [each.outcome for each in passes]
         chunks = self.scheduler.commit(issued.batch, issued.num_drafts, verified)
-        self._explain_faults(chunks)
+        self._non_finite.explain(chunks)
         return chunks
-
-    def _explain_faults(self, chunks: Seq[TokenChunk]) -> None:
-        """Log, count and explain each sequence that ends because its logits are not finite."""
-        for chunk in chunks:
-            if chunk.finish_reason is FinishReason.NON_FINITE:
-                self._num_non_finite += 1
-                chunk.error = (
-                    f"{self.model_name} computed NaN or infinite logits after {chunk.offset} tokens of the answer, "
-                    "which ends there: its numbers overflow on this text. A retry gives the same; set target.dtype "
-                    "to bfloat16 or float32, which hold larger numbers than float16"
-                )
-                logger.warning("request %s: %s", chunk.request_id, chunk.error)
 
     def _report_sources(self, passes: Seq[SequencePass]) -> None:
         """Record the source of each token for requests that ask for it, before the tokens are committed."""
@@ -400,27 +335,25 @@ class EngineCore:
             passes,
             self._timer.take(),
             is_ahead=issued.is_ahead,
-            is_followed=self._overlap.has_pass,
+            is_followed=self._speculation.overlap.has_pass,
         )
         for observer in self._accounting.observers:
             observer.on_pass(record)
-        if self.position_log is not None:
-            self.position_log.on_pass(record)
 
     @timed("draft_s")
     def _commit_to_proposer(self, sampled: Seq[ScheduledSequence], chunks: Seq[TokenChunk]) -> None:
         """Report committed tokens to the proposer, except while an issued pass without drafts is still to come."""
         running = [each.sequence for each in sampled if each.sequence.status is SequenceStatus.RUNNING]
         grown = [sequence for sequence in running if sequence.num_wanted_drafts > 0]
-        if grown and not self._overlap.has_pass:
-            self._proposer.commit(grown)
+        if grown and not self._speculation.overlap.has_pass:
+            self._speculation.proposer.commit(grown)
         for chunk in chunks:
             if chunk.finish_reason is not None:
                 self._forget(chunk.request_id)
 
     def _forget(self, request_id: str) -> None:
         """Close an ended sequence in the proposer and the log, once all its tokens are committed."""
-        self._proposer.close(request_id)
+        self._speculation.proposer.close(request_id)
         if self.position_log is not None:
             self.position_log.end(request_id)
 

@@ -77,10 +77,10 @@ class Scheduler:
         self._max_tokens_per_step = config.max_tokens_per_step
         self._max_stall_passes = config.max_stall_passes
         self._limit = LengthLimit(max_model_len, blocks.num_blocks * blocks.block_size)
-        self._blocks = blocks
-        self._source = source or NoPrefillSource()
-        self._rates = rates or RateMeter()
-        self._clock = clock
+        self.blocks = blocks
+        self.source = source or NoPrefillSource()
+        self.rates = rates or RateMeter()
+        self.clock = clock
         self._arrivals = count()
         self._turns = FairQueue()
         self._sequences: dict[str, Sequence] = {}
@@ -173,7 +173,7 @@ class Scheduler:
         decodes = self._schedule_decodes([each for each in ready if not each.is_held], is_crowded=is_crowded)
         budget = self._max_tokens_per_step - sum([1 + each.max_draft_rows for each in decodes])
         if decodes and self._max_stall_passes is not None:
-            budget = int(min(budget, self._rates.chunk_tokens(self._max_stall_passes)))
+            budget = int(min(budget, self.rates.chunk_tokens(self._max_stall_passes)))
         prefills = self._schedule_prefills(budget, prefilling)
         return Batch((*decodes, *prefills), (*decodes, *[each for each in prefills if each.is_sampled]))
 
@@ -191,8 +191,8 @@ class Scheduler:
         going_on = [sequence for sequence in sequences if sequence.num_remaining_tokens > 1]
         for sequence in going_on:
             # `schedule` could not publish these blocks, since a token was unknown.
-            self._blocks.publish(sequence, len(sequence.token_ids))
-        if not going_on or not all(self._blocks.reserve(each, len(each.token_ids) + 1) for each in going_on):
+            self.blocks.publish(sequence, len(sequence.token_ids))
+        if not going_on or not all(self.blocks.reserve(each, len(each.token_ids) + 1) for each in going_on):
             return None
         scheduled = tuple(ScheduledSequence(each, len(each.token_ids), 1, 0) for each in going_on)
         return Batch(scheduled, scheduled)
@@ -215,7 +215,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert the invariants between two steps; for tests."""
-        self._blocks.check_integrity(self._running)
+        self.blocks.check_integrity(self._running)
         assert self._running == sorted(self._running, key=_by_urgency)
         assert self._waiting == sorted(self._waiting, key=_by_urgency)
         assert {id(s) for s in [*self._running, *self._waiting]} == {id(s) for s in self._sequences.values()}
@@ -227,14 +227,14 @@ class Scheduler:
 
     def _has_news(self) -> bool:
         """True if a sequence can be admitted, or has timed out."""
-        if self._deadlines and self._deadlines[0][0] <= self._clock():
+        if self._deadlines and self._deadlines[0][0] <= self.clock():
             return True
         if not self._waiting or self.num_running >= self._max_num_sequences:
             return False
-        return self._blocks.can_admit(self._waiting[0], self.num_running)
+        return self.blocks.can_admit(self._waiting[0], self.num_running)
 
     def _expire(self) -> None:
-        while self._deadlines and self._deadlines[0][0] <= self._clock():
+        while self._deadlines and self._deadlines[0][0] <= self.clock():
             _, arrival, request_id = heappop(self._deadlines)
             sequence = self._sequences.get(request_id)
             if sequence is not None and sequence.arrival == arrival:  # else it has ended, and its id may be reused
@@ -246,7 +246,7 @@ class Scheduler:
 
         Ready sequences never exceed the budget: each was admitted while the budget had a token left for it.
         """
-        size = self._blocks.block_size
+        size = self.blocks.block_size
         for sequence in [each for each in self._running if len(each.token_ids) > size * len(each.block_table)]:
             if _is_ready(sequence) and sequence.status is SequenceStatus.RUNNING:
                 self._secure_slot(sequence)
@@ -257,11 +257,11 @@ class Scheduler:
 
     def _secure_slot(self, sequence: Sequence) -> None:
         num_tokens = len(sequence.token_ids)
-        if self._blocks.reserve(sequence, num_tokens):
+        if self.blocks.reserve(sequence, num_tokens):
             return
         for other in self._running:
-            self._blocks.trim(other, len(other.token_ids))
-        while not self._blocks.reserve(sequence, num_tokens):
+            self.blocks.trim(other, len(other.token_ids))
+        while not self.blocks.reserve(sequence, num_tokens):
             victim = self._running[-1]
             self._preempt(victim)
             if victim is sequence:
@@ -273,10 +273,10 @@ class Scheduler:
         num_new = min(len(self._waiting), self._max_num_sequences - self.num_running)
         if not 0 < num_ready < num_prefilling + num_new:
             return False
-        return num_ready < num_prefilling or self._blocks.can_admit(self._waiting[0], self.num_running)
+        return num_ready < num_prefilling or self.blocks.can_admit(self._waiting[0], self.num_running)
 
     def _schedule_decodes(self, ready: list[Sequence], *, is_crowded: bool) -> list[ScheduledSequence]:
-        budget, blocks, size = self._max_tokens_per_step - len(ready), self._blocks, self._blocks.block_size
+        budget, blocks, size = self._max_tokens_per_step - len(ready), self.blocks, self.blocks.block_size
         scheduled = []
         for sequence in ready:
             num_tokens = len(sequence.token_ids)
@@ -317,7 +317,7 @@ class Scheduler:
             if sequence.is_scoring:
                 num_tokens = min(num_tokens, _MAX_SCORED_TOKENS)
             start = sequence.num_computed_tokens
-            self._blocks.publish(sequence, start + num_tokens)
+            self.blocks.publish(sequence, start + num_tokens)
             scheduled.append(ScheduledSequence(sequence, start, num_tokens, 0))
             budget -= num_tokens
         return scheduled
@@ -332,17 +332,17 @@ class Scheduler:
         while self._waiting and self._admit(self._waiting[0]):
             sequence = self._waiting.pop(0)
             self._turns.serve(sequence.request, sequence.turn)
-            self._source.offer(sequence, self.prefill_load)
+            self.source.offer(sequence, self.prefill_load)
             insort(self._running, sequence, key=_by_urgency)
             yield sequence
 
     def _admit(self, sequence: Sequence) -> bool:
-        if self.num_running >= self._max_num_sequences or not self._blocks.admit(sequence, self.num_running):
+        if self.num_running >= self._max_num_sequences or not self.blocks.admit(sequence, self.num_running):
             return False
         sequence.status = SequenceStatus.RUNNING
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
-            now_s = self._clock()
+            now_s = self.clock()
             self.queue_times.observe(max(0.0, now_s - sequence.arrival_s))
             sequence.clock.admit(now_s)
         return True
@@ -353,10 +353,10 @@ class Scheduler:
 
     def _stop_fetching(self, sequence: Sequence) -> None:
         if sequence.is_fetching:
-            self._source.withdraw(sequence)
+            self.source.withdraw(sequence)
 
     def _queue(self, sequence: Sequence) -> None:
-        sequence.num_expected_tokens = self._blocks.num_cached_tokens(sequence)
+        sequence.num_expected_tokens = self.blocks.num_cached_tokens(sequence)
         insort(self._waiting, sequence, key=_by_urgency)
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -366,8 +366,8 @@ class Scheduler:
         """
         self._stop_fetching(sequence)
         logger.info("request %s: preempted at %d tokens, no free block", sequence.request_id, len(sequence.token_ids))
-        self._blocks.publish(sequence, sequence.num_computed_tokens)
-        self._blocks.release(sequence)
+        self.blocks.publish(sequence, sequence.num_computed_tokens)
+        self.blocks.release(sequence)
         self._running.remove(sequence)
         sequence.status = SequenceStatus.WAITING
         self._queue(sequence)
@@ -382,7 +382,7 @@ class Scheduler:
         kept = with_grammar(sequence, kept)
         sequence.num_computed_tokens = len(sequence.token_ids) - 1
         if kept.token_ids and not sequence.clock.is_committed:
-            self.prefill_times.observe(sequence.clock.commit(self._clock()))
+            self.prefill_times.observe(sequence.clock.commit(self.clock()))
         logprobs = outcome.logprobs[: len(kept.token_ids)]
         if kept.finish_reason is None:
             return chunk_of(sequence, kept, logprobs)
@@ -393,10 +393,10 @@ class Scheduler:
         if sequence.status is SequenceStatus.RUNNING:
             self._stop_fetching(sequence)
             if kept.finish_reason is FinishReason.NON_FINITE:
-                self._blocks.retract(sequence, sequence.num_cached_tokens or 0)
+                self.blocks.retract(sequence, sequence.num_cached_tokens or 0)
             else:
-                self._blocks.publish(sequence, sequence.num_computed_tokens)
-            self._blocks.release(sequence)
+                self.blocks.publish(sequence, sequence.num_computed_tokens)
+            self.blocks.release(sequence)
             self._running.remove(sequence)
         else:
             self._waiting.remove(sequence)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig
-from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from models.training.rollout import RolloutPool
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams
@@ -164,7 +164,7 @@ def answered(folder: Path, prompts: Sequence[str], max_tokens: int, seed: int) -
         raise ConfigError(f"{folder} has no chat template, which answers to prompts take")
     rendered = [files.chat_template.render([{"role": "user", "content": prompt}]) for prompt in prompts]
     texts = {str(index): files.tokenizer.encode(text, add_special_tokens=False) for index, text in enumerate(rendered)}
-    core = EngineCore.from_config(EngineConfig(ModelConfig(str(folder)), CacheConfig(memory_bytes=_CACHE_BYTES)))
+    core = load_engine(EngineConfig(ModelConfig(str(folder)), CacheConfig(memory_bytes=_CACHE_BYTES)))
     for index, (name, ids) in enumerate(texts.items()):
         temperature = TEMPERATURES[index % len(TEMPERATURES)]
         sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed + index)

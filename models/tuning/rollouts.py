@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, PositionLogConfig, SchedulerConfig
-from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.model.runner.model_runner import ModelRunner
 from engine.position_log.folder import log_files
 from engine.position_log.shard import LoggedRequest, read_shard
@@ -81,7 +81,7 @@ def _prompt(request: LoggedRequest) -> tuple[int, ...]:
 def _write(
     target: str, prompts: Sequence[Prompt], folder: Path, minutes: float, on_progress: Callable[[float], None]
 ) -> None:
-    core = EngineCore.from_config(
+    core = load_engine(
         EngineConfig(
             ModelConfig(target, num_threads=torch.get_num_threads()),
             CacheConfig(memory_bytes=_POOL_BYTES),

@@ -55,7 +55,6 @@ def make_core(
     return EngineCore(
         runner or FakeRunner(num_blocks, 4, V),
         Scheduler(SchedulerConfig(8, max_tokens_per_step), blocks, max_model_len=100),
-        blocks,
         Speculation(proposer or NoProposer(), Verifier(Sampler()), SpeculationConfig(num_drafts, adaptive=adaptive)),
     )
 

@@ -29,6 +29,7 @@ from engine.config import (
     TreeKind,
 )
 from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.native.library import Instructions, native_library
 from engine.proposer.draft_model.loader import load_drafter
 from engine.sequence.batch import ScheduledSequence
@@ -99,7 +100,7 @@ def new_core(
     cache_config = CacheConfig(num_blocks=24, enable_prefix_caching=is_caching, dtype=kv)
     methods = (SpeculationMethod.MODEL, SpeculationMethod.NONE)
     speculation = SpeculationConfig(5, adaptive=False, methods=methods, tree=tree)
-    return EngineCore.from_config(EngineConfig(model, cache_config, speculation=speculation), proposer)
+    return load_engine(EngineConfig(model, cache_config, speculation=speculation), proposer)
 
 
 def request(

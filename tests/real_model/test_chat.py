@@ -13,6 +13,7 @@ import pytest
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.proposer.text_match.suffix import SuffixProposer
 from protos import outrider_pb2 as pb2
 from protos import outrider_pb2_grpc
@@ -52,7 +53,7 @@ TOOL_TEMPLATE = (
 def core(smollm2_folder: Path) -> EngineCore:
     cache = CacheConfig(num_blocks=256, memory_bytes=None)
     model = ModelConfig(str(smollm2_folder), "float32")
-    return EngineCore.from_config(EngineConfig(model, cache, speculation=SpeculationConfig(4)), SuffixProposer())
+    return load_engine(EngineConfig(model, cache, speculation=SpeculationConfig(4)), SuffixProposer())
 
 
 @pytest.fixture

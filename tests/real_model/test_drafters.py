@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.proposer.dispatch.methods import proposer_of
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams
@@ -59,7 +60,7 @@ def core(smollm2_folder: Path) -> EngineCore:
     config = EngineConfig(
         ModelConfig(folder, "float32"), CacheConfig(num_blocks=128, memory_bytes=None), speculation=speculation
     )
-    return EngineCore.from_config(config, proposer_of(METHODS, draft))
+    return load_engine(config, proposer_of(METHODS, draft))
 
 
 def generate(core: EngineCore, requests: list[GenerateRequest]) -> dict[str, tuple[int, ...]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.proposer.text_match.ngram import NgramProposer
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
 from protos.served_draft import DraftOrder, DraftReport
@@ -25,14 +26,14 @@ def write_model(folder: Path) -> None:
     write_tokenizer(folder)
 
 
-def load_engine(folder: Path) -> EngineCore:
+def ngram_engine(folder: Path) -> EngineCore:
     config = EngineConfig(
         ModelConfig(str(folder), dtype="float32"),
         CacheConfig(num_blocks=512, memory_bytes=None),
         SchedulerConfig(),
         SpeculationConfig(4),
     )
-    return EngineCore.from_config(config, NgramProposer(min_size=1))
+    return load_engine(config, NgramProposer(min_size=1))
 
 
 class EngineBackend:

@@ -32,7 +32,7 @@ from bench.served.attacks import ATTACKS, Face
 from bench.served.bystanders import Bystanders
 from cluster.deploy_file import DeployFile
 from engine.config import CacheConfig, EngineConfig, ModelConfig
-from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from protos import outrider_pb2 as pb2
 from protos import outrider_pb2_grpc
 from protos.errors import ConfigError
@@ -58,7 +58,7 @@ def plain_tokens(path: Path, temperature: float, num_tokens: int, prompt: list[i
     config = EngineConfig(
         ModelConfig(str(path), "float32", num_threads=1), CacheConfig(num_blocks=512, memory_bytes=None)
     )
-    core = EngineCore.from_config(config)
+    core = load_engine(config)
     prompt = prompt or load_tokenizer_files(str(path)).tokenizer.encode("hello world")
     core.add(GenerateRequest("a", tuple(prompt), SamplingParams(4, temperature, max_tokens=num_tokens)))
     token_ids: list[int] = []

@@ -33,5 +33,5 @@ class SharedTarget:
         verifier = RecordedVerifier(Sampler())
         head = head_proposer(self._runner, speculation.tree)
         proposer = head or make_proposer() or NoProposer()
-        core = EngineCore(self._runner, scheduler, self._blocks, Speculation(proposer, verifier, speculation, head))
+        core = EngineCore(self._runner, scheduler, Speculation(proposer, verifier, speculation, head))
         return RecordedEngine(core, verifier, proposer, speculation)

@@ -25,6 +25,7 @@ from engine.accounting.step_times import StepTimes
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, TreeConfig
 from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.proposer import Proposer
 from engine.proposer.dispatch.methods import proposer_of
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter
@@ -60,7 +61,7 @@ def new_engine(
 ) -> EngineCore:
     model = ModelConfig(str(folders.target), dtype="float32", num_threads=1)
     limits = SchedulerConfig(max_model_len=128)
-    return EngineCore.from_config(EngineConfig(model, CACHE, limits, SpeculationConfig(K, verify, tree=tree)), proposer)
+    return load_engine(EngineConfig(model, CACHE, limits, SpeculationConfig(K, verify, tree=tree)), proposer)
 
 
 def slow_down(
@@ -201,7 +202,7 @@ def test_methods_are_chosen_by_measurement_beside_drafts_that_work_ahead_and_one
     with ExitStack() as others, serving(folders, folder / "draft.sock", FAN_OUT) as server:
         others.enter_context(serving(folders, folder / "prose.sock", FAN_OUT))
         channel, prose = connected(folder / "draft.sock"), connected(folder / "prose.sock")
-        engine = EngineCore.from_config(config, proposer_of(methods, channel, others={"prose": prose}))
+        engine = load_engine(config, proposer_of(methods, channel, others={"prose": prose}))
         slow_down(engine, channel, [server], monkeypatch)
         charge_little_for_drafts(monkeypatch)
         for number, batch in enumerate(batches):

@@ -12,7 +12,7 @@ from actors.settings import DraftSettings, PairSettings
 from actors.target.in_process_draft import InProcessDraft
 from engine.accounting.engine_stats import DraftStats
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
-from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.proposer.dispatch.methods import proposer_of
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
 from tests.engine.fixtures.checkpoints import write_checkpoint
@@ -36,7 +36,7 @@ def settings(folder: Path) -> PairSettings:
 
 
 def texts(pair: PairSettings, draft: InProcessDraft | None, on_step: Callable[[int], None] = lambda _: None) -> Run:
-    core = EngineCore.from_config(pair.engine, draft and proposer_of(pair.engine.speculation.methods, draft))
+    core = load_engine(pair.engine, draft and proposer_of(pair.engine.speculation.methods, draft))
     for request in REQUESTS:
         core.add(request)
     found: dict[str, tuple[int, ...]] = {}

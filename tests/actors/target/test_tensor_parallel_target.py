@@ -13,7 +13,7 @@ from actors.settings import PairSettings
 from actors.shell_messages import TARGET_SOCKET
 from actors.target.target_process import serve_target
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
-from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from protos.errors import UnavailableError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
 from tests.actors.target_events import TargetEvents
@@ -46,7 +46,7 @@ async def generate(client: TargetClient, request: GenerateRequest) -> list[int]:
 
 async def test_two_ranks_serve_the_texts_of_one_and_die_together(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "target", seed=1)
-    core = EngineCore.from_config(settings(tmp_path / "target", 1))
+    core = load_engine(settings(tmp_path / "target", 1))
     core.add(REQUEST)
     expected: list[int] = []
     while core.has_work:

@@ -12,6 +12,7 @@ import pytest
 from engine.accounting.method_chooser import EXPLORED, MethodChooser
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.proposer.dispatch.methods import proposer_of
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams, VerifyMode
 from tests.engine.fixtures.checkpoints import write_checkpoint
@@ -71,7 +72,7 @@ def texts(target: Path, requests: list[GenerateRequest]) -> tuple[dict[str, list
     speculation = SpeculationConfig(3, methods=METHODS, adaptive=True)
     model = ModelConfig(str(target), "float32", num_threads=1)
     config = EngineConfig(model, CacheConfig(num_blocks=256, memory_bytes=None), speculation=speculation)
-    core = EngineCore.from_config(config, proposer_of(METHODS))
+    core = load_engine(config, proposer_of(METHODS))
     for request in requests:
         core.add(request)
     found: dict[str, list[int]] = {request.request_id: [] for request in requests}

@@ -21,6 +21,7 @@ from engine.config import (
     StepConfig,
 )
 from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.proposer import Proposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.sequence.batch import ScheduledSequence
@@ -65,7 +66,7 @@ def new_engine(
         limits or SchedulerConfig(),
         SpeculationConfig(K, steps=steps, **speculation),
     )
-    return EngineCore.from_config(config, drafter)
+    return load_engine(config, drafter)
 
 
 def requests(max_tokens: int = 40, *, approximate: Seq[bool], **sampling: object) -> list[GenerateRequest]:

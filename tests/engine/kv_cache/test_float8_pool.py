@@ -24,7 +24,7 @@ from engine.config import (
     SpeculationConfig,
     TreeConfig,
 )
-from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.kv_cache.kv_dtype import loaded, stored
 from engine.kv_cache.pool import KVCache, LayerShape, block_bytes
 from engine.kv_cache.sharded_layout import ShardedKVLayout
@@ -174,7 +174,7 @@ def texts(folder: Path, way: Way) -> tuple[dict[str, list[int]], int]:
         speculation=SpeculationConfig(3, methods=(way.method,), tree=way.tree),
         head=way.head,
     )
-    core = EngineCore.from_config(config)
+    core = load_engine(config)
     for index in range(2):
         sampling = SamplingParams(seed=index, temperature=0.9 * index, max_tokens=10)
         core.add(GenerateRequest(str(index), tuple(range(1 + index, 12)), sampling))

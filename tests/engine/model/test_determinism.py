@@ -24,6 +24,7 @@ from engine.config import (
     TreeConfig,
 )
 from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.kv_cache.compaction import compaction
 from engine.kv_cache.pool import KVCache
 from engine.model.runner import model_runner
@@ -203,7 +204,7 @@ def demo_core(
     model = ModelConfig(str(DEMO / "target"), "bfloat16", "cpu", deterministic=True)
     scheduler = SchedulerConfig(max_num_sequences=max_sequences, max_tokens_per_step=chunk)
     speculation = SpeculationConfig(4, tree=TreeConfig() if tree else None)
-    return EngineCore.from_config(EngineConfig(model, CacheConfig(num_blocks=256), scheduler, speculation), proposer)
+    return load_engine(EngineConfig(model, CacheConfig(num_blocks=256), scheduler, speculation), proposer)
 
 
 def model_proposer(tree: TreeConfig | None = None) -> ModelProposer:

@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, PositionLogConfig, SpeculationConfig
 from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.position_log.folder import LogFolder, log_files
 from engine.position_log.shard import LoggedRequest, read_model, read_shard
 from engine.proposer.draft_model.model_proposer import ModelProposer
@@ -49,7 +50,7 @@ def engine(model: Path, log: Path | None, share: float = 1.0) -> EngineCore:
         speculation=SpeculationConfig(3, methods=methods),
         log=None if log is None else PositionLogConfig(str(log), 64 * MIB, share),
     )
-    return EngineCore.from_config(config, ModelProposer.from_config(draft, config.cache, config.scheduler))
+    return load_engine(config, ModelProposer.from_config(draft, config.cache, config.scheduler))
 
 
 def texts(core: EngineCore, requests: tuple[GenerateRequest, ...] = REQUESTS) -> dict[str, tuple[int, ...]]:

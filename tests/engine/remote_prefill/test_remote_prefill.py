@@ -12,6 +12,7 @@ import pytest
 from engine.accounting.rates import RateMeter
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore, Speculation
+from engine.engine_core.loading import load_engine
 from engine.kv_cache.block_manager import BlockManager
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer import Proposer
@@ -105,7 +106,7 @@ def cache(num_blocks: int, is_caching: bool = True) -> CacheConfig:
 
 
 def build(model: ModelConfig, setup: Setup) -> Pair:
-    remote = EngineCore.from_config(
+    remote = load_engine(
         EngineConfig(
             model,
             cache(setup.num_remote_blocks),
@@ -124,10 +125,7 @@ def build(model: ModelConfig, setup: Setup) -> Pair:
     core = EngineCore(
         runner,
         scheduler,
-        blocks,
         Speculation(setup.proposer(), Verifier(Sampler()), SpeculationConfig(setup.num_drafts)),
-        source=source,
-        clock=clock,
     )
     return Pair(core, source, transport, remote, clock)
 
@@ -148,7 +146,7 @@ def requests(num: int = 10) -> list[GenerateRequest]:
 
 @pytest.fixture(scope="module")
 def reference(model: ModelConfig) -> dict[str, list[int]]:
-    core = EngineCore.from_config(EngineConfig(model, cache(256, is_caching=False)))
+    core = load_engine(EngineConfig(model, cache(256, is_caching=False)))
     texts: dict[str, list[int]] = {}
     for request in requests():
         core.add(request)

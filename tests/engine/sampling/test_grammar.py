@@ -20,6 +20,7 @@ from actors.engine_loop.engine_loop import AbortAll, EngineLoop
 from actors.shell_messages import Abort, Add
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.proposer import Proposer
 from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
@@ -85,7 +86,7 @@ def build(
         SchedulerConfig(max_num_sequences=256),
         SpeculationConfig(num_drafts, verify),
     )
-    return EngineCore.from_config(config, proposer)
+    return load_engine(config, proposer)
 
 
 @pytest.fixture(scope="module")

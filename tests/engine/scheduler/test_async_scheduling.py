@@ -19,7 +19,7 @@ from engine.proposer import Proposer
 from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.sampling.sampler import Sampler
 from engine.scheduler import async_scheduling as overlap
-from engine.scheduler.async_scheduling import AsyncScheduling
+from engine.scheduler.async_scheduling import AsyncScheduling, SyncScheduling
 from engine.scheduler.in_flight_batch import InFlightBatch
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import Batch
@@ -66,14 +66,12 @@ def make_core(
     return EngineCore(
         runner,
         scheduler,
-        blocks,
         Speculation(
             proposer or NoProposer(),
             verifier,
             SpeculationConfig(num_drafts),
-            overlap=AsyncScheduling(runner, scheduler, verifier) if is_behind else None,
+            overlap=AsyncScheduling(runner, scheduler, verifier) if is_behind else SyncScheduling(),
         ),
-        clock=clock,
     )
 
 
@@ -223,7 +221,7 @@ def the_block_of_an_unknown_token_gets_a_key(patch: pytest.MonkeyPatch) -> None:
     def publish_all(self: Scheduler, batch: Batch) -> Batch | None:
         following = real(self, batch)
         for scheduled in following.scheduled if following else ():
-            self._blocks.publish(scheduled.sequence, scheduled.start + 1)
+            self.blocks.publish(scheduled.sequence, scheduled.start + 1)
         return following
 
     patch.setattr(Scheduler, "follow", publish_all)
@@ -235,7 +233,7 @@ def blocks_of_the_pass_on_its_way_are_given_away(patch: pytest.MonkeyPatch) -> N
     def give_back(self: AsyncScheduling, batch: Batch, token_ids: Tensor, tasks: Seq[VerifyTask]) -> None:
         real(self, batch, token_ids, tasks)
         for scheduled in batch.scheduled:
-            self._scheduler._blocks.trim(scheduled.sequence, scheduled.start)
+            self._scheduler.blocks.trim(scheduled.sequence, scheduled.start)
 
     patch.setattr(AsyncScheduling, "_issue", give_back)
 

@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.proposer.text_match.ngram import NgramProposer
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from tests.engine.fixtures.checkpoints import write_checkpoint
@@ -33,7 +34,7 @@ def expected(folder: Path) -> list[float]:
 
 
 def engine(folder: Path, *, num_blocks: int = 64, max_tokens_per_step: int = 2048) -> EngineCore:
-    return EngineCore.from_config(
+    return load_engine(
         EngineConfig(
             ModelConfig(str(folder), "float32"),
             CacheConfig(block_size=4, num_blocks=num_blocks),

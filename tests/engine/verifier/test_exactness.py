@@ -25,6 +25,7 @@ from engine.config import (
     TreeKind,
 )
 from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.proposer import Proposer
 from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
@@ -217,7 +218,7 @@ def build(folders: Folders, setup: Setup) -> EngineCore:
         SchedulerConfig(max_tokens_per_step=setup.max_tokens_per_step, max_model_len=128),
         SpeculationConfig(setup.num_draft_tokens, setup.verify, tree=setup.tree),
     )
-    return EngineCore.from_config(config, setup.proposer(folders))
+    return load_engine(config, setup.proposer(folders))
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,8 +264,8 @@ def test_the_text_depends_on_nothing_but_prompt_seed_and_target(
     if setup.num_blocks < 20:
         assert engine.stats().num_preemptions > 0
     if setup.proposer is ahead:
-        assert isinstance(engine._proposer, AheadProposer)
-        assert engine._proposer.num_hits > 20
+        assert isinstance(engine._speculation.proposer, AheadProposer)
+        assert engine._speculation.proposer.num_hits > 20
     if setup.num_repeats > 1:
         assert engine.stats().num_prefix_hit_tokens > 0
     if setup.proposer in (model, dynamic_trees, static_trees, ahead, ngram, suffix):

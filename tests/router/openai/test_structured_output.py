@@ -22,7 +22,7 @@ from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import IngressMetrics
 from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer_files import TokenizerFiles, load_tokenizer_files
-from tests.router.engine_backend import EngineBackend, load_engine, write_model
+from tests.router.engine_backend import EngineBackend, ngram_engine, write_model
 from tests.router.grpc_channel import grpc_channel
 
 TEMPLATES = {
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def core(folder: Path) -> EngineCore:
-    return load_engine(folder)
+    return ngram_engine(folder)
 
 
 @pytest.fixture

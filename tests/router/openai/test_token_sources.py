@@ -22,7 +22,7 @@ from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
 from router.tokenizer.tokenizer_files import load_tokenizer_files
-from tests.router.engine_backend import CARD, EngineBackend, load_engine, write_model
+from tests.router.engine_backend import CARD, EngineBackend, ngram_engine, write_model
 from tests.router.grpc_channel import grpc_channel
 
 REQUEST = {"model": "tiny", "prompt": "abcabcabcabcabc", "max_tokens": 40, "temperature": 0, "return_token_ids": True}
@@ -52,7 +52,7 @@ class ChunkByChunk(EngineBackend):
 def core(tmp_path_factory: pytest.TempPathFactory) -> EngineCore:
     folder = tmp_path_factory.mktemp("model")
     write_model(folder)
-    core = load_engine(folder)
+    core = ngram_engine(folder)
     core.folder = folder
     return core
 

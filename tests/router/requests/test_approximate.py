@@ -21,7 +21,7 @@ from engine.config import (
     SpeculationConfig,
     StepConfig,
 )
-from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from protos import outrider_pb2 as pb2
 from protos import outrider_pb2_grpc
@@ -137,7 +137,7 @@ class StepBackend(EngineBackend):
             ModelConfig(str(folder / "target"), dtype="float32"), cache, speculation=SpeculationConfig(3, steps=steps)
         )
         draft = ModelConfig(str(folder / "draft"), dtype="float32")
-        super().__init__(EngineCore.from_config(config, ModelProposer.from_config(draft, cache, SchedulerConfig())))
+        super().__init__(load_engine(config, ModelProposer.from_config(draft, cache, SchedulerConfig())))
 
     async def describe(self):
         return replace(CARD, has_approximate_steps=True, max_draft_tokens=16)

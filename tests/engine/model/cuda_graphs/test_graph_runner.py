@@ -28,7 +28,7 @@ from engine.config import (
     SpeculationConfig,
     TreeConfig,
 )
-from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.kv_cache.pool import KVCache, LayerShape
 from engine.model.cuda_graphs.buckets import (
     GraphBucket,
@@ -285,7 +285,7 @@ def test_texts_are_the_same_with_padded_passes(folders: Folders, tree: TreeConfi
         speculation = SpeculationConfig(3, tree=tree)
         draft = ModelConfig(str(folders.draft), "float32", "cpu", graphs=sized(graphs, limits, speculation))
         proposer = ModelProposer.from_config(draft, cache, limits, tree=tree)
-        core = EngineCore.from_config(EngineConfig(model, cache, limits, speculation), proposer)
+        core = load_engine(EngineConfig(model, cache, limits, speculation), proposer)
         for index in range(5):
             sampling = SamplingParams(temperature=0.7 * (index % 2), seed=index, max_tokens=20)
             core.add(GenerateRequest(str(index), tuple(range(1, 9 + index)), sampling))

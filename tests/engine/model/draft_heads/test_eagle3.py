@@ -23,7 +23,7 @@ from engine.config import (
     Quantization,
     SpeculationConfig,
 )
-from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.model.draft_heads.eagle3 import Eagle3Head, load_eagle3
 from engine.model.draft_heads.loader import load_head
 from engine.model.hidden_state_taps import UNKNOWN
@@ -286,7 +286,7 @@ def test_sampled_text_has_the_targets_distribution(verify: VerifyMode, tmp_path:
         speculation=SpeculationConfig(2, verify, 2, (SpeculationMethod.EAGLE3,)),
         head=HeadConfig(HeadKind.EAGLE3, str(head)),
     )
-    engine = EngineCore.from_config(config)
+    engine = load_engine(config)
     for seed in range(NUM_SEQUENCES):
         sampling = SamplingParams(
             temperature=SAMPLING.temperature, top_k=SAMPLING.top_k, max_tokens=SAMPLING.max_tokens, seed=seed

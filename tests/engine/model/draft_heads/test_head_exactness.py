@@ -25,6 +25,7 @@ from engine.config import (
     TreeConfig,
 )
 from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
 from engine.sequence.batch import ScheduledSequence
@@ -120,7 +121,7 @@ def build(world: World, kind: HeadKind | None, setup: Setup, transport: InProces
         None if kind is None else world.head(kind),
         min_remote_prefill_tokens=8,
     )
-    return EngineCore.from_config(config, transport=transport)
+    return load_engine(config, transport=transport)
 
 
 def requests(setup: Setup) -> list[GenerateRequest]:
@@ -183,9 +184,9 @@ def record(engine: EngineCore) -> list[Drafted]:
 
 def _drafter(engine: EngineCore) -> Any:
     """The engine's head, or its self-drafter inside the proposers that choose and guard."""
-    if engine._head is not None:
-        return engine._head
-    chooser: Any = engine._proposer
+    if engine._speculation.head is not None:
+        return engine._speculation.head
+    chooser: Any = engine._speculation.proposer
     return chooser._other._methods[SpeculationMethod.SELF][0]._proposer
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from engine.config import CacheConfig, EngineConfig, HeadConfig, HeadKind, ModelConfig, Quantization, SpeculationConfig
 from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.model.draft_heads import self_draft
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams
@@ -21,7 +22,7 @@ PROMPTS = ((1, 5, 9, 14), tuple(range(3, 40)), (7,) * 16)
 
 
 def engine_of(target: Path, head: HeadConfig, quantization: Quantization = Quantization.NONE) -> EngineCore:
-    return EngineCore.from_config(
+    return load_engine(
         EngineConfig(
             ModelConfig(str(target), "float32", quantization=quantization),
             CacheConfig(num_blocks=64),

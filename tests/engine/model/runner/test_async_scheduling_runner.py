@@ -10,7 +10,7 @@ import torch
 from engine.batch.draft import NO_DRAFT
 from engine.batch.span import Span
 from engine.config import CacheConfig, EngineConfig, GraphConfig, GraphKind, ModelConfig, SchedulerConfig
-from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.model.runner.model_runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.verifier.verifier import Verifier
@@ -65,7 +65,7 @@ def test_a_runner_takes_tokens_from_the_device_in_recorded_passes_and_in_others(
 def generate(folder: Path, *, is_behind: bool, graphs: GraphConfig = GRAPHS) -> tuple[dict[str, list[int]], int]:
     model = ModelConfig(str(folder), "float32", "cpu", graphs=graphs)
     config = EngineConfig(model, CacheConfig(4, num_blocks=64), SchedulerConfig(4, 64), overlap=is_behind)
-    core = EngineCore.from_config(config)
+    core = load_engine(config)
     grammar = Grammar(GrammarKind.REGEX, r"(cat|dog){1,4} [0-9]{2,6}", "guided_regex")
     for index in range(7):
         sampling = SamplingParams(

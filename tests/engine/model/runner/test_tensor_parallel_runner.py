@@ -14,6 +14,7 @@ from transformers import LlamaConfig, Qwen3Config
 from engine.batch.span import Span
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, TreeConfig
 from engine.engine_core import EngineCore, Speculation
+from engine.engine_core.loading import load_engine
 from engine.kv_cache.block_manager import BlockManager
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner, load_runner
@@ -66,7 +67,7 @@ def generate(runner: ModelRunner, draft: Path | None, tree: TreeConfig | None = 
     if draft is not None:
         proposer = ModelProposer.from_config(config(draft, 1), CACHE, limits, tree=tree)
     parts = Speculation(proposer or NoProposer(), Verifier(Sampler()), speculation)
-    core = EngineCore(runner, scheduler, blocks, parts)
+    core = EngineCore(runner, scheduler, parts)
     for index, prompt in enumerate(PROMPTS):
         sampling = SamplingParams(temperature=0.7 * (index % 2), seed=index, max_tokens=24)
         core.add(GenerateRequest(str(index), prompt, sampling))
@@ -156,7 +157,7 @@ def test_a_rank_that_dies_ends_the_engine_without_a_hang(sharded: TensorParallel
 def test_the_engine_shards_its_target_as_configured(folders: Folders) -> None:
     """After the shared runner has been closed or killed, its place is free."""
     with pytest.raises(ConfigError, match="must divide"):
-        EngineCore.from_config(EngineConfig(config(folders.target, 3), CACHE))
+        load_engine(EngineConfig(config(folders.target, 3), CACHE))
 
 
 def test_a_family_of_transformers_modules_gives_the_texts_of_one_device(

@@ -30,7 +30,6 @@ def core_of(model: Proposer, prose: Proposer, code: Proposer, methods: tuple[str
     return EngineCore(
         FakeRunner(256, 4, V),
         Scheduler(SchedulerConfig(64, 512), blocks, max_model_len=100),
-        blocks,
         Speculation(proposer, Verifier(Sampler()), SpeculationConfig(4, methods=methods, adaptive=True)),
     )
 

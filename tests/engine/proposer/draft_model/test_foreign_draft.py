@@ -23,6 +23,7 @@ from engine.config import (
     TreeConfig,
 )
 from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
 from engine.proposer import Proposer
 from engine.proposer.draft_model.loader import load_drafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
@@ -90,7 +91,7 @@ def new_engine(
     model = ModelConfig(str(folders.target), dtype="float32", num_threads=1)
     speculation = SpeculationConfig(K if proposer else 0, verify, tree=tree)
     limits = SchedulerConfig(max_num_sequences=256, max_model_len=128)
-    return EngineCore.from_config(EngineConfig(model, replace(CACHE, num_blocks=2048), limits, speculation), proposer)
+    return load_engine(EngineConfig(model, replace(CACHE, num_blocks=2048), limits, speculation), proposer)
 
 
 def generate(engine: EngineCore, requests: Seq[GenerateRequest]) -> Texts:

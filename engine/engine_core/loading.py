@@ -1,0 +1,104 @@
+"""Loads an engine from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from engine.accounting.rates import RateMeter
+from engine.approximate.steps import step_speculation
+from engine.config import EngineConfig
+from engine.engine_core.core import EngineCore
+from engine.engine_core.speculation import Speculation
+from engine.kv_cache.block_manager import BlockManager, CacheDeltaSink
+from engine.model.cuda_graphs.buckets import sized
+from engine.model.loader import model_version, tokenizer_file
+from engine.model.runner.model_runner import ModelRunner
+from engine.model.runner.tensor_parallel_runner import load_runner
+from engine.position_log.position_log import PositionLog
+from engine.position_log.shard import LoggedModel
+from engine.proposer import Proposer
+from engine.proposer.dispatch.methods import proposer_of
+from engine.proposer.dispatch.no_proposer import NoProposer
+from engine.proposer.hidden_state.factory import head_proposer, self_proposer
+from engine.remote_prefill.kv_transfer import KVTransport
+from engine.remote_prefill.remote_prefill import RemotePrefill
+from engine.sampling.grammar_compiler import GrammarCompiler
+from engine.sampling.sampler import Sampler
+from engine.scheduler.async_scheduling import AsyncScheduling, SyncScheduling
+from engine.scheduler.scheduler import Scheduler
+from engine.verifier.verifier import Verifier
+from protos.messages import SpeculationMethod
+
+
+def load_engine(
+    config: EngineConfig,
+    proposer: Proposer | None = None,
+    event_sink: CacheDeltaSink | None = None,
+    transport: KVTransport | None = None,
+    step_writer: Proposer | None = None,
+    models: Mapping[str, Proposer] | None = None,
+) -> EngineCore:
+    """Load the model and assemble an engine around it.
+
+    Args:
+        config: the model, its head, the pool and the limits.
+        proposer: drafts, unless the configuration has a head. With neither, every pass is plain decoding.
+        event_sink: receives the changes of the prefix cache.
+        transport: fetches KV from prefill engines; None if this engine prefills every prompt.
+        step_writer: writes reasoning steps where the configuration allows them; None uses the proposer. A head
+            cannot write them, since it drafts from the target's hidden states.
+        models: draft models that serve together with a head, by method name.
+
+    Raises:
+        ConfigError: the model, its head, the pool or the limits are not usable.
+    """
+    model = replace(config.model, graphs=sized(config.model.graphs, config.scheduler, config.speculation))
+    runner = load_runner(model, config.cache, config.scheduler.max_model_len, config.head)
+    blocks = BlockManager(
+        runner.num_blocks, runner.block_size, runner.model_version, event_sink, config.cache.enable_prefix_caching
+    )
+    rates = RateMeter()
+    source = None
+    if transport is not None:
+        source = RemotePrefill(transport, runner, blocks, rates, config.min_remote_prefill_tokens)
+    tree = config.speculation.tree
+    scheduler = Scheduler(config.scheduler, blocks, runner.max_model_len, source, tree, rates=rates)
+    position_log = None
+    if config.log is not None:
+        logged = LoggedModel(model_version(config.model.path), runner.vocab_size)
+        position_log = PositionLog(config.log, logged)
+    return EngineCore(
+        runner,
+        scheduler,
+        _load_speculation(config, runner, scheduler, proposer, step_writer, models or {}),
+        grammars=GrammarCompiler(tokenizer_file(config.model.path), runner.vocab_size, runner.eos_token_ids),
+        position_log=position_log,
+        model_name=f"{Path(config.model.path).name} in {runner.kv_layout.dtype.removeprefix('torch.')}",
+    )
+
+
+def _load_speculation(
+    config: EngineConfig,
+    runner: ModelRunner,
+    scheduler: Scheduler,
+    proposer: Proposer | None,
+    step_writer: Proposer | None,
+    models: Mapping[str, Proposer],
+) -> Speculation:
+    """Return the parts that draft and verify. The configuration's head drafts if it has one, otherwise `proposer`."""
+    speculation, verifier, steps = config.speculation, Verifier(Sampler()), None
+    head = head_proposer(runner, speculation.tree)
+    own = head or self_proposer(runner, speculation.tree)
+    if own is not None and config.head is not None:
+        assert proposer is None, "one of the two drafts"
+        proposer = proposer_of(speculation.methods, own, SpeculationMethod(config.head.kind), models)
+    elif proposer is not None and speculation.steps is not None and speculation.can_draft:
+        tokenizer, writer = tokenizer_file(config.model.path), step_writer or proposer
+        steps = step_speculation(speculation.steps, tokenizer, runner.vocab_size, proposer, writer, verifier)
+    can_overlap = config.overlap and runner.can_overlap and head is None and steps is None
+    overlap = AsyncScheduling(runner, scheduler, verifier) if can_overlap else SyncScheduling()
+    if proposer is None:
+        return Speculation(NoProposer(), verifier, speculation.without_drafts(), overlap=overlap)
+    return Speculation(steps or proposer, steps or verifier, speculation, head, steps, overlap)
