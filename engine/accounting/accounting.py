@@ -16,11 +16,11 @@ class PassObserver(Protocol):
     """Learns from the engine's passes, on the engine's thread."""
 
     def on_pass(self, record: PassRecord) -> None:
-        """Take the record of a committed pass, before the proposer is told of its tokens."""
+        """Take the record of a committed pass. Its tokens go to the proposer later."""
 
 
 class Accounting:
-    """The observers of an engine's passes, in the order in which they take a record.
+    """The observers of an engine's passes. They take each record in the order of the list.
 
     Args:
         config: the limits of drafts.

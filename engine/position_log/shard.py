@@ -45,7 +45,7 @@ class LoggedModel:
 class LoggedRequest:
     """One request: its tokens, their sampling parameters, and the target's likeliest tokens at N logged positions.
 
-    `traffic_class` is a class name of `engine.accounting.class_acceptance`; k is `LoggedModel.top_k`.
+    `traffic_class` is a class name of `engine.accounting.counters`; k is `LoggedModel.top_k`.
     """
 
     traffic_class: str
