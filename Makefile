@@ -119,8 +119,8 @@ soak: $(BENCH_INSTALLED)  ## ten minutes of steady streams, without growth (docs
 overload: $(BENCH_INSTALLED)  ## 5 and 100 times the capacity of a served demo, two tenants (docs/operate.md)
 	@$(BIN)/python -m bench.served.chaos.overload $(BENCH_ARGS)
 
-profile: $(BENCH_INSTALLED)  ## each kind of step against what this machine could do at best
-	@$(BIN)/python -m bench.steps.profile
+profile: $(BENCH_INSTALLED)  ## each kind of pass against its floor on this machine
+	@$(BIN)/python -m bench.profile
 
 bench-gpu: $(INSTALLED)  ## one table of what decoding costs on this GPU, in ten minutes; without a GPU it says so
 	@$(BIN)/python -m bench.gpu

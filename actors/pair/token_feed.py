@@ -1,7 +1,7 @@
 """Sends tokens to an ingress on this node: one connection for all its streams, one frame per step.
 
 A chunk in a stream of Serve's is a gRPC message in Python. Without these, pair and ingress take less than half the
-processor time per chunk (`bench.served.chunk_cost`). Serve's streams remain for refusals, errors and signs of life.
+processor time per chunk. Serve's streams remain for refusals, errors and signs of life.
 """
 
 from __future__ import annotations

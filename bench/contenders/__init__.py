@@ -1,1 +1,1 @@
-"""The contenders of a race: one class per way to generate, the rounds, and the table of results."""
+"""The contenders of benchmarks: one class per way to generate."""

@@ -1,4 +1,4 @@
-"""A draft process of its own for benchmarks in this process, as the pair's draft actor has one."""
+"""A draft process for benchmarks whose target runs in this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from actors.draft.draft_process import serve_draft
 from actors.process.socket_folder import private_folder
 from actors.settings import PairSettings
 
-CORES = sorted(os.sched_getaffinity(0))  # the first ones are the target's, the last one is the draft's
+CORES = sorted(os.sched_getaffinity(0))  # the last core is the draft's, the others are the target's
 CONNECT_TIMEOUT_S = 120.0
 
 
@@ -33,16 +33,16 @@ def start_draft(
     deadline_s = time.monotonic() + timeout_s
     while not channel.stats.is_connected:
         if not process.is_alive():
-            raise ConnectionError(f"the draft's process has ended with code {process.exitcode}")
+            raise ConnectionError(f"the draft process ended with code {process.exitcode}")
         if time.monotonic() > deadline_s:
-            raise TimeoutError(f"the draft was not there after {timeout_s} s")
+            raise TimeoutError(f"the draft did not connect within {timeout_s} s")
         time.sleep(0.05)
         channel.flush()
     return channel
 
 
 def own_cores(cores: Seq[int]) -> None:
-    """Keep this thread, and those it starts, to these cores: a process that wakes another tends to share its own."""
+    """Bind this thread, and threads it starts, to these cores. A process that wakes another tends to share its core."""
     os.sched_setaffinity(0, cores)
 
 

@@ -1,6 +1,6 @@
-"""Server-sent events over HTTP by a client that costs the machine little: on few cores a client's work is the server's.
+"""A client of server-sent events that takes little processor time, because it shares the cores with the server.
 
-While streams run, bytes are kept with the time of their arrival and nothing else; they are read when all have ended.
+While streams run, it keeps bytes with the time of their arrival and parses nothing. It parses when all have ended.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Streams:
 
 
 def run_streams(url: str, bodies: Seq[Body], timeout_s: float) -> Streams:
-    """POST all bodies to `url` at once, each on a connection of its own, and read the answers' events.
+    """POST all bodies to `url` at once, each on a connection of its own, and return the events of the answers.
 
     Raises:
-        RuntimeError: An answer has a status other than 200, or an event is an error; the message has it.
+        RuntimeError: An answer has another status than 200, or an event is an error.
         h11.RemoteProtocolError: An answer is cut short.
-        TimeoutError: They have not all ended within `timeout_s`.
+        TimeoutError: An answer has not ended within `timeout_s`.
     """
     return asyncio.run(asyncio.wait_for(_run(url, bodies), timeout_s))
 
@@ -60,7 +60,7 @@ async def _run(url: str, bodies: Seq[Body]) -> Streams:
 
 @dataclass(eq=False)
 class _Request(asyncio.Protocol):
-    """A request on a connection of its own, that the server closes behind the answer."""
+    """A request on a connection of its own, which the server closes after the answer."""
 
     host: str
     path: str
@@ -86,7 +86,7 @@ class _Request(asyncio.Protocol):
     def events(self, began: float) -> Iterator[Event]:
         """Yield the events of an answer that has ended."""
         status, text = 0, b""
-        for arrival, data in [*self._received, (0.0, b"")]:  # nothing, at last: the connection's end
+        for arrival, data in [*self._received, (0.0, b"")]:  # no bytes: the end of the connection
             self._http.receive_data(data)
             while (part := self._http.next_event()) not in (h11.NEED_DATA, h11.PAUSED):
                 if isinstance(part, h11.Response):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from bench.contenders.contender import ChannelTimes, Prompts, Run
+from bench.contenders.contender import ContenderRun, Prompts
 from bench.contenders.event_streams import Body, Event, run_streams
-from bench.contenders.served_times import read_served_times
 
 _TIMEOUT_S = 600.0
 
@@ -16,24 +13,16 @@ class HttpContender:
 
     def __init__(self, base_url: str, model: str, *, is_speculating: bool, repetition_penalty: float = 1.0) -> None:
         self.name = f"outrider HTTP, {'draft' if is_speculating else 'plain'}"
-        self._base_url = base_url
-        self._root_url = base_url.removesuffix("/v1")
+        self._url = f"{base_url}/completions"
         self._model = model
         self._is_speculating = is_speculating
         self._repetition_penalty = repetition_penalty
         self._num_runs = 0
 
-    def run(self, prompts: Prompts, num_tokens: int) -> Run:
+    def run(self, prompts: Prompts, num_tokens: int) -> ContenderRun:
         self._num_runs += 1
-        before = read_served_times(self._root_url)
-        bodies = [self._body(prompt, num_tokens) for prompt in prompts]
-        streams = run_streams(f"{self._base_url}/completions", bodies, _TIMEOUT_S)
-        after = read_served_times(self._root_url)
-        channel = ChannelTimes(
-            after.channel.drafting_s - before.channel.drafting_s, after.channel.channel_s - before.channel.channel_s
-        )
-        run = Run.of_streams(streams, _token_ids)
-        return replace(run, step_times=after.steps - before.steps, channel_times=channel)
+        streams = run_streams(self._url, [self._body(prompt, num_tokens) for prompt in prompts], _TIMEOUT_S)
+        return ContenderRun.of_streams(streams, _token_ids)
 
     def _body(self, prompt: list[int], num_tokens: int) -> Body:
         return {

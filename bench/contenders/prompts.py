@@ -1,8 +1,11 @@
-"""Prompts for benchmarks: the beginnings of Python functions in files the demo pair was not trained on."""
+"""Prompts for benchmarks: the beginnings of Python functions that the demo pair has not seen, and recorded calls."""
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -12,9 +15,9 @@ PROMPT_TOKENS = 96
 
 
 def held_out_prompts(model_path: Path, num_prompts: int, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
-    """Token ids of `num_prompts` distinct prompts of `num_tokens` tokens from held-out files.
+    """Return the token ids of `num_prompts` distinct prompts of `num_tokens` tokens from held-out files.
 
-    They are taken from the middle of each file, then, where more are wanted than there are files, from further on.
+    The first prompt of a file starts at its middle, the next ones follow it.
     """
     tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))
     texts = [tokenizer.encode(document.text, add_special_tokens=False).ids for document in collect().held_out]
@@ -28,3 +31,16 @@ def held_out_prompts(model_path: Path, num_prompts: int, num_tokens: int = PROMP
     raise ValueError(
         f"the held-out files are too short for {num_prompts} prompts of {num_tokens} tokens: they have {len(prompts)}"
     )
+
+
+def recorded_calls(path: Path) -> list[dict[str, Any]]:
+    """Return the calls of a `.jsonl` or `.jsonl.gz` trace of agents (LMCache/lmcache-agent-trace), by `timestamp`.
+
+    A call is an object with `timestamp`, `session_id`, `input` and `output`. Raises ValueError at another line.
+    """
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
+        calls = [json.loads(line) for line in lines if line.strip()]
+    wanted = {"timestamp", "session_id", "input", "output"}
+    if not calls or not all(isinstance(call, dict) and wanted <= call.keys() for call in calls):
+        raise ValueError(f"{path}: each line must be an object with {', '.join(sorted(wanted))}")
+    return sorted(calls, key=lambda call: int(call["timestamp"]))

@@ -1,4 +1,4 @@
-"""Transformers' own `generate`, plain and assisted: what a user has before installing anything else."""
+"""Transformers' `generate`, plain and assisted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from bench.contenders.contender import Prompts, Run
+from bench.contenders.contender import ContenderRun, Prompts
 
 
 def load(path: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
@@ -21,7 +21,7 @@ def load(path: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
 
 
 class ArrivalStreamer(BaseStreamer):  # type: ignore[misc]  # mypy does not read transformers
-    """The times at which new tokens came; `generate` hands over the prompt first, which is not counted."""
+    """The arrival times of new tokens; `generate` passes the prompt first, which is not counted."""
 
     def __init__(self) -> None:
         self.arrivals: list[float] = []
@@ -55,7 +55,7 @@ class TransformersContender:
             draft.generation_config.num_assistant_tokens_schedule = "constant"
             draft.generation_config.assistant_confidence_threshold = 0.0
 
-    def run(self, prompts: Prompts, num_tokens: int) -> Run:
+    def run(self, prompts: Prompts, num_tokens: int) -> ContenderRun:
         batches = [prompts] if self._draft is None else [[prompt] for prompt in prompts]
         began = time.perf_counter()
         outputs: list[list[int]] = []
@@ -64,7 +64,7 @@ class TransformersContender:
             streamer = ArrivalStreamer()
             outputs += self._generate(batch, num_tokens, streamer)
             arrivals += [[second - began for second in streamer.arrivals]] * len(batch)
-        return Run(outputs, time.perf_counter() - began, arrivals=arrivals)
+        return ContenderRun(outputs, time.perf_counter() - began, arrivals=arrivals)
 
     def _generate(self, prompts: Prompts, num_tokens: int, streamer: BaseStreamer) -> list[list[int]]:
         input_ids = torch.tensor(prompts)

@@ -1,4 +1,4 @@
-"""`make bench-peers`: install the peers, convert the pair for each, run them and us in turn, write docs/benchmarks.md.
+"""`make bench-peers`: install the peers, convert the pair for them, run all systems in turn, write docs/benchmarks.md.
 
 python -m bench.peers --peers outrider openvino --streams 1 8 --rounds 2 --tokens 48
 """
@@ -11,38 +11,38 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from bench.contenders.prompts import PROMPT_TOKENS
+import torch
+from tokenizers import Tokenizer
+
+from bench.contenders.contender import Prompts
+from bench.contenders.prompts import PROMPT_TOKENS, held_out_prompts
+from bench.contenders.transformers_contender import load
 from bench.padded_pair import DEMO, padded_target
-from bench.peers.convert import gguf_pair, openvino_pair
-from bench.peers.install import install_llama_server, install_openvino
-from bench.peers.llama_server import LlamaServerSystem
-from bench.peers.outrider import OutriderSystem
-from bench.peers.page import Conditions, record_of, write
-from bench.peers.plot import draw
-from bench.peers.reference import reference_of
-from bench.peers.rounds import Plan, hold
-from bench.peers.rows import rows_of
-from bench.peers.system import Limits, Mode, Pair, Precision, System
-from bench.peers.worker_systems import openvino_system, transformers_system
+from bench.peers.install import gguf_pair, install_llama_server, install_openvino, openvino_pair
+from bench.peers.libraries import TransformersSystem, openvino_system
+from bench.peers.page import Conditions, record_of, rows_of, write
+from bench.peers.servers import LlamaServerSystem, OutriderSystem
+from bench.peers.system import Limits, Mode, Pair, Precision, Schedule, System, run_rounds
 from models.published import smollm2
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """The model that all systems serve, and the place of its figures."""
+class PeerModel:
+    """The model that all systems serve, and the page of its figures."""
 
     target: Callable[[], Path]
     draft: Path | None
     precisions: tuple[Precision, ...]
-    note: str  # of the target, and of what drafts for it
+    note: str  # on the target and its draft
     record: str  # the name of docs/*.json and of the part of the page
-    logits: Path | None = None  # a smaller model with the same; None: the target's own
-    gguf: Callable[[], Path] | None = None  # the file that the model ships as
+    logits: Path | None = None  # a smaller model with the target's logits
+    gguf: Callable[[], Path] | None = None  # the published file
 
 
 MODELS = {
-    "padded": Model(
+    "padded": PeerModel(
         padded_target,
         DEMO / "draft",
         (Precision.BF16, Precision.F32),
@@ -51,7 +51,7 @@ MODELS = {
         "peers",
         DEMO / "target",
     ),
-    "smollm2": Model(
+    "smollm2": PeerModel(
         smollm2.fetch,
         None,
         (Precision.BF16, Precision.INT8, Precision.INT4),
@@ -75,21 +75,49 @@ def main() -> None:
     systems = [system for peer in args.peers for system in PEERS[peer](pair, limits, args)]
     if args.install_only:
         return
-    reference = reference_of(model.logits or pair.target, limits.max_streams, args.tokens)
-    outcome = hold(systems, reference.prompts, Plan(args.streams, args.tokens, args.rounds, 60 * args.minutes))
+    prompts, reference = reference_texts(model.logits or pair.target, limits.max_streams, args.tokens)
+    results = run_rounds(systems, prompts, Schedule(args.streams, args.tokens, args.rounds, 60 * args.minutes))
     conditions = Conditions(
-        pair.target.name, model.note, outcome.num_rounds, args.tokens, PROMPT_TOKENS, limits, load_before
+        pair.target.name, model.note, results.num_rounds, args.tokens, PROMPT_TOKENS, limits, load_before
     )
-    rows = rows_of(outcome, reference)
-    write(args.out, model.record, record_of(rows, outcome, systems, conditions))
-    draw(rows, args.out / f"{model.record}.png")
+    rows = rows_of(results.measurements, reference)
+    write(args.out, model.record, record_of(rows, results, systems, conditions))
     print(f"{args.out / model.record}.json is written")
+
+
+def reference_texts(target: Path, num_prompts: int, num_tokens: int) -> tuple[Prompts, list[list[int]]]:
+    """Return distinct prompts, and Transformers' greedy tokens in float32 after each.
+
+    A text that ends within `num_tokens` is left out, since engines differ in how they ignore an end. A text with more
+    than ASCII is left out too: llama-server's stream has no token ids for parts of a character.
+
+    Raises SystemExit if too few prompts are left.
+    """
+    candidates = held_out_prompts(target, num_prompts + num_prompts // 2 + 1)
+    input_ids = torch.tensor(candidates)
+    model = load(target, torch.float32)
+    eos = model.generation_config.eos_token_id
+    ends = set(eos if isinstance(eos, list) else [eos])
+    model.generation_config.eos_token_id = None
+    generate: Any = model.generate
+    mask = torch.ones_like(input_ids)
+    rows = generate(input_ids, attention_mask=mask, do_sample=False, repetition_penalty=1.0, max_new_tokens=num_tokens)
+    outputs = rows[:, input_ids.shape[1] :].tolist()
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    kept = [
+        (prompt, output)
+        for prompt, output in zip(candidates, outputs, strict=True)
+        if not ends & set(output) and tokenizer.decode(output).isascii()
+    ][:num_prompts]
+    if len(kept) < num_prompts:
+        raise SystemExit(f"only {len(kept)} of {len(candidates)} texts stay ASCII; lower --tokens")
+    return [prompt for prompt, _ in kept], [output for _, output in kept]
 
 
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(MODELS), default="padded", help="served by all")
-    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS), help="who takes part")
+    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS), help="the systems to run")
     parser.add_argument(
         "--precisions", nargs="+", type=Precision, choices=list(Precision), help="of outrider, openvino, llama-server"
     )
@@ -99,22 +127,22 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=20.0, help="no further round begins that would end later")
     parser.add_argument("--threads", type=int, default=2, help="of every system")
     parser.add_argument("--num-draft-tokens", type=int, default=4, help="K, of every system")
-    parser.add_argument("--deadline", type=float, default=600.0, help="seconds until a system's processes are killed")
+    parser.add_argument("--deadline", type=float, default=600.0, help="seconds after which a system fails")
     parser.add_argument("--fixture", type=Path, help="folder of the target model; built under .cache/bench if absent")
     parser.add_argument("--cache", type=Path, default=Path(".cache/peers"), help="environments, builds, conversions")
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of the record, its plot and the page")
+    parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of the record and the page")
     parser.add_argument("--install-only", action="store_true", help="install and convert, run nothing")
     return parser.parse_args()
 
 
 def _limits(args: argparse.Namespace) -> Limits:
-    """Return the limits, with room for the drafts beyond the last token."""
+    """Return the limits, with room for drafts after the last token."""
     context = PROMPT_TOKENS + args.tokens + args.num_draft_tokens + 1
     return Limits(args.threads, args.num_draft_tokens, max(args.streams), context, args.deadline)
 
 
 def _outrider(pair: Pair, limits: Limits, args: argparse.Namespace) -> list[System]:
-    """Return our systems: bfloat16 twice, as fast as possible and with the same bits for a token in every pass."""
+    """Return our systems; bfloat16 twice, as fast as possible and deterministic."""
     logs = args.cache / "logs"
     systems: list[System] = [OutriderSystem(pair, precision, limits, logs) for precision in args.precisions]
     if Precision.BF16 in args.precisions and pair.draft is not None:
@@ -154,7 +182,7 @@ def _llama_server(pair: Pair, limits: Limits, args: argparse.Namespace) -> list[
 
 
 def _transformers(pair: Pair, limits: Limits, args: argparse.Namespace) -> list[System]:
-    return [transformers_system(pair, limits, args.cache / "logs")]
+    return [TransformersSystem(pair, limits)]
 
 
 PEERS: dict[str, Callable[[Pair, Limits, argparse.Namespace], list[System]]] = {

@@ -2,8 +2,8 @@
 
     python gguf_export.py LLAMA_CPP_SOURCE MODEL OUT.gguf bf16
 
-The converter recognizes byte-level BPE tokenizers by a digest of what they make of a test text, and refuses others.
-Prompts and answers of the benchmark are token ids, so how text would be split does not matter: any splitter will do.
+The converter identifies a BPE tokenizer by a digest of its tokens for a test text, and refuses unknown ones. Prompts
+and answers of the benchmark are token ids, so any splitter will do.
 """
 
 import runpy

@@ -1,26 +1,32 @@
-"""The peers' installation, each in an environment of its own under the cache folder; a finished one is kept."""
+"""Installs the peers, each in an environment of its own, and converts the pair for them; both are kept in the cache."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
 import venv
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from bench.peers.system import Pair, Precision
+from engine.model.loader import model_version
+
+GGUF_SCRIPT = Path(__file__).parent / "gguf_export.py"
 OPENVINO = "openvino-genai==2026.4.1.0"
-# Exports IR from transformers' checkpoints; brings transformers of its own and wants torch.
+# Exports IR from checkpoints; brings transformers, and needs torch.
 OPENVINO_EXPORT = "optimum-intel==2.2.0"
 OPENVINO_QUANTIZER = "nncf"
 LLAMA = "llama-cpp-python==0.3.36"
 LLAMA_BUILD_TOOLS = ("cmake", "ninja", "scikit-build-core")
 CMAKE_OPTIONS = {
     "CMAKE_BUILD_TYPE": "Release",
-    # GCC 12's `_tile_loadconfig` says that it reads eight bytes of 64, and a processor with AMX faults at the rest.
+    # GCC 12 declares that `_tile_loadconfig` reads eight bytes; it reads 64, and a processor with AMX faults.
     "CMAKE_CXX_FLAGS": "-fno-dse -fno-tree-dse",
     "GGML_NATIVE": "ON",
     "LLAMA_BUILD_TESTS": "OFF",
@@ -35,7 +41,7 @@ STAMP = "installed.txt"
 
 @dataclass(frozen=True, slots=True)
 class LlamaCpp:
-    """The built server, and llama.cpp's sources with the converter."""
+    """The built server, and the sources of llama.cpp with the converter."""
 
     server: Path
     source: Path
@@ -47,7 +53,7 @@ def install_openvino(cache: Path) -> Path:
     requirements = (OPENVINO, OPENVINO_EXPORT, OPENVINO_QUANTIZER, f"torch=={version('torch').split('+')[0]}")
     if not _is_installed(folder, requirements):
         _pip(_environment(folder), "install", *requirements)
-        # A torchvision for another build of torch, which keeps transformers from importing; nothing here needs it.
+        # It is built for another torch and breaks the import of transformers; nothing here needs it.
         _pip(folder, "uninstall", "--yes", "torchvision")
         _stamp(folder, requirements)
     return folder / "bin"
@@ -113,3 +119,53 @@ def _build(folder: Path, source: Path) -> None:
         ):
             if subprocess.run(command, env=environment, stdout=output, stderr=output).returncode:
                 sys.exit(f"llama-server could not be built ({command[0]} failed); see {log}")
+
+
+def openvino_pair(programs: Path, pair: Pair, cache: Path, precision: Precision) -> Pair:
+    """Export to OpenVINO's IR with weights in int8, int4 or the checkpoint's dtype; loading sets other precisions."""
+    weights = ["--weight-format", str(precision)] if precision.is_quantized else []
+    weights += ["--group-size", "64", "--ratio", "1.0"] if precision is Precision.INT4 else []
+
+    def export(model: Path, out: Path) -> None:
+        task = ("--task", "text-generation-with-past")
+        program = programs / "optimum-cli"
+        _call(out.with_suffix(".log"), [program, "export", "openvino", "--model", model, *task, *weights, out])
+
+    return _converted(pair, cache, f"openvino-{precision}" if weights else "openvino", export)
+
+
+def gguf_pair(llama: LlamaCpp, pair: Pair, cache: Path, kind: str = "bf16") -> Pair:
+    """Export to GGUF, with matrices in bfloat16 or in blocks of `kind` (q8_0), by llama.cpp's converter."""
+
+    def export(model: Path, out: Path) -> None:
+        _call(out.with_suffix(".log"), [sys.executable, GGUF_SCRIPT, llama.source, model, out, kind])
+
+    return _converted(pair, cache, "gguf" if kind == "bf16" else f"gguf-{kind}", export)
+
+
+def _converted(pair: Pair, cache: Path, kind: str, export: Callable[[Path, Path], None]) -> Pair:
+    draft = None if pair.draft is None else _convert_once(pair.draft, cache, kind, export)
+    return Pair(_convert_once(pair.target, cache, kind, export), draft)
+
+
+def _convert_once(model: Path, cache: Path, kind: str, export: Callable[[Path, Path], None]) -> Path:
+    """Convert into a folder named after the weights; an unfinished conversion is done again."""
+    out = cache / "models" / f"{model.name}-{model_version(str(model))[:8]}-{kind}"
+    if not out.exists():
+        print(f"converting {model} to {out}", flush=True)
+        unfinished = out.with_name(f"unfinished-{out.name}")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.unlink(missing_ok=True)
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
+        export(model, unfinished)
+        unfinished.rename(out)
+    return out
+
+
+def _call(log: Path, command: list[str | Path]) -> None:
+    """Run without PYTHONPATH and outside the repository, whose packages are not the peer's. Raises SystemExit."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    absolute = [str(part.absolute()) if isinstance(part, Path) else part for part in command]
+    with log.open("wb") as output:
+        if subprocess.run(absolute, stdout=output, stderr=output, env=environment, cwd=log.parent).returncode:
+            raise SystemExit(f"{' '.join(absolute)} failed; see {log}")

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching as a worker (`bench.peers.worker`); runs in the peer's environment, not ours.
+"""OpenVINO GenAI's continuous batching as a worker (`bench.peers.libraries`), in OpenVINO's environment.
 
 python openvino_worker.py TARGET --draft DRAFT --precision bf16 --threads 2
 """
@@ -21,7 +21,7 @@ def main() -> None:
     """Answer one request per line of standard input."""
     args = _parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries print to standard output too
     pipeline = _pipeline(args)
     print(json.dumps({"version": openvino_genai.get_version()}), file=answers)
     for line in sys.stdin:
@@ -81,14 +81,14 @@ def _run(pipeline: Any, prompts: list[list[int]], config: Any) -> dict[str, Any]
         pipeline.step()
         seconds = time.perf_counter() - began
         for index, handle in enumerate(handles):
-            token_ids = _read(handle)
+            token_ids = _new_tokens(handle)
             if token_ids:
                 outputs[index].extend(token_ids)
                 arrivals[index].append(seconds)
     return {"outputs": outputs, "arrivals": arrivals, "seconds": time.perf_counter() - began}
 
 
-def _read(handle: Any) -> list[int]:
+def _new_tokens(handle: Any) -> list[int]:
     token_ids: list[int] = []
     while handle.can_read():
         for output in handle.read().values():

@@ -7,26 +7,50 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import textwrap
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.peers.install import LLAMA, OPENVINO, OPENVINO_EXPORT
-from bench.peers.rounds import Outcome
-from bench.peers.rows import Row
-from bench.peers.system import Limits, System
+import numpy as np
 
-NUM_PROCESSES = 6
+from bench.contenders.contender import ContenderRun, equal_share
+from bench.peers.install import LLAMA, OPENVINO, OPENVINO_EXPORT
+from bench.peers.system import Limits, Measurement, Mode, Results, System
+
+TOGETHER_S = 1e-3
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = "benchmarks.md"
 RECORDS = ("peers", "peers-smollm2")
 _MARK = "<!-- {}: {} -->\n"
 
 Record = dict[str, Any]
+Percentiles = dict[str, float]  # p50 and p99, in milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRow:
+    """One system in one mode at one number of streams.
+
+    `first_token` is from the start of the run, `between` from one arrival of tokens to the next of the same stream.
+    `own_share` is the share of tokens equal to the system's own without the draft, `reference_share` to the reference.
+    """
+
+    system: str
+    mode: Mode
+    num_streams: int
+    tokens_per_second: float
+    lowest: float
+    highest: float
+    first_token: Percentiles
+    between: Percentiles
+    own_share: float | None
+    reference_share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +77,49 @@ class Conditions:
         ]
 
 
-def record_of(rows: Seq[Row], outcome: Outcome, systems: Seq[System], conditions: Conditions) -> Record:
-    """Return all that a run has shown, as JSON: conditions, settings, memory, rows and failures."""
+def rows_of(measurements: Seq[Measurement], reference: Seq[Seq[int]]) -> list[PeerRow]:
+    """Return the rows by number of streams, then in the order of the systems' first runs."""
+    runs: dict[tuple[int, str, Mode], list[ContenderRun]] = {}
+    for each in measurements:
+        runs.setdefault((each.num_streams, each.system, each.mode), []).append(each.run)
+    rows = []
+    for (num_streams, system, mode), members in sorted(runs.items(), key=lambda item: item[0][0]):
+        plain = runs.get((num_streams, system, Mode.PLAIN))
+        speeds = [run.tokens_per_second for run in members]
+        arrivals = [times for run in members for times in run.arrivals or ()]
+        row = PeerRow(
+            system,
+            mode,
+            num_streams,
+            statistics.median(speeds),
+            min(speeds),
+            max(speeds),
+            _percentiles([times[0] for times in arrivals]),
+            _percentiles([gap for times in arrivals for gap in gaps(times)]),
+            equal_share(members[0].outputs, plain[0].outputs) if plain and mode is Mode.DRAFT else None,
+            equal_share(members[0].outputs, reference[:num_streams]),
+        )
+        rows.append(row)
+    return rows
+
+
+def gaps(arrivals: Seq[float]) -> list[float]:
+    """Return the seconds between arrivals; those within `TOGETHER_S` are one, as some servers split a pass's tokens."""
+    return [gap for before, after in pairwise(arrivals) if (gap := after - before) > TOGETHER_S]
+
+
+def _percentiles(seconds: Seq[float]) -> Percentiles:
+    p50, p99 = 1e3 * np.percentile(seconds or [0.0], [50, 99])
+    return {"p50": float(p50), "p99": float(p99)}
+
+
+def record_of(rows: Seq[PeerRow], results: Results, systems: Seq[System], conditions: Conditions) -> Record:
+    """Return the results of a run as JSON: conditions, settings, rows and failures."""
     return {
         "conditions": conditions.lines(),
         "settings": [list(each) for each in dict.fromkeys((system.name, system.settings) for system in systems)],
-        "memory_mb": _memory(outcome),
         "rows": [asdict(row) for row in rows],
-        "failures": outcome.failures,
+        "failures": results.failures,
     }
 
 
@@ -77,20 +136,15 @@ def with_part(page: str, name: str, record: Record) -> str:
     """Return the page's text with the record's part between its two marks."""
     begin, end = _MARK.format(name, "begin"), _MARK.format(name, "end")
     head, _, rest = page.partition(begin)
-    return f"{head}{begin}\n{part(name, record)}\n{end}{rest.partition(end)[2]}"
+    return f"{head}{begin}\n{part(record)}\n{end}{rest.partition(end)[2]}"
 
 
-def part(name: str, record: Record) -> str:
-    """Return the plot, the table and the conditions of a record as Markdown."""
+def part(record: Record) -> str:
+    """Return the table and the conditions of a record as Markdown, list items wrapped at 120 columns."""
     lines = [f"- {line}" for line in record["conditions"]]
     lines += [f"- Not measured to the end: {system}: {reason}" for system, reason in record["failures"].items()]
-    return f"![tokens per second by streams]({name}.png)\n\n{_table(record['rows'])}\n{_wrapped(lines)}"
-
-
-def _wrapped(lines: Seq[str]) -> str:
-    """Wrap list items at 120 columns, which tests/test_docs.py asks of every page."""
     fill = partial(textwrap.fill, width=120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return "".join(f"{fill(line)}\n" for line in lines)
+    return f"{_table(record['rows'])}\n" + "".join(f"{fill(line)}\n" for line in lines)
 
 
 def _table(rows: Seq[Record]) -> str:
@@ -98,18 +152,13 @@ def _table(rows: Seq[Record]) -> str:
     streams = sorted({row["num_streams"] for row in rows})
     fastest = {n: max(row["tokens_per_second"] for row in rows if row["num_streams"] == n) for n in streams}
     head = "".join(f" {n} stream{'s' if n > 1 else ''} |" for n in streams)
-    text = (
-        f"| tokens/s (first token, ms) | |{head} own | f32 | peak MB |\n|---|---|{'---|' * len(streams)}---|---|---|\n"
-    )
+    text = f"| tokens/s (first token, ms) | |{head} own | f32 |\n|---|---|{'---|' * len(streams)}---|---|\n"
     for system, mode in dict.fromkeys((row["system"], row["mode"]) for row in rows):
         members = {row["num_streams"]: row for row in rows if (row["system"], row["mode"]) == (system, mode)}
         cells = "".join(f" {_cell(members.get(n), fastest[n])} |" for n in streams)
         own = [row["own_share"] for row in members.values() if row["own_share"] is not None]
         reference = min(row["reference_share"] for row in members.values())
-        peak = max(row["peak_mb"] for row in members.values())
-        text += (
-            f"| {system} | {mode} |{cells} {_percent(min(own)) if own else ''} | {_percent(reference)} | {peak:.0f} |\n"
-        )
+        text += f"| {system} | {mode} |{cells} {_percent(min(own)) if own else ''} | {_percent(reference)} |\n"
     return text
 
 
@@ -124,18 +173,6 @@ def _cell(row: Record | None, fastest: float) -> str:
 def _percent(share: float) -> str:
     """Round down, so that 100% means all."""
     return f"{int(1000 * share) / 10:g}%"
-
-
-def _memory(outcome: Outcome) -> dict[str, str]:
-    """Return the MB of each process by system, largest first; modes of one process share an entry."""
-    modes: dict[tuple[str, str], list[str]] = {}
-    for (name, mode), peaks in outcome.peaks.items():
-        largest = sorted(peaks.items(), key=lambda item: -item[1])
-        parts = [f"{process} {size / 1e6:.0f}" for process, size in largest[:NUM_PROCESSES]]
-        rest = sum(size for _, size in largest[NUM_PROCESSES:])
-        parts += [f"{len(largest) - NUM_PROCESSES} others {rest / 1e6:.0f}"] if rest else []
-        modes.setdefault((name, ", ".join(parts)), []).append(mode)
-    return {f"{name}, {' and '.join(members)}": parts for (name, parts), members in modes.items()}
 
 
 def _processor() -> str:

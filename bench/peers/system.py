@@ -1,13 +1,17 @@
-"""The protocol of a system: a way to serve the pair, alive from `start` to `close`, with one contender per mode."""
+"""The protocol of a system, a way to serve the pair, and the rounds in which systems run, one alive at a time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from bench.contenders.contender import Contender
+from bench.contenders.contender import Contender, ContenderRun, Prompts
+
+WARM_UP_TOKENS = 8
 
 
 class Mode(StrEnum):
@@ -18,39 +22,34 @@ class Mode(StrEnum):
 
 
 class Precision(StrEnum):
-    """The precision of weights as they are multiplied, of activations, and of keys and values."""
+    """The precision of weights; of integers, activations are as the system rounds them on this processor."""
 
     BF16 = "bf16"
     F32 = "f32"
-    INT8 = "int8"  # the weights; all else as the system rounds it beside such weights on this processor
+    INT8 = "int8"
     INT4 = "int4"
 
     @property
     def is_quantized(self) -> bool:
         return self in (Precision.INT8, Precision.INT4)
 
-    @property
-    def dtype(self) -> str:
-        """Ours: of integers float32 on processors that compute no bfloat16."""
-        return {Precision.F32: "float32", Precision.BF16: "bfloat16"}.get(self, "auto")
-
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One half each of a pair, in the form that a system reads; without a draft Outrider's target drafts for itself."""
+    """Target and draft in the form that a system loads; without a draft Outrider's target drafts for itself."""
 
     target: Path
     draft: Path | None
 
     @property
     def modes(self) -> list[Mode]:
-        """The modes of a system that wants a model to draft."""
+        """The modes of a system that needs a draft model."""
         return list(Mode) if self.draft else [Mode.PLAIN]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of all systems; a process that lives longer than `deadline_s` is killed."""
+    """The limits of all systems; a run that takes longer than `deadline_s` fails."""
 
     num_threads: int
     num_draft_tokens: int
@@ -60,21 +59,89 @@ class Limits:
 
 
 class System(Protocol):
-    """A system under test, with its names and settings.
+    """A system under test; `name` is peer and precision, `settings` are for the page.
 
-    `peer` is the choice of --peers, `name` is for tables: peer and precision. Modes that need processes of their own
-    are systems of their own, with the same name. `settings` are for the page.
+    Modes that need processes of their own are separate systems of the same name.
     """
 
-    peer: str
     name: str
     settings: str
 
     def start(self) -> dict[Mode, Contender]:
-        """Start its processes, and returns when they are ready to run. Raises RuntimeError when they are not."""
-
-    def peak_bytes(self) -> dict[str, int]:
-        """Return the most memory that each of its processes has taken, by name."""
+        """Start the processes, and return when they are ready. Raises RuntimeError if they do not get ready."""
 
     def close(self) -> None:
-        """End its processes; twice is fine, and so is before `start`."""
+        """End the processes; may be called twice, and before `start`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One run of a system."""
+
+    system: str
+    mode: Mode
+    num_streams: int
+    run: ContenderRun
+
+
+@dataclass(slots=True)
+class Results:
+    """All runs, and by system the reason for its absence from later rounds."""
+
+    measurements: list[Measurement] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    num_rounds: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Every system at every number of streams, at most `num_rounds` times.
+
+    A further round begins only if, taking as long as the one before, it would end within `max_s`.
+    """
+
+    streams: Seq[int]
+    num_tokens: int
+    num_rounds: int
+    max_s: float
+
+
+def run_rounds(systems: Seq[System], prompts: Prompts, schedule: Schedule) -> Results:
+    """Run the rounds; a system that fails is left out of later rounds."""
+    results = Results()
+    began_s = time.monotonic()
+    while results.num_rounds < schedule.num_rounds:
+        round_began_s = time.monotonic()
+        for system in systems:
+            if system.name not in results.failures:
+                _attempt(system, prompts, schedule, results)
+        results.num_rounds += 1
+        now_s = time.monotonic()
+        if now_s - began_s + (now_s - round_began_s) > schedule.max_s:
+            break
+    return results
+
+
+def _attempt(system: System, prompts: Prompts, schedule: Schedule, results: Results) -> None:
+    try:
+        try:
+            _measure(system, prompts, schedule, results)
+        finally:
+            system.close()
+    except Exception as error:  # any failure of one peer is a line of the page, and the others go on
+        results.failures[system.name] = f"{type(error).__name__}: {error}"
+
+
+def _measure(system: System, prompts: Prompts, schedule: Schedule, results: Results) -> None:
+    contenders = system.start()
+    for contender in contenders.values():
+        for num_streams in {1, max(schedule.streams)}:
+            contender.run(prompts[:num_streams], WARM_UP_TOKENS)
+    for num_streams in schedule.streams:
+        for mode, contender in contenders.items():
+            run = contender.run(prompts[:num_streams], schedule.num_tokens)
+            lengths = [len(output) for output in run.outputs]
+            if lengths != [schedule.num_tokens] * num_streams:
+                raise RuntimeError(f"{num_streams} answers of {schedule.num_tokens} tokens have the lengths {lengths}")
+            results.measurements.append(Measurement(system.name, mode, num_streams, run))
+            print(f"  {system.name}, {mode}, {num_streams} streams: {run.tokens_per_second:.1f} tokens/s", flush=True)

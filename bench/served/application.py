@@ -1,4 +1,4 @@
-"""The served application as a child process of a benchmark: started from a deploy.yaml, awaited, and stopped."""
+"""The served application as a child process of a benchmark, started from a deploy.yaml on ports of its own."""
 
 from __future__ import annotations
 
@@ -9,18 +9,32 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import yaml
+
+from engine.config import SchedulerConfig
+
+HTTP_PORT = 8100
+GRPC_PORT = 9100
+BASE_URL = f"http://127.0.0.1:{HTTP_PORT}/v1"
+CACHE_BYTES = 1 << 29
+MODEL_ID = "bench"
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
+
+DeployArgs = dict[str, Any]
 
 
 class ServedApplication:
     """`cluster.cli serve` with one deploy.yaml; ready when /health answers 200.
 
-    `wrapper` is a command that executes the one behind it, in surroundings of its own; `environment` is added to ours,
-    and `options` to the command.
+    `wrapper` is a command that executes its arguments in an environment of its own. `environment` is added to ours, and
+    `options` to the command.
     """
 
     def __init__(
@@ -42,7 +56,7 @@ class ServedApplication:
         return self._process.pid
 
     def wait_until_ready(self) -> None:
-        """Raises RuntimeError when the application ends or is not ready within START_TIMEOUT_S."""
+        """Wait. Raises RuntimeError if the application ends or is not ready within START_TIMEOUT_S."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
@@ -64,3 +78,72 @@ class ServedApplication:
             self._process.send_signal(signal.SIGINT)
             self._process.wait(timeout=STOP_TIMEOUT_S)
         self._log.close()
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPair:
+    """The settings of a benchmark's deployment.
+
+    With a draft model K is fixed, as for its contenders. Without one the target's own weights in int4 draft, or, if
+    they are int4 already, suffixes; K is adaptive then, as operators have it. None as `num_threads` leaves them to the
+    placement.
+    """
+
+    target: Path
+    draft: Path | None
+    dtype: str = "bfloat16"
+    num_threads: int | None = 2
+    num_draft_tokens: int = 4
+    is_deterministic: bool = False
+    quantization: str = "none"
+    max_stall_passes: float | None = SchedulerConfig().max_stall_passes
+    kv_dtype: str = "auto"
+
+    @property
+    def draft_kind(self) -> str:
+        """The value of `draft.kind`."""
+        if self.draft is not None:
+            return "model"
+        return "suffix" if self.quantization == "int4" else "self"
+
+    def change(self, args: DeployArgs) -> None:
+        """Apply these settings to the args of a deploy.yaml."""
+        args["model_id"] = MODEL_ID
+        args["target"] = {
+            "path": str(self.target.resolve()),
+            "dtype": self.dtype,
+            "num_threads": self.num_threads,
+            "deterministic": self.is_deterministic,
+            "quantization": self.quantization,
+        }
+        args["draft"] = {"kind": self.draft_kind}
+        if self.draft is not None:
+            args["draft"] |= {"path": str(self.draft.resolve()), "dtype": self.dtype}
+        is_adaptive = self.draft is None
+        speculation = {"num_tokens": self.num_draft_tokens, "mode": "sync", "adaptive": is_adaptive}
+        args["speculation"] = {**args.get("speculation", {}), **speculation}
+        args["scheduler"]["max_stall_passes"] = self.max_stall_passes
+        args["cache"] = {"memory_gib": CACHE_BYTES / (1 << 30), "dtype": self.kv_dtype}
+
+
+def start_served(
+    path: Path, change: Callable[[DeployArgs], object], source: Path = Path("deploy.yaml")
+) -> ServedApplication:
+    """Write `source`, with changed args and the ports of benchmarks, to `path`, and start to serve it.
+
+    The caller waits until it is ready, and closes it.
+    """
+    deploy = yaml.safe_load(source.read_text(encoding="utf-8"))
+    deploy["http_options"]["port"], deploy["grpc_options"]["port"] = HTTP_PORT, GRPC_PORT
+    change(deploy["applications"][0]["args"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(deploy, sort_keys=False), encoding="utf-8")
+    return ServedApplication(path, f"http://127.0.0.1:{HTTP_PORT}")
+
+
+def served_on(folder: Path, pair: ServedPair, stack: ExitStack) -> str:
+    """Return the OpenAI base URL of the pair, served until `stack` unwinds."""
+    application = start_served(folder / "deploy.yaml", pair.change)
+    stack.callback(application.close)
+    application.wait_until_ready()
+    return BASE_URL

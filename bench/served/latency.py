@@ -1,10 +1,10 @@
-"""`make bench-latency`: the time to the first token and the gaps between tokens, as clients over HTTP see them.
+"""`make bench-latency`: the time to the first token and the gaps between tokens, as HTTP clients see them.
 
     python -m bench.served.latency --models demo smollm2 padded --clients 1 6 8 --threads default 1 2 --rounds 5
 
-Every deployment is started, warmed up, timed with each number of clients and stopped, in turn, round after round. A gap
-is the time between two chunks of a stream. The bars: a run's 99th percentile is at most 2.5 times its median gap, its
-longest gap at most 8 times.
+Each round starts every deployment in turn, warms it up, times it with each number of clients and stops it. A gap is the
+time between two chunks of a stream. The bars: the 99th percentile of a run's gaps is at most 2.5 times their median,
+the longest at most 8 times.
 """
 
 from __future__ import annotations
@@ -12,20 +12,17 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import yaml
 
-from bench.contenders.contender import Run
+from bench.contenders.contender import ContenderRun
 from bench.contenders.http_contender import HttpContender
 from bench.contenders.prompts import held_out_prompts
 from bench.padded_pair import CACHE, DEMO, PAIRS, SMOLLM2, padded_target
-from bench.served.application import ServedApplication
-from bench.served.served_pair import GRPC_PORT, HTTP_PORT
+from bench.served.application import BASE_URL, MODEL_ID, DeployArgs, start_served
 
 P99_BAR = 2.5  # of the median gap
 MAX_BAR = 8.0
@@ -49,8 +46,8 @@ class Latency:
     longest: float
 
     @classmethod
-    def of(cls, run: Run) -> Latency:
-        """Read a run whose prompts all have arrival times."""
+    def of(cls, run: ContenderRun) -> Latency:
+        """Return the figures of a run whose prompts all have arrival times."""
         arrivals = [1000 * np.array(times) for times in run.arrivals or ()]
         firsts = [float(times[0]) for times in arrivals]
         gaps = np.concatenate([np.diff(times) for times in arrivals])
@@ -73,27 +70,22 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model, and the target's threads: a number, or what the placement chooses."""
+    """A model, and the target's threads: a number, or `default` for the placement's choice."""
 
     model: str
     threads: str
 
-    def deploy(self) -> dict[str, Any]:
-        """Return the deployment, on the ports of a benchmark."""
-        source = Path("models/published/smollm2.deploy.yaml" if self.is_smollm2 else "deploy.yaml")
-        deploy: dict[str, Any] = yaml.safe_load(source.read_text())
-        deploy["http_options"]["port"] = HTTP_PORT
-        deploy["grpc_options"]["port"] = GRPC_PORT
-        args = deploy["applications"][0]["args"]
+    def change(self, args: DeployArgs) -> None:
+        """Apply the case to the args of a deploy.yaml."""
+        args["model_id"] = MODEL_ID
         args["target"]["path"] = str(Path(args["target"]["path"]).resolve())
         if self.model == "padded":
             args["target"] |= {"path": str(padded_target().resolve()), "dtype": "bfloat16"}
             args["draft"]["dtype"] = "bfloat16"
-        elif self.is_smollm2 and self.model in PAIRS:  # `demo` is there as the one that is padded
+        elif self.is_smollm2 and self.model in PAIRS:
             args["target"] |= {"path": str(padded_target(name=self.model).resolve()), "dtype": "bfloat16"}
         if self.threads != _DEFAULT:
             args["target"]["num_threads"] = int(self.threads)
-        return deploy
 
     @property
     def is_smollm2(self) -> bool:
@@ -122,26 +114,14 @@ def main() -> None:
 
 def _measure(case: Case, args: argparse.Namespace) -> Iterator[tuple[int, Latency]]:
     prompts = held_out_prompts(case.tokenizer_folder, max(args.clients))
-    with _served(case) as contender:
+    source = Path("models/published/smollm2.deploy.yaml" if case.is_smollm2 else "deploy.yaml")
+    path = CACHE / f"latency-{case.model}-{case.threads}.yaml"
+    with closing(start_served(path, case.change, source)) as application:
+        application.wait_until_ready()
+        contender = HttpContender(BASE_URL, MODEL_ID, is_speculating=True)
         contender.run(prompts, _WARM_UP_TOKENS)
         for num_clients in args.clients:
             yield num_clients, Latency.of(contender.run(prompts[:num_clients], args.tokens))
-
-
-@contextmanager
-def _served(case: Case) -> Iterator[HttpContender]:
-    deploy = case.deploy()
-    path = CACHE / f"latency-{case.model}-{case.threads}.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(deploy, sort_keys=False))
-    url = f"http://127.0.0.1:{HTTP_PORT}"
-    application = ServedApplication(path, url)
-    try:
-        application.wait_until_ready()
-        model_id = deploy["applications"][0]["args"]["model_id"]
-        yield HttpContender(f"{url}/v1", model_id, is_speculating=True)
-    finally:
-        application.close()
 
 
 def _median(runs: list[Latency]) -> Latency:

@@ -1,1 +1,1 @@
-"""`python -m bench.speculation`: every way to speculate, and the studies of single methods."""
+"""`python -m bench.speculation`: every way to speculate, against plain decoding."""

@@ -3,11 +3,11 @@
     python -m bench.speculation --questions spec_bench_question.jsonl --agents agent_text.jsonl.gz --json OUT
 
 All methods share one target, the padded fixture (the demo target's logits at the cost of a 0.5 B model), and its prefix
-cache, so what is timed is decoding; a head has a target of its own. A round runs the methods one after the other on the
-same prompts and seeds; ratios are taken within a round. Texts are sampled under the repetition penalty that the demo
-target advises: without it they are loops, which any draft foresees. Agent sessions are recordings: the target computes
-its passes and gives the recorded answer. One call in `--every` is run, whole, from early to late ones; those between
-are told to the drafter while the clock stands still, as history that a server would have seen.
+cache, so the clock measures decoding; a head has a target of its own. A round runs the methods one after the other on
+the same prompts and seeds; ratios are taken within a round. Texts are sampled under the repetition penalty that the
+demo target advises: without it they are loops, which any draft foresees. Agent sessions are recordings: the target
+computes its passes and gives the recorded answer. One call in `--every` is run. The proposer sees the calls between
+them as history, while the clock stops.
 """
 
 from __future__ import annotations
@@ -23,22 +23,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.padded_pair import DEMO, padded_target
-from bench.speculation.suite.methods import MAKERS, PLAIN, Method, Suite
-from bench.speculation.suite.plot import plot_rows
-from bench.speculation.suite.runner import Measured, Run
-from bench.speculation.suite.workload import Workload, agent_sessions, demo_text, questions
+from bench.speculation.methods import MAKERS, PLAIN, Method, Suite
+from bench.speculation.workload import Measured, Workload, WorkloadRun, agent_sessions, demo_text, questions
 from engine.config import CacheConfig
 from models.training.architecture import REPETITION_PENALTY
 from protos.messages import SamplingParams
 
 CACHE_BYTES = 1 << 29
-AGENT_CACHE_BYTES = 1 << 31  # the prompts of all calls that are run, read once
-AGENT_POSITIONS = 1 << 14  # of the padded fixture, whose target was trained on half of them
+AGENT_CACHE_BYTES = 1 << 31  # for the prompts of all calls that are run
+AGENT_POSITIONS = 1 << 14  # of the padded fixture; its target was trained on half as many
 MAX_QUESTION_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MethodRow:
     """One method at one load: medians over the rounds; `speedup` is against plain decoding of the same round."""
 
     workload: str
@@ -55,7 +53,7 @@ def main() -> None:
     """Run every method on every workload and print the rows."""
     args = _parse_args()
     logging.basicConfig(level=logging.WARNING)
-    rows: list[Row] = []
+    rows: list[MethodRow] = []
     with ExitStack() as stack:
         target = args.target or padded_target(AGENT_POSITIONS if args.agents is not None else None)
         cache = CacheConfig(memory_bytes=CACHE_BYTES if args.agents is None else AGENT_CACHE_BYTES)
@@ -65,15 +63,8 @@ def main() -> None:
             for row in _race(methods, workload, args, sampling):
                 _print_row(row, is_first=row.method == PLAIN)
                 rows.append(row)
-            _save(rows, args)
-
-
-def _save(rows: Seq[Row], args: argparse.Namespace) -> None:
-    """After every case: what was measured stays if the machine is wanted for something else."""
-    if args.json is not None:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    if args.plot is not None:
-        plot_rows(rows, args.plot)
+            if args.json is not None:  # after every case, for a run that is interrupted
+                args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
 def _parse_args() -> argparse.Namespace:
@@ -82,18 +73,21 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--agents", type=Path, help="agent calls with their texts: input, output, session_id, timestamp"
     )
-    parser.add_argument("--skip-demo", action="store_true", help="only the texts that are given")
+    parser.add_argument("--skip-demo", action="store_true", help="only the given texts")
     parser.add_argument("--methods", nargs="+", choices=list(MAKERS), default=list(MAKERS))
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8], help="sequences at once")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
     parser.add_argument(
-        "--repetition-penalty", type=float, default=REPETITION_PENALTY, help="of all texts; 1: they fall into loops"
+        "--repetition-penalty", type=float, default=REPETITION_PENALTY, help="of all texts; 1 makes them loop"
     )
     parser.add_argument(
-        "--tokens", type=int, default=48, help="tokens to generate for each prompt; recorded answers are said whole"
+        "--tokens",
+        type=int,
+        default=48,
+        help="tokens to generate for each prompt; recorded answers are generated whole",
     )
     parser.add_argument(
-        "--every", type=int, default=16, help="one in so many of an agent's calls is run, the others are history"
+        "--every", type=int, default=16, help="one in so many calls of an agent is run, the others are history"
     )
     parser.add_argument(
         "--max-call-tokens", type=int, default=AGENT_POSITIONS, help="prompt and answer of an agent's call that is run"
@@ -102,12 +96,11 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--target", type=Path, help="folder of the target; the padded fixture if absent")
     parser.add_argument("--dtype", default="bfloat16", help="of the target")
     parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--plot", type=Path, help="draw the speed-ups here, png")
     return parser.parse_args()
 
 
 def _cases(args: argparse.Namespace) -> Iterator[tuple[Workload, SamplingParams]]:
-    """Workloads and samplings; a recording is greedy. Each number of streams takes a part of the same workload."""
+    """Yield workloads and samplings; a recording is greedy. Each number of streams takes a part of one workload."""
     model, num_streams = DEMO / "target", max(args.streams)
     workloads = [] if args.skip_demo else [demo_text(model, num_streams)]
     if args.questions is not None:
@@ -124,13 +117,13 @@ def _cases(args: argparse.Namespace) -> Iterator[tuple[Workload, SamplingParams]
 
 def _race(
     methods: Seq[Method], workload: Workload, args: argparse.Namespace, sampling: SamplingParams
-) -> Iterator[Row]:
+) -> Iterator[MethodRow]:
     for num_streams in args.streams:
         part = workload.at(num_streams)
         num_tokens = None if workload.is_recorded else args.tokens
         runs: dict[str, list[Measured]] = {method.name: [] for method in methods}
         for method in methods:
-            _measure(method, part, 4, sampling)  # reads the prompts, and meets every kind of pass
+            _measure(method, part, 4, sampling)  # prefills the prompts, and warms every kind of pass
         for _ in range(args.rounds):
             for method in methods:
                 runs[method.name].append(_measure(method, part, num_tokens, sampling))
@@ -139,14 +132,14 @@ def _race(
 
 
 def _measure(method: Method, workload: Workload, num_tokens: int | None, sampling: SamplingParams) -> Measured:
-    return Run(method.engine(), workload, num_tokens, sampling).measure(method.before_step)
+    return WorkloadRun(method.engine(), workload, num_tokens, sampling).measure(method.before_step)
 
 
 def _row(
     workload: str, temperature: float, num_streams: int, method: str, runs: Seq[Measured], plain: Seq[Measured]
-) -> Row:
+) -> MethodRow:
     ratios = [run.tokens_per_second / base.tokens_per_second for run, base in zip(runs, plain, strict=True)]
-    return Row(
+    return MethodRow(
         workload,
         temperature,
         num_streams,
@@ -158,13 +151,13 @@ def _row(
     )
 
 
-def _print_row(row: Row, *, is_first: bool) -> None:
+def _print_row(row: MethodRow, *, is_first: bool) -> None:
     if is_first:
         print(f"\n{row.workload}, T = {row.temperature}, {row.num_streams} streams")
-        print(f"{'':18}{'tok/s':>8}{'speed-up':>10}{'tokens/pass':>13}   stood at position 1, 2, ...")
-    stood = " ".join(f"{share:.2f}" for share in row.accepted_by_position)
+        print(f"{'':18}{'tok/s':>8}{'speed-up':>10}{'tokens/pass':>13}   accepted at position 1, 2, ...")
+    accepted = " ".join(f"{share:.2f}" for share in row.accepted_by_position)
     print(
-        f"{row.method:18}{row.tokens_per_second:8.1f}{row.speedup:10.2f}{row.tokens_per_pass:13.2f}   {stood}",
+        f"{row.method:18}{row.tokens_per_second:8.1f}{row.speedup:10.2f}{row.tokens_per_pass:13.2f}   {accepted}",
         flush=True,
     )
 

@@ -5,8 +5,7 @@ seventy steps, for large falls, and one over the last thousand, for small ones. 
 than `THRESHOLD` standard errors below the reference. With few passes per step, the slower windows cover more steps, to
 hold enough passes. The reference lags by the window of the slower rate, so a fall is compared with the traffic before
 it. The standard error combines both rates: a binomial's, times an overdispersion measured on the same traffic, since
-passes of one text are correlated. Threshold and overdispersion were set by simulated run lengths
-(`bench.speculation.drift`, docs/operate.md).
+passes of one text are correlated. Threshold and overdispersion were set by simulated run lengths (docs/operate.md).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Two martingales bet against a bound of the gain, and the evidence is the mean of
 with a Gaussian mixture over the effect size (arXiv:2310.03722, in a reduced filtration). It is fast if the ratios vary
 little. The other bets on the signs of the ratios. Without a gain they are fair coins, since the two blocks of a pair
 are adjacent in time and in random order. It is robust against single blocks with a disturbed machine. The test needs no
-known spread, and checking after every pair costs nothing. `bench.speculation.canary` measures the error rates for
-ratios that are not Gaussian and not independent.
+known spread, and checking after every pair costs nothing. `tests/engine/accounting/test_goodput_trial.py` measures the
+error rates for ratios that are not Gaussian and not independent.
 """
 
 from __future__ import annotations

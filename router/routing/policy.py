@@ -10,7 +10,7 @@ The first three are the predicted seconds to the first token. Without the fourth
 itself: it would leave its cached prefix to save a moment, and recompute it at the expense of later requests. If every
 other worker is idle, no request waits, and the term is zero.
 
-Pure functions: no clock, no state, no side effects; the simulator and the serving router call the same ones. Everything
+Pure functions: no clock, no state, no side effects; tests and the serving router call the same ones. Everything
 is an array over workers [W], so a decision over a thousand workers costs little more than one over eight.
 """
 

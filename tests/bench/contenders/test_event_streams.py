@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import h11
 import pytest
 
-from bench.contenders.contender import Run
+from bench.contenders.contender import ContenderRun
 from bench.contenders.event_streams import run_streams
 
 PAUSE_S = 0.05
@@ -56,7 +56,7 @@ def test_events_have_the_time_of_their_last_byte_and_streams_run_side_by_side(ur
         assert [event.data["tokens"] for event in events] == [[1, 2], [], [3]]
         assert events[0].seconds >= PAUSE_S  # its second half came that late
         assert events[1].seconds == events[2].seconds >= 2 * PAUSE_S
-    run = Run.of_streams(streams, lambda event: event.data["tokens"])
+    run = ContenderRun.of_streams(streams, lambda event: event.data["tokens"])
     assert run.outputs == [[1, 2, 3]] * 3
     assert [len(arrivals) for arrivals in run.arrivals or ()] == [2, 2, 2]
     assert run.seconds >= 3 * PAUSE_S

@@ -11,12 +11,9 @@ import pytest
 import torch
 
 from bench.padded_pair import DEMO
-from bench.speculation.suffix_replay import replay
-from bench.speculation.suite.methods import PLAIN, Suite
-from bench.speculation.suite.runner import Run
-from bench.speculation.suite.workload import Turn, Workload, agent_sessions
+from bench.speculation.methods import PLAIN, Suite
+from bench.speculation.workload import Turn, Workload, WorkloadRun, agent_sessions
 from engine.config import CacheConfig
-from engine.proposer.text_match.suffix import SuffixProposer
 from models.training.architecture import llama_config, new_model
 from models.training.checkpoint import save_checkpoint
 from protos.messages import SamplingParams
@@ -60,7 +57,7 @@ def test_a_recorded_answer_is_said_in_as_few_passes_as_the_drafts_allow(demo: Pa
 
         engine.core.step = recording_step  # type: ignore[method-assign]
         workload = Workload("recorded", [turns, turns[:1]])
-        measured = Run(engine, workload, None, SamplingParams(temperature=0.0)).measure(lambda: None)
+        measured = WorkloadRun(engine, workload, None, SamplingParams(temperature=0.0)).measure(lambda: None)
     assert sorted(map(len, said.values())) == [9, 24, 24]
     assert said["0/1"] == list(PERIODIC)
     assert measured.num_tokens == 57
@@ -77,7 +74,7 @@ def test_answers_that_were_not_recorded_come_from_the_target(demo: Path) -> None
         suite = Suite(demo / "target", demo, "float32", CacheConfig(num_blocks=64, memory_bytes=None), stack)
         engine = suite.methods([PLAIN])[0].engine()
         workload = Workload("free", [[Turn((1, 2, 3))], [Turn((3, 2, 1))]])
-        measured = Run(engine, workload, 5, SamplingParams(temperature=0.0)).measure(lambda: None)
+        measured = WorkloadRun(engine, workload, 5, SamplingParams(temperature=0.0)).measure(lambda: None)
     assert (measured.num_tokens, measured.num_passes) == (10, 10)
 
 
@@ -92,7 +89,7 @@ def test_history_is_drafted_from_and_not_run(demo: Path, name: str, is_told: boo
         suite = Suite(demo / "target", demo, "float32", CacheConfig(num_blocks=64, memory_bytes=None), stack)
         engine = suite.methods([name])[-1].engine()
         workload = Workload("recorded", [[*history, Turn((9, 2, 3), APERIODIC)]])
-        measured = Run(engine, workload, None, SamplingParams(temperature=0.0)).measure(lambda: None)
+        measured = WorkloadRun(engine, workload, None, SamplingParams(temperature=0.0)).measure(lambda: None)
         assert engine.core.stats().num_running == 0
     assert measured.num_tokens == 40
     assert (measured.tokens_per_pass > 4.0) == (is_told and name != PLAIN)
@@ -129,14 +126,3 @@ def test_calls_of_all_ages_are_run_and_the_rest_is_history(demo: Path, tmp_path:
     assert [turn.is_run for turn in short[0]] == [True, True, True, False, False, False]
     with pytest.raises(ValueError, match="no call is run of one in 4 with 1 tokens"):
         agent_sessions(DEMO / "target", trace, every=4, max_tokens=1)
-
-
-def test_a_replay_of_suffixes_counts_passes_rows_and_tokens() -> None:
-    count = replay([Turn((1, 2, 3), PERIODIC), Turn((9, 1, 2, 3), PERIODIC)], 8, SuffixProposer())
-    assert count.num_tokens == 48
-    assert count.num_passes < 24, "the second answer was said before"
-    assert count.num_rows > count.num_passes
-    assert replay([Turn((1, 2, 3), (5, 6, 7))], 0, SuffixProposer()).num_passes == 3
-    after_history = replay([Turn((1, 2, 3), APERIODIC, is_run=False), Turn((9, 2, 3), APERIODIC)], 16, SuffixProposer())
-    assert after_history.num_tokens == 40
-    assert after_history.num_passes < 8

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from bench.speculation.drift import LITTLE, PROSE, passes, run
 from engine.accounting.counters import DraftCounters
 from engine.accounting.drift import DriftDetector, DriftMonitor
 from engine.accounting.record import PassRecord
@@ -16,6 +15,39 @@ from engine.config import SpeculationConfig
 from protos.messages import SamplingParams, SpeculationMethod
 from tests.builders import make_sequence
 from tests.engine.fixtures.records import sequence_pass
+
+STEADY_STEPS = 20_000
+CODE, PROSE = 0.75, 0.45  # acceptance of the first draft, before and after the traffic changes
+LITTLE = 0.63  # after a small change
+_SOON, _LATE = 1000, 5000  # steps in which a fall should be noticed
+
+
+def passes(
+    rng: np.random.Generator, num_steps: int, num_streams: int, mean: float, concentration: float, text_steps: int
+) -> Iterator[tuple[int, int]]:
+    """Yield, per step, the passes with drafts and those whose first draft stood."""
+    shape = mean * concentration, (1 - mean) * concentration
+    chances = rng.beta(*shape, num_streams)
+    left = rng.integers(1, 2 * text_steps, num_streams)
+    for _ in range(num_steps):
+        left -= 1
+        ended = left <= 0
+        chances[ended] = rng.beta(*shape, ended.sum())
+        left[ended] = rng.integers(1, 2 * text_steps, ended.sum())
+        yield num_streams, int((rng.random(num_streams) < chances).sum())
+
+
+def run(
+    seed: int, num_streams: int, concentration: float, text_steps: int, fallen_to: float = PROSE
+) -> tuple[int, int | None]:
+    """Return the false alarms of a steady run, and the steps until the following fall is noticed."""
+    rng = np.random.default_rng(seed)
+    detector = DriftDetector()
+    steady = passes(rng, STEADY_STEPS, num_streams, CODE, concentration, text_steps)
+    num_false = sum([detector.observe(*each) for each in steady])
+    num_steps = _SOON if fallen_to == PROSE else _LATE
+    fallen = passes(rng, num_steps, num_streams, fallen_to, concentration, text_steps)
+    return num_false, next((step for step, each in enumerate(fallen, 1) if detector.observe(*each)), None)
 
 
 def traffic(mean: float, num_steps: int, seed: int = 1) -> Iterator[tuple[int, int]]:

@@ -4,14 +4,93 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import fmean
 
 import pytest
 
-from bench.speculation.canary import NOISES, rates
 from engine.accounting.goodput_trial import GoodputTrial, Verdict, confidence_sequence, sign_evidence, t_evidence
 
 NUM_RUNS = 400
 SLACK = 3 * math.sqrt(0.05 * 0.95 / NUM_RUNS)  # three standard errors of a rate of 5%
+
+_JUMP_CHANCE = 0.05  # per block
+_JUMP = 0.3  # of the logarithm of goodput
+_LIKENESS = 0.7  # of a block's noise with the one before
+_FREEDOM = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Shares of the runs, and the mean number of pairs until the verdict."""
+
+    kept: float
+    rolled_back: float
+    num_pairs: float
+
+
+Noise = Callable[[random.Random, float], Iterator[float]]
+
+
+def gaussian(rng: random.Random, spread: float) -> Iterator[float]:
+    """Yield independent noise per block."""
+    while True:
+        yield rng.gauss(0.0, spread)
+
+
+def heavy(rng: random.Random, spread: float) -> Iterator[float]:
+    """Yield Student's noise, now and then far out."""
+    scale = spread / math.sqrt(_FREEDOM / (_FREEDOM - 2))
+    while True:
+        squares = sum(rng.gauss(0.0, 1.0) ** 2 for _ in range(_FREEDOM))
+        yield scale * rng.gauss(0.0, 1.0) / math.sqrt(squares / _FREEDOM)
+
+
+def jumping(rng: random.Random, spread: float) -> Iterator[float]:
+    """Yield noise about a level that jumps."""
+    level = 0.0
+    while True:
+        if rng.random() < _JUMP_CHANCE:
+            level = rng.gauss(0.0, _JUMP)
+        yield level + rng.gauss(0.0, spread)
+
+
+def alike(rng: random.Random, spread: float) -> Iterator[float]:
+    """Yield noise that is much as it was in the block before, about a level that drifts."""
+    past, level = 0.0, 0.0
+    while True:
+        past = _LIKENESS * past + math.sqrt(1 - _LIKENESS**2) * rng.gauss(0.0, spread)
+        level += 0.01
+        yield level + past
+
+
+NOISES: dict[str, Noise] = {"gaussian": gaussian, "heavy tails": heavy, "jumps": jumping, "alike": alike}
+
+
+def log_ratios(rng: random.Random, noise: Iterator[float], gain: float) -> Iterator[float]:
+    """Yield the log ratio of each pair of blocks, one with each draft, in random order, as a canary runs them."""
+    while True:
+        first, second = next(noise), next(noise)
+        yield math.log1p(gain) + (first - second if rng.random() < 0.5 else second - first)
+
+
+def run(trial: GoodputTrial, ratios: Iterator[float]) -> tuple[Verdict, int]:
+    """Return the verdict, and after how many pairs it came."""
+    seen: list[float] = []
+    while (verdict := trial.verdict(seen)) is Verdict.OPEN:
+        seen.append(next(ratios))
+    return verdict, len(seen)
+
+
+def rates(trial: GoodputTrial, noise: Noise, spread: float, gain: float, num_runs: int, seed: int = 0) -> Rates:
+    """Return the rates of `num_runs` trials of a draft with this gain; `spread` is of a block's log goodput."""
+    results = []
+    for index in range(num_runs):
+        rng = random.Random(f"{seed} {index}")
+        results.append(run(trial, log_ratios(rng, noise(rng, spread), gain)))
+    kept = sum(verdict is Verdict.KEEP for verdict, _ in results) / num_runs
+    return Rates(kept, 1 - kept, fmean(number for _, number in results))
 
 
 @pytest.mark.parametrize("noise", NOISES)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from bench.speculation.ahead_proposer import AheadProposer
 from engine.batch.draft import Draft
 from engine.config import (
     CacheConfig,
@@ -33,6 +32,7 @@ from engine.proposer.text_match.ngram import NgramProposer
 from engine.proposer.text_match.suffix import SuffixProposer
 from engine.sequence.batch import ScheduledSequence
 from protos.messages import GenerateRequest, SamplingParams, TokenLogprobs, VerifyMode
+from tests.engine.fixtures.ahead_proposer import AheadProposer
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, Folders, write_pair
 
 NUM_PROMPTS = 16

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.speculation.ahead_proposer import AheadProposer
 from engine.batch.draft import Draft
 from engine.config import (
     CacheConfig,
@@ -33,6 +32,7 @@ from engine.sampling.sampler import Purpose, row_keys
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
 from tests.builders import make_scheduled, make_sequence, sequence_of
+from tests.engine.fixtures.ahead_proposer import AheadProposer
 from tests.engine.fixtures.checkpoints import Folders
 from tests.engine.fixtures.foreign_pair import write_foreign_pair, write_small_pair
 from tests.engine.fixtures.tabular import chi_square_tail

@@ -1,12 +1,11 @@
-"""`make profile`: the distance of each kind of step from this machine's best, and the parts of its time.
+"""`make profile`: the time of each kind of pass against its floor on this machine, and its share by operator.
 
-    python -m bench.steps.profile --threads 2 --context 1024
+    python -m bench.profile --threads 2 --context 1024
 
 The floor of a pass is the larger of its bytes over the measured bandwidth and its operations over the measured speed
-of a matrix product in `--dtype`, both the best of some tries just before it, since a machine's speed drifts. Bytes:
-every weight of every layer once, and the keys and values that its rows read. Operations: two per weight and row, and
-attention's. Last, a long prompt, chunk after chunk, against products of the shapes of its weights and chunks with
-nothing between them, by our kernel or by torch's, whichever takes less.
+of a matrix product in `--dtype`. Both are the best of five tries just before the pass, since a machine's speed drifts.
+Bytes: every weight once, and the keys and values that the rows read. Operations: two per weight and row, and those of
+attention.
 """
 
 from __future__ import annotations
@@ -14,11 +13,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -36,27 +33,25 @@ from engine.model.decoders.native_layers import NativeLayers
 from engine.model.linear.large_pages import in_large_pages
 from engine.model.linear.native_product import NativeProduct
 from engine.model.linear.native_quantized import NativeQuantizedProduct
-from engine.model.linear.packed_linear import LinearFactory, linear_of, torch_linear_of
+from engine.model.linear.packed_linear import torch_linear_of
 from engine.model.runner.model_runner import ModelRunner
 from engine.native.library import native_instructions
 
 BANDWIDTH_BYTES = 1 << 30
 NUM_OPERATORS = 6
-PROMPT_TOKENS = 8192
-CHUNK_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """The speed that the machine reached here when it did nothing else."""
+    """The measured limits of this machine."""
 
     bytes_per_s: float
     flops_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One kind of step: spans of `rows` tokens behind `context` tokens, for `streams` sequences at once."""
+class PassKind:
+    """One kind of pass: spans of `rows` tokens after `context` tokens, for `streams` sequences at once."""
 
     name: str
     streams: int
@@ -69,30 +64,25 @@ class ModelSize:
     """The weights that every pass reads and multiplies by; `attention_width` is heads x head size x layers."""
 
     num_weights: int
-    num_layer_weights: int  # without the output layer, which few rows of a prompt meet
     weight_bytes: float
     attention_width: int
 
     @classmethod
     def of(cls, folder: Path, dtype: str, quantization: str) -> ModelSize:
-        """Read the headers of the weight files: every matrix but an embedding that is no output layer too."""
+        """Read the headers of the weight files: every matrix, but an embedding only if it is the output layer too."""
         config = AutoConfig.from_pretrained(folder)
-        skipped = () if config.tie_word_embeddings else ("embed_tokens",)
-        shapes = [shape for name, shape in _shapes(folder) if len(shape) == 2 and not any(s in name for s in skipped)]
-        num_weights = sum(rows * columns for rows, columns in shapes)
-        num_output_weights = config.vocab_size * config.hidden_size
+        num_weights = 0
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  # not a mapping
+                    shape = tensors.get_slice(name).get_shape()
+                    if len(shape) == 2 and (config.tie_word_embeddings or "embed_tokens" not in name):
+                        num_weights += shape[0] * shape[1]
         is_narrow = dtype != "float32" or (config.dtype == torch.bfloat16 and native_instructions() is not None)
         bytes_each = {"int8": 1.0, "int4": 0.5}.get(quantization, 2.0 if is_narrow else 4.0)
         head_size = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
         width = config.num_hidden_layers * config.num_attention_heads * head_size
-        return cls(num_weights, num_weights - num_output_weights, num_weights * bytes_each, width)
-
-
-def _shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  # not a mapping
-                yield name, tensors.get_slice(name).get_shape()
+        return cls(num_weights, num_weights * bytes_each, width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +97,7 @@ class Cost:
 
 
 def main() -> None:
-    """Time every kind of step and print it beside its floor."""
+    """Time every kind of pass and print it with its floor."""
     args = _parse_args()
     torch.set_num_threads(args.threads)
     folder = args.model or padded_target(name=args.padded)
@@ -116,12 +106,11 @@ def main() -> None:
     dtype = getattr(torch, args.dtype)
     print(f"{args.threads} threads, {args.dtype}")
     print(
-        f"{'step':34} {'MB':>8} {'GFLOP':>8} {'GB/s':>6} {'TFLOP/s':>8} {'floor ms':>9} {'ms':>8} {'over':>6}   "
+        f"{'pass':34} {'MB':>8} {'GFLOP':>8} {'GB/s':>6} {'TFLOP/s':>8} {'floor ms':>9} {'ms':>8} {'over':>6}   "
         "where it goes"
     )
-    for path in _paths(args.context):
-        _report(path, runner, size, measure_ceiling(dtype), args.repeats)
-    _report_prompt(runner, folder, size, dtype)
+    for kind in _kinds(args.context):
+        _report(kind, runner, size, measure_ceiling(dtype), args.repeats)
 
 
 def _parse_args() -> argparse.Namespace:
@@ -136,27 +125,27 @@ def _parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _paths(context: int) -> list[Step]:
+def _kinds(context: int) -> list[PassKind]:
     return [
-        Step("plain, 1 stream", 1, 1, context),
-        Step("verify K=4, 1 stream", 1, 5, context),
-        Step("plain, 8 streams", 8, 1, context),
-        Step("verify K=4, 8 streams", 8, 5, context),
-        Step("plain, 16 streams", 16, 1, context),
-        Step("prefill, 512 tokens of a prompt", 1, 512, 0),
-        Step("prefill, 512 tokens at 7,500", 1, 512, 7500),
-        Step("plain, 1 stream at 8,000", 1, 1, 8000),
+        PassKind("plain, 1 stream", 1, 1, context),
+        PassKind("verify K=4, 1 stream", 1, 5, context),
+        PassKind("plain, 8 streams", 8, 1, context),
+        PassKind("verify K=4, 8 streams", 8, 5, context),
+        PassKind("plain, 16 streams", 16, 1, context),
+        PassKind("prefill, 512 tokens of a prompt", 1, 512, 0),
+        PassKind("prefill, 512 tokens at 7,500", 1, 512, 7500),
+        PassKind("plain, 1 stream at 8,000", 1, 1, 8000),
     ]
 
 
 def _runner(folder: Path, args: argparse.Namespace) -> ModelRunner:
     model = ModelConfig(str(folder), args.dtype, quantization=args.quantization, num_threads=args.threads)
-    num_blocks = max(path.streams * (path.context + path.rows) for path in _paths(args.context)) // 16 + 32
+    num_blocks = max(kind.streams * (kind.context + kind.rows) for kind in _kinds(args.context)) // 16 + 32
     return ModelRunner(model, CacheConfig(num_blocks=num_blocks))
 
 
 def measure_ceiling(dtype: torch.dtype) -> Ceiling:
-    """Reading a gigabyte by `sum`, from pages as weights have, and a product in `dtype` that arithmetic limits."""
+    """Time `sum` over a gigabyte in pages like the weights', and a product in `dtype` that arithmetic limits."""
     memory = in_large_pages(torch.ones(BANDWIDTH_BYTES // 4))
     weight = torch.randn(4096, 4096, dtype=dtype)
     multiply, rows = torch_linear_of(weight, None), torch.randn(1024, 4096, dtype=dtype)
@@ -165,81 +154,46 @@ def measure_ceiling(dtype: torch.dtype) -> Ceiling:
     return Ceiling(BANDWIDTH_BYTES / read_s, 2 * weight.numel() * len(rows) / product_s)
 
 
-def _report(path: Step, runner: ModelRunner, size: ModelSize, ceiling: Ceiling, repeats: int) -> None:
-    spans = _spans(path, runner)
+def _report(kind: PassKind, runner: ModelRunner, size: ModelSize, ceiling: Ceiling, repeats: int) -> None:
+    spans = _spans(kind, runner)
     seconds = _median_s(lambda: runner.forward(spans), repeats)
-    cost = _cost(path, runner, size)
+    cost = _cost(kind, runner, size)
     floor_s = cost.floor_s(ceiling)
     operators = _operators(lambda: runner.forward(spans))
     print(
-        f"{path.name:34} {cost.num_bytes / 1e6:8.0f} {cost.num_flops / 1e9:8.1f} {ceiling.bytes_per_s / 1e9:6.1f} "
+        f"{kind.name:34} {cost.num_bytes / 1e6:8.0f} {cost.num_flops / 1e9:8.1f} {ceiling.bytes_per_s / 1e9:6.1f} "
         f"{ceiling.flops_per_s / 1e12:8.2f} {1e3 * floor_s:9.1f} {1e3 * seconds:8.1f} {seconds / floor_s:6.2f}   "
         f"{operators}",
         flush=True,
     )
 
 
-def _report_prompt(runner: ModelRunner, folder: Path, size: ModelSize, dtype: torch.dtype) -> None:
-    """The rate at which a prompt is read, and that of its products alone, chunk by chunk in turn."""
-    blocks = list(range(PROMPT_TOKENS // runner.block_size))
-    ids = [1 + (7 * row) % 1000 for row in range(PROMPT_TOKENS)]
-    contenders = [_products(folder, make_linear, dtype) for make_linear in (linear_of, torch_linear_of)]
-    prompt_s = 0.0
-    totals_s = [0.0 for _ in contenders]
-    for start in range(0, PROMPT_TOKENS, CHUNK_TOKENS):
-        span = Span(ids[start : start + CHUNK_TOKENS], start, blocks, num_logits=1)
-        prompt_s += _seconds(lambda: runner.forward([span]))  # noqa: B023  # called at once
-        for index, products in enumerate(contenders):
-            totals_s[index] += sum(count * _seconds(call) for call, count in products)
-    products_s = min(totals_s)
-    num_flops = 2 * size.num_layer_weights * PROMPT_TOKENS
-    rate = num_flops + 2 * PROMPT_TOKENS**2 * size.attention_width
-    print(
-        f"\na prompt of {PROMPT_TOKENS:,} tokens in chunks of {CHUNK_TOKENS}: {prompt_s:.1f} s, "
-        f"{rate / prompt_s / 1e12:.2f} TFLOP/s; its products alone: {products_s:.1f} s, "
-        f"{num_flops / products_s / 1e12:.2f} TFLOP/s; {rate / prompt_s / (num_flops / products_s):.0%}"
-    )
-
-
-def _products(folder: Path, make_linear: LinearFactory, dtype: torch.dtype) -> list[tuple[Callable[[], Tensor], int]]:
-    """Return a chunk's rows times a matrix of each shape, packed by `make_linear`, and how many there are.
-
-    The matrix is in `dtype` of bfloat16 numbers, as published ones are.
-    """
-    shapes = Counter((shape[0], shape[1]) for name, shape in _shapes(folder) if len(shape) == 2 and ".layers." in name)
-    products: list[tuple[Callable[[], Tensor], int]] = []
-    for (num_out, num_in), count in shapes.items():
-        multiply = make_linear(torch.randn(num_out, num_in, dtype=torch.bfloat16).to(dtype), None)
-        products.append((partial(multiply, torch.randn(CHUNK_TOKENS, num_in, dtype=dtype)), count))
-    return products
-
-
-def _spans(path: Step, runner: ModelRunner) -> list[Span]:
-    blocks_each = -(-(path.context + path.rows) // runner.block_size)
-    num_logits = path.rows if path.rows <= 16 else 1
+def _spans(kind: PassKind, runner: ModelRunner) -> list[Span]:
+    blocks_each = -(-(kind.context + kind.rows) // runner.block_size)
+    num_logits = kind.rows if kind.rows <= 16 else 1
     return [
         Span(
-            [1 + (7 * row) % 1000 for row in range(path.rows)],
-            path.context,
+            [1 + (7 * row) % 1000 for row in range(kind.rows)],
+            kind.context,
             list(range(stream * blocks_each, (stream + 1) * blocks_each)),
             num_logits,
         )
-        for stream in range(path.streams)
+        for stream in range(kind.streams)
     ]
 
 
-def _cost(path: Step, runner: ModelRunner, model: ModelSize) -> Cost:
-    num_rows = path.streams * path.rows
+def _cost(kind: PassKind, runner: ModelRunner, model: ModelSize) -> Cost:
+    num_rows = kind.streams * kind.rows
     kv_bytes_per_token = runner.bytes_per_block / runner.block_size
-    kv_bytes = path.streams * (path.context + path.rows) * kv_bytes_per_token
-    # A prefill chunk's rows see half of the chunk on average, and all that lies before it.
-    seen = path.context + (path.rows if path.rows <= 16 else path.rows / 2)
+    kv_bytes = kind.streams * (kind.context + kind.rows) * kv_bytes_per_token
+    # A row of a prefill chunk attends to half of the chunk on average, and to all tokens before it.
+    seen = kind.context + (kind.rows if kind.rows <= 16 else kind.rows / 2)
     attention_flops = 4 * num_rows * seen * model.attention_width
     return Cost(model.weight_bytes + kv_bytes, 2 * model.num_weights * num_rows + attention_flops)
 
 
 def _operators(call: Callable[[], Tensor]) -> str:
-    """Return the largest shares of the processor's own time, by operator; layers are called kernel by kernel."""
+    """Return the largest shares of processor time by operator; layers are called kernel by kernel."""
     with (
         patch.object(NativeLayers, "take", return_value=False),
         _recorded(NativeProduct, "__call__", "native product"),
@@ -258,7 +212,7 @@ def _operators(call: Callable[[], Tensor]) -> str:
 
 
 def _recorded(owner: type, method: str, name: str) -> AbstractContextManager[object]:
-    """While it lasts, calls of a kernel that is no operator of torch count as one."""
+    """Record calls of a kernel that is not an operator of torch as if it were one."""
     inner = getattr(owner, method)
 
     def call(*args: object) -> object:

@@ -1,11 +1,10 @@
-"""Several pairs on one machine under agent sessions: what routing by prefix is worth against Ray Serve's own router.
+"""Several pairs on one machine under agent sessions: the gain of routing by prefix over Ray Serve's own router.
 
-    python -m bench.routing.fleet agent_text.jsonl.gz --pairs 4 --prefills 1 --sessions 8 --rounds 2
+    python -m bench.fleet agent_text.jsonl.gz --pairs 4 --prefills 1 --sessions 8 --rounds 2
 
-Sessions run in a closed loop: each sends its next call when the last one is answered, so a fleet that is slow is also
-asked less. Every round starts the application afresh with one policy, so caches are cold and equal; rounds of the
-policies alternate. Calls longer than `--max-prompt-tokens` end their session: prompts are never cut inside, which would
-make unequal calls equal.
+Sessions run in a closed loop: each sends its next call when the last one is answered, so a slow fleet gets fewer
+calls. Every round starts the application anew with one policy, so caches are cold and equal. Rounds of the policies
+alternate. A call longer than `--max-prompt-tokens` ends its session: cut prompts would make unequal calls equal.
 """
 
 from __future__ import annotations
@@ -16,21 +15,20 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from openai import AsyncOpenAI
 from tokenizers import Tokenizer
 
-from bench.served.application import ServedApplication
-from bench.simulator.trace_file import read_lines
+from bench.contenders.prompts import recorded_calls
+from bench.padded_pair import CACHE
+from bench.served.application import BASE_URL, MODEL_ID, DeployArgs, start_served
 
-HTTP_PORT = 8110
-GRPC_PORT = 9110
-FOLDER = Path(".cache/bench")
 CALL_TIMEOUT_S = 300.0
 
 Session = list[list[int]]  # the prompts of its calls, in order
@@ -94,10 +92,9 @@ def _parse_args() -> argparse.Namespace:
 def read_sessions(path: Path, tokenizer_file: Path, max_prompt_tokens: int) -> list[Session]:
     """Return the calls of each session as token ids, up to the first one that is too long."""
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    calls = sorted(read_lines(path), key=lambda call: call["timestamp"])
     sessions: dict[str, Session] = {}
     ended: set[str] = set()
-    for call in calls:
+    for call in recorded_calls(path):
         name = call["session_id"]
         token_ids = tokenizer.encode(call["input"], add_special_tokens=False).ids
         if len(token_ids) > max_prompt_tokens:
@@ -108,14 +105,11 @@ def read_sessions(path: Path, tokenizer_file: Path, max_prompt_tokens: int) -> l
 
 
 def _round(policy: str, sessions: Sequence[Session], args: argparse.Namespace) -> FleetRow:
-    application = ServedApplication(_deploy_yaml(policy, args), f"http://127.0.0.1:{HTTP_PORT}")
-    try:
+    with closing(start_served(CACHE / f"fleet-{policy}.yaml", partial(_change, policy, args))) as application:
         application.wait_until_ready()
         began_s = time.perf_counter()
         calls = asyncio.run(_closed_loop(sessions, args.sessions, args.tokens))
         seconds = time.perf_counter() - began_s
-    finally:
-        application.close()
     ttfts = [call.ttft_s for call in calls]
     return FleetRow(
         policy=policy,
@@ -140,29 +134,21 @@ def _median(policy: str, rows: Sequence[FleetRow]) -> dict[str, Any]:
     return {"policy": f"{policy}, median of {len(of_policy)}", **figures}
 
 
-def _deploy_yaml(policy: str, args: argparse.Namespace) -> Path:
-    """Return the root deploy.yaml with more pairs, smaller caches and this policy, on ports of its own."""
-    deploy = yaml.safe_load(Path("deploy.yaml").read_text(encoding="utf-8"))
-    deploy["http_options"]["port"] = HTTP_PORT
-    deploy["grpc_options"]["port"] = GRPC_PORT
-    app_args = deploy["applications"][0]["args"]
-    app_args["target"] = {**app_args["target"], "path": str(args.target.resolve()), "num_threads": 1}
-    app_args["draft"] = {**app_args["draft"], "path": str(args.draft.resolve()), "num_threads": 1}
+def _change(policy: str, args: argparse.Namespace, app_args: DeployArgs) -> None:
+    """Deploy more pairs with smaller caches and this policy."""
+    app_args["model_id"] = MODEL_ID
+    app_args["target"] |= {"path": str(args.target.resolve()), "num_threads": 1}
+    app_args["draft"] |= {"path": str(args.draft.resolve()), "num_threads": 1}
     app_args["cache"] = {"num_blocks": args.cache_blocks}
     app_args["pair"] = {"num_replicas": args.pairs}
     app_args["prefill"] = {"num_replicas": args.prefills}
     app_args["router"] = {"policy": policy, "index_timeout_ms": 500}  # all pairs and the index share this machine
-    path = FOLDER / f"fleet-{policy}.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(deploy, sort_keys=False), encoding="utf-8")
-    return path
 
 
 async def _closed_loop(sessions: Sequence[Session], num_at_once: int, num_tokens: int) -> list[Call]:
     waiting = list(reversed(sessions))
     calls: list[Call] = []
-    base_url = f"http://127.0.0.1:{HTTP_PORT}/v1"
-    async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=CALL_TIMEOUT_S) as client:
+    async with AsyncOpenAI(base_url=BASE_URL, api_key="none", max_retries=0, timeout=CALL_TIMEOUT_S) as client:
 
         async def run_sessions() -> None:
             while waiting:
@@ -176,7 +162,7 @@ async def _closed_loop(sessions: Sequence[Session], num_at_once: int, num_tokens
 async def _call(client: AsyncOpenAI, prompt: list[int], num_tokens: int) -> Call:
     began_s = time.perf_counter()
     stream = await client.completions.create(
-        model="outrider-demo",
+        model=MODEL_ID,
         prompt=prompt,
         max_tokens=num_tokens,
         temperature=0.0,

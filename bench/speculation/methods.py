@@ -16,8 +16,7 @@ import torch
 from actors.channel.channel_proposer import ChannelProposer
 from actors.settings import DraftSettings, PairSettings
 from bench.contenders.draft_child import CORES, own_cores, start_draft
-from bench.speculation.suite.recorded_engine import RecordedEngine
-from bench.speculation.suite.shared_target import SharedTarget
+from bench.speculation.recorded_engine import RecordedEngine, SharedTarget
 from engine.config import (
     CacheConfig,
     EngineConfig,
@@ -36,14 +35,14 @@ from protos.messages import SpeculationMethod, VerifyMode
 
 PLAIN = "plain"
 _CHAIN = 4  # K of models and heads
-_REPEAT = 8  # K of n-grams; suffixes end by themselves
+_REPEAT = 8  # K of n-grams, at most K of suffixes
 _NODES = 8  # of a tree
 _DRAFT_CACHE = CacheConfig(memory_bytes=1 << 29)
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A row of the table; `num_threads` are the target's, and `before_step` is called before each of its passes."""
+    """A row of the table; the target has `num_threads`, and `before_step` is called before each of its passes."""
 
     name: str
     target: SharedTarget
@@ -53,27 +52,27 @@ class Method:
     before_step: Callable[[], None] = field(default=lambda: None)
 
     def engine(self) -> RecordedEngine:
-        """Return a fresh engine, and this thread on the cores that it may use."""
+        """Return a new engine, with this thread bound to the engine's cores."""
         torch.set_num_threads(self.num_threads)
         own_cores(CORES[: self.num_threads])
         return self.target.engine(self.speculation, self.make_proposer)
 
 
 class Suite:
-    """Builds methods by name. `stack` ends the processes that they start."""
+    """Builds methods by name; `stack` ends the processes that they start."""
 
     def __init__(self, target: Path, demo: Path, dtype: str, cache: CacheConfig, stack: ExitStack) -> None:
-        """`target` has the logits of the demo target in `demo`, whose draft and heads are used."""
+        """Use the draft and heads in `demo` for a `target` with the logits of the demo target."""
         self._target = ModelConfig(str(target), dtype=ModelDtype(dtype))
         self._demo, self._cache, self._stack = demo, cache, stack
 
     def methods(self, names: Seq[str]) -> list[Method]:
-        """Return the methods of these names, plain decoding first whether named or not."""
+        """Return plain decoding, then the other methods of these names."""
         return [MAKERS[name](self) for name in (PLAIN, *(name for name in names if name != PLAIN))]
 
     @cached_property
     def headless(self) -> SharedTarget:
-        """The target that all methods without a head share."""
+        """The target of all methods without a head."""
         return SharedTarget(self._target, self._cache)
 
     @cached_property
@@ -108,7 +107,7 @@ class Suite:
         )
 
     def ahead(self) -> Method:
-        """Return the draft has a process and a core of its own, so the target has one less."""
+        """Return a draft with a process and a core of its own; the target has one core less."""
         channel = self._channel(fan_out=3)
         num_threads = max(1, len(CORES) - 1)
         speculation = SpeculationConfig(_CHAIN)
@@ -119,7 +118,7 @@ class Suite:
         return Method(kind, target, SpeculationConfig(_CHAIN, methods=(SpeculationMethod(kind),)))
 
     def _head_folder(self, kind: HeadKind) -> Path:
-        """Return the demo's head, its layer numbers those of the same layers in a padded target."""
+        """Return the demo's head, with the numbers that its layers have in a padded target."""
         folder = self._demo / kind
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         places = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")

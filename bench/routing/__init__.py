@@ -1,1 +1,0 @@
-"""The worth and the cost of routing by prefix, on served or imitated pairs."""

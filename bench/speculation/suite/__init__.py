@@ -1,1 +1,0 @@
-"""Every way to speculate on the same texts: `python -m bench.speculation`."""

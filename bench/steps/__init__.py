@@ -1,1 +1,0 @@
-"""The cost of single steps of the engine: against the machine's limits, by precision, by determinism."""
