@@ -20,7 +20,7 @@ from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_LEAST_COVERAGE = 0.6  # above it, drafts of shared tokens are at least as fast as text (docs/speculation.md)
+_LEAST_COVERAGE = 0.6  # above it, drafts of shared tokens are at least as fast as text (bench/EXPERIMENTS.md)
 
 
 @dataclass(frozen=True, slots=True)
