@@ -28,7 +28,7 @@ def for_log(value: object, limit: int = 200) -> str:
 class LogLine(logging.LogRecord):
     """A log record with a one-line message and one line per error of its traceback.
 
-    It does not matter whose logger it is: Serve logs what a pair raises, and gRPC what a method raises.
+    It holds for every logger: Serve logs errors of a pair, and gRPC errors of a method.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

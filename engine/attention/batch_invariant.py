@@ -33,7 +33,7 @@ _UNIT = 512  # keys that torch's kernel takes at a time
 
 
 @dataclass(frozen=True, slots=True)
-class _ChainRows:
+class _RowGroup:
     """Rows of the pass that see the same keys, each up to its own place among them."""
 
     rows: Seq[int]
@@ -138,21 +138,21 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, options: 
     return attend_seen(attend, query, keys, values, mask)
 
 
-def _chains(spans: Seq[Span], block_size: int) -> Iterator[_ChainRows]:
+def _chains(spans: Seq[Span], block_size: int) -> Iterator[_RowGroup]:
     first_row = 0
     for span in spans:
         slots = [block * block_size + offset for block in span.block_table for offset in range(block_size)]
         if span.num_chained:
             end = span.start + span.num_chained
-            yield _ChainRows(range(first_row, first_row + span.num_chained), range(span.start, end), slots[:end])
+            yield _RowGroup(range(first_row, first_row + span.num_chained), range(span.start, end), slots[:end])
         for step in range(span.num_chained, len(span.token_ids)):
             path = path_to(span.parents, span.start + step - span.tree_start)
             key_slots = [*slots[: span.tree_start], *(slots[span.tree_start + node] for node in path)]
-            yield _ChainRows((first_row + step,), (len(key_slots) - 1,), key_slots)
+            yield _RowGroup((first_row + step,), (len(key_slots) - 1,), key_slots)
         first_row += len(span.token_ids)
 
 
-def _starts(chain: _ChainRows) -> range:
+def _starts(chain: _RowGroup) -> range:
     """The first row of each tile."""
     return range(0, len(chain.rows), _ROWS)
 

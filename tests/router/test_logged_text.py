@@ -196,7 +196,7 @@ def test_no_line_can_hold_another(
     logger.addHandler(caplog.handler)  # Ray's loggers do not propagate
     logger.error("request %s: %d of %r", EVIL, 5, [EVIL])
     try:
-        raise EngineError(EVIL)  # as Serve logs what a pair has raised
+        raise EngineError(EVIL)  # as Serve logs a pair's errors
     except EngineError:
         logger.exception("Request failed.")
     logger.removeHandler(caplog.handler)

@@ -19,13 +19,13 @@ from tests.engine.fixtures.records import sequence_pass
 STEADY_STEPS = 20_000
 CODE, PROSE = 0.75, 0.45  # acceptance of the first draft, before and after the traffic changes
 LITTLE = 0.63  # after a small change
-_SOON, _LATE = 1000, 5000  # steps in which a fall should be noticed
+_SOON, _LATE = 1000, 5000  # steps until a fall is noticed
 
 
 def passes(
     rng: np.random.Generator, num_steps: int, num_streams: int, mean: float, concentration: float, text_steps: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield, per step, the passes with drafts and those whose first draft stood."""
+    """Yield, per step, the passes with drafts and the passes whose first draft was accepted."""
     shape = mean * concentration, (1 - mean) * concentration
     chances = rng.beta(*shape, num_streams)
     left = rng.integers(1, 2 * text_steps, num_streams)

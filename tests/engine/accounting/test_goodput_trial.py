@@ -17,7 +17,7 @@ SLACK = 3 * math.sqrt(0.05 * 0.95 / NUM_RUNS)  # three standard errors of a rate
 
 _JUMP_CHANCE = 0.05  # per block
 _JUMP = 0.3  # of the logarithm of goodput
-_LIKENESS = 0.7  # of a block's noise with the one before
+_LIKENESS = 0.7  # correlation of a block's noise with its predecessor's
 _FREEDOM = 3
 
 

@@ -74,7 +74,7 @@ class World:
 
     @property
     def is_at_rest(self) -> bool:
-        """True if nothing runs, and what is reserved was answered: a pair's next report ends that."""
+        """True if nothing runs and every reservation was answered: a pair's next report ends that."""
         is_reserved = {request_id for _, request_id in self.reserved} - self.answered
         is_chosen = self.num_chosen == self.num_asked
         return is_chosen and not self.running and not is_reserved and all(pair.is_empty for pair in self.pairs.values())
