@@ -18,6 +18,7 @@ from engine.attention.triton_tiling import HeadShape
 from engine.config import KVDtype
 from tests.engine.fixtures.attention_fixtures import (
     BUSHY,
+    DECODE,
     MIXED,
     PLAIN,
     TREES,
@@ -101,11 +102,13 @@ OPTIONS = pytest.mark.parametrize(
 @OPTIONS
 @pytest.mark.parametrize("kind", [KVDtype.AUTO, KVDtype.INT8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
 @pytest.mark.parametrize("extents", [SHORT, [Extent(5, 1), Extent(20, 40), Extent(40, 2)]], ids=["short", "chunk"])
 def test_torch_reads_hidden_keys_as_nothing(
-    extents: list[Extent], dtype: torch.dtype, kind: KVDtype, options: LayerOptions
+    extents: list[Extent], num_kv_heads: int, dtype: torch.dtype, kind: KVDtype, options: LayerOptions
 ) -> None:
-    check(TorchAttention, lambda: AttentionWorld(extents, HeadShape(2, 2, 16, 16), dtype=dtype, kind=kind), options)
+    heads = HeadShape(num_kv_heads, 2, 16, 16)
+    check(TorchAttention, lambda: AttentionWorld(extents, heads, dtype=dtype, kind=kind), options)
 
 
 def test_torch_reads_blocks_that_others_left_as_nothing() -> None:
@@ -119,6 +122,44 @@ def test_keys_so_large_that_a_hidden_score_overflows_are_read_as_nothing() -> No
     expected = attend(world, TorchAttention, PLAIN)
     spoil(world, last(world), 3e38, keys=True)
     assert torch.equal(attend(world, TorchAttention, PLAIN)[:-1], expected[:-1])
+
+
+@pytest.mark.parametrize("plan", [TorchAttention, BatchInvariantAttention])
+@pytest.mark.parametrize(
+    ("dtype", "options"), [(torch.float32, PLAIN), (torch.bfloat16, PLAIN), (torch.float32, WINDOWED)]
+)
+@pytest.mark.parametrize("query", [3e38, float("inf"), NAN])
+@pytest.mark.parametrize("extents", [[VERIFY, DECODE], [Extent(9, 40)]], ids=["together", "chunk"])
+def test_a_query_that_overflows_changes_no_other_row(
+    extents: list[Extent], query: float, dtype: torch.dtype, options: LayerOptions, plan: PlanAttention
+) -> None:
+    """Other rows of its span, and other spans that are read with it, keep their bits."""
+    heads, row = HeadShape(2, 2, 16, 16), 2
+    expected = attend(AttentionWorld(extents, heads, dtype=dtype), plan, options)
+    world = AttentionWorld(extents, heads, dtype=dtype)
+    world.query[row] = query
+    out = attend(world, plan, options)
+    others = torch.arange(len(out)) != row
+    assert torch.equal(out[others], expected[others])
+
+
+@pytest.mark.parametrize("plan", [TorchAttention, BatchInvariantAttention])
+def test_a_row_whose_hidden_score_alone_overflows_keeps_its_bits(plan: PlanAttention) -> None:
+    """The key is so large that only the largest query overflows with it. Rows that see the key are finite too."""
+    heads = HeadShape(1, 1, 16, 16)
+    queries, key = [1.0, 1e20, 1.0, 2.0, 1.0], 1e19
+    outs = []
+    for hidden in (key, 0.0):
+        world = AttentionWorld([VERIFY], heads)
+        world.query[:] = 1e-20 * torch.tensor(queries)[:, None, None] * torch.ones(16)
+        world.query[1, :, 0] = 1e20
+        slot = world.slots(world.spans[0], 22, 23)
+        heads_of = [tensor[0].transpose(0, 1).clone() for tensor in world.heads_of(slot)]
+        heads_of[0][..., 0] = hidden
+        world.cache.write(0, slot, *heads_of)
+        outs.append(attend(world, plan, PLAIN))
+    assert outs[0].isfinite().all()
+    assert torch.equal(outs[0][:2], outs[1][:2])
 
 
 def test_steps_of_spans_that_share_blocks_read_each_others_faults_as_nothing() -> None:
