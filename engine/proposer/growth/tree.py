@@ -20,8 +20,10 @@ from engine.batch.span import Span
 from engine.proposer.growth.chain import masked, row_after
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.logits_row import LogitsRow
+from engine.sampling.sparse_distribution import one_hot
 from engine.sequence.request_tokens import RequestTokens
 from engine.sequence.token_blocks import TokenBlocks
+from engine.verifier.verify_task import IMPOSSIBLE_ID
 
 ROOT = -1
 
@@ -83,6 +85,7 @@ class Tree:
         self.max_depth = max_depth
         self._nodes: list[TreeNode] = []
         self._computed: list[int] = []
+        self._overflowed: list[int] = []  # nodes whose logits were not finite
 
     @property
     def num_slots(self) -> int:
@@ -104,10 +107,16 @@ class Tree:
         """The number of children to choose for each node of the level."""
         return [self._shape.num_wanted(self._node(node)) for node in self.level]
 
-    def add(self, children: Seq[Seq[Child]]) -> None:
-        """Add children to the nodes of the level, best or first drawn first, and set the next level."""
+    def add(self, children: Seq[Seq[Child] | None]) -> None:
+        """Add children to the nodes of the level, best or first drawn first, and set the next level.
+
+        They are None for a node whose logits are not finite.
+        """
         first = len(self._nodes)
         for parent, siblings in zip(self.level, children, strict=True):
+            if siblings is None:
+                self._overflowed.append(parent)
+                continue
             above = self._node(parent)
             depth = above.depth + 1 if above is not None else 1
             for rank, child in enumerate(siblings):
@@ -129,14 +138,23 @@ class Tree:
         return Span(token_ids, start, self.blocks.block_table, len(token_ids), parents)
 
     def draft(self) -> Draft:
-        """Return a draft of the tree's best nodes, best first."""
+        """Return a draft of the tree's best nodes, best first; if the draft model overflowed, `IMPOSSIBLE_ID` last.
+
+        The target computes the nodes before `IMPOSSIBLE_ID` and rejects it. A tree without room for it leaves it out.
+        """
         chosen = self._chosen()
-        indices = {node: index for index, node in enumerate(chosen)}
+        indices = {ROOT: ROOT, **{node: index for index, node in enumerate(chosen)}}
         children = [self._nodes[node].child for node in chosen]
+        parents = [indices[self._nodes[node].parent] for node in chosen]
+        overflowed = [node for node in self._overflowed if node in indices]
+        if overflowed and len(chosen) < self._max_nodes:
+            is_drawn = not self.sequence.is_matched
+            children.append(Child(IMPOSSIBLE_ID, distribution=one_hot(IMPOSSIBLE_ID) if is_drawn else None))
+            parents.append(indices[overflowed[0]])
         return Draft(
             tuple(child.token_id for child in children),
             tuple(child.distribution for child in children if child.distribution is not None),
-            tuple(indices.get(self._nodes[node].parent, ROOT) for node in chosen),
+            tuple(parents),
         )
 
     def _chosen(self) -> list[int]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import islice
 
 from torch import Tensor
 
+from engine.native.logits import are_finite
 from engine.proposer.growth.tree import Child, Tree
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import Purpose, random_bits
@@ -24,13 +26,17 @@ class TreeSampler:
         self._sampler = sampler
 
     def branch(self, trees: Seq[Tree], logits: Tensor) -> None:
-        """Add children to every tree's level; `logits [R, V] float32` has a row for each node of the levels."""
+        """Add children to every tree's level; `logits [R, V] float32` has a row for each node of the levels.
+
+        A node whose logits are not finite gets none.
+        """
         rows = [row for tree in trees for row in tree.rows]
         wanted = [number for tree in trees for number in tree.num_wanted]
         are_matched = [tree.sequence.is_matched for tree in trees for _ in tree.level]
         children = iter(self._choose(self._sampler.apply_processors(logits, rows), rows, wanted, are_matched))
+        are_valid = iter(are_finite(logits).tolist())
         for tree in trees:
-            tree.add([next(children) for _ in tree.level])
+            tree.add([siblings if next(are_valid) else None for siblings in islice(children, len(tree.level))])
 
     def _choose(
         self, scores: Tensor, rows: Seq[LogitsRow], wanted: Seq[int], are_matched: Seq[bool]
