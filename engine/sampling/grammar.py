@@ -11,9 +11,10 @@ from collections.abc import Sequence as Seq
 
 from llguidance import LLMatcher
 
+from protos.client_text import for_log
+
 logger = logging.getLogger(__name__)
 
-_LOGGED = 200  # logged characters of a library error, which may quote the grammar
 TokenMask = bytes  # one bit per token id, set if the token is allowed; token 0 is the lowest bit of the first byte
 
 
@@ -39,7 +40,7 @@ class GrammarMatcher:
             is_right = self._matcher.is_accepting() if is_end else self._matcher.consume_token(token_id)
             if not is_right and not self.has_failed:
                 self.has_failed = True
-                logger.warning("a grammar ended its sequence early: %s", self._matcher.get_error()[:_LOGGED])
+                logger.warning("a grammar ended its sequence early: %s", for_log(self._matcher.get_error()))
             if not is_end:
                 self._read_ids.append(token_id)
         return not self.has_failed

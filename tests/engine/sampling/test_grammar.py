@@ -10,10 +10,12 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import jsonschema
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from actors.engine_loop.engine_loop import AbortAll, EngineLoop
@@ -25,6 +27,7 @@ from engine.proposer import Proposer
 from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.text_match.ngram import NgramProposer
+from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.grammar_compiler import MAX_RULES, MAX_SOURCE_BYTES, GrammarCompiler
 from engine.sampling.grammar_trial import GrammarTrial
 from protos.errors import OverloadedError, RateLimitError, RequestError
@@ -591,3 +594,20 @@ def test_a_request_that_is_aborted_while_its_grammar_is_compiled_never_runs(fold
     assert not engine.has_work
     assert engine.stats().num_used_blocks == 0
     assert not emitted
+
+
+def test_an_error_of_the_parser_is_logged_in_one_short_line(caplog: pytest.LogCaptureFixture) -> None:
+    """It may quote the client's grammar."""
+
+    class FailedMatcher:
+        def consume_token(self, token_id: int) -> bool:
+            return False
+
+        def get_error(self) -> str:
+            return "no token\nERROR forged\x1b[2J" + "a" * 5000
+
+    assert not GrammarMatcher(lambda: cast(LLMatcher, FailedMatcher()), (0,)).read([5])
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.isprintable()
+    assert "no token\\nERROR forged\\x1b[2Ja" in said
+    assert len(said) < 300
