@@ -10,16 +10,18 @@ from engine.proposer.vocab_mapping.choice import choose_vocabulary
 from engine.proposer.vocab_mapping.translation import SameVocabulary
 
 
-def check_start(settings: PairSettings, *, is_on_gpu: bool) -> None:
-    """Check that a pair can start, as far as the headers of its files show.
+def check_start(settings: PairSettings, *, is_on_gpu: bool) -> list[str]:
+    """Check that a pair can start, as far as the headers of its files show; return notes about the target.
 
     Raises:
         ConfigError: the target, its head or a draft cannot be served here, or they do not fit each other.
     """
     engine = settings.engine
-    check_outline(engine.model, engine.cache, engine.scheduler.max_model_len, engine.head, is_on_gpu=is_on_gpu)
+    max_model_len = engine.scheduler.max_model_len
+    notes = check_outline(engine.model, engine.cache, max_model_len, engine.head, is_on_gpu=is_on_gpu)
     for each in settings.of_drafts.values():
         _check_draft(settings, each.draft, is_on_gpu=is_on_gpu)
+    return notes
 
 
 def _check_draft(settings: PairSettings, draft: DraftSettings, *, is_on_gpu: bool) -> None:

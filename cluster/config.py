@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 from pydantic import BaseModel, Field, ValidationError
@@ -42,7 +43,7 @@ class DeployConfig(EngineSection):
     def to_engine(self) -> EngineConfig:
         """Return a pair's engine as deploy.yaml has it: no path is looked for yet, and threads left out stay open."""
         return EngineConfig(
-            model=self.target.to_engine(),
+            model=replace(self.target.to_engine(), chat_template=self.ingress.chat_template_text),
             cache=self.cache.to_engine(),
             scheduler=self.scheduler.to_engine(),
             speculation=self.speculation.to_engine(self.offered_methods),

@@ -33,8 +33,9 @@ def check_models(config: DeployConfig) -> list[str]:
     target = Path(resolve_model_path(config.target.path))
     if target.is_dir():
         _check_weights(target)
-        notes += [*_end_notes(config.model_id, target), *_vocabulary_notes(target)]
-        if load_tokenizer_files(str(target), config.ingress.chat_template_text).chat_template is None:
+        template = config.ingress.chat_template_text
+        notes += [*_end_notes(config.model_id, target, template), *_vocabulary_notes(target, template)]
+        if load_tokenizer_files(str(target), template).chat_template is None:
             notes.append(
                 f"{config.model_id!r} has no chat template: chat requests get a 400. A template for it goes into "
                 f"{target / 'chat_template.jinja'}"
@@ -51,16 +52,16 @@ def check_models(config: DeployConfig) -> list[str]:
     return notes
 
 
-def _vocabulary_notes(folder: Path) -> list[str]:
+def _vocabulary_notes(folder: Path, template: str | None) -> list[str]:
     config = read_config(folder)
     text = config.get("text_config")
     vocab_size = config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
-    note = refuse_tokens_without_rows(folder, vocab_size) if isinstance(vocab_size, int) else None
+    note = refuse_tokens_without_rows(folder, vocab_size, template) if isinstance(vocab_size, int) else None
     return [] if note is None else [note]
 
 
-def _end_notes(model_id: str, folder: Path) -> list[str]:
-    ends = find_end_tokens(folder)
+def _end_notes(model_id: str, folder: Path, template: str | None) -> list[str]:
+    ends = find_end_tokens(folder, template=template)
     if ends.token_ids:
         return []
     return [

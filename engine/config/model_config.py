@@ -84,7 +84,8 @@ class ModelConfig:
     `path` is a local folder or a Hub id. `num_threads` is torch's number of threads; None keeps torch's default. With
     `deterministic`, the bits of a token's logits depend only on the text before it (`engine.model.determinism`). The
     model is sharded over `tensor_parallel_size` processes with one device each
-    (`engine.model.runner.tensor_parallel_runner`).
+    (`engine.model.runner.tensor_parallel_runner`). `chat_template` is the text of a template in place of the model's
+    own: its end of a turn ends a text.
 
     Raises:
         ConfigError: a sharded model is quantised or deterministic.
@@ -99,6 +100,7 @@ class ModelConfig:
     deterministic: bool = False
     tensor_parallel_size: int = 1
     generation_config: SamplingSource = SamplingSource.AUTO
+    chat_template: str | None = None
     graphs: GraphConfig = GraphConfig()
 
     def __post_init__(self) -> None:

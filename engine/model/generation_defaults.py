@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -25,11 +26,13 @@ _RANGES = {
 }
 
 
-def eos_token_ids(model: PreTrainedModel, folder: Path, vocab_size: int) -> tuple[int, ...]:
+def eos_token_ids(
+    model: PreTrainedModel, folder: Path, vocab_size: int, template: str | None = None
+) -> tuple[int, ...]:
     """Return the tokens that end a text, from all files of the model; log if no file names one."""
-    ends = find_end_tokens(folder, vocab_size, model.config.get_text_config().eos_token_id)
+    ends = find_end_tokens(folder, vocab_size, model.config.get_text_config().eos_token_id, template)
     if ends.unknown_ids:
-        logger.warning("end tokens %s are left out: the model has %d tokens", list(ends.unknown_ids), vocab_size)
+        logger.warning("%s", unknown_ends(ends.unknown_ids, vocab_size))
     if ends.token_ids:
         logger.info("end tokens are %s", list(ends.token_ids))
     else:
@@ -39,6 +42,11 @@ def eos_token_ids(model: PreTrainedModel, folder: Path, vocab_size: int) -> tupl
             folder,
         )
     return ends.token_ids
+
+
+def unknown_ends(token_ids: Sequence[int], vocab_size: int) -> str:
+    """Return the warning about end tokens that the model has no row for."""
+    return f"end tokens {list(token_ids)} are left out: the model has {vocab_size} tokens"
 
 
 def sampling_defaults(model: PreTrainedModel, source: SamplingSource) -> SamplingDefaults:

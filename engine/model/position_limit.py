@@ -50,6 +50,12 @@ def unread_lengths(config: PreTrainedConfig) -> dict[str, int]:
     }
 
 
+def unread_warning(config: PreTrainedConfig) -> str | None:
+    """Return a warning about the lengths in a configuration that are not read, or None."""
+    named = ", ".join(f"{name} {value}" for name, value in unread_lengths(config).items())
+    return f"config.json has {named}, which are not read: longer texts may come out wrong" if named else None
+
+
 def _stretched(config: PreTrainedConfig) -> int | None:
     """Return the positions after YaRN's scaling if all layers have it, else None."""
     lengths = [_yarn_length(rope) for rope in _ropes(config) if rope.get("rope_type")]

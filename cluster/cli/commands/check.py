@@ -52,7 +52,8 @@ def _check_start(config: DeployConfig) -> None:
     # Imported here: it loads torch, which `outrider serve` must not do in this process.
     from actors.start_check import check_start
 
-    check_start(unplaced_settings(config), is_on_gpu=config.pair.gpus is not None)
+    for note in check_start(unplaced_settings(config), is_on_gpu=config.pair.gpus is not None):
+        report(f"note: {note}")
 
 
 def _template_rules(config: DeployConfig) -> list[str]:

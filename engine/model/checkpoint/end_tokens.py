@@ -32,35 +32,40 @@ class EndTokens:
     unknown_ids: tuple[int, ...] = ()
 
 
-def find_end_tokens(folder: Path, vocab_size: int | None = None, assumed: object = None) -> EndTokens:
+def find_end_tokens(
+    folder: Path, vocab_size: int | None = None, assumed: object = None, template: str | None = None
+) -> EndTokens:
     """Return the end tokens of the model in `folder`.
 
     Args:
         folder: the checkpoint's folder; missing files are skipped.
         vocab_size: rows of the model's embedding; None if unknown.
         assumed: ids of the model's family, used if no file names any.
+        template: the chat template; None for the model's own.
 
     Raises:
-        ConfigError: a file names something that is not an id, or its chat template does not end.
+        ConfigError: a file names something that is not an id, its generation_config.json cannot be read, or its chat
+            template does not end.
     """
     tokenizer = _read_tokenizer(folder)
-    ids = list(dict.fromkeys(_stated(folder, tokenizer))) or list(_ids_of(assumed, "the model's family"))
+    ids = list(dict.fromkeys(_stated(folder, tokenizer, template))) or list(_ids_of(assumed, "the model's family"))
     known = tuple(each for each in ids if vocab_size is None or each < vocab_size)
     return EndTokens(known, tuple(each for each in ids if each not in known))
 
 
-def _stated(folder: Path, tokenizer: Tokenizer | None) -> Iterator[int]:
-    for name in ("generation_config.json", "config.json"):
-        content = _read_json(folder / name)
+def _stated(folder: Path, tokenizer: Tokenizer | None, template: str | None) -> Iterator[int]:
+    for name, content in (
+        ("generation_config.json", _read_generation_config(folder)),
+        ("config.json", _read_json(folder / "config.json")),
+    ):
         for part in (content, *(content.get(part) for part in _PARTS)):
             if isinstance(part, dict):
                 yield from _ids_of(part.get("eos_token_id"), str(folder / name))
     if tokenizer is None:
         return
-    config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
-    special_tokens = dict(_special_tokens(config))
+    special_tokens = dict(_special_tokens(_read_tokenizer_config(folder)))
     names = [special_tokens.get("eos_token")]
-    if (template := read_template(folder)) is not None:
+    if (template := template or read_template(folder)) is not None:
         names.append(_turn_end(template, special_tokens, tokenizer))
     for token in names:
         if token is not None and (token_id := tokenizer.token_to_id(token)) is not None:
@@ -97,8 +102,13 @@ def _tokens_in(text: str, names: Iterable[str]) -> list[str]:
     return sorted((name for name in names if name and name in text), key=text.find)
 
 
-def _rendered(template: str, special_tokens: Mapping[str, str], messages: list[dict[str, str]]) -> str | None:
-    """Render in a thread, so that an endless template cannot hang the caller; None if it refuses the messages."""
+def _rendered(
+    template: str, special_tokens: Mapping[str, str], messages: list[dict[str, str]], *, is_open: bool = False
+) -> str | None:
+    """Render in a thread, so that an endless template cannot hang the caller; None if it refuses the messages.
+
+    With `is_open` the text ends where an answer begins.
+    """
     # Imported here: only models with a template need it, and the import takes seconds.
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -106,7 +116,9 @@ def _rendered(template: str, special_tokens: Mapping[str, str], messages: list[d
 
     def render() -> None:
         try:
-            texts: Any = render_jinja_template([messages], chat_template=template, **special_tokens)
+            texts: Any = render_jinja_template(
+                [messages], chat_template=template, add_generation_prompt=is_open, **special_tokens
+            )
         except Exception:  # a template may raise anything; the frontends report it
             return
         found.extend(texts[0])
@@ -117,6 +129,18 @@ def _rendered(template: str, special_tokens: Mapping[str, str], messages: list[d
     if thread.is_alive():
         raise ConfigError(f"the model's chat template ran for {_RENDER_LIMIT_S:g} s on two messages; fix its loops")
     return found[0] if found else None
+
+
+def sample_chat(folder: Path, template: str | None = None) -> str | None:
+    """Return a short chat as the template writes it, from the first token to the place of an answer.
+
+    None without a template, and if the template refuses the chat. `template` replaces the model's own.
+    """
+    template = template or read_template(folder)
+    if template is None:
+        return None
+    special_tokens = dict(_special_tokens(_read_tokenizer_config(folder)))
+    return _rendered(template, special_tokens, [{"role": "user", "content": _QUESTION}], is_open=True)
 
 
 def read_template(folder: Path) -> str | None:
@@ -146,6 +170,21 @@ def _read_tokenizer(folder: Path) -> Tokenizer | None:
         return Tokenizer.from_file(str(file)) if file.is_file() else None
     except Exception:  # the Rust library raises bare Exception; the frontends report it
         return None
+
+
+def _read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    return _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+
+
+def _read_generation_config(folder: Path) -> dict[str, Any]:
+    """Return the mapping in generation_config.json; transformers ignores a file that it cannot read."""
+    file = folder / "generation_config.json"
+    content = _read_json(file)
+    if not content and file.is_file() and b"".join(file.read_bytes().split()) != b"{}":
+        raise ConfigError(
+            f"{str(file)!r} holds no mapping in JSON, so its end tokens are unknown; mend it, or fetch it again"
+        )
+    return content
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from engine.model.checkpoint.end_tokens import read_template
+from engine.model.checkpoint.end_tokens import sample_chat
 from protos.errors import ConfigError
 
 _MAX_NAMED = 5
 
 
-def refuse_tokens_without_rows(folder: Path, vocab_size: int) -> str | None:
+def refuse_tokens_without_rows(folder: Path, vocab_size: int, template: str | None = None) -> str | None:
     """Return a warning about tokens that the model in `folder` has no row for, or None.
 
-    Frontends refuse a text with such a token.
+    Frontends refuse a text with such a token. `template` replaces the model's own chat template.
 
     Raises:
         ConfigError: the chat template writes such a token, so every chat would be refused.
@@ -24,8 +24,8 @@ def refuse_tokens_without_rows(folder: Path, vocab_size: int) -> str | None:
     rowless = {name: token_id for name, token_id in _tokens(folder).items() if token_id >= vocab_size}
     if not rowless:
         return None
-    template = read_template(folder) or ""
-    written = {name: token_id for name, token_id in rowless.items() if name in template}
+    chat = sample_chat(folder, template) or ""
+    written = {name: token_id for name, token_id in rowless.items() if name in chat}
     if written:
         raise ConfigError(
             f"the chat template of {str(folder)!r} writes {_named(written)}, but the model has {vocab_size} rows: "
@@ -34,9 +34,14 @@ def refuse_tokens_without_rows(folder: Path, vocab_size: int) -> str | None:
     return f"the tokenizer has {_named(rowless)}, but the model has {vocab_size} rows: texts with them are refused"
 
 
-def ids_without_token(folder: Path, vocab_size: int) -> list[int]:
-    """Return the ids of rows without a token, mostly padding; empty without a tokenizer."""
+def ids_without_token(folder: Path, vocab_size: int, end_ids: Iterable[int] = ()) -> list[int]:
+    """Return the ids of rows without a token, mostly padding; empty without a tokenizer.
+
+    The end tokens `end_ids` count as tokens: some tokenizers leave them out, and their text is never shown.
+    """
     ids = set(_tokens(folder).values())
+    if ids:
+        ids.update(end_ids)
     return [token_id for token_id in range(vocab_size) if token_id not in ids] if ids else []
 
 

@@ -45,7 +45,7 @@ from engine.model.linear.packed_linear import Linear
 from engine.model.linear.quantized_linear import can_quantize, linear_factory
 from engine.model.loader import load_model, model_folder, model_version, resolve_device
 from engine.model.paged_model import PagedModel
-from engine.model.position_limit import max_positions, unread_lengths
+from engine.model.position_limit import max_positions, unread_warning
 from engine.model.resident_memory import leave_checkpoint, trim_heap
 from engine.model.runner.warm_up import warm_up
 from engine.model.tensor_parallel.rank import ALONE, Rank
@@ -112,8 +112,9 @@ class ModelRunner:
         with enough_memory(device, f"the weights of {model.path!r}, packed or sharded", WEIGHTS_REMEDY):
             self._take_weights(stock, model, head, device)
         self.vocab_size = self._model.vocab_size
-        self._fit_tokenizer(model_folder(model.path))
-        self.eos_token_ids = eos_token_ids(stock, model_folder(model.path), self.vocab_size)
+        folder = model_folder(model.path)
+        self.eos_token_ids = eos_token_ids(stock, folder, self.vocab_size, model.chat_template)
+        self._fit_tokenizer(folder, model.chat_template)
         self.sampling_defaults = sampling_defaults(stock, model.generation_config)
         has_graphs = _has_graphs(model.graphs, device, self._plan_attention)
         self._features: Tensor | None = None
@@ -127,6 +128,8 @@ class ModelRunner:
         kv_dtype = kv_name(kind, stock.dtype)
         self.model_version = model_version(model.path, model.quantization, str(stock.dtype), kv_dtype)
         self.kv_layout = self._new_kv_layout(model, head, kv_dtype, device)
+        if warning := unread_warning(stock.config):
+            logger.warning("%s", warning)
         self.max_model_len = length_limit(stock.config, max_model_len, self.num_blocks * self.block_size)
         if device.type == "cuda":
             with enough_memory(device, "a pass over a prompt", _PASSES_REMEDY):
@@ -161,11 +164,11 @@ class ModelRunner:
             self.self_draft.begin(self._model.decoder)
         trim_heap()
 
-    def _fit_tokenizer(self, folder: Path) -> None:
+    def _fit_tokenizer(self, folder: Path, template: str | None) -> None:
         """Mask the rows of the head without a token: their text would be empty."""
-        if note := refuse_tokens_without_rows(folder, self.vocab_size):
+        if note := refuse_tokens_without_rows(folder, self.vocab_size, template):
             logger.warning("%s", note)
-        padding = ids_without_token(folder, self.vocab_size)
+        padding = ids_without_token(folder, self.vocab_size, self.eos_token_ids)
         if padding:
             logger.info("%d ids without a token are masked, the first is %d", len(padding), padding[0])
         self._model.mask(padding)
@@ -371,9 +374,6 @@ def _has_graphs(graphs: GraphConfig, device: torch.device, plan_attention: PlanA
 def length_limit(config: PreTrainedConfig, configured: int | None, num_slots: int) -> int:
     """Return the most tokens of a sequence. Raises ConfigError if configured above the model's positions."""
     positions = max_positions(config) or num_slots
-    if unread := unread_lengths(config):
-        named = ", ".join(f"{name} {value}" for name, value in unread.items())
-        logger.warning("config.json has %s, which are not read: longer texts may come out wrong", named)
     if configured is not None and configured > positions:
         raise ConfigError(
             f"scheduler.max_model_len is {configured}, but the model has {positions} positions; lower it, "

@@ -22,11 +22,14 @@ from engine.config import CacheConfig, HeadConfig, HeadKind, KVDtype, ModelConfi
 from engine.model.attention_probe import RecordingPass, refusal, understood
 from engine.model.checkpoint.completeness import refuse_incomplete
 from engine.model.checkpoint.dtype import resolve_dtype
+from engine.model.checkpoint.end_tokens import find_end_tokens
 from engine.model.checkpoint.hub import cached_folder
 from engine.model.checkpoint.reading_errors import READING_ERRORS
 from engine.model.checkpoint.scheme import SECTIONS, scheme_of
 from engine.model.draft_heads.loader import load_head
+from engine.model.generation_defaults import unknown_ends
 from engine.model.loader import load_config
+from engine.model.position_limit import unread_warning
 from engine.model.runner.model_runner import length_limit, usable_quantization
 from protos.errors import ConfigError
 
@@ -44,8 +47,10 @@ def check_outline(
     head: HeadConfig | None = None,
     *,
     is_on_gpu: bool = False,
-) -> None:
+) -> list[str]:
     """Check as far as headers allow that a `ModelRunner` with these arguments can be made.
+
+    Returns notes for the operator: the longest text, lengths that nothing reads, and the end tokens.
 
     A Hub model that is not fetched yet is checked by its configuration alone. GPU kernels are not checked, since no
     process has a GPU before the pair is placed.
@@ -56,14 +61,14 @@ def check_outline(
     device = torch.device("cuda" if is_on_gpu else "cpu")
     config = load_config(model.path)
     resolve_dtype(model.dtype, device)
-    length_limit(config, max_model_len, 0)
+    notes = _notes(model, config, length_limit(config, max_model_len, max_model_len or 0))
     usable_quantization(model, device)
     if not is_on_gpu:
         attention = choose_attention(model.attention, device, is_deterministic=model.deterministic)
         check_kv_kind(KVDtype(cache.dtype), attention, device)
     outline = _outline(model.path, config)
     if outline is None:
-        return
+        return notes
     if head is not None and head.kind is not HeadKind.SELF and _is_small(head):
         with _left_to_the_start(f"the head of {model.path!r}"):
             load_head(head, outline, _META)
@@ -71,6 +76,26 @@ def check_outline(
         raise refusal(outline, "it keeps a recurrent state, which blocks of keys and values cannot hold")
     with _left_to_the_start(f"the attention of {model.path!r}"):
         _check_attention(outline)
+    return notes
+
+
+def _notes(model: ModelConfig, config: PreTrainedConfig, limit: int) -> list[str]:
+    text = config.get_text_config()
+    notes = [f"the longest text has {limit} tokens"] if limit else []
+    if warning := unread_warning(config):
+        notes.append(warning)
+    folder = _folder(model.path)
+    if folder is not None:
+        ends = find_end_tokens(folder, text.vocab_size, text.eos_token_id, model.chat_template)
+        notes += [f"end tokens are {list(ends.token_ids)}"] if ends.token_ids else []
+        notes += [unknown_ends(ends.unknown_ids, text.vocab_size)] if ends.unknown_ids else []
+    return notes
+
+
+def _folder(path: str) -> Path | None:
+    """Return the folder of the model's files; None for a Hub model that is not here yet."""
+    local = Path(path).expanduser()
+    return local if local.is_dir() else cached_folder(path)
 
 
 def _check_attention(model: PreTrainedModel) -> None:
@@ -94,7 +119,7 @@ def _outline(path: str, config: PreTrainedConfig) -> PreTrainedModel | None:
 
     A quantized checkpoint's files hold other tensors than the model; `check_models` has checked them.
     """
-    folder = Path(path).expanduser() if Path(path).expanduser().is_dir() else cached_folder(path)
+    folder = _folder(path)
     if folder is None:
         return None
     is_quantized = scheme_of(config.to_dict(), path) is not None

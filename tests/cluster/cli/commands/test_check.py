@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken
+from transformers import LlamaConfig, PreTrainedConfig
 
 from cluster.cli.__main__ import main
 from cluster.cli.deployment import ServeOptions, deployment_of, to_yaml
+from tests.engine.fixtures.byte_tokenizer import write_tokenizer
+from tests.engine.fixtures.families import PLAIN, REFUSED, write_family
 
 
 def check(folder: Path, **settings: object) -> int:
@@ -109,3 +114,66 @@ def test_what_a_start_would_refuse_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert "max_model_len is 1048576, but the model has" in " ".join(capsys.readouterr().err.split())
     assert check(tmp_path, cache__memory_gib=None, cache__num_blocks=1 << 40) == 1
     assert "GiB of memory are needed" in " ".join(capsys.readouterr().err.split())
+
+
+def check_model(folder: Path, config: PreTrainedConfig, **settings: object) -> int:
+    """Check a deployment of a tiny model of this configuration, without drafts."""
+    write_family(folder / "model", config)
+    return check(
+        folder,
+        target__path=str(folder / "model"),
+        draft={"kind": "none"},
+        speculation={},
+        cache__memory_gib=0.01,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("family", ["falcon", "bloom", "gptj", "stablelm", "mamba", "qwen3_next", "glm_moe_dsa"])
+def test_a_family_that_cannot_be_served_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str):
+    assert check_model(tmp_path, REFUSED[family]()) == 1
+    assert f"model type '{family}' cannot be served" in " ".join(capsys.readouterr().err.split())
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (lambda: LlamaConfig(**PLAIN), ["the longest text has 128 tokens", "names no end token"]),
+        (lambda: LlamaConfig(**PLAIN, eos_token_id=[7, 500]), ["end tokens are [7]", "end tokens [500] are left out"]),
+        (lambda: LlamaConfig(**{**PLAIN, "max_position_embeddings": 40}, rope_scaling=YARN), ["text has 128 tokens"]),
+        (lambda: LlamaConfig(**PLAIN, rope_scaling={**YARN, "rope_type": "dynamic"}), ["text has 32 tokens"]),
+        (lambda: LlamaConfig(**PLAIN, local_attention_length=7), ["config.json has local_attention_length 7, which"]),
+    ],
+    ids=["plain", "ends", "yarn", "dynamic", "unread"],
+)
+def test_lengths_and_end_tokens_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: Callable[[], PreTrainedConfig], said: list[str]
+):
+    made = config()
+    if made.eos_token_id == LlamaConfig().eos_token_id:
+        made.eos_token_id = None
+    assert check_model(tmp_path, made) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for each in said:
+        assert each in out
+
+
+def test_a_longer_text_than_the_scaling_gives_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = LlamaConfig(**PLAIN, rope_scaling={**YARN, "rope_type": "dynamic"})
+    assert check_model(tmp_path, config, scheduler__max_model_len=33) == 1
+    assert "max_model_len is 33, but the model has 32 positions" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_end_of_a_turn_is_of_the_template_that_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    core = write_tokenizer(folder)
+    core.add_tokens([AddedToken("<turn>", special=True)])
+    core.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.content }}<turn>{% endfor %}"
+    config = LlamaConfig(**{**PLAIN, "vocab_size": 304}, eos_token_id=7)
+    assert check_model(tmp_path, config, ingress__chat_template=template) == 0
+    assert f"end tokens are [7, {core.token_to_id('<turn>')}]" in " ".join(capsys.readouterr().out.split())

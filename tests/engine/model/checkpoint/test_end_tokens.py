@@ -10,6 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
+from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig
 from engine.model.checkpoint import end_tokens
 from engine.model.checkpoint.end_tokens import EndTokens, find_end_tokens
@@ -40,6 +41,13 @@ def write_tokenizer(folder: Path, marks: tuple[str, ...] = MARKS, *, special: bo
     core.add_tokens([AddedToken(mark, special=special) for mark in marks])
     core.save(str(folder / "tokenizer.json"))
     return {mark: 2 + index for index, mark in enumerate(marks)}
+
+
+def write_model(folder: Path) -> None:
+    """Write a model whose config.json names no end token."""
+    config = SERVED["llama"]()
+    config.eos_token_id = None
+    write_family(folder, config)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +115,41 @@ def test_of_published_templates(name: str, mark: str | None, tmp_path: Path) -> 
     tokens = {"bos_token": "<|im_start|>", "eos_token": "<seed:eos>"} if name == "seed_oss" else {"bos_token": "b"}
     write(tmp_path, chat_template=source, tokenizer_config=tokens)
     assert find_end_tokens(tmp_path).token_ids == ((ids[mark],) if mark else ())
+
+
+def test_a_template_in_place_of_the_models_own_has_its_end_of_a_turn(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    ids = write_tokenizer(tmp_path)
+    write(tmp_path, generation_config={"eos_token_id": 1}, chat_template=CHATML)
+    other = CHATML.replace("<|im_end|>", "<|end|>")
+    model = ModelConfig(str(tmp_path), dtype="float32", chat_template=other)
+    assert ModelRunner(model, CacheConfig(num_blocks=4)).eos_token_ids == (1, ids["<|end|>"])
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "", '{"eos_token_id": 5'])
+def test_a_generation_config_that_cannot_be_read_is_refused(content: str, tmp_path: Path) -> None:
+    """Transformers ignores it, and so its end tokens would be lost."""
+    write(tmp_path, config={"eos_token_id": 1})
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"generation_config\.json' holds no mapping in JSON"):
+        find_end_tokens(tmp_path)
+
+
+def test_an_empty_generation_config_is_read(tmp_path: Path) -> None:
+    write(tmp_path, config={"eos_token_id": 1})
+    (tmp_path / "generation_config.json").write_text("{ }\n")
+    assert find_end_tokens(tmp_path).token_ids == (1,)
+
+
+def test_an_end_that_the_tokenizer_lacks_is_not_masked(tmp_path: Path) -> None:
+    """Some checkpoints name it in their configuration alone. Masked, it would never end a text."""
+    write_model(tmp_path)
+    write_tokenizer(tmp_path)
+    write(tmp_path, generation_config={"eos_token_id": 90})
+    runner = ModelRunner(ModelConfig(str(tmp_path), dtype="float32"), CacheConfig(num_blocks=4))
+    logits = runner.forward([Span([2, 3, 4], 0, [0], 1)])[0]
+    assert runner.eos_token_ids == (90,)
+    assert logits.isfinite().nonzero().flatten().tolist() == [*range(2 + len(MARKS)), 90]
 
 
 def test_a_template_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,20 @@ def test_other_tokens_without_a_row_are_named(tmp_path: Path, caplog: pytest.Log
     assert said in caplog.text
 
 
+@pytest.mark.parametrize("look", [load, check])
+def test_a_token_that_the_template_writes_for_images_alone_is_no_reason(
+    look: Callable[[Path], object], tmp_path: Path
+) -> None:
+    template = "{% for m in messages %}{% if m.image %}<|mark|>{% endif %}{{ m.content }}{% endfor %}"
+    look(write(tmp_path, BYTE_VOCAB_SIZE, template=template))
+
+
+def test_a_token_that_begins_the_answer_is_one_that_the_template_writes(tmp_path: Path) -> None:
+    template = "{{ messages[0].content }}{% if add_generation_prompt %}{{ '<|ma' + 'rk|>' }}{% endif %}"
+    with pytest.raises(ConfigError, match=r"writes '<\|mark\|>' \(id 300\)"):
+        check(write(tmp_path, BYTE_VOCAB_SIZE, template=template))
+
+
 def test_padded_rows_have_no_chance(tmp_path: Path) -> None:
     num_tokens, num_rows = BYTE_VOCAB_SIZE + 3, 384
     runner = load(write(tmp_path, num_rows))
