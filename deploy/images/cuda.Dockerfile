@@ -9,10 +9,13 @@ RUN apt-get update \
 WORKDIR /source
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cu130
 RUN python -m venv /opt/outrider
-COPY constraints.txt ./
-RUN /opt/outrider/bin/pip install --no-cache-dir --index-url "$TORCH_INDEX" torch==2.13.0
+COPY deploy/hashes.txt ./
+# No file but those of PyPI's hashes, and torch's, whose index has another one for each kind of GPU.
+RUN /opt/outrider/bin/pip install --no-cache-dir --no-deps --require-hashes --requirement hashes.txt \
+    && /opt/outrider/bin/pip install --no-cache-dir --index-url "$TORCH_INDEX" torch==2.13.0
 COPY . .
-RUN /opt/outrider/bin/pip install --no-cache-dir --constraint constraints.txt .
+RUN /opt/outrider/bin/pip install --no-cache-dir --no-deps --no-build-isolation . \
+    && /opt/outrider/bin/pip check
 
 FROM python:3.11-slim-bookworm
 # gcc, libc6-dev: Triton compiles its launchers; wget: the probes that KubeRay puts into every Ray container

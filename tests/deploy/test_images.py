@@ -7,9 +7,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from cluster.local.serve_environment import cluster_variables
 
@@ -60,6 +63,33 @@ def test_the_images_differ_in_their_torch_and_in_the_compiler_that_triton_needs(
         (f"ARG TORCH_INDEX={TORCH}/cpu", f"ARG TORCH_INDEX={TORCH}/cu130"),
         (f"{INSTALL} libgomp1 wget \\", f"{INSTALL} gcc libc6-dev libgomp1 wget \\"),
     ]
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_an_image_installs_nothing_without_a_hash_but_torch_and_the_package(name: str) -> None:
+    commands = re.findall(r"bin/pip install --no-cache-dir ((?:.|\\\n)*?)(?: \\)?$", image(name), flags=re.MULTILINE)
+    assert commands == [
+        "--no-deps --require-hashes --requirement hashes.txt",
+        '--index-url "$TORCH_INDEX" torch==2.13.0',
+        "--no-deps --no-build-isolation .",
+    ]
+
+
+def test_all_that_the_package_needs_has_a_hash() -> None:
+    """Without --no-deps pip would ask for a hash of torch; so the list has to be complete, and torch's own with it."""
+    hashed = set(re.findall(r"^([\w.-]+)==", (ROOT / "deploy/hashes.txt").read_text(), flags=re.MULTILINE))
+    missing, todo = set(), [("outrider", "")]
+    seen = set(todo)
+    while todo:
+        name, extra = todo.pop()
+        for each in map(Requirement, requires(name) or ()):
+            if each.marker is None or each.marker.evaluate({"extra": extra}):
+                needed = {(canonicalize_name(each.name), wanted) for wanted in ("", *each.extras)} - seen
+                seen |= needed
+                todo += needed
+                missing |= {found for found, _ in needed} - hashed
+    assert missing == {"torch"}
+    assert "setuptools" in hashed
 
 
 @pytest.mark.skipif(HADOLINT is None, reason="hadolint has no wheel for this machine")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "deploy" / "install.sh"
-HASHES = SCRIPT.with_name("hashes.txt")
+HASHES = [SCRIPT.with_name(name) for name in ("hashes.txt", "hashes_extras.txt")]
 PYTHON = """#!/bin/sh
 echo "python $*" >> log
 case "$*" in *"config list") printf '%s\\n' "$PIP_SETTINGS" ;; esac
@@ -44,7 +44,8 @@ def installed(
 def test_uv_installs_from_the_indexes_of_pip(tmp_path: Path) -> None:
     notes = installed(tmp_path, "dev")
     dependencies, package = [line for line in notes if line.startswith("uv")]
-    wanted = "--constraint constraints.txt --constraint deploy/hashes.txt --extra dev --requirements pyproject.toml"
+    hashes = "--constraint deploy/hashes.txt --constraint deploy/hashes_extras.txt"
+    wanted = f"--constraint constraints.txt {hashes} --extra dev --requirements pyproject.toml"
     assert wanted in dependencies
     assert dependencies.endswith("| index https://one/simple | more https://two https://three | links /a,/b")
     assert "--no-deps --editable . |" in package
@@ -74,7 +75,11 @@ def test_pip_does_not_take_the_file_that_uv_has_refused(tmp_path: Path) -> None:
 def test_every_pinned_version_has_the_hashes_of_its_files() -> None:
     root = SCRIPT.parents[1]
     pinned = re.findall(r"^([\w.-]+)==([^\s;]+)", (root / "constraints.txt").read_text(), flags=re.MULTILINE)
-    hashed = re.findall(r"^([\w.-]+)==(\S+) \\\n    --hash=sha256:[0-9a-f]{64}", HASHES.read_text(), flags=re.MULTILINE)
+    hashed = re.findall(
+        r"^([\w.-]+)==(\S+) \\\n    --hash=sha256:[0-9a-f]{64}",
+        "".join(map(Path.read_text, HASHES)),
+        flags=re.MULTILINE,
+    )
     assert {(name.lower().replace("_", "-"), version) for name, version in pinned if name not in ("torch", "uv")} == {
         *hashed
     }

@@ -39,8 +39,8 @@ class PredictionMatcher:
 
     def __init__(self) -> None:
         self._following: dict[str, _FollowedPrediction] = {}
-        # One for all choices of a request. Not shared between tenants: timing would reveal another tenant's text.
-        self._predictions: WeakValueDictionary[tuple[str, tuple[int, ...]], Prediction] = WeakValueDictionary()
+        # One for all choices of a request. Not shared between tenants or salts: timing would reveal another's text.
+        self._predictions: WeakValueDictionary[tuple[str, str, tuple[int, ...]], Prediction] = WeakValueDictionary()
 
     def is_for(self, sequence: RequestTokens) -> bool:
         """True if the request has a prediction."""
@@ -48,7 +48,7 @@ class PredictionMatcher:
 
     def open(self, sequence: RequestTokens) -> None:
         """Start at the beginning of the prediction."""
-        key = sequence.request.tenant, sequence.request.prediction_token_ids
+        key = sequence.request.tenant, sequence.request.cache_salt, sequence.request.prediction_token_ids
         prediction = self._predictions.get(key)
         if prediction is None:
             prediction = self._predictions[key] = Prediction(sequence.request.prediction_token_ids)
