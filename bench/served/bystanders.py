@@ -28,6 +28,19 @@ class Habits:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """A stream that failed: why, when it was sent and when it failed (monotonic time), and the tokens until then."""
+
+    reason: str
+    sent_s: float
+    failed_s: float
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.failed_s - self.sent_s:.1f} s after it was sent, {self.num_tokens} tokens)"
+
+
+@dataclass(frozen=True, slots=True)
 class Stay:
     """The streams of the bystanders since the last report; refused is 503 with Retry-After.
 
@@ -41,7 +54,7 @@ class Stay:
     num_streams: int = 0
     num_changed: int = 0
     num_refused: int = 0
-    failures: tuple[str, ...] = ()
+    failures: tuple[Failure, ...] = ()
     longest_start_s: float = 0.0
     longest_gap_s: float = 0.0
     longest_outage_s: float = 0.0
@@ -151,7 +164,8 @@ class _Seed:
         body = {**self._body, "cache_salt": f"{self._seed}-{self._number}"} if self._habits.is_cold else self._body
         came = _Came()
         failure = None
-        self._arrived_s, self._has_begun = time.monotonic(), False
+        sent_s = time.monotonic()
+        self._arrived_s, self._has_begun = sent_s, False
         try:
             # No certificates, which would be read for each stream, on the cores that what is measured computes on.
             with httpx.stream("POST", self._url, json=body, timeout=_TIMEOUT_S, verify=False) as answer:
@@ -167,12 +181,15 @@ class _Seed:
                     self._arrived_s, self._has_begun, self._failed_s = time.monotonic(), True, None
         except (httpx.HTTPError, msgspec.DecodeError) as error:
             failure = f"{type(error).__name__}: {error}"
-        self._add(self._judged(came, failure))
         if failure:
+            self._add(self._wait())
+        failed = Failure(failure, sent_s, time.monotonic(), came.num_tokens) if failure else None
+        self._add(self._judged(came, failed))
+        if failed:
             self._failed_s = self._failed_s or time.monotonic()
             time.sleep(_PAUSE_S)
 
-    def _judged(self, came: _Came, failure: str | None) -> Stay:
+    def _judged(self, came: _Came, failure: Failure | None) -> Stay:
         if self._text is None and failure is None:
             self._text = came.text
             return Stay(1, strange=((self._seed, came.text),))

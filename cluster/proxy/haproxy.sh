@@ -3,7 +3,7 @@
 # configuration of haproxy_config.py. HAProxy 2.8 does not hear that a client has left once it has spliced its request (a
 # body that came after its headers, as most clients send it): the answer is generated for nobody, and a thread of HAProxy
 # spins until it is complete. Beside it run certificate_watch.py, where there is TLS,
-# and standby.py, which starts it again where it has died. While one stands in, the next takes over its listening sockets
+# and standby.py, which starts it again where it has died. While one stands in, the next takes over the listening sockets
 # (-x): with Ray's -dR it could not bind their ports, and no connection that waits to be accepted is lost.
 if [ ! -x "$OUTRIDER_HAPROXY" ] || [ "$OUTRIDER_HAPROXY" -ef "$0" ]; then
     echo "OUTRIDER_HAPROXY is '$OUTRIDER_HAPROXY', and must be the path of HAProxy's own program; 'outrider env' prints it" >&2
@@ -22,9 +22,9 @@ for argument; do
     [ "$argument" = -dR ] && reuse=-dR
     previous=$argument
 done
-if [ -n "$configuration" ]; then
+if [ -n "$configuration" ] && [ -z "$OUTRIDER_STANDS_IN" ]; then
     stand_in=
-    [ -z "$OUTRIDER_STANDS_IN$is_check" ] && stand_in=$("$OUTRIDER_PYTHON" -I -S "$here/standby.py" "$configuration")
+    [ -z "$is_check" ] && stand_in=$("$OUTRIDER_PYTHON" -I -S "$here/standby.py" "$configuration")
     "$OUTRIDER_PYTHON" -I -S "$here/haproxy_config.py" "$configuration" $([ -n "$stand_in" ] && echo has-stand-in) ||
         exit 1
     [ -n "$stand_in" ] && set -- "$@" -x "$stand_in"

@@ -1,22 +1,26 @@
 """Starts HAProxy again at once where it has died unasked, until Serve has started one of its own.
 
 Run as a program by haproxy.sh, with HAProxy's configuration, its process id and the command that starts another; it
-imports nothing but the standard library. Serve needs seconds to see that its HAProxy or the manager of it is gone, by
-the admin socket; so ours has another one. The one that Serve starts then takes over the listening sockets, and ours
-drains when that one knows its routes.
+imports nothing but the standard library. It keeps HAProxy's listening sockets open, so no client is refused: who comes
+while none runs waits for the next one, which takes the sockets over, as ours and Serve's both do. Serve needs seconds
+to see that its HAProxy or the manager of it is gone, by the admin socket; so ours has another one. Ours drains when
+Serve's knows its routes.
 
-Run with the configuration alone, it prints the admin socket of the one that stands in, if there is one.
+Run with the configuration alone, it prints the Unix socket where the listening sockets are had, if one stands in.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +29,7 @@ TAKEOVER_S = 60.0  # for Serve to start its own, on a busy machine too; without 
 _RESTART_S = 1.0  # between two of ours, should it not run at all
 _PERIOD_S = 0.1
 _TIMEOUT_S = 2.0
+_MAX_SENT = 253  # descriptors in one message, by Linux
 _WAITS_FOR_ROUTES = re.compile(rb"^description: waits for routes", re.MULTILINE | re.IGNORECASE)
 
 
@@ -44,8 +49,8 @@ def main() -> None:
         return
     if len(sys.argv) > 2:
         _watch(configuration, found[1], int(sys.argv[2]), sys.argv[3:])
-    elif answering(own_socket(found[1])) is not None:
-        sys.stdout.write(own_socket(found[1]))
+    elif _is_answered(listeners_socket(found[1])):
+        sys.stdout.write(listeners_socket(found[1]))
 
 
 def _watch(configuration: Path, admin_socket: str, haproxy: int, command: list[str]) -> None:
@@ -54,8 +59,10 @@ def _watch(configuration: Path, admin_socket: str, haproxy: int, command: list[s
     answer = _first_answer(admin_socket, haproxy)
     if answer is None or answer.is_waiting_for_routes:
         return
+    listeners = _listeners(admin_socket)
     _wait_for_end(haproxy)
     if answering(admin_socket) is None and configuration.exists() and _parent(cluster):
+        _hand_over(listeners, listeners_socket(admin_socket))
         _stand_in(command, configuration, admin_socket, cluster)
 
 
@@ -69,6 +76,59 @@ def _first_answer(admin_socket: str, haproxy: int) -> Answer | None:
     return None
 
 
+def _listeners(admin_socket: str) -> list[socket.socket]:
+    """Return the sockets where HAProxy takes clients, as it hands them to the next of its kind (-x)."""
+    descriptors: list[int] = []
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_TIMEOUT_S)
+        try:
+            connection.connect(admin_socket)
+            connection.sendall(b"_getsocks\n")
+            (number,) = struct.unpack("i", connection.recv(4, socket.MSG_WAITALL))
+            while len(descriptors) < number:
+                text, received, _, _ = socket.recv_fds(connection, 1 << 16, _MAX_SENT)
+                if not text:
+                    break
+                descriptors += received
+                connection.sendall(struct.pack("i", len(descriptors)))
+        except (OSError, struct.error):
+            pass  # without them clients are refused until the next one listens
+    sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    for each in sockets:
+        if each.family == socket.AF_UNIX:
+            each.close()  # the admin socket's: an open one would look like a HAProxy that does not answer
+    return [each for each in sockets if each.fileno() >= 0]
+
+
+def _hand_over(listeners: list[socket.socket], path: str) -> None:
+    """Give the listening sockets to each HAProxy that asks at a Unix socket, as the one before would (-x)."""
+    Path(path).unlink(missing_ok=True)
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(path)
+    server.listen()
+    threading.Thread(target=_answer_all, args=(server, listeners), daemon=True).start()
+
+
+def _answer_all(server: socket.socket, listeners: list[socket.socket]) -> None:
+    descriptors = [each.fileno() for each in listeners][:_MAX_SENT]
+    while True:
+        connection, _ = server.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(_TIMEOUT_S)
+            if not connection.recv(64).startswith(b"_getsocks"):
+                continue
+            connection.sendall(struct.pack("i", len(descriptors)))
+            # Of each its namespace, its interface (no letters) and four bytes that are not used.
+            socket.send_fds(connection, [bytes(6 * len(descriptors))], descriptors)
+            connection.recv(4)
+
+
+def _is_answered(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_TIMEOUT_S)
+        return connection.connect_ex(path) == 0
+
+
 def _wait_for_end(haproxy: int) -> None:
     try:
         process = os.pidfd_open(haproxy)
@@ -79,7 +139,7 @@ def _wait_for_end(haproxy: int) -> None:
 
 def _stand_in(command: list[str], configuration: Path, admin_socket: str, cluster: int) -> None:
     """Run HAProxy, another where it dies, until Serve's own has taken over; let it drain, or end with the cluster."""
-    command = _with_own_socket(command, configuration, admin_socket)
+    command = [*_with_own_socket(command, configuration, admin_socket), "-x", listeners_socket(admin_socket)]
     own, began_s = _started(command), time.monotonic()
     deadline_s = began_s + TAKEOVER_S
     while _parent(cluster):
@@ -113,6 +173,11 @@ def _with_own_socket(command: list[str], configuration: Path, admin_socket: str)
 def own_socket(admin_socket: str) -> str:
     """Return the path of the stand-in's admin socket; a socket's path may not be much longer than the one it has."""
     return f"{admin_socket}2"
+
+
+def listeners_socket(admin_socket: str) -> str:
+    """Return the path of the Unix socket where the next HAProxy gets the listening sockets."""
+    return f"{admin_socket}3"
 
 
 def answering(admin_socket: str) -> Answer | None:

@@ -4,10 +4,10 @@
 
 Two pairs, a prefill replica and two ingress replicas serve the demo on this machine while six seeded streams go round,
 with prompts that no cache holds. What is promised for each fault: no text changes, no token is lost or doubled, and no
-stream fails but those whose connection the fault ended; their beginnings were right, and the next one has the same
-text. Each is watched until no process has come or gone for half a minute and one HAProxy runs. Then, for as many
-minutes as `--soak` says, memory, blocks, actors, handles and threads stay as they are. The exit status is 1 if one of
-these promises is broken.
+stream fails but those whose connection was open at the fault and ended with it. Their beginnings were right, and the
+next one, begun after the fault, has the whole text. Each is watched until no process has come or gone for half a minute
+and one HAProxy runs. Then, for as many minutes as `--soak` says, memory, blocks, actors, handles and threads stay as
+they are. The exit status is 1 if one of these promises is broken.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.served.bystanders import Bystanders, Habits, Stay, total
+from bench.served.bystanders import Bystanders, Failure, Habits, Stay, total
 from bench.served.chaos.faults import FAULTS, Fault
 from bench.served.chaos.processes import Usage
 from bench.served.chaos.world import MODEL, POLL_S, Args, World
@@ -33,7 +33,8 @@ HABITS = Habits(num_seeds=6, num_tokens=256, num_lines=12, is_cold=True)
 _HEAD = (
     "fault",
     "sent",
-    "failed",
+    "ended",
+    "failed later",
     "tokens lost or doubled",
     "texts changed",
     "longest stall",
@@ -55,7 +56,19 @@ class Outcome:
     stay: Stay
     recovery_s: float
     rest_s: float
+    struck_s: float
     problem: str = ""
+
+    @property
+    def ended(self) -> list[Failure]:
+        """The streams that the fault ended: those that were open at it, or begun before anything could notice."""
+        until_s = self.struck_s + (self.fault.breaks_s or 0.0)
+        return [each for each in self.stay.failures if each.sent_s <= until_s]
+
+    @property
+    def later(self) -> list[Failure]:
+        """The streams that were begun after that, and failed."""
+        return [each for each in self.stay.failures if each not in self.ended]
 
     @property
     def broken(self) -> list[str]:
@@ -65,7 +78,8 @@ class Outcome:
             *([self.problem] if self.problem else []),
             *([f"{stay.num_changed} texts changed"] if stay.num_changed else []),
             *([f"{stay.num_tokens_off} tokens lost or doubled"] if stay.num_tokens_off else []),
-            *([f"failed: {stay.failures[0]}"] if stay.failures and not self.fault.may_break else []),
+            *([f"ended: {self.ended[0]}"] if self.ended and self.fault.breaks_s is None else []),
+            *([f"failed later: {self.later[0]}"] if self.later else []),
         ]
 
 
@@ -87,7 +101,7 @@ class Chaos:
     def bring(self, fault: Fault) -> Outcome:
         """Bring about a fault, and wait until all is back."""
         self._bystanders.report()
-        began_s = time.monotonic()
+        began_s = self._world.struck_s = time.monotonic()
         problem, stay = "", None
         try:
             fault.act(self._world)
@@ -102,7 +116,7 @@ class Chaos:
         stay = stay or self._stay_to_the_end()
         if fault.has_other_texts:
             stay = self._judged_by_other_texts(stay)
-        return Outcome(fault, stay, recovery_s, rest_s, problem)
+        return Outcome(fault, stay, recovery_s, rest_s, self._world.struck_s, problem)
 
     def _rest(self) -> str:
         """Wait until nothing changes any more, and return what became of it where something does."""
@@ -203,10 +217,13 @@ def report(outcome: Outcome) -> None:
     stay = outcome.stay
     verdict = "; ".join(outcome.broken) or "kept"
     refused = f", {stay.num_refused} refused" if stay.num_refused else ""
+    for kind, failures in (("ended", outcome.ended), ("failed later", outcome.later)):
+        for failure in failures:
+            print(f"{kind}, sent {failure.sent_s - outcome.struck_s:+.1f} s: {failure}", file=sys.stderr, flush=True)
     again = f", again after {stay.longest_outage_s:.1f} s" if stay.failures else ""
     print(
-        f"| {outcome.fault.name} | {stay.num_streams}{refused} | {len(stay.failures)}{again} | {stay.num_tokens_off} | "
-        f"{stay.num_changed} | {stay.longest_stall_s:.1f} s | {outcome.recovery_s:.1f} s | "
+        f"| {outcome.fault.name} | {stay.num_streams}{refused} | {len(outcome.ended)}{again} | {len(outcome.later)} | "
+        f"{stay.num_tokens_off} | {stay.num_changed} | {stay.longest_stall_s:.1f} s | {outcome.recovery_s:.1f} s | "
         f"{outcome.rest_s:.0f} s | {verdict} |",
         flush=True,
     )

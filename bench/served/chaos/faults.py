@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 
 import psutil
 
@@ -19,6 +20,7 @@ STOP_S = 8.0
 LONG_STEP_S = 35.0  # longer than a stream waits for its pair, `ingress.limits.inter_token_timeout_s`
 FILL_S = 6.0
 CLOCK_SHIFT_S = 3600.0
+UNNOTICED_S = 12.0  # an ingress that hangs gets requests until HAProxy's second check has failed
 _NODE = "chaos_node"
 _FACES = frozenset({"ingress", "HAProxy", "HAProxy's manager"})  # the clients' connections end with them
 _STOPPED = ("target", "draft", "pair shell", "prefill replica", "index", "HAProxy's manager", "Serve controller")
@@ -28,13 +30,14 @@ _STOPPED = ("target", "draft", "pair shell", "prefill replica", "index", "HAProx
 class Fault:
     """One fault. `act` returns when what it did is over and all that it ended is back.
 
-    Streams may break where the process holds the clients' connections. After a final one the operator starts the
-    application anew; after others it has another model, whose texts are other ones.
+    Streams that are open at the fault may break where the process holds the clients' connections, and those begun so
+    many seconds after it where nothing notices it before. After a final one the operator starts the application anew;
+    after others it has another model, whose texts are other ones.
     """
 
     name: str
     act: Callable[[World], None]
-    may_break: bool = False
+    breaks_s: float | None = None
     is_final: bool = False
     has_other_texts: bool = False
 
@@ -45,6 +48,7 @@ def _kill(kinds: tuple[str, ...], world: World) -> None:
     victims = [world.processes.of(kind)[0] for kind in kinds]
     for victim in victims:
         victim.kill()
+    world.struck_s = time.monotonic()
     for kind, victim in zip(kinds, victims, strict=True):
         world.eventually(partial(_has_ended, victim), f"{kind} ends")
     for kind, number in numbers.items():
@@ -64,10 +68,22 @@ def _has_ended(process: psutil.Process) -> bool:
 def _stop(kind: str, world: World) -> None:
     processes = world.processes.of(kind)
     processes[0].suspend()
+    world.struck_s = time.monotonic()
     time.sleep(STOP_S)
     with contextlib.suppress(psutil.Error):
         processes[0].resume()
     world.eventually(lambda: len(world.processes.of(kind)) >= len(processes), f"{kind} is back")
+    world.eventually(world.generates, "a request is answered")
+
+
+def _hang(kind: str, world: World) -> None:
+    """Stop a process until it is replaced."""
+    processes = world.processes.of(kind)
+    processes[0].suspend()
+    world.struck_s = time.monotonic()
+    world.eventually(partial(_has_ended, processes[0]), f"{kind} that hangs is killed")
+    world.eventually(partial(_are_back, world, kind, len(processes)), f"{kind} is back")
+    world.await_running()
     world.eventually(world.generates, "a request is answered")
 
 
@@ -176,11 +192,16 @@ _KILLED = (
 )
 
 FAULTS = [
-    *(Fault(f"kill: {' and '.join(kinds)}", partial(_kill, kinds), not _FACES.isdisjoint(kinds)) for kinds in _KILLED),
+    *(
+        Fault(f"kill: {' and '.join(kinds)}", partial(_kill, kinds), None if _FACES.isdisjoint(kinds) else 0.0)
+        for kinds in _KILLED
+    ),
     *(
         Fault(f"stop {STOP_S:.0f} s: {kind}", partial(_stop, kind))
         for kind in (*_STOPPED, "ingress", "standby proxy", "HAProxy", "raylet")
     ),
+    *(Fault(f"hang: {kind}", partial(_hang, kind)) for kind in ("target", "pair shell", "prefill replica")),
+    Fault("hang: ingress", partial(_hang, "ingress"), breaks_s=UNNOTICED_S),
     Fault("kill: raylet of a second node, with the prefill replica", _kill_second_raylet),
     Fault(f"fill /dev/shm for {FILL_S:.0f} s", _fill_shared_memory),
     Fault(f"fill the object store for {FILL_S:.0f} s", _fill_object_store),
@@ -195,6 +216,6 @@ FAULTS = [
     Fault("redeploy: other target weights", partial(_redeploy, other_weights), has_other_texts=True),
     Fault("redeploy: the first weights", partial(_redeploy, lambda args: None), has_other_texts=True),
     Fault("stop 8 s: GCS", partial(_stop, "GCS")),
-    Fault("kill: GCS, then the operator starts anew", _kill_gcs, may_break=True, is_final=True),
-    Fault("kill: the head's raylet, then the operator starts anew", _kill_raylet, may_break=True, is_final=True),
+    Fault("kill: GCS, then the operator starts anew", _kill_gcs, breaks_s=inf, is_final=True),
+    Fault("kill: the head's raylet, then the operator starts anew", _kill_raylet, breaks_s=inf, is_final=True),
 ]

@@ -51,6 +51,7 @@ class World:
         self._mark = new_mark()
         self._nodes: list[subprocess.Popen[bytes]] = []
         self._application: ServedApplication | None = None
+        self.struck_s = 0.0  # when the last fault was brought about, in monotonic time
         self.deployment = self._bundled()
         change(self.args)
 

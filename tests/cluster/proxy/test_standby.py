@@ -135,6 +135,38 @@ def test_one_that_is_killed_is_back_and_gives_way_to_the_next(folder: Path) -> N
     assert answering(folder) == second.pid
 
 
+@pytest.mark.parametrize("is_stand_in_killed", [False, True])
+def test_no_client_is_refused_while_none_runs(folder: Path, is_stand_in_killed: bool) -> None:
+    """Who comes waits for the next one: the listening sockets stay open."""
+    first = start(folder)
+    its_standby = standby_of(first)
+    if is_stand_in_killed:
+        first.kill()
+        until(lambda: standing_in(folder) is not None)
+    victim = standing_in(folder) or first.pid
+    os.kill(its_standby, signal.SIGSTOP)
+    os.kill(victim, signal.SIGKILL)
+    first.wait(20)
+    until(lambda: standby._parent(victim) == 0)
+    port = int((folder / "haproxy.cfg").read_text().partition("127.0.0.1:")[2].split()[0])
+    with socket.create_connection(("127.0.0.1", port), 20) as connection:
+        connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        os.kill(its_standby, signal.SIGCONT)
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_the_next_one_that_is_started_before_the_stand_in_runs_takes_its_ports(folder: Path) -> None:
+    first = start(folder)
+    standby_of(first)
+    first.kill()
+    first.wait(20)
+    until(lambda: standby._is_answered(standby.listeners_socket(str(folder / "admin.sock"))))
+    second = start(folder)
+    assert second.poll() is None
+    until(lambda: standing_in(folder) is None)
+    assert answering(folder) == second.pid
+
+
 async def ready(scope: dict[str, Any], receive: Any, send: Any) -> None:
     """An ingress that answers everything."""
     if scope["type"] == "http":
