@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from cluster.serve_options import BUILDERS, refusals, unknown_keys
 from protos.errors import ConfigError
 
 _LAST_PORT = 65_535
+_SERVICER = re.compile(r"add_\w+_to_server")  # as gRPC names what it generates
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 VLLM_SERVICER_FUNCTION = "router.grpc_api.vllm_servicer.add_vllm_engine_to_server"
 _SERVES_ERRORS = (ValidationError, TypeError, AttributeError, LookupError, NotImplementedError)  # of its validators
@@ -76,6 +78,8 @@ def checked_deployment(deployment: dict[str, Any], source: str) -> DeployFile:
     grpc, config = schema.grpc_options, parse_config(_our_args(schema, source))
     _report(refusals(deployment, has_prefill=config.prefill.max_replicas > 0), source)
     grpc_port = grpc.port if grpc.grpc_servicer_functions else None
+    if not schema.http_options.host:
+        raise ConfigError(f"{source}: http_options.host is empty; use 127.0.0.1, or 0.0.0.0 for all addresses")
     _check_port_numbers(schema.http_options.port, grpc_port, source)
     if config.ingress.open_admin and schema.http_options.host not in LOOPBACK:
         raise ConfigError(
@@ -113,7 +117,7 @@ def _check_servicers(servicer_functions: list[str], source: str) -> None:
     for name in servicer_functions:
         module, _, function = name.rpartition(".")
         try:
-            is_there = callable(getattr(import_module(module), function))
+            is_there = _SERVICER.fullmatch(function) and callable(getattr(import_module(module), function))
         except (ImportError, AttributeError, ValueError):
             is_there = False
         if not is_there:

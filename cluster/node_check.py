@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 _DEADLINE_S = 600.0  # a file in GGUF is converted on each node
 _NICENESS = 10  # streams go on beside it
-_REPLICAS = ("ray::TargetActor", "ray::DraftActor")
-_DEPLOYMENTS = (":Pair", ":Prefill")
+# A method's name follows while it runs; an application's name may have dots.
+_REPLICA = re.compile(r"ray::(TargetActor|DraftActor)|ray::ServeReplica:.+:(Pair|Prefill)(\.\w+(\(\))?)?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,11 @@ def check_nodes(
         ConfigError: a replica could not start; names the node and the reason.
     """
     demand, prefill = placement.demand, placement.prefill_demand
+    num_running = _num_running_pairs()
+    check_places(placement, min(num_running, config.pair.min_replicas), nodes)
     places = [(node, node.num_places(demand), node.num_places(prefill) if prefill else 0) for node in nodes]
     wanted = [each for each in places if each[1] or each[2]]
-    is_on_gpu, is_replacing = placement.num_gpus > 0, _has_replicas()
+    is_on_gpu, is_replacing = placement.num_gpus > 0, num_running > 0
     logger.info("looking at %d nodes, %s", len(wanted), "to replace pairs" if is_replacing else "where no pair runs")
     findings = _ask([node for node, *_ in wanted], config, settings if is_replacing else None, is_on_gpu=is_on_gpu)
     for (node, *_), found in zip(wanted, findings, strict=True):
@@ -63,6 +66,19 @@ def check_nodes(
     ]
     if rooms:
         check_room(config, rooms, is_on_gpu=is_on_gpu)
+
+
+def check_places(placement: PairPlacement, num_replaced: int, nodes: Sequence[NodeResources]) -> None:
+    """Raise ConfigError where pairs that serve would be stopped for ones that wait for nodes."""
+    demand = placement.demand
+    num_places = sum(node.num_places(demand) for node in nodes)
+    if num_places < num_replaced:
+        shape = ", ".join(f"{name} {amount:g}" for name, amount in demand.items())
+        raise ConfigError(
+            f"{num_replaced} pairs that serve would be replaced, and the {len(nodes)} nodes have places for "
+            f"{num_places}: each pair takes {shape} of one node (pair.gpus, pair.resources); add such nodes first, or "
+            "delete the application before, which then waits for them"
+        )
 
 
 def _ask(
@@ -131,18 +147,18 @@ def _bytes_of_replicas() -> int:
     for process in raylet.children(recursive=True):
         try:
             title = process.cmdline()[:1]
-            if title and _is_replica(title[0]):
+            if title and is_replica(title[0]):
                 sizes += process.memory_full_info().uss
         except psutil.Error:  # it has just ended
             continue
     return sizes
 
 
-def _is_replica(title: str) -> bool:
-    name = title.split(".")[0]  # a method's name follows while it runs
-    return name.startswith(_REPLICAS) or (name.startswith("ray::ServeReplica:") and name.endswith(_DEPLOYMENTS))
+def is_replica(title: str) -> bool:
+    """True for the title that Ray gives a process of a pair, or of a prefill replica."""
+    return _REPLICA.match(title) is not None
 
 
-def _has_replicas() -> bool:
+def _num_running_pairs() -> int:
     actors = ray.util.list_named_actors(all_namespaces=True)
-    return any("SERVE_REPLICA" in each["name"] and "#Pair#" in each["name"] for each in actors)
+    return sum("SERVE_REPLICA" in each["name"] and "#Pair#" in each["name"] for each in actors)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+import ssl
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from tempfile import TemporaryFile
 from typing import Any
 
 import psutil
@@ -21,6 +23,7 @@ from cluster.deploy_file import DeployFile
 from cluster.local.ports import is_free
 from cluster.placement.topology import NodeTopology, read_topology
 from cluster.planning.model_shape import ModelShape
+from cluster.schema.frontends import IngressSection
 from cluster.schema.models import DraftProcess
 from cluster.schema.replicas import PairSection, PrefillSection
 from engine.config import CacheConfig, KVDtype, ModelDtype
@@ -30,6 +33,7 @@ from router.api_keys import ApiKeys
 from router.tokenizer.chat_template import ChatTemplate
 
 _GIB = 1 << 30
+_NO_WORD = re.compile(r"""[\s"'\\#$]""")
 _RAY_BYTES = int(1.5 * _GIB)  # idle cluster, controller, proxy and ingress
 _PROCESS_BYTES = int(0.45 * _GIB)  # Python with torch, of shell, target and draft each
 _LOADING_FACTOR = 2  # packed weights beside those read, or float32 of bfloat16
@@ -56,17 +60,41 @@ def check_files(config: DeployConfig, report: Callable[[str], None]) -> DeployCo
     Everything that replicas of a node read is looked at, but for the numbers of weights.
 
     Raises:
-        ConfigError: a model is missing or not read, keys or a template are unreadable, or there is too little room for
-            a log.
+        ConfigError: a model is missing or not read, keys, certificates or a template are unreadable, or there is too
+            little room for a log.
     """
     config = convert_gguf_models(config, report)
     for note in check_models(config):
         report(f"note: {note}")
     ApiKeys.from_file(config.ingress.api_keys_file)
+    check_certificates(config.ingress)
     if (template := config.ingress.chat_template_text) is not None:
         ChatTemplate(template, {})
     check_log(config)
     return config
+
+
+def check_certificates(section: IngressSection) -> None:
+    """Raise ConfigError for files with which no server could start TLS."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    files: dict[str, tuple[Callable[[str], None], str]] = {
+        "tls_certificate_file": (
+            lambda path: context.load_cert_chain(path, password=lambda: ""),
+            "certificates, the server's first, and its key without a password",
+        ),
+        "tls_client_ca_file": (context.load_verify_locations, "the certificates of authorities"),
+    }
+    for key, (load, contents) in files.items():
+        if (path := getattr(section, key)) is None:
+            continue
+        if _NO_WORD.search(path):
+            raise ConfigError(f"ingress.{key} {path!r} is no word of HAProxy's configuration; name it without spaces")
+        try:
+            load(os.path.expanduser(path))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"ingress.{key} {path!r} cannot be used for TLS: {error}; it must hold {contents} (PEM)"
+            ) from None
 
 
 def check_log(config: DeployConfig) -> None:
@@ -87,6 +115,28 @@ def check_log(config: DeployConfig) -> None:
             f"tune.max_gib is {section.max_gib:g}, and the disk of tune.log {str(folder)!r} has {free / _GIB:.2f} GiB "
             "for it; lower tune.max_gib, or give a folder on another disk"
         )
+
+
+def check_logs_folders(deployment: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a `logs_dir` where a replica could not write: none would start.
+
+    The folder is made where there is none, as Serve does.
+    """
+    applications = deployment["applications"]
+    parts = [deployment, *applications, *(each for app in applications for each in app.get("deployments") or ())]
+    for folder in ((part.get("logging_config") or {}).get("logs_dir") for part in parts):
+        if folder is None:
+            continue
+        try:
+            if not os.path.isabs(folder):
+                raise ValueError("it is a relative path, and each process has a folder of its own")
+            os.makedirs(folder, exist_ok=True)
+            with TemporaryFile(dir=folder):
+                pass
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"logging_config.logs_dir {folder!r} cannot be had: {error}; give another folder, or leave it out"
+            ) from error
 
 
 def check_memory(config: DeployConfig, topology: NodeTopology | None = None) -> None:

@@ -2,17 +2,20 @@
 
 Serve takes many that its own proxies read and HAProxy does not, or that would undo what is planned here: the number of
 replicas decides the threads of each, and Serve's router would be in the place of ours. An option that is set to its
-default says nothing, and is fine.
+default says nothing, and is fine; those of a deployment have none, as each takes the place of what is planned.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from ray import serve
+from ray.runtime_env import RuntimeEnv
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.config import unknown_key
@@ -21,6 +24,9 @@ BUILDERS = ("cluster.app:build", "outrider:build")
 DEPLOYMENTS = ("Ingress", "Pair", "Prefill")
 
 _DEPLOYMENT = "applications.deployments"
+_PREFIX = re.compile(r"/|(/[A-Za-z0-9._~-]+)+")  # it stands in HAProxy's rules
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")  # it stands in names of actors and processes, between : and #
+_LEAST = {"health_check_period_s": 0.1, "health_check_timeout_s": 1.0}  # a replica that computes would count as dead
 _SECTIONS = ("applications", "deployments")
 HONOURED = frozenset(
     {
@@ -127,6 +133,8 @@ def refusals(deployment: Mapping[str, Any], *, has_prefill: bool) -> Iterator[st
     existing = DEPLOYMENTS if has_prefill else DEPLOYMENTS[:2]
     for application in ours[:1]:
         yield from _refused(application, "applications", "", HONOURED)
+        yield from _wrong_names(application)
+        yield from _wrong_environment(application.get("runtime_env") or {})
         yield from _refused_deployments(application.get("deployments") or (), existing)
 
 
@@ -155,6 +163,42 @@ def _refused_deployments(deployments: Sequence[Mapping[str, Any]], existing: Seq
             remedy = f"did you mean {close[0]!r}?" if close else f"there is {', '.join(existing)}"
             yield f"{where}there is none of this name; {remedy}"
         yield from _refused(each, _DEPLOYMENT, where, HONOURED | (INGRESS_ALONE if name == "Ingress" else frozenset()))
+        yield from (f"{where}{mistake}" for mistake in _wrong_values(each))
+
+
+def _wrong_names(application: Mapping[str, Any]) -> Iterator[str]:
+    prefix, name = application.get("route_prefix", "/"), str(application.get("name", "default"))
+    if prefix is None:
+        yield "route_prefix is null, and nothing would be served by HTTP; remove it, or use '/'"
+    elif not _PREFIX.fullmatch(prefix):
+        yield (
+            f"route_prefix is {prefix!r}; it must be '/', or '/' and a name of letters, digits and ._~- "
+            "(or several) without a '/' at the end"
+        )
+    if not _NAME.fullmatch(name):
+        yield f"the application's name is {name!r:.120}; use 1 to 100 letters, digits and ._-"
+
+
+def _wrong_environment(environment: Mapping[str, Any]) -> Iterator[str]:
+    known = sorted(RuntimeEnv.known_fields)
+    yield from (unknown_key(f"runtime_env.{key}", str(key), known) for key in environment if key not in known)
+    try:
+        RuntimeEnv(**{key: value for key, value in environment.items() if key in known})
+    except (ValueError, TypeError) as error:
+        yield f"runtime_env is not one that Ray accepts: {error}"
+
+
+def _wrong_values(deployment: Mapping[str, Any]) -> Iterator[str]:
+    """Name the values with which Serve would start no replica, or end each one."""
+    for key, least in _LEAST.items():
+        value = deployment.get(key)
+        if isinstance(value, float | int) and value < least:
+            yield f"{key} is {value}, in which no replica that computes answers; use {least:g} or more"
+    chosen = {key: deployment[key] for key in ("ray_actor_options", "max_replicas_per_node") if key in deployment}
+    try:
+        serve.deployment(object).options(**chosen)
+    except (ValueError, TypeError) as error:
+        yield f"Ray does not accept {' and '.join(chosen)}: {error}"
 
 
 def _refused(section: Mapping[str, Any], path: str, where: str, honoured: frozenset[str]) -> Iterator[str]:
@@ -176,9 +220,13 @@ def _set_options(section: Mapping[str, Any], schema: type[BaseModel], path: str)
     for key, value in section.items():
         option, field = f"{path}.{key}" if path else key, schema.model_fields[key]
         inner = model_of(field)
+        default = field.get_default(call_default_factory=True)
         if inner is not None and isinstance(value, Mapping):
-            yield from _set_options(value, inner, option)
-        elif key not in _SECTIONS and value is not None and value != field.get_default(call_default_factory=True):
+            inside = list(_set_options(value, inner, option))
+            yield from inside
+            if not inside and not isinstance(default, BaseModel):  # being there at all says something
+                yield option, value
+        elif key not in _SECTIONS and value != default:
             yield option, value
 
 

@@ -19,7 +19,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayTaskError
 from ray.serve._private.api import serve_start
-from ray.serve.config import HTTPOptions
+from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.deploy_file import DeployFile, with_absolute_paths
@@ -111,7 +111,8 @@ class LocalCluster:
                 controller_options=config.controller_options,
                 proxy_location=config.proxy_location,
             )
-            _refuse_changed_address(client.http_config, config)
+            running = ray.get(client._controller.get_grpc_config.remote())
+            refuse_changed_address(client.http_config, running, config)
             client.deploy_apps(config)
         except (ValueError, RayTaskError) as error:
             raise ConfigError(f"Serve refused the deployment: {error}") from None
@@ -167,15 +168,19 @@ class LocalCluster:
         return AppStatus(application.status.value, "\n".join(filter(None, messages)), tuple(waiting))
 
 
-def _refuse_changed_address(running: HTTPOptions, wanted: ServeDeploySchema) -> None:
-    """Raise ConfigError for an address that Serve would ignore, as it listens at another one already."""
-    for key in ("host", "port"):
-        now, then = getattr(running, key), getattr(wanted.http_options, key)
-        if now != then:
-            raise ConfigError(
-                f"http_options.{key} is {then!r}, and Serve listens with {now!r} until it is shut down; stop it and "
-                "start it anew, or leave the address as it is"
-            )
+def refuse_changed_address(http: HTTPOptions, grpc: gRPCOptions, wanted: ServeDeploySchema) -> None:
+    """Raise ConfigError for what Serve would ignore, as its proxies run already with something else."""
+    for section, running, keys in (
+        ("http_options", http, ("host", "port")),
+        ("grpc_options", grpc, ("port", "grpc_servicer_functions", "enable_reflection")),
+    ):
+        for key in keys:
+            now, then = getattr(running, key), getattr(getattr(wanted, section), key)
+            if now != then:
+                raise ConfigError(
+                    f"{section}.{key} is {then!r}, and Serve runs with {now!r} until it is shut down; stop it and "
+                    "start it anew, or leave it as it is"
+                )
 
 
 @contextmanager

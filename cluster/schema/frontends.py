@@ -75,7 +75,7 @@ class IngressSection(Section):
     signed by it.
     """
 
-    num_replicas: int = Field(default=1, ge=1)
+    num_replicas: int = Field(default=1, ge=1, le=1000)
     model_aliases: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
     api_keys_file: str | None = None
     open_admin: bool = False
@@ -101,6 +101,8 @@ class IngressSection(Section):
             yield "open_admin is for a server without keys; remove it, and write admin=true behind a key of the file"
         if self.tls_client_ca_file is not None and self.tls_certificate_file is None:
             yield "tls_client_ca_file is set without tls_certificate_file; set both, or neither"
+        if strange := next((host for host in self.allowed_hosts if "/" in host), None):
+            yield f"allowed_hosts has {strange!r}, and no client sends such a Host; give a name or an address alone"
         files = {
             "tls_certificate_file": "a PEM file",
             "tls_client_ca_file": "a PEM file",

@@ -2,10 +2,12 @@
 
 import shutil
 import socket
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -17,7 +19,17 @@ from cluster.config import DeployConfig, parse_config
 from cluster.deploy_file import DeployFile
 from cluster.local.ports import free_port
 from cluster.placement.topology import Device, NodeTopology, read_topology
-from cluster.preflight import NodeRoom, check_driver, check_log, check_memory, check_ports, check_room
+from cluster.preflight import (
+    NodeRoom,
+    check_certificates,
+    check_driver,
+    check_log,
+    check_logs_folders,
+    check_memory,
+    check_ports,
+    check_room,
+)
+from cluster.schema.frontends import IngressSection
 from protos.errors import ConfigError
 from tests.cluster.recorded_nvml import RecordedNvml
 
@@ -232,3 +244,53 @@ def test_all_pairs_of_this_machine_count(model: Path):
         check_memory(pairs_of(model, 4, pair={"num_replicas": 3}), NO_GPU)
         with pytest.raises(ConfigError, match=r"about 21\.1 GiB of memory are needed and 20\.0 GiB"):
             check_memory(pairs_of(model, 4, pair={"num_replicas": 4}), NO_GPU)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files that are and are not what TLS asks for."""
+    folder = tmp_path_factory.mktemp("tls")
+    for name in ("one", "other"):
+        command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=here"]
+        files = ["-keyout", folder / f"{name}.key", "-out", folder / f"{name}.crt"]
+        subprocess.run([*command, *files], check=True, capture_output=True)
+    locked = ["openssl", "rsa", "-aes128", "-passout", "pass:secret", "-in", folder / "one.key"]
+    (folder / "locked.key").write_bytes(subprocess.run(locked, check=True, capture_output=True).stdout)
+    certificate = (folder / "one.crt").read_bytes()
+    for name in ("one", "other", "locked"):
+        (folder / f"with {name}.pem").write_bytes(certificate + (folder / f"{name}.key").read_bytes())
+        (folder / f"with-{name}.pem").write_bytes(certificate + (folder / f"{name}.key").read_bytes())
+    (folder / "text").write_text("hello")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["text", "one.crt", "one.key", "with-other.pem", "with-locked.pem", "with one.pem"])
+def test_a_certificate_with_which_no_server_starts_is_refused(certificates: Path, name: str):
+    check_certificates(IngressSection(tls_certificate_file=str(certificates / "with-one.pem")))
+    with pytest.raises(ConfigError, match=r"ingress\.tls_certificate_file '.*' (cannot be used for TLS|is no word)"):
+        check_certificates(IngressSection(tls_certificate_file=str(certificates / name)))
+
+
+@pytest.mark.parametrize("name", ["text", "one.key"])
+def test_authorities_that_are_none_are_refused(certificates: Path, name: str):
+    good = str(certificates / "with-one.pem")
+    check_certificates(IngressSection(tls_certificate_file=good, tls_client_ca_file=str(certificates / "one.crt")))
+    with pytest.raises(ConfigError, match=r"ingress\.tls_client_ca_file '.*' cannot be used for TLS"):
+        check_certificates(IngressSection(tls_certificate_file=good, tls_client_ca_file=str(certificates / name)))
+
+
+@pytest.mark.parametrize("folder", ["relative", "/proc/none", "/dev/null/logs", "/dev/null"])
+def test_a_folder_of_serves_logs_that_cannot_be_had_is_refused(tmp_path: Path, folder: str):
+    def deployment(logs_dir: str) -> list[dict[str, Any]]:
+        section = {"logging_config": {"logs_dir": logs_dir}}
+        return [
+            {**section, "applications": []},
+            {"applications": [section]},
+            {"applications": [{"deployments": [{"name": "Pair", **section}]}]},
+        ]
+
+    for each in deployment(str(tmp_path / "logs")):
+        check_logs_folders(each)
+    for each in deployment(folder):
+        with pytest.raises(ConfigError, match=f"logs_dir '{folder}' cannot be had"):
+            check_logs_folders(each)

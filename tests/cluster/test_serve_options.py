@@ -182,11 +182,46 @@ def test_an_ingress_may_be_kept_on_its_nodes():
         ("proxy_location", "Disabled", "no other server listens"),
         ("applications.deployments", [{"name": "Pair"}, {"name": "Pair"}], "'Pair' stands there twice"),
         ("applications.logging_config", {"log_levl": "INFO"}, "log_levl"),
+        ("applications.deployments.autoscaling_config", {}, "autoscaling_config is {}"),
+        (
+            "applications.deployments.autoscaling_config",
+            {"min_replicas": 1},
+            "autoscaling_config is {'min_replicas': 1}",
+        ),
+        ("applications.deployments.ray_actor_options", {}, "ray_actor_options is {}"),  # without its GPUs
+        ("applications.deployments.num_replicas", None, "num_replicas is None"),
+        ("applications.deployments.health_check_period_s", 1e-9, "use 0.1 or more"),
+        ("applications.deployments.health_check_timeout_s", 0.01, "use 1 or more"),
+        ("applications.route_prefix", "llm", "route_prefix is 'llm'"),
+        ("applications.route_prefix", "/llm/", "route_prefix is '/llm/'"),
+        ("applications.route_prefix", "/a b", "route_prefix is '/a b'"),
+        ("applications.route_prefix", "/{x}", "route_prefix is"),
+        ("applications.route_prefix", "", "route_prefix is ''"),
+        ("applications.route_prefix", None, "nothing would be served by HTTP"),
+        ("applications.name", "a b#c", "use 1 to 100 letters"),
+        ("applications.runtime_env", {"env_var": {}}, "runtime_env.env_var: unknown key; did you mean 'env_vars'"),
+        ("applications.runtime_env", {"env_vars": {"A": 1}}, "runtime_env is not one that Ray accepts"),
+        ("http_options.host", "", "http_options.host is empty"),
+        ("grpc_options.grpc_servicer_functions", ["os.getcwd"], "has 'os.getcwd', and there is no such function"),
     ],
 )
 def test_a_mistake_is_named(path: str, value: Any, message: str):
     with pytest.raises(ConfigError, match=message):
         checked_deployment(deployment_with(path, value), "deploy.yaml")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("ray_actor_options", {"resources": {"x": -1}}),
+        ("ray_actor_options", {"resources": {"CPU": 1}}),
+        ("max_replicas_per_node", 0),
+        ("max_replicas_per_node", 101),
+    ],
+)
+def test_an_ingress_that_ray_would_not_start_is_refused(option: str, value: Any):
+    with pytest.raises(ConfigError, match=f"deployment 'Ingress': Ray does not accept {option}: "):
+        checked_deployment(deployment_with(f"applications.deployments.{option}", value, name="Ingress"), "deploy.yaml")
 
 
 def test_a_second_application_of_ours_is_refused_and_anothers_is_not():

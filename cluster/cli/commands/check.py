@@ -12,7 +12,7 @@ from cluster.checkpoints.model_path import resolve_model_path
 from cluster.cli.console import report
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile, read_deploy_file
-from cluster.preflight import check_files, check_memory
+from cluster.preflight import check_files, check_logs_folders, check_memory
 from cluster.replica_settings import unplaced_settings
 from protos.errors import ConfigError
 from router.tokenizer.chat_prompt import chat_prompt
@@ -39,9 +39,11 @@ def check_deployment(file: DeployFile) -> DeployFile:
     """Return `file` with GGUF files converted, after reporting notes for the operator.
 
     Raises:
-        ConfigError: a model is missing or unreadable, keys are unreadable, or memory or log space is too small.
+        ConfigError: a model is missing or unreadable, keys are unreadable, memory or log space is too small, or a
+            folder of Serve's logs cannot be had.
     """
     config = check_files(file.config, report)
+    check_logs_folders(file.deployment)
     for rule in _template_rules(config):
         report(f"note: the chat template: {rule}")
     check_memory(config)

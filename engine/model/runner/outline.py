@@ -31,6 +31,7 @@ from engine.model.generation_defaults import unknown_ends
 from engine.model.loader import load_config
 from engine.model.position_limit import unread_warning
 from engine.model.runner.model_runner import length_limit, usable_quantization
+from engine.model.tensor_parallel.plan import check_divisible, shard_plan
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -66,9 +67,13 @@ def check_outline(
     if not is_on_gpu:
         attention = choose_attention(model.attention, device, is_deterministic=model.deterministic)
         check_kv_kind(KVDtype(cache.dtype), attention, device)
+    if model.tensor_parallel_size > 1:
+        check_divisible(config, model.tensor_parallel_size)
     outline = _outline(model.path, config)
     if outline is None:
         return notes
+    if model.tensor_parallel_size > 1:
+        shard_plan(outline, model.tensor_parallel_size)
     if head is not None and head.kind is not HeadKind.SELF and _is_small(head):
         with _left_to_the_start(f"the head of {model.path!r}"):
             load_head(head, outline, _META)

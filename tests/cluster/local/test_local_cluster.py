@@ -1,6 +1,13 @@
-"""The error of a failed deployment."""
+"""The error of a failed deployment, and what a running Serve would ignore of a new one."""
 
-from cluster.local.local_cluster import _reason
+from typing import Any
+
+import pytest
+from ray.serve.config import HTTPOptions, gRPCOptions
+from ray.serve.schema import ServeDeploySchema
+
+from cluster.local.local_cluster import _reason, refuse_changed_address
+from protos.errors import ConfigError
 
 
 def test_our_own_error_is_taken_out_of_serves_stack():
@@ -10,3 +17,25 @@ def test_our_own_error_is_taken_out_of_serves_stack():
 
 def test_any_other_message_of_serve_is_reported_whole():
     assert _reason("out of\nmemory") == "out of\nmemory"
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("http_options", "host", "0.0.0.0"),
+        ("http_options", "port", 8001),
+        ("grpc_options", "port", 9001),
+        ("grpc_options", "grpc_servicer_functions", ["a.add_b_to_server"]),
+        ("grpc_options", "enable_reflection", False),
+    ],
+)
+def test_what_a_running_serve_would_ignore_is_refused_by_name(section: str, key: str, value: Any):
+    running: dict[str, dict[str, Any]] = {
+        "http_options": {"host": "127.0.0.1", "port": 8000},
+        "grpc_options": {"port": 9000, "grpc_servicer_functions": ["c.add_d_to_server"], "enable_reflection": True},
+    }
+    http, grpc = HTTPOptions(**running["http_options"]), gRPCOptions(**running["grpc_options"])
+    refuse_changed_address(http, grpc, ServeDeploySchema(applications=[], **running))
+    changed = {**running, section: {**running[section], key: value}}
+    with pytest.raises(ConfigError, match=rf"{section}\.{key} is .*, and Serve runs with "):
+        refuse_changed_address(http, grpc, ServeDeploySchema(applications=[], **changed))

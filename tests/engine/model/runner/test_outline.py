@@ -83,6 +83,12 @@ def test_settings_that_the_node_cannot_honour_are_refused(llama: Path):
         check_outline(replace(model, quantization="int8"), CACHE, is_on_gpu=True)
 
 
+def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused(llama: Path):
+    check_outline(ModelConfig(str(llama), tensor_parallel_size=2), CACHE)
+    with pytest.raises(ConfigError, match="must divide the model's num_key_value_heads"):
+        check_outline(ModelConfig(str(llama), tensor_parallel_size=3), CACHE)
+
+
 def test_a_head_of_another_target_is_refused(llama: Path, tmp_path: Path):
     head = HeadConfig(HeadKind.MEDUSA, str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 1, "medusa_num_layers": 1}))
