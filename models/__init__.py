@@ -1,5 +1,5 @@
-"""The bundled demo pair: how its corpus, tokenizer, target and draft are made, measured and described.
+"""The bundled demo pair: the making, measurement and description of its corpus, tokenizer, target and draft.
 
-Nothing here is imported by the server; the server only loads the checkpoints under `models/demo/`.
-Dimension letters are those of `engine/__init__.py`: B sequences, T tokens, K draft tokens, V vocabulary, L layers.
+The server imports nothing here; it only loads the checkpoints under `models/demo/`.
+Dimension letters are defined in `engine/__init__.py`: B sequences, T tokens, K draft tokens, V vocabulary, L layers.
 """

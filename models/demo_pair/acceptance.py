@@ -1,6 +1,6 @@
 """The draft's acceptance by the target, measured on text that the target itself continues.
 
-A position can only be accepted when all before it were, so the draft always stands on the target's own tokens: one
+A position can only be accepted when all before it were, so the draft always continues the target's own tokens: one
 teacher-forced pass over the finished text gives every decision of every round.
 """
 
@@ -60,7 +60,7 @@ def count_rounds(agrees: list[bool], num_draft_tokens: int) -> list[int]:
 
 
 def repetition(row: list[int], num_gram_tokens: int = 8) -> float:
-    """Return the share of the n-grams of `row` that stood in it before: near 1 for a loop, near 0 for fresh text."""
+    """Return the share of the n-grams of `row` that occurred in it before: near 1 for a loop, near 0 for fresh text."""
     grams = [tuple(row[start : start + num_gram_tokens]) for start in range(len(row) - num_gram_tokens + 1)]
     return 1.0 - len(set(grams)) / max(1, len(grams))
 

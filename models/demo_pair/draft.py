@@ -56,9 +56,9 @@ def distil_draft(
     seed: int,
     is_resumed: bool,
 ) -> TrainingReport:
-    """Distil a draft into `folder`: a fresh one, or the one that is there already once more.
+    """Distil a draft into `folder`: a new one, or the existing one further.
 
-    The target's layers are compiled, its weights stay as they are.
+    The target's layers are compiled; its weights do not change.
     """
     model = (
         load_checkpoint(folder, device=budget.device) if is_resumed else new_model(draft_config(), seed, budget.device)

@@ -154,7 +154,7 @@ def save_measurements(measurements: Measurements, folder: Path) -> None:
 
 
 def main() -> None:
-    """Measure a pair and logs what it found."""
+    """Measure a pair and log the results."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parents[1] / "demo")

@@ -40,10 +40,10 @@ class TargetLesson:
 
 
 def train_target(stream: WindowStream, budget: Budget, folder: Path, seed: int, is_resumed: bool) -> TrainingReport:
-    """Train a target into `folder`: a fresh one, or the one that is there already once more.
+    """Train a target into `folder`: a new one, or the existing one further.
 
-    Two runs on one small corpus fit it each in a way of its own: the target of a resumed run is the mean of the weights
-    that it began and ended with, which knows held-out text better than either (arXiv:1803.05407).
+    Two runs on one small corpus fit it differently. The target of a resumed run is the mean of its first and last
+    weights, whose loss on held-out text is lower than either's (arXiv:1803.05407).
     """
     model = (
         load_checkpoint(folder, device=budget.device) if is_resumed else new_model(target_config(), seed, budget.device)
@@ -62,6 +62,6 @@ def train_target(stream: WindowStream, budget: Budget, folder: Path, seed: int, 
 
 @torch.no_grad()
 def average(model: LlamaForCausalLM, earlier: LlamaForCausalLM) -> None:
-    """Move every weight of `model` half the way to that of `earlier`."""
+    """Set every weight of `model` to its mean with `earlier`."""
     for weight, other in zip(model.parameters(), earlier.parameters(), strict=True):
         weight.lerp_(other, 0.5)

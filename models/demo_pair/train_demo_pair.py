@@ -36,7 +36,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="end each training after so many tokens, if its minutes allow")
     parser.add_argument("--rollouts", type=int, default=512, help="windows that the target writes for its draft")
     parser.add_argument(
-        "--resume", action="store_true", help="train what is in the folder further, on the same schedule"
+        "--resume", action="store_true", help="train the pair in the folder further, on the same schedule"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=("tokenizer", "target", "draft", "card"), help="one stage of the four")
@@ -87,7 +87,7 @@ def make_draft(arguments: argparse.Namespace, corpus: Corpus) -> None:
 
 
 def save_report(report: TrainingReport, spent: Budget, folder: Path, earlier: dict[str, Any] | None = None) -> None:
-    """Leaves the run's figures and conditions beside the checkpoint for the model card, `earlier` runs added up."""
+    """Write the figures and conditions of all runs next to the checkpoint, for the model card."""
     figures = {
         **dataclasses.asdict(report),
         "short_window_tokens": spent.short_window_tokens,

@@ -22,7 +22,7 @@ from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 
-HELD_OUT_EVERY = 16  # chats, of which one is measured with and never trained on
+HELD_OUT_EVERY = 16  # chats; one of them is measured with and never trained on
 TEMPERATURES = (0.0, 0.7)  # of the answers, in turn
 MEASURED_PROMPT_TOKENS = 64  # of a held-out chat, which the target then continues
 _CACHE_BYTES = 1 << 30  # a pool for as many answers as the engine runs at once
@@ -106,10 +106,10 @@ def made_prompts(seed: int) -> list[str]:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Return the prompts of a file: a line each, or JSON lines with `prompt` or `turns`, of which the first counts.
+    """Return the prompts of a file: a line each, or JSON lines with `prompt` or the first of `turns`.
 
     Raises:
-        ConfigError: the file has none, or a line of JSON has neither.
+        ConfigError: the file has no prompt, or a line of JSON has neither key.
     """
     lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
@@ -137,7 +137,7 @@ class Chats:
     texts: list[list[int]]
 
     def windows(self, num_tokens: int, seed: int) -> RolloutPool:
-        """Windows [N, num_tokens + 1] of the training chats, one behind the other."""
+        """Return windows [N, num_tokens + 1] of the concatenated training chats."""
         kept = [text for index, text in enumerate(self.texts) if index % HELD_OUT_EVERY]
         stream = torch.tensor(list(itertools.chain.from_iterable(kept)))
         num_windows = len(stream) // (num_tokens + 1)

@@ -1,4 +1,4 @@
-"""Training an EAGLE-3 head: the target's distribution at every draft of a round, behind the head's own states."""
+"""Training of an EAGLE-3 head on the target's distribution at every draft of a round, over the head's own states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from models.training.train import Budget, TrainingReport, autocast, train
 
 DRAFT_VOCAB_SIZE = 3072  # 98.3% of the library's tokens are among so many of the demo's 4,096
 NUM_STEPS = 4
-STEP_WEIGHT = 0.8  # of each draft against the one before it
+STEP_WEIGHT = 0.8  # of each draft against its predecessor
 UNROLLED_FROM = 0.4  # of the budget; before, only the first draft is learned, at a third of the cost
 NUM_COUNTED_BATCHES = 256  # of texts, for the choice of the vocabulary
 

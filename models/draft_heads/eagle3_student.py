@@ -1,11 +1,11 @@
 """An EAGLE-3 head in training: the layer, unrolled over the drafts of a round (arXiv:2503.01840, section 3).
 
-    step 0    pair p: (target's states of p, t(p+1))   sees pairs 0 .. p            tells t(p+2)
-    step 1    pair p: (own state 0 of p,     t(p+2))   sees what step 0 saw,        tells t(p+3)
+    step 0    pair p: (target's states of p, t(p+1))   sees pairs 0 .. p            predicts t(p+2)
+    step 1    pair p: (own state 0 of p,     t(p+2))   sees the pairs of step 0,    predicts t(p+3)
     step j    ...                                      and its own steps 1 .. j
 
-That is what drafting does, at every position of a text at once: the pairs of committed tokens carry the target's
-states, those of drafts the head's own.
+This is drafting at every position of a text at once. Pairs of committed tokens carry the target's states, pairs of
+drafts the head's own.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Eagle3Student(nn.Module):
     def steps(self, features: Tensor, embedded: Tensor, num_steps: int) -> Iterator[Tensor]:
         """Return the states of each draft of a round, step by step: normed states [B, T - K, hidden], K = `num_steps`.
 
-        `features` [B, T, taps * hidden] and the tokens' embeddings `embedded` [B, T, hidden] are those of a text. Row p
-        of step j stands for the token at p + 2 + j; of a round that does not fit in the text there is nothing.
+        `features` [B, T, taps * hidden] and the tokens' embeddings `embedded` [B, T, hidden] are of a text. Row p of
+        step j predicts the token at p + 2 + j. Rounds that do not fit in the text are left out.
         """
         num_pairs = features.shape[1] - num_steps
         states = self.fc(features[:, :num_pairs])  # [B, N, hidden]

@@ -1,7 +1,7 @@
-"""The acceptance of a head's drafts by the target, and the worth of a round of them.
+"""The acceptance of a head's drafts by the target, and the value of a round.
 
-A head is seen as a function of a text: for the j-th draft of a round the logits at every position where a round may
-begin. A draft can only be accepted when all before it were, so the text behind a round is always the target's own.
+A head is a function of a text: it returns, for the j-th draft of a round, the logits at every position where a round
+may begin. A draft can only be accepted when all before it were, so a round always follows the target's own text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from models.demo_pair.acceptance import Acceptance, summarise
 from models.training.rollout import choose, generate
 
-# Of ids [B, T] and K: for j = 0 .. K - 1 the logits [B, at least T - K - 1, V] whose row p tells token p + 2 + j.
+# Of ids [B, T] and K: for j = 0 .. K - 1 the logits [B, at least T - K - 1, V] whose row p predicts token p + 2 + j.
 DraftLogits = Callable[[Tensor, int], Iterator[Tensor]]
 
 
@@ -56,9 +56,9 @@ def measure_head(
     num_draft_tokens: int = 5,
     seed: int = 0,
 ) -> Acceptance:
-    """Measure as `models.demo_pair.acceptance.measure_acceptance` does, with a head in the draft's place.
+    """Measure as `models.demo_pair.acceptance.measure_acceptance` does, with a head as the draft.
 
-    `per_token` is how often the first draft of a round stands, wherever the round begins.
+    `per_token` is the acceptance of the first draft of a round, over all positions.
     """
     ids = generate(target, prompts, num_tokens, temperature, seed)
     stands = verdicts(head, ids, prompts.shape[1], temperature, num_draft_tokens, seed)

@@ -50,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=tuple(TRAINERS), required=True)
     parser.add_argument("--target", type=Path, default=DEMO_FOLDER / "target")
-    parser.add_argument("--out", type=Path, help="the head's folder; beside the target if left out")
+    parser.add_argument("--out", type=Path, help="the head's folder; by default next to the target")
     parser.add_argument("--minutes", type=float, default=4.0, help="of training; rollouts and measuring come on top")
     parser.add_argument("--rollouts", type=int, default=96, help="windows that the target writes for its head")
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="held-out prompts to measure with")
@@ -156,7 +156,7 @@ def make_eagle3(target: LlamaForCausalLM, arguments: argparse.Namespace, folder:
 def eagle3_card(
     target: LlamaForCausalLM, arguments: argparse.Namespace, folder: Path, texts: Material, report: TrainingReport
 ) -> str:
-    """Measure the head in `folder` and describe its making; a pair's draft on the same prompts is beside it."""
+    """Measure the head in `folder`, and a pair's draft on the same prompts, and describe the training."""
     head = eagle3_logits(folder, target)
     measured = {f"{t:g}": measure_head(target, head, texts.held_out, t, MEASURED_TOKENS) for t in (0.0, 1.0)}
     about = (
@@ -218,7 +218,7 @@ def card(
 
 The target continues {num_prompts} held-out prompts of {num_prompt_tokens} tokens by {MEASURED_TOKENS} tokens each. A
 draft is accepted when it is the token that the target chose; temperature 1 is coupled. The chance at a position is
-given that all before it were accepted. Greedy text of a small target falls into loops, as its repetition says.
+given that all before it were accepted. Greedy text of a small target falls into loops; the repetition measures them.
 
 {table}
 

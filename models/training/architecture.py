@@ -1,7 +1,7 @@
 """The two Llamas of the demo pair: their shapes, initial weights and hidden states in training.
 
-The target is deep and narrow on purpose: at this size a step costs what its layers cost, so a two-layer draft is cheap
-beside it.
+The target is deep and narrow on purpose: at this size the layers determine the cost of a step, so a two-layer draft is
+cheap.
 """
 
 import torch

@@ -69,7 +69,7 @@ def is_skipped(relative: Path) -> bool:
 
 
 def read_documents(root: Path) -> Iterator[Document]:
-    """Return every usable source file below `root`, ordered by name; what is not UTF-8 or too large is passed over."""
+    """Return the usable source files below `root`, ordered by name: UTF-8, and not too large."""
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if is_skipped(relative) or not 0 < path.stat().st_size <= MAX_FILE_BYTES:

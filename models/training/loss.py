@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_LEAST = 1e-5  # of a chance that is not known to be none
+_LEAST = 1e-5  # the least probability that is not known to be 0
 _NEVER = -40.0  # the logarithm of no chance
 
 
@@ -21,14 +21,14 @@ def distillation_loss(hidden: Tensor, head: Tensor, target_logits: Tensor, l1_we
 
 
 def top_distillation_loss(logits: Tensor, top_ids: Tensor, top_logprobs: Tensor, l1_weight: float) -> Tensor:
-    """`distillation_loss` where of p only the likeliest tokens are known: all others count as one.
+    """`distillation_loss` if only the likeliest tokens of p are known: all others count as one token.
 
-    Where the draft cannot say some of the likeliest, p is that of the rest, and a row counts for as much as that had.
+    Without the tokens that the draft lacks, p is renormalized, and a row's weight is the remaining mass.
 
     Args:
         logits: of the draft, [N, V].
-        top_ids: [N, k] int64, -1 for those that the draft cannot say.
-        top_logprobs: log p of these, [N, k].
+        top_ids: [N, k] int64, -1 for tokens that the draft lacks.
+        top_logprobs: log p of these tokens, [N, k].
         l1_weight: as of `distillation_loss`.
     """
     is_unknown = top_ids < 0
@@ -40,7 +40,7 @@ def top_distillation_loss(logits: Tensor, top_ids: Tensor, top_logprobs: Tensor,
 
 
 def _with_rest(logprobs: Tensor) -> Tensor:
-    """Return log-probabilities [N, k] and that of anything else, [N, k + 1]."""
+    """Append the log-probability of all other tokens to [N, k]: [N, k + 1]."""
     total = logprobs.exp().sum(-1, keepdim=True).clamp(max=1.0 - _LEAST)  # float16 rounds p to more than 1
     return torch.cat([logprobs, torch.log1p(-total)], dim=-1)
 

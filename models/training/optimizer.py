@@ -95,7 +95,7 @@ class PairedOptimizer:
         return cls(matrices, others, matrix_lr, embedding_lr)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` of a new optimizer of the same parameters goes on from."""
+        """Return the state for `load_state_dict` of a new optimizer of the same parameters."""
         return {"muon": self._muon.momenta, "adam": self._adam.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ def choose(logits: Tensor, temperature: float, seed: int, position: int) -> Tens
 
 
 def penalise(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
-    """Logits [B, V] with those of the tokens in `ids` [B, S] divided by the penalty, or multiplied where negative."""
+    """Divide the logits [B, V] of the tokens in `ids` [B, S] by the penalty, or multiply them where negative."""
     seen = logits.gather(1, ids)
     return logits.scatter(1, ids, torch.where(seen > 0, seen / penalty, seen * penalty))
 

@@ -37,7 +37,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# Runs of spaces stay with their line break, so one token carries an indentation; digits stand in threes at most.
+# Runs of spaces stay with their line break, so one token is an indentation; at most three digits are one token.
 SPLIT_PATTERN = r"\n[ ]*| ?[A-Za-z]+|\d{1,3}| ?[^\sA-Za-z\d]+|[^\S\n]+(?=\S)|\s+|[^\s]"
 
 

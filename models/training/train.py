@@ -45,9 +45,9 @@ class TrainingReport:
 
 
 class Clock:
-    """Progress of a run in [0, 1], by time or by tokens, whichever is further.
+    """Progress of a run in [0, 1], the larger of the parts of its time and of its tokens.
 
-    A run that goes on has had `seconds` and `num_steps` before.
+    A resumed run has had `seconds` and `num_steps` before.
     """
 
     def __init__(self, budget: Budget, seconds: float = 0.0, num_steps: int = 0) -> None:
@@ -89,7 +89,7 @@ def train(
 ) -> TrainingReport:
     """Step until the budget is spent; `step_loss` maps progress in [0, 1] to the loss of the next batch.
 
-    `save` is called every few minutes and at the end. `clock` is that of a run that goes on; None: a new one.
+    `save` is called every few minutes and at the end. `clock` belongs to a resumed run; None starts a new one.
     """
     clock = clock or Clock(budget)
     saved_at, mean_loss = clock.seconds, 0.0

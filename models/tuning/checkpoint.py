@@ -49,7 +49,7 @@ class DraftFolder(Draft):
         return student
 
     def write(self, student: Student, folder: Path, report: dict[str, Any]) -> None:
-        """Write the model beside the draft's configuration and tokenizer, whole or not at all, with `tuning.json`."""
+        """Write the model with the draft's configuration and tokenizer and `tuning.json`, whole or not at all."""
         partial, model = partial_of(folder), student.model.to(self._dtype)
         model.save_pretrained(partial)  # type: ignore[operator]  # of transformers' models
         copy_files(self.path, partial)

@@ -17,7 +17,7 @@ _OF_WEIGHTS = (".index.json", "training.json", "tuning.json")  # of those that w
 
 
 class Draft(ABC):
-    """The present draft, from which every training begins."""
+    """The present draft, the start of every training."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
         self.path = path
@@ -33,7 +33,7 @@ class Draft(ABC):
 
     @abstractmethod
     def write(self, student: Student, folder: Path, report: dict[str, Any]) -> None:
-        """Write the draft beside the present one's configuration, whole or not at all, with `tuning.json`.
+        """Write the draft with the present one's configuration and `tuning.json`, whole or not at all.
 
         Args:
             student: its weights are rounded to the present draft's dtypes.
@@ -50,7 +50,7 @@ def partial_of(folder: Path) -> Path:
 
 
 def copy_files(source: Path, folder: Path) -> None:
-    """Copy what belongs to a draft besides its weights."""
+    """Copy the files of a draft except its weights."""
     for file in source.iterdir():
         if file.is_file() and file.suffix in _COPIED and not file.name.endswith(_OF_WEIGHTS):
             shutil.copy2(file, folder / file.name)

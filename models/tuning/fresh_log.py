@@ -16,7 +16,7 @@ _POLL_S = 1.0
 
 
 def log_end(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return what the log has now; files that are damaged, or gone meanwhile, count for nothing."""
+    """Return the present content of the log, without files that are damaged or were deleted meanwhile."""
     found = {}
     for file in log_files(folder) if folder.is_dir() else []:
         try:
@@ -29,7 +29,7 @@ def log_end(folder: Path) -> dict[str, tuple[int, int]]:
 def wait_for_positions(
     folder: Path, end: LogEnd, num_positions: int, timeout_s: float, report: Callable[[str], None]
 ) -> None:
-    """Wait until the log has so many positions behind `end`, or the time is over."""
+    """Wait until the log has `num` positions after `end`, or the time is over."""
     report(f"waiting for {num_positions} new positions, {timeout_s / 60:.0f} minutes at most")
     until_s, num_found = time.monotonic() + timeout_s, 0
     while num_found < num_positions and time.monotonic() < until_s:

@@ -26,7 +26,7 @@ _WEIGHTS = "model.safetensors"
 
 
 def holds_heads(config: dict[str, Any]) -> bool:
-    """Return True if this config.json is that of EAGLE-3 or Medusa heads, in whichever layout."""
+    """True if this config.json is of EAGLE-3 or Medusa heads, in any layout."""
     return _is_medusa(config) or "draft_vocab_size" in config or "speculators_model_type" in config
 
 
@@ -46,7 +46,7 @@ class HeadFolder(Draft):
         self._config = read_config(path)
         self._tensors = read_tensors(path)
         self._reader, self._shape = _reader(target, device)
-        self.load()  # what is wrong with the head is told before the log is read
+        self.load()  # faults of the head are reported before the log is read
 
     def load(self) -> Student:
         """Return the heads in float32, on the device, and their target."""
@@ -60,7 +60,7 @@ class HeadFolder(Draft):
         return student
 
     def write(self, student: Student, folder: Path, report: dict[str, Any]) -> None:
-        """Write the heads beside their configuration, whole or not at all, with `tuning.json`."""
+        """Write the heads with their configuration and `tuning.json`, whole or not at all."""
         partial = partial_of(folder)
         partial.mkdir()
         trained = {
@@ -77,7 +77,7 @@ class HeadFolder(Draft):
         if strange is not None or config.layer_prefix != "midlayer.":
             raise self._unknown(strange or "speculators_model_type")
         if max(config.taps.layers) >= self._shape.num_layers:
-            raise self._unknown("a state behind the last layer")
+            raise self._unknown("a state after the last layer")
         student = Eagle3Student(config.layer, len(config.taps.layers), config.draft_vocab_size)
         self._fill(student, {name: each for name, each in self._tensors.items() if name not in _OF_VOCABULARY})
         offsets = self._tensors.get("d2t")

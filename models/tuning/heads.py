@@ -1,7 +1,7 @@
-"""Heads that learn: EAGLE-3 and Medusa, over the hidden states that the target has of logged texts.
+"""EAGLE-3 and Medusa heads in training, over the target's hidden states of logged texts.
 
-The log has token ids and no hidden states, so the target reads each batch anew. Its own layer to the vocabulary is not
-computed for that: what it found likely is in the log.
+The log has token ids and no hidden states, so the target computes each batch again, without its output layer: the log
+has its likeliest tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from models.tuning.student import Student
 
 
 class Reader:
-    """A frozen target that reads texts for its heads: a model of transformers, whichever."""
+    """A frozen target that computes hidden states for its heads: any model of transformers."""
 
     def __init__(self, target: Any) -> None:
         self._trunk = target.base_model
@@ -36,7 +36,7 @@ class Reader:
 
     @torch.no_grad()
     def last_states(self, ids: Tensor) -> Tensor:
-        """Ids [B, T] to the states behind the final norm, [B, T, hidden] float32."""
+        """Map ids [B, T] to the states after the final norm, [B, T, hidden] float32."""
         states: Tensor = self._trunk(ids, use_cache=False).last_hidden_state
         return states.float()
 
@@ -54,7 +54,7 @@ class _Heads(Student):
         self._reader = reader
 
     def _texts(self, windows: Sequence[Window], num_more: int = 0) -> Tensor:
-        """Return the windows' tokens [B, longest + num_more], zeros behind them: attention is causal."""
+        """Return the windows' tokens [B, longest + num_more], padded with zeros: attention is causal."""
         longest = max(len(window.token_ids) for window in windows)
         ids = torch.zeros(len(windows), longest + num_more, dtype=torch.long)
         for index, window in enumerate(windows):
@@ -63,9 +63,9 @@ class _Heads(Student):
 
     @staticmethod
     def _at_begin(states: Tensor, windows: Sequence[Window], draft: int) -> Tensor:
-        """Of states [B, T, ...] those from which draft number `draft` for the token behind each row is told, [N, ...].
+        """Select the states [N, ...] of [B, T, ...] that draft number `draft` predicts from, for each row.
 
-        That is 1 + `draft` places before the row; a text that begins later has its first.
+        They are 1 + `draft` places before the row, or at the first place of a text.
         """
         owners = torch.cat([torch.full_like(window.rows, index) for index, window in enumerate(windows)])
         places = torch.cat([(window.rows - 1 - draft).clamp(min=0) for window in windows])
@@ -73,7 +73,7 @@ class _Heads(Student):
 
 
 class Eagle3Heads(_Heads):
-    """An EAGLE-3 head, unrolled over the drafts of a round; `target_ids` are those of its vocabulary, None: all."""
+    """An EAGLE-3 head, unrolled over the drafts of a round; `target_ids` are its vocabulary, None for all."""
 
     def __init__(
         self, student: Eagle3Student, reader: Reader, layers: Sequence[int], target_ids: Tensor | None
@@ -86,7 +86,7 @@ class Eagle3Heads(_Heads):
             self._draft_ids[target_ids] = torch.arange(len(target_ids))
 
     def logits(self, windows: Sequence[Window], num_drafts: int) -> Iterator[Tensor]:
-        """Yield one after the other; each goes on from the head's own states of the one before."""
+        """Yield the drafts in order; each continues the head's own states of its predecessor."""
         ids = self._texts(windows, num_drafts - 1)
         features, embedded = self._reader.inputs_of(ids, self._layers), self._reader.embedded(ids)
         for draft, states in enumerate(self._student.steps(features, embedded, num_drafts)):

@@ -1,4 +1,4 @@
-"""One step of tuning: windows of the log, and the draft's distance from what the target found likely there."""
+"""One step of tuning: windows of the log, and the draft's distance from the logged target distribution."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from models.training.train import Budget, autocast
 from models.tuning.log_windows import Window
 from models.tuning.student import Student
 
-_NEIGHBOURS = 4  # windows by length from which each one of a batch is chosen
+_NEIGHBOURS = 4  # candidates by length for each window of a batch
 _L1_WEIGHT = 1.0  # as of the demo draft's own training
-_NUM_DRAFTS = 4  # of a round, that heads learn; each weighs less than the one before it
+_NUM_DRAFTS = 4  # of a round, that heads learn; the weights decrease
 _DRAFT_WEIGHT = 0.8
 
 
@@ -24,13 +24,13 @@ class DivergedError(Exception):
 
 
 class LogLesson:
-    """Gives the loss of the next batch; batch n is a function of the seed and n, so that a run can go on.
+    """Gives the loss of the next batch; batch n is a function of the seed and n, so that a run can be resumed.
 
-    Windows of like lengths are in a batch together: what is shorter than its longest one is computed for nothing.
+    A batch has windows of similar lengths, since padding to the longest is wasted.
 
     Args:
         student: the draft.
-        windows: those that train.
+        windows: the windows that train.
         budget: tokens of a batch, and the device.
         seed: of the order of windows.
         num_steps: batches that the run has had before.

@@ -16,7 +16,7 @@ from engine.position_log.shard import LoggedModel, LoggedRequest, read_model, re
 from models.tuning.fresh_log import LogEnd
 from protos.errors import ConfigError
 
-WINDOW_TOKENS = 2048  # a text that is cut teaches a draft what it is not asked: to draft behind half of a prompt
+WINDOW_TOKENS = 2048  # a cut text would teach a task that never occurs: to draft after half of a prompt
 _HELD_OUT = 10  # one request of so many measures
 _MAX_HELD_OUT_POSITIONS = 8192
 _MAX_TRAINING_POSITIONS = 1 << 20
@@ -79,10 +79,10 @@ class Log:
 
 
 def read_log(folder: Path, target: LoggedModel, report: Callable[[str], None], end: LogEnd | None = None) -> Log:
-    """Return the latest requests that `target` answered, behind `end`; report what of the folder is left out.
+    """Return the latest requests that `target` answered, after `end`; report the parts of the folder that are left out.
 
     Raises:
-        ConfigError: the folder has no log, none of this target, or too little of it.
+        ConfigError: the folder has no log of this target, or too little of it.
     """
     files = log_files(folder) if folder.is_dir() else []
     if not files:
@@ -104,8 +104,7 @@ def read_log(folder: Path, target: LoggedModel, report: Callable[[str], None], e
             report(f"left out: {error}")
     if num_strange == len(files):
         raise ConfigError(
-            f"all {len(files)} files of {folder} are of a target with other weights; give the one that wrote them as "
-            "--target"
+            f"all {len(files)} files of {folder} are of another target; give the target that wrote them as --target"
         )
     if num_strange:
         report(f"{num_strange} of {len(files)} files are left out: they are of a target with other weights")
@@ -120,7 +119,7 @@ def read_log(folder: Path, target: LoggedModel, report: Callable[[str], None], e
 
 def windows_of(request: LoggedRequest, num_tokens: int = WINDOW_TOKENS) -> Iterator[Window]:
     """Yield windows of at most `num_tokens` that hold each position of a request once, with half a window before it."""
-    rows = request.positions.astype(np.int64) - 1  # row i tells token i + 1
+    rows = request.positions.astype(np.int64) - 1  # row i predicts token i + 1
     for begin in range(0, len(request.token_ids), num_tokens // 2):
         first = begin + (num_tokens // 2 if begin else 0)
         chosen = (rows >= first) & (rows < begin + num_tokens)
@@ -141,7 +140,7 @@ def read_batch(model: torch.nn.Module, windows: Sequence[Window]) -> Tensor:
     longest = max(len(window.token_ids) for window in windows)
     ids = torch.zeros(len(windows), longest, dtype=torch.long)
     for index, window in enumerate(windows):
-        ids[index, : len(window.token_ids)] = window.token_ids  # attention is causal: what is behind does not count
+        ids[index, : len(window.token_ids)] = window.token_ids  # attention is causal: later tokens have no effect
     device = next(model.parameters()).device
     wanted = torch.cat([window.rows for window in windows]).unique()  # rising
     found = model(ids.to(device), use_cache=False, logits_to_keep=wanted.to(device)).logits  # [B, W, V]

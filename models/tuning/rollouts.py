@@ -1,7 +1,7 @@
-"""More text to train on: the target writes on behind the prompts of its log, and logs what it finds likely there.
+"""More text to train on: the target continues the prompts of its log, and logs its likeliest tokens.
 
-A log of some minutes holds too little text for a draft to learn from, and the prompts in it are what is rare: behind
-each the target has more to say than the one answer that a client asked for.
+A log of some minutes has too little text for a draft to learn from. Its prompts are scarce, but the target can continue
+each one in more ways than the logged answer.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from protos.errors import ConfigError
 from protos.messages import GREEDY_BELOW, GenerateRequest, SamplingParams
 
 _NUM_STREAMS = 64
-_POOL_BYTES = 1 << 30  # holds all prompts of a small target, each of which is read once and written behind often
+_POOL_BYTES = 1 << 30  # for all prompts of a small target: each is prefilled once and continued often
 _MAX_LOG_BYTES = 1 << 30
 _MIN_TOKENS = 64
-_OF_GREEDY = 0.3  # temperature behind the prompts of greedy requests: texts like theirs, and not the same again
-_MAX_PROMPT_SHARE = 0.75  # of the model's context; behind a longer prompt there is no room
+_OF_GREEDY = 0.3  # temperature after prompts of greedy requests, for similar but not equal texts
+_MAX_PROMPT_SHARE = 0.75  # of the model's context; a longer prompt leaves no room
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt of a logged request, and how the target goes on behind it."""
+    """The prompt of a logged request, and its continuation by the target."""
 
     token_ids: tuple[int, ...]
     temperature: float
@@ -44,9 +44,9 @@ class Prompt:
 def write_rollouts(
     target: str, log: Log, folder: Path, minutes: float, on_progress: Callable[[float], None]
 ) -> Sequence[LoggedRequest]:
-    """Have the target write for `minutes` behind prompts that train, and return what it wrote.
+    """Let the target continue the training prompts for `minutes`, and return the texts.
 
-    What an earlier call wrote into `folder` is returned at once; a call that was killed begins anew.
+    The texts of an earlier call in `folder` are returned at once; a killed call starts again.
 
     Raises:
         ConfigError: the target cannot be loaded here.
@@ -61,7 +61,7 @@ def write_rollouts(
 
 
 def prompts_of(log: Log) -> list[Prompt]:
-    """Return the different prompts of requests that train, without those of a request that measures."""
+    """Return the distinct prompts of training requests that no measuring request has."""
     measuring = {_prompt(request) for request in log.held_out.requests}
     found = {}
     for request in log.training.requests:
@@ -120,7 +120,7 @@ def _fitting(prompts: Sequence[Prompt], max_model_len: int) -> list[Prompt]:
 def _requests(prompts: Sequence[Prompt], end_ids: tuple[int, ...]) -> Iterator[GenerateRequest]:
     """Yield a request of each prompt in turn, again and again with other seeds."""
     if not prompts:
-        raise ConfigError("the log has no prompt behind which the target could write; give --rollouts 0")
+        raise ConfigError("the log has no prompt that the target could continue; give --rollouts 0")
     seed = 0
     while True:
         for prompt in prompts:

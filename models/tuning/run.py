@@ -1,4 +1,4 @@
-"""One training of the draft, in a file from which it goes on after the process was killed."""
+"""One training of the draft, with a file that resumes it after the process was killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from models.tuning.log_windows import Window
 from models.tuning.low_rank import add_low_rank, merge_low_rank
 from models.tuning.student import Student
 
-_OTHERS_RATE = 0.2  # of embeddings and norms, over that of the matrices; as in the demo draft's own training
+_OTHERS_RATE = 0.2  # learning rate of embeddings and norms over the matrices', as in the demo draft's training
 _TOKENS_PER_STEP = 2048
 _CHECKPOINT_EVERY_S = 20.0
 
@@ -29,7 +29,7 @@ _CHECKPOINT_EVERY_S = 20.0
 class Candidate:
     """A way to train the draft, and the part of the tuning's minutes and steps that it gets.
 
-    `rank` None: all weights, else low-rank changes of them.
+    With `rank` None all weights are trained, else low-rank changes.
     """
 
     learning_rate: float
@@ -125,7 +125,7 @@ class Run:
         return self._draft.rounded(student)
 
     def _prepare(self, student: Student) -> tuple[list[nn.Parameter], PairedOptimizer]:
-        """Return what is trained of the draft, and its optimizer."""
+        """Return the trained parameters of the draft, and their optimizer."""
         rate, rank = self.candidate.learning_rate, self.candidate.rank
         if rank is not None:
             added = add_low_rank(student.model, rank)
@@ -150,7 +150,7 @@ class Run:
 
     def _write(self) -> None:
         partial = self._file.with_suffix(".partial")
-        content = BytesIO()  # a full disk is an OSError of the write behind it, and of no kind in torch
+        content = BytesIO()  # the write below reports a full disk as an OSError; torch would not
         torch.save(self._state, content)
         partial.write_bytes(content.getbuffer())
         os.replace(partial, self._file)

@@ -18,7 +18,7 @@ from protos.messages import GREEDY_BELOW
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Mean acceptance of a first draft behind the target's own text, and expected tokens of a pass with K drafts."""
+    """Mean acceptance of a first draft after the target's own text, and expected tokens of a pass with K drafts."""
 
     num_positions: int
     acceptance: float
@@ -29,7 +29,7 @@ class Score:
 def score_draft(student: Student, requests: Sequence[LoggedRequest], num_tokens: int) -> Score:
     """Measure a draft with K = `num_tokens`, or as many as it can make, on positions that it was not trained on.
 
-    A greedy request's draft stands if it is the token that the target chose, a sampled one's with probability
+    A greedy request's draft is accepted if the target chose it, a sampled one's with probability
     sum of min(p, q), 1 - TV (arXiv:2211.17192, corollary 3.6), at the request's temperature.
     """
     model, num_drafts = student.model, min(num_tokens, student.max_drafts)
@@ -48,8 +48,8 @@ def score_draft(student: Student, requests: Sequence[LoggedRequest], num_tokens:
 def expected_passes(chances: Sequence[Sequence[float]]) -> float:
     """Return the expected passes of a decoder with K drafts along a text: `chances[j][i]` that draft j is token i.
 
-    A pass begins behind the last one's accepted drafts and its recovered or bonus token. Draft j of a pass that begins
-    at i is for token i + j; its chance is given that all before it stood.
+    A pass begins after the last one's accepted drafts and its recovered or bonus token. Draft j of a pass that begins
+    at i is for token i + j; its chance is given that all before it were accepted.
     """
     num_drafts, num_places = len(chances), len(chances[0])
     begins = [1.0, *[0.0] * (num_places + num_drafts)]
@@ -64,7 +64,7 @@ def expected_passes(chances: Sequence[Sequence[float]]) -> float:
 
 
 def _chances(student: Student, request: LoggedRequest, num_drafts: int) -> Tensor:
-    """Return the chance of each draft of a round to stand at each position of a request, [K, N]."""
+    """Return the chance of acceptance of each draft of a round at each position of a request, [K, N]."""
     found = []
     for window in windows_of(request):
         logits = student.logits([window], student.num_unlike(num_drafts))

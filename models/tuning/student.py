@@ -1,4 +1,4 @@
-"""A draft that learns, seen by what it drafts along a text: a language model, or heads on the target's states."""
+"""A draft in training: a language model, or heads on the target's states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Student(ABC):
     """A draft in float32; D is the number of tokens that it can draft.
 
     Attributes:
-        model: its weights, of which all train.
+        model: its weights, all trained.
         are_drafts_alike: true if a draft depends on the text before it alone, and not on where its round began.
         max_drafts: of a round.
     """
@@ -33,9 +33,9 @@ class Student(ABC):
 
     @abstractmethod
     def logits(self, windows: Sequence[Window], num_drafts: int) -> Iterator[Tensor]:
-        """Yield the logits of the first, the second ... draft of a round, each for the tokens behind all windows' rows.
+        """Yield the logits of the first, the second ... draft of a round, each for the tokens after all windows' rows.
 
-        Row n of draft j, [N, D], is of the round that began j tokens before the token behind row n.
+        Row n of draft j, [N, D], is of the round that began j tokens before the token after row n.
         """
 
     @abstractmethod
@@ -60,11 +60,11 @@ class LanguageModel(Student):
         self._vocabulary = [known.get_input_embeddings().weight, known.get_output_embeddings().weight]
 
     def logits(self, windows: Sequence[Window], num_drafts: int) -> Iterator[Tensor]:
-        """Yield one, which stands for all."""
+        """Yield one, which is the same for all rounds."""
         yield read_batch(self.model, windows)
 
     def draft_ids(self, target_ids: Tensor) -> Tensor:
-        """Return them as they are, those of a target's padding that a draft does not have as the draft's last."""
+        """Return the ids, with padding ids of the target that the draft lacks replaced by the draft's last."""
         return target_ids.long().clamp(max=len(self._vocabulary[1]) - 1)
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:

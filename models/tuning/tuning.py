@@ -1,4 +1,4 @@
-"""A draft tuned on its deployment's log, and on what the target writes more behind its prompts.
+"""A draft tuned on its deployment's log, and on further continuations of its prompts by the target.
 
 Several short trainings, a long one of the best, and the best of them all.
 """
@@ -32,7 +32,7 @@ from protos.errors import ConfigError
 
 _TRIALS_SHARE = 0.3  # of the minutes, for all short trainings together
 _LONG_SHARE = 0.6  # for the long one; the rest is for measuring
-_ROLLOUTS_SHARE = 0.3  # of the minutes, before those; for small targets, which write fast beside what they serve
+_ROLLOUTS_SHARE = 0.3  # of the minutes, before the trainings; for small targets, which write fast while they serve
 _SMALL_BYTES = 2 << 30
 _GAIN = 1.01  # a smaller one may be chance
 
@@ -42,11 +42,11 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class TuneSettings:
-    """The settings of a tuning: `rank` None trains all weights; K = `num_tokens` is that of the score.
+    """The settings of a tuning: `rank` None trains all weights; the score is for K = `num_tokens`.
 
-    `num_steps` may end trainings before the minutes do. `rollouts` is the part of the minutes in which the target
-    writes more text to train on; None: what its size suggests. With `num_fresh` positions that the log has already do
-    not count, and the training waits for so many new ones, for `minutes` at most.
+    `num_steps` may end trainings before the minutes do. During the part `rollouts` of the minutes the target writes
+    more text to train on; None derives it from the target's size. With `num_fresh` only new positions of the log count,
+    and the training waits for so many, for `minutes` at most.
     """
 
     log: Path
@@ -65,17 +65,17 @@ class TuneSettings:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A trained draft's score; `run` None: the draft as it was."""
+    """A trained draft's score; `run` is None for the unchanged draft."""
 
     score: Score
     run: Run | None = None
 
 
 class Workplace:
-    """The folder beside the output in which runs keep their state until all is done.
+    """Return the folder next to the output where runs keep their state until all is done.
 
     Raises:
-        ConfigError: the output exists, or another tuning's state is in the way.
+        ConfigError: the output exists, or the folder has another tuning's state.
     """
 
     def __init__(self, settings: TuneSettings) -> None:
@@ -112,7 +112,7 @@ def check_output(output: Path) -> None:
 
 
 def working_folder(output: Path) -> Path:
-    """Return the folder of what is kept of a tuning that has not ended."""
+    """Return the folder with the state of an unfinished tuning."""
     return output.with_name(f"{output.name}.tuning")
 
 
@@ -170,17 +170,17 @@ def tune(settings: TuneSettings, report: Report, on_progress: OnProgress) -> boo
 
 
 def draft_of(settings: TuneSettings, device: torch.device) -> Draft:
-    """Return the draft that is to be tuned: a model's folder, or that of heads. Raises ConfigError."""
+    """Return the draft that is to be tuned, a model or heads. Raises ConfigError."""
     file = settings.draft / "config.json"
     if not file.is_file() or not holds_heads(read_config(settings.draft)):
         return DraftFolder(settings.draft, settings.target, device)
     if settings.rank is not None:
-        raise ConfigError(f"--draft {settings.draft} holds heads, of which all weights are trained; leave --rank out")
+        raise ConfigError(f"--draft {settings.draft} holds heads, whose weights are all trained; leave --rank out")
     return HeadFolder(settings.draft, settings.target, device)
 
 
 def _new_log(settings: TuneSettings, target: LoggedModel, report: Report) -> Log:
-    """Return the log behind where it ended when the tuning began, once it is long enough."""
+    """Return the log since the start of the tuning, once it is long enough."""
     workplace = Workplace(settings)
     is_new, end = workplace.remember("log_end", log_end(settings.log))
     if is_new:
