@@ -101,6 +101,7 @@ def _python_texts(source: str) -> Iterator[tuple[int, str]]:
 def _texts(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of each piece of prose in a file."""
     source = path.read_text(encoding="utf-8")
+    pieces: Iterator[tuple[int, str]]
     if path.suffix == ".py":
         pieces = ((at, text) for at, text in _python_texts(source) if len(text.split()) >= _SENTENCE_WORDS)
     elif path.suffix in (".c", ".h"):
