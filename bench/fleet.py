@@ -3,7 +3,7 @@
     python -m bench.fleet agent_text.jsonl.gz --pairs 4 --prefills 1 --sessions 8 --rounds 2
 
 Sessions run in a closed loop: each sends its next call when the last one is answered, so a slow fleet gets fewer
-calls. Every round starts the application anew with one policy, so caches are cold and equal. Rounds of the policies
+calls. Every round starts the application again with one policy, so caches are cold and equal. Rounds of the policies
 alternate. A call longer than `--max-prompt-tokens` ends its session: cut prompts would make unequal calls equal.
 """
 

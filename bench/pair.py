@@ -118,7 +118,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--repetition-penalty", type=float, default=REPETITION_PENALTY, help="of all requests")
     parser.add_argument("--fixture", type=Path, help="folder of the target; built under .cache/bench if absent")
     parser.add_argument("--padded", choices=list(PAIRS), default="demo", help="the fixture to build, and its draft")
-    parser.add_argument("--draft", type=Path, help="folder of the draft; by default that of --padded")
+    parser.add_argument("--draft", type=Path, help="folder of the draft; by default the one for --padded")
     parser.add_argument("--skip-http", action="store_true", help="leave out the served application")
     parser.add_argument("--skip-transformers", action="store_true", help="leave out Transformers")
     parser.add_argument("--json", type=Path, help="write the rows here too")

@@ -4,7 +4,7 @@
 
 The floor of a pass is the larger of its bytes over the measured bandwidth and its operations over the measured speed
 of a matrix product in `--dtype`. Both are the best of five tries just before the pass, since a machine's speed drifts.
-Bytes: every weight once, and the keys and values that the rows read. Operations: two per weight and row, and those of
+Bytes: every weight once, and the keys and values that the rows read. Operations: two per weight and row, and
 attention.
 """
 

@@ -1,4 +1,4 @@
-"""The memory that the KV pools of drafts and prefill replicas take beside the target's."""
+"""The memory that the KV pools of drafts and prefill replicas take in addition to the target's."""
 
 from __future__ import annotations
 

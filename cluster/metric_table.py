@@ -27,7 +27,7 @@ _OF_BUCKETS = "le"
 
 @dataclass(frozen=True, slots=True)
 class MetricTexts:
-    """A text of each kind of replica in which every family has a sample."""
+    """A text of each kind of replica with a sample of every family."""
 
     ingress: str
     pair: str

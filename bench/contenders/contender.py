@@ -16,7 +16,7 @@ Prompts = list[list[int]]
 class ContenderRun:
     """One timed run: the tokens of each prompt, and the wall seconds of all prompts together, prefill included.
 
-    `arrivals` has for each prompt the seconds from the start of the run at which tokens arrived, one entry for tokens
+    `arrivals` has for each prompt the seconds from the start of the run to each arrival of tokens, one entry for tokens
     that arrived together. It is None for a contender that does not stream.
     """
 
@@ -51,6 +51,6 @@ class Contender(Protocol):
 
 
 def equal_share(outputs: Seq[Seq[int]], others: Seq[Seq[int]]) -> float:
-    """Return the share of positions at which both have the same token."""
+    """Return the share of positions with the same token in both."""
     same = [a == b for ours, theirs in zip(outputs, others, strict=True) for a, b in zip(ours, theirs, strict=True)]
     return sum(same) / len(same)

@@ -5,7 +5,7 @@
 
 An 8 B model (the demo target widened to Llama-3-8B's shape) decodes plainly and with drafts of a 1 B one, at several
 batches and contexts; last, plainly again, but not one step behind. Every line is saved to `--out` as soon as it is
-there; each section has its own time limit, and the whole run one after which what was measured so far is printed.
+there; each section and the whole run have a time limit; at the end of the latter the lines so far are printed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def _parse_args(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--smoke", action="store_true", help="a tiny pair and few steps: proves that it runs")
     parser.add_argument("--out", type=Path, default=Path(".cache/bench-gpu"), help="folder of the results")
-    parser.add_argument("--work", type=Path, help="folder of the built models (20 GB); that of the results if absent")
+    parser.add_argument(
+        "--work", type=Path, help="folder of the built models (20 GB); default: the folder of the results"
+    )
     parser.add_argument("--kv-dtype", type=KVDtype, choices=(KVDtype.AUTO, KVDtype.FP8), default=KVDtype.AUTO)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 128])
@@ -90,7 +92,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 @contextmanager
 def _bounded(seconds: float, results: Results) -> Iterator[None]:
-    """End the process with what is there once the time is up, whatever hangs."""
+    """Print the lines so far and end the process once the time is up, whatever hangs."""
 
     def give_up() -> None:
         results.add(Missing("all", "the rest", f"not finished after {seconds:.0f} s"))
@@ -142,7 +144,7 @@ def _measure_kernel(plan: Plan, results: Results, speed: DeviceSpeed) -> None:
 
 
 def _measure_decoding(plan: Plan, results: Results, speed: DeviceSpeed, folders: tuple[Path, Path]) -> None:
-    # Not at the top: what it imports may be missing, and the table must say so.
+    # Not at the top: its imports may be missing, and the table must report that.
     from bench.gpu.decoding import measure_decoding
 
     measure_decoding(plan, results, speed, folders)
@@ -157,7 +159,7 @@ def _build(plan: Plan, work: Path) -> tuple[Path, Path]:
             build_wide_fixture(DEMO / role, folder, shape, plan.device, plan.dtype)
         folders.append(folder)
     if plan.device.type == "cuda":
-        gc.collect()  # the models built here, before the pool is sized by what is free
+        gc.collect()  # the models built here, before the pool is sized by the free memory
         torch.cuda.empty_cache()
     return folders[0], folders[1]
 

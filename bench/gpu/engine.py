@@ -77,7 +77,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a cell: steps before and under the clock, and the seconds after which it ends as it is."""
+    """The limits of a cell: steps before and under the clock, and its most seconds."""
 
     num_warm_steps: int
     num_steps: int
@@ -85,7 +85,7 @@ class Limits:
 
 
 class Bench:
-    """One target on one device, its pool holding the KV of a long text from which every prompt is a beginning."""
+    """One target on one device, its pool holding the KV of a long text; every prompt is a beginning of it."""
 
     def __init__(
         self, target: ModelConfig, cache: CacheConfig, modes: Seq[Mode], batches: Seq[int], text: Seq[int]

@@ -17,7 +17,7 @@ class DeviceSpeed:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """A Llama of this shape with numbers of `itemsize` bytes, those of its keys and values of `kv_itemsize`."""
+    """A Llama of this shape with numbers of `itemsize` bytes, its keys and values with `kv_itemsize`."""
 
     shape: WideShape
     itemsize: int
@@ -25,7 +25,7 @@ class ModelCost:
 
     @property
     def num_weights(self) -> int:
-        """Numbers that every pass reads: all matrices but the embedding, of which it reads a row per token."""
+        """Numbers that every pass reads: all matrices except the embedding, where it reads a row per token."""
         shape = self.shape
         heads = shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
         layer = shape.hidden_size * (heads + 3 * shape.mlp_size)
@@ -41,7 +41,7 @@ class ModelCost:
         return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * self.kv_itemsize
 
     def step_bytes(self, num_sequences: int, num_rows: int, context: int) -> int:
-        """Read by a step of `num_rows` per sequence behind `context` tokens: the weights once, and the KV in sight."""
+        """Read by a step of `num_rows` per sequence after `context` tokens: the weights once, and the KV in sight."""
         return self.weight_bytes + num_sequences * (context + num_rows) * self.kv_bytes_per_token
 
     def step_flops(self, num_sequences: int, num_rows: int, context: int) -> int:
@@ -57,6 +57,6 @@ class ModelCost:
 
 
 def most_tokens(memory_bytes: float, cost: ModelCost, draft: ModelCost, other_bytes: float) -> int:
-    """Tokens whose KV fits beside both models' weights, where the draft keeps as many tokens as the target."""
+    """Tokens whose KV fits next to both models' weights, where the draft keeps as many tokens as the target."""
     room = memory_bytes - cost.weight_bytes - draft.weight_bytes - other_bytes
     return max(0, int(room // (cost.kv_bytes_per_token + draft.kv_bytes_per_token)))

@@ -1,4 +1,4 @@
-"""The attention kernel alone: the share of the device's bandwidth it reaches, on KV that lies in no cache."""
+"""The attention kernel alone: the share of the device's bandwidth it reaches, on KV outside all caches."""
 
 from __future__ import annotations
 

@@ -346,7 +346,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--smoke", action="store_true", help="a tiny model and few repetitions: proves that it runs")
     parser.add_argument("--out", type=Path, default=Path(".cache/bench-gpu"), help="folder of the results")
-    parser.add_argument("--work", type=Path, help="folder of the built model (3 GB); that of the results if absent")
+    parser.add_argument(
+        "--work", type=Path, help="folder of the built model (3 GB); default: the folder of the results"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING)

@@ -3,7 +3,7 @@
     python -m bench.gpu.serve --out results                     on a GPU: Llama-3's 8 B and 1 B shapes
     python -m bench.gpu.serve --device cpu --smoke              the same code with a tiny pair, to see that it runs
 
-The application is that of `outrider serve --no-ray`: target and draft in one process, the frontends over them. Each
+The application is the one of `outrider serve --no-ray`: target and draft in one process, the frontends over them. Each
 line is one load: streams, drafts on or off, tokens per second, first tokens and gaps, and whether the seeded texts are
 those without drafts.
 """
@@ -68,7 +68,9 @@ def _parse_args(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--smoke", action="store_true", help="a tiny pair: proves that it runs")
     parser.add_argument("--out", type=Path, default=Path(".cache/bench-gpu"), help="folder of the results")
-    parser.add_argument("--work", type=Path, help="folder of the built models (20 GB); that of the results if absent")
+    parser.add_argument(
+        "--work", type=Path, help="folder of the built models (20 GB); default: the folder of the results"
+    )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--max-tokens", type=int, default=128)
     return parser.parse_args(arguments)
@@ -84,7 +86,7 @@ def _config(args: argparse.Namespace) -> DeployConfig:
             build_wide_fixture(DEMO / role, folder, shape, device, dtype)
         folders.append(folder)
     if args.device == "cuda":
-        torch.cuda.empty_cache()  # of the models built here, before the pool is sized by what is free
+        torch.cuda.empty_cache()  # of the models built here, before the pool is sized by the free memory
     target, draft = ({"path": str(folder), "dtype": str(dtype).removeprefix("torch.")} for folder in folders)
     speculation = {"num_tokens": 4}
     section = {"model_id": "pair", "target": target, "draft": draft, "speculation": speculation}

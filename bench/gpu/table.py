@@ -16,7 +16,7 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True, slots=True)
 class KernelLine:
-    """One attention launch over all layers' pools: bytes it read per second, and of what the device can read."""
+    """One attention launch over all layers' pools: bytes it read per second, and their share of the bandwidth."""
 
     kv_dtype: str
     batch: int
@@ -28,10 +28,10 @@ class KernelLine:
 
 @dataclass(frozen=True, slots=True)
 class EngineLine:
-    """Decoding of `batch` sequences behind `context` tokens; times are of a step, medians, in milliseconds.
+    """Decoding of `batch` sequences after `context` tokens; times are of a step, medians, in milliseconds.
 
-    `device_ms` is the target's forward alone, back to back; what a step takes beyond it, the drafts' time excepted, is
-    the host's gap (sampling on the device counts as gap).
+    `device_ms` is the target's forward alone, back to back; the rest of a step, except the drafts' time, is the
+    host's gap (sampling on the device counts as gap).
     """
 
     mode: str
@@ -66,7 +66,7 @@ Line = KernelLine | EngineLine | Missing
 
 
 class Results:
-    """Lines in the order in which they were measured, and facts about the machine; every change is on disk at once."""
+    """Lines in the order of their measurement, and facts about the machine; every change is on disk at once."""
 
     def __init__(self, file: Path) -> None:
         self.facts: dict[str, str] = {}

@@ -127,7 +127,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=20.0, help="no further round begins that would end later")
     parser.add_argument("--threads", type=int, default=2, help="of every system")
     parser.add_argument("--num-draft-tokens", type=int, default=4, help="K, of every system")
-    parser.add_argument("--deadline", type=float, default=600.0, help="seconds after which a system fails")
+    parser.add_argument("--deadline", type=float, default=600.0, help="seconds until a run fails")
     parser.add_argument("--fixture", type=Path, help="folder of the target model; built under .cache/bench if absent")
     parser.add_argument("--cache", type=Path, default=Path(".cache/peers"), help="environments, builds, conversions")
     parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of the record and the page")

@@ -19,7 +19,7 @@ from engine.model.loader import model_version
 
 GGUF_SCRIPT = Path(__file__).parent / "gguf_export.py"
 OPENVINO = "openvino-genai==2026.4.1.0"
-# Exports IR from checkpoints; brings transformers, and needs torch.
+# Exports IR from checkpoints; has transformers with it, and needs torch.
 OPENVINO_EXPORT = "optimum-intel==2.2.0"
 OPENVINO_QUANTIZER = "nncf"
 LLAMA = "llama-cpp-python==0.3.36"

@@ -1,4 +1,4 @@
-"""The protocol of a system, a way to serve the pair, and the rounds in which systems run, one alive at a time."""
+"""The protocol of a system, a way to serve the pair, and the rounds of systems, one alive at a time."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Results:
 class Schedule:
     """Every system at every number of streams, at most `num_rounds` times.
 
-    A further round begins only if, taking as long as the one before, it would end within `max_s`.
+    A further round begins only if, taking as long as the last one, it would end within `max_s`.
     """
 
     streams: Seq[int]

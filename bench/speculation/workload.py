@@ -35,7 +35,7 @@ class Workload:
     """Streams that run at once; the turns of a stream run one after the other.
 
     With recorded answers the target computes its passes and then gives the recorded answer, so that a small model can
-    replace the one that wrote the text. A recording is run greedily.
+    replace the model that wrote the text. A recording is run greedily.
     """
 
     name: str
@@ -129,7 +129,7 @@ class Measured:
 
 
 class WorkloadRun:
-    """A run of a workload's streams on an engine: each turn begins when the one before it has ended."""
+    """A run of a workload's streams on an engine: each turn begins when its predecessor has ended."""
 
     def __init__(
         self, engine: RecordedEngine, workload: Workload, num_tokens: int | None, sampling: SamplingParams

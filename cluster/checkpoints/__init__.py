@@ -1,1 +1,1 @@
-"""Model files: names, formats, and what a node lacks of them."""
+"""Model files: names, formats, and the files that a node lacks."""

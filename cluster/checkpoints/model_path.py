@@ -15,7 +15,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 def resolve_model_path(path: str) -> str:
     """Return an absolute folder or GGUF file, or the Hub id as it is.
 
-    A relative path is looked for where the application is built and then beside the project's packages, so that the
+    A relative path is resolved where the application is built, and then next to the project's packages, so that the
     bundled models are found wherever `serve deploy` builds it.
 
     Raises:

@@ -78,7 +78,7 @@ def figures_between(before: Reading, now: Reading, seconds: float) -> Figures:
 
 
 def drafts_between(before: Reading, now: Reading) -> tuple[float, float]:
-    """Return the draft tokens that were verified, and those of them that were accepted."""
+    """Return the numbers of verified and of accepted draft tokens."""
     growth = _Growth(before, now)
     drafted = growth.by("outrider_spec_decode_class_draft_tokens_per_pos", "position")
     accepted = growth.by("outrider_spec_decode_class_accepted_tokens_per_pos", "position")
@@ -147,7 +147,7 @@ def _classes(growth: _Growth, now: Reading) -> tuple[ClassFigures, ...]:
 
 
 def _alarms(now: Reading, pairs: tuple[PairFigures, ...], classes: tuple[ClassFigures, ...]) -> tuple[str, ...]:
-    """Return the alarms of docs/watch/alerts.yaml that one reading can tell."""
+    """Return the alarms of docs/watch/alerts.yaml that one reading can detect."""
     alarms = [f"acceptance of {each.name} is far below the usual" for each in classes if each.is_alarmed]
     alarms += [f"the draft of pair {pair.replica} is away" for pair in pairs if pair.is_draft_away]
     alarms += [f"the KV cache of pair {pair.replica} is full" for pair in pairs if pair.kv_usage > 0.95]

@@ -1,4 +1,4 @@
-"""Load on an OpenAI server, as its users would make it, and what they would see.
+"""Load on an OpenAI server as users make it, and the times that they see.
 
 In a closed loop `concurrency` users each send their next request when the last has ended. In an open loop requests come
 at Poisson times of a rate, and a late answer delays no other: waiting counts from the time at which a request was due.

@@ -64,12 +64,12 @@ class LoadingView:
             self._bars.stop()
 
     def waiting_for(self, what: str) -> None:
-        """Note what the start waits for, beside the models."""
+        """Note another reason for which the start waits."""
         self._waiting = what
 
     @property
     def progress(self) -> Mapping[str, Progress]:
-        """The present state of everything that has been told."""
+        """The present state of everything that was reported."""
         return read_progress(self._folder)
 
     def _run(self) -> None:

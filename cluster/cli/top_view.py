@@ -33,7 +33,7 @@ def http_reader(url: str, api_key: str) -> Callable[[], Reading]:
 
 
 class TopView(App[None]):
-    """Tables of pairs and classes that follow readings; a reading that fails is told of, and tried again."""
+    """Tables of pairs and classes that follow readings; a reading that fails is reported, and tried again."""
 
     CSS = (
         "#sums {height: auto; padding: 0 1} #alarms {height: auto; padding: 0 1} DataTable {height: auto; margin: 1 0}"

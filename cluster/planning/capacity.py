@@ -16,7 +16,7 @@ _STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one replica: weights of both, what is left for keys and values, and streams that fit."""
+    """Bytes of one replica: weights of both models, the rest for keys and values, and streams that fit."""
 
     target_bytes: float
     draft_bytes: float

@@ -13,7 +13,7 @@ _LINK_LATENCY_S = 10e-6  # of one all-reduce between GPUs of a group, assumed
 class Device:
     """One device: memory in GiB, GB/s, TFLOP/s by dtype, the shares of both that a pass reaches, USD per hour.
 
-    `overlaps` is True where a pass reads and computes at once; `host_ms` is what a pass costs beside both.
+    `overlaps` is True if a pass reads and computes at once; `host_ms` is the further cost of a pass.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Device:
         return self.bandwidth_gb_s * 1e9 * self.bandwidth_use * num_devices
 
     def flops_per_s(self, dtype: str, num_devices: int) -> float:
-        """Return the operations per second of products in `dtype`, those of bf16 where it has none."""
+        """Return the operations per second of products in `dtype`, or in bf16 if it has no value for it."""
         return self.peak_tflops.get(dtype, self.peak_tflops["bf16"]) * 1e12 * self.flops_use * num_devices
 
     def all_reduce_s(self, num_bytes: float, num_devices: int) -> float:

@@ -13,7 +13,7 @@ from cluster.planning.model_shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """A pass: what it reads and computes, and the seconds that each takes."""
+    """A pass: the bytes it reads, the operations it computes, and the seconds of each."""
 
     weight_bytes: float
     kv_bytes: float

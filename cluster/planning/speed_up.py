@@ -37,7 +37,7 @@ class Deployment:
         return self.prompt_tokens + self.output_tokens // 2
 
     def target_pass(self, num_streams: int, num_drafts: int = 0) -> PassCost:
-        """Return the cost of a pass with so many drafts in all beside one row per stream."""
+        """Return the cost of a pass with so many drafts in all and one row per stream."""
         rows = num_streams + num_drafts
         return pass_cost(self.target, self.device, self.num_devices, rows, num_streams, self.context)
 
@@ -67,7 +67,7 @@ class SpeedUp:
 
 
 def best_speed_up(deployment: Deployment, num_streams: int) -> SpeedUp:
-    """Return what the adaptive engine would do at this load (`engine.accounting.length_allocation.allocate`)."""
+    """Return the choice of the adaptive engine at this load (`engine.accounting.length_allocation.allocate`)."""
     survival = np.cumprod(deployment.acceptance)
     max_drafts = num_streams * len(survival)
     row_seconds = np.array([deployment.target_pass(num_streams, drafts).seconds for drafts in range(max_drafts + 1)])
@@ -108,7 +108,7 @@ def prefill_seconds(deployment: Deployment) -> float:
 
 
 def acceptance_per_position(given: Sequence[float], max_drafts: int) -> tuple[float, ...]:
-    """Return one chance per position: the last that is given holds for those behind it.
+    """Return one chance per position: the last given chance holds for all later positions.
 
     Raises:
         ConfigError: a chance is outside [0, 1].

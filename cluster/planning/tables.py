@@ -1,4 +1,4 @@
-"""The two tables beside this file: devices, and public models by name."""
+"""The two tables next to this file: devices, and public models by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read_table(name: str) -> dict[str, dict[str, Any]]:
 
 
 def entry_of(name: str, key: str, hint: str) -> dict[str, Any]:
-    """Return an entry of a table by its key; `hint` says what else would do.
+    """Return an entry of a table by its key; `hint` names an alternative.
 
     Raises:
         ConfigError: there is no such entry.

@@ -104,7 +104,7 @@ def read_log(folder: Path, target: LoggedModel, report: Callable[[str], None], e
             report(f"left out: {error}")
     if num_strange == len(files):
         raise ConfigError(
-            f"all {len(files)} files of {folder} are of another target; give the target that wrote them as --target"
+            f"all {len(files)} files of {folder} are of a target with other weights; pass theirs as --target"
         )
     if num_strange:
         report(f"{num_strange} of {len(files)} files are left out: they are of a target with other weights")

@@ -63,7 +63,7 @@ def _answer(deployment: dict[str, Any], requests: list[LoggedRequest]) -> int:
 
 
 def _wait_written(folder: Path | None) -> None:
-    """Wait until the log is written anew, which then holds all that has ended before."""
+    """Wait until the log is written again; it then has all requests that ended before."""
     ended_s, until_s = time.time(), time.monotonic() + _WRITE_TIMEOUT_S
     while time.monotonic() < until_s:
         files = [] if folder is None else list(folder.glob("*"))
