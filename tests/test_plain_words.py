@@ -65,6 +65,7 @@ _SENTENCE_WORDS = 4  # a string of fewer words is a name or a format
 
 CODE = (
     "actors",
+    "docs",
     "engine",
     "outrider",
     "protos",
@@ -77,6 +78,7 @@ CODE = (
     "tests/router",
     "tests/serve",
 )
+SUFFIXES = (".py", ".c", ".h", ".proto", ".md")
 SKIPPED = ("tests/test_plain_words.py", "_pb2", "tests/router/generation/templates", "recorded")
 
 
@@ -128,7 +130,7 @@ def constructs_in(path: Path) -> list[str]:
 @cache
 def constructs() -> dict[str, list[str]]:
     """Return the constructs of every file whose prose is held, by its folder."""
-    files = [path for room in CODE for path in (ROOT / room).rglob("*") if path.suffix in (".py", ".c", ".h", ".proto")]
+    files = [path for room in CODE for path in (ROOT / room).rglob("*") if path.suffix in SUFFIXES]
     found: dict[str, list[str]] = defaultdict(list)
     for path in sorted(files):
         if not any(part in str(path.relative_to(ROOT)) for part in SKIPPED):
