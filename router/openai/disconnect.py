@@ -52,9 +52,13 @@ class CloseUnread:
             await self._app(scope, receive, send)
             return
         is_read = False
+        is_awaited = (
+            Headers(scope=scope).get("expect", "").lower() == "100-continue"
+        )  # the first look asks for the body
 
         async def noting_receive() -> Message:
-            nonlocal is_read
+            nonlocal is_read, is_awaited
+            is_awaited = False
             message = await receive()
             is_read = is_read or not message.get("more_body", False)
             return message
@@ -62,7 +66,7 @@ class CloseUnread:
         async def read_rest(within_s: float) -> None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(within_s):
-                    while not is_read:
+                    while not is_read and not is_awaited:
                         await noting_receive()
 
         async def closing_send(message: Message) -> None:

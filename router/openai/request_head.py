@@ -16,6 +16,7 @@ from router.openai.errors import error_response
 
 _HEADER = "x-request-id"
 _ID = re.compile(r"[!-~]{1,128}")  # goes into logs and back to the client
+_HOST = re.compile(r"[^\s/?#@\\]+")  # a name and a port: nothing that an address has before or after them
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
@@ -91,8 +92,9 @@ class CheckHost:
         await (self._app if error is None else error_response(error))(scope, receive, send)
 
     def _error(self, method: str, headers: Headers) -> ServingError | None:
-        host = headers.get("host", "")  # HTTP/1.0 has none
-        if host and not self._is_ours(host):
+        hosts = headers.getlist("host")  # HTTP/1.0 has none
+        host = ", ".join(hosts)
+        if host and not (len(hosts) == 1 and self._is_ours(host)):
             return MisdirectedRequestError(
                 f"This server does not answer to the name {host[:200]!r}; it has {', '.join(self._names)}. Add the "
                 "name to ingress.allowed_hosts if it is one of yours."
@@ -107,6 +109,8 @@ class CheckHost:
         )
 
     def _is_ours(self, host: str) -> bool:
+        if not _HOST.fullmatch(host):
+            return False
         try:
             name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
         except ValueError:

@@ -91,6 +91,18 @@ async def test_an_offered_upgrade_is_ignored_and_the_body_is_read(port: int, req
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 4
 
 
+@pytest.mark.parametrize(("method", "status"), [("PUT", 405), ("POST", 400)])
+async def test_a_body_that_is_refused_by_its_head_is_not_asked_for(port: int, method: str, status: int) -> None:
+    """A client that waits for 100 Continue sends nothing where the answer is known already."""
+    head = f"{method} /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\n"
+    began_s = time.monotonic()
+    answer = await send(port, f"{head}Expect: 100-continue\r\nContent-Length: 5000000\r\n\r\n".encode())
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+    assert b"\r\nconnection: close\r\n" in answer.lower()
+    assert time.monotonic() - began_s < 0.9  # no wait for a body that nobody asked for
+    assert (await send(port, post("Expect: 100-continue\r\n"), num_answers=2)).startswith(b"HTTP/1.1 100 Continue")
+
+
 async def test_an_upgrade_is_ignored_wherever_the_request_is_cut(port: int) -> None:
     request = post(JAVA)
     for cut in range(1, len(request), 23):

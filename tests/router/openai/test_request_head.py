@@ -27,6 +27,16 @@ def client(
     return httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
 
+@pytest.mark.parametrize(
+    "sent", ["evil.example@localhost", "localhost/evil", "localhost?a", "local host", "a\\localhost"]
+)
+async def test_a_name_has_nothing_before_it_or_after_it_but_a_port(service: GenerationService, sent: str) -> None:
+    async with client(service, ApiKeys(), "127.0.0.1") as http:
+        assert (await http.get("/health", headers={"host": sent})).status_code == 421
+        for hosts in (("localhost", "evil.example"), ("evil.example", "localhost")):
+            assert (await http.get("/health", headers=[("host", each) for each in hosts])).status_code == 421
+
+
 @pytest.mark.parametrize("http_host", ["127.0.0.1", "localhost", "::1"])
 async def test_a_server_on_loopback_answers_to_its_own_names(service: GenerationService, http_host: str) -> None:
     async with client(service, ApiKeys(is_open_admin=True), http_host) as http:
