@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -196,7 +196,7 @@ def _wrong_values(deployment: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} is {value}, in which no replica that computes answers; use {least:g} or more"
     chosen = {key: deployment[key] for key in ("ray_actor_options", "max_replicas_per_node") if key in deployment}
     try:
-        serve.deployment(object).options(**chosen)
+        cast(serve.Deployment, serve.deployment(object)).options(**chosen)
     except (ValueError, TypeError) as error:
         yield f"Ray does not accept {' and '.join(chosen)}: {error}"
 
