@@ -24,6 +24,7 @@ from router.generation.tool_formats.find_format import find_format
 from router.generation.tool_formats.tool_format import HERMES
 from router.metrics.ingress_metrics import IngressMetrics
 from router.metrics.tracing import TracedBackend, tracer_from_environment
+from router.requests.body import BodyWork
 from router.requests.chat_request import ChatCompletionRequest, ChatPromptFields
 from router.requests.completion_request import CompletionRequest
 from router.requests.constraints.structured_output import Constraint
@@ -32,8 +33,9 @@ from router.requests.generation_fields import GenerationFields
 from router.requests.prompted_tools import with_prompted_tools
 from router.requests.reasoning_format import HARMONY, Thinking, find_reasoning, thinking_after
 from router.requests.sampling_params import bad_word_forms
-from router.requests.sequence_requests import check_num_choices, generate_requests, truncated
-from router.requests.tokenize_request import TokenizeRequest
+from router.requests.sequence_requests import check_num_choices, check_room, generate_requests, truncated
+from router.requests.token_ids import check_token_ids
+from router.requests.tokenize_request import DetokenizeRequest, TokenizeRequest
 from router.requests.tools import ToolUse
 from router.tokenizer.chat_prompt import chat_prompt
 from router.tokenizer.tokenizer_files import TokenizerFiles
@@ -84,6 +86,7 @@ class GenerationService:
         is_read = format_ is not None and (has_messages or not format_.covers_thoughts)
         self._format = format_.with_tokens(files.tokenizer) if format_ is not None and is_read else None
         self._response_template = self._read_response_template()
+        self.body_work = BodyWork()
         self._grammars = asyncio.Semaphore(_NUM_GRAMMARS)
         self._card: ModelCard | None = None
         self._card_read_s = 0.0
@@ -251,6 +254,12 @@ class GenerationService:
         text = await asyncio.to_thread(self._render, body, variables)
         return await self.encode(text, "messages", add_special_tokens=bool(body.add_special_tokens))
 
+    async def count_tokens(self, body: ChatPromptFields) -> int:
+        """Return the number of tokens of a chat's prompt."""
+        token_ids = await self.chat_prompt(body)
+        current_client.get().take(len(token_ids))
+        return len(token_ids)
+
     async def tokenize(self, body: TokenizeRequest) -> Sequence[int]:
         """Return the token ids of a text or of a chat's prompt, as generation would see them."""
         self.check_model(body.model)
@@ -259,7 +268,23 @@ class GenerationService:
         else:
             has_special = body.add_special_tokens is not False
             tokens = await self.encode(body.prompt, "prompt", add_special_tokens=has_special)
+        current_client.get().take(len(tokens))
         return truncated(tokens, body.truncate_prompt_tokens, None, await self.card())
+
+    async def detokenize(self, body: DetokenizeRequest) -> str:
+        """Return the text of token ids, at most as many as the context holds."""
+        self.check_model(body.model)
+        card, num_tokens = await self.card(), len(body.tokens)
+        if num_tokens > card.max_model_len:
+            raise RequestError(
+                f"tokens holds {num_tokens} token ids; at most {card.max_model_len} are read at a time, the length of "
+                "this model's context. Send them in parts.",
+                param="tokens",
+            )
+        if body.tokens:
+            check_token_ids(body.tokens, card, "tokens")
+        current_client.get().take(num_tokens)
+        return await self.files.tokenizer.decode_async(body.tokens, skip_special_tokens=body.skip_special_tokens)
 
     def _render(self, body: ChatPromptFields, variables: Mapping[str, object]) -> str:
         """Return the text of a prompt, by the model's template, which writes its own special tokens."""
@@ -304,11 +329,14 @@ class GenerationService:
             )
         return await tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
 
-    async def _prompt(self, prompt: str | list[int], body: GenerationFields) -> Prompt:
+    async def _prompt(self, prompt: str | list[int], body: CompletionRequest) -> Prompt:
         if isinstance(prompt, str):
             has_special = body.add_special_tokens is not False
             return Prompt(tuple(await self.encode(prompt, "prompt", add_special_tokens=has_special)), prompt)
-        return Prompt(tuple(prompt))
+        card = await self.card()
+        kept = truncated(prompt, body.truncate_prompt_tokens, body.max_tokens, card)
+        check_room(len(kept), card, "prompt")  # before anything is done for each id
+        return Prompt(tuple(kept))
 
     async def _prediction(self, body: GenerationFields) -> tuple[int, ...]:
         """Return the predicted output in tokens, as the model would write it."""

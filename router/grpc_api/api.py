@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from pydantic import BaseModel, ValidationError
 
 from protos import convert
 from protos import outrider_pb2 as pb2
 from protos.errors import EngineError, NotFoundError, OverloadedError, RequestError, ServingError
-from router.api_keys import ApiKeys, current_client
+from router.api_keys import ApiKeys, Client
 from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
 from router.grpc_api.callers import Caller, authenticate, leave_place
@@ -35,7 +37,6 @@ logger = logging.getLogger(__name__)
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 _HEALTH_NAMES = ("", SERVICE_NAME)  # everything with a health status; the whole server has an empty name
 _HEALTH_PERIOD_S = 5.0
-_SMALL_BYTES = 1 << 16  # of a request: converting and checking it is faster than waking a thread
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -104,8 +105,10 @@ class GrpcApi:
     async def tokenize(self, request: pb2.TokenizeRequest, context: CallContext) -> pb2.TokenizeResponse:
         """Return the token ids of a text or a chat."""
         async with self._call("Tokenize", context):
-            authenticate(self._api_keys, context)
-            tokens = await self._service.tokenize(validated(convert.tokenize_fields(request), TokenizeRequest))
+            with charged(request, authenticate(self._api_keys, context)):
+                read = partial(_tokenize_body, request)
+                body = await self._service.body_work.run(request.ByteSize(), read)
+                tokens = await self._service.tokenize(body)
             card = await self._service.card()
             return pb2.TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=card.max_model_len)
 
@@ -164,19 +167,12 @@ class GrpcApi:
         return health_pb2.HealthCheckResponse.SERVING
 
     async def _start(self, request: pb2.GenerateRequest, context: CallContext) -> Generation:
-        authenticate(self._api_keys, context)
-        remaining_s = _remaining_s(context)
-        is_small = request.ByteSize() <= _SMALL_BYTES
-        client = current_client.get()
-        client.check_rate()
-        try:
-            body = _body(request, remaining_s) if is_small else await asyncio.to_thread(_body, request, remaining_s)
+        with charged(request, authenticate(self._api_keys, context)):
+            read = partial(_body, request, _remaining_s(context))
+            body = await self._service.body_work.run(request.ByteSize(), read)
             if isinstance(body, ChatCompletionRequest):
                 return await self._service.chat(body)
             return await self._service.complete(body)
-        except RequestError:
-            client.charge_refusal(request.ByteSize())
-            raise
 
     @asynccontextmanager
     async def _call(self, operation: str, context: CallContext) -> AsyncIterator[None]:
@@ -207,6 +203,17 @@ class GrpcApi:
         raise error
 
 
+@contextmanager
+def charged(request: Message, client: Client) -> Iterator[None]:
+    """Refuse a request of a client whose rate is used up, and count one that is refused for another reason."""
+    client.check_rate()
+    try:
+        yield
+    except RequestError:
+        client.charge_refusal(request.ByteSize())
+        raise
+
+
 def _body(request: pb2.GenerateRequest, remaining_s: float | None) -> ChatCompletionRequest | CompletionRequest:
     """Return the validated body of a request with at most `remaining_s` left."""
     fields = convert.request_fields(request)
@@ -218,6 +225,10 @@ def _body(request: pb2.GenerateRequest, remaining_s: float | None) -> ChatComple
     if request.messages:
         return validated(fields, ChatCompletionRequest)
     return validated(fields, CompletionRequest)
+
+
+def _tokenize_body(request: pb2.TokenizeRequest) -> TokenizeRequest:
+    return validated(convert.tokenize_fields(request), TokenizeRequest)
 
 
 def validated(fields: dict[str, object], schema: type[Schema]) -> Schema:

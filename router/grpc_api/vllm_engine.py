@@ -32,7 +32,7 @@ from router.generation.delta import Delta, join_deltas
 from router.generation.fan_in import ClosableStream
 from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
-from router.grpc_api.api import CallContext, GrpcApi, validated
+from router.grpc_api.api import CallContext, GrpcApi, charged, validated
 from router.grpc_api.callers import authenticate
 from router.requests.completion_request import CompletionRequest
 
@@ -82,18 +82,25 @@ class VllmEngineApi(GrpcApi):
     async def Generate(self, request: Any, grpc_context: CallContext) -> AsyncGenerator[Any, None]:
         """Yield tokens as they arrive if `stream` is set, else each choice when it is complete."""
         async with self._call("VllmEngine.Generate", grpc_context):
-            tenant = authenticate(self._api_keys, grpc_context).tenant
-            room = (await self._service.card()).max_model_len - len(request.tokenized.input_ids)
-            body = validated(_fields(request, room), CompletionRequest)
-            call, is_over = (tenant, request.request_id), asyncio.Event()
+            client = authenticate(self._api_keys, grpc_context)
+            call, is_over = (client.tenant, request.request_id), asyncio.Event()
             self._running[call].add(is_over)
             try:
-                async for answer in _answers(await self._service.complete(body), is_over, is_streamed=request.stream):
+                with charged(request, client):
+                    generation = await self._complete(request)
+                async for answer in _answers(generation, is_over, is_streamed=request.stream):
                     yield answer
             finally:
                 self._running[call].discard(is_over)
                 if not self._running[call]:
                     del self._running[call]
+
+    async def _complete(self, request: Any) -> Generation:
+        room = (await self._service.card()).max_model_len - len(request.tokenized.input_ids)
+        body = await self._service.body_work.run(
+            request.ByteSize(), lambda: validated(_fields(request, room), CompletionRequest)
+        )
+        return await self._service.complete(body)
 
     async def Abort(self, request: Any, grpc_context: CallContext) -> Any:
         """End the tenant's calls with these ids; unknown ids are ignored."""

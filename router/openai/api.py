@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel
+from pydantic_core import to_json
 
 from protos.client_text import guard_logs
 from protos.errors import AuthenticationError, OverloadedError, RequestError, ServingError
@@ -45,7 +46,6 @@ from router.requests.admin_request import KillDrafts, StopCanaries, SwapDrafts, 
 from router.requests.chat_request import ChatCompletionRequest, unread_parts
 from router.requests.completion_request import CompletionRequest
 from router.requests.foreign_turn import ForeignTurn
-from router.requests.token_ids import check_token_ids
 from router.requests.tokenize_request import DetokenizeRequest, TokenizeRequest
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class OpenAIApi:
         self._api_keys = api_keys
         self._tokenizer = service.files.tokenizer
         self._is_strict = service.config.strict_fields
-        self._bodies = BodyReader(service.config.limits, service.metrics, is_strict=self._is_strict)
+        self._bodies = BodyReader(service.config.limits, service.metrics, service.body_work, is_strict=self._is_strict)
         self._is_metrics_private = is_metrics_private
         self._metrics_texts = {
             is_private: SharedAnswer(partial(self._read_metrics, is_private=is_private)) for is_private in (False, True)
@@ -95,7 +95,7 @@ class OpenAIApi:
     async def responses(self, request: Request) -> Response:
         """Answer a turn of OpenAI's Responses API, which keeps nothing here."""
         body = await self._body(request, ResponsesRequest)
-        generation = await self._service.chat(self._chat_body(request, body.to_chat()))
+        generation = await self._service.chat(await self._chat_body(request, body))
         return await self._answer(request, generation, ResponsesWriter(generation, self._tokenizer, body))
 
     async def messages(self, request: Request) -> Response:
@@ -103,17 +103,20 @@ class OpenAIApi:
         body = await self._body(request, MessagesRequest)
         if body.max_tokens is None:
             raise RequestError("Missing required parameter: max_tokens.", param="max_tokens")
-        generation = await self._service.chat(self._chat_body(request, body.to_chat()))
+        generation = await self._service.chat(await self._chat_body(request, body))
         return await self._answer(request, generation, MessagesWriter(generation, self._tokenizer))
 
     async def count_tokens(self, request: Request) -> Response:
         """Answer with the number of tokens that a message's prompt has."""
         body = await self._body(request, MessagesRequest)
-        chat = self._chat_body(request, body.to_chat())
-        prompt = await self._service.chat_prompt(chat)
-        return JSONResponse(InputTokens(input_tokens=len(prompt)))
+        chat = await self._chat_body(request, body)
+        num_tokens = await self._service.count_tokens(chat)
+        return JSONResponse(InputTokens(input_tokens=num_tokens))
 
-    def _chat_body(self, request: Request, turn: ForeignTurn) -> ChatCompletionRequest:
+    async def _chat_body(self, request: Request, body: ResponsesRequest | MessagesRequest) -> ChatCompletionRequest:
+        return await self._bodies.work(request, lambda: self._chat_of(request, body.to_chat()))
+
+    def _chat_of(self, request: Request, turn: ForeignTurn) -> ChatCompletionRequest:
         """Return a turn of another API as a chat.
 
         Tools that only its own servers run are named as ignored, as are parts of its history without text.
@@ -163,23 +166,21 @@ class OpenAIApi:
         """Answer with the token ids of a text or of a chat, as generation would see them."""
         body = await self._body(request, TokenizeRequest)
         ignore_fields(request, [f"messages.{rank}" for rank in unread_parts(body.messages or [])])
-        tokens = list(await self._service.tokenize(body))
+        tokens = await self._service.tokenize(body)
         card = await self._service.card()
-        answer = TokenizeAnswer(count=len(tokens), max_model_len=card.max_model_len, tokens=tokens)
-        if body.return_token_strs:
-            answer["token_strs"] = [self._tokenizer.token_name(token_id) for token_id in tokens]
-        return JSONResponse(answer)
+        answer = TokenizeAnswer(count=len(tokens), max_model_len=card.max_model_len, tokens=list(tokens))
+
+        def written() -> bytes:
+            if body.return_token_strs:
+                answer["token_strs"] = [self._tokenizer.token_name(token_id) for token_id in tokens]
+            return to_json(answer)
+
+        return Response(await self._bodies.work(request, written), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         """Answer with the text of token ids."""
         body = await self._body(request, DetokenizeRequest)
-        self._service.check_model(body.model)
-        if body.tokens:
-            check_token_ids(body.tokens, await self._service.card(), "tokens")
-        text = await asyncio.to_thread(
-            self._tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens
-        )
-        return JSONResponse(DetokenizeAnswer(prompt=text))
+        return JSONResponse(DetokenizeAnswer(prompt=await self._service.detokenize(body)))
 
     async def _body(self, request: Request, schema: type[Schema]) -> Schema:
         return await self._bodies.read(request, schema)

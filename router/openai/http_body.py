@@ -15,6 +15,7 @@ import time
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 from fastapi import Request
@@ -22,11 +23,12 @@ from pydantic import BaseModel, ValidationError
 
 from protos.client_text import for_log
 from protos.errors import OverloadedError, RequestError, RequestTimeoutError, RequestTooLargeError
-from protos.json_parts import LARGE_BYTES, check_parts
+from protos.json_parts import check_parts
 from router.api_keys import current_client
 from router.client_limits import BODY_GRACE_S, MIN_BODY_BYTES_PER_S, REQUEST_TIMEOUT_S
 from router.config import IngressLimits
 from router.metrics.ingress_metrics import IngressMetrics
+from router.requests.body import BodyWork
 from router.requests.constraints.foreign_fields import known_fields
 from router.requests.validation_errors import as_request_error
 
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 Schema = TypeVar("Schema", bound=BaseModel)
 Part = TypeVar("Part")
+Result = TypeVar("Result")
 
 IGNORED_FIELDS = "ignored_fields"  # of a request's state
 # A wrong name in these is always refused: they constrain the answer.
@@ -52,9 +55,10 @@ class BodyReader:
     Bytes count as they arrive: a client that announces a long body and sends it slowly takes no room from others.
     """
 
-    def __init__(self, limits: IngressLimits, metrics: IngressMetrics, *, is_strict: bool) -> None:
+    def __init__(self, limits: IngressLimits, metrics: IngressMetrics, work: BodyWork, *, is_strict: bool) -> None:
         self._limits = limits
         self._metrics = metrics
+        self._work = work
         self._is_strict = is_strict
         self._num_held = 0
 
@@ -74,13 +78,15 @@ class BodyReader:
         try:
             await self._fill(body, request)
             request.state.num_body_bytes = len(body)
-            if len(body) > LARGE_BYTES:
-                await asyncio.to_thread(check_parts, body, "The body")
             self._hold(-_drop_mark(body))
-            with _no_collection():
-                return _parsed(body, request, schema, is_strict=is_strict or self._is_strict)
+            parse = partial(_parsed, body, request, schema, is_strict=is_strict or self._is_strict)
+            return await self.work(request, parse)
         finally:
             self._hold(-len(body))
+
+    async def work(self, request: Request, work: Callable[[], Result]) -> Result:
+        """Return the result of work on a request's body, which has been read."""
+        return await self._work.run(request.state.num_body_bytes, work)
 
     async def _fill(self, body: bytearray, request: Request) -> None:
         """Add the body of `request`, expanded if it is compressed."""
@@ -170,6 +176,12 @@ def _announced(request: Request) -> int:
 
 
 def _parsed(raw: bytearray, request: Request, schema: type[Schema], *, is_strict: bool) -> Schema:
+    check_parts(raw, "The body")
+    with _no_collection():
+        return _validated(raw, request, schema, is_strict=is_strict)
+
+
+def _validated(raw: bytearray, request: Request, schema: type[Schema], *, is_strict: bool) -> Schema:
     try:
         return schema.model_validate_json(raw)
     except ValidationError as error:

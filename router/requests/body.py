@@ -1,19 +1,44 @@
-"""The base of every request body: strict types, known names; and JSON that comes as a text inside one."""
+"""The base of every request body, JSON texts inside one, and the thread that long bodies are read in."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from protos.errors import RequestError
 from protos.json_parts import check_parts
 
+Result = TypeVar("Result")
+
+SMALL_BYTES = 1 << 14  # of a body: its work takes a few milliseconds, whatever it holds
+
 
 class Body(BaseModel):
     """A body whose JSON types are taken as they are; numbers must be finite, unknown names are refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True, protected_namespaces=())
+
+
+class BodyWork:
+    """Runs work on a small body at once, and on a large one in a worker thread.
+
+    One large body at a time: a worker thread shares the interpreter lock with the event loop, and several would make
+    it wait for each.
+    """
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Semaphore(1)
+
+    async def run(self, num_bytes: int, work: Callable[[], Result]) -> Result:
+        """Return the result of `work` on a body of `num_bytes`."""
+        if num_bytes <= SMALL_BYTES:
+            return work()
+        async with self._turn:
+            return await asyncio.to_thread(work)
 
 
 def read_json(text: str, name: str, param: str) -> object:

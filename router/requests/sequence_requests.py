@@ -133,6 +133,14 @@ def _priority(asked: int | None, client: Client) -> int:
     return asked
 
 
+def check_room(num_prompt_tokens: int, card: ModelCard, name: str) -> int:
+    """Return the room that a prompt leaves in the context. Raises ContextLengthError for a prompt that fills it."""
+    room = card.max_model_len - num_prompt_tokens
+    if room < 1:
+        raise ContextLengthError.of_prompt(name, num_prompt_tokens, card.max_model_len)
+    return room
+
+
 def _within_length(
     sampling: SamplingParams, params: GenerateParams, num_prompt_tokens: int, card: ModelCard, limits: IngressLimits
 ) -> SamplingParams:
@@ -140,11 +148,7 @@ def _within_length(
 
     A max_tokens that does not fit is refused with `limits.strict_max_tokens`.
     """
-    room = card.max_model_len - num_prompt_tokens
-    if room < 1:
-        raise ContextLengthError.of_prompt(
-            "messages" if params.is_chat else "prompt", num_prompt_tokens, card.max_model_len
-        )
+    room = check_room(num_prompt_tokens, card, "messages" if params.is_chat else "prompt")
     limit = _token_limit(params)
     if limit is not None and sampling.min_tokens > limit:
         raise RequestError(

@@ -10,7 +10,9 @@ from tokenizers import Tokenizer as TokenizerCore
 from protos.errors import RequestError
 from protos.token_bytes import find_token_bytes
 
-_LARGE_TEXT_CHARACTERS = 8_192  # a few milliseconds of encoding; beyond, a thread keeps the event loop free
+# A few milliseconds of encoding or decoding; beyond, a thread keeps the event loop free.
+_LARGE_TEXT_CHARACTERS = 8_192
+_MANY_TOKENS = 2_048
 
 
 class Tokenizer:
@@ -57,6 +59,13 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
         return self._core.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    async def decode_async(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Decode as `decode` does; many tokens are decoded in a thread, outside the interpreter lock."""
+        if len(token_ids) <= _MANY_TOKENS:
+            return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        texts = await asyncio.to_thread(self._core.decode_batch, [list(token_ids)], skip_special_tokens)
+        return str(texts[0])
 
     def is_special(self, token_id: int) -> bool:
         """True if the token is a control token, which is not shown to readers."""
@@ -108,6 +117,9 @@ class TokenIdsOnly(Tokenizer):
         raise RequestError("This model has no tokenizer.json, so it takes no text; send the prompt as token ids.")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return ""
+
+    async def decode_async(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return ""
 
     def token_id(self, name: str) -> int | None:
