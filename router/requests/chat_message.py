@@ -47,7 +47,11 @@ _UNKNOWN = "unknown"  # the name of a function that a call does not name
 
 
 class Role(StrEnum):
-    """The author of a message; `developer` is OpenAI's newer name of `system`, `function` the older one of `tool`."""
+    """The author of a message.
+
+    `developer` is OpenAI's newer name of `system`, `function` the older one of `tool`, and `ipython` Llama's. Any other
+    role is refused: most templates would leave its text out without a word.
+    """
 
     SYSTEM = "system"
     DEVELOPER = "developer"
@@ -55,9 +59,11 @@ class Role(StrEnum):
     ASSISTANT = "assistant"
     TOOL = "tool"
     FUNCTION = "function"
+    IPYTHON = "ipython"
 
 
-_TEMPLATE_ROLES = {Role.DEVELOPER: Role.SYSTEM, Role.FUNCTION: Role.TOOL}
+RESULTS = (Role.TOOL, Role.FUNCTION, Role.IPYTHON)
+_TEMPLATE_ROLES = {Role.DEVELOPER: Role.SYSTEM} | dict.fromkeys(RESULTS, Role.TOOL)
 MAX_MESSAGES = 1 << 16  # of one chat: it also bounds the number of mistakes that are listed
 
 
@@ -87,11 +93,11 @@ class ChatMessageFields(Body):
     def _read_content(cls, value: Any, handler: ModelWrapValidatorHandler[ChatMessageFields]) -> ChatMessageFields:
         if not isinstance(value, Mapping):
             return handler(value)
-        is_result = value.get("role") in (Role.TOOL, Role.FUNCTION)
-        if is_result or value.get("role") == Role.ASSISTANT:
+        is_history = value.get("role") in (*RESULTS, Role.ASSISTANT)
+        if is_history:
             value = _readable(value)
         content = value.get("content")
-        if isinstance(content, str | None) or (not isinstance(content, list) and not is_result):
+        if isinstance(content, str | None) or (not isinstance(content, list) and not is_history):
             return handler(value)
         plain = plain_content(value["content"])
         message = handler({**value, "content": plain.text})

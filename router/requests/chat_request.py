@@ -10,7 +10,7 @@ from pydantic import Field, WithJsonSchema, model_validator
 from protos.errors import RequestError
 from protos.messages import GrammarKind
 from router.requests.body import Body
-from router.requests.chat_message import MAX_MESSAGES, ChatMessageFields, Role
+from router.requests.chat_message import MAX_MESSAGES, RESULTS, ChatMessageFields, Role
 from router.requests.constraints.json_schema import check_parts
 from router.requests.constraints.structured_output import Constraint
 from router.requests.generation_fields import MAX_LOGPROBS, GenerationFields, Int, TokenLimit
@@ -111,14 +111,16 @@ class ChatCompletionRequest(ChatPromptFields, GenerationFields):
 def check_what_is_asked(messages: list[ChatMessageFields]) -> None:
     """Raise RequestError for instructions, or a last user's turn after all answers, that are not read whole.
 
-    Earlier turns are history, which the client cannot change: a note replaces their unsupported parts.
+    Earlier turns are history, which the client cannot change: a note replaces their unsupported parts. So it does in a
+    user's turn that comes with results of tools, where agents send the pictures of a result.
     """
     roles = [message.role for message in messages]
     first = next((rank for rank, role in enumerate(roles) if role not in _INSTRUCTIONS), len(roles))
     answered = max((rank for rank, role in enumerate(roles) if role is Role.ASSISTANT), default=-1)
     last = max((rank for rank, role in enumerate(roles) if role is Role.USER), default=-1)
     asked = [*range(first), *(rank for rank in range(answered + 1, len(roles)) if roles[rank] in _INSTRUCTIONS)]
-    asked += [last] if last > answered else []
+    has_results = any(role in RESULTS for role in roles[answered + 1 : last])
+    asked += [last] if last > answered and not has_results else []
     for rank in asked:
         message = messages[rank]
         if message.content is None:

@@ -19,6 +19,8 @@ GO_ON, YES = "Continue.", "OK."
 _NO_OUTPUT, _NO_RESULT = "[no output]", "[no result]"
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _TEXTS = ("reasoning_content", "reasoning", "thinking")
+_HARMONY_HEAD = re.compile(r"<\|channel\|>(\w*)[^<]*(?:<\|constrain\|>\w*)?<\|message\|>")
+_HARMONY_MARK = re.compile(r"<\|(?:start\|>assistant|end\|>|return\|>|call\|>)")
 
 Messages = list[Message]
 Repair = Callable[[Messages], Messages]
@@ -175,23 +177,45 @@ def long_ids(messages: Messages) -> Messages:
 
 def ids_of_functions(messages: Messages) -> Messages:
     """Give calls and their results ids that name the function and count the calls, as Kimi's models write them."""
-    named: Messages = []
+    return _renamed(messages, lambda call, rank: f"functions.{call['function']['name']}:{rank}")
+
+
+def unique_ids(messages: Messages) -> Messages:
+    """Replace ids that are missing or repeated. A result gets the id of its call; one without a call, a new id."""
+    seen: set[object] = {None, ""}
+
+    def own(entry: Mapping[str, Any], rank: int) -> str:
+        id_ = entry.get("tool_call_id" if "role" in entry else "id")
+        id_ = str(id_) if id_ not in seen else _digest(f"{id_} {rank}", 9)
+        seen.add(id_)
+        return id_
+
+    return _renamed(messages, own, is_for_orphans=True)
+
+
+def _renamed(
+    messages: Messages, new_id: Callable[[Mapping[str, Any], int], str], *, is_for_orphans: bool = False
+) -> Messages:
+    """Give each call a new id by its rank, and each result the new id of its call or of the next unanswered call."""
+    renamed: Messages = []
     waiting: dict[object, deque[str]] = defaultdict(deque)
-    num_calls = 0
+    rank = 0
     for message in messages:
         if calls := calls_of(message):
-            ids = [f"functions.{call['function']['name']}:{num_calls + rank}" for rank, call in enumerate(calls)]
-            num_calls += len(ids)
+            with_ids = [{**call, "id": new_id(call, rank + place)} for place, call in enumerate(calls)]
+            rank += len(calls)
             waiting = defaultdict(deque)  # a result answers the last calls
-            for call, id_ in zip(calls, ids, strict=True):
-                waiting[call.get("id")].append(id_)
-            renamed = [{**call, "id": id_} for call, id_ in zip(calls, ids, strict=True)]
-            named.append({**message, "tool_calls": renamed})
+            for call, own_call in zip(calls, with_ids, strict=True):
+                waiting[call.get("id")].append(own_call["id"])
+            renamed.append({**message, "tool_calls": with_ids})
         elif message["role"] == "tool" and (own := waiting[message.get("tool_call_id")] or _next_id(waiting)):
-            named.append({**message, "tool_call_id": own.popleft()})
+            renamed.append({**message, "tool_call_id": own.popleft()})
+        elif message["role"] == "tool" and is_for_orphans:
+            renamed.append({**message, "tool_call_id": new_id(message, rank)})
+            rank += 1
         else:
-            named.append(message)
-    return named
+            renamed.append(message)
+    return renamed
 
 
 def _next_id(waiting: Mapping[object, deque[str]]) -> deque[str]:
@@ -319,6 +343,32 @@ def text_into_thought(messages: Messages) -> Messages:
         else message
         for message in messages
     ]
+
+
+def harmony_as_fields(messages: Messages) -> Messages:
+    """Split an answer with harmony's marks, which some clients send back unread, into its thoughts and its text."""
+    return [_without_harmony(message) if message["role"] == "assistant" else message for message in messages]
+
+
+def _without_harmony(message: Message) -> Message:
+    fields = {name: _harmony_messages(message[name]) for name in ("content", *_TEXTS) if _is_harmony(message.get(name))}
+    plain = {name: _joined([text for _, text in parts]) for name, parts in fields.items()}
+    if content := fields.get("content"):
+        plain["content"] = _joined([text for channel, text in content if channel != "analysis"])
+        if thought := _joined([text for channel, text in content if channel == "analysis"]):
+            plain |= dict.fromkeys(_TEXTS, thought)
+    return {**message, **plain}
+
+
+def _is_harmony(text: str | None) -> bool:
+    return _HARMONY_HEAD.search(text or "") is not None
+
+
+def _harmony_messages(text: str) -> list[tuple[str, str]]:
+    """Return the channel and the text of each message; text before the first mark has no channel."""
+    before, *parts = _HARMONY_HEAD.split(text)
+    messages = [("", before), *zip(parts[::2], parts[1::2], strict=True)]
+    return [(channel, _HARMONY_MARK.sub("", each).strip()) for channel, each in messages]
 
 
 def no_text_is_none(messages: Messages) -> Messages:

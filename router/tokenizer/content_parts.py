@@ -18,7 +18,7 @@ _MAX_DEPTH = 8
 # The keys of texts in parts and items of other kinds, in the order they are tried.
 _TEXT_KEYS = (
     *("title", "url", "text", "refusal", "logs", "stdout", "stderr"),
-    *("content", "output", "source", "results", "outputs"),
+    *("content", "output", "source", "resource", "results", "outputs"),
 )
 _SOURCES = ("base64", "url", "file")  # of bytes
 

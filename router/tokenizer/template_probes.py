@@ -79,8 +79,11 @@ _USER, _USER_2, _USER_3 = _turn("user", "usa"), _turn("user", "usb"), _turn("use
 _SAID, _SAID_2 = _turn("assistant", "asa"), _turn("assistant", "asb")
 _CALLED, _RESULT = _calls(_call()), _result()
 _CALLED_2, _RESULT_2 = _calls(_call("abcdefgh2", "arh")), _result("abcdefgh2", "ret")
+_CALLED_3, _RESULT_3 = _calls(_call("abcdefgh2", "ari")), _result("abcdefgh2", "reu")  # the id of another call
+_NAMELESS = _result(None, "reu")
 _BOTH = _calls(_call(), _call("abcdefgh2", "arh"))
 _TALKING = _calls(_call(), word="tal")
+_HARMONY = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"
 _FOREIGN_IDS = ("call_abcdefghijklmnopqrstuvwx", "toolu_01AbCd", "functions.f:0", "x", "0-1-2", "", None)
 _AROUND = {Rule.ALTERNATING_AROUND_TOOLS}
 
@@ -103,6 +106,13 @@ _PROBES: list[tuple[list[Messages], list[set[Rule]]]] = [
     ([[_SAID, _USER], [_SYSTEM, _SAID, _USER], [_SYSTEM]], [{Rule.USER_FIRST}]),
     ([[_USER, _SAID]], [{Rule.USER_LAST}]),
     ([[_USER, {"role": "assistant"}, _USER_2]], [{Rule.CONTENT}]),
+    (
+        [
+            [_USER, {"role": "assistant", "content": f"{_HARMONY}qzfinq<|return|>"}, _USER_2],
+            [_USER, _turn("assistant", "asa", thinking=_HARMONY), _USER_2],
+        ],
+        [{Rule.HARMONY_AS_FIELDS}],
+    ),
     (
         [[_USER, _turn("assistant", ""), _USER_2]],
         [{Rule.NO_EMPTY_ASSISTANT}, {Rule.NO_EMPTY_ASSISTANT, Rule.ALTERNATING}],
@@ -135,6 +145,13 @@ _PROBES: list[tuple[list[Messages], list[set[Rule]]]] = [
     (
         [[_USER, _calls(_call(id_)), _result(id_)] for id_ in _FOREIGN_IDS],
         [{Rule.SHORT_IDS}, {Rule.LONG_IDS}],
+    ),
+    (
+        [
+            [_USER, _BOTH, _RESULT, _RESULT_2, _CALLED_3, _RESULT_3, _SAID],
+            [_USER, _calls(_call(None), _call(None, "arh")), _result(None), _result(None, "ret"), _CALLED_3, _NAMELESS],
+        ],
+        [{Rule.UNIQUE_IDS}],
     ),
     (
         [

@@ -15,6 +15,7 @@ from router.tokenizer.chat_repairs import Messages, Repair
 class Rule(StrEnum):
     """One change, in the words of `outrider check`; they are made in this order."""
 
+    HARMONY_AS_FIELDS = "an answer must come without harmony's marks: it is split into its thoughts and its text"
     CONTENT = "an assistant's message must have a content: an empty one is added"
     SYSTEM_FOR_TOOLS = "tools are shown in a system message alone: an empty one is added"
     RESULTS_AFTER_CALLS = "results must follow their calls: they are moved there"
@@ -26,6 +27,7 @@ class Rule(StrEnum):
     ARGUMENTS_AS_OBJECTS = "arguments must be an object: a text that was cut is put into one"
     RESULT_NAMES = "results need the name of their function: it is added"
     SHORT_IDS = "ids of calls must have nine letters or digits: others are replaced"
+    UNIQUE_IDS = "ids of calls must differ: a missing or repeated one is replaced"
     IDS_OF_FUNCTIONS = "calls are shown by their ids alone: these name the function, as functions.f:0"
     LONG_IDS = "ids of calls must begin with call_: others are replaced"
     ONE_SYSTEM = "one system message is taken: those at the beginning are joined"
@@ -56,6 +58,7 @@ class Rule(StrEnum):
 
 
 _REPAIRS: dict[Rule, Repair] = {
+    Rule.HARMONY_AS_FIELDS: repairs.harmony_as_fields,
     Rule.CONTENT: repairs.fill_contents,
     Rule.SYSTEM_FOR_TOOLS: repairs.system_for_tools,
     Rule.RESULTS_AFTER_CALLS: repairs.results_after_calls,
@@ -67,6 +70,7 @@ _REPAIRS: dict[Rule, Repair] = {
     Rule.ARGUMENTS_AS_OBJECTS: repairs.arguments_as_objects,
     Rule.RESULT_NAMES: repairs.named_results,
     Rule.SHORT_IDS: repairs.short_ids,
+    Rule.UNIQUE_IDS: repairs.unique_ids,
     Rule.IDS_OF_FUNCTIONS: repairs.ids_of_functions,
     Rule.LONG_IDS: repairs.long_ids,
     Rule.ONE_SYSTEM: repairs.one_system,

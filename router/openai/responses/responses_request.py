@@ -122,7 +122,7 @@ def _add_item(chat: ForeignChat, item: Any, name: str) -> None:
     if kind == "message" and isinstance(item.get("role"), str):
         _add_message(chat, item, name)
     elif kind == "reasoning":
-        thoughts = "".join(map(_thought, item.get("content") or item.get("summary") or []))
+        thoughts = _thoughts(item.get("content") or item.get("summary"))
         if thoughts:
             chat.add(name, {"role": "assistant", "reasoning": thoughts})
     elif isinstance(kind, str) and kind.endswith("_call_output"):
@@ -150,9 +150,12 @@ def _add_message(chat: ForeignChat, item: dict[str, Any], name: str) -> None:
         chat.add(name, {"role": item["role"], "content": item.get("content")})
 
 
-def _thought(part: Any) -> str:
-    text = part.get("text") if isinstance(part, dict) else part
-    return text if isinstance(text, str) else ""
+def _thoughts(parts: Any) -> str:
+    """Return the text of a reasoning item's parts; other values have no text."""
+    texts = [
+        part.get("text") if isinstance(part, dict) else part for part in (parts if isinstance(parts, list) else [parts])
+    ]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _call_id(item: dict[str, Any]) -> str | None:

@@ -29,6 +29,8 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "max_tokens": _LENGTH,
     "max_completion_tokens": _LENGTH,
     "max_output_tokens": _LENGTH,
+    "max_tokens_to_sample": _LENGTH,  # Anthropic's older API
+    "max_gen_len": _LENGTH,  # Llama's
     "min_new_tokens": ("min_tokens",),
     "num_return_sequences": ("n",),
     "random_seed": ("seed",),  # Mistral
@@ -36,7 +38,6 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "stop_sequences": _STOP,
 }
 _FORMAT = "send response_format"
-_NO_LIMIT = ("n_predict", "num_predict")  # -1 there
 
 # Unsupported fields: the values that ask for nothing (so do zero and false), and the remedy.
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
@@ -148,8 +149,6 @@ def _own_name(alias: str, schema: type[BaseModel]) -> str | None:
 
 def _rename(body: dict[str, Any], name: str, own: str) -> None:
     value = body.pop(name)
-    if name in _NO_LIMIT and value == -1:
-        return
     value = [value] if own in _STOP and isinstance(value, str) else value
     if body.get(own) is not None and body[own] != value:
         raise RequestError(f"{name} and {own} mean the same, and differ; send {own} alone.", param=name)

@@ -103,6 +103,10 @@ async def test_arguments_of_any_kind_are_shown(
         ({"role": "assistant", "content": "x", "reasoning": {"summary": []}, "name": ["n"]}, "[assistant]x"),
         ({"role": "assistant", "content": "x", "thinking_blocks": {}, "function_call": "f"}, "[assistant]x"),
         ({"role": "tool", "tool_call_id": 7, "content": "r"}, "[tool]r(7)"),
+        ({"role": "ipython", "content": {"a": 1}}, '[tool]{"a": 1}()'),
+        ({"role": "assistant", "content": {"a": 1}}, '[assistant]{"a": 1}'),
+        ({"role": "assistant", "content": 5}, "[assistant]5"),
+        ({"role": "tool", "content": [{"type": "resource", "resource": {"uri": "u", "text": "r"}}]}, "[tool]r()"),
     ],
 )
 async def test_older_and_other_spellings_are_read(
@@ -161,6 +165,40 @@ async def test_a_screenshot_that_a_tool_has_just_returned_is_a_note(
     assert (text, ignored) == ("[user]hi[assistant]<t Read {}>[tool][image omitted]\ndone(t)", "messages.2")
 
 
+@pytest.mark.parametrize("block", [BLOCK, {"type": "text", "text": "see"}])
+async def test_a_screenshot_beside_a_tool_s_result_is_a_note_by_every_api(
+    http: httpx.AsyncClient, backend: FakeBackend, block: dict[str, Any]
+) -> None:
+    """Agents send it in the turn of the result, and cannot take it back."""
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "r"}
+    turns = [HI, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result, block, BLOCK]}]
+    text, ignored = await rendered(http, backend, "/v1/messages", {"messages": turns})
+    assert text.startswith("[user]hi[assistant]<c f {}>[tool]r(c)[user]")
+    assert text.endswith("[image omitted]")
+    assert ignored == "messages.2"
+    picture = {"role": "user", "content": [IMAGE]}
+    chat = [HI, called("{}"), {"role": "tool", "tool_call_id": "c", "content": "r"}, picture]
+    text, ignored = await rendered(http, backend, "/v1/chat/completions", {"messages": chat})
+    assert (text, ignored) == ("[user]hi[assistant]<c f {}>[tool]r(c)[user][image omitted]", "messages.3")
+    items = [
+        HI,
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "r"},
+        {"role": "user", "content": [INPUT_IMAGE]},
+    ]
+    text, ignored = await rendered(http, backend, "/v1/responses", {"input": items})
+    assert (text, ignored) == ("[user]hi[assistant]<c f {}>[tool]r(c)[user][image omitted]", "input%5B3%5D")
+
+
+@pytest.mark.parametrize("role", ["nobody", "model", "User", ""])
+async def test_a_role_that_templates_do_not_know_is_refused_by_name(http: httpx.AsyncClient, role: str) -> None:
+    messages = [{"role": role, "content": "x"}, HI]
+    answer = await http.post("/v1/chat/completions", json={"messages": messages})
+    assert answer.status_code == 400
+    assert "'assistant', 'tool'" in answer.json()["error"]["message"]
+
+
 async def test_items_of_openai_s_own_tools_are_read_as_far_as_they_have_a_text(
     http: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
@@ -188,6 +226,21 @@ async def test_items_of_openai_s_own_tools_are_read_as_far_as_they_have_a_text(
         '[assistant]<c3 computer {"action": {"type": "screenshot"}}>[tool][image omitted](c3)[user]more'
     )
     assert ignored == "input%5B2%5D, input%5B4%5D, input%5B12%5D, input%5B11%5D"
+
+
+@pytest.mark.parametrize(
+    ("content", "thought"),
+    [(5, ""), (True, ""), ("hm", "hm"), ({"text": "hm"}, "hm"), ([None, {"text": 5}, "hm"], "hm")],
+)
+async def test_a_thought_of_any_form_is_read_as_far_as_it_is_a_text(
+    http: httpx.AsyncClient, backend: FakeBackend, service: GenerationService, content: object, thought: str
+) -> None:
+    template = "{% for m in messages %}({{ m.thinking }}){{ m.content }}{% endfor %}"
+    service.files = replace(service.files, chat_template=ChatTemplate(template, {}))
+    text, _ = await rendered(
+        http, backend, "/v1/responses", {"input": [{"type": "reasoning", "content": content}, MORE]}
+    )
+    assert text == (f"({thought})()more" if thought else "()more")
 
 
 async def test_an_output_without_its_call_and_a_call_without_its_output_are_taken(

@@ -244,6 +244,17 @@ _OLMO_3 = (
     "{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
 )
 
+# Command R7B: the results of a turn are shown together, unless the first one's id was in an earlier turn.
+_COMMAND_R7B = (
+    "{% set ns = namespace(seen=[]) %}{% for message in messages %}"
+    "{% if message.role == 'tool' and message.tool_call_id not in ns.seen %}<results>{{ message.content }}"
+    "{% for later in messages[loop.index0 + 1:] %}{% if later.role == 'tool' %}<and>{{ later.content }}"
+    "{% set ns.seen = ns.seen + [later.tool_call_id] %}{% else %}{% break %}{% endif %}{% endfor %}</results>"
+    "{% elif message.role == 'assistant' and message.tool_calls %}<actions>{% for call in message.tool_calls %}"
+    "{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}</actions>"
+    "{% elif message.role != 'tool' %}<{{ message.role }}>{{ message.content }}{% endif %}{% endfor %}"
+)
+
 # Kimi K2 as of its second version: a call is shown by its id, and a result's role by its name.
 _KIMI_K2_IDS = (
     "{% for message in messages %}{% set name = message.get('name') or message['role'] %}<|{{ name }}|>"
@@ -278,4 +289,5 @@ STRUCTURES: dict[str, str] = {
     "granite_4": _GRANITE_4,
     "olmo_3": _OLMO_3,
     "kimi_k2_ids": _KIMI_K2_IDS,
+    "command_r7b": _COMMAND_R7B,
 }

@@ -38,6 +38,8 @@ def calls(*each: dict[str, Any], content: str | None = None) -> dict[str, Any]:
 
 LONG_ID = "call_0123456789abcdef01234567"
 RESULT = {"role": "tool", "tool_call_id": "abcdefgh1", "content": "w7w"}
+RESULT_B, NO_ID = {**RESULT, "tool_call_id": "b", "content": "w9w"}, {"role": "tool", "content": "w9w"}
+HARMONY = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"
 
 
 def turns(chat: Chat) -> list[dict[str, Any]]:
@@ -99,6 +101,14 @@ def histories(draw: st.DrawFn) -> Chat:
 @example("mistral_nemo", [SYSTEM, HI, calls(call("call_1"), content="w8w"), RESULT, MORE, YES], [TOOL])
 @example("llama3.1", [calls(call(), call("b")), RESULT, HI], [TOOL])
 @example("gpt_oss", [HI, calls(call(), call("b"), content="w8w"), RESULT, YES, SYSTEM], None)
+@example("gpt_oss", [HI, {"role": "assistant", "content": HARMONY + "w8w<|return|>"}, MORE], None)
+@example("command_r7b", [HI, calls(call(), call("b")), RESULT, RESULT_B, YES, MORE, calls(call("b")), RESULT_B], None)
+@example("command_r7b", [YES, NO_ID, NO_ID, YES, SYSTEM, NO_ID, MORE], [TOOL])
+@example("kimi_k2_ids", [HI, calls(call(None), call("a")), RESULT, calls(call("a")), RESULT], None)
+@example("exaone_4", [HI, RESULT, calls(call(arguments="[1")), RESULT], [TOOL])
+@example("pedant", [RESULT, calls(call(), call("b")), HI, RESULT, YES], None)
+@example("deepseek_r1", [SYSTEM, calls(call(), content="w8w"), RESULT, HI, YES], None)
+@example("gemma_2", [{"role": "assistant"}, SYSTEM, RESULT, {"role": "user", "content": ""}], None)
 def test_no_history_is_refused_and_no_text_of_it_is_lost(
     name: str, chat: Chat, tools: list[dict[str, Any]] | None
 ) -> None:
@@ -168,6 +178,36 @@ def test_ids_stay_the_same_in_every_turn_and_name_call_and_result_alike() -> Non
 
 def test_nine_letters_are_kept() -> None:
     assert "[CALL_ID]abcdefgh1[ARGS]" in assert_shown("mistral_small_3.2", [HI, calls(), RESULT, MORE])
+
+
+@pytest.mark.parametrize("id_", ["b", None])
+def test_a_result_is_shown_whose_id_an_earlier_one_had(id_: str | None) -> None:
+    first = [HI, calls(call(id_), call(id_)), {**RESULT, "tool_call_id": id_}, {**RESULT_B, "tool_call_id": id_}, YES]
+    last = {"role": "tool", "tool_call_id": id_, "content": "w99w"}
+    assert "<results>w99w</results>" in assert_shown("command_r7b", [*first, MORE, calls(call(id_)), last])
+    assert "<results>w99w</results>" in assert_shown("command_r7b", [*first, MORE, YES, last])
+
+
+@pytest.mark.parametrize(
+    ("message", "wanted"),
+    [
+        ({"content": f"{HARMONY}w8w<|return|>"}, "final<|message|>w8w<|end|>"),
+        ({"content": f"{HARMONY}w8w"}, "final<|message|>w8w<|end|>"),
+        ({"content": "<|channel|>final<|message|>w8w<|end|>"}, "final<|message|>w8w<|end|>"),
+        (
+            {"content": "w8w<|channel|>commentary<|message|>w9w<|end|><|start|>assistant<|channel|>final<|message|>"},
+            "final<|message|>w8w\n\nw9w<|end|>",
+        ),
+        ({"content": "w8w", "reasoning": f"{HARMONY}hm"}, "final<|message|>w8w<|end|>"),
+    ],
+)
+def test_harmony_s_own_marks_in_an_answer_are_read(message: dict[str, str], wanted: str) -> None:
+    text = prompt("gpt_oss").render(turns([HI, {"role": "assistant", **message}, MORE]))
+    assert wanted in text
+    assert "analysis<|message|>" not in text
+    thought = {"content": f"{HARMONY}<|end|>", "tool_calls": [call()]}
+    text = prompt("gpt_oss").render(turns([HI, {"role": "assistant", **thought}, RESULT]))
+    assert "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.w6w" in text
 
 
 @pytest.mark.parametrize("id_", ["call_1", None])

@@ -116,6 +116,8 @@ async def test_a_length_has_many_names(http: httpx.AsyncClient, backend: FakeBac
     body = {key: value for key, value in EVERYWHERE[path].items() if not key.startswith("max_")}
     assert (await http.post(path, json={**body, name: 3})).status_code == 200
     assert backend.requests[-1].sampling.max_tokens == 3
+    assert (await http.post(path, json={**body, name: -1})).status_code == 200
+    assert backend.requests[-1].sampling.max_tokens > 100, "-1 asks for what fits"
     both = await http.post(path, json={**EVERYWHERE[path], name: 3})
     assert both.status_code == (200 if name in EVERYWHERE[path] else 400), both.text
 
