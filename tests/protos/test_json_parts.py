@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from protos import json_parts
@@ -35,6 +35,9 @@ def counts(value: object) -> tuple[int, int]:
 
 
 @given(VALUES)
+@example(["\\"])  # a backslash before the quote that ends the text
+@example({'\\"': ',"[{'})
+@example([[], {}, ""])
 def test_what_is_in_texts_does_not_count(value: object) -> None:
     text = json.dumps(value).encode()
     num_commas, num_parts = counts(value)

@@ -16,7 +16,7 @@ ROOT = Path(pb2.__file__).parent.parent
 
 def test_the_stubs_are_fresh(tmp_path: Path) -> None:
     """Compares descriptors, which do not depend on the version of the compiler; `make protos` writes new stubs."""
-    protoc = pytest.importorskip("grpc_tools.protoc")
+    protoc = pytest.importorskip("grpc_tools.protoc", reason="the package grpcio-tools is not installed")
     compiled = tmp_path / "descriptors"
     arguments = ["protoc", f"--proto_path={ROOT}", f"--descriptor_set_out={compiled}", "protos/outrider.proto"]
     assert protoc.main(arguments) == 0

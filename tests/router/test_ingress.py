@@ -61,7 +61,7 @@ def test_a_grpc_call_reaches_the_pair_and_comes_back(handle: DeploymentHandle) -
 
 
 def test_both_services_have_a_call_of_the_same_name(tmp_path: Path) -> None:
-    vllm = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2")
+    vllm = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2", reason="pip install 'outrider[smg]'")
     byte_tokenizer_core().save(str(tmp_path / "tokenizer.json"))
     config = IngressConfig("fake", str(tmp_path), vllm_grpc=True)
     handle = serve.run(Ingress.bind(FakePair.bind(), config), _local_testing_mode=True)

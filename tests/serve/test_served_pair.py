@@ -119,9 +119,9 @@ def test_grpc_streams_the_same_tokens_as_http(served: ServedPair):
 
 def test_the_messages_of_vllms_engine_bring_the_same_tokens(served: ServedPair):
     """Two services have a call Generate: one with a single answer, one with a stream."""
-    vllm = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2")
-    stubs = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2_grpc")
-    common = pytest.importorskip("smg_grpc_proto.generated.common_pb2")
+    vllm = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2", reason="pip install 'outrider[smg]'")
+    stubs = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2_grpc", reason="pip install 'outrider[smg]'")
+    common = pytest.importorskip("smg_grpc_proto.generated.common_pb2", reason="pip install 'outrider[smg]'")
     expected = served.stream(temperature=1.0).token_ids
     ours = pb2.GenerateRequest(prompt="hello world", max_tokens=64, seed=4, temperature=1.0, ignore_eos=True)
     sampling = vllm.SamplingParams(temperature=1.0, seed=4, max_tokens=64, ignore_eos=True)

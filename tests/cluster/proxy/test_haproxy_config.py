@@ -34,6 +34,7 @@ class Proxy:
     """The ports of a HAProxy that runs without Ray; its one server, at port `server`, does not exist."""
 
     host, prefix = "127.0.0.1", "/"
+    timeout_s: int | None = None  # for the server's answer
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,7 +58,9 @@ class Proxy:
         )
         (self.folder / "server-state").touch()
         server = ServerConfig("absent", "127.0.0.1", self.server)
-        backend = BackendConfig("app", path_prefix=self.prefix, app_name="app", servers=[server])
+        backend = BackendConfig(
+            "app", path_prefix=self.prefix, app_name="app", servers=[server], timeout_server_s=self.timeout_s
+        )
         api = HAProxyApi(config, {"app": backend} if has_routes else {}, config_file_path=str(self.file))
         api._generate_config_file_internal()
         return self.file.read_text()
@@ -132,6 +135,19 @@ def test_an_absent_server_is_a_503_that_says_when_to_come_back(start: Callable[.
     answer = client.getresponse()
     assert answer.status == 503
     assert answer.headers["Retry-After"] == "1"
+    assert json.load(answer)["error"]["type"] == "service_unavailable_error"
+
+
+def test_a_server_that_does_not_answer_is_a_504_that_says_when_to_come_back(
+    start: Callable[..., Proxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Proxy, "timeout_s", 1)
+    proxy = start()
+    client = http.client.HTTPConnection("127.0.0.1", proxy.http, timeout=20)
+    with socket.create_server(("127.0.0.1", proxy.server)):
+        client.request("GET", "/v1/models")
+        answer = client.getresponse()
+    assert (answer.status, answer.headers["Retry-After"]) == (504, "1")
     assert json.load(answer)["error"]["type"] == "service_unavailable_error"
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from protos.errors import ModelChangedError, OverloadedError, UnavailableError
@@ -83,6 +83,10 @@ def short_pauses() -> Iterator[None]:
 
 
 @settings(max_examples=150)
+@example([("late", 1, 2), ("repeat", 1, 2)])
+@example([("lose", 0, 1), ("stale", 0, 5)])
+@example([("abort", 4, 1), ("early end", 0, 1), ("silence", 0, 3)])
+@example([("full", 0, 1), ("full", 2, 2)])
 @given(st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 4), st.integers(1, 5)), max_size=8))
 def test_each_token_is_delivered_once_and_in_order(faults: list[tuple[str, int, int]]) -> None:
     async def read() -> list[TokenChunk]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
@@ -45,6 +45,10 @@ def cut(token_ids: list[int], sizes: list[int]) -> list[TokenChunk]:
     st.lists(st.text(alphabet="ab€", min_size=1, max_size=3), max_size=2),
     st.integers(0, 6),
 )
+@example("a€b", [2], ["€"], 0)  # a step ends within a character that is a stop string
+@example("ab", [1], ["ab"], 2)  # the stop string is whole with the last token that it must wait for
+@example("aab", [3], ["b", "ab"], 0)
+@example("€", [1], [], 0)
 def test_the_outcome_does_not_depend_on_the_steps(
     text: str, sizes: list[int], stops: list[str], min_tokens: int
 ) -> None:

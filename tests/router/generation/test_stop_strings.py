@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from router.generation.stop_strings import StopStrings
@@ -20,6 +20,10 @@ def slow_cut(text: str, stops: list[str]) -> tuple[str, bool]:
 
 
 @given(st.lists(LETTERS, min_size=1, max_size=4), st.lists(st.text(alphabet="abc", max_size=5), max_size=8))
+@example(["aab"], ["a", "a", "a", "b"])  # the end of a wrong start begins the right one
+@example(["ab", "b"], ["a", "b"])
+@example(["abb", "b"], ["ab", "b"])  # the shorter one ends first
+@example(["a", "a"], [""])
 def test_the_outcome_is_that_of_the_whole_text_however_it_is_cut(stops: list[str], pieces: list[str]) -> None:
     watcher, shown, is_stopped = StopStrings(stops), "", False
     for piece in pieces:
@@ -34,6 +38,8 @@ def test_the_outcome_is_that_of_the_whole_text_however_it_is_cut(stops: list[str
 
 
 @given(st.lists(LETTERS, min_size=1, max_size=4), st.lists(st.text(alphabet="abc", max_size=5), max_size=8))
+@example(["aab"], ["a", "a", "a", "b"])
+@example(["abab", "b"], ["ab", "ab"])
 def test_nothing_shown_is_taken_back(stops: list[str], pieces: list[str]) -> None:
     final, _ = slow_cut("".join(pieces), stops)
     watcher, shown = StopStrings(stops), ""

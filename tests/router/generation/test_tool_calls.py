@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 from tokenizers import AddedToken
@@ -178,14 +179,20 @@ def test_a_text_is_read_the_same_in_any_pieces(format_: ToolFormat, text: str, w
         assert read(format_, [text[:cut], text[cut:]]) == wanted
 
 
-@given(st.data())
-def test_arguments_are_passed_on_to_the_letter(data: st.DataObject) -> None:
-    values = st.recursive(
-        st.none() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=2), max_leaves=4
-    )
-    arguments = json.dumps(data.draw(st.dictionaries(st.text(), values, max_size=3)), ensure_ascii=False)
+VALUES = st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=2), max_leaves=4)
+EACH = [1] * 200  # a piece for each character
+
+
+@given(st.dictionaries(st.text(), VALUES, max_size=3), st.lists(st.integers(1, 40), max_size=6))
+@example({"a": "</tool_call>"}, EACH)
+@example({"a": "<tool_call>{"}, [30, 5])
+@example({'"': "\\", "}": '\\"}'}, EACH)
+@example({"": [None, [-1]]}, [12, 3])
+@example({"a": "\u2028\x00\ud7ff🙂"}, EACH)
+def test_arguments_are_passed_on_to_the_letter(values: dict[str, Any], lengths: list[int]) -> None:
+    arguments = json.dumps(values, ensure_ascii=False)
     text = call("f", arguments)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    cuts = [min(cut, len(text)) for cut in accumulate(lengths)]
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert read(HERMES, pieces).calls == (("f", arguments),)
 

@@ -210,7 +210,7 @@ async def methods_of(channel: grpc.aio.Channel) -> list[str]:
 async def test_every_method_but_the_open_ones_asks_for_a_key_and_for_the_proxy(
     service: GenerationService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = pytest.importorskip("router.grpc_api.vllm_engine")
+    engine = pytest.importorskip("router.grpc_api.vllm_engine", reason="pip install 'outrider[smg]'")
     keys = api_keys(*KEYS)
     async with gated(service, keys, engine.VllmEngineApi(service, keys).add_to) as served:
         methods = await methods_of(served.channel)
@@ -233,7 +233,7 @@ async def _code(channel: grpc.aio.Channel, method: str, metadata: Any = ()) -> g
 
 
 async def test_another_service_s_message_is_not_read_without_a_key(service: GenerationService) -> None:
-    engine = pytest.importorskip("router.grpc_api.vllm_engine")
+    engine = pytest.importorskip("router.grpc_api.vllm_engine", reason="pip install 'outrider[smg]'")
     keys = api_keys(*KEYS)
     async with gated(service, keys, engine.VllmEngineApi(service, keys).add_to) as served:
         call = unfinished(served.channel, "wrong", "/vllm.grpc.engine.VllmEngine/Generate")

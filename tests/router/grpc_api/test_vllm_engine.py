@@ -19,10 +19,10 @@ from tests.router.grpc_channel import grpc_channel
 from tests.router.key_files import api_keys
 from tests.router.openai.test_messages import spoken
 
-pb2 = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2")
-stubs = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2_grpc")
-common = pytest.importorskip("smg_grpc_proto.generated.common_pb2")
-engine = pytest.importorskip("router.grpc_api.vllm_engine")
+pb2 = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2", reason="pip install 'outrider[smg]'")
+stubs = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2_grpc", reason="pip install 'outrider[smg]'")
+common = pytest.importorskip("smg_grpc_proto.generated.common_pb2", reason="pip install 'outrider[smg]'")
+engine = pytest.importorskip("router.grpc_api.vllm_engine", reason="pip install 'outrider[smg]'")
 
 
 @pytest.fixture

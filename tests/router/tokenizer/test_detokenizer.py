@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as TokenizerCore
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -79,6 +79,10 @@ def test_byte_level_pieces_join_to_the_text(text: str, kind: type) -> None:
 
 
 @given(st.lists(st.integers(0, 329), max_size=40))
+@example([0xE2 + 1, 0x82 + 1, 0xAC + 1])  # one character in three tokens
+@example([0xE2 + 1, 0, 0x82 + 1, 0xAC + 1])  # a control token within it
+@example([0xE2 + 1])
+@example([0xFF + 1, 0xC0 + 1, 0x80 + 1])  # bytes of no character
 def test_any_byte_level_tokens_read_as_the_tokenizer_decodes_them(token_ids: list[int]) -> None:
     for skip in (True, False):
         detokenizer = ByteDetokenizer(BYTE_LEVEL, skip_special_tokens=skip)
@@ -87,6 +91,9 @@ def test_any_byte_level_tokens_read_as_the_tokenizer_decodes_them(token_ids: lis
 
 
 @given(st.text(max_size=30), st.text(max_size=30))
+@example("a ", " b")
+@example("", "  \n")
+@example("é", "\u0301🙂")
 def test_sentencepiece_continues_a_prompt_with_its_spaces(prompt: str, text: str) -> None:
     token_ids = SENTENCEPIECE.encode("x" + prompt + text, add_special_tokens=False)
     for cut in range(1, len(token_ids)):
