@@ -62,13 +62,12 @@ class RefusedDeploymentError(ConfigError, RayServeException):
 
 
 def build(args: dict[str, Any]) -> Application:
-    """Return the application `outrider`: `Ingress` in front of `Pair`, and `Prefill` behind it where it is asked for.
+    """Return the application `outrider`: `Ingress` calls `Pair`, and `Pair` calls `Prefill` if `args` configure it.
 
-    What runs already is not touched before this returns. In a cluster the nodes that would hold it are looked at.
+    Running replicas stay untouched until this returns. In a cluster, the nodes that could hold a pair check it first.
 
     Raises:
-        ConfigError: `args` are wrong, a model is missing or could not start, or the cluster cannot hold what they ask
-            for.
+        ConfigError: `args` are wrong, a model is missing or could not start, or the cluster is too small.
     """
     try:
         return _built(args)
@@ -109,7 +108,7 @@ def _built(args: dict[str, Any]) -> Application:
 
 
 def _check_log_path(config: DeployConfig) -> None:
-    """Raise ConfigError for a log whose folder would be below that of whichever process opens it."""
+    """Raise ConfigError for a relative path: each process would resolve it against its own folder."""
     log = config.tune.log
     if log is not None and not Path(log).expanduser().is_absolute():
         raise ConfigError(
@@ -167,7 +166,7 @@ def _pair_options(
 
 
 def _logging_options() -> dict[str, Any]:
-    """Return the form of a replica's own log where it is not Serve's default: that of our other processes."""
+    """Return Serve's logging options: JSON if our other processes log JSON, else Serve's default."""
     return {"logging_config": LoggingConfig(encoding="JSON")} if is_json_wanted() else {}
 
 

@@ -13,7 +13,7 @@ _TARGET_BYTES_PER_DRAFT_BYTE = 4  # a draft's token takes a fifth of the target'
 
 
 def target_cache_config(section: CacheSection, shared_part: float | None = None) -> CacheConfig:
-    """Return the target's pool; `shared_part` of what a GPU may hold is a draft's beside it, None: there is none."""
+    """Return the target's pool, less `shared_part` of the GPU's budget if a draft shares that GPU."""
     target = section.to_engine()
     if shared_part is None or target.gpu_memory_utilization is None:
         return target
@@ -22,7 +22,7 @@ def target_cache_config(section: CacheSection, shared_part: float | None = None)
 
 
 def prefill_cache_config(config: DeployConfig) -> CacheConfig:
-    """Return a prefill replica's pool: the size that is set, or that of a pair's."""
+    """Return a prefill replica's pool: the configured size, or a pair's."""
     target = config.cache.to_engine()
     if config.prefill.memory_gib is None:
         return target
@@ -33,8 +33,8 @@ def prefill_cache_config(config: DeployConfig) -> CacheConfig:
 def draft_cache_config(section: CacheSection, shared_part: float | None = None) -> CacheConfig:
     """Return the draft's pool, on top of the target's: as many blocks if their number is set, else part of its budget.
 
-    A draft whose pool is short drafts for fewer sequences at a time, and nothing else. It is never quantised: it is
-    small. `shared_part` of what a GPU may hold is the draft's where it shares the target's; None: it has its own GPU.
+    A draft with too small a pool drafts for fewer sequences at a time. Its KV is small, so it is never quantised.
+    `shared_part` is the draft's part of the GPU's budget, or None if the draft has a GPU of its own.
     """
     target = replace(section.to_engine(), dtype=KVDtype.AUTO)
     if target.memory_bytes is None:
@@ -47,5 +47,5 @@ def draft_cache_config(section: CacheSection, shared_part: float | None = None) 
 
 
 def draft_part(target_bytes: int, draft_bytes: int) -> float:
-    """Return the part of a shared GPU that is the draft's: as its weights are to those of both, a tenth at least."""
+    """Return the draft's part of a shared GPU: its share of all weights, at least a tenth."""
     return max(_MIN_DRAFT_PART, draft_bytes / max(1, target_bytes + draft_bytes))

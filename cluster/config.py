@@ -100,7 +100,7 @@ class DeployConfig(EngineSection):
         if twice := next((name for name in names if names.count(name) > 1), None):
             yield f"drafts has {names.count(twice)} of the name {twice!r}; give each a name of its own"
         if names and self.draft.kind is SpeculationMethod.NONE:
-            yield "drafts are beside draft, and draft.kind is 'none'; make the first of them draft"
+            yield "drafts are additional to draft, and draft.kind is 'none'; move the first of them to draft"
 
     def _process_conflicts(self) -> Iterator[str]:
         draft, num_ranks = self.draft, self.target.tensor_parallel_size
@@ -170,7 +170,7 @@ def parse_config(args: dict[str, Any]) -> DeployConfig:
     """Check `args` whole and report every mistake at once.
 
     Raises:
-        ConfigError: one line per mistake: the key's path, what is wrong, and the remedy.
+        ConfigError: one line per mistake: the key's path, the mistake, and the remedy.
     """
     try:
         return DeployConfig.model_validate(args)

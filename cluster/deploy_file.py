@@ -21,7 +21,7 @@ from cluster.serve_options import BUILDERS, refusals, unknown_keys
 from protos.errors import ConfigError
 
 _LAST_PORT = 65_535
-_SERVICER = re.compile(r"add_\w+_to_server")  # as gRPC names what it generates
+_SERVICER = re.compile(r"add_\w+_to_server")  # the name of a function that gRPC generates
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 VLLM_SERVICER_FUNCTION = "router.grpc_api.vllm_servicer.add_vllm_engine_to_server"
 _SERVES_ERRORS = (ValidationError, TypeError, AttributeError, LookupError, NotImplementedError)  # of its validators
@@ -40,7 +40,7 @@ class DeployFile:
     deployment: dict[str, Any]  # Serve's declarative configuration, as `serve deploy` sends it
     http_host: str
     http_port: int
-    grpc_port: int | None  # None: no gRPC server
+    grpc_port: int | None  # None without a gRPC server
     config: DeployConfig
 
     @property
@@ -51,7 +51,7 @@ class DeployFile:
 
 
 def in_url(host: str) -> str:
-    """Return a host as it stands before a port: one of IPv6 in brackets."""
+    """Return a host for use in a URL: an IPv6 address gets brackets."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -113,7 +113,7 @@ def _check_port_numbers(http_port: int, grpc_port: int | None, source: str) -> N
 
 
 def _check_servicers(servicer_functions: list[str], source: str) -> None:
-    """Raise ConfigError for a name that leads to no function: Serve would start without that service."""
+    """Raise ConfigError for a function that does not exist: Serve would start without that service."""
     for name in servicer_functions:
         module, _, function = name.rpartition(".")
         try:
@@ -123,12 +123,12 @@ def _check_servicers(servicer_functions: list[str], source: str) -> None:
         if not is_there:
             raise ConfigError(
                 f"{source}: grpc_options.grpc_servicer_functions has {name!r}, and there is no such function; "
-                "deploy.yaml of the project has those there are"
+                "the project's deploy.yaml lists the existing ones"
             )
 
 
 def _check_vllm_grpc(servicer_functions: list[str], source: str, *, is_wanted: bool) -> None:
-    """Raise ConfigError where Serve would offer vLLM's service and the ingress not, or the other way round."""
+    """Raise ConfigError if only one of Serve and the ingress offers vLLM's service."""
     if is_wanted != (VLLM_SERVICER_FUNCTION in servicer_functions):
         raise ConfigError(
             f"{source}: ingress.vllm_grpc is {str(is_wanted).lower()}, and grpc_options.grpc_servicer_functions "
@@ -139,7 +139,7 @@ def _check_vllm_grpc(servicer_functions: list[str], source: str, *, is_wanted: b
 
 
 def with_absolute_paths(deployment: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy in which the files and folders of this folder are named from the root."""
+    """Return a copy with absolute paths for files and folders."""
     changed = deepcopy(deployment)
     for args in (application.get("args", {}) for application in changed["applications"]):
         for name, keys in (_PATHS | _MADE_PATHS).items():
@@ -152,19 +152,19 @@ def with_absolute_paths(deployment: dict[str, Any]) -> dict[str, Any]:
 def _make_absolute(section: dict[str, Any], keys: Iterable[str], *, is_made: bool = False) -> None:
     for key in (key for key in keys if section.get(key)):
         path = os.path.expanduser(section[key])
-        if is_made or os.path.exists(path):  # else it is a Hub id, a template's text, or stands beside our packages
+        if is_made or os.path.exists(path):  # else a Hub id, a template's text, or a bundled file
             section[key] = str(Path(path).absolute())
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """A loader that refuses a mapping with a key twice: the first value would be ignored."""
+    """A loader that refuses duplicate keys: YAML would ignore the first value."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"{key.value!r} stands here twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is here twice", problem_mark=key.start_mark)
             seen.add(key.value)
         return node
 
@@ -176,10 +176,10 @@ class _OnceLoader(yaml.SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """Return what a YAML document says; a key may stand in a mapping once.
+    """Return the value of a YAML document, whose mappings have no duplicate keys.
 
     Raises:
-        yaml.YAMLError: it is none.
+        yaml.YAMLError: the text is not such a document.
     """
     try:
         return yaml.load(text, _OnceLoader)

@@ -25,7 +25,7 @@ from protos.errors import ConfigError, ServingError
 logger = logging.getLogger(__name__)
 
 _DEADLINE_S = 600.0  # a file in GGUF is converted on each node
-_NICENESS = 10  # streams go on beside it
+_NICENESS = 10  # lower than running streams
 # A method's name follows while it runs; an application's name may have dots.
 _REPLICA = re.compile(r"ray::(TargetActor|DraftActor)|ray::ServeReplica:.+:(Pair|Prefill)(\.\w+(\(\))?)?$")
 
@@ -43,8 +43,8 @@ def check_nodes(
 ) -> None:
     """Look at every node that may get a pair or a prefill replica, and at the memory of all of them together.
 
-    The model is built there without its numbers if replicas run that would make room for it. Where none do, nothing is
-    lost by a start that fails, and it says more.
+    If replicas run that would make room for the model, each node builds it without its weights. Without running
+    replicas a failed start costs nothing and reports more, so nothing is built.
 
     Raises:
         ConfigError: a replica could not start; names the node and the reason.

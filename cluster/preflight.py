@@ -36,7 +36,7 @@ _GIB = 1 << 30
 _NO_WORD = re.compile(r"""[\s"'\\#$]""")
 _RAY_BYTES = int(1.5 * _GIB)  # idle cluster, controller, proxy and ingress
 _PROCESS_BYTES = int(0.45 * _GIB)  # Python with torch, of shell, target and draft each
-_LOADING_FACTOR = 2  # packed weights beside those read, or float32 of bfloat16
+_LOADING_FACTOR = 2  # packed weights next to the read ones, or float32 of bfloat16
 _GPU_PROCESS_BYTES = 2 * _GIB  # Python with torch and a CUDA context
 _CONTEXT_BYTES = _GIB  # of a GPU: context, libraries' workspaces, the smallest passes
 
@@ -57,7 +57,7 @@ def check_ports(file: DeployFile) -> None:
 def check_files(config: DeployConfig, report: Callable[[str], None]) -> DeployConfig:
     """Return `config` with GGUF files converted, after a report of what its operator should know.
 
-    Everything that replicas of a node read is looked at, but for the numbers of weights.
+    Every file that replicas read is checked, except the values of weights.
 
     Raises:
         ConfigError: a model is missing or not read, keys, certificates or a template are unreadable, or there is too
@@ -75,7 +75,7 @@ def check_files(config: DeployConfig, report: Callable[[str], None]) -> DeployCo
 
 
 def check_certificates(section: IngressSection) -> None:
-    """Raise ConfigError for files with which no server could start TLS."""
+    """Raise ConfigError for files that TLS cannot use."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     files: dict[str, tuple[Callable[[str], None], str]] = {
         "tls_certificate_file": (
@@ -98,10 +98,7 @@ def check_certificates(section: IngressSection) -> None:
 
 
 def check_log(config: DeployConfig) -> None:
-    """Raise ConfigError where the log that drafts are tuned on has no folder, or its disk less room than it may take.
-
-    The folder is made where there is none.
-    """
+    """Create the folder of the log that drafts are tuned on; raise ConfigError if it or its disk space is missing."""
     folder, section = config.tune.folder, config.tune
     if folder is None:
         return
@@ -109,7 +106,7 @@ def check_log(config: DeployConfig) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free + sum(file.stat().st_size for file in folder.iterdir())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"tune.log {str(folder)!r} cannot be had: {error}; give another folder") from error
+        raise ConfigError(f"tune.log {str(folder)!r} cannot be used: {error}; give another folder") from error
     if free < section.max_gib * _GIB:
         raise ConfigError(
             f"tune.max_gib is {section.max_gib:g}, and the disk of tune.log {str(folder)!r} has {free / _GIB:.2f} GiB "
@@ -118,9 +115,9 @@ def check_log(config: DeployConfig) -> None:
 
 
 def check_logs_folders(deployment: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a `logs_dir` where a replica could not write: none would start.
+    """Raise ConfigError for a `logs_dir` that replicas cannot write to: none would start.
 
-    The folder is made where there is none, as Serve does.
+    A missing folder is created, as Serve does.
     """
     applications = deployment["applications"]
     parts = [deployment, *applications, *(each for app in applications for each in app.get("deployments") or ())]
@@ -135,15 +132,15 @@ def check_logs_folders(deployment: Mapping[str, Any]) -> None:
                 pass
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"logging_config.logs_dir {folder!r} cannot be had: {error}; give another folder, or leave it out"
+                f"logging_config.logs_dir {folder!r} cannot be used: {error}; give another folder, or remove it"
             ) from error
 
 
 def check_memory(config: DeployConfig, topology: NodeTopology | None = None) -> None:
     """Raise ConfigError if the models, their caches and Ray need more memory than there is, here and on each GPU.
 
-    With GPUs in `topology` (None: this machine's) weights and caches are there, and here is one checkpoint at a time.
-    Pairs that demand GPUs are for another machine where this one has none.
+    With GPUs in `topology` (by default this machine's) weights and caches are on the GPUs, and memory here holds one
+    checkpoint at a time. If this machine has no GPU, pairs that demand GPUs are for another one and are not checked.
     """
     if topology is None:
         topology = NodeTopology() if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else read_topology()
@@ -164,7 +161,7 @@ def check_memory(config: DeployConfig, topology: NodeTopology | None = None) -> 
 
 @dataclass(frozen=True, slots=True)
 class NodeRoom:
-    """The memory of a node for new replicas, that of those which they replace included, and the places by Ray's count.
+    """A node's memory for new replicas, including the memory of replicas they replace, and its places by Ray's count.
 
     Both kinds of replica may have places there.
     """
@@ -241,8 +238,8 @@ def check_gpus(config: DeployConfig, topology: NodeTopology | None = None) -> No
 def check_driver(topology: NodeTopology, torch_version: str | None = None) -> None:
     """Raise ConfigError if the GPUs' driver is older than the CUDA that torch was built for.
 
-    `torch_version` is as "2.11.0+cu130"; None: the installed one's. A torch without CUDA is refused by the models that
-    are given a GPU.
+    `torch_version` looks like "2.11.0+cu130" and is the installed one by default. A torch without CUDA passes here;
+    models that get a GPU refuse it.
     """
     if not topology.devices:
         return
@@ -257,9 +254,9 @@ def check_driver(topology: NodeTopology, torch_version: str | None = None) -> No
 
 
 def check_gpu_memory(config: DeployConfig, topology: NodeTopology, num_pairs: int, visible: str | None = None) -> None:
-    """Raise ConfigError where a GPU cannot hold a rank's weights, a draft's beside them, and a set pool; or a draft's.
+    """Raise ConfigError if a GPU cannot hold its rank's weights, its draft's weights and a pool of a set size.
 
-    `num_pairs` get GPUs in the order of `visible` (as CUDA_VISIBLE_DEVICES; None: all), each the target's first.
+    `num_pairs` get GPUs in the order of `visible` (as CUDA_VISIBLE_DEVICES, by default all), each the target's first.
     """
     memory = topology.memory_of(visible)
     if not memory:
@@ -296,9 +293,9 @@ def _check_gpu(whose: str, memory: int, parts: dict[str, int], config: DeployCon
     limit = int(config.cache.gpu_memory_utilization * memory)
     needed = sum(parts.values()) + _CONTEXT_BYTES
     if needed > limit:
-        told = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items() if size)
+        listed = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items() if size)
         raise ConfigError(
-            f"{whose} needs about {needed / _GIB:.1f} GiB ({told}, CUDA's own {_CONTEXT_BYTES / _GIB:.1f}), and "
+            f"{whose} needs about {needed / _GIB:.1f} GiB ({listed}, CUDA's own {_CONTEXT_BYTES / _GIB:.1f}), and "
             f"{config.cache.gpu_memory_utilization:.2f} (cache.gpu_memory_utilization) of the smallest one's "
             f"{memory / _GIB:.1f} GiB are {limit / _GIB:.1f}; {remedy}"
         )

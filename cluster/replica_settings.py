@@ -80,13 +80,13 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
 
 
 def unplaced_settings(config: DeployConfig) -> PairSettings:
-    """Return the settings of a pair of which it is not known yet where it will be, and what it gets there."""
+    """Return the settings of a pair that has no node yet, with unknown threads and CPUs."""
     num_gpus = 0 if config.pair.gpus is None else config.pair.gpus.count
     return pair_settings(config, PairPlacement(ProcessShare(), ProcessShare(), num_gpus))
 
 
 def prefill_settings(config: DeployConfig, engine: EngineConfig, placement: PairPlacement) -> PrefillSettings:
-    """Return the settings of each prefill replica: the engine of the pairs, but for its threads, pool and chunks."""
+    """Return the settings of each prefill replica: the pairs' engine with its own threads, pool and chunks."""
     assert placement.prefill is not None, "prefill replicas have a share"
     keeps_head = engine.head is not None and engine.head.kind.keeps_kv
     return PrefillSettings(

@@ -1,8 +1,8 @@
-"""The options of Serve that a deployment of ours honours; others are refused by name, with what to use instead.
+"""The options of Serve that our deployments honour; others are refused by name, with a replacement.
 
-Serve takes many that its own proxies read and HAProxy does not, or that would undo what is planned here: the number of
-replicas decides the threads of each, and Serve's router would be in the place of ours. An option that is set to its
-default says nothing, and is fine; those of a deployment have none, as each takes the place of what is planned.
+HAProxy ignores many options of Serve's own proxies. Others would undo our plan: the number of replicas sets the threads
+of each, and Serve's router would replace ours. An option of an application may be set to its default. An option of a
+deployment has no harmless value, because each replaces a part of our plan.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ BUILDERS = ("cluster.app:build", "outrider:build")
 DEPLOYMENTS = ("Ingress", "Pair", "Prefill")
 
 _DEPLOYMENT = "applications.deployments"
-_PREFIX = re.compile(r"/|(/[A-Za-z0-9._~-]+)+")  # it stands in HAProxy's rules
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")  # it stands in names of actors and processes, between : and #
+_PREFIX = re.compile(r"/|(/[A-Za-z0-9._~-]+)+")  # it is part of HAProxy's rules
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")  # names of actors and processes have it between : and #
 _LEAST = {"health_check_period_s": 0.1, "health_check_timeout_s": 1.0}  # a replica that computes would count as dead
 _SECTIONS = ("applications", "deployments")
 HONOURED = frozenset(
@@ -155,13 +155,13 @@ def refusals_without_ray(deployment: Mapping[str, Any]) -> Iterator[str]:
 def _refused_deployments(deployments: Sequence[Mapping[str, Any]], existing: Sequence[str]) -> Iterator[str]:
     names = [str(each.get("name")) for each in deployments]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        yield f"deployment {twice!r} stands there twice; make it one"
+        yield f"deployment {twice!r} is there twice; make it one"
     for each, name in zip(deployments, names, strict=True):
         where = f"deployment {name!r}: "
         if name not in existing:
             close = difflib.get_close_matches(name, existing, n=1)
             remedy = f"did you mean {close[0]!r}?" if close else f"there is {', '.join(existing)}"
-            yield f"{where}there is none of this name; {remedy}"
+            yield f"{where}there is no such deployment; {remedy}"
         yield from _refused(each, _DEPLOYMENT, where, HONOURED | (INGRESS_ALONE if name == "Ingress" else frozenset()))
         yield from (f"{where}{mistake}" for mistake in _wrong_values(each))
 
@@ -189,11 +189,11 @@ def _wrong_environment(environment: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _wrong_values(deployment: Mapping[str, Any]) -> Iterator[str]:
-    """Name the values with which Serve would start no replica, or end each one."""
+    """Yield values that make Serve start no replica, or end every replica."""
     for key, least in _LEAST.items():
         value = deployment.get(key)
         if isinstance(value, float | int) and value < least:
-            yield f"{key} is {value}, in which no replica that computes answers; use {least:g} or more"
+            yield f"{key} is {value}, too short for a replica that computes; use {least:g} or more"
     chosen = {key: deployment[key] for key in ("ray_actor_options", "max_replicas_per_node") if key in deployment}
     try:
         cast(serve.Deployment, serve.deployment(object)).options(**chosen)
@@ -215,7 +215,7 @@ def _remedy(option: str) -> str:
 def _set_options(section: Mapping[str, Any], schema: type[BaseModel], path: str) -> Iterator[tuple[str, Any]]:
     """Yield the path and value of each option that is set to something else than its default.
 
-    Those of applications and deployments in it are left out: each is a section of its own.
+    Options of nested applications and deployments are left out: each is a section of its own.
     """
     for key, value in section.items():
         option, field = f"{path}.{key}" if path else key, schema.model_fields[key]
@@ -224,7 +224,7 @@ def _set_options(section: Mapping[str, Any], schema: type[BaseModel], path: str)
         if inner is not None and isinstance(value, Mapping):
             inside = list(_set_options(value, inner, option))
             yield from inside
-            if not inside and not isinstance(default, BaseModel):  # being there at all says something
+            if not inside and not isinstance(default, BaseModel):  # an empty mapping counts as set
                 yield option, value
         elif key not in _SECTIONS and value != default:
             yield option, value

@@ -20,8 +20,8 @@ class WorkPolicy:
     """A replica at its limits counts as 1, one with twice the queue or half the speed as 2, an idle one as 0.
 
     Args:
-        ttft_s: seconds that queued prompts of one replica may take; None: any time.
-        itl_s: seconds per token that a running stream may take; None: any time.
+        ttft_s: seconds that queued prompts of one replica may take; any time if None.
+        itl_s: seconds per token that a running stream may take; any time if None.
     """
 
     def __init__(self, ttft_s: float | None = None, itl_s: float | None = None) -> None:
@@ -46,7 +46,7 @@ class WorkPolicy:
     def _log(
         self, wanted: float, context: AutoscalingContext, queues_s: Mapping[Any, float], tokens_s: Mapping[Any, float]
     ) -> None:
-        """Log the numbers behind a decision, within its bounds, where it is another than the last."""
+        """Log the numbers of a decision, clamped to its bounds, if it differs from the last one."""
         least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
         if (number := min(max(math.ceil(wanted), least), most)) == self._num_logged:
             return

@@ -22,12 +22,12 @@ _HEAD_FILES = ("*.safetensors", "*.pt", "*.bin")
 def check_models(config: DeployConfig) -> list[str]:
     """Check the target's weights and tokenizer and the drafts' weights; return what an operator should know.
 
-    A redeploy that cannot work is thus refused while the old pairs still serve. Of weights only the headers are read;
-    what is on the Hub alone is fetched where it is loaded.
+    A redeploy that cannot work is thus refused while the old pairs still serve. Only the headers of weights are read.
+    A model that is only on the Hub is downloaded on the node that loads it.
 
     Raises:
-        ConfigError: a file is missing, cut short or not what its name says, weights are in a format that is not read,
-            or a model is neither here nor on the Hub.
+        ConfigError: a file is missing or truncated, its format does not match its name or is unsupported, or a model
+            is neither here nor on the Hub.
     """
     notes = [f"{path!r} is no folder here, and is taken for a Hub id" for path in hub_models(config)]
     target = Path(resolve_model_path(config.target.path))
@@ -121,5 +121,5 @@ def weight_bytes(path: str) -> int:
 def _bytes_on_hub(model_id: str) -> int:
     try:
         return find_model(model_id).num_bytes
-    except ConfigError:  # it is told where the model is fetched
+    except ConfigError:  # the download will report it
         return 0

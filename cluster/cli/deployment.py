@@ -49,7 +49,7 @@ class ServeOptions:
     num_pairs: int | None = None
     host: str = "127.0.0.1"
     port: int = 8000
-    grpc_port: int | None = 9000  # None: no gRPC
+    grpc_port: int | None = 9000  # None disables gRPC
     settings: tuple[str, ...] = field(default=())  # KEY=VALUE
 
 

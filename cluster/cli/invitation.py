@@ -11,7 +11,7 @@ from cluster.deploy_file import LOOPBACK, DeployFile
 
 
 def race_in_terminal(file: DeployFile) -> None:
-    """Show the race to a newcomer: where someone looks, no key is needed, and the draft has something to say."""
+    """Run the race if the output is a terminal and the server is on loopback without keys and TLS."""
     ingress, host = file.config.ingress, file.http_host
     if not sys.stdout.isatty() or ingress.api_keys_file or ingress.tls_certificate_file or host not in LOOPBACK:
         return

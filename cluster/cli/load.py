@@ -1,7 +1,7 @@
 """Load on an OpenAI server as users make it, and the times that they see.
 
 In a closed loop `concurrency` users each send their next request when the last has ended. In an open loop requests come
-at Poisson times of a rate, and a late answer delays no other: waiting counts from the time at which a request was due.
+at Poisson times of a rate, and a late answer delays no other: latency counts from a request's scheduled time.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _POLL_S = 0.25
 
 @contextmanager
 def loading_view(console: Console) -> Iterator[LoadingView]:
-    """Have this process and those that it starts report what they load, and show it until the block ends."""
+    """Show the loading of models by this process and its children until the block ends."""
     with TemporaryDirectory(prefix="outrider-") as folder:
         os.environ[FOLDER_VARIABLE] = folder
         view = LoadingView(console, Path(folder))
@@ -35,7 +35,7 @@ def loading_view(console: Console) -> Iterator[LoadingView]:
 
 
 class LoadingView:
-    """`start`, `stop`; `waiting_for` may say meanwhile on what else the start depends."""
+    """The display of loading models, from `start` to `stop`; `waiting_for` adds another reason for the wait."""
 
     def __init__(self, console: Console, folder: Path) -> None:
         self._console = console
@@ -64,7 +64,7 @@ class LoadingView:
             self._bars.stop()
 
     def waiting_for(self, what: str) -> None:
-        """Note another reason for which the start waits."""
+        """Show another reason for the wait."""
         self._waiting = what
 
     @property

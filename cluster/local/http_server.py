@@ -50,7 +50,7 @@ _FORBIDDEN = PlainTextResponse("The metrics are for the operator's addresses.\n"
 
 
 def share_of_files(num_wanted: int) -> int:
-    """Return the part of `num_wanted` connections that the process can open beside all of its others.
+    """Return the part of `num_wanted` connections that the process can open in addition to its other files.
 
     The limit of open files is raised as far as it may be. Below 4,096 each kind of connection gets its share.
     """
@@ -77,7 +77,7 @@ class Places:
         self._num_of: Counter[str] = Counter()
 
     def take(self, host: str) -> Callable[[], None] | None:
-        """Take a place for a connection from `host`; return what gives it back, once. None: there is none."""
+        """Take a place for a connection from `host`. Return a function that frees it once, or None if all are taken."""
         address = _address(host)
         name = _network(address)
         limit = self._max_connections + (self._num_more if self.is_operator(host) else 0)
@@ -111,7 +111,7 @@ def _network(address: Address) -> str:
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's protocol, with time-outs for what the client sends and reads, and no upgrades.
+    """uvicorn's protocol, with time-outs for a client's sending and reading, and no upgrades.
 
     An upgrade is ignored, as RFC 9110 (7.8) lets a server do, and the request is answered: Java's client offers h2c
     with each one. httptools ends its work at such a request and drops the body (uvicorn#2722).
@@ -133,7 +133,7 @@ class _Protocol(HttpToolsProtocol):
         self._leave()
         self._stop(self._head_timer)
         self._stop(self._unread_timer)
-        if self.transport is not None:  # None: its TLS handshake has failed
+        if self.transport is not None:  # None after a failed TLS handshake
             super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -166,7 +166,7 @@ class _Protocol(HttpToolsProtocol):
         self._refuse(408, f"no whole request has come within {REQUEST_TIMEOUT_S} seconds.")
 
     def _refuse(self, status: int, reason: str) -> None:
-        """Answer what is no request, and close."""
+        """Answer an invalid request, and close."""
         if self.transport.is_closing():
             return
         text = f"{reason}\n".encode()

@@ -70,11 +70,10 @@ class LocalCluster:
     ) -> None:
         """Start Ray with Serve's fast path and `num_cpus` cores, all by default; other clusters are left alone.
 
-        TLS is that of `ingress`, as long as the cluster runs. Ray gives out GPUs in an order in which NVLink joins
-        `gpus_per_pair` of them. Its dashboard is for other terminals: nothing here needs it, and it is nine processes.
-        Its processes start in a folder without packages: Ray puts the current one before all others on their path,
-        where a user's `engine` or `models` would take the place of ours. They all wait for cores, this one too, but for
-        the threads that compute.
+        The cluster keeps `ingress`'s TLS files until it stops. Ray assigns GPUs in an order that gives each pair
+        `gpus_per_pair` GPUs joined by NVLink. The dashboard (nine processes) is for other terminals; nothing here needs
+        it. Ray puts the current folder first on its processes' path, where a user's `engine` or `models` would hide
+        ours; so they start in an empty folder. All processes, this one too, yield cores to the threads that compute.
         """
         check_file_limit()
         set_variables()
@@ -179,7 +178,7 @@ def refuse_changed_address(http: HTTPOptions, grpc: gRPCOptions, wanted: ServeDe
             if now != then:
                 raise ConfigError(
                     f"{section}.{key} is {then!r}, and Serve runs with {now!r} until it is shut down; stop it and "
-                    "start it anew, or leave it as it is"
+                    "start it again, or leave it as it is"
                 )
 
 
@@ -201,10 +200,10 @@ def logs_folder() -> Path:
 
 
 def _end_monitors() -> None:
-    """End the processes of this driver's cluster that nothing asks for: 1% of a core, and what they take of memory.
+    """End two monitors of this driver's cluster that nothing uses; they take memory and 1% of a core.
 
-    The monitor of logs sends what workers write to drivers, which ours do not print; that of the autoscaler has no
-    nodes to start here. Ray has no setting for either in `ray.init`.
+    The log monitor sends workers' output to drivers, and ours do not print it. The autoscaler's monitor has no nodes
+    to start here. `ray.init` has no setting to leave them out.
     """
     node = ray._private.worker.global_worker.node
     assert node is not None, "this process has started it"
@@ -220,7 +219,7 @@ def own(folder: Path) -> IO[bytes]:
 
 
 def end_leftovers() -> None:
-    """End what clusters left behind whose own process was killed: HAProxy, and the folders."""
+    """Remove leftovers of clusters whose own process was killed: HAProxy, and the folders."""
     for folder in _FOLDERS.glob(f"{_PREFIX}*"):
         if folder.stat().st_uid == os.getuid() and not _is_owned(folder):
             _end_processes(str(folder))

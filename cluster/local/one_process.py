@@ -106,6 +106,6 @@ async def _serve_http(app: Any, file: DeployFile, on_ready: Callable[[], None]) 
 
 
 def _tls_files(config: DeployConfig) -> tuple[str | None, str | None]:
-    """Return the files of the certificate with its key and of the clients' authority; None where there is none."""
+    """Return the paths of the certificate (with its key) and the clients' authority; None for a file not set."""
     variables = tls_variables(config.ingress)
     return variables.get("OUTRIDER_TLS_CERTIFICATE"), variables.get("OUTRIDER_TLS_CLIENT_CA")

@@ -14,14 +14,14 @@ from protos.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 PRIVATE = 0o077  # umask: files of mode 0600, folders of 0700
-_ROOT = Path("/tmp")  # so short, and not below TMPDIR: a socket's path has 107 bytes, of which Ray takes 66
+_ROOT = Path("/tmp")  # short, whatever TMPDIR is: a socket's path has 107 bytes, and Ray takes 66 of them
 _MIN_FILES = 16_384  # HAProxy wants 8,209 at its start, and each of Ray's processes some hundreds
 
 
 def private_root() -> str:
-    """Return this user's folder for Ray's sessions, of mode 0700, made where there is none.
+    """Return this user's folder for Ray's sessions, of mode 0700; create it if it is missing.
 
-    Ray gives its own folders mode 0777. Where somebody else has taken the name, it is a fresh folder of another name.
+    Ray gives its own folders mode 0777. If another user has taken the name, this is a fresh folder of another name.
     """
     folder = _ROOT / f"outrider-{os.getuid()}"
     try:

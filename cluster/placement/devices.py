@@ -56,7 +56,7 @@ def linked_order(topology: NodeTopology, num_gpus: int) -> str:
 def order_devices(num_gpus: int | None, topology: NodeTopology | None = None) -> dict[str, str]:
     """Return the variables to start this node's Ray with, so that NVLink joins the `num_gpus` of each pair.
 
-    There are none where the operator has set CUDA_VISIBLE_DEVICES, without NVLink, and on a node of divided GPUs.
+    Return no variables if the operator has set CUDA_VISIBLE_DEVICES, without NVLink, or on a node of divided GPUs.
     """
     if num_gpus is None or num_gpus < 2 or "CUDA_VISIBLE_DEVICES" in os.environ:
         return {}
@@ -78,7 +78,7 @@ def _check_alike(ids: tuple[str, ...], cards: list[Device | None]) -> None:
         seen = ", ".join(f"{name} with {memory / (1 << 30):.0f} GiB" for name, memory in sorted(kinds))
         raise ConfigError(
             f"target.tensor_parallel_size is {len(ids)}, and the pair was given GPUs {_and(ids)} of different kinds "
-            f"({seen}); start Ray with CUDA_VISIBLE_DEVICES set to those of one kind"
+            f"({seen}); start Ray with CUDA_VISIBLE_DEVICES set to GPUs of one kind"
         )
 
 

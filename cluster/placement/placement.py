@@ -1,8 +1,8 @@
 """The part of a node that each process of a pair gets, and its devices: pure decisions over the cluster's resources.
 
-A pair's placement group is [shell, target, draft], packed on one node. Its devices are held by the shell's bundle,
-because only there Ray tells which ones they are; the shell hands them to its children by CUDA_VISIBLE_DEVICES. A
-prefill replica is one process anywhere, with a device of its own on GPU nodes.
+A pair's placement group is [shell, target, draft], packed on one node. The shell's bundle holds the pair's devices,
+because only there Ray names them; the shell passes them to its children in CUDA_VISIBLE_DEVICES. A prefill replica is
+one process on any node, with a device of its own on GPU nodes.
 
 Where deploy.yaml demands GPUs (`pair.gpus`), shares follow from it alone: the nodes may not be there yet.
 """
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 SHELL_CPUS = 0.1
 INGRESS_CPUS = 0.05
-_KIND_SHARE = 0.001  # of the resource by which a node tells its kind of GPU, as Ray's own `accelerator_type` takes
-_NUM_VERSIONS = 4  # of the ingress side by side: streams of those that a redeploy replaced go on
+_KIND_SHARE = 0.001  # of the resource that names a node's kind of GPU, as for Ray's own `accelerator_type`
+_NUM_VERSIONS = 4  # of the ingress at once: replicas that a redeploy has replaced finish their streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,9 @@ class PlacementRequest:
 
 @dataclass(frozen=True, slots=True)
 class PairPlacement:
-    """One pair's share of a node, and a prefill replica's. `draft` is each draft's; None: no draft has a process.
+    """The shares of a node that one pair and one prefill replica get; `draft` is each draft's, None without drafts.
 
-    The target's share has the threads of one of its ranks and the CPUs of all; so has a prefill replica's.
+    The share of a target or a prefill replica has the threads of one rank and the CPUs of all ranks.
     """
 
     target: ProcessShare
@@ -112,7 +112,7 @@ class PairPlacement:
 
     @property
     def demand(self) -> dict[str, float]:
-        """Return what a pair takes of its one node."""
+        """Return the resources that a pair takes of its node."""
         total: dict[str, float] = {}
         for bundle in self.bundles:
             for name, amount in bundle.items():
@@ -121,7 +121,7 @@ class PairPlacement:
 
     @property
     def prefill_demand(self) -> dict[str, float]:
-        """Return what a prefill replica takes of its node; nothing where there are none."""
+        """Return the resources that a prefill replica takes of its node; empty without prefill replicas."""
         if self.prefill is None:
             return {}
         gpus = {"GPU": float(self.num_prefill_gpus)} if self.num_prefill_gpus else {}
@@ -164,7 +164,7 @@ def log_missing_nodes(placement: PairPlacement, num_pairs: int, nodes: list[Node
         shape = ", ".join(f"{name} {amount:g}" for name, amount in demand.items())
         logger.warning(
             "%d of %d pairs wait for nodes: each takes %s of one node, and today's %d nodes have %d places; "
-            "`serve status` tells when they start, and none computes on a processor instead",
+            "`serve status` reports their start, and none computes on a processor instead",
             *(num_pairs - num_places, num_pairs, shape, len(nodes), num_places),
         )
 
@@ -278,7 +278,7 @@ def _gpus_per_pair(request: PlacementRequest, nodes: list[NodeResources], topolo
 
 
 def most_gpus(request: PlacementRequest) -> int:
-    """Return the largest number of GPUs that a pair may get: what is demanded, or one for the draft too."""
+    """Return the largest number of GPUs that a pair may get: the demanded number, or one per rank and one more."""
     return max(_wanted_gpus(request)) if request.gpus is None else request.gpus.num_gpus
 
 

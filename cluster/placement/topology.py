@@ -25,7 +25,7 @@ class Instance:
 class Device:
     """One GPU; `index` is its number on the node, before any CUDA_VISIBLE_DEVICES, which may name it by `uuid` too.
 
-    `instances` are those that it is divided into; none of a whole one.
+    `instances` are the MIG instances of a divided GPU; a whole one has none.
     """
 
     index: int
@@ -41,7 +41,7 @@ class NodeTopology:
 
     devices: tuple[Device, ...] = ()
     nvlinks: frozenset[tuple[int, int]] = frozenset()
-    cuda_version: tuple[int, int] | None = None  # the latest that the driver runs; None where it does not tell
+    cuda_version: tuple[int, int] | None = None  # the latest that the driver runs; None if unknown
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -54,7 +54,7 @@ class NodeTopology:
         return tuple(sorted({tuple(sorted(group)) for group in group_of.values()}))
 
     def group_of(self, index: int) -> tuple[int, ...]:
-        """Return the group a device belongs to; a device this topology does not know stands alone."""
+        """Return a device's group; a device outside this topology is a group of one."""
         return next((group for group in self.groups if index in group), (index,))
 
     def device_of(self, device_id: str) -> Device | None:
@@ -74,7 +74,7 @@ class NodeTopology:
         found = []
         for device_id in filter(None, (each.strip() for each in visible.split(","))):
             device = self.device_of(device_id)
-            if device is None:  # CUDA sees none behind an id that names nothing
+            if device is None:  # CUDA ignores all devices after an unknown id
                 break
             part = next((part for part in device.instances if part.uuid == device_id), device)
             found.append(part.memory_bytes)

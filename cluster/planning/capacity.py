@@ -32,7 +32,7 @@ class Capacity:
     prefill_s: float
     requests_per_s: float
     output_tokens_per_s: float
-    num_replicas: int | None  # None: no rate was given
+    num_replicas: int | None  # None if no rate was given
     usd_per_million_tokens: float
 
 
@@ -66,7 +66,7 @@ def capacity_of(
     max_itl_ms: float | None,
     has_drafts: bool = True,
 ) -> Capacity:
-    """Return the replica's best number of streams (or that of `num_streams`), and what a rate of requests takes.
+    """Return a replica's throughput at `num_streams`, or at the best number, and the replicas for a rate of requests.
 
     `max_itl_ms` bounds the mean time between tokens of a stream; `has_drafts` False plans plain decoding.
 

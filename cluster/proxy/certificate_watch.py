@@ -1,7 +1,7 @@
 """Hands HAProxy certificates whose files have changed, so that it serves the new ones without a restart.
 
 Run as a program by haproxy.sh, with HAProxy's configuration and process id; it imports nothing but the standard
-library. It ends with HAProxy, whose child it is. A file that HAProxy refuses leaves the one before in place.
+library. It ends with HAProxy, whose child it is. If HAProxy refuses a file, it keeps the previous one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class WatchedFile:
     contents: bytes = b""
 
     def news(self) -> bytes | None:
-        """Return new contents; None where there are none, or no file (it is being replaced)."""
+        """Return new contents; None if they are unchanged or the file is missing (it is being replaced)."""
         try:
             contents = Path(self.name).read_bytes()
         except OSError:
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _replace(admin_socket: str, file: WatchedFile, contents: bytes) -> None:
-    """Give HAProxy the new contents, and say what it answers; without an answer they are tried again."""
+    """Give HAProxy the new contents and log its answer; without an answer, the next round tries again."""
     lines = b"\n".join(line for line in contents.splitlines() if line.strip())  # an empty line would end them
     try:
         answers = [
@@ -64,7 +64,7 @@ def _replace(admin_socket: str, file: WatchedFile, contents: bytes) -> None:
             _ask(admin_socket, b"commit ssl %s %s\n" % (file.kind.encode(), file.name.encode())),
         ]
     except OSError as error:
-        logger.warning("%s has changed, and HAProxy cannot be told: %s", file.name, error)
+        logger.warning("%s has changed, and HAProxy cannot be reached: %s", file.name, error)
         return
     file.contents = contents
     logger.info("%s is given; HAProxy: %s", file.name, " ".join(" ".join(answers).split()))

@@ -1,4 +1,4 @@
-"""HAProxy's configuration for clients that are not trusted, made from the one that Serve generates.
+"""HAProxy's configuration for untrusted clients, made from Serve's.
 
 Run as a program by haproxy.sh, on the file that Serve has written; so it imports nothing but the standard library.
 """
@@ -16,14 +16,14 @@ from pathlib import Path
 REQUEST_TIMEOUT_S = 15  # for a request's headers, and for the first 16 KiB of its body
 # Until the next byte of a body, or until a client takes more of its answer; a client that waits for one has none.
 CLIENT_TIMEOUT_S = 60
-LONG_HEADERS_BYTES = 6000  # may fill HAProxy's buffer, so that it cannot wait for a body
+LONG_HEADERS_BYTES = 6000  # these may fill HAProxy's buffer and leave no room for a body
 MAX_CONNECTIONS_PER_ADDRESS = 1024
 # Of the 4096 that HAProxy takes, for clients; the rest is kept for the operator's addresses, which ask for health.
 MAX_HTTP_CONNECTIONS = 3072
 MAX_GRPC_CONNECTIONS = 768
 OPERATOR_ADDRESSES = "127.0.0.1 ::1"
 MAX_ENDLESS_CALLS = 64  # of one address at once: gRPC calls that end when the client wants
-CROWDED_SHARE = 4  # of the connections of one address, which alone are left to it once half of all places are taken
+CROWDED_SHARE = 4  # an address keeps 1/4 of its connections once half of all places are taken
 ADDRESS = "src,ipmask(32,64)"  # a client of IPv6 has a network of 2^64 addresses
 WAITS_FOR_ROUTES = "waits for routes"  # a HAProxy's description, which standby.py reads
 _RETRY_AFTER_S = 1
@@ -61,18 +61,18 @@ class ProxySettings:
 
     @property
     def known_addresses(self) -> str:
-        """The operator's addresses, those of this machine included."""
+        """The operator's addresses, including this machine's."""
         return f"{OPERATOR_ADDRESSES} {self.operator_addresses}".strip()
 
 
 def harden(text: str, settings: ProxySettings, has_stand_in: bool = False) -> str:
-    """Return Serve's configuration with time-outs, limits, private sockets, and errors that say when to come back.
+    """Return Serve's configuration with time-outs, limits, private sockets, and errors with Retry-After.
 
-    A text that went through here before is returned as it is. While another HAProxy stands in (`has_stand_in`), one
-    that does not know its routes yet takes no client.
+    A hardened text is returned unchanged. While a substitute HAProxy serves (`has_stand_in`), a configuration without
+    routes accepts no clients.
 
     Raises:
-        ValueError: it is not what this version of Ray generates.
+        ValueError: this version of Ray generates another text.
     """
     if "# hardened" in text:
         return text
@@ -104,11 +104,11 @@ def harden(text: str, settings: ProxySettings, has_stand_in: bool = False) -> st
 
 
 def _bodies() -> str:
-    """Return rules by which a body comes within bounds, whatever its method.
+    """Return rules that bound a body's size and time for every method.
 
-    The first 16 KiB have a time of their own. A longer body is a POST's alone, whose reader asks for a least pace; the
-    server is told to close after its answer, and with its connection ends the client's: it would else stay for as long
-    as the client sends a byte a minute after an early answer.
+    The first 16 KiB have a time limit of their own. Only a POST may have a longer body; its reader demands a least
+    pace. For such a body the server closes its connection after the answer, and the client's connection closes with it:
+    after an early answer, a client could else keep it open with a byte a minute.
     """
     too_long = _error("A body of %[method] may have 16 KiB, and must have a length.", "invalid_request_error")
     return f"""\
@@ -127,18 +127,18 @@ def _bodies() -> str:
 
 
 def _without_routes(text: str) -> str:
-    """Return the configuration of a HAProxy that does not know yet where requests go: it asks for patience."""
+    """Return the configuration of a HAProxy without routes: it answers 503 with Retry-After."""
     retry = f"hdr Retry-After {_RETRY_AFTER_S} string {_error(_REASONS[503])}"
     text = re.sub(r"return status 404 content-type text/plain .*", f"return status 503 {_JSON} {retry}", text)
     text = re.sub(r'grpc-status 5 hdr grpc-message "[^"]*"', f'grpc-status 14 hdr grpc-message "{_REASONS[503]}"', text)
     return re.sub(r"\nglobal\n|^global\n", rf"\g<0>    description {WAITS_FOR_ROUTES}\n", text, count=1)
 
 
-# HAProxy drops offers of h2c itself; with any other one httptools, by which Serve reads, drops the body (uvicorn#2722).
+# HAProxy drops offers of h2c. With any other upgrade Serve's parser, httptools, drops the body (uvicorn#2722).
 _NO_UPGRADES = "    http-request del-header Upgrade\n"
-# An id that a client sends stands in every line of Serve's logs; Serve makes one where there is none.
+# A client's id is in every line of Serve's logs; without one Serve makes one.
 _REQUEST_IDS = "    http-request del-header X-Request-Id unless { req.fhdr(X-Request-Id) -m reg ^[!-~]{1,128}$ }\n"
-# Serve reads these itself, as UTF-8, and answers 500 where one has another byte.
+# Serve decodes these as UTF-8, and answers 500 if one has an invalid byte.
 _SERVES_NAMES = (
     "(x[-_]session[-_]id|serve[-_]multiplexed[-_]model[-_]id|x-request-(timeout-seconds|disconnect-disabled)|"
     "trace(parent|state))"
@@ -204,7 +204,7 @@ def _error(reason: str, kind: str = "service_unavailable_error") -> str:
 
 
 def _limits(settings: ProxySettings, max_connections: int) -> str:
-    """Return rules by which neither an address nor a few of them hold all places of a frontend."""
+    """Return rules that keep one or a few addresses from taking all places of a frontend."""
     most = settings.max_connections_per_address * max_connections // MAX_HTTP_CONNECTIONS
     share = most if most >= max_connections else most // CROWDED_SHARE
     return (

@@ -1,12 +1,12 @@
-"""Starts HAProxy again at once where it has died unasked, until Serve has started one of its own.
+"""Restart HAProxy at once when it dies, and run the substitute until Serve has started its own.
 
-Run as a program by haproxy.sh, with HAProxy's configuration, its process id and the command that starts another; it
-imports nothing but the standard library. It keeps HAProxy's listening sockets open, so no client is refused: who comes
-while none runs waits for the next one, which takes the sockets over, as ours and Serve's both do. Serve needs seconds
-to see that its HAProxy or the manager of it is gone, by the admin socket; so ours has another one. Ours drains when
-Serve's knows its routes.
+haproxy.sh runs this program with HAProxy's configuration, its process id and the command that starts another. It
+imports only the standard library. It keeps HAProxy's listening sockets open, so no client is refused: connections wait
+until the next HAProxy, ours or Serve's, takes the sockets over. Serve needs seconds to notice at the admin socket that
+its HAProxy or its manager is gone; so our HAProxy has another admin socket. Ours drains once Serve's has routes.
 
-Run with the configuration alone, it prints the Unix socket where the listening sockets are had, if one stands in.
+With the configuration as its only argument, the program prints the Unix socket that hands over the listening sockets,
+if a substitute runs.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _WAITS_FOR_ROUTES = re.compile(rb"^description: waits for routes", re.MULTILINE 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A HAProxy's own words: its process id, and whether haproxy_config.py found no route in its configuration."""
+    """The state a HAProxy reports: its process id, and whether its configuration has no route."""
 
     pid: int
     is_waiting_for_routes: bool
 
 
 def main() -> None:
-    """Wait until HAProxy has died, and stand in for it; or print what stands in."""
+    """Wait until HAProxy has died, then run a substitute; or print the running substitute's socket."""
     configuration = Path(sys.argv[1])
     found = re.search(r"stats socket (\S+)", configuration.read_text(encoding="utf-8"))
     if found is None:
@@ -77,7 +77,7 @@ def _first_answer(admin_socket: str, haproxy: int) -> Answer | None:
 
 
 def _listeners(admin_socket: str) -> list[socket.socket]:
-    """Return the sockets where HAProxy takes clients, as it hands them to the next of its kind (-x)."""
+    """Return HAProxy's listening sockets, which it hands to its successor (-x)."""
     descriptors: list[int] = []
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_TIMEOUT_S)
@@ -101,7 +101,7 @@ def _listeners(admin_socket: str) -> list[socket.socket]:
 
 
 def _hand_over(listeners: list[socket.socket], path: str) -> None:
-    """Give the listening sockets to each HAProxy that asks at a Unix socket, as the one before would (-x)."""
+    """Give the listening sockets to each HAProxy that connects to a Unix socket, as its predecessor would (-x)."""
     Path(path).unlink(missing_ok=True)
     server = socket.socket(socket.AF_UNIX)
     server.bind(path)
@@ -138,7 +138,7 @@ def _wait_for_end(haproxy: int) -> None:
 
 
 def _stand_in(command: list[str], configuration: Path, admin_socket: str, cluster: int) -> None:
-    """Run HAProxy, another where it dies, until Serve's own has taken over; let it drain, or end with the cluster."""
+    """Run HAProxy, and restart it if it dies, until Serve's has taken over; then let it drain. End with the cluster."""
     command = [*_with_own_socket(command, configuration, admin_socket), "-x", listeners_socket(admin_socket)]
     own, began_s = _started(command), time.monotonic()
     deadline_s = began_s + TAKEOVER_S
@@ -163,7 +163,7 @@ def _started(command: list[str]) -> subprocess.Popen[bytes]:
 
 
 def _with_own_socket(command: list[str], configuration: Path, admin_socket: str) -> list[str]:
-    """Return the command for a configuration with another admin socket: Serve takes an answer there for its own's."""
+    """Return the command, with another admin socket: Serve would take an answer at the first for its own HAProxy's."""
     own = configuration.with_name(f"standby-{configuration.name}")
     text = configuration.read_text(encoding="utf-8")
     own.write_text(text.replace(f"stats socket {admin_socket} ", f"stats socket {own_socket(admin_socket)} "))
@@ -171,7 +171,7 @@ def _with_own_socket(command: list[str], configuration: Path, admin_socket: str)
 
 
 def own_socket(admin_socket: str) -> str:
-    """Return the path of the stand-in's admin socket; a socket's path may not be much longer than the one it has."""
+    """Return the path of the substitute's admin socket, hardly longer than Serve's: socket paths are limited."""
     return f"{admin_socket}2"
 
 

@@ -20,12 +20,12 @@ SERVES_OWN_POLICY = "power_of_two"
 class RouterSection(Section):
     """The choice of a pair.
 
-    `policy` prefix: by predicted seconds to the first token, with what each pair has cached. load: the same with every
-    cache taken as empty. round_robin: in turn. random. power_of_two: Ray Serve's own router, which takes the pair with
-    fewer requests of two.
+    `policy` prefix takes the pair with the least predicted seconds to the first token, given its cached prefixes. load
+    does the same as if every cache were empty. round_robin takes pairs in turn. random takes any. power_of_two is Ray
+    Serve's own router: of two random pairs it takes the one with fewer requests.
 
-    `others_weight` is the weight of the work a request brings for those behind it (docs/routing.md). The index has
-    `index_timeout_ms` to answer; after that the request goes to the pair with the fewest requests.
+    `others_weight` is the weight of the delay that a request causes to later ones (docs/routing.md). If the index does
+    not answer within `index_timeout_ms`, the request goes to the pair with the fewest requests.
     """
 
     policy: Annotated[str, one_of(*Policy, SERVES_OWN_POLICY)] = Policy.PREFIX
@@ -36,8 +36,8 @@ class RouterSection(Section):
 class LimitsSection(Section):
     """Bounds of one client request and of the wait for its answer (`router.config.IngressLimits`).
 
-    All bodies that an ingress replica is reading and checking hold at most `max_body_bytes_in_flight`. A request whose
-    `max_tokens` is more than the context has room for gets what fits, or is refused with `strict_max_tokens`.
+    The bodies that an ingress replica reads and checks at one time hold at most `max_body_bytes_in_flight`. If
+    `max_tokens` exceeds the room in the context, a request gets what fits; with `strict_max_tokens` it is refused.
     """
 
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
@@ -60,19 +60,25 @@ class LimitsSection(Section):
 class IngressSection(Section):
     """The HTTP and gRPC frontends.
 
-    `model_aliases` are more names of the model, for clients that ask for one of their own (docs/requests.md).
-    `api_keys_file` has one key or its hash per line (docs/security.md); without it every client is served, and may
-    kill the draft and see the router's reasons if `open_admin` is set, which only loopback allows. `tool_format` is
-    how the model writes tool calls, `reasoning_format` how it marks its thoughts; auto follows its chat template, in
-    whose place `chat_template` may put another: a file's path, or the template itself. `prompt_tools` describes tools
-    in the system message for a model whose template has none. `vllm_grpc` puts vLLM's engine service on the gRPC
-    port, for the smg router; grpc_options.grpc_servicer_functions lists it too (docs/requests.md). `strict_fields`
-    refuses a request with a field that is not known here; else the field is ignored, and named in the answer's header
-    X-Ignored-Fields. `cors_origins` are the web pages that may call, as scheme://host:port with * for anything; those
-    of this machine by default. A server on loopback answers to its own names and to `allowed_hosts` (a star stands for
-    any part); elsewhere to any, or to these alone where there are some. `tls_certificate_file` (PEM: certificate chain
-    and key) turns TLS on for both frontends; with `tls_client_ca_file` a client must show a certificate that is
-    signed by it.
+    `model_aliases` are more names of the model, for clients with fixed model names (docs/requests.md).
+
+    `api_keys_file` has one key or its hash per line (docs/security.md). Without it every client is served.
+    `open_admin`, for loopback without keys, lets every client kill the draft and see the router's reasons.
+
+    `tool_format` is how the model writes tool calls, and `reasoning_format` how it marks its reasoning; auto follows
+    its chat template. `chat_template` replaces that template: a file's path, or the template itself. `prompt_tools`
+    describes tools in the system message, for a model whose template has no tools.
+
+    `vllm_grpc` adds vLLM's engine service to the gRPC port, for the smg router; list it in
+    grpc_options.grpc_servicer_functions too (docs/requests.md). `strict_fields` refuses a request with an unknown
+    field; otherwise the field is ignored and named in the answer's header X-Ignored-Fields.
+
+    `cors_origins` are the web pages that may call, as scheme://host:port with * for anything. The default is this
+    machine's pages. A server on loopback accepts its own host names and `allowed_hosts` (* matches any part). Another
+    server accepts any host name, or only `allowed_hosts` if set.
+
+    `tls_certificate_file` (PEM: certificate chain and key) turns TLS on for both frontends. With `tls_client_ca_file` a
+    client must have a certificate that this authority has signed.
     """
 
     num_replicas: int = Field(default=1, ge=1, le=1000)
@@ -98,7 +104,7 @@ class IngressSection(Section):
 
     def conflicts(self) -> Iterable[str]:
         if self.open_admin and self.api_keys_file is not None:
-            yield "open_admin is for a server without keys; remove it, and write admin=true behind a key of the file"
+            yield "open_admin is for a server without keys; remove it, and write admin=true after a key of the file"
         if self.tls_client_ca_file is not None and self.tls_certificate_file is None:
             yield "tls_client_ca_file is set without tls_certificate_file; set both, or neither"
         if strange := next((host for host in self.allowed_hosts if "/" in host), None):
@@ -113,14 +119,14 @@ class IngressSection(Section):
                 yield f"{name} {path!r} is no file; give the path of {kind}"
         yield from self._template_conflicts()
         if self.prompt_tools and self.tool_format not in {"auto", "hermes"}:
-            yield f"prompt_tools has tools called in the form hermes, tool_format is {self.tool_format}; remove one"
+            yield f"prompt_tools writes tool calls in the format hermes, tool_format is {self.tool_format}; remove one"
 
     @property
     def chat_template_text(self) -> str | None:
-        """The template in place of the model's own; None without one, or where its file is missing."""
+        """The template that replaces the model's; None without one, or if its file is missing."""
         if self.chat_template is None or "{{" in self.chat_template or "{%" in self.chat_template:
             return self.chat_template
-        file = os.path.expanduser(self.chat_template)  # of os.path: a long name is no error there
+        file = os.path.expanduser(self.chat_template)  # os.path.isfile accepts a long name; Path does not
         return Path(file).read_text(encoding="utf-8") if os.path.isfile(file) else None
 
     def _template_conflicts(self) -> Iterable[str]:

@@ -35,19 +35,18 @@ _KINDS = (*MODEL_KINDS, SpeculationMethod.NGRAM, SpeculationMethod.SUFFIX, Specu
 class TargetSection(EngineSection):
     """The model whose distribution is served, and how it is computed.
 
-    `path` is a local folder, a GGUF file or a Hub id. dtype auto follows the processor. quantization is of the linear
-    layers' weights. attention auto is our own kernels where they run and torch elsewhere. deterministic: the same
-    text has the same logits, bit for bit, with speculation on and off and in any batch. generation_config auto: what a
-    request leaves out (temperature, top_k, top_p, min_p, repetition_penalty) is as the checkpoint's
-    generation_config.json says; none: as in OpenAI's API.
+    `path` is a local folder, a GGUF file or a Hub id. `dtype` auto follows the processor. `quantization` applies to the
+    weights of linear layers. `attention` auto uses our own kernels if they run here, else torch. With `deterministic`
+    the same text has the same logits, bit for bit, with speculation on and off and in any batch. `generation_config`
+    auto takes a request's missing settings (temperature, top_k, top_p, min_p, repetition_penalty) from the checkpoint's
+    generation_config.json; `none` takes OpenAI's defaults.
 
-    `tensor_parallel_size` processes share the sharded model, each on a GPU of its own in one NVLink group (without
-    GPUs: all on the processor, which is for trying it out). num_threads is then of each process.
+    `tensor_parallel_size` processes share the sharded model, each on its own GPU, all in one NVLink group. Without GPUs
+    all run on the processor, for a trial. `num_threads` then counts the threads of each process.
 
-    On GPUs passes of up to as many sequences as `cuda_graph_batches` has, with one row each or with their drafts, are
-    recorded at start and replayed; `cuda_graphs` off computes every pass anew. Where passes are recorded, the next one
-    begins before the host has seen this one's tokens, if no sequence has drafts; `overlapped_passes` off waits every
-    time.
+    On GPUs, passes are recorded at start and replayed: one for each number of sequences in `cuda_graph_batches`, with
+    one row each or with drafts. `cuda_graphs` off records nothing. If no sequence has drafts, a recorded pass begins
+    before the host has the tokens of the previous one; with `overlapped_passes` off it always waits.
     """
 
     path: str
@@ -60,14 +59,14 @@ class TargetSection(EngineSection):
     cuda_graphs: Annotated[GraphKind, one_of(GraphKind.AUTO, GraphKind.OFF)] = GraphKind.AUTO
     cuda_graph_batches: list[Annotated[int, Field(ge=1)]] | None = Field(default=None, min_length=1)
     overlapped_passes: Annotated[str, one_of("auto", "off")] = "auto"
-    num_threads: int | None = Field(default=None, ge=1, le=1024)  # None: from the cores the pair owns
+    num_threads: int | None = Field(default=None, ge=1, le=1024)  # None follows the cores that the pair owns
 
     def conflicts(self) -> Iterator[str]:
         if self.cuda_graph_batches is not None and self.cuda_graphs is GraphKind.OFF:
-            yield "cuda_graph_batches are what is recorded, and cuda_graphs is 'off'; remove one of the two"
+            yield "cuda_graph_batches are the recorded passes, and cuda_graphs is 'off'; remove one of the two"
 
     def to_engine(self) -> ModelConfig:
-        """Return the model as the section has it: `path` is not looked for yet."""
+        """Return the configured model; `path` is not checked yet."""
         engine_options = self.model_dump(exclude={"cuda_graphs", "cuda_graph_batches", "overlapped_passes"})
         return ModelConfig(**engine_options, graphs=self.graphs)
 
@@ -80,7 +79,7 @@ class TargetSection(EngineSection):
 
 
 class DraftProcess(StrEnum):
-    """The process in which a draft model computes."""
+    """The process that computes a draft model."""
 
     AUTO = "auto"  # the target's where they share a GPU, else its own
     OWN = "own"
@@ -90,20 +89,20 @@ class DraftProcess(StrEnum):
 class DraftSection(Section):
     """The source of drafts.
 
-    `kind` model: a second model. medusa, eagle3, mtp: a head on the target's hidden states, in the
-    target's process, dtype, device and threads; the first two have files of their own, at `path`, and mtp is a layer
-    among the target's own weights. ngram: the text itself. suffix: the text and earlier ones under the same cache_salt.
-    none: plain decoding. self: the target's own weights in its process, over its own KV: in `quantization` (int4 where
-    neither is set), or the first `num_layers` of its layers, or both.
+    `kind` model is a second model. medusa, eagle3 and mtp are heads on the target's hidden states, in the target's
+    process, dtype, device and threads; the first two have their own files at `path`, and mtp is a layer of the target's
+    checkpoint. ngram drafts from the text itself, suffix from the text and earlier ones under the same cache_salt. self
+    is the target's own weights in its process, over its own KV: in `quantization` (int4 if neither key is set), only
+    the first `num_layers` layers, or both. none is plain decoding.
 
-    `vocabulary` is how a model's tokens become the target's: same (one tokenizer), intersection (drafts are made of the
-    tokens that both have), text (it continues the text, which is encoded again), or auto, which compares the two.
+    `vocabulary` is how a model's tokens become the target's: same (one tokenizer), intersection (drafts use the tokens
+    that both have), text (the draft's text is encoded again), or auto, which compares the two tokenizers.
 
-    `process` is a draft model's: own, target (the two take turns on the target's GPU or threads), or auto, which is
-    target where they share a GPU, and own elsewhere.
+    `process` is the process of a draft model: own, target (the two take turns on the target's GPU or threads), or auto:
+    target if they share a GPU, else own.
 
-    `gpu` is the GPU of a draft model on GPU nodes: `own` is one beside the target's, a number that of this rank of the
-    target (0 where it has but one), auto an own one where every pair can have it, else the target's last.
+    `gpu` is the GPU of a draft model on GPU nodes: `own` is an additional one, a number is the GPU of that rank of the
+    target (0 for the only one), and auto is an additional one if every pair can have it, else the target's last.
     """
 
     kind: Annotated[SpeculationMethod, one_of(*_KINDS)] = SpeculationMethod.MODEL
@@ -144,15 +143,15 @@ class DraftSection(Section):
             if self.kind is not SpeculationMethod.MODEL and name in self.model_fields_set:
                 yield f"{name} is for kind 'model', and the kind is '{self.kind}'; remove one of the two"
         if self.process is DraftProcess.TARGET and self.gpu == "own":
-            yield "process 'target' has no GPU beside the target's, and gpu is 'own'; remove one of the two"
+            yield "process 'target' has only the target's GPUs, and gpu is 'own'; remove one of the two"
         if self.process is DraftProcess.TARGET and self.num_threads is not None:
             yield "process 'target' computes on the target's threads; remove num_threads, or set process to 'own'"
 
 
 class NamedDraftSection(Section):
-    """One more draft model beside `draft`, for requests whose `speculation.method` is its name.
+    """An additional draft model, for requests whose `speculation.method` is its name.
 
-    It has a process, threads and a GPU as `draft` has them, or those that a draft model would have there.
+    It gets its own process, threads and GPU by the settings of `draft`, or by their defaults if `draft` is no model.
     """
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -164,7 +163,7 @@ class NamedDraftSection(Section):
 
     def conflicts(self) -> Iterator[str]:
         if self.name in (*SpeculationMethod, *DraftSource):
-            yield f"name {self.name!r} is that of another source of drafts; choose one of your own"
+            yield f"name {self.name!r} names another source of drafts; choose another name"
 
 
 def quoted(kinds: tuple[SpeculationMethod, ...]) -> str:

@@ -24,11 +24,11 @@ _ADDRESS = r"^tcp://[^:/]+:[1-9][0-9]{0,4}$"
 class CacheSection(EngineSection):
     """The KV pool of the target: a budget, or a number of blocks.
 
-    Where neither is set, it is 1 GiB on processors, and on GPUs what weights, passes and recordings leave of
-    `gpu_memory_utilization` (0.9) of each; a draft model on the target's GPU has a part of that.
+    If neither is set, it is 1 GiB on processors. On a GPU it is `gpu_memory_utilization` (0.9) of its memory, less
+    weights, passes and recordings; a draft model on the target's GPU gets a part of it.
 
-    dtype int8 (processors) or fp8 (GPUs of compute capability 8.9 or later) holds about twice the tokens of bfloat16 in
-    the same memory, and changes the target's distribution a little (docs/benchmarks.md).
+    `dtype` int8 (processors) or fp8 (GPUs of compute capability 8.9 or later) holds about twice the tokens of bfloat16
+    in the same memory, and changes the target's distribution a little (docs/benchmarks.md).
     """
 
     block_size: int = Field(default=16, ge=1, le=1024)
@@ -39,17 +39,17 @@ class CacheSection(EngineSection):
 
     def conflicts(self) -> Iterator[str]:
         if self.memory_gib is not None and self.num_blocks is not None:
-            yield "memory_gib and num_blocks are two ways to say one thing; keep one of them"
+            yield "memory_gib and num_blocks both set the size; keep one of them"
         if "gpu_memory_utilization" in self.model_fields_set and not self.is_measured:
-            yield "gpu_memory_utilization sizes the pool by what a GPU has left, and its size is set; keep one of them"
+            yield "gpu_memory_utilization sizes the pool by the GPU's memory, and its size is set; keep one of them"
 
     @property
     def is_measured(self) -> bool:
-        """True if the pool on a GPU is what is left there."""
+        """True if the pool takes the free memory of a GPU."""
         return self.memory_gib is None and self.num_blocks is None
 
     def to_engine(self) -> CacheConfig:
-        """Return the target's pool: the size that is set, or one GiB."""
+        """Return the target's pool: the configured size, or 1 GiB."""
         if self.num_blocks is not None:
             return CacheConfig(self.block_size, self.num_blocks, memory_bytes=None, dtype=self.dtype)
         memory_bytes = GIB if self.memory_gib is None else int(self.memory_gib * GIB)
@@ -71,11 +71,11 @@ class SchedulerSection(EngineSection):
 
 
 class AutoscalingSection(Section):
-    """The bounds between which Serve moves the number of replicas, and what it aims at.
+    """The bounds of Serve's number of replicas, and its goal.
 
-    With `ttft_s` or `itl_ms` that is work: queued prompts that one replica computes within `ttft_s`, and running
-    streams whose tokens take `itl_ms` each. Else it is `target_ongoing_requests` per replica (16), whatever they cost.
-    The number follows what was reported over `look_back_period_s`, after the delays.
+    With `ttft_s` or `itl_ms` the goal is work: one replica computes its queued prompts within `ttft_s`, and its running
+    streams take at most `itl_ms` per token. Without them it is `target_ongoing_requests` per replica (16), whatever
+    they cost. The number follows the reports of the last `look_back_period_s`, after the delays.
     """
 
     min_replicas: int = Field(default=1, ge=1)
@@ -108,17 +108,17 @@ class AutoscalingSection(Section):
 
 
 class PrefillAutoscalingSection(AutoscalingSection):
-    """As of the pairs, but down to no replica at all: the pairs read long prompts then until the first one is back."""
+    """Autoscaling that may go down to zero: without prefill replicas the pairs read long prompts themselves."""
 
     min_replicas: int = Field(default=1, ge=0)
 
 
 class GpusSection(Section):
-    """The GPUs that each pair demands: it waits for a node that has them, and never computes on a processor instead.
+    """The GPUs that each pair demands. A pair waits for a node with them, and never computes on a processor instead.
 
     `count` is one per rank of the target, and one more for a draft model with a GPU of its own. `kind` is Ray's name of
-    an accelerator type (H100, A100-80G, L4). Beside them each GPU brings `cpus_per_gpu` cores. Prefill replicas
-    demand the same kind, one GPU per rank.
+    an accelerator type (H100, A100-80G, L4). A pair also gets `cpus_per_gpu` cores per GPU. Prefill replicas demand
+    the same kind, one GPU per rank.
     """
 
     count: int = Field(ge=1, le=65)
@@ -127,9 +127,9 @@ class GpusSection(Section):
 
 
 class Scaled(Section):
-    """A deployment with a fixed number of replicas, or a moving one.
+    """A deployment with a fixed number of replicas, or with autoscaling.
 
-    `resources` are Ray resources of a node that each replica takes, so that it runs on nodes that have them alone.
+    `resources` are Ray resources that each replica takes, so that it runs only on nodes that have them.
     """
 
     num_replicas: int | None
@@ -138,7 +138,7 @@ class Scaled(Section):
 
     @property
     def min_replicas(self) -> int:
-        """The number that is to serve, the least where it moves."""
+        """The number of replicas, or the least number with autoscaling."""
         return self.autoscaling.min_replicas if self.autoscaling is not None else self.num_replicas or 1
 
     def conflicts(self) -> Iterator[str]:
@@ -149,10 +149,10 @@ class Scaled(Section):
 
 
 class KVEventsSection(Section):
-    """ZeroMQ addresses at which each pair publishes its cache's changes in vLLM's format, for other routers than ours.
+    """ZeroMQ addresses where each pair publishes its cache's changes in vLLM's format, for external routers.
 
-    Pairs of one node take ports that follow each other. `format` is `map`, as vLLM sends events now, or `array`, as it
-    did before. Needs pyzmq. The events hold the tokens of prompts (docs/security.md).
+    Pairs of one node take consecutive ports. `format` is `map`, vLLM's present form of events, or `array`, its earlier
+    one. Needs pyzmq. The events hold the tokens of prompts (docs/security.md).
     """
 
     endpoint: str = Field(default="tcp://127.0.0.1:5557", pattern=_ADDRESS)
@@ -165,15 +165,15 @@ class KVEventsSection(Section):
         if self.endpoint == self.replay_endpoint:
             yield "endpoint and replay_endpoint are one address; change one of them"
         if find_spec("zmq") is None:
-            yield "kv_events needs pyzmq, which is not installed; pip install 'outrider[kv-events]', or leave it out"
+            yield "kv_events needs pyzmq, which is not installed; pip install 'outrider[kv-events]', or remove it"
 
 
 class PairSection(Scaled):
     """The number of draft-target pairs, and of requests that may wait in each before it answers 503.
 
-    The threads that compute give way to other programs, the ingress among them, by `niceness`: left out, 5 on nodes
-    without GPUs, where they share the cores.
-    `alarm_webhook` is an address that gets a POST with a JSON object when the acceptance of a class of requests falls.
+    `niceness` lets other programs, such as the ingress, run before the threads that compute. The default is 5 on nodes
+    without GPUs, where they share the cores. `alarm_webhook` gets a POST with a JSON object when the acceptance of a
+    class of requests falls.
     """
 
     num_replicas: int | None = Field(default=None, ge=1, le=_MOST_REPLICAS)
@@ -190,12 +190,12 @@ class PairSection(Scaled):
 
 
 class PrefillSection(Scaled):
-    """Replicas that read long prompts for the pairs; without them, or while there are none, each pair reads its own.
+    """Replicas that read long prompts for the pairs. While no such replica runs, each pair reads its own prompts.
 
-    Prompts with fewer than `min_remote_prefill_tokens` uncached tokens never go there. KV blocks come back every
-    `chunk_tokens`, by `kv_transport`: through Ray's object store, or read by NIXL; auto is NIXL on GPUs where it is
-    installed. Each replica has a KV pool of the size of a pair's, unless `memory_gib` is set. Its engine thread gives
-    way to other programs by `niceness`: left out, 15 on nodes without GPUs, where it shares cores with pairs.
+    Prompts with fewer than `min_remote_prefill_tokens` uncached tokens stay with the pair. KV blocks come back every
+    `chunk_tokens` by `kv_transport`: through Ray's object store, or by NIXL; auto is NIXL on GPUs if it is installed.
+    Each replica has a KV pool as large as a pair's, unless `memory_gib` is set. `niceness` lets other programs run
+    before its engine thread; the default is 15 on nodes without GPUs, where it shares cores with pairs.
     """
 
     num_replicas: int | None = Field(default=None, ge=0, le=_MOST_REPLICAS)

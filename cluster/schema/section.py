@@ -17,7 +17,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     def conflicts(self) -> Iterable[str]:
-        """Yield what contradicts itself in this section, each with its remedy; the first is reported."""
+        """Yield contradictions in this section, each with its remedy; the first is reported."""
         return ()
 
     def check(self) -> None:
@@ -35,11 +35,11 @@ class EngineSection(Section):
     """A section that becomes one of the engine's dataclasses, which check their own constraints."""
 
     def to_engine(self) -> Any:
-        """Return the engine's dataclass. Raises ConfigError for what the engine refuses."""
+        """Return the engine's dataclass. Raises ConfigError if the engine refuses a value."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise ValueError for what the engine refuses, then for the first conflict."""
+        """Raise ValueError for the engine's first refusal, then for the first conflict."""
         with reported():
             self.to_engine()
         super().check()
@@ -55,7 +55,7 @@ def reported() -> Iterator[None]:
 
 
 def one_of(*choices: str) -> BeforeValidator:
-    """Make a field take these values, and name them where it is given another.
+    """Make a field accept these values, and name them in the error for another value.
 
     Text becomes the member of an enum where `choices` are members. YAML's `off` without quotes, which it reads as
     false, is the text.

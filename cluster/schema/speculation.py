@@ -16,18 +16,19 @@ from protos.messages import SpeculationMethod, VerifyMode
 
 
 class DraftMode(StrEnum):
-    """The time at which a draft model drafts."""
+    """When a draft model drafts."""
 
-    SYNC = "sync"  # when the target has committed, and the target waits for it
+    SYNC = "sync"  # after the target has committed; the target waits
     ASYNC = "async"  # while the target verifies
 
 
 class TreeSection(EngineSection):
-    """Drafts that branch, in passes of at most `max_batch` sequences; `num_tokens` is then how deep they go.
+    """Draft trees, in passes of at most `max_batch` sequences; `num_tokens` is then their depth.
 
-    kind dynamic: the `num_nodes` likeliest nodes of each pass. static: the same shape in every pass, by `parents` (of
-    each node the one before it, -1 for the committed tokens), or without them the best for `num_nodes`. Drafts drawn
-    for `rejection` have the static shape of their size in either kind; a request that asks for `block` has chains.
+    `kind` dynamic takes the `num_nodes` likeliest nodes of each pass. static has the same shape in every pass:
+    `parents` lists each node's parent (-1 for the committed tokens); without it, the shape is the best one of
+    `num_nodes`. For `rejection`, drafts have the static shape of their size in either kind. A request with `block` gets
+    chains.
     """
 
     kind: Annotated[TreeKind, one_of(*TreeKind)] = TreeKind.DYNAMIC
@@ -36,7 +37,7 @@ class TreeSection(EngineSection):
     max_batch: int = Field(default=4, ge=1)
 
     def to_engine(self) -> TreeConfig:
-        """Return the trees of the engine; a shape sets the number of nodes."""
+        """Return the engine's trees; `parents` sets the number of nodes."""
         parents = tuple(self.parents or ())
         num_nodes = self.num_nodes or len(parents) or TreeConfig().num_nodes
         return TreeConfig(self.kind, num_nodes, self.max_batch, parents)
@@ -46,7 +47,7 @@ _STEPS = StepConfig()
 
 
 def _as_method(value: Any) -> SpeculationMethod | str:
-    """Return the method of a name, or the name, which is then one of `drafts`."""
+    """Return the method with this name, or the name itself, for a member of `drafts`."""
     if not isinstance(value, str) or re.fullmatch(NAME_PATTERN, value) is None:
         raise ValueError(f"{value!r} is no method; name one, or one of drafts")
     return SpeculationMethod(value) if value in tuple(SpeculationMethod) else value
@@ -58,10 +59,10 @@ _Method = Annotated[SpeculationMethod | str, BeforeValidator(_as_method)]
 class StepsSection(EngineSection):
     """Permission for requests to ask for reasoning steps that are NOT exact (`speculation: {"mode": "approximate"}`).
 
-    The draft writes a step, up to `step_end` or `max_step_tokens`; the target scores it from 0 to 9 in one pass; from
-    `threshold` on it is committed as it is. judge rating: the digit the target expects to say behind `rating_prompt`.
-    likelihood: the nearness of the step to what the target finds likeliest. Steps are drafted between the two markers
-    `think` (null: anywhere), at most `max_steps` per request.
+    The draft writes a step, up to `step_end` or `max_step_tokens`. The target scores it from 0 to 9 in one pass, and
+    commits it unchanged if the score is at least `threshold`. `judge` rating is the digit that the target expects after
+    `rating_prompt`; likelihood compares the step's tokens with the target's likeliest ones. Steps are drafted between
+    the two markers `think` (anywhere if null), at most `max_steps` per request.
     """
 
     threshold: float = Field(default=_STEPS.threshold, strict=False)
@@ -79,28 +80,26 @@ class StepsSection(EngineSection):
 
 
 class SpeculationSection(Section):
-    """K drafts per pass, their verification, their source, and the time at which they are made.
+    """The number K of draft tokens per pass, their verification, their source, and when they are made.
 
-    num_tokens is K by default, max_num_tokens K at most for a request that asks. num_guess_tokens is K of drafts that
-    cost nothing to make and end where they are not expected to go on: suffixes, also in hybrid, and a client's
-    prediction. Left out, it is max_num_tokens.
+    `num_tokens` is the default K, and `max_num_tokens` the largest K that a request may ask for. `num_guess_tokens` is
+    K for drafts that cost nothing to make: suffixes, also in hybrid, and a client's prediction. These end early where
+    they are unlikely to continue. The default is `max_num_tokens`.
 
-    When adaptive, every pass of every request gets its own K, from 0 to what the request may ask for, and num_tokens is
-    the first one; otherwise K is num_tokens. Left out, it is for all drafts that are chains and waited for, unless
-    num_guess_tokens sets the length of some.
+    With `adaptive`, every pass of every request gets its own K, from 0 to the request's limit; `num_tokens` is the
+    first. Otherwise K is `num_tokens`. The default is true for chains in mode sync, unless `num_guess_tokens` is set.
 
-    A request may choose among `methods`, names of `drafts` among them: left out, all that need no more than the
-    deployment has. One that does not
-    choose gets `method`: left out, the draft's kind, or the first of `methods` where that is not among them. `auto` is
-    the one of `methods` that was measured to be the fastest for such requests, greedy or sampled; one request in 16
-    goes to another, to keep that measured. It needs adaptive lengths.
+    A request may choose among `methods`, which may name `drafts`. The default is every method that the deployment can
+    run. A request without a choice gets `method`. Its default is the draft's kind, or the first of `methods` if they
+    lack it. `auto` takes the method that was measured to be the fastest for greedy or for sampled requests; one request
+    in 16 gets another method, to keep the measurements current. It needs adaptive lengths.
 
-    target_itl_ms, with adaptive lengths: drafts do not make a pass longer than this, however many tokens they promise.
+    `target_itl_ms` bounds the time of a pass under adaptive lengths: drafts never make a pass longer than this.
 
-    mode sync: a draft model drafts when the target has committed, and the target waits for it. async: it drafts while
+    In `mode` sync a draft model drafts after the target has committed, and the target waits. In async it drafts while
     the target verifies, for the `fan_out` likeliest tokens at each position where the pass may end.
 
-    steps: reasoning steps that are not exact, for requests that ask for them; left out, there are none.
+    `steps` allows requests to ask for reasoning steps that are not exact. By default they are refused.
     """
 
     num_tokens: int = 4
@@ -118,14 +117,14 @@ class SpeculationSection(Section):
 
     @property
     def is_adaptive(self) -> bool:
-        """`adaptive`, or what it is where it is left out."""
+        """`adaptive`, or its default."""
         if self.adaptive is not None:
             return self.adaptive
         return self.mode is DraftMode.SYNC and self.tree is None and self.num_guess_tokens is None
 
     @property
     def outcomes_ahead(self) -> int | None:
-        """Outcomes per position for which drafts are made ahead; None for none."""
+        """Likeliest tokens per position that get drafts in advance; None in mode sync."""
         return self.fan_out if self.mode is DraftMode.ASYNC else None
 
     def to_engine(self, methods: tuple[str, ...]) -> SpeculationConfig:
@@ -148,14 +147,14 @@ class SpeculationSection(Section):
         if self.tree is not None and self.adaptive:
             yield "adaptive is for chains, and tree sets its own size; remove one of the two"
         if self.tree is not None and self.verify is VerifyMode.BLOCK:
-            yield "verify 'block' judges chains, and there is a tree; set verify to 'coupled' or remove one of the two"
+            yield "verify 'block' is for chains, and there is a tree; set verify to 'coupled' or remove one of the two"
         if self.tree is not None and self.mode is not DraftMode.SYNC:
             yield f"tree is for mode 'sync', and the mode is '{self.mode}'; remove one of the two"
         if "fan_out" in self.model_fields_set and self.mode is not DraftMode.ASYNC:
             yield f"fan_out {self.fan_out} is for mode 'async'; set mode to it, or remove fan_out"
         is_planned = self.is_adaptive and self.num_tokens > 0
         if self.method is SpeculationMethod.AUTO and not is_planned:
-            yield "method 'auto' goes by what adaptive lengths measure; set adaptive to true, or name a method"
+            yield "method 'auto' needs the measurements of adaptive lengths; set adaptive to true, or name a method"
         if self.target_itl_ms is not None and not is_planned:
             yield f"target_itl_ms {self.target_itl_ms:g} bounds adaptive lengths; set adaptive to true, or remove it"
         if self.num_guess_tokens is not None and self.adaptive:

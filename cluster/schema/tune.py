@@ -15,14 +15,14 @@ _GIB = 1 << 30
 
 
 class TuneSection(Section):
-    """The log of verified positions on which `outrider tune` trains: token ids and what the target found likely.
+    """The log of verified positions that `outrider tune` trains on: token ids and the target's likeliest tokens.
 
-    Setting `log`, a folder on every node with pairs, is the deployment's consent. A request with `store: false`, and
-    tenants with `tune_log=false` behind a key (docs/security.md), leave nothing there. Of the others a `share` is
-    logged; the oldest files go when there are more than `max_gib`.
+    Setting `log`, a folder on every node with pairs, is the deployment's consent. Requests with `store: false`, and
+    tenants with `tune_log=false` after their key (docs/security.md), are never logged. A `share` of the other requests
+    is logged. Beyond `max_gib` the oldest files are deleted.
 
-    auto: a drift alarm is answered by `minutes` of training beside the pair, on its node and with its log, and a trial
-    of the new draft, which is kept if it is faster. Drafts are written beside the log, in a folder `LOG.drafts`.
+    With `auto`, a drift alarm starts `minutes` of training on the pair's node with its log, next to the running pair. A
+    trial then keeps the new draft if it is faster. New drafts are written to the folder `LOG.drafts`.
     """
 
     log: str | None = Field(default=None, min_length=1)
@@ -37,7 +37,7 @@ class TuneSection(Section):
         return None if self.log is None else Path(os.path.expanduser(self.log)).absolute()
 
     def to_engine(self) -> PositionLogConfig | None:
-        """Return the engine's log; None for none."""
+        """Return the engine's log, or None without one."""
         folder = self.folder
         return None if folder is None else PositionLogConfig(str(folder), int(self.max_gib * _GIB), self.share)
 
@@ -45,10 +45,10 @@ class TuneSection(Section):
         if not self.auto and "minutes" in self.model_fields_set:
             yield f"minutes {self.minutes:g} are for the training that auto begins; set auto to true, or remove them"
         if self.log is None and (given := self.model_fields_set - {"log"}):
-            yield f"{', '.join(sorted(given))} is for a log, and there is none; set log to a folder, or remove it"
+            yield f"{', '.join(sorted(given))} needs a log, and no log is set; set log to a folder, or remove it"
         if self.log is not None and os.path.expanduser(self.log).startswith("~"):
             yield f"log {self.log!r} is the folder of a user that this machine does not know; give a whole path"
         if self.folder is not None and os.path.exists(self.folder) and not os.path.isdir(self.folder):
-            yield f"log {self.log!r} is a file; give a folder, which is made where there is none"
+            yield f"log {self.log!r} is a file; give a folder, which is created if it is missing"
         if self.folder is not None and os.path.isdir(self.folder) and not os.access(self.folder, os.W_OK | os.X_OK):
             yield f"log {self.log!r} is a folder that this user cannot write to; change its owner, or give another"

@@ -1,4 +1,4 @@
-"""deploy.yaml is checked whole at start, and its errors say where, what and what instead."""
+"""deploy.yaml is checked whole at start; its errors name the place, the mistake and the remedy."""
 
 from pathlib import Path
 from typing import Any
@@ -312,7 +312,7 @@ def test_a_tree_is_dynamic_and_of_eight_nodes_unless_its_shape_says_otherwise() 
         ({"tree": {"kind": "static", "parents": [-1, 1]}}, "a parent comes before its children"),
         ({"tree": {"kind": "static", "num_nodes": 3, "parents": [-1, 0]}}, "give one for each"),
         ({"mode": "async", "tree": {}}, "tree is for mode 'sync'"),
-        ({"verify": "block", "tree": {}}, "verify 'block' judges chains, and there is a tree"),
+        ({"verify": "block", "tree": {}}, "verify 'block' is for chains, and there is a tree"),
         ({"tree": {}}, "set draft.kind to 'model' or 'medusa' or 'eagle3' or 'mtp' or 'self', or remove the tree"),
     ],
 )
@@ -381,7 +381,7 @@ def test_a_log_is_off_unless_it_has_a_folder(tmp_path: Path):
     assert parse_config(MINIMAL).to_engine().log is None
     log = parse_config(MINIMAL | {"tune": {"log": str(tmp_path), "max_gib": 0.5}}).to_engine().log
     assert log == PositionLogConfig(str(tmp_path), 1 << 29, share=0.1)
-    assert "share is for a log, and there is none" in error_of(tune={"share": 0.5})
+    assert "share needs a log, and no log is set" in error_of(tune={"share": 0.5})
     assert "args.tune.share" in error_of(tune={"log": "here", "share": 1.5})
     file = tmp_path / "file"
     file.write_text("")
@@ -392,7 +392,7 @@ def test_alarms_are_answered_where_there_is_a_log_and_a_draft_process():
     log = {"log": "positions", "auto": True}
     draft = {"kind": "model", "path": "a/b"}
     assert parse_config(MINIMAL | {"tune": {**log, "minutes": 3}, "draft": draft}).tune.minutes == 3
-    assert "auto is for a log, and there is none" in error_of(tune={"auto": True})
+    assert "auto needs a log, and no log is set" in error_of(tune={"auto": True})
     assert "set auto to true" in error_of(tune={"log": "positions", "minutes": 3})
     assert "draft.kind is 'suffix'" in error_of(tune=log, draft={"kind": "suffix"})
     assert "draft.process 'target'" in error_of(tune=log, draft={**draft, "process": "target"})

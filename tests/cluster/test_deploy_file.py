@@ -36,7 +36,7 @@ def test_the_bundled_file_lists_every_grpc_service():
         ("- 1", "holds no mapping"),
         ("applications: 5", "Ray Serve does not accept"),
         ("applications: []", "no application with import_path cluster.app:build"),
-        ("applications: []\nproxy_location: Disabled\napplications: []", "'applications' stands here twice"),
+        ("applications: []\nproxy_location: Disabled\napplications: []", "'applications' is here twice"),
     ],
 )
 def test_a_file_that_is_no_deployment_is_refused(tmp_path: Path, text: str, message: str):

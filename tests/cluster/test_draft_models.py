@@ -1,4 +1,4 @@
-"""Several draft models in deploy.yaml: what is accepted, what is refused by name, and what processes they become."""
+"""Several draft models in deploy.yaml: accepted ones, refusals by name, and their processes."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def test_a_head_may_have_models_beside_it() -> None:
 def test_what_is_wrong_with_drafts_is_named() -> None:
     prose = {"name": "prose", "path": "p"}
     assert "drafts has 2 of the name 'prose'" in refusal(drafts=[prose, prose])
-    assert "args.drafts.0: name 'suffix' is that of another source of drafts" in refusal(
+    assert "args.drafts.0: name 'suffix' names another source of drafts" in refusal(
         drafts=[{"name": "suffix", "path": "p"}]
     )
-    assert "name 'prediction' is that of another" in refusal(drafts=[{"name": "prediction", "path": "p"}])
+    assert "name 'prediction' names another" in refusal(drafts=[{"name": "prediction", "path": "p"}])
     assert "args.drafts.0.name: string should match pattern" in refusal(drafts=[{"name": "a-b", "path": "p"}])
     assert "args.drafts.0.path: missing" in refusal(drafts=[{"name": "prose"}])
     assert "args.drafts.0.nme: unknown key; did you mean 'name'?" in refusal(drafts=[{"nme": "prose", "path": "p"}])
-    assert "draft.kind is 'none'; make the first of them draft" in refusal(draft={"kind": "none"}, drafts=[prose])
+    assert "draft.kind is 'none'; move the first of them to draft" in refusal(draft={"kind": "none"}, drafts=[prose])
     assert (
         "speculation names method 'prosa', which draft.kind 'model' does not give, nor is it one of drafts; there is "
         in (refusal(drafts=[prose], speculation={"method": "prosa"}))

@@ -11,7 +11,7 @@ from router.config import IngressConfig, IngressLimits
 
 
 def test_each_setting_arrives(tmp_path: Path) -> None:
-    """None is left at its default, by which one that is lost on its way would be hidden."""
+    """No setting keeps its default: a default would hide a setting that is lost on its way."""
     (tmp_path / "config.json").write_text("{}")
     limits = {
         "max_body_bytes": 2048,

@@ -1,4 +1,4 @@
-"""Taken ports and short memory are told before anything is started."""
+"""Taken ports and short memory are reported before anything is started."""
 
 import shutil
 import socket
@@ -196,7 +196,7 @@ def test_a_log_needs_a_folder_and_room(model: Path, tmp_path: Path):
     assert (tmp_path / "new" / "log").is_dir()
     with pytest.raises(ConfigError, match=r"tune.max_gib is 1024, and the disk of tune.log .* lower tune.max_gib"):
         check(log=str(tmp_path / "new" / "log"), max_gib=1024)
-    with pytest.raises(ConfigError, match=r"tune.log .* cannot be had"):
+    with pytest.raises(ConfigError, match=r"tune.log .* cannot be used"):
         check(log=str(model / "config.json" / "below"))
 
 
@@ -292,5 +292,5 @@ def test_a_folder_of_serves_logs_that_cannot_be_had_is_refused(tmp_path: Path, f
     for each in deployment(str(tmp_path / "logs")):
         check_logs_folders(each)
     for each in deployment(folder):
-        with pytest.raises(ConfigError, match=f"logs_dir '{folder}' cannot be had"):
+        with pytest.raises(ConfigError, match=f"logs_dir '{folder}' cannot be used"):
             check_logs_folders(each)

@@ -178,9 +178,9 @@ def test_an_ingress_may_be_kept_on_its_nodes():
             r"downscale_delay: unknown key",
         ),
         ("applications.deployments.name", "Pairs", "did you mean 'Pair'"),
-        ("applications.deployments.name", "Prefill", "there is none of this name"),
+        ("applications.deployments.name", "Prefill", "there is no such deployment"),
         ("proxy_location", "Disabled", "no other server listens"),
-        ("applications.deployments", [{"name": "Pair"}, {"name": "Pair"}], "'Pair' stands there twice"),
+        ("applications.deployments", [{"name": "Pair"}, {"name": "Pair"}], "'Pair' is there twice"),
         ("applications.logging_config", {"log_levl": "INFO"}, "log_levl"),
         ("applications.deployments.autoscaling_config", {}, "autoscaling_config is {}"),
         (

@@ -21,7 +21,7 @@ from cluster.local.local_service import in_one_process, local_settings, running_
 from protos.errors import ConfigError
 
 _NUM_STREAMS = 8
-_WRITE_TIMEOUT_S = 30.0  # several times the period in which the log is written
+_WRITE_TIMEOUT_S = 30.0  # several times the log's write period
 _POLL_S = 0.2
 
 

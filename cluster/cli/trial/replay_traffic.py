@@ -42,10 +42,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A draft's K and verification at a number of streams: tokens per second, and over plain decoding beside it.
+    """One draft, K and verification at a number of streams: tokens per second, and the speed-up over plain decoding.
 
-    Tokens and drafts are means of a pass of a sequence, passes without drafts included; prompt and output tokens are
-    means of a request. `classes` tell acceptance by class and position.
+    Tokens and drafts are means per pass of a sequence, including passes without drafts. Prompt and output tokens are
+    means per request. `classes` has the acceptance by class and position.
     """
 
     draft: str

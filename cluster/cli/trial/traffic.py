@@ -14,7 +14,7 @@ _DROPPED = ("model", "stream", "stream_options", "speculation")  # the trial set
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """A request of a log: its line, the path it goes to, and its body without what the trial sets."""
+    """A request of a log: its line, its path, and its body without the fields that the trial sets."""
 
     line: int
     path: str

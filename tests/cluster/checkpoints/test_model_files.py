@@ -89,5 +89,5 @@ def test_a_model_without_an_end_token_is_noted(folder: Path):
 
 
 def test_prompted_tools_have_one_form(folder: Path):
-    with pytest.raises(ConfigError, match="called in the form hermes, tool_format is llama"):
+    with pytest.raises(ConfigError, match="writes tool calls in the format hermes, tool_format is llama"):
         check(folder, ingress={"prompt_tools": True, "tool_format": "llama"})

@@ -22,7 +22,7 @@ def test_a_proxy_of_the_environment_is_not_asked_for_a_server_of_this_machine(
     proxy: str, monkeypatch: pytest.MonkeyPatch
 ):
     for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.setenv(name, "")  # so that what the command sets is undone
+        monkeypatch.setenv(name, "")  # so that the command's own setting is undone
     monkeypatch.setenv(proxy, "http://127.0.0.1:9")  # nobody listens there
     with answering(events(CHUNK), "text/event-stream") as url:
         assert main(["bench", "--url", url, "-n", "1", "--max-tokens", "1", "--prompt-words", "1"]) == 0

@@ -1,4 +1,4 @@
-"""Addresses of servers that are not ours, and answers that are none: each is one line and exit status 1."""
+"""An address of a foreign server and a malformed answer each give one line and exit status 1."""
 
 from __future__ import annotations
 

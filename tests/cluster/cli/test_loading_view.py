@@ -1,4 +1,4 @@
-"""The wait for models: lines where output is a file, bars in a terminal, both from what the loading processes tell."""
+"""The wait for models: the loading processes' reports become lines in a file and bars in a terminal."""
 
 from __future__ import annotations
 

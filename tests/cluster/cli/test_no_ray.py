@@ -49,7 +49,7 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[range]:
 
 
 def wait_healthy(process: subprocess.Popen[bytes], port: int) -> None:
-    end_s = time.monotonic() + 300  # it loads beside all other tests, at their niceness
+    end_s = time.monotonic() + 300  # it competes with all other tests for cores
     while time.monotonic() < end_s:
         assert process.poll() is None, "the server has ended"
         try:

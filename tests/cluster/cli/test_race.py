@@ -1,4 +1,4 @@
-"""The race's verdict is that of the tokens."""
+"""The race's verdict follows the tokens."""
 
 from __future__ import annotations
 

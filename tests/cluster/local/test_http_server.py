@@ -159,7 +159,7 @@ async def test_nobody_holds_a_place_without_sending() -> None:
         "a part of a body": post(body=BODY + b" " * 8_000_000)[:20_000],
         "a part of a chunked body": post(is_chunked=True, body=big)[:-3000],
         "a part of a body, for the wrong method": post(body=b" " * 8_000_000)[:900].replace(b"POST", b"PUT"),
-        "a body beside GET": b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\nx",
+        "a body with GET": b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\nx",
         "a part of a body, for no path": post(body=b" " * 8_000_000, path="/nothing")[:20_000],
     }
     async with serving() as port:

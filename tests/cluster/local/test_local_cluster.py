@@ -1,4 +1,4 @@
-"""The error of a failed deployment, and what a running Serve would ignore of a new one."""
+"""The error of a failed deployment, and the settings of a new one that a running Serve would ignore."""
 
 from typing import Any
 

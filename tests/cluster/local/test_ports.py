@@ -1,4 +1,4 @@
-"""A port is judged at the address where a server would listen."""
+"""A port is checked at the address where a server would listen."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def other_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """A port on which another cluster's replica serves gRPC; one more row of ports is left."""
+    """The gRPC port of another cluster's replica; one more row of ports is free."""
     two_rows = ports.free_ports(208)
     monkeypatch.setattr(ports, "_OURS", two_rows)
     monkeypatch.setattr(ports.random, "sample", lambda rows, count: list(rows))

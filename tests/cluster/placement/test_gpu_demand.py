@@ -1,4 +1,4 @@
-"""GPUs that deploy.yaml demands: shapes that follow from it alone, waits that are told, and no pair on a processor."""
+"""GPUs that deploy.yaml demands: shapes follow from it alone, waits are logged, and no pair runs on a processor."""
 
 import logging
 import os

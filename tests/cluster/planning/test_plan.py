@@ -157,7 +157,7 @@ LLAMA = {
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "reason"),
     [
         ("hidden_size", "x", "hidden_size 'x'"),
         ("hidden_size", 0, "hidden_size 0"),
@@ -175,12 +175,12 @@ LLAMA = {
     ],
 )
 def test_sizes_that_are_none_are_refused_by_name(
-    tmp_path: Path, key: str, value: object, said: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, key: str, value: object, reason: str, capsys: pytest.CaptureFixture[str]
 ):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**LLAMA, key: value}))
     assert main(["plan", str(file)]) == 1
-    assert f"the config of {str(file)!r} has {said}" in capsys.readouterr().err
+    assert f"the config of {str(file)!r} has {reason}" in capsys.readouterr().err
 
 
 def test_sizes_that_are_left_out_follow_from_others(tmp_path: Path):

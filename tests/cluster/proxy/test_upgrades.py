@@ -62,7 +62,7 @@ SERVES_OWN = (
 
 @pytest.mark.parametrize("name", SERVES_OWN)
 def test_a_header_that_serve_cannot_read_goes_no_further(proxy: Proxy, name: str) -> None:
-    """Serve reads these as UTF-8 before our application is asked, and answers 500 to another byte."""
+    """Serve decodes these as UTF-8 before our application runs, and answers 500 to an invalid byte."""
     for value, is_passed in ((b"a\xff", False), (b"\xe9", False), (b"12 a", True)):
         client = http.client.HTTPConnection("127.0.0.1", proxy.http, timeout=20)
         client.request("GET", "/headers", headers={"X-Other": "é".encode(), name: value, "X-Last": "z"})

@@ -17,7 +17,7 @@ from tests.engine.fixtures.families import PLAIN, REFUSED, write_family
 
 
 def check(folder: Path, **settings: object) -> int:
-    """Check the bundled pair with settings of `cache`, `ingress` and others, a section's keys behind two strokes."""
+    """Check the bundled pair with settings named section__key."""
     written = tuple(f"{name.replace('__', '.')}={json.dumps(value)}" for name, value in settings.items())
     file = folder / "deploy.yaml"
     file.write_text(to_yaml(deployment_of("demo", ServeOptions(settings=written))))
@@ -85,7 +85,7 @@ def test_a_file_that_cannot_work_is_refused_in_a_sentence(
         ({"ingress__open_admin": False, "ingress__api_keys_file": "/dev/zero"}, "there is no such file"),
         ({"ingress__tls_certificate_file": "~nobody-here/pem"}, "is no file"),
         ({"tune__log": "~nobody-here/log"}, "a user that this machine does not know"),
-        ({"tune__log": "a" * 300}, "cannot be had"),
+        ({"tune__log": "a" * 300}, "cannot be used"),
     ],
     ids=str,
 )

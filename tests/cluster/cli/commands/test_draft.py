@@ -1,4 +1,4 @@
-"""`outrider draft` sends orders to a server, and prints what it answers or why it refuses."""
+"""`outrider draft` sends orders to a server, and prints its answer or its refusal."""
 
 from __future__ import annotations
 

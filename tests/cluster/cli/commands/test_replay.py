@@ -1,4 +1,4 @@
-"""Stored requests: those that cannot be run again, and the digests that tell what has changed."""
+"""Stored requests: some cannot run again, and digests name the changed ones."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_traffic_is_replayed_and_a_deploy_file_and_a_plot_are_written(
     assert "streams 8 are left out" in said
     assert "2 at a time" in said
     assert "model-greedy-free" in said
-    # int4 needs AVX512-VNNI; a draft that cannot run here is told of, and the others go on.
+    # int4 needs AVX512-VNNI; a draft that cannot run here is reported, and the others go on.
     assert "self-greedy-free" in said or "self: cannot be tried" in said
     args = yaml.safe_load(output.read_text())["applications"][0]["args"]
     assert args["draft"]["kind"] in {"model", "self", "none"}
