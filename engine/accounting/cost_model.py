@@ -1,8 +1,8 @@
-"""Learns the seconds of a pass online: the target's by its rows, the draft's by its steps and tokens.
+"""Learns the seconds of a pass online: the target's by its sequences and rows, the draft's by its steps and tokens.
 
 `engine.accounting.rates` learns another model of a step's time, for the router and the prefill decision. They need
-tokens per second of whole requests and know no rows. The draft budget compares two sizes of a pass, which needs a curve
-over rows, so neither model can replace the other.
+tokens per second of whole requests and know no rows. The length policy compares two sizes of a pass, which needs a
+curve over rows, so neither model can replace the other.
 
 It uses plain floats and short lists: it runs once per pass, and a numpy call on such short arrays is slower.
 """
@@ -34,10 +34,13 @@ _OUTLIER_WEIGHT = 0.01  # of a pass: the weight of an outlier at a size that was
 _FAMILIAR = 0.5  # familiarity of a size with one pass
 _APART = 1.5  # least ratio of two sizes whose difference gives the cost of a row
 _RISE = 0.5  # of the known cost of a row, assumed per row at sizes that were never seen
+_OPTIMISM = 2.0  # standard errors subtracted from a cost
+_NUM_RECENT_PROMPTS = 8  # passes whose prompt rows predict the prompt rows of the next pass
+_LEAST_SHARE = 0.01  # of a pass's time: the least cost of sampled rows, even if a prompt hides it
 _GRID_ARRAY = np.array(_GRID, dtype=np.float64)
 
 
-class ForwardCost:
+class PassCurve:
     """The seconds of a pass by its number of rows, prompt rows included: a curve through grid points, learned online.
 
     A machine that is slower for a while is slower at every size, and a choice between two sizes depends on their ratio.
@@ -58,9 +61,9 @@ class ForwardCost:
         self._noise = _FIRST_NOISE  # usual deviation of known sizes: half of all passes are within 0.67 of it
         self._expected: list[float] = []  # cached curve; empty if outdated
 
-    def weak_copy(self) -> ForwardCost:
+    def weak_copy(self) -> PassCurve:
         """Return the same curve with each size counted as at most one pass."""
-        copy = ForwardCost()
+        copy = PassCurve()
         copy._log_s = list(self._log_s)
         copy._num_seen = [min(number, 1.0) for number in self._num_seen]
         copy._num_known, copy._drift, copy._noise = self._num_known, self._drift, self._noise
@@ -341,3 +344,77 @@ class DraftCosts:
         for method, share in self.shares(requested).items():
             if len(requested) == 1 or method not in self._known:
                 self._costs[method].observe(requested[method].num_steps, requested[method].num_tokens, share * seconds)
+
+
+class CostModel:
+    """The seconds of passes and of their drafts.
+
+    There is one curve over rows for each power of two of sequences, since each sequence adds a context to attend to.
+    Call `set_size` before a question about passes of another number of sequences.
+
+    Rows of prompts use time that reading the weights leaves free, so the next pass is expected to have as many prompt
+    rows as recent passes. The time of the prompts themselves does not depend on drafts.
+    """
+
+    def __init__(self) -> None:
+        self.drafts = DraftCosts()
+        self._curve = PassCurve()
+        self._curves: dict[int, PassCurve] = {}  # by the bit length of the number of sequences
+        self._prompt_rows: deque[int] = deque([0], maxlen=_NUM_RECENT_PROMPTS)
+
+    @property
+    def is_known(self) -> bool:
+        """True after the first observed pass."""
+        return self._curve.max_rows > 0
+
+    @property
+    def noise(self) -> float:
+        """The usual relative deviation of a pass from its expected seconds."""
+        return self._curve.noise
+
+    def forget_drafts(self) -> None:
+        """Forget the costs of drafts, since other models make them now."""
+        self.drafts = DraftCosts()
+
+    def set_size(self, num_sequences: int) -> None:
+        """Select the curve of passes with about as many sequences."""
+        bits = num_sequences.bit_length()
+        if bits not in self._curves:
+            self._curves[bits] = self._curve.weak_copy()
+        self._curve = self._curves[bits]
+
+    def observe(self, num_prompt_rows: int, num_rows: int, seconds: float) -> None:
+        """Record a pass with `num_rows` sampled rows. One with prompts is ignored as the first pass of all."""
+        if num_prompt_rows == 0 or self.is_known:
+            self._curve.observe(num_prompt_rows + num_rows, seconds)
+
+    def expect_prompts(self, num_prompt_rows: int) -> None:
+        """Record the prompt rows of a pass, as a sample of the next one's."""
+        self._prompt_rows.append(num_prompt_rows)
+
+    def room(self, num_rows: int) -> int:
+        """Return how many more rows than `num_rows` the curve covers."""
+        return self._curve.max_rows - max(self._prompt_rows) - num_rows
+
+    def row_seconds(self, num_rows: int, num_drafts: int, *, is_optimistic: bool) -> Floats:
+        """Return the seconds that `num_rows` to `num_rows + num_drafts` sampled rows add to a pass, `[M + 1]`.
+
+        It is the mean over the prompt rows of recent passes. If optimistic, sizes that may be cheaper are tried again.
+        """
+        optimism = _OPTIMISM if is_optimistic else 0.0
+        prompt_rows = np.array(self._prompt_rows)[:, None]
+        prompts_s = self._curve.seconds(prompt_rows, optimism)
+        whole_s = self._curve.seconds(prompt_rows + np.arange(num_rows, num_rows + num_drafts + 1), optimism)
+        added_s: Floats = np.maximum(whole_s - prompts_s, _LEAST_SHARE * whole_s).mean(axis=0)
+        return added_s
+
+    def split(self, num_prompt_rows: int, num_rows: int, num_fewer: int) -> tuple[float, float, float]:
+        """Return a pass's expected seconds, the share that its sampled rows add, and the share of those without some.
+
+        The last is the ratio of what `num_rows - num_fewer` rows add to what `num_rows` add.
+        """
+        whole_s, prompts_s = self._curve.at(num_prompt_rows + num_rows), self._curve.at(num_prompt_rows)
+        least_s = _LEAST_SHARE * whole_s
+        added_s = max(whole_s - prompts_s, least_s)
+        fewer_s = max(self._curve.at(num_prompt_rows + num_rows - num_fewer) - prompts_s, least_s)
+        return whole_s, added_s / whole_s, fewer_s / added_s

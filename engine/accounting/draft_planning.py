@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from engine.accounting.draft_budget import DraftBudget
+from collections.abc import Sequence as Seq
+
+from engine.accounting.length_policy import LengthPolicy
 from engine.accounting.method_chooser import MethodChooser
 from engine.accounting.record import PassRecord
 from engine.accounting.request_limits import draft_rule, is_adaptive
@@ -13,49 +15,59 @@ from protos.messages import GenerateRequest
 
 
 class DraftPlanning:
-    """The draft rules of a deployment and their budget, owned by the engine's thread.
+    """The draft rules of a deployment and their policy, owned by the engine's thread.
 
     Attributes:
-        budget: plans each pass; None if K is fixed.
+        policy: plans each pass; None if K is fixed.
     """
 
     def __init__(self, config: SpeculationConfig) -> None:
         self._config = config
         self._chooser = MethodChooser(config.choices, self._goodput)
-        self.budget = _draft_budget(config) if is_adaptive(config) else None
+        self.policy = _length_policy(config) if is_adaptive(config) else None
 
     @property
     def speedups(self) -> dict[str, float]:
         """Measured speedup over no speculation, by class of requests."""
-        return {} if self.budget is None else self.budget.speedups
+        return {} if self.policy is None else self.policy.speedups
 
     def rule(self, request: GenerateRequest) -> DraftRule:
         """Return the draft rule of a new request."""
         return draft_rule(request, self._config, self._chooser)
 
     def is_open(self, sequence: Sequence) -> bool:
-        """False while the budget has switched drafts off for the sequence's class."""
-        return self.budget is None or self.budget.is_open(sequence)
+        """False while the policy has switched drafts off for the sequence's class."""
+        return self.policy is None or self.policy.is_open(sequence)
 
     def forget_draft(self) -> None:
         """Discard the measurements of drafts, since another model makes them now."""
-        if self.budget is not None:
-            self.budget.forget_draft()
+        if self.policy is not None:
+            self.policy.forget_draft()
 
     def on_pass(self, record: PassRecord) -> None:
-        """Update the budget with a committed pass, then set the draft lengths of the next one."""
-        if self.budget is None:
+        """Update the policy with a committed pass, then set the draft lengths of the next one."""
+        if self.policy is None:
             return
-        self.budget.on_pass(record)
+        self.policy.on_pass(record)
         # After a pass issued ahead, the earlier plan is still unused, unless yet another pass is underway.
         if not record.is_ahead or record.is_followed:
             sequences = [each.sequence for each in record.passes]
-            self.budget.plan([each for each in sequences if each.status is SequenceStatus.RUNNING])
+            set_lengths(self.policy, [each for each in sequences if each.status is SequenceStatus.RUNNING])
 
     def _goodput(self, method: str, kind: str) -> float | None:
-        return None if self.budget is None else self.budget.goodput(method, kind)
+        return None if self.policy is None else self.policy.goodput(method, kind)
 
 
-def _draft_budget(config: SpeculationConfig) -> DraftBudget:
+def _length_policy(config: SpeculationConfig) -> LengthPolicy:
     max_pass_s = float("inf") if config.target_itl_s is None else config.target_itl_s
-    return DraftBudget(config.num_tokens, config.max_num_tokens, max_pass_s)
+    return LengthPolicy(config.num_tokens, config.max_num_tokens, max_pass_s)
+
+
+def set_lengths(policy: LengthPolicy, sequences: Seq[Sequence]) -> None:
+    """Set the draft lengths of the next pass, which samples all of `sequences`.
+
+    A sequence with a fixed length keeps it, and pays no price: both depend on a clock.
+    """
+    for sequence, length in zip(sequences, policy.lengths(sequences), strict=True):
+        if not sequence.has_fixed_length:
+            sequence.draft_allowance, sequence.least_chance = length, policy.least_chance

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.accounting.draft_budget import kind_of
 from engine.accounting.method_chooser import MethodChooser
+from engine.accounting.speculation_gate import kind_of
 from engine.config import SpeculationConfig
 from engine.sequence.request_tokens import DraftRule
 from protos.errors import RequestError
@@ -13,7 +13,7 @@ from protos.messages import GenerateRequest, SpeculationMethod, VerifyMode
 def draft_rule(request: GenerateRequest, deployment: SpeculationConfig, chooser: MethodChooser) -> DraftRule:
     """Return the draft settings of a request; `chooser` chooses its method if it is open.
 
-    K of free drafts is None if the request or the budget sets one K for all drafts. K must not depend on a clock if the
+    K of free drafts is None if the request or the policy sets one K for all drafts. K must not depend on a clock if the
     request has a seed and its verification makes the text depend on K.
     """
     params = request.speculation

@@ -10,8 +10,12 @@ gate closes if the gain is too small to notice, since drafts also make passes lo
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from engine.accounting.cost_model import CostModel, RequestedDrafts
+from engine.accounting.record import PassRecord, SequencePass
+from engine.sequence.sequence import Sequence
 from protos.backoff import Backoff
 
 logger = logging.getLogger(__name__)
@@ -23,6 +27,7 @@ _WORTH = 1.03  # the gate closes below this speedup
 _FIRST_PAUSE = 64  # steps; doubles with every trial that fails
 _LONGEST_PAUSE = 4096
 _REPORTED_STEP = 256  # steps before a class's speedup is logged once
+_MAX_SURPRISE = 1.5  # times the expected seconds: the most that one slow pass may cost a class
 _GAIN = 1.05  # below this speedup the log advises against these drafts
 
 
@@ -131,3 +136,84 @@ class _Trial:
         self.num_steps_closed = int(self._backoff.next())
         self._meter, self._num_steps = SpeedupMeter(), 0
         return speedup
+
+
+class SpeculationGates:
+    """One gate per class of requests.
+
+    Args:
+        costs: the seconds of passes and drafts, which divide the time of a pass among the classes.
+
+    Attributes:
+        batch_size: sequences of the pass that `is_open` is about.
+    """
+
+    def __init__(self, costs: CostModel) -> None:
+        self.batch_size = 1
+        self._costs = costs
+        self._gates: dict[str, SpeculationGate] = {}
+
+    @property
+    def speedups(self) -> dict[str, float]:
+        """Measured tokens per second relative to plain decoding, by class."""
+        return {name: gate.meter.speedup for name, gate in self._gates.items()}
+
+    def goodput(self, name: str) -> float | None:
+        """Return the speedup of a class; None until it is measured."""
+        gate = self._gates.get(name)
+        return gate.meter.speedup if gate is not None and gate.meter.is_measured else None
+
+    def is_open(self, name: str) -> bool:
+        """False while the class gets no drafts in batches of this size."""
+        return self._gate(name).is_open(self.batch_size)
+
+    def observe(self, record: PassRecord, requested: Mapping[str, RequestedDrafts], *, is_speculating: bool) -> None:
+        """Divide a pass between the classes, and measure the speedup of each."""
+        members: dict[str, list[SequencePass]] = {}
+        for each in record.passes:
+            members.setdefault(class_of(each.sequence), []).append(each)
+        expected_s, shares = self._costs.drafts.seconds(requested), self._costs.drafts.shares(requested)
+        draft_s = record.times.draft_s
+        draft_s = min(draft_s, _MAX_SURPRISE * expected_s) if expected_s > 0.0 else draft_s
+        for name, part in members.items():
+            method, num_requested = method_of(part[0].sequence), sum(each.num_requested for each in part)
+            share = num_requested / requested[method].num_tokens * shares[method] if num_requested else 0.0
+            step = self._class_step(record, part, draft_s, share * draft_s)
+            is_drafting = is_speculating and num_requested > 0
+            self._gate(name).observe(step, len(record.passes), is_drafting=is_drafting)
+
+    def _class_step(self, record: PassRecord, part: list[SequencePass], draft_s: float, own_s: float) -> ClassStep:
+        """Return a class's part of a step that waited `draft_s` for drafts, `own_s` of it for drafts of the class.
+
+        The target's time without the class's drafts is estimated by the ratio of the costs.
+        """
+        num_rows = len(record.passes) + sum(each.num_proposed for each in record.passes)
+        num_own = sum(each.num_proposed for each in part)
+        whole_s, added, share = self._costs.split(record.num_prompt_rows, num_rows, num_own)
+        target_s = added * min(record.times.target_s, _MAX_SURPRISE * whole_s)
+        return ClassStep(
+            num_sequences=len(part),
+            num_tokens=sum(each.num_accepted + 1 for each in part),
+            seconds=target_s + draft_s,
+            plain_seconds=target_s * share + draft_s - own_s,
+        )
+
+    def _gate(self, name: str) -> SpeculationGate:
+        if name not in self._gates:
+            self._gates[name] = SpeculationGate(name)
+        return self._gates[name]
+
+
+def method_of(sequence: Sequence) -> str:
+    """Return the source of a sequence's drafts."""
+    return "prediction" if sequence.request.prediction_token_ids else sequence.method
+
+
+def class_of(sequence: Sequence) -> str:
+    """Return the class of requests with a similar acceptance: the method, with greedy or sampled."""
+    return f"{method_of(sequence)}-{kind_of(is_greedy=sequence.is_greedy)}"
+
+
+def kind_of(*, is_greedy: bool) -> str:
+    """Return the second part of a class's name, after its method."""
+    return "greedy" if is_greedy else "sampled"

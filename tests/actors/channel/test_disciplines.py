@@ -19,7 +19,7 @@ from actors.channel.channel_proposer import ChannelProposer
 from actors.channel.offer_table import OfferTable
 from actors.draft.draft_server import DraftServer
 from actors.process.frames import FrameListener
-from engine.accounting.draft_budget import DraftBudget
+from engine.accounting.length_policy import LengthPolicy
 from engine.accounting.record import PassRecord
 from engine.accounting.step_times import StepTimes
 from engine.batch.draft import NO_DRAFT, Draft
@@ -80,13 +80,13 @@ def slow_down(
 
 
 def charge_little_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Report to the draft budget that drafts take a hundredth of a pass, even on a busy machine."""
-    on_pass = DraftBudget.on_pass
+    """Report to the draft policy that drafts take a hundredth of a pass, even on a busy machine."""
+    on_pass = LengthPolicy.on_pass
 
-    def on_pass_quiet(budget: DraftBudget, record: PassRecord) -> None:
-        on_pass(budget, replace(record, times=StepTimes(draft_s=0.01, forward_s=1.0, num_steps=1)))
+    def on_pass_quiet(policy: LengthPolicy, record: PassRecord) -> None:
+        on_pass(policy, replace(record, times=StepTimes(draft_s=0.01, forward_s=1.0, num_steps=1)))
 
-    monkeypatch.setattr(DraftBudget, "on_pass", on_pass_quiet)
+    monkeypatch.setattr(LengthPolicy, "on_pass", on_pass_quiet)
 
 
 def is_idle(channel: ChannelProposer, server: DraftServer) -> bool:

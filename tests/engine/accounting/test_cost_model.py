@@ -5,22 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.accounting.cost_model import DraftCost, ForwardCost
+from engine.accounting.cost_model import DraftCost, PassCurve
 
 
 def true_s(num_rows: int) -> float:
     return max(0.010, 0.0002 * num_rows)
 
 
-def learned(sizes: list[int], num_passes: int, noise: float = 0.1, slow_from: int = 10**9) -> ForwardCost:
-    cost, rng = ForwardCost(), np.random.default_rng(0)
+def learned(sizes: list[int], num_passes: int, noise: float = 0.1, slow_from: int = 10**9) -> PassCurve:
+    cost, rng = PassCurve(), np.random.default_rng(0)
     for step in range(num_passes):
         size = sizes[step % len(sizes)]
         cost.observe(size, true_s(size) * rng.lognormal(0.0, noise) * (1.5 if step >= slow_from else 1.0))
     return cost
 
 
-def seconds(cost: ForwardCost, size: int) -> float:
+def seconds(cost: PassCurve, size: int) -> float:
     return cost.at(size)
 
 
@@ -47,7 +47,7 @@ def test_one_slow_pass_moves_the_curve_little() -> None:
 
 def test_hiccups_move_neither_the_curve_nor_what_is_expected_of_a_draft() -> None:
     """One pass in eight is two to six times slower, as on a shared machine."""
-    rows, draft, rng = ForwardCost(), DraftCost(), np.random.default_rng(3)
+    rows, draft, rng = PassCurve(), DraftCost(), np.random.default_rng(3)
     for step in range(400):
         size = (4, 16, 32, 64, 128)[step % 5]
         hiccups = np.where(rng.random(2) < 0.125, rng.uniform(2.0, 6.0, 2), 1.0) * rng.lognormal(0.0, 0.05, 2)

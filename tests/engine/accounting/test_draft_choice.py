@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from engine.accounting.cost_model import DraftCosts, RequestedDrafts
-from engine.accounting.draft_budget import DraftBudget
+from engine.accounting.draft_planning import set_lengths
+from engine.accounting.length_policy import LengthPolicy
 from engine.accounting.method_chooser import EXPLORED, MethodChooser
 from engine.sequence.sequence import Sequence
 from protos.messages import SamplingParams
@@ -31,8 +32,8 @@ class Drafter:
 
 def served(drafters: dict[str, Drafter], num_streams: int, num_requests: int) -> list[str]:
     """Return the methods of successive requests on each stream; the models draft in parallel."""
-    rng, budget, chosen = np.random.default_rng(0), DraftBudget(4, MAX_DRAFTS), list[str]()
-    chooser = MethodChooser(tuple(drafters), budget.goodput)
+    rng, policy, chosen = np.random.default_rng(0), LengthPolicy(4, MAX_DRAFTS), list[str]()
+    chooser = MethodChooser(tuple(drafters), policy.goodput)
 
     def next_sequence() -> Sequence:
         chosen.append(chooser.choose("greedy"))
@@ -40,7 +41,7 @@ def served(drafters: dict[str, Drafter], num_streams: int, num_requests: int) ->
         return make_sequence(f"r{len(chosen)}", (1,), sampling, num_drafts=MAX_DRAFTS, method=chosen[-1])
 
     slots, left = [next_sequence() for _ in range(num_streams)], [REQUEST_TOKENS] * num_streams
-    budget.plan(slots)
+    set_lengths(policy, slots)
     while len(chosen) < num_requests:
         passes, waits = [], [0.0]
         for slot, sequence in enumerate(slots):
@@ -49,11 +50,11 @@ def served(drafters: dict[str, Drafter], num_streams: int, num_requests: int) ->
             passes.append(sequence_pass(sequence, length, length, num_accepted))
             waits.append(drafter.step_s * length)
             left[slot] -= num_accepted + 1
-        budget.on_pass(pass_record(passes, max(waits) * rng.lognormal(0.0, 0.05), PASS_S * rng.lognormal(0.0, 0.05)))
+        policy.on_pass(pass_record(passes, max(waits) * rng.lognormal(0.0, 0.05), PASS_S * rng.lognormal(0.0, 0.05)))
         for slot in range(num_streams):
             if left[slot] <= 0:
                 slots[slot], left[slot] = next_sequence(), REQUEST_TOKENS
-        budget.plan(slots)
+        set_lengths(policy, slots)
     return chosen
 
 

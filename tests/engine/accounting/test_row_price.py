@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.accounting.draft_budget import LONGEST_SHARED, DraftBudget
+from engine.accounting.draft_planning import set_lengths
 from engine.accounting.length_allocation import RowPrice
+from engine.accounting.length_policy import LONGEST_SHARED, LengthPolicy
 from engine.accounting.record import SequencePass
 from engine.sequence.sequence import Sequence
 from protos.messages import SamplingParams, SpeculationMethod
@@ -50,25 +51,25 @@ class Matches:
         self.most_beside = MAX_DRAFTS if num_sequences == 1 else fitting[-1]  # that do not exceed the limit
         self.most = MAX_DRAFTS
 
-    def speed(self, num_steps: int, budget: DraftBudget | float) -> float:
-        """Expected tokens per second with the budget's prices, or with one least chance for all."""
+    def speed(self, num_steps: int, policy: LengthPolicy | float) -> float:
+        """Expected tokens per second with the policy's prices, or with one least chance for all."""
         num_tokens = seconds = 0.0
         for _ in range(num_steps):
-            if isinstance(budget, DraftBudget):
-                budget.plan(self.sequences)
-            passes = [self._pass(each, budget) for each in self.sequences]
+            if isinstance(policy, LengthPolicy):
+                set_lengths(policy, self.sequences)
+            passes = [self._pass(each, policy) for each in self.sequences]
             num_tokens += sum(tokens for _, tokens in passes)
             rows = len(passes) + sum(each.num_proposed for each, _ in passes)
             seconds += self.costs.target_s(rows)
-            if isinstance(budget, DraftBudget):
+            if isinstance(policy, LengthPolicy):
                 noise = self.rng.lognormal(0.0, 0.05)
-                budget.on_pass(pass_record([each for each, _ in passes], 1e-5, self.costs.target_s(rows) * noise))
+                policy.on_pass(pass_record([each for each, _ in passes], 1e-5, self.costs.target_s(rows) * noise))
         return num_tokens / seconds
 
-    def _pass(self, sequence: Sequence, budget: DraftBudget | float) -> tuple[SequencePass, float]:
+    def _pass(self, sequence: Sequence, policy: LengthPolicy | float) -> tuple[SequencePass, float]:
         chances = np.cumprod(np.full(MAX_DRAFTS, self.rng.choice([0.3, 0.7, 0.97])) * (self.rng.random() < 0.4))
-        least = sequence.least_chance if isinstance(budget, DraftBudget) else budget
-        allowed = sequence.draft_allowance if isinstance(budget, DraftBudget) else self.most
+        least = sequence.least_chance if isinstance(policy, LengthPolicy) else policy
+        allowed = sequence.draft_allowance if isinstance(policy, LengthPolicy) else self.most
         drafted = chances[:allowed][chances[:allowed] >= least] if least > 0 else chances[:allowed]
         number = self.rng.random()
         num_accepted = int((drafted > number).sum())
@@ -78,9 +79,9 @@ class Matches:
 @pytest.mark.parametrize("num_sequences", [1, 2, 4, 8, 16, 64])
 @pytest.mark.parametrize("costs", [PROCESSOR, ROOFLINE])
 def test_no_one_least_chance_for_all_passes_is_much_better(costs: Costs, num_sequences: int) -> None:
-    matches, budget = Matches(num_sequences, costs), DraftBudget(4, MAX_DRAFTS)
-    matches.speed(100, budget)
-    speed = matches.speed(400, budget)
+    matches, policy = Matches(num_sequences, costs), LengthPolicy(4, MAX_DRAFTS)
+    matches.speed(100, policy)
+    speed = matches.speed(400, policy)
     assert speed >= 0.93 * best_speed(num_sequences, costs, is_bounded=True)
     share = 0.85 if num_sequences in (2, 4) else 0.93  # few sequences lose speed by the limit of a pass
     assert speed >= share * best_speed(num_sequences, costs, is_bounded=False)
@@ -98,27 +99,27 @@ def best_speed(num_sequences: int, costs: Costs, *, is_bounded: bool) -> float:
 
 @pytest.mark.parametrize("num_sequences", [2, 8, 16])
 def test_drafts_hold_up_other_sequences_for_two_and_a_half_plain_passes_at_most(num_sequences: int) -> None:
-    matches, budget = Matches(num_sequences, PROCESSOR), DraftBudget(4, MAX_DRAFTS)
-    matches.speed(200, budget)
+    matches, policy = Matches(num_sequences, PROCESSOR), LengthPolicy(4, MAX_DRAFTS)
+    matches.speed(200, policy)
     rows = []
     for _ in range(100):
-        budget.plan(matches.sequences)
+        set_lengths(policy, matches.sequences)
         rows.append(num_sequences + sum(each.draft_allowance for each in matches.sequences))
     assert PROCESSOR.target_s(max(rows)) <= 1.15 * 2.5 * PROCESSOR.target_s(num_sequences)  # costs are measured
 
 
 def test_a_sequence_of_fixed_length_pays_no_price_that_follows_a_clock() -> None:
-    matches, budget = Matches(8, PROCESSOR), DraftBudget(4, MAX_DRAFTS)
+    matches, policy = Matches(8, PROCESSOR), LengthPolicy(4, MAX_DRAFTS)
     matches.sequences[0].has_fixed_length = True
-    matches.speed(50, budget)
+    matches.speed(50, policy)
     assert [each.least_chance > 0.0 for each in matches.sequences] == [False] + 7 * [True]
 
 
 def test_a_pass_with_matches_keeps_to_the_limit_of_its_time() -> None:
-    matches, budget = Matches(4, PROCESSOR), DraftBudget(4, MAX_DRAFTS, max_pass_s=PROCESSOR.target_s(8))
-    matches.speed(200, budget)
+    matches, policy = Matches(4, PROCESSOR), LengthPolicy(4, MAX_DRAFTS, max_pass_s=PROCESSOR.target_s(8))
+    matches.speed(200, policy)
     rows = []
     for _ in range(100):
-        budget.plan(matches.sequences)
+        set_lengths(policy, matches.sequences)
         rows.append(4 + sum(each.draft_allowance for each in matches.sequences))
     assert max(rows) <= 9

@@ -383,10 +383,11 @@ def test_passes_with_drafts_are_waited_for_and_the_proposer_hears_all_when_draft
     assert output == [token_id for _ in range(30) for chunk in plain.step() for token_id in chunk.token_ids]
 
 
-class ScriptedBudget:
+class ScriptedPolicy:
     """Requests a draft of one token in every fourth plan."""
 
     speedups: dict[str, float] = {}  # noqa: RUF012
+    least_chance = 0.0
 
     def __init__(self) -> None:
         self.num_plans = 0
@@ -396,18 +397,18 @@ class ScriptedBudget:
     def on_pass(self, record: PassRecord) -> None:
         self.num_asked += sum(each.num_requested for each in record.passes)
 
-    def plan(self, sequences: Seq[Sequence]) -> None:
+    def lengths(self, sequences: Seq[Sequence]) -> list[int]:
         self.num_plans += 1
-        for sequence in sequences:
-            sequence.draft_allowance = int(self.num_plans % 4 == 0)
-            self.num_wanted += sequence.num_wanted_drafts
+        length = int(self.num_plans % 4 == 0)
+        self.num_wanted += sum(min(length, each.num_remaining_tokens - 1) for each in sequences)
+        return [length] * len(sequences)
 
 
 def test_a_plan_is_kept_until_a_pass_drafts_by_it() -> None:
     core = make_core(True, num_drafts=1, proposer=ScriptedProposer(lambda sequence, max_tokens: [7]))
-    core._accounting.planning.budget = budget = ScriptedBudget()  # type: ignore[assignment]
+    core._accounting.planning.policy = policy = ScriptedPolicy()  # type: ignore[assignment]
     core.add(request("a", max_tokens=60))
     while core.has_work:
         core.step()
-    assert budget.num_asked == budget.num_wanted > 5
+    assert policy.num_asked == policy.num_wanted > 5
     assert core.stats().num_overlapped_passes > 20

@@ -1,4 +1,4 @@
-"""Lengths that depend on the drafts they cut bias the output; the budget's lengths do not.
+"""Lengths that depend on the drafts they cut bias the output; the policy's lengths do not.
 
 Rejection and block verification are exact for lengths that were fixed before the drafts were drawn. A scheduler that
 drops a drawn draft because of its token conditions on it: the remaining drafts no longer have the distribution q.
@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.accounting.draft_budget import DraftBudget
+from engine.accounting.draft_planning import set_lengths
+from engine.accounting.length_policy import LengthPolicy
 from engine.accounting.record import SequencePass
 from engine.batch.draft import WEIGHT_SUM, Draft
 from engine.sampling.sampler import Sampler
@@ -74,12 +75,12 @@ def drop_unlikely(draft: Draft) -> Draft:
 
 
 def generate(verify: VerifyMode, cut: Cut) -> tuple[Tensor, set[int]]:
-    """`[N, NUM_TOKENS]` tokens under the budget's lengths, and which lengths it chose after the first pass."""
+    """`[N, NUM_TOKENS]` tokens under the policy's lengths, and which lengths it chose after the first pass."""
     pair = pair_library(V)[0]
     sequences = [new_sequence(SamplingParams(seed=seed), verify) for seed in range(N)]
-    budget = DraftBudget(K, K)
+    policy = LengthPolicy(K, K)
     lengths: set[int] = set()
-    budget.plan(sequences)
+    set_lengths(policy, sequences)
     while active := [sequence for sequence in sequences if sequence.num_output_tokens < NUM_TOKENS]:
         drafts = [
             cut(Draft(draft.token_ids[:length], draft.distributions[:length]))
@@ -89,8 +90,8 @@ def generate(verify: VerifyMode, cut: Cut) -> tuple[Tensor, set[int]]:
         ]
         passes = one_pass(pair.target.logits, active, drafts)
         num_rows = len(active) + sum(len(draft.token_ids) for draft in drafts)
-        budget.on_pass(pass_record(passes, 0.0, 1e-3 * N + 2e-3 * num_rows))
-        budget.plan(active)
+        policy.on_pass(pass_record(passes, 0.0, 1e-3 * N + 2e-3 * num_rows))
+        set_lengths(policy, active)
         lengths |= {each.draft_allowance for each in active}
     end = len(PROMPT) + NUM_TOKENS
     return torch.tensor([sequence.token_ids[len(PROMPT) : end] for sequence in sequences]), lengths
@@ -115,13 +116,13 @@ def one_pass(
 @pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
 def test_lengths_that_follow_what_was_accepted_leave_the_distribution_as_it_is(verify: VerifyMode) -> None:
     tokens, lengths = generate(verify, keep)
-    assert len(lengths) > 1, "the budget distinguishes the sequences, or this proves nothing"
+    assert len(lengths) > 1, "the policy distinguishes the sequences, or this proves nothing"
     distribution = joint_probs(pair_library(V)[0].target, SamplingParams(), NUM_TOKENS)
     assert chi_square_tail(tokens, distribution) > 1e-4
 
 
 @pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
-def test_a_budget_that_drops_drawn_drafts_is_caught(verify: VerifyMode) -> None:
+def test_a_policy_that_drops_drawn_drafts_is_caught(verify: VerifyMode) -> None:
     tokens, _ = generate(verify, drop_unlikely)
     distribution = joint_probs(pair_library(V)[0].target, SamplingParams(), NUM_TOKENS)
     assert chi_square_tail(tokens, distribution) < 1e-6

@@ -1,4 +1,4 @@
-"""The budget on simulated pairs whose costs and acceptance are known, from its first pass on."""
+"""The policy on simulated pairs whose costs and acceptance are known, from its first pass on."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.accounting import draft_budget
+from engine.accounting import length_policy
 from engine.accounting.cost_model import RequestedDrafts
-from engine.accounting.draft_budget import DraftBudget, class_of
+from engine.accounting.draft_planning import set_lengths
 from engine.accounting.length_allocation import Allocation, allocate
-from engine.accounting.speculation_gate import ClassStep, SpeculationGate
+from engine.accounting.length_policy import LengthPolicy
+from engine.accounting.speculation_gate import ClassStep, SpeculationGate, class_of
 from tests.engine.fixtures.records import pass_record, sequence_pass
 from tests.engine.fixtures.simulated_pair import (
     MAX_DRAFTS,
@@ -30,23 +31,23 @@ HEAVY_DRAFT = Costs(draft_step_s=0.003, draft_row_s=0.0001)
 STREAMS = [1, 2, 4, 8, 16, 32, 64]
 
 
-def new_budget() -> DraftBudget:
-    return DraftBudget(4, MAX_DRAFTS)
+def new_policy() -> LengthPolicy:
+    return LengthPolicy(4, MAX_DRAFTS)
 
 
 @pytest.mark.parametrize("num_streams", STREAMS)
 @pytest.mark.parametrize("costs", [ROOFLINE, LINEAR, HEAVY_DRAFT])
 def test_a_bad_draft_costs_at_most_two_percent_of_plain_decoding(costs: Costs, num_streams: int) -> None:
     pair = SimulatedPair(lambda index, step: 0.2, costs)
-    assert pair.run(num_streams, 600, new_budget()) >= 0.98 * plain_speed(num_streams, costs)
+    assert pair.run(num_streams, 600, new_policy()) >= 0.98 * plain_speed(num_streams, costs)
 
 
 @pytest.mark.parametrize("num_streams", STREAMS)
 @pytest.mark.parametrize("costs", [ROOFLINE, LINEAR, HEAVY_DRAFT])
 def test_with_a_good_draft_no_fixed_length_is_five_percent_better(costs: Costs, num_streams: int) -> None:
-    pair, budget = SimulatedPair(lambda index, step: 0.8, costs), new_budget()
-    pair.run(num_streams, 150, budget)
-    assert pair.run(num_streams, 350, budget) >= 0.95 * best_fixed(num_streams, 0.8, costs)[1]
+    pair, policy = SimulatedPair(lambda index, step: 0.8, costs), new_policy()
+    pair.run(num_streams, 150, policy)
+    assert pair.run(num_streams, 350, policy) >= 0.95 * best_fixed(num_streams, 0.8, costs)[1]
 
 
 @pytest.mark.parametrize("num_streams", [1, 2, 8, 32])
@@ -55,16 +56,16 @@ def test_where_requests_come_and_go_no_fixed_length_is_five_percent_better(num_s
         return SimulatedPair(lambda index, step: 0.72, PROCESSOR, request_tokens=32, prompt_tokens=96)
 
     best = max(pair().run(num_streams, 400, length) for length in (0, 1, 2, 4, 6, 8))
-    adaptive, budget = pair(), new_budget()
-    adaptive.run(num_streams, 150, budget)
-    assert adaptive.run(num_streams, 350, budget) >= 0.95 * best
+    adaptive, policy = pair(), new_policy()
+    adaptive.run(num_streams, 150, policy)
+    assert adaptive.run(num_streams, 350, policy) >= 0.95 * best
 
 
 def test_clients_wait_for_six_plain_passes_at_most() -> None:
     """Fourteen drafts have the best goodput here: their pass takes 80 ms, a plain pass 10 ms."""
     costs = Costs(weights_s=0.0099, row_s=0.0, fixed_s=0.0001, draft_step_s=0.005, draft_row_s=0.0)
     pair = SimulatedPair(lambda index, step: 1.0, costs, noise=0.0, request_tokens=10**6)
-    pair.run(1, 600, new_budget())
+    pair.run(1, 600, new_policy())
     assert 6 <= max(pair.lengths[-100:]) <= 10
 
 
@@ -75,69 +76,69 @@ def test_sequences_without_drafts_are_planned_for_every_eighth_step(monkeypatch:
         plans.append(len(pair.lengths))
         return allocate(*arguments)
 
-    monkeypatch.setattr(draft_budget, "allocate", noted)
-    pair.run(1, 500, new_budget())
+    monkeypatch.setattr(length_policy, "allocate", noted)
+    pair.run(1, 500, new_policy())
     resting = [step for step in plans if step >= 100]
     assert 400 / 8 <= len(resting) <= 400 / 8 + 16  # without probes
 
 
 def test_a_first_draft_that_reads_the_prompt_is_no_price_of_drafts() -> None:
-    budget = new_budget()
+    policy = new_policy()
     for index in range(30):  # every request has two passes; the first waits for the draft to prefill
         sequence = new_sequence(index)
         for draft_s in (0.500, 0.004):
-            budget.on_pass(pass_record([sequence_pass(sequence, 4, 4, 3)], draft_s, 0.010))
-    assert budget._draft_costs.seconds({"model": RequestedDrafts(4, 4)}) == pytest.approx(0.004, rel=0.05)
+            policy.on_pass(pass_record([sequence_pass(sequence, 4, 4, 3)], draft_s, 0.010))
+    assert policy._costs.drafts.seconds({"model": RequestedDrafts(4, 4)}) == pytest.approx(0.004, rel=0.05)
 
 
 def test_no_drafts_are_asked_for_where_they_lose_but_probes() -> None:
     pair = SimulatedPair(lambda index, step: 0.2, HEAVY_DRAFT)
-    pair.run(8, 400, new_budget())
+    pair.run(8, 400, new_policy())
     late = pair.lengths[100:]
     assert sum(length > 0 for length in late) <= len(late) / 50 + 3
     assert sum(late) < 0.02 * 8 * len(late)
 
 
 def test_another_draft_is_not_judged_by_the_one_before() -> None:
-    budget = new_budget()
-    SimulatedPair(lambda index, step: 0.1, HEAVY_DRAFT).run(8, 600, budget)
-    budget.forget_draft()
+    policy = new_policy()
+    SimulatedPair(lambda index, step: 0.1, HEAVY_DRAFT).run(8, 600, policy)
+    policy.forget_draft()
     pair = SimulatedPair(lambda index, step: 0.9, HEAVY_DRAFT)
-    pair.run(8, 30, budget)
+    pair.run(8, 30, policy)
     assert np.mean(pair.lengths[-20:]) > 8 * 2
 
 
 def test_a_draft_that_has_become_good_is_found_out() -> None:
     pair = SimulatedPair(lambda index, step: 0.1 if step < 200 else 0.9, ROOFLINE, request_tokens=10**9)
-    pair.run(4, 1500, new_budget())
+    pair.run(4, 1500, new_policy())
     assert np.mean(pair.lengths[-100:]) > 4 * 4
 
 
 def test_a_probe_is_charged_for_what_the_draft_had_to_catch_up_with() -> None:
-    pair, budget = SimulatedPair(lambda index, step: 0.0, Costs(draft_step_s=0.02)), new_budget()
-    pair.run(1, 200, budget)
+    pair, policy = SimulatedPair(lambda index, step: 0.0, Costs(draft_step_s=0.02)), new_policy()
+    pair.run(1, 200, policy)
     num_before = len(pair.lengths)
-    pair.run(1, 1000, budget)
+    pair.run(1, 1000, policy)
     assert 1 <= sum(length > 0 for length in pair.lengths[num_before:]) <= 6
 
 
 @pytest.mark.parametrize("num_streams", [1, 4])
 def test_drafts_come_back_when_a_draft_that_was_slow_for_a_while_is_not(num_streams: int) -> None:
     costs = Costs(weights_s=0.005, row_s=0.0002, draft_step_s=0.0008, missed_token_s=0.0002)
-    pair, budget = SimulatedPair(lambda index, step: 0.8, costs, request_tokens=128, prompt_tokens=12), new_budget()
+    pair, policy = SimulatedPair(lambda index, step: 0.8, costs, request_tokens=128, prompt_tokens=12), new_policy()
     pair.costs = replace(costs, draft_step_s=0.040)
-    pair.run(num_streams, 300, budget)
+    pair.run(num_streams, 300, policy)
     assert sum(pair.lengths[-100:]) < 10
     pair.costs = costs
-    pair.run(num_streams, 1500, budget)
+    pair.run(num_streams, 1500, policy)
     assert np.mean(pair.lengths[-100:]) > 1.5 * num_streams
 
 
 def test_more_load_means_shorter_drafts_and_less_load_longer_ones() -> None:
-    pair, budget = SimulatedPair(lambda index, step: 0.8, ROOFLINE), new_budget()
+    pair, policy = SimulatedPair(lambda index, step: 0.8, ROOFLINE), new_policy()
     means = []
     for num_streams in (1, 64, 1):
-        pair.run(num_streams, 120, budget)
+        pair.run(num_streams, 120, policy)
         means.append(np.mean(pair.lengths[-50:]) / num_streams)
     assert means[1] < 0.2
     assert min(means[0], means[2]) > 5
@@ -145,49 +146,49 @@ def test_more_load_means_shorter_drafts_and_less_load_longer_ones() -> None:
 
 def test_drafts_go_to_those_whose_drafts_stand() -> None:
     pair = SimulatedPair(lambda index, step: 0.9 if index % 2 else 0.1, ROOFLINE, request_tokens=10**9)
-    budget = new_budget()
+    policy = new_policy()
     slots = [new_sequence(index) for index in range(16)]
-    budget.plan(slots)
+    set_lengths(policy, slots)
     for step in range(150):
-        pair._pass(slots, step, budget)
-        budget.plan(slots)
+        pair._pass(slots, step, policy)
+        set_lengths(policy, slots)
     bad, good = ([slots[index].draft_allowance for index in range(16) if index % 2 == parity] for parity in (0, 1))
     assert min(good) > max(bad)
 
 
 def test_a_request_never_gets_more_than_it_may_have() -> None:
-    budget = new_budget()
+    policy = new_policy()
     short, none = new_sequence(0, num_drafts=2), new_sequence(1, num_drafts=0)
     for _ in range(20):
-        budget.plan([short, none])
+        set_lengths(policy, [short, none])
         assert short.draft_allowance <= 2
         assert none.draft_allowance == 0
         length = short.draft_allowance
         passes = [sequence_pass(short, length, length, length), sequence_pass(none, 0, 0, 0)]
-        budget.on_pass(pass_record(passes, 0.0, 0.01))
+        policy.on_pass(pass_record(passes, 0.0, 0.01))
     assert length == 2
 
 
 def test_a_fixed_length_stays_and_leaves_drafts_to_the_others() -> None:
-    budget, pair = new_budget(), SimulatedPair(lambda index, step: 0.9, ROOFLINE, request_tokens=10**9)
+    policy, pair = new_policy(), SimulatedPair(lambda index, step: 0.9, ROOFLINE, request_tokens=10**9)
     slots = [new_sequence(0), new_sequence(1, num_drafts=3)]
     slots[1].has_fixed_length = True
     lengths = []
     for step in range(300):
-        budget.plan(slots)
+        set_lengths(policy, slots)
         assert slots[1].draft_allowance == 3
         lengths.append(slots[0].draft_allowance)
-        pair._pass(slots, step, budget)
+        pair._pass(slots, step, policy)
     assert lengths[-50:].count(0) <= 2
     assert max(lengths[-50:]) > 4
 
 
 @pytest.mark.parametrize(("acceptance", "num_streams"), [(0.8, 4), (0.5, 16), (0.2, 8)])
 def test_the_measured_speedup_is_the_true_one(acceptance: float, num_streams: int) -> None:
-    pair, budget = SimulatedPair(lambda index, step: acceptance, ROOFLINE), new_budget()
-    pair.run(num_streams, 300, budget)
-    true = pair.run(num_streams, 700, budget) / plain_speed(num_streams, ROOFLINE)
-    assert budget.speedups == {"model-greedy": pytest.approx(true, rel=0.06)}
+    pair, policy = SimulatedPair(lambda index, step: acceptance, ROOFLINE), new_policy()
+    pair.run(num_streams, 300, policy)
+    true = pair.run(num_streams, 700, policy) / plain_speed(num_streams, ROOFLINE)
+    assert policy.speedups == {"model-greedy": pytest.approx(true, rel=0.06)}
 
 
 def test_a_class_is_a_method_and_greedy_or_not() -> None:
