@@ -1,4 +1,4 @@
-"""Give the version of pyproject.toml its section in CHANGELOG.md: what stands under "Unreleased", dated today.
+"""Give the version of pyproject.toml its section in CHANGELOG.md: the "Unreleased" entries, dated today.
 
 A version that has its section already keeps it. Run by `deploy/release.sh`.
 """
@@ -24,15 +24,15 @@ def with_entry(changelog: str, version: str, day: date) -> str:
         return changelog
     before, heading, rest = changelog.partition(f"{_UNRELEASED}\n")
     if not heading:
-        raise ValueError(f"CHANGELOG.md has no {_UNRELEASED!r}: write it, and under it what {version} brings")
+        raise ValueError(f"CHANGELOG.md has no {_UNRELEASED!r}: write it, and below it the changes of {version}")
     news, *older = re.split(r"^(?=## \[)", rest, maxsplit=1, flags=re.MULTILINE)
     if not re.search(r"^- ", news, re.MULTILINE):
-        raise ValueError(f"CHANGELOG.md says nothing under {_UNRELEASED!r}: write what {version} brings")
+        raise ValueError(f"CHANGELOG.md has no entry under {_UNRELEASED!r}: write the changes of {version}")
     return f"{before}{heading}\n## [{version}] - {day.isoformat()}\n{news}{''.join(older)}"
 
 
 def main() -> None:
-    """Write the section, or say why not."""
+    """Write the section, or print the error."""
     root = Path(__file__).resolve().parent.parent
     version = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     path = root / "CHANGELOG.md"

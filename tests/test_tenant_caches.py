@@ -132,7 +132,7 @@ def routes(tmp_path: Path) -> Callable[[GenerateRequest], bool]:
 
 
 def drafts(tmp_path: Path) -> Callable[[GenerateRequest], bool]:
-    """In the draft's process, of which the target tells by the channel."""
+    """Ask the draft's process, which learns of requests over the channel."""
     path = private_folder() / "draft.sock"
     proposer = Proposer()
     server = DraftServer(FrameListener(path), proposer, "draft-1")
@@ -221,7 +221,7 @@ def test_what_is_kept_for_a_tenant_serves_no_other(tmp_path: Path, name: str) ->
 
 @pytest.mark.parametrize("name", [name for name in PROBES if name != "biases"])
 def test_what_is_kept_under_a_salt_is_found_under_it_alone(tmp_path: Path, name: str) -> None:
-    """Without keys all clients are one tenant, and a salt is what they have."""
+    """Without keys all clients are one tenant, and only a salt separates them."""
     ask = PROBES[name](tmp_path)
     ours, theirs = (replace(of(""), cache_salt=salt) for salt in ("ours", "theirs"))
     assert [ask(each) for each in (ours, ours, theirs, theirs)] == [False, True, False, True]

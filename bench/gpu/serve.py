@@ -3,7 +3,7 @@
     python -m bench.gpu.serve --out results                     on a GPU: Llama-3's 8 B and 1 B shapes
     python -m bench.gpu.serve --device cpu --smoke              the same code with a tiny pair, to see that it runs
 
-The application is the one of `outrider serve --no-ray`: target and draft in one process, the frontends over them. Each
+The application is as in `outrider serve --no-ray`: target, draft and frontends in one process. Each
 line is one load: streams, drafts on or off, tokens per second, first tokens and gaps, and whether the seeded texts are
 those without drafts.
 """

@@ -1,10 +1,10 @@
-"""`make abuse`: hostile clients against the served demo, beside streams that must not notice.
+"""`make abuse`: hostile clients against the served demo, while seeded streams must not notice.
 
     python -m bench.served.abuse --only gRPC "random bodies"
 
-Each attack runs once, while three seeded streams go round. What is promised: their texts do not change and none fails,
-no gap of theirs reaches a second, no answer is a 5xx but a 503 with Retry-After, no health check fails, no stalled
-connection stays, no process ends, and memory is within 300 MB of what it was when a first burst had filled the pool.
+Each attack runs once, while three seeded streams repeat. The promises: no stream's text changes, no stream fails, no
+gap of a stream reaches a second, no answer is a 5xx except 503 with Retry-After, no health check fails, no stalled
+connection stays, no process ends, and memory stays within 300 MB of its size after a first burst has filled the pool.
 The exit status is 1 if a promise is broken.
 """
 
@@ -40,8 +40,8 @@ _LASTING = (
     "haproxy",
     "gcs",
 )
-_POOL_GIB = 0.25  # the first burst is to fill it: memory of a pool is taken as it fills
-# so begin the attacks that fill pools
+_POOL_GIB = 0.25  # small, so that the first burst fills it: a pool takes memory as it fills
+# names of the attacks that fill pools begin so
 _FILLING = ("n = 128", "twelve grammars", "a prediction of", "200 streams", "30 streams")
 _SETTLE_S = 3.0
 _ATTACK_TIMEOUT_S = 300.0
@@ -50,7 +50,7 @@ _GRPC_FAULTS = {"INTERNAL", "UNKNOWN", "DATA_LOSS"}
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One attack: the answers by status, what the bystanders met meanwhile, and the seconds it took."""
+    """One attack: the answers by status, the bystanders' streams meanwhile, and the seconds it took."""
 
     name: str
     answers: Answers
@@ -59,7 +59,7 @@ class Outcome:
 
     @property
     def faults(self) -> list[str]:
-        """The promises that were not kept, those of time apart."""
+        """The broken promises, except of time."""
         stay = self.stay
         bad = [status for status in self.answers if _is_fault(status)]
         return [
@@ -70,7 +70,7 @@ class Outcome:
 
     @property
     def broken(self) -> list[str]:
-        """The promises that were not kept."""
+        """The broken promises."""
         gap_s = self.stay.longest_gap_s
         return [*self.faults, *([f"a gap of {gap_s:.2f} s"] if gap_s >= MAX_GAP_S else [])]
 
@@ -82,7 +82,7 @@ def _is_fault(status: str) -> bool:
 
 
 def attack(face: Face, bystanders: Bystanders, names: Sequence[str]) -> Iterator[Outcome]:
-    """Run the attacks in turn, each when its outcome is asked for."""
+    """Run the attacks in turn, each when the caller takes its outcome."""
     for name in names:
         bystanders.report()
         began_s = time.monotonic()
@@ -91,13 +91,14 @@ def attack(face: Face, bystanders: Bystanders, names: Sequence[str]) -> Iterator
 
 
 async def _bounded(face: Face, name: str) -> Answers:
-    face = replace(face, key=name.replace(" ", "-"))  # HAProxy refuses a client that met refusals for seconds
+    # One key per attack: HAProxy refuses a key for seconds after refusals.
+    face = replace(face, key=name.replace(" ", "-"))
     return await asyncio.wait_for(ATTACKS[name](face), _ATTACK_TIMEOUT_S)
 
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """The processes of an application that are to last, and the resident memory of all by name."""
+    """The processes of an application that must last, and the resident memory of all processes by name."""
 
     lasting: dict[int, str]
     num_bytes: Counter[str]
@@ -148,8 +149,8 @@ def main() -> None:
 
 
 def report_each(outcomes: Iterator[Outcome]) -> list[Outcome]:
-    """Print a row of the table as soon as it is known: a run may be ended before its last one."""
-    print("| thrown | answers | streams beside | first token | longest gap | verdict |\n|---|---|---|---|---|---|")
+    """Print each row of the table at once: a run may be stopped early."""
+    print("| attack | answers | streams | first token | longest gap | verdict |\n|---|---|---|---|---|---|")
     seen = []
     for each in outcomes:
         answers = ", ".join(f"{number} x {status}" for status, number in sorted(each.answers.items()))
@@ -163,7 +164,7 @@ def report_each(outcomes: Iterator[Outcome]) -> list[Outcome]:
 
 
 def report(outcomes: list[Outcome], before: Processes, after: Processes) -> bool:
-    """Print what became of the processes; return whether every promise was kept."""
+    """Print the processes' fate; return whether every promise was kept."""
     gone = [name for pid, name in before.lasting.items() if pid not in after.lasting]
     growths = {name: size - before.num_bytes[name] for name, size in after.num_bytes.items()}
     growth = after.num_bytes.total() - before.num_bytes.total()
@@ -176,7 +177,7 @@ def report(outcomes: list[Outcome], before: Processes, after: Processes) -> bool
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="PART", help="attacks whose names have one of these parts")
-    parser.add_argument("--no-ray", action="store_true", help="serve in one process, where HAProxy holds off nobody")
+    parser.add_argument("--no-ray", action="store_true", help="serve in one process, without HAProxy")
     parser.add_argument("--folder", type=Path, default=Path(".cache/abuse"), help="for the deploy.yaml and the log")
     return parser.parse_args()
 

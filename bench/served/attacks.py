@@ -1,4 +1,4 @@
-"""Hostile and careless clients, each a short burst against a served application, and the answers that they got."""
+"""Short bursts of hostile and careless clients against a served application, and their answers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _WORDS = ("fn", "x", "{", "}", " ", "\ufffd", "\x00", "é", "😀", "<|end|>", '
 _SERVICE = "/outrider.v1.Generation"
 HEALTH = "health "  # before the status of a health check, which has to be OK
 _GARBAGE = b"\xff" * 999
-_GARBAGE_REFUSED = "no message"  # gRPC's own refusal of what is no protobuf has the code of an unexpected error
+_GARBAGE_REFUSED = "no message"  # gRPC refuses malformed protobuf with the code of an unexpected error
 
 
 @dataclass(frozen=True, slots=True)
 class Face:
-    """The addresses of an application, the name of its model, and an API key; any where none is asked."""
+    """The addresses of an application, the name of its model, and an API key; any key if the server needs none."""
 
     host: str
     http_port: int
@@ -67,7 +67,7 @@ def _attack(name: str) -> Callable[[Attack], Attack]:
 
 
 async def _post_all(face: Face, bodies: list[Any], path: str = "/v1/completions", **headers: str) -> Answers:
-    """Post all bodies at once: bytes as they are, all else as JSON with the model's name."""
+    """Post all bodies at once: bytes unchanged, others as JSON with the model's name."""
     async with httpx.AsyncClient(base_url=face.url, timeout=_TIMEOUT_S, limits=httpx.Limits()) as client:
         return Counter(await asyncio.gather(*(_post(client, path, face, body, headers) for body in bodies)))
 
@@ -83,7 +83,7 @@ async def _post(client: httpx.AsyncClient, path: str, face: Face, body: Any, hea
 
 
 def status_of(answer: httpx.Response) -> str:
-    """Return the status, and whether a 503 says when to come again."""
+    """Return the status, and mark a 503 without Retry-After."""
     if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE and "retry-after" not in answer.headers:
         return "503 without Retry-After"
     return str(answer.status_code)
@@ -110,7 +110,7 @@ async def _strange_json(face: Face) -> Answers:
     return await _post_all(face, bodies)
 
 
-@_attack("n = 128, four times, and prompts beside it")
+@_attack("n = 128, four times, with prompts meanwhile")
 async def _many_choices(face: Face) -> Answers:
     return await _post_all(face, [{"prompt": "def f", "n": 128, "max_tokens": 16}] * 4 + [{"prompt": "x"}] * 8)
 
@@ -180,7 +180,7 @@ async def _large(face: Face) -> Answers:
     return answers + await _post_all(face, [{"tokens": [5] * 1_000_000}], "/detokenize")
 
 
-@_attack("gzip of 512 MiB, gzip cut short, gzip that is none")
+@_attack("gzip of 512 MiB, truncated gzip, text marked as gzip")
 async def _gzip(face: Face) -> Answers:
     bomb = gzip.compress(b"a" * (512 * _MIB), 1)
     return await _post_all(face, [bomb, gzip.compress(b'{"model"' * 99)[:40], b"{}"], Content_Encoding="gzip")
@@ -275,7 +275,7 @@ async def _stalled_bodies(face: Face) -> Answers:
     return Counter(await asyncio.gather(*(_stall(face, *stall) for stall in stalls for _ in range(number))))
 
 
-@_attack("1,800 connections of two addresses that send nothing, and a health check beside them")
+@_attack("1,800 connections of two addresses that send nothing, with a health check meanwhile")
 async def _idle_connections(face: Face) -> Answers:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -302,7 +302,7 @@ async def _idle_one(face: Face, address: str) -> str:
     return "closed"
 
 
-@_attack("requests that are no HTTP, two lengths in one, 100 kB of headers")
+@_attack("malformed HTTP, two lengths in one request, 100 kB of headers")
 async def _strange_http(face: Face) -> Answers:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n"
     both = head + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /admin"
@@ -340,7 +340,7 @@ async def _grpc(face: Face) -> Answers:
         return Counter(await asyncio.gather(*calls))
 
 
-@_attack("gRPC: calls that stall, without a key and with one, of every service, and health checks beside them")
+@_attack("gRPC: calls that stall, without a key and with one, of every service, with health checks meanwhile")
 async def _stalled_calls(face: Face) -> Answers:
     address, part = f"{face.host}:{face.grpc_port}", first_part(17_000, _MIB)
     check, info = "/grpc.health.v1.Health/Check", "/vllm.grpc.engine.VllmEngine/GetModelInfo"
@@ -399,12 +399,12 @@ def _request(method: str, path: str, body: bytes) -> bytes:
 
 
 async def _raw(face: Face, number: int, request: bytes, *, drip: bytes = b"", hold_s: float) -> Answers:
-    """Open so many connections, send the request, then a byte a second where there is a drip; read at the end only."""
+    """Open the connections, send the request, then one byte of `drip` per second; read only at the end."""
     return Counter(await asyncio.gather(*(_raw_one(face, request, drip, hold_s) for _ in range(number))))
 
 
 async def _stall(face: Face, request: bytes, drip: bytes) -> str:
-    """Return the status of the first answer once the server has closed the connection, or that it has not."""
+    """Wait until the server closes the connection; return the first answer's status, or `STILL_OPEN`."""
     reader, writer = await asyncio.wait_for(asyncio.open_connection(face.host, face.http_port), _TIMEOUT_S)
 
     async def send() -> None:

@@ -1,4 +1,4 @@
-"""Streams of fixed seeds beside a load: whether their texts stay what they are, and how long they had to wait."""
+"""Streams of fixed seeds during a load: whether their texts stay the same, and how long they wait."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PAUSE_S = 0.2  # after a refusal or a failure
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """The requests of bystanders. Each of `num_seeds` has a prompt of so many lines; cold ones find nothing cached."""
+    """The requests of bystanders: prompts of `num_lines`, one per seed; if `is_cold`, no cache holds them."""
 
     num_seeds: int = 3
     num_tokens: int = 96
@@ -42,13 +42,13 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """The streams of the bystanders since the last report; refused is 503 with Retry-After.
+    """The bystanders' streams since the last report; a refusal is 503 with Retry-After.
 
-    Their longest waits are those for a stream's first event, and between its events; the longest outage is the time
-    from the failure of a stream until its client has the first event of another.
+    `longest_start_s` is the longest wait for a stream's first event, `longest_gap_s` the longest wait between events,
+    and `longest_outage_s` the longest time from a stream's failure to the first event of its client's next stream.
 
-    A stream that fails counts as changed if what came before is no beginning of its text. `num_tokens_off` are the
-    tokens that whole streams had too few or too many; `strange` are the texts of changed ones, with their seeds.
+    A failed stream counts as changed if its text is no prefix of the right one. `num_tokens_off` counts the missing and
+    surplus tokens of complete streams; `strange` has the texts of changed streams, with their seeds.
     """
 
     num_streams: int = 0
@@ -67,9 +67,9 @@ class Stay:
 
 
 class Bystanders:
-    """A process of its own with one stream after the other per seed, so that what it waits for is not its caller.
+    """Streams in a process of their own, one after the other for each seed, so that the caller never delays them.
 
-    The first stream of each seed, before the constructor returns, says what its text is.
+    The constructor streams each seed once, to get its right text.
 
     Raises:
         RuntimeError: a first stream failed.
@@ -87,7 +87,7 @@ class Bystanders:
             raise RuntimeError(f"bystanders cannot stream from {base_url}: {first.failures[0]}")
 
     def report(self) -> Stay:
-        """Return what was met since the last report."""
+        """Return the streams since the last report."""
         self._pipe.send(None)
         return self._receive()
 
@@ -133,7 +133,7 @@ class _Came:
 
 
 class _Seed:
-    """The streams of one seed, and what was met since the last report."""
+    """The streams of one seed, and their outcome since the last report."""
 
     def __init__(self, base_url: str, model: str, seed: int, habits: Habits) -> None:
         self._url = f"{base_url}/v1/completions"
@@ -155,7 +155,7 @@ class _Seed:
         self._stay = Stay()
         self._arrived_s = time.monotonic()  # the last event, or the request
         self._has_begun = False
-        self._failed_s: float | None = None  # since when no stream has begun
+        self._failed_s: float | None = None  # the first failure since the last stream that began
         self._number = 0
 
     def stream(self) -> None:
@@ -167,7 +167,7 @@ class _Seed:
         sent_s = time.monotonic()
         self._arrived_s, self._has_begun = sent_s, False
         try:
-            # No certificates, which would be read for each stream, on the cores that what is measured computes on.
+            # verify=True would load certificates for each stream, on the cores that are measured.
             with httpx.stream("POST", self._url, json=body, timeout=_TIMEOUT_S, verify=False) as answer:
                 if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE and "retry-after" in answer.headers:
                     self._add(Stay(num_refused=1))
@@ -209,7 +209,7 @@ class _Seed:
             self._stay = total([self._stay, stay])
 
     def take(self) -> Stay:
-        """Return what was met since the last call, the wait that still lasts included."""
+        """Return the streams since the last call, including the present wait."""
         with self._lock:
             stay, self._stay = self._stay, Stay()
         return total([stay, self._wait()])
@@ -239,7 +239,7 @@ def _stand_by(pipe: Connection, base_url: str, model: str, habits: Habits) -> No
 
 
 def total(stays: Sequence[Stay]) -> Stay:
-    """Return what was met in all of them."""
+    """Return the sum of all reports."""
     return Stay(
         sum(stay.num_streams for stay in stays),
         sum(stay.num_changed for stay in stays),

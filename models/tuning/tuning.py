@@ -131,7 +131,7 @@ def tune(settings: TuneSettings, report: Report, on_progress: OnProgress) -> boo
     log = _new_log(settings, target, report) if settings.num_fresh else read_log(settings.log, target, report)
     workplace = Workplace(settings)
     before = Scored(score_draft(draft.load(), log.held_out.requests, settings.num_tokens))
-    report(f"{log.num_positions} positions, of which {before.score.num_positions} measure and train no draft")
+    report(f"{log.num_positions} positions; {before.score.num_positions} are for measurement only")
     report(_line("the present draft", before.score))
     share = _rollouts_share(settings)
     written: Sequence[LoggedRequest] = ()

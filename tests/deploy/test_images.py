@@ -28,7 +28,7 @@ def image(name: str) -> str:
 
 
 def variables(name: str) -> dict[str, str]:
-    """Return what the image sets, with the paths of this environment and of this folder."""
+    """Return the image's variables, with the paths of this environment and of this folder."""
     lines = re.search(r"\nENV (.*?[^\\])\n", image(name), re.DOTALL)[1]
     packages = "/opt/outrider/lib/python3.11/site-packages"
     for theirs, ours in {

@@ -1,4 +1,4 @@
-"""The comparison of a RayService with a definition; that of KubeRay itself is fetched by `make manifests`."""
+"""The comparison of a RayService with a definition; `make manifests` downloads KubeRay's own definition."""
 
 from __future__ import annotations
 

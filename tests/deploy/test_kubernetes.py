@@ -108,7 +108,7 @@ def test_the_budget_selects_our_pods():
 
 
 def scraped(family: str) -> list[str]:
-    """Return the pods from which the monitors scrape a family of ours, which any pod would give."""
+    """Return the pods whose metrics the monitors scrape for a family; any pod would expose it."""
     monitors = yaml.safe_load_all((FOLDER / "pod-monitor.yaml").read_text(encoding="utf-8"))
     templates = {"head": SERVICE["rayClusterConfig"]["headGroupSpec"], **GROUPS}
     found = []

@@ -1,1 +1,1 @@
-"""Faults in a served application, and more load than it can take, beside streams that must not notice."""
+"""Faults and overload in a served application, while seeded streams must not notice."""

@@ -1,13 +1,13 @@
-"""`make chaos`: every process of a served demo killed and stopped in turn, and more, beside seeded streams.
+"""`make chaos`: kills, stops and other faults in every process of a served demo, under seeded streams.
 
     python -m bench.served.chaos --only target "clock" --soak 10
 
-Two pairs, a prefill replica and two ingress replicas serve the demo on this machine while six seeded streams go round,
-with prompts that no cache holds. What is promised for each fault: no text changes, no token is lost or doubled, and no
-stream fails but those whose connection was open at the fault and ended with it. Their beginnings were right, and the
-next one, begun after the fault, has the whole text. Each is watched until no process has come or gone for half a minute
-and one HAProxy runs. Then, for as many minutes as `--soak` says, memory, blocks, actors, handles and threads stay as
-they are. The exit status is 1 if one of these promises is broken.
+Two pairs, a prefill replica and two ingress replicas serve the demo on this machine, while six seeded streams repeat
+with prompts that no cache holds. The promises for each fault: no text changes, and no token is lost or doubled. Only a
+stream whose connection was open at the fault and closed with it may fail; its tokens so far are right, and the next
+stream has the whole text. A fault ends when no process has started or ended for half a minute and one HAProxy runs.
+Then memory, blocks, actors, handles and threads stay constant for `--soak` minutes. The exit status is 1 if a promise
+is broken.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _GROWTH = 1.05
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """The streams during a fault, and the seconds until everything was back, and until nothing had changed for long."""
+class FaultOutcome:
+    """The streams during a fault, the seconds until everything was back, and the seconds until all was at rest."""
 
     fault: Fault
     stay: Stay
@@ -92,13 +92,13 @@ def settings(args: Args) -> None:
 
 
 class Chaos:
-    """A served application and the streams beside it."""
+    """A served application and its bystanders' streams."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._bystanders = Bystanders(world.base_url, MODEL, HABITS)
 
-    def bring(self, fault: Fault) -> Outcome:
+    def bring(self, fault: Fault) -> FaultOutcome:
         """Bring about a fault, and wait until all is back."""
         self._bystanders.report()
         began_s = self._world.struck_s = time.monotonic()
@@ -106,7 +106,7 @@ class Chaos:
         try:
             fault.act(self._world)
             if fault.is_final:
-                stay = self._start_anew()
+                stay = self._restart()
         except TimeoutError as error:
             problem = str(error)
         recovery_s = time.monotonic() - began_s
@@ -115,8 +115,8 @@ class Chaos:
         rest_s = time.monotonic() - began_s
         stay = stay or self._stay_to_the_end()
         if fault.has_other_texts:
-            stay = self._judged_by_other_texts(stay)
-        return Outcome(fault, stay, recovery_s, rest_s, self._world.struck_s, problem)
+            stay = self._compared_with_new_model(stay)
+        return FaultOutcome(fault, stay, recovery_s, rest_s, self._world.struck_s, problem)
 
     def _rest(self) -> str:
         """Wait until nothing changes any more, and return what became of it where something does."""
@@ -127,7 +127,7 @@ class Chaos:
         return ""
 
     def _stay_to_the_end(self) -> Stay:
-        """Return what the streams met, those that still ran when all was back included."""
+        """Return the streams' outcome, including streams that still ran when all was back."""
         stays = [self._bystanders.report()]
         deadline_s = time.monotonic() + _END_TIMEOUT_S
         num_later = 0
@@ -137,15 +137,15 @@ class Chaos:
             num_later += stays[-1].num_streams
         return total(stays)
 
-    def _start_anew(self) -> Stay:
+    def _restart(self) -> Stay:
         stay, texts = self._bystanders.report(), self._bystanders.texts
         self.close()
         self._world.restart()
         self._bystanders = Bystanders(self._world.base_url, MODEL, HABITS)
         return stay if self._bystanders.texts == texts else replace(stay, num_changed=HABITS.num_seeds)
 
-    def _judged_by_other_texts(self, stay: Stay) -> Stay:
-        """Count as changed the texts that are neither of the old model nor of the new one, which is asked now."""
+    def _compared_with_new_model(self, stay: Stay) -> Stay:
+        """Stream the new model's texts; count a text as changed if neither the old nor the new model wrote it."""
         self.close()
         self._bystanders = Bystanders(self._world.base_url, MODEL, HABITS)
         texts = self._bystanders.texts
@@ -158,7 +158,7 @@ class Chaos:
 
 
 def soak(world: World, minutes: float) -> bool:
-    """Stream for so long, print once a minute what is used, and return whether it stayed as it was when warm."""
+    """Stream for `minutes`, print the usage once a minute, and return whether it stayed constant after the warm-up."""
     with Bystanders(world.base_url, MODEL, HABITS) as bystanders:
         time.sleep(_WARM_S)
         first = last = world.processes.usage()
@@ -212,7 +212,7 @@ def _used_blocks(world: World) -> float:
     return sum(s.value for each in families if each.name == "outrider_kv_cache_used_blocks" for s in each.samples)
 
 
-def report(outcome: Outcome) -> None:
+def report(outcome: FaultOutcome) -> None:
     """Print a row of the table."""
     stay = outcome.stay
     verdict = "; ".join(outcome.broken) or "kept"
@@ -245,8 +245,8 @@ def run(world: World, faults: list[Fault]) -> bool:
 
 
 def main() -> None:
-    """Serve the demo, bring about faults, soak, print the tables."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # what was started ends with this
+    """Serve the demo, inject faults, soak, print the tables."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # so that child processes end too
     args = _parse_args()
     faults = [each for each in FAULTS if args.only is None or any(part in each.name for part in args.only)]
     world = World(args.folder, settings)

@@ -28,11 +28,11 @@ _STOPPED = ("target", "draft", "pair shell", "prefill replica", "index", "HAProx
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault. `act` returns when what it did is over and all that it ended is back.
+    """One fault. `act` returns when the fault is over and every killed process is back.
 
-    Streams that are open at the fault may break where the process holds the clients' connections, and those begun so
-    many seconds after it where nothing notices it before. After a final one the operator starts the application anew;
-    after others it has another model, whose texts are other ones.
+    If the process holds clients' connections, open streams may break, and so may streams that begin within `breaks_s`
+    seconds, before anything notices the fault. After a fault with `is_final` the operator restarts the application.
+    After one with `has_other_texts` the application serves another model, with other texts.
     """
 
     name: str
@@ -216,6 +216,6 @@ FAULTS = [
     Fault("redeploy: other target weights", partial(_redeploy, other_weights), has_other_texts=True),
     Fault("redeploy: the first weights", partial(_redeploy, lambda args: None), has_other_texts=True),
     Fault("stop 8 s: GCS", partial(_stop, "GCS")),
-    Fault("kill: GCS, then the operator starts anew", _kill_gcs, breaks_s=inf, is_final=True),
-    Fault("kill: the head's raylet, then the operator starts anew", _kill_raylet, breaks_s=inf, is_final=True),
+    Fault("kill: GCS, then the operator restarts", _kill_gcs, breaks_s=inf, is_final=True),
+    Fault("kill: the head's raylet, then the operator restarts", _kill_raylet, breaks_s=inf, is_final=True),
 ]

@@ -1,7 +1,7 @@
 """Faults inside every Python process of the application: a wrong clock, a late step, messages lost, late and repeated.
 
-A `sitecustomize` imports this. A file that all of them have mapped says what is wrong now. It imports the standard
-library alone, since it comes before everything else.
+A `sitecustomize` imports this module before everything else, so it imports only the standard library. All processes
+map one file, which holds the present fault.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ENGINE_THREAD = "TargetActor"
 
 
 class Orders(NamedTuple):
-    """The content of the file. Moments are those of the monotonic clock, which all processes share."""
+    """The content of the file. Times are of the monotonic clock, which all processes share."""
 
     clock_shift_s: float = 0.0
     stalled_pid: int = 0
@@ -42,7 +42,7 @@ class Orders(NamedTuple):
 
 
 def install(path: str) -> None:
-    """Interfere in this process as the file says."""
+    """Apply the faults of the file to this process."""
     with Path(path).open("rb") as file:
         content = mmap.mmap(file.fileno(), _LAYOUT.size, prot=mmap.PROT_READ)
     wall, wall_ns, monotonic = time.time, time.time_ns, time.monotonic

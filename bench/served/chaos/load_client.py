@@ -107,7 +107,7 @@ class LoadClient:
         self._opening: set[asyncio.Task[None]] = set()
 
     def send(self, on_answer: Callable[[Answer], None]) -> None:
-        """Send one request; `on_answer` gets its answer, of the status `NO_ANSWER` where there is none."""
+        """Send one request; `on_answer` gets its answer, or the status `NO_ANSWER` without one."""
         tenant = next(self._tenants)
         content = self._random.choice(self._templates[tenant]) % self._random.randrange(10**6)
         request = _Request(tenant, time.monotonic(), on_answer)

@@ -2,11 +2,11 @@
 
     python -m bench.served.chaos.overload --times 5 100 --seconds 90
 
-Requests have one, two or four choices of 64 to 192 tokens, and come at a steady rate whatever becomes of those before.
-What is promised: the tokens of answered requests per second stay within 10% of those of a load that just fills the
-pairs, each request is answered or refused, 99 of 100 refusals take less than 50 ms, and while both tenants ask for more
-than there is, each has its weight's part of the tokens within 10%. "Beside clients" is goodput where what the clients
-compute, on the same cores, counts as no capacity: it tells how much of a loss is theirs, and decides nothing.
+Requests have one, two or four choices of 64 to 192 tokens, and arrive at a steady rate whatever happens to earlier
+ones. The promises: goodput (tokens of answered requests per second) stays within 10% of the goodput at a load that just
+fills the pairs, each request is answered or refused, 99 of 100 refusals take less than 50 ms, and while both tenants
+ask for more than the capacity, each gets its weight's part of the tokens within 10%. The clients compute on the same
+cores; "without clients" is goodput relative to the capacity that they leave. It is for information only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HEAD = (
     "by HAProxy",
     "other",
     "tokens/s",
-    "beside clients",
+    "without clients",
     "refusal p50",
     "p99",
     "heavy has",
@@ -44,16 +44,16 @@ _HEAD = (
     "verdict",
 )
 _NUM_CLOSED = 16  # requests at once of the load that just fills the pairs
-_PAUSE_S = 0.5  # of one of them after a refusal
-_TICK_S = 0.01  # in which the requests that are due are sent at once
+_PAUSE_S = 0.5  # of one such request after a refusal
+_TICK_S = 0.01  # requests due within one tick are sent at once
 _MARGIN = 0.1
 _MAX_REFUSAL_S = 0.05
-_WARM = 0.35  # of a run, which is not counted
+_WARM = 0.35  # this part of a run does not count
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A run: the requests sent at `times` the capacity, and what became of them."""
+    """A run: the requests sent at `times` the capacity, and their answers."""
 
     times: float
     rate: float
@@ -67,7 +67,7 @@ class Load:
         return Counter(answer.status for answer in self.answers)
 
     def tokens_per_second(self, tenants: Sequence[str] = tuple(WEIGHTS)) -> float:
-        """Return the tokens of requests that were answered after the run was warm and before its end, by time."""
+        """Return the tokens per second of requests that were answered between warm-up and end."""
         from_s = self.began_s + _WARM * (self.ended_s - self.began_s)
         counted = (a for a in self.answers if a.tenant in tenants and from_s <= a.ended_s < self.ended_s)
         return sum(answer.num_tokens for answer in counted) / (self.ended_s - from_s)
@@ -90,13 +90,13 @@ class Load:
     def heavy_share(self) -> float:
         return self.tokens_per_second(["heavy"]) / max(self.tokens_per_second(), 1e-9)
 
-    def beside_clients(self, capacity: Load) -> float:
-        """Return the tokens over those of `capacity`, of which the cores that these clients took more have no part."""
+    def ratio_without_clients(self, capacity: Load) -> float:
+        """Return goodput over `capacity`'s goodput, less the part of the cores that the extra clients took."""
         left = 1 - (self.client_cpu - capacity.client_cpu) / len(os.sched_getaffinity(0))
         return self.tokens_per_second() / (capacity.tokens_per_second() * left)
 
     def broken(self, capacity: Load) -> list[str]:
-        """The promises that were not kept."""
+        """The broken promises."""
         ratio = self.tokens_per_second() / capacity.tokens_per_second()
         fair = WEIGHTS["heavy"] / sum(WEIGHTS.values())
         strange = {status: number for status, number in self.statuses.items() if status not in (OK, REFUSED)}
@@ -127,7 +127,7 @@ async def closed_load(client: LoadClient, seconds: float) -> Load:
 
 
 async def open_load(client: LoadClient, capacity: Load, times: float, seconds: float) -> Load:
-    """Send requests at `times` the rate of `capacity`, then await what was accepted."""
+    """Send requests at `times` the rate of `capacity`, then await the accepted ones."""
     rate = times * capacity.requests_per_second
     answers: list[Answer] = []
     began_s, began_cpu_s, num_sent = time.monotonic(), time.process_time(), 0
@@ -155,7 +155,7 @@ def settings(folder: Path, args: Args) -> None:
 async def measure(world: World, all_times: Sequence[float], seconds: float) -> bool:
     """Print a row for each load; return whether every promise was kept."""
     client = LoadClient(world.port, MODEL, tuple(WEIGHTS))
-    await closed_load(client, seconds / 2)  # what is compiled and learnt at first
+    await closed_load(client, seconds / 2)  # a warm-up: compilation and measurements
     capacity = await closed_load(client, seconds)
     print(f"| {' | '.join(_HEAD)} |\n|{'---|' * len(_HEAD)}", flush=True)
     _print(capacity, capacity, ["just full"])
@@ -175,7 +175,7 @@ def _print(load: Load, capacity: Load, verdict: list[str]) -> None:
     num_by_proxy = sum(answer.is_by_proxy for answer in load.answers)
     print(
         f"| {load.times:g}x | {load.rate or load.requests_per_second:.1f} | {statuses[OK]} | {statuses[REFUSED]} | "
-        f"{num_by_proxy} | {num_other} | {load.tokens_per_second():.0f} | {load.beside_clients(capacity):.0%} | "
+        f"{num_by_proxy} | {num_other} | {load.tokens_per_second():.0f} | {load.ratio_without_clients(capacity):.0%} | "
         f"{p50_ms:.0f} ms | {p99_ms:.0f} ms | {load.heavy_share:.0%} | {load.client_cpu:.0%} | {'; '.join(verdict)} |",
         flush=True,
     )
@@ -183,7 +183,7 @@ def _print(load: Load, capacity: Load, verdict: list[str]) -> None:
 
 def main() -> None:
     """Serve the demo, overload it, print the table."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # what was started ends with this
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # so that child processes end too
     args = _parse_args()
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)

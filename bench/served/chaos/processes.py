@@ -1,4 +1,4 @@
-"""The processes of one served application on a machine that may run others, by what they are."""
+"""The processes of one served application, by kind, on a machine that may run others."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ class Usage:
 
 
 class Processes:
-    """The processes that descend from `pid`, or from one that has the mark in its environment.
+    """The processes that descend from `pid`, or from a process with the mark in its environment.
 
-    A process whose parent was killed is no descendant any more, and one that Ray has titled shows no environment.
+    Both are needed: a process whose parent was killed is no descendant, and a process that Ray has titled hides its
+    environment.
     """
 
     def __init__(self, pid: int, mark: str) -> None:
@@ -50,7 +51,7 @@ class Processes:
         self._mark = f"{MARK}={mark}".encode()
 
     def all(self) -> list[psutil.Process]:
-        """Return those that run now."""
+        """Return the running processes."""
         found: dict[int, psutil.Process] = {}
         for root in self._roots():
             try:
@@ -77,7 +78,7 @@ class Processes:
         )
 
     def at_work(self) -> frozenset[tuple[int, str]]:
-        """Return those of known kinds by id and kind; what changes no more is at rest."""
+        """Return the processes of known kinds, as id and kind; the application is at rest when this set is constant."""
         titles = {process.pid: title_of(process) for process in self.all()}
         return frozenset(
             (pid, kind)
@@ -87,7 +88,7 @@ class Processes:
         )
 
     def usage(self) -> Usage:
-        """Return what they use now."""
+        """Return the present use."""
         sizes = [size for size in map(_usage_of, self.all()) if size is not None]
         return Usage(
             sum(size.num_bytes for size in sizes),

@@ -40,7 +40,7 @@ Args = dict[str, Any]
 
 
 class World:
-    """`start`, then faults, then `close`. `restart` starts anew what a fault took down for good."""
+    """A served application: `start`, then faults, then `close`; `restart` if a fault ended it for good."""
 
     def __init__(self, folder: Path, change: Callable[[Args], None]) -> None:
         self._folder = folder.resolve()
@@ -51,7 +51,7 @@ class World:
         self._mark = new_mark()
         self._nodes: list[subprocess.Popen[bytes]] = []
         self._application: ServedApplication | None = None
-        self.struck_s = 0.0  # when the last fault was brought about, in monotonic time
+        self.struck_s = 0.0  # the monotonic time of the last fault
         self.deployment = self._bundled()
         change(self.args)
 
@@ -102,7 +102,7 @@ class World:
         self._application = None
 
     def restart(self) -> None:
-        """Start anew after everything was taken down."""
+        """Stop everything and start again."""
         self.close()
         self.start()
 
@@ -171,7 +171,7 @@ class World:
             return False
 
     def await_rest(self) -> None:
-        """Return when no process has come or gone for `REST_S`, and one HAProxy runs: none stands in, none drains.
+        """Return when no process has started or ended for `REST_S`, and exactly one HAProxy runs.
 
         Raises:
             TimeoutError: it has not come to rest within `REST_TIMEOUT_S`.
@@ -201,7 +201,7 @@ class World:
 
 
 def _wrapper() -> tuple[str, ...]:
-    """Return a command that gives the one behind it a /dev/shm of its own, so that filling it harms no other."""
+    """Return a command prefix that gives a command its own /dev/shm, so that filling it harms no other program."""
     command = ("unshare", "--mount", "sh", "-c", _MOUNT, "sh")
     can = subprocess.run([*command, "true"], check=False, capture_output=True).returncode == 0
     return command if can else ()

@@ -1,4 +1,4 @@
-"""The GPU bench where there is none: its floors and tables, and the whole of it once on a tiny pair."""
+"""The GPU bench without a GPU: its floors and tables, and a whole run on a tiny pair."""
 
 import json
 import re
@@ -111,7 +111,7 @@ def test_a_pair_is_served_without_ray_and_its_texts_are_those_without_drafts(tmp
 
 
 def test_a_served_pair_imports_nothing_that_the_kit_lacks(tmp_path: Path) -> None:
-    """A machine with a card may have no registry: what the kit forgets cannot be had there."""
+    """A GPU machine may have no package registry, so the kit must hold every file."""
     kit = re.search(r"^GPU_KIT := (.*?)\n\n", (ROOT / "Makefile").read_text(), re.DOTALL | re.MULTILINE)
     assert kit is not None
     names = {*kit[1].replace("\\", " ").split(), *_with_needs(GIVEN)}

@@ -1,4 +1,4 @@
-"""The race against peers, held with systems made up here: what is counted, left out, killed and written down."""
+"""The race against peers, with made-up systems: counts, omissions, kills and reports."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ Answering = Callable[[dict[str, object], asyncio.StreamWriter], Awaitable[None]]
 
 
 def answers_of(num_requests: int, answering: Answering) -> list[Answer]:
-    """Return what the client tells of requests to a server."""
+    """Return the client's answers to requests to a server."""
 
     async def run() -> list[Answer]:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""The EAGLE-3 trainer: its unrolled rounds are the drafting that it trains for, and what it writes reads back."""
+"""The EAGLE-3 trainer: its unrolled rounds equal the engine's drafting, and its files load again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from models.training.architecture import llama_config, new_model
 from models.training.loss import distillation_loss
 from models.training.rollout import generate
 
-NUM_LAYERS = 7  # the least at which the default layers are three
+NUM_LAYERS = 7  # the least number with three default layers
 TARGET_IDS = torch.arange(0, 4096, 3)
 
 
@@ -97,8 +97,8 @@ def test_an_eagle3_lesson_lowers_the_loss(target: LlamaForCausalLM) -> None:
 
 
 def test_rounds_are_counted_as_a_decoder_walks() -> None:
-    stands = torch.tensor([[1, 1, 0], [0, 1, 1], [1, 0, 1], [1, 1, 1], [0, 0, 0]], dtype=torch.bool)
-    assert count_rounds(stands) == [2, 3]  # two stand and one is recovered, so the next round begins at 3
+    is_accepted = torch.tensor([[1, 1, 0], [0, 1, 1], [1, 0, 1], [1, 1, 1], [0, 0, 0]], dtype=torch.bool)
+    assert count_rounds(is_accepted) == [2, 3]  # two are accepted and one is recovered, so the next round begins at 3
 
 
 def test_a_head_that_is_the_target_is_always_right(target: LlamaForCausalLM) -> None:

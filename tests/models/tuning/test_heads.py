@@ -1,4 +1,4 @@
-"""Heads learn from a log: what they draft in training is what the engine drafts, and it gets better."""
+"""Heads learn from a log: training drafts like the engine, and the drafts improve."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         vocab_size=VOCAB_SIZE,
         hidden_size=WIDTH,
         intermediate_size=64,
-        num_hidden_layers=7,  # the least at which the default layers are three
+        num_hidden_layers=7,  # the least number with three default layers
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
@@ -63,7 +63,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         tie_word_embeddings=False,
     )
     target = LlamaForCausalLM(config).eval()
-    target.get_input_embeddings().weight.data.mul_(8.0)  # a token says most of what the next one is
+    target.get_input_embeddings().weight.data.mul_(8.0)  # a token nearly determines the next one
     target.save_pretrained(root / "target")
     ids = torch.arange(VOCAB_SIZE)[torch.arange(VOCAB_SIZE) % 4 > 0]
     head = new_student(target, len(ids))
@@ -141,7 +141,7 @@ def test_tuned_heads_are_better_on_what_they_have_not_seen(made: Made, tmp_path:
 
 @pytest.fixture
 def float32_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target reads in float32, whatever units this processor has: what is compared is in float32."""
+    """Load the target in float32 on every processor, because the expected values are in float32."""
     monkeypatch.setattr(head_folder, "resolve_dtype", lambda *_: torch.float32)
 
 
@@ -157,7 +157,7 @@ def test_an_eagle3_head_drafts_in_training_what_it_drafts_elsewhere(made: Made) 
     expected = []
     for request in requests:
         ids = torch.from_numpy(request.token_ids.astype(np.int64))[None]
-        padded = torch.cat([ids, torch.zeros(1, 3, dtype=torch.long)], dim=1)  # rounds that reach behind the text
+        padded = torch.cat([ids, torch.zeros(1, 3, dtype=torch.long)], dim=1)  # rounds that reach past the text
         drafts = list(alone(padded, 3))
         expected.append([[drafts[j][0, place - 2 - j] for place in request.positions.tolist()] for j in range(3)])
     for draft, logits in enumerate(student.logits(windows, 3)):
@@ -192,8 +192,8 @@ def test_medusa_heads_draft_in_training_what_the_engine_drafts(made: Made) -> No
         torch.testing.assert_close(logits, wanted, atol=1e-3, rtol=1e-3)
 
 
-def test_tokens_that_a_draft_cannot_say_count_for_nothing() -> None:
-    """The loss of a draft that is p over what it can say is zero; a row of other tokens alone weighs nothing."""
+def test_tokens_outside_a_drafts_vocabulary_count_for_nothing() -> None:
+    """A draft that equals p over its vocabulary has no loss; a row with no token of its vocabulary has no weight."""
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]))
     top_ids = torch.tensor([[0, 1, 2, -1], [-1, 0, 1, 2]])
     p = torch.tensor([[0.25, 0.125, 0.125, 0.5], [1.0, 0.0, 0.0, 0.0]])

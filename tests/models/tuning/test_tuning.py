@@ -1,4 +1,4 @@
-"""A draft tuned on a log is better on what it has not seen, or is not written; a run that was killed goes on."""
+"""A draft tuned on a log is better on unseen text, or is not written; a killed run resumes."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_tuning_may_wait_for_new_traffic_and_take_nothing_else(
     is_better, lines = run(wanted)
     assert is_better
     assert "960 positions are new" in lines
-    assert any(line.startswith("960 positions, of which") for line in lines)
+    assert any(line.startswith("960 positions; ") for line in lines)
     monkeypatch.setattr("models.tuning.fresh_log.time.sleep", lambda seconds: None)
     with pytest.raises(ConfigError, match="has 0 positions in all"):
         run(replace(wanted, output=tmp_path / "late", minutes=0.001))
@@ -236,7 +236,7 @@ def test_a_text_behind_a_long_prompt_is_one_window_with_all_of_the_prompt() -> N
 
 def test_expected_passes_are_those_of_a_decoder_and_of_its_mean() -> None:
     agrees = [True, False, True, True, True, True, False, False, True]
-    rounds = count_rounds([*agrees, False, False], 2)  # the last pass ends behind the text
+    rounds = count_rounds([*agrees, False, False], 2)  # the last pass ends after the text
     assert expected_passes([[float(each) for each in agrees]] * 2) == len(rounds) == 5
     tokens_per_pass = (1 - 0.5**4) / (1 - 0.5)  # arXiv:2211.17192, equation 1
     assert 2000 / expected_passes([[0.5] * 2000] * 3) == pytest.approx(tokens_per_pass, rel=0.01)
