@@ -184,12 +184,12 @@ class _Seed:
         if failure:
             self._add(self._wait())
         failed = Failure(failure, sent_s, time.monotonic(), came.num_tokens) if failure else None
-        self._add(self._judged(came, failed))
+        self._add(self._compared(came, failed))
         if failed:
             self._failed_s = self._failed_s or time.monotonic()
             time.sleep(_PAUSE_S)
 
-    def _judged(self, came: _Came, failure: Failure | None) -> Stay:
+    def _compared(self, came: _Came, failure: Failure | None) -> Stay:
         if self._text is None and failure is None:
             self._text = came.text
             return Stay(1, strange=((self._seed, came.text),))

@@ -22,7 +22,7 @@ def test_what_is_unreleased_becomes_the_versions_dated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changelog", "reason"), [(f"# Changelog\n{OLD}", "has no"), (f"{HEAD}\n{OLD}", "says nothing under")]
+    ("changelog", "reason"), [(f"# Changelog\n{OLD}", "has no"), (f"{HEAD}\n{OLD}", "has no entry under")]
 )
 def test_a_release_without_news_is_refused(changelog: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):

@@ -98,7 +98,7 @@ class Chaos:
         self._world = world
         self._bystanders = Bystanders(world.base_url, MODEL, HABITS)
 
-    def bring(self, fault: Fault) -> FaultOutcome:
+    def inject(self, fault: Fault) -> FaultOutcome:
         """Bring about a fault, and wait until all is back."""
         self._bystanders.report()
         began_s = self._world.struck_s = time.monotonic()
@@ -236,7 +236,7 @@ def run(world: World, faults: list[Fault]) -> bool:
     chaos = Chaos(world)
     try:
         for fault in faults:
-            outcome = chaos.bring(fault)
+            outcome = chaos.inject(fault)
             report(outcome)
             is_kept &= not outcome.broken
     finally:

@@ -100,7 +100,7 @@ def test_a_rise_is_no_alarm() -> None:
     assert not any(detector.observe(*each) for each in traffic(0.9, 1000, seed=2))
 
 
-def test_classes_are_judged_apart_and_an_alarm_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_class_has_its_own_test_and_an_alarm_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     monitor = DriftMonitor()
     for mean, num_steps in ((0.75, 3000), (PROSE, 300)):
         for num_passes, num_accepted in traffic(mean, num_steps):

@@ -80,7 +80,7 @@ def the_last_draft_always_stands(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant("enumeration")
-def the_last_draft_is_judged_by_its_own_distribution(patch: pytest.MonkeyPatch) -> None:
+def the_last_draft_is_verified_with_its_own_distribution(patch: pytest.MonkeyPatch) -> None:
     real = block.excess_mass
 
     def with_last_distribution(
