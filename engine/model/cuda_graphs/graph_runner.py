@@ -144,16 +144,19 @@ class CudaGraphRunner:
     def _replay_error(self, static: StaticBatch, bucket: GraphBucket, compute: Compute, replay: Compute) -> float:
         """Largest distance of a replay's row from the computed one, relative to its spread, on tokens of its own.
 
-        Every place of the bucket has a span; they are alike, since they all write to the one scratch block.
+        The spans fill the bucket. All write to the one scratch block, so they are alike: a place has one token, and
+        the order in which a GPU writes rows does not matter.
         """
         scratch_block, block_size = self._cache.num_blocks - 1, self._cache.block_size
         rows = min(bucket.rows_per_span, block_size, bucket.num_rows)
-        num_spans = max(1, min(bucket.num_rows // rows, self._max_batch))
         token_ids = [(5 + 3 * row) % self._logits.shape[1] for row in range(rows)]
-        static.fill([Span(token_ids, block_size - rows, [scratch_block], rows)] * num_spans)
-        expected = compute().logits[: num_spans * rows].clone()
+        probe = Span(token_ids, block_size - rows, [scratch_block], rows)
+        num_probes, num_left = divmod(bucket.num_rows, rows)
+        rest = [probe._replace(token_ids=token_ids[:num_left], num_logits=num_left)] if num_left else []
+        static.fill([*[probe] * num_probes, *rest])
+        expected = compute().logits.clone()
         self._logits.zero_()
-        found = replay().logits[: num_spans * rows]
+        found = replay().logits
         spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
         share = float(((found - expected).norm(dim=-1) / spread).max())
         return share if share == share else float("inf")  # noqa: PLR0124  # NaN is no agreement

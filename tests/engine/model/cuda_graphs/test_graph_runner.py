@@ -276,6 +276,29 @@ def test_a_replay_that_differs_is_not_trusted(caplog: pytest.LogCaptureFixture) 
     assert "GraphBucket(num_rows=6, rows_per_span=3) is computed call by call" in caplog.text
 
 
+@pytest.mark.parametrize("row_counts", [(1, 3), (1, 9)])
+def test_no_recording_is_lost_where_rows_are_written_in_any_order(
+    folders: Folders, row_counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU writes the rows of a pass in no fixed order; where two rows share a slot, either may remain."""
+    write, generator = KVCache.write, torch.Generator().manual_seed(1)
+
+    def write_in_any_order(
+        cache: KVCache, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        for row in torch.randperm(len(key), generator=generator):
+            one = row[None]
+            write(cache, layer, slots[one], key[one], value[one])
+
+    plain = runner(folders.target, GraphConfig(GraphKind.OFF))
+    monkeypatch.setattr(KVCache, "write", write_in_any_order)
+    graphs = GraphConfig(GraphKind.EAGER, max_batch=5, row_counts=row_counts)
+    passes = CudaGraphRunner(
+        plain._pass, plain._cache, TorchAttention, graphs, 32, plain.vocab_size, lambda compute: compute
+    )
+    assert passes._buckets == graph_buckets(graphs)
+
+
 @pytest.mark.parametrize("tree", [None, TreeConfig(num_nodes=5, max_batch=4)])
 def test_texts_are_the_same_with_padded_passes(folders: Folders, tree: TreeConfig | None) -> None:
     def generate(kind: GraphKind) -> dict[str, list[int]]:
