@@ -4,21 +4,25 @@
       A A A B C C C               ->    A A A B C C C | .        the rest: a span on the scratch block
 
 A bucket has a number of rows in all: 33 sequences, one of them with 4 drafts, take 37 rows, and not as many as 33
-sequences with 4 drafts each. Padding is whole spans that read and write the scratch block alone, which belongs to no
-sequence. No row of the pass depends on them.
+sequences with 4 drafts each. It has a longest span too, which sets the height of the attention's tiles: where the
+number of drafts adapts, passes with short drafts have buckets, and so tiles, of their own.
+
+Padding is whole spans that read and write the scratch block alone, which belongs to no sequence. No row of the pass depends on them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from engine.batch.span import Span
 from engine.config import GraphConfig, SchedulerConfig, SpeculationConfig
 from protos.messages import SpeculationMethod
 
-_STEP = 8  # between sizes up to _FINE_LIMIT; above it an eighth of the power of two below
-_FINE_LIMIT = 128
+_FINE_LIMIT = 128  # above it, sizes are a share of the power of two below apart
+_FINE, _COARSE = 8, 4  # that share's divisor: of the usual passes, and of those with longer drafts
+_MAX_HALVINGS = 2  # of the longest draft, each with recordings of its own
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -43,28 +47,34 @@ def sized(graphs: GraphConfig, scheduler: SchedulerConfig, speculation: Speculat
 
 def graph_buckets(graphs: GraphConfig) -> list[GraphBucket]:
     """Buckets to be recorded, smallest first: decodes, and passes with drafts by their rows in all."""
-    longest = max(graphs.row_counts, default=0)
     decodes = graphs.batches or row_sizes(graphs.max_batch)
-    verifications = {batch * num_rows for batch in graphs.batches for num_rows in graphs.row_counts}
     buckets = {GraphBucket(size, 1) for size in decodes if 1 in graphs.row_counts}
-    if longest > 1:
-        sizes = verifications or row_sizes(graphs.max_batch * longest)
-        buckets |= {GraphBucket(size, longest) for size in sizes if size > 1}
+    batch = max(graphs.batches, default=graphs.max_batch)
+    verifications = [num_rows for num_rows in graphs.row_counts if num_rows > 1]
+    for shorter, longest in pairwise([1, *verifications]):
+        # A pass of fewer rows has no span that is too long for the shorter bucket. Sizes of long drafts are among those
+        # of short ones, so that the smallest bucket with room is the one with the lowest tiles too.
+        products = {size * num_rows for size in graphs.batches for num_rows in graphs.row_counts}
+        sizes = products or row_sizes(batch * longest, _FINE if shorter == 1 else _COARSE)
+        buckets |= {GraphBucket(size, longest) for size in sizes if shorter < size <= batch * longest}
     return sorted(bucket for bucket in buckets if bucket.num_rows <= graphs.max_rows)
 
 
-def row_sizes(limit: int) -> tuple[int, ...]:
-    """Sizes up to `limit`, it included: 1, 2, 4, then by 8, and above 128 by an eighth."""
+def row_sizes(limit: int, divisor: int = _FINE) -> tuple[int, ...]:
+    """Sizes up to `limit`, it included: 1, 2, 4, then by 8, and above 128 by an eighth; coarse by 16 and a fourth."""
     sizes = [size for size in (1, 2, 4) if size < limit]
-    size = _STEP
+    size = step = _FINE_LIMIT // 2 // divisor
     while size < limit:
         sizes.append(size)
-        size += _STEP if size < _FINE_LIMIT else (1 << (size.bit_length() - 1)) // 8
+        size += step if size < _FINE_LIMIT else (1 << (size.bit_length() - 1)) // divisor
     return (*sizes, limit)
 
 
 def _row_counts(speculation: SpeculationConfig) -> list[int]:
-    """Rows of a decode, and the largest number of a verification: K + 1, or a tree's rows."""
+    """Rows of a decode, of a verification, K + 1, and of the longest one, and of drafts half and a fourth as long.
+
+    Halves are left out that are not twice as long as K.
+    """
     longest = speculation.num_tokens
     if speculation.adaptive:
         longest = max(longest, speculation.max_num_tokens)
@@ -72,7 +82,10 @@ def _row_counts(speculation: SpeculationConfig) -> list[int]:
         longest = max(longest, speculation.free_draft_limit)
     if speculation.tree is not None:
         longest = max(longest, speculation.tree.num_nodes)
-    return sorted({1, speculation.num_tokens + 1, longest + 1})
+    usual = max(1, speculation.num_tokens)
+    halves = [longest >> halving for halving in range(1, _MAX_HALVINGS + 1)]
+    lengths = {0, speculation.num_tokens, longest, *(half for half in halves if half >= 2 * usual)}
+    return sorted(length + 1 for length in lengths)
 
 
 def fitting_bucket(spans: Seq[Span], buckets: Seq[GraphBucket]) -> GraphBucket | None:

@@ -14,7 +14,7 @@ import torch
 from engine.attention.row_layout import RowLayout
 from engine.attention.torch_attention import TorchAttention
 from engine.attention.triton_tiles import TileField
-from engine.attention.triton_tiling import HeadShape
+from engine.attention.triton_tiling import HeadShape, choose_tiling
 from engine.batch.span import Span
 from engine.config import (
     CacheConfig,
@@ -187,6 +187,57 @@ def test_few_long_drafts_among_many_sequences_take_few_rows() -> None:
     assert buckets[-1] == GraphBucket(320, 5)
     sizes = row_sizes(2048)
     assert all(larger - size <= max(8, size // 8) for size, larger in pairwise(sizes))
+
+
+ADAPTIVE = SpeculationConfig(4, adaptive=True)  # the default pair's
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "bucket", "block_m", "num_warps"),
+    [
+        (0, GraphBucket(32, 1), 16, 4),
+        (1, GraphBucket(64, 5), 32, 4),
+        (4, GraphBucket(160, 5), 32, 4),
+        (8, GraphBucket(320, 9), 64, 4),
+        (16, GraphBucket(640, 17), 128, 8),
+    ],
+)
+def test_tiles_are_as_high_as_the_drafts_of_the_pass_need_where_drafts_adapt(
+    num_drafts: int, bucket: GraphBucket, block_m: int, num_warps: int
+) -> None:
+    """32 sequences of a Llama with four query heads per kv head."""
+    buckets = graph_buckets(sized(GraphConfig(), SchedulerConfig(), ADAPTIVE))
+    found = fitting_bucket([Span([1] * (num_drafts + 1), 0, [0], 1)] * 32, buckets)
+    assert found == bucket
+    tiling = choose_tiling(found.rows_per_span, HeadShape(8, 4, 128, 128), itemsize=2)
+    assert (tiling.block_m, tiling.num_warps) == (block_m, num_warps)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 4, 8, 16])
+def test_drafts_of_one_length_have_buckets_of_their_own_rows(num_drafts: int) -> None:
+    graphs = sized(GraphConfig(), SchedulerConfig(), SpeculationConfig(num_drafts))
+    assert {bucket.rows_per_span for bucket in graph_buckets(graphs)} == {1, num_drafts + 1}
+
+
+@pytest.mark.parametrize("batch", [3, 50, 64])
+@pytest.mark.parametrize("batches", [(), (1, 8, 64)])
+def test_no_pass_gets_higher_tiles_than_its_longest_span_needs(batch: int, batches: tuple[int, ...]) -> None:
+    graphs = sized(GraphConfig(batches=batches), SchedulerConfig(max_num_sequences=batch), ADAPTIVE)
+    buckets = graph_buckets(graphs)
+    for longest in range(2 if batches else 1, 18):  # decodes between the given sizes take what has the fewest rows
+        for others in range(batch):
+            found = fitting_bucket([Span([1] * longest, 0, [0], 1), *[Span([1], 0, [0], 1)] * others], buckets)
+            assert found is not None
+            assert found.rows_per_span == min(rows for rows in graphs.row_counts if rows >= longest)
+
+
+def test_drafts_that_adapt_take_a_bounded_number_of_recordings() -> None:
+    """Each takes up to a second at start: 77 of 64 sequences, where one height of tiles would take 54."""
+    for num_tokens in range(17):
+        graphs = sized(GraphConfig(), SchedulerConfig(), replace(ADAPTIVE, num_tokens=num_tokens))
+        assert len(graph_buckets(graphs)) <= 90
+        assert len(graphs.row_counts) <= 5
+    assert len(graph_buckets(sized(GraphConfig(), SchedulerConfig(), ADAPTIVE))) == 77
 
 
 def recorded(record: Record) -> CudaGraphRunner:
