@@ -79,6 +79,11 @@ class MemoryMeter:
         """Record that the weights are on the GPU."""
         self._loaded = self._read()
 
+    def most_bytes(self) -> int:
+        """Return the bytes that a pool could have if passes and recordings took none."""
+        weights = self._loaded.used_bytes - (0 if not self._counts_own_use else self._before.used_bytes)
+        return min(int(self._share * self._loaded.total_bytes) - weights, self._loaded.free_bytes)
+
     def pool_bytes(self, trial_bytes: int, block_bytes: int, logits_bytes: int) -> int:
         """Return the bytes left for the pool, and log all other uses.
 

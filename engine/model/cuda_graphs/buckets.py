@@ -7,7 +7,8 @@ A bucket has a number of rows in all: 33 sequences, one of them with 4 drafts, t
 sequences with 4 drafts each. It has a longest span too, which sets the height of the attention's tiles: where the
 number of drafts adapts, passes with short drafts have buckets, and so tiles, of their own.
 
-Padding is whole spans that read and write the scratch block alone, which belongs to no sequence. No row of the pass depends on them.
+Padding is whole spans that read and write the scratch block alone, which belongs to no sequence. No row
+of the pass depends on them.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class CudaGraphRunner:
         vocab_size: int,
         record: Record | None = None,
         *,
-        only_largest: bool = False,
+        trial_pool_tokens: int | None = None,
     ) -> None:
         """Record every bucket of `graphs`; on a GPU this takes up to a second for each.
 
@@ -83,13 +83,16 @@ class CudaGraphRunner:
             max_model_len: bounds the positions of all passes.
             vocab_size: columns of the logits.
             record: records a computation for replay, or raises RuntimeError; defaults to the device's own method.
-            only_largest: record no other bucket; to see the memory that all of them take.
+            trial_pool_tokens: record only the largest bucket, to see the memory that all of them take over a pool of so
+                many tokens; None for all buckets over `cache`.
 
         Raises:
             ConfigError: the device has too little memory for the recordings.
         """
         self._forward = forward
+        self._plan_attention = plan_attention
         self._max_model_len, self._is_batch_invariant = max_model_len, is_batch_invariant(plan_attention)
+        self._pool_tokens = trial_pool_tokens or cache.num_blocks * cache.block_size
         self._cache = cache
         self._has_trees = graphs.has_trees
         self._max_batch = max(graphs.batches, default=graphs.max_batch)
@@ -103,7 +106,7 @@ class CudaGraphRunner:
         num_blocks = self._max_batch * -(-max_model_len // cache.block_size) + max_rows
         self._block_tables = torch.zeros(num_blocks, dtype=torch.int32, device=cache.device)
         began_s = time.monotonic()
-        self._record_all(largest_first[: 1 if only_largest else None], plan_attention, max_model_len, record)
+        self._record_all(largest_first[: 1 if trial_pool_tokens else None], plan_attention, max_model_len, record)
         self._buckets = sorted(self._passes)
         logger.info("recorded %d passes in %.1f s", len(self._passes), time.monotonic() - began_s)
 
@@ -162,14 +165,13 @@ class CudaGraphRunner:
         return share if share == share else float("inf")  # noqa: PLR0124  # NaN is no agreement
 
     def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> ForwardOutput | None:
-        """Compute a pass over `spans`; None if they fit no bucket. The output is valid until the next call.
+        """Compute a pass over `spans`; None if they fit no recording. The output is valid until the next call.
 
         `input_ids` [T], if given, replace the tokens of the spans.
         """
         recorded = self._fitting(spans)
-        if recorded is None:
+        if recorded is None or not recorded.static.fill(spans):
             return None
-        recorded.static.fill(spans)
         num_rows = sum([len(span.token_ids) for span in spans])
         if input_ids is not None:
             recorded.static.batch.input_ids[:num_rows].copy_(input_ids)
@@ -189,7 +191,10 @@ class CudaGraphRunner:
         """Compute the logits of a step, valid until the next pass."""
         recorded = self._fitting(step.spans)
         assert recorded is not None, "plan_steps found a bucket"
-        recorded.static.fill(step.spans)
+        if not recorded.static.fill(step.spans):
+            batch = ForwardBatch.of(step.spans, self._cache, self._plan_attention)
+            batch.input_ids.copy_(step.input_ids)
+            return self._forward(batch, self._logits[: len(step.spans)]).logits
         recorded.static.batch.input_ids[: len(step.spans)].copy_(step.input_ids)
         return recorded.replay().logits[: len(step.spans)]
 
@@ -206,15 +211,16 @@ class CudaGraphRunner:
         if not is_triton(plan_attention):
             return PlannedAttention(self._cache, plan_attention)
         # Not at the top: processes without a GPU may have no Triton, and need none.
-        from engine.model.cuda_graphs.static_attention import TiledAttention
+        from engine.model.cuda_graphs.static_attention import ContextLimits, TiledAttention
 
+        limits = ContextLimits(self._max_model_len, self._pool_tokens)
         return TiledAttention(
             bucket,
             self._cache,
             self._block_tables,
             self._max_batch,
             has_trees=self._has_trees and bucket.rows_per_span > 1,
-            max_batch_invariant_len=self._max_model_len if self._is_batch_invariant else None,
+            batch_invariant=limits if self._is_batch_invariant else None,
         )
 
 

@@ -3,12 +3,16 @@
 A launch reads from device memory what each of its programs does, so a recording of it serves any contexts: it has as
 many programs as the pass can need at most, and those without work end at once.
 
+Splits of batch-invariant passes have a fixed length, so the pool's tokens bound their number: the longest context
+would reserve 70 times as many. Sequences that share most of their prefix can exceed it; their pass has no room.
+
     tiles    [real work, longest first | 0 0 0 ...]      a tile of no rows reads and writes nothing
     merges   [tiles that were split    | 0 0 0 ...]
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
@@ -20,14 +24,16 @@ from engine.attention.base import LayerOptions
 from engine.attention.row_layout import Ints, RowLayout
 from engine.attention.triton_attention import Launch, RowMasks, heads_of, num_processors, read_layer, split_length
 from engine.attention.triton_kernel import MERGE_FIELDS, TILE_FIELDS
-from engine.attention.triton_tiles import split_tiles, whole_tiles
+from engine.attention.triton_tiles import TilePlan, split_tiles, whole_tiles
 from engine.attention.triton_tiling import (
     BATCH_INVARIANT_SPLIT_TOKENS,
     PROGRAMS_PER_PROCESSOR,
     HeadShape,
+    Tiling,
     choose_tiling,
 )
 from engine.batch.indexing import copy_array, copy_into
+from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache
 from engine.model.cuda_graphs.buckets import GraphBucket, max_spans
 from engine.model.cuda_graphs.static_batch import StaticAttention
@@ -42,6 +48,10 @@ class _WorkList:
         self._buffer = buffer  # [most rows, fields] int32
         self._num_rows = 0
 
+    def __len__(self) -> int:
+        """The most rows."""
+        return len(self._buffer)
+
     def fill(self, rows: Ints) -> None:
         """Replace the rows. Nothing waits for the device."""
         num_sent = max(len(rows), self._num_rows)
@@ -53,12 +63,26 @@ class _WorkList:
         self._num_rows = len(rows)
 
 
+class ContextLimits(NamedTuple):
+    """Bounds of the contexts of one pass, in tokens."""
+
+    longest: int  # of one sequence
+    in_all: int  # of all sequences that share no prefix: the pool
+
+
 class _StaticLaunch(NamedTuple):
     """A launch of a fixed size, and its lists of work."""
 
     launch: Launch
     tiles: _WorkList
     merges: _WorkList
+
+    def has_room(self, plan: TilePlan) -> bool:
+        return len(plan.tiles) <= len(self.tiles) and len(plan.merges) <= len(self.merges)
+
+    def fill(self, plan: TilePlan) -> None:
+        self.tiles.fill(plan.tiles)
+        self.merges.fill(plan.merges)
 
 
 class TiledAttention(StaticAttention):
@@ -76,14 +100,15 @@ class TiledAttention(StaticAttention):
         max_batch: int,
         *,
         has_trees: bool,
-        max_batch_invariant_len: int | None = None,
+        batch_invariant: ContextLimits | None = None,
     ) -> None:
         """`block_tables` [blocks] int32 has room for all spans of any padded pass; buckets share it.
 
-        `max_batch_invariant_len`: the longest sequence of batch-invariant passes; None if they are not invariant.
+        `batch_invariant`: the contexts of batch-invariant passes; None if they are not invariant.
         """
-        self._is_batch_invariant = max_batch_invariant_len is not None
-        self._max_len = max_batch_invariant_len or 0
+        self._is_batch_invariant = batch_invariant is not None
+        self._limits = batch_invariant
+        self._max_batch = max_batch
         self._bucket = bucket
         self._cache = cache
         self._has_trees = has_trees
@@ -91,10 +116,16 @@ class TiledAttention(StaticAttention):
         self._block_tables = block_tables
         self._launches: dict[_Key, _StaticLaunch] = {}
 
-    def fill(self, layout: RowLayout) -> None:
+    def fill(self, layout: RowLayout) -> bool:
+        plans = [self._plan(launch, layout, window, heads) for (window, heads), launch in self._launches.items()]
+        launches = self._launches.values()
+        if not all(launch.has_room(plan) for launch, plan in zip(launches, plans, strict=True)):
+            return False
         copy_array(self._block_tables[: len(layout.tables)], layout.tables)
-        for (window, heads), launch in self._launches.items():
-            self._fill(launch, layout, window, heads)
+        for (key, launch), plan in zip(self._launches.items(), plans, strict=True):
+            launch.fill(plan)
+            _fill_masks(launch.launch.masks, layout.spans, window=key[0])
+        return True
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         self._cache.write(layer, self.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
@@ -110,7 +141,7 @@ class TiledAttention(StaticAttention):
         num_whole = self._num_spans + self._bucket.num_rows * heads.group_size // tiling.block_m
         # All keys are cut into at most so many pieces; each tile adds one where its keys end within a piece, and
         # another where a window makes them begin within one.
-        num_pieces = self._max_pieces(num_whole, heads)
+        num_pieces = self._max_pieces(num_whole, tiling, window, heads)
         num_tiles = num_pieces + num_whole * (1 if window is None else 2)
         num_merges = min(num_whole, num_pieces) if window is None else num_whole
         num_lanes = min(tiling.block_m, self._bucket.rows_per_span * heads.group_size)
@@ -128,11 +159,15 @@ class TiledAttention(StaticAttention):
         )
         return _StaticLaunch(launch, _WorkList(tiles), _WorkList(merges))
 
-    def _max_pieces(self, num_whole: int, heads: HeadShape) -> int:
+    def _max_pieces(self, num_whole: int, tiling: Tiling, window: int | None, heads: HeadShape) -> int:
         """Splits of `num_whole` tiles; a tile covers at most all keys of its span."""
-        if self._is_batch_invariant:
-            return num_whole * -(-self._max_len // BATCH_INVARIANT_SPLIT_TOKENS)
-        return PROGRAMS_PER_PROCESSOR * num_processors(self._cache.device) // heads.num_kv_heads + 1
+        if self._limits is None:
+            return PROGRAMS_PER_PROCESSOR * num_processors(self._cache.device) // heads.num_kv_heads + 1
+        rows_per_span, (longest, in_all) = self._bucket.rows_per_span, self._limits
+        tiles_per_span = -(-rows_per_span * heads.group_size // tiling.block_m)
+        reach = longest if window is None else min(longest, window + rows_per_span + tiling.block_n)
+        num_keys = min(num_whole * reach, tiles_per_span * min(self._max_batch * longest, in_all))
+        return num_keys // BATCH_INVARIANT_SPLIT_TOKENS
 
     def _new_masks(self) -> RowMasks | None:
         if not self._has_trees:
@@ -140,16 +175,17 @@ class TiledAttention(StaticAttention):
         num_rows = self._bucket.num_rows
         return RowMasks(self._zeros(num_rows, dtype=torch.int64), self._zeros(num_rows))
 
-    def _fill(self, static: _StaticLaunch, layout: RowLayout, window: int | None, heads: HeadShape) -> None:
-        launch, spans = static.launch, layout.spans
-        whole = whole_tiles(layout, window, launch.tiling, heads.group_size)
-        plan = split_tiles(whole, split_length(whole, heads, self._cache, is_batch_invariant=self._is_batch_invariant))
-        static.tiles.fill(plan.tiles)
-        static.merges.fill(plan.merges)
-        if launch.masks is not None:
-            copy_into(launch.masks.ancestors, [bits for span in spans for bits in ancestor_masks(span, window)])
-            copy_into(launch.masks.positions, [position for span in spans for position in span.positions])
+    def _plan(self, static: _StaticLaunch, layout: RowLayout, window: int | None, heads: HeadShape) -> TilePlan:
+        whole = whole_tiles(layout, window, static.launch.tiling, heads.group_size)
+        split_tokens = split_length(whole, heads, self._cache, is_batch_invariant=self._is_batch_invariant)
+        return split_tiles(whole, split_tokens)
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         with torch.inference_mode(False):  # these are written to outside of it too
             return torch.zeros(*shape, dtype=dtype, device=self._cache.device)
+
+
+def _fill_masks(masks: RowMasks | None, spans: Seq[Span], window: int | None) -> None:
+    if masks is not None:
+        copy_into(masks.ancestors, [bits for span in spans for bits in ancestor_masks(span, window)])
+        copy_into(masks.positions, [position for span in spans for position in span.positions])

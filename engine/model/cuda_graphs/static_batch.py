@@ -39,12 +39,15 @@ class StaticBatch:
         self.batch = ForwardBatch(ids, positions, num_positions, None, attention)
         attention.slots = slots
 
-    def fill(self, spans: Seq[Span]) -> None:
-        """Lay out `spans`, which fit the bucket, and then padding. Nothing waits for the device."""
+    def fill(self, spans: Seq[Span]) -> bool:
+        """Lay out `spans`, which fit the bucket, and then padding; False if the attention has no room for them.
+
+        Nothing waits for the device.
+        """
         padded = pad(spans, self._bucket, self._scratch_block, self._block_size)
         layout = RowLayout.of(padded, self._block_size)
         copy_array(self._numbers, _numbers_of(layout, self._bucket.num_rows))
-        self._attention.fill(layout)
+        return self._attention.fill(layout)
 
 
 class StaticAttention(AttentionPass):
@@ -52,8 +55,8 @@ class StaticAttention(AttentionPass):
 
     slots: Tensor
 
-    def fill(self, layout: RowLayout) -> None:
-        """Lay out the padded pass."""
+    def fill(self, layout: RowLayout) -> bool:
+        """Lay out the padded pass; False if it takes more work than there is room for."""
 
 
 class PlannedAttention(StaticAttention):
@@ -64,8 +67,9 @@ class PlannedAttention(StaticAttention):
         self._plan_attention = plan_attention
         self._planned: AttentionPass | None = None
 
-    def fill(self, layout: RowLayout) -> None:
+    def fill(self, layout: RowLayout) -> bool:
         self._planned = self._plan_attention(layout.spans, self._cache).whole(self.slots)
+        return True
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         assert self._planned is not None, "a pass is filled before it is computed"

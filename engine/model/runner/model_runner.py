@@ -122,7 +122,7 @@ class ModelRunner:
         if meter is not None:
             meter.loaded()
             with enough_memory(device, "the widest pass over a prompt", _PASSES_REMEDY):
-                cache = self._measured(meter, cache, model.graphs, stock, has_graphs=has_graphs)
+                cache = self._measured(meter, cache, model.graphs, stock, max_model_len, has_graphs=has_graphs)
         with enough_memory(device, "the KV pool", "lower cache.memory_gib or cache.num_blocks, or stop other programs"):
             self._make_pool(cache, kind, stock.dtype, has_padding=has_graphs)
         kv_dtype = kv_name(kind, stock.dtype)
@@ -187,7 +187,14 @@ class ModelRunner:
         return head, None if self._rank.size == 1 else whole_lm_head(stock, device)
 
     def _measured(
-        self, meter: MemoryMeter, cache: CacheConfig, graphs: GraphConfig, stock: PreTrainedModel, *, has_graphs: bool
+        self,
+        meter: MemoryMeter,
+        cache: CacheConfig,
+        graphs: GraphConfig,
+        stock: PreTrainedModel,
+        max_model_len: int | None,
+        *,
+        has_graphs: bool,
     ) -> CacheConfig:
         """Return `cache` with the bytes that weights, the widest pass and the recordings leave on the GPU."""
         self._make_pool(replace(cache, num_blocks=1), KVDtype(cache.dtype), stock.dtype, has_padding=has_graphs)
@@ -195,8 +202,10 @@ class ModelRunner:
         self._compute([Span([0] * max_rows, 0, [0] * -(-max_rows // self.block_size), 1)])
         widest = max((bucket.num_rows for bucket in graph_buckets(graphs)), default=graphs.max_batch)
         if has_graphs:
-            # Record only the largest: the others reuse its memory.
-            self._record(graphs, max_rows, only_largest=True)
+            # The largest recording alone: the others reuse its memory. The pool it depends on is not known yet.
+            most_tokens = max(1, meter.most_bytes() // self._bytes_per_rank_block) * self.block_size
+            max_len = length_limit(stock.config, max_model_len, most_tokens)
+            self._record(graphs, max_len, most_tokens)
         trial_bytes = (1 + has_graphs) * self._bytes_per_rank_block
         logits_bytes = widest * self.vocab_size * torch.float32.itemsize
         pool_bytes = meter.pool_bytes(trial_bytes, self._bytes_per_rank_block, logits_bytes)
@@ -205,7 +214,7 @@ class ModelRunner:
         num_bytes = self._rank.size * self._rank.least(pool_bytes)
         return replace(cache, memory_bytes=num_bytes, gpu_memory_utilization=None)
 
-    def _record(self, graphs: GraphConfig, max_model_len: int, *, only_largest: bool = False) -> CudaGraphRunner:
+    def _record(self, graphs: GraphConfig, max_model_len: int, trial_pool_tokens: int | None = None) -> CudaGraphRunner:
         return CudaGraphRunner(
             self._pass,
             self._cache,
@@ -213,7 +222,7 @@ class ModelRunner:
             graphs,
             max_model_len,
             self.vocab_size,
-            only_largest=only_largest,
+            trial_pool_tokens=trial_pool_tokens,
         )
 
     def _make_pool(self, cache: CacheConfig, kind: KVDtype, dtype: torch.dtype, *, has_padding: bool) -> None:

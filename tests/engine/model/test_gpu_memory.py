@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from engine.batch.span import Span
 from engine.config import CacheConfig, GraphConfig, GraphKind, ModelConfig
+from engine.model.cuda_graphs.graph_runner import CudaGraphRunner
 from engine.model.gpu_memory import CardMemory, MemoryMeter
 from engine.model.runner.model_runner import ModelRunner
 from protos.errors import ConfigError
@@ -102,15 +104,25 @@ def test_a_runner_makes_its_pool_of_what_was_left_and_computes_as_ever(tmp_path:
     """The trial's passes and recordings leave no trace; a device with fixed figures replaces a GPU."""
     path = str(write_pair(tmp_path, noise=0.05).target)
     graphs = GraphConfig(GraphKind.EAGER, batches=(1, 2), row_counts=(1, 3), max_rows=32)
+    recorded: list[tuple[int, int | None]] = []
+
+    def recorder(*args: Any, trial_pool_tokens: int | None) -> CudaGraphRunner:
+        recorded.append((args[4], trial_pool_tokens))  # the longest text, and the pool it is tried for
+        return CudaGraphRunner(*args, trial_pool_tokens=trial_pool_tokens)
+
     model = ModelConfig(path, "float32", "cpu", graphs=graphs)
     plain = ModelRunner(model, CacheConfig(4, num_blocks=64))
     with pytest.MonkeyPatch.context() as patch:
         cache = CacheConfig(4, gpu_memory_utilization=0.5)
         left = MemoryMeter(cache, lambda: CardMemory(1 << 21, 1 << 21))  # an empty GPU of 2 MiB
         patch.setattr("engine.model.runner.model_runner.memory_meter", lambda cache, device: left)
+        patch.setattr("engine.model.runner.model_runner.CudaGraphRunner", recorder)
         measured = ModelRunner(model, cache)
     scores = 2 * 6 * measured.vocab_size * 4  # of the widest recording's 6 rows
     trial = 2 * measured.bytes_per_block  # a block and one for padding, which the figures do not have as used
     assert measured.num_blocks == ((1 << 20) + trial - scores) // measured.bytes_per_block - 1
+    (longest, trial_tokens), real = recorded
+    assert real == (longest, None)
+    assert trial_tokens == (1 << 20) // measured.bytes_per_block * 4 >= measured.num_blocks * 4
     spans = [Span([1, 2, 3], 0, [0], 3)]
     assert torch.equal(measured.forward(spans), plain.forward(spans))

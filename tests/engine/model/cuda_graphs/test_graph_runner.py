@@ -41,7 +41,8 @@ from engine.model.cuda_graphs.buckets import (
 )
 from engine.model.cuda_graphs.graph import ForwardOutput
 from engine.model.cuda_graphs.graph_runner import Compute, CudaGraphRunner, Record
-from engine.model.cuda_graphs.static_attention import TiledAttention
+from engine.model.cuda_graphs.static_attention import ContextLimits, TiledAttention
+from engine.model.cuda_graphs.static_batch import PlannedAttention
 from engine.model.forward_batch import ForwardBatch
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.model_proposer import ModelProposer
@@ -145,6 +146,69 @@ def test_no_pass_of_a_bucket_needs_more_programs_than_were_recorded(
             assert work[:, -1].max() < launch.num_partials
             rows = set(map(tuple, work[:, [TileField.FIRST_ROW, TileField.FIRST_PACKED]].tolist()))
             assert len(rows) >= len(contexts)
+
+
+LLAMA = HeadShape(num_kv_heads=8, group_size=4, key_dim=128, value_dim=128)
+
+
+def deterministic(bucket: GraphBucket, longest: int, pool_tokens: int, window: int | None = None) -> TiledAttention:
+    """The recorded attention of a deterministic Llama with 64 sequences, laid out for `window`."""
+    cache = KVCache([LayerShape(8, 128, 128)], 1, 16, dtype=torch.bfloat16, device=torch.device("cpu"))
+    tables = torch.zeros(64 * -(-longest // 16) + bucket.num_rows, dtype=torch.int32)
+    limits = ContextLimits(longest, pool_tokens)
+    attention = TiledAttention(bucket, cache, tables, 64, has_trees=False, batch_invariant=limits)
+    attention._launches[window, LLAMA] = attention._new_launch(window, LLAMA, itemsize=2)
+    return attention
+
+
+@pytest.mark.parametrize(
+    ("bucket", "most_programs", "most_mib"),
+    [(GraphBucket(64, 1), 4_600, 40), (GraphBucket(320, 5), 9_000, 75), (GraphBucket(1088, 17), 22_500, 180)],
+)
+def test_a_deterministic_pass_reserves_programs_and_sums_for_the_pool_and_not_for_the_longest_contexts(
+    bucket: GraphBucket, most_programs: int, most_mib: int
+) -> None:
+    """60 GiB of an 8 B Llama are 491,520 tokens; 64 contexts of 131,072 would take 86,688 programs, and 3.2 GiB."""
+    (static,) = deterministic(bucket, 131_072, 491_520)._launches.values()
+    launch = static.launch
+    assert len(launch.tiles) * 8 <= most_programs
+    assert launch.num_partials * 8 * launch.tiling.block_m * (128 + 2) * 4 <= most_mib << 20
+    (shorter,) = deterministic(bucket, 16_384, 491_520)._launches.values()
+    assert len(shorter.launch.tiles) == len(launch.tiles)
+
+
+@pytest.mark.parametrize("window", [None, 4096])
+@pytest.mark.parametrize("bucket", [GraphBucket(64, 1), GraphBucket(320, 5)])
+def test_deterministic_contexts_that_fill_the_pool_have_room(bucket: GraphBucket, window: int | None) -> None:
+    attention = deterministic(bucket, 131_072, 491_520, window)
+    rows = bucket.rows_per_span
+    for length in ([131_072] * 3, [7_680] * 64, [1_025] * 64, [131_072, *[5_500] * 63], [1_024] * 64, [5] * 64):
+        spans = [Span([0] * rows, each - rows, [0] * 8_192, rows) for each in length]
+        assert attention.fill(RowLayout.of(pad(spans, bucket, 0, 16), 16))
+
+
+def test_contexts_that_share_more_than_the_pool_have_none_and_leave_the_work_as_it_was() -> None:
+    bucket = GraphBucket(64, 1)
+    attention = deterministic(bucket, 131_072, 491_520)
+    (static,) = attention._launches.values()
+    table = [0] * 8_192
+    assert attention.fill(RowLayout.of([Span([0], 4_000, table, 1)] * 64, 16))
+    before = static.launch.tiles.clone()
+    assert not attention.fill(RowLayout.of([Span([0], 131_071, table, 1)] * 64, 16))
+    assert torch.equal(static.launch.tiles, before)
+
+
+def test_a_pass_without_room_among_the_recorded_work_is_computed_call_by_call(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, padded = runner(folders.target, GraphConfig(GraphKind.OFF)), runner(folders.target, GRAPHS)
+    monkeypatch.setattr(PlannedAttention, "fill", lambda attention, layout: False)
+    span = Span([5, 6], 0, [1], 2)
+    assert torch.equal(padded.forward([span]), plain.forward([span]))
+    for mine, theirs in zip(padded.plan_own_steps([span]), plain.plan_own_steps([span]), strict=True):
+        for step in (mine, theirs):
+            step.input_ids.fill_(9)
+        assert torch.equal(padded.run(mine), plain.run(theirs))
 
 
 def test_buckets_follow_from_the_limits_of_the_engine() -> None:
