@@ -35,7 +35,7 @@ Session = list[list[int]]  # the prompts of its calls, in order
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class FleetCall:
     """One answered call, as its client saw it."""
 
     ttft_s: float
@@ -145,9 +145,9 @@ def _change(policy: str, args: argparse.Namespace, app_args: DeployArgs) -> None
     app_args["router"] = {"policy": policy, "index_timeout_ms": 500}  # all pairs and the index share this machine
 
 
-async def _closed_loop(sessions: Sequence[Session], num_at_once: int, num_tokens: int) -> list[Call]:
+async def _closed_loop(sessions: Sequence[Session], num_at_once: int, num_tokens: int) -> list[FleetCall]:
     waiting = list(reversed(sessions))
-    calls: list[Call] = []
+    calls: list[FleetCall] = []
     async with AsyncOpenAI(base_url=BASE_URL, api_key="none", max_retries=0, timeout=CALL_TIMEOUT_S) as client:
 
         async def run_sessions() -> None:
@@ -159,7 +159,7 @@ async def _closed_loop(sessions: Sequence[Session], num_at_once: int, num_tokens
     return calls
 
 
-async def _call(client: AsyncOpenAI, prompt: list[int], num_tokens: int) -> Call:
+async def _call(client: AsyncOpenAI, prompt: list[int], num_tokens: int) -> FleetCall:
     began_s = time.perf_counter()
     stream = await client.completions.create(
         model=MODEL_ID,
@@ -178,7 +178,7 @@ async def _call(client: AsyncOpenAI, prompt: list[int], num_tokens: int) -> Call
         if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
             num_cached = chunk.usage.prompt_tokens_details.cached_tokens or 0
     assert ttft_s is not None, "an answer has at least one token"
-    return Call(ttft_s, len(prompt), num_cached)
+    return FleetCall(ttft_s, len(prompt), num_cached)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from bench.contenders.http_contender import HttpContender
 from bench.contenders.prompts import held_out_prompts
 from bench.contenders.transformers_contender import TransformersContender, load
 from bench.padded_pair import CACHE, PAIRS, padded_target
-from bench.served.application import CACHE_BYTES, MODEL_ID, ServedPair, served_on
+from bench.served.application import CACHE_BYTES, MODEL_ID, ServedPairSettings, served_on
 from engine.config import CacheConfig, EngineConfig, ModelConfig, ModelDtype, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
@@ -135,7 +135,9 @@ def _contenders(args: argparse.Namespace, target: Path, stack: ExitStack) -> lis
     contenders.append(_engine("outrider engine, plain", args, target, with_draft=False))
     contenders.append(_engine("outrider engine, draft", args, target, with_draft=True))
     if not args.skip_http:
-        served = ServedPair(target, args.draft, num_threads=args.threads, num_draft_tokens=args.num_draft_tokens)
+        served = ServedPairSettings(
+            target, args.draft, num_threads=args.threads, num_draft_tokens=args.num_draft_tokens
+        )
         base_url = served_on(CACHE, served, stack)
         contenders.append(HttpContender(base_url, MODEL_ID, is_speculating=False, repetition_penalty=penalty))
         contenders.append(HttpContender(base_url, MODEL_ID, is_speculating=True, repetition_penalty=penalty))

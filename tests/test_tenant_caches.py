@@ -134,7 +134,7 @@ def routes(tmp_path: Path) -> Callable[[GenerateRequest], bool]:
 def drafts(tmp_path: Path) -> Callable[[GenerateRequest], bool]:
     """Ask the draft's process, which learns of requests over the channel."""
     path = private_folder() / "draft.sock"
-    proposer = Proposer()
+    proposer = RecordingProposer()
     server = DraftServer(FrameListener(path), proposer, "draft-1")
     threading.Thread(target=server.run, daemon=True).start()
     channel = ChannelProposer(path)
@@ -153,7 +153,7 @@ def drafts(tmp_path: Path) -> Callable[[GenerateRequest], bool]:
     return ask
 
 
-class Proposer:
+class RecordingProposer:
     """Computes each prompt when it is opened, and drafts nothing."""
 
     def __init__(self) -> None:

@@ -35,7 +35,7 @@ class _Reservation:
     until_s: float
 
 
-class Admission:
+class PairAdmission:
     """Counts requests, and computes Retry-After from their recent duration.
 
     The first choice of a request names the number of its choices. There is a place for each, or the request is refused

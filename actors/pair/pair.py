@@ -16,7 +16,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.engine_loop.index_reporter import IndexReporter, ReportSink
-from actors.pair.admission import Admission
+from actors.pair.admission import PairAdmission
 from actors.pair.auto_tune import AutoTunes
 from actors.pair.drift_alarms import DriftAlarms
 from actors.pair.pair_actors import PairActors
@@ -58,7 +58,7 @@ class Pair(PairShell):
         configure_logging(is_replica=True)
         wait_for_cores()
         self._settings = settings
-        self._admission = Admission(settings.max_requests)
+        self._admission = PairAdmission(settings.max_requests)
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._metrics = PairMetrics(replica_id)
         self._drift_alarms = DriftAlarms(settings.alarm_webhook, replica_id)

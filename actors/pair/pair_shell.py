@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
-from actors.pair.admission import Admission
+from actors.pair.admission import PairAdmission
 from actors.pair.drift_alarms import DriftAlarms
 from actors.pair.pair_draft import require_exchangeable
 from actors.pair.pair_drafts import PairDrafts
@@ -25,7 +25,7 @@ class PairShell:
     """Admits requests and passes their tokens on. A subclass sets the attributes before the first request."""
 
     _settings: PairSettings
-    _admission: Admission
+    _admission: PairAdmission
     _client: TargetClient
     _metrics: PairMetrics
     _ping_timeout_s: float

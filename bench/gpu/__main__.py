@@ -27,7 +27,7 @@ import torch
 
 from bench.gpu.floor import DeviceSpeed
 from bench.gpu.plan import Plan
-from bench.gpu.table import NOT_MEASURED, Missing, Results
+from bench.gpu.table import NOT_MEASURED, GpuResults, Missing
 from engine.config import KVDtype
 from engine.kv_cache.kv_dtype import kv_name
 from models.fixtures.wide_fixture import LLAMA_3_1B, LLAMA_3_8B, WideShape, build_wide_fixture
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure every section in time and print the table."""
     args = _parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    results = Results(args.out / "gpu.json")
+    results = GpuResults(args.out / "gpu.json")
     if args.device == "cuda" and not torch.cuda.is_available():
         results.note(device=f"no GPU here: {NOT_MEASURED}")
         print(results.text())
@@ -91,7 +91,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 @contextmanager
-def _bounded(seconds: float, results: Results) -> Iterator[None]:
+def _bounded(seconds: float, results: GpuResults) -> Iterator[None]:
     """Print the lines so far and end the process once the time is up, whatever hangs."""
 
     def give_up() -> None:
@@ -108,7 +108,7 @@ def _bounded(seconds: float, results: Results) -> Iterator[None]:
     timer.cancel()
 
 
-def _measure(plan: Plan, results: Results, work: Path) -> None:
+def _measure(plan: Plan, results: GpuResults, work: Path) -> None:
     speed, cost = _speed(plan), plan.target_cost
     name = torch.cuda.get_device_name() if plan.device.type == "cuda" else "processor, smoke"
     results.note(
@@ -137,13 +137,13 @@ def _speed(plan: Plan) -> DeviceSpeed:
     return DeviceSpeed(4 * len(memory) / (time.perf_counter() - began_s), 1e12)
 
 
-def _measure_kernel(plan: Plan, results: Results, speed: DeviceSpeed) -> None:
+def _measure_kernel(plan: Plan, results: GpuResults, speed: DeviceSpeed) -> None:
     from bench.gpu.kernel import measure_kernel
 
     measure_kernel(plan, results, speed)
 
 
-def _measure_decoding(plan: Plan, results: Results, speed: DeviceSpeed, folders: tuple[Path, Path]) -> None:
+def _measure_decoding(plan: Plan, results: GpuResults, speed: DeviceSpeed, folders: tuple[Path, Path]) -> None:
     # Not at the top: its imports may be missing, and the table must report that.
     from bench.gpu.decoding import measure_decoding
 

@@ -9,24 +9,24 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu.engine import Bench, Cell, Limits, Mode, drafting, source_text
+from bench.gpu.engine import Cell, CellLimits, DecodeMode, GpuBench, drafting, source_text
 from bench.gpu.floor import DeviceSpeed, most_tokens
 from bench.gpu.plan import Plan
-from bench.gpu.table import Missing, Results
+from bench.gpu.table import GpuResults, Missing
 from engine.config import CacheConfig, ModelConfig, ModelDtype, TreeConfig, TreeKind
 
 OTHER_BYTES = 10e9  # of two processes' kernels, recordings and logits
 BLOCK_SIZE = 16
 MODES = (
-    Mode("plain"),
-    Mode("sync", 4),
-    Mode("async", 4, fan_out=3),
-    Mode("tree", 4, tree=TreeConfig(TreeKind.DYNAMIC, 8, max_batch=8)),
-    Mode("waiting", overlaps=False),  # plain, the host seeing every token before the next pass
+    DecodeMode("plain"),
+    DecodeMode("sync", 4),
+    DecodeMode("async", 4, fan_out=3),
+    DecodeMode("tree", 4, tree=TreeConfig(TreeKind.DYNAMIC, 8, max_batch=8)),
+    DecodeMode("waiting", overlaps=False),  # plain, the host seeing every token before the next pass
 )
 
 
-def measure_decoding(plan: Plan, results: Results, speed: DeviceSpeed, folders: tuple[Path, Path]) -> None:
+def measure_decoding(plan: Plan, results: GpuResults, speed: DeviceSpeed, folders: tuple[Path, Path]) -> None:
     """Load the target once, and measure it with the draft of each mode; `folders` are target's and draft's."""
     modes = [mode for mode in MODES if mode.name in plan.sections]
     if not modes:
@@ -35,10 +35,10 @@ def measure_decoding(plan: Plan, results: Results, speed: DeviceSpeed, folders: 
     target, draft = (ModelConfig(str(folder), dtype, plan.device.type) for folder in folders)
     num_blocks = _num_blocks(plan)
     cache = CacheConfig(num_blocks=num_blocks, dtype=plan.kv_kind)
-    bench = Bench(target, cache, modes, plan.batches, source_text(folders[0], max(plan.contexts)))
-    cost, limits = plan.target_cost, Limits(plan.num_warm_steps, plan.num_steps, plan.cell_s)
+    bench = GpuBench(target, cache, modes, plan.batches, source_text(folders[0], max(plan.contexts)))
+    cost, limits = plan.target_cost, CellLimits(plan.num_warm_steps, plan.num_steps, plan.cell_s)
 
-    def measure(mode: Mode) -> None:
+    def measure(mode: DecodeMode) -> None:
         deadline_s = time.monotonic() + plan.section_s
         with drafting(mode, target, draft, num_blocks, max(plan.batches)) as proposer:
             for cell in _cells(plan, mode):
@@ -54,7 +54,7 @@ def measure_decoding(plan: Plan, results: Results, speed: DeviceSpeed, folders: 
         results.attempt(mode.name, "the rest", partial(measure, mode))
 
 
-def _cells(plan: Plan, mode: Mode) -> Iterator[Cell]:
+def _cells(plan: Plan, mode: DecodeMode) -> Iterator[Cell]:
     most = max(plan.batches) if mode.tree is None else mode.tree.max_batch
     return (Cell(mode, batch, context) for context in plan.contexts for batch in plan.batches if batch <= most)
 

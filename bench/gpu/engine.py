@@ -51,7 +51,7 @@ _WAIT_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
+class DecodeMode:
     """A way to decode; `fan_out` makes it async, `tree` lets drafts branch; unless it `overlaps` every pass waits."""
 
     name: str
@@ -70,13 +70,13 @@ class Mode:
 class Cell:
     """One line of the table."""
 
-    mode: Mode
+    mode: DecodeMode
     batch: int
     context: int
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CellLimits:
     """The limits of a cell: steps before and under the clock, and its most seconds."""
 
     num_warm_steps: int
@@ -84,11 +84,11 @@ class Limits:
     seconds: float
 
 
-class Bench:
+class GpuBench:
     """One target on one device, its pool holding the KV of a long text; every prompt is a beginning of it."""
 
     def __init__(
-        self, target: ModelConfig, cache: CacheConfig, modes: Seq[Mode], batches: Seq[int], text: Seq[int]
+        self, target: ModelConfig, cache: CacheConfig, modes: Seq[DecodeMode], batches: Seq[int], text: Seq[int]
     ) -> None:
         """Load, record passes for all modes and batches, and read `text`."""
         self._limits = SchedulerConfig(max(batches), max(_PREFILL_TOKENS, 32 * max(batches)))
@@ -100,13 +100,13 @@ class Bench:
         self._text_blocks = list(range(self._num_blocks, self.runner.num_blocks))
         self._read_text()
 
-    def has_room(self, cell: Cell, limits: Limits) -> bool:
+    def has_room(self, cell: Cell, limits: CellLimits) -> bool:
         """True if the pool holds the cell's sequences to their end."""
         tokens = cell.context + _max_tokens(cell.mode, limits) + cell.mode.rows
         return cell.batch * -(-tokens // self.runner.block_size) + 1 <= self._num_blocks
 
     def measure(
-        self, cell: Cell, proposer: Proposer, limits: Limits, cost: ModelCost, speed: DeviceSpeed
+        self, cell: Cell, proposer: Proposer, limits: CellLimits, cost: ModelCost, speed: DeviceSpeed
     ) -> EngineLine:
         """Decode greedily; every sequence has blocks of its own, so that nothing is read once for two of them."""
         engine = self._engine(cell.mode, proposer)
@@ -157,7 +157,7 @@ class Bench:
             token_ids = self._text[start : start + _PREFILL_TOKENS]
             self.runner.forward([Span(token_ids, start, self._text_blocks, 1)])
 
-    def _engine(self, mode: Mode, proposer: Proposer) -> EngineCore:
+    def _engine(self, mode: DecodeMode, proposer: Proposer) -> EngineCore:
         blocks = BlockManager(self._num_blocks, self.runner.block_size, self.runner.model_version)
         source = CopiedPrefill(self.runner, self._text_blocks)
         scheduler = Scheduler(self._limits, blocks, self.runner.max_model_len, source, mode.tree)
@@ -185,7 +185,7 @@ class CopiedPrefill(NoPrefillSource):
 
 @contextmanager
 def drafting(
-    mode: Mode, target: ModelConfig, draft: ModelConfig, num_blocks: int, most_sequences: int
+    mode: DecodeMode, target: ModelConfig, draft: ModelConfig, num_blocks: int, most_sequences: int
 ) -> Iterator[Proposer]:
     """The mode's draft in a process of its own, as a pair has it; ended afterwards."""
     if not mode.num_drafts:
@@ -210,7 +210,7 @@ def source_text(tokenizer_folder: Path, num_tokens: int) -> list[int]:
 
 
 def _load(
-    target: ModelConfig, cache: CacheConfig, modes: Seq[Mode], batches: Seq[int], limits: SchedulerConfig
+    target: ModelConfig, cache: CacheConfig, modes: Seq[DecodeMode], batches: Seq[int], limits: SchedulerConfig
 ) -> ModelRunner:
     graphs = sized(GraphConfig(target.graphs.kind, tuple(batches)), limits, SpeculationConfig(0))
     rows = tuple(sorted({mode.rows for mode in modes} | {1}))
@@ -218,7 +218,7 @@ def _load(
     return ModelRunner(replace(target, graphs=graphs), cache)
 
 
-def _max_tokens(mode: Mode, limits: Limits) -> int:
+def _max_tokens(mode: DecodeMode, limits: CellLimits) -> int:
     return _MOST_WAITS + (limits.num_warm_steps + limits.num_steps) * (mode.num_drafts + 1) + 1
 
 

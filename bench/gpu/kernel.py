@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench.gpu.floor import DeviceSpeed
 from bench.gpu.plan import Plan
-from bench.gpu.table import KernelLine, Missing, Results
+from bench.gpu.table import GpuResults, KernelLine, Missing
 from engine.attention.base import LayerOptions
 from engine.attention.triton_attention import KVScales, TritonAttention, paged_attention
 from engine.attention.triton_tiling import HeadShape
@@ -44,7 +44,7 @@ def _measure_bandwidth() -> float:
     return max(_READ_BYTES / read_s, 2 * _READ_BYTES / copy_s)
 
 
-def measure_kernel(plan: Plan, results: Results, speed: DeviceSpeed) -> None:
+def measure_kernel(plan: Plan, results: GpuResults, speed: DeviceSpeed) -> None:
     """Measure decodes and verifications of every batch and context in bfloat16, decodes in float8 too."""
     deadline_s = time.monotonic() + plan.section_s
     cases = product((torch.bfloat16, torch.float8_e4m3fn), reversed(plan.contexts), plan.batches, (1, 8))
@@ -58,7 +58,7 @@ def measure_kernel(plan: Plan, results: Results, speed: DeviceSpeed) -> None:
         results.attempt("kernel", name, partial(_add, results, plan.target, dtype, batch, context, rows, speed))
 
 
-def _add(results: Results, *case: Any) -> None:
+def _add(results: GpuResults, *case: Any) -> None:
     results.add(measure_attention(*case))
 
 

@@ -40,7 +40,7 @@ READ_TIMEOUT_S = 120.0
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamedText:
     """One streamed answer: its text, and the time of each chunk."""
 
     text: str = ""
@@ -115,7 +115,7 @@ async def _measure(config: DeployConfig, streams: list[int], max_tokens: int) ->
     return lines
 
 
-def _line(answers: list[Answer], seconds: float, began_s: float, *, has_drafts: bool) -> dict[str, object]:
+def _line(answers: list[StreamedText], seconds: float, began_s: float, *, has_drafts: bool) -> dict[str, object]:
     gaps = sorted(gap for answer in answers for gap in answer.gaps_s) or [0.0]
     return {
         "streams": len(answers),
@@ -127,12 +127,14 @@ def _line(answers: list[Answer], seconds: float, began_s: float, *, has_drafts: 
     }
 
 
-async def _load(client: httpx.AsyncClient, num_streams: int, max_tokens: int, *, has_drafts: bool) -> list[Answer]:
+async def _load(
+    client: httpx.AsyncClient, num_streams: int, max_tokens: int, *, has_drafts: bool
+) -> list[StreamedText]:
     tasks = (_stream(client, index, max_tokens, has_drafts=has_drafts) for index in range(num_streams))
     return list(await asyncio.gather(*tasks))
 
 
-async def _stream(client: httpx.AsyncClient, index: int, max_tokens: int, *, has_drafts: bool) -> Answer:
+async def _stream(client: httpx.AsyncClient, index: int, max_tokens: int, *, has_drafts: bool) -> StreamedText:
     """Read one seeded stream; its own salt keeps its prompt out of the prefix cache."""
     body = {
         "prompt": PROMPTS[index % len(PROMPTS)],
@@ -145,7 +147,7 @@ async def _stream(client: httpx.AsyncClient, index: int, max_tokens: int, *, has
         "cache_salt": f"{index} {max_tokens} {has_drafts}",
         "speculation": {"enabled": has_drafts},
     }
-    answer = Answer()
+    answer = StreamedText()
     async with client.stream("POST", "/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
@@ -154,7 +156,7 @@ async def _stream(client: httpx.AsyncClient, index: int, max_tokens: int, *, has
     return answer
 
 
-def _take(answer: Answer, chunk: dict[str, object]) -> None:
+def _take(answer: StreamedText, chunk: dict[str, object]) -> None:
     choices, usage = chunk.get("choices"), chunk.get("usage")
     if isinstance(choices, list) and choices and choices[0]["text"]:
         answer.text += choices[0]["text"]

@@ -65,7 +65,7 @@ class Missing:
 Line = KernelLine | EngineLine | Missing
 
 
-class Results:
+class GpuResults:
     """Lines in the order of their measurement, and facts about the machine; every change is on disk at once."""
 
     def __init__(self, file: Path) -> None:

@@ -24,7 +24,7 @@ from bench.peers.install import gguf_pair, install_llama_server, install_openvin
 from bench.peers.libraries import TransformersSystem, openvino_system
 from bench.peers.page import Conditions, record_of, rows_of, write
 from bench.peers.servers import LlamaServerSystem, OutriderSystem
-from bench.peers.system import Limits, Mode, Pair, Precision, Schedule, System, run_rounds
+from bench.peers.system import DraftingMode, ModelPair, Precision, Schedule, System, SystemLimits, run_rounds
 from models.published import smollm2
 
 
@@ -69,7 +69,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     load_before = os.getloadavg()[0]
     model = MODELS[args.model]
-    pair = Pair(args.fixture or model.target(), model.draft)
+    pair = ModelPair(args.fixture or model.target(), model.draft)
     args.precisions = args.precisions or model.precisions
     limits = _limits(args)
     systems = [system for peer in args.peers for system in PEERS[peer](pair, limits, args)]
@@ -135,13 +135,13 @@ def _parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _limits(args: argparse.Namespace) -> Limits:
+def _limits(args: argparse.Namespace) -> SystemLimits:
     """Return the limits, with room for drafts after the last token."""
     context = PROMPT_TOKENS + args.tokens + args.num_draft_tokens + 1
-    return Limits(args.threads, args.num_draft_tokens, max(args.streams), context, args.deadline)
+    return SystemLimits(args.threads, args.num_draft_tokens, max(args.streams), context, args.deadline)
 
 
-def _outrider(pair: Pair, limits: Limits, args: argparse.Namespace) -> list[System]:
+def _outrider(pair: ModelPair, limits: SystemLimits, args: argparse.Namespace) -> list[System]:
     """Return our systems; bfloat16 twice, as fast as possible and deterministic."""
     logs = args.cache / "logs"
     systems: list[System] = [OutriderSystem(pair, precision, limits, logs) for precision in args.precisions]
@@ -150,7 +150,7 @@ def _outrider(pair: Pair, limits: Limits, args: argparse.Namespace) -> list[Syst
     return systems
 
 
-def _openvino(pair: Pair, limits: Limits, args: argparse.Namespace) -> list[System]:
+def _openvino(pair: ModelPair, limits: SystemLimits, args: argparse.Namespace) -> list[System]:
     programs = install_openvino(args.cache)
     return [
         openvino_system(
@@ -166,26 +166,28 @@ def _openvino(pair: Pair, limits: Limits, args: argparse.Namespace) -> list[Syst
     ]
 
 
-def _llama_server(pair: Pair, limits: Limits, args: argparse.Namespace) -> list[System]:
+def _llama_server(pair: ModelPair, limits: SystemLimits, args: argparse.Namespace) -> list[System]:
     llama = install_llama_server(args.cache)
     logs = args.cache / "logs"
     bf16 = gguf_pair(llama, pair, args.cache)
     systems: list[System] = [LlamaServerSystem(llama.server, bf16, mode, limits, logs) for mode in pair.modes]
     if Precision.INT8 in args.precisions:
         q8_0 = gguf_pair(llama, pair, args.cache, "q8_0")
-        systems.append(LlamaServerSystem(llama.server, q8_0, Mode.PLAIN, limits, logs, weights="q8_0"))
+        systems.append(LlamaServerSystem(llama.server, q8_0, DraftingMode.PLAIN, limits, logs, weights="q8_0"))
     shipped = MODELS[args.model].gguf
     if Precision.INT4 in args.precisions and shipped is not None:
-        q4_1 = Pair(shipped(), None)
-        systems.append(LlamaServerSystem(llama.server, q4_1, Mode.PLAIN, limits, logs, weights="q4_1, as shipped"))
+        q4_1 = ModelPair(shipped(), None)
+        systems.append(
+            LlamaServerSystem(llama.server, q4_1, DraftingMode.PLAIN, limits, logs, weights="q4_1, as shipped")
+        )
     return systems
 
 
-def _transformers(pair: Pair, limits: Limits, args: argparse.Namespace) -> list[System]:
+def _transformers(pair: ModelPair, limits: SystemLimits, args: argparse.Namespace) -> list[System]:
     return [TransformersSystem(pair, limits)]
 
 
-PEERS: dict[str, Callable[[Pair, Limits, argparse.Namespace], list[System]]] = {
+PEERS: dict[str, Callable[[ModelPair, SystemLimits, argparse.Namespace], list[System]]] = {
     "outrider": _outrider,
     "openvino": _openvino,
     "llama-server": _llama_server,

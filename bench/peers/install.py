@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from bench.peers.system import Pair, Precision
+from bench.peers.system import ModelPair, Precision
 from engine.model.loader import model_version
 
 GGUF_SCRIPT = Path(__file__).parent / "gguf_export.py"
@@ -121,7 +121,7 @@ def _build(folder: Path, source: Path) -> None:
                 sys.exit(f"llama-server could not be built ({command[0]} failed); see {log}")
 
 
-def openvino_pair(programs: Path, pair: Pair, cache: Path, precision: Precision) -> Pair:
+def openvino_pair(programs: Path, pair: ModelPair, cache: Path, precision: Precision) -> ModelPair:
     """Export to OpenVINO's IR with weights in int8, int4 or the checkpoint's dtype; loading sets other precisions."""
     weights = ["--weight-format", str(precision)] if precision.is_quantized else []
     weights += ["--group-size", "64", "--ratio", "1.0"] if precision is Precision.INT4 else []
@@ -134,7 +134,7 @@ def openvino_pair(programs: Path, pair: Pair, cache: Path, precision: Precision)
     return _converted(pair, cache, f"openvino-{precision}" if weights else "openvino", export)
 
 
-def gguf_pair(llama: LlamaCpp, pair: Pair, cache: Path, kind: str = "bf16") -> Pair:
+def gguf_pair(llama: LlamaCpp, pair: ModelPair, cache: Path, kind: str = "bf16") -> ModelPair:
     """Export to GGUF, with matrices in bfloat16 or in blocks of `kind` (q8_0), by llama.cpp's converter."""
 
     def export(model: Path, out: Path) -> None:
@@ -143,9 +143,9 @@ def gguf_pair(llama: LlamaCpp, pair: Pair, cache: Path, kind: str = "bf16") -> P
     return _converted(pair, cache, "gguf" if kind == "bf16" else f"gguf-{kind}", export)
 
 
-def _converted(pair: Pair, cache: Path, kind: str, export: Callable[[Path, Path], None]) -> Pair:
+def _converted(pair: ModelPair, cache: Path, kind: str, export: Callable[[Path, Path], None]) -> ModelPair:
     draft = None if pair.draft is None else _convert_once(pair.draft, cache, kind, export)
-    return Pair(_convert_once(pair.target, cache, kind, export), draft)
+    return ModelPair(_convert_once(pair.target, cache, kind, export), draft)
 
 
 def _convert_once(model: Path, cache: Path, kind: str, export: Callable[[Path, Path], None]) -> Path:

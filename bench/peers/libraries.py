@@ -17,7 +17,7 @@ import torch
 
 from bench.contenders.contender import Contender, ContenderRun, Prompts
 from bench.contenders.transformers_contender import TransformersContender, load
-from bench.peers.system import Limits, Mode, Pair, Precision
+from bench.peers.system import DraftingMode, ModelPair, Precision, SystemLimits
 
 OPENVINO_WORKER = Path(__file__).parent / "openvino_worker.py"
 
@@ -81,13 +81,13 @@ class Worker:
 class WorkerContender:
     """One mode of a worker."""
 
-    def __init__(self, name: str, worker: Worker, mode: Mode) -> None:
+    def __init__(self, name: str, worker: Worker, mode: DraftingMode) -> None:
         self.name = name
         self._worker = worker
         self._mode = mode
 
     def run(self, prompts: Prompts, num_tokens: int) -> ContenderRun:
-        is_drafting = self._mode is Mode.DRAFT
+        is_drafting = self._mode is DraftingMode.DRAFT
         answer = self._worker.call({"prompts": prompts, "num_tokens": num_tokens, "is_drafting": is_drafting})
         return ContenderRun(answer["outputs"], answer["seconds"], arrivals=answer["arrivals"])
 
@@ -99,14 +99,14 @@ class WorkerSystem:
     """A system that is one worker."""
 
     def __init__(
-        self, name: str, settings: str, command: Seq[str], modes: Seq[Mode], log: Path, deadline_s: float
+        self, name: str, settings: str, command: Seq[str], modes: Seq[DraftingMode], log: Path, deadline_s: float
     ) -> None:
         self.name = name
         self.settings = settings
         self._command, self._modes, self._log, self._deadline_s = command, modes, log, deadline_s
         self._worker: Worker | None = None
 
-    def start(self) -> dict[Mode, Contender]:
+    def start(self) -> dict[DraftingMode, Contender]:
         self._worker = Worker(self._command, self._log, self._deadline_s)
         return {mode: WorkerContender(f"{self.name}, {mode}", self._worker, mode) for mode in self._modes}
 
@@ -117,7 +117,7 @@ class WorkerSystem:
 
 
 def openvino_system(
-    python: Path, pair: Pair, precision: Precision, mode: Mode, limits: Limits, logs: Path
+    python: Path, pair: ModelPair, precision: Precision, mode: DraftingMode, limits: SystemLimits, logs: Path
 ) -> WorkerSystem:
     """Return a pipeline with weights in the precision of the exported `pair`.
 
@@ -128,7 +128,7 @@ def openvino_system(
     command = [str(python), str(OPENVINO_WORKER), str(pair.target), "--threads", str(limits.num_threads)]
     command += ["--num-draft-tokens", str(limits.num_draft_tokens), "--max-streams", str(limits.max_streams)]
     command += ["--precision", hint, "--kv-precision", kv]
-    if mode is Mode.DRAFT:
+    if mode is DraftingMode.DRAFT:
         command += ["--draft", str(pair.draft)]
     settings = (
         f"ContinuousBatchingPipeline stepped by its own loop; INFERENCE_NUM_THREADS {limits.num_threads}, "
@@ -145,7 +145,7 @@ class TransformersSystem:
 
     name = "transformers bf16"
 
-    def __init__(self, pair: Pair, limits: Limits) -> None:
+    def __init__(self, pair: ModelPair, limits: SystemLimits) -> None:
         self._pair, self._limits = pair, limits
         self.settings = (
             "`generate` over one static batch, and assisted generation of one prompt at a time, as it takes no more; "
@@ -153,13 +153,13 @@ class TransformersSystem:
             "confidence threshold), keys and values in bf16"
         )
 
-    def start(self) -> dict[Mode, Contender]:
+    def start(self) -> dict[DraftingMode, Contender]:
         torch.set_num_threads(self._limits.num_threads)
         target = load(self._pair.target)
-        contenders: dict[Mode, Contender] = {Mode.PLAIN: TransformersContender(target)}
+        contenders: dict[DraftingMode, Contender] = {DraftingMode.PLAIN: TransformersContender(target)}
         if self._pair.draft is not None:
             draft = load(self._pair.draft)
-            contenders[Mode.DRAFT] = TransformersContender(target, draft, self._limits.num_draft_tokens)
+            contenders[DraftingMode.DRAFT] = TransformersContender(target, draft, self._limits.num_draft_tokens)
         return contenders
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from bench.contenders.contender import ContenderRun, equal_share
 from bench.peers.install import LLAMA, OPENVINO, OPENVINO_EXPORT
-from bench.peers.system import Limits, Measurement, Mode, Results, System
+from bench.peers.system import DraftingMode, Measurement, RaceResults, System, SystemLimits
 
 TOGETHER_S = 1e-3
 DOCS = Path(__file__).parents[2] / "docs"
@@ -42,7 +42,7 @@ class PeerRow:
     """
 
     system: str
-    mode: Mode
+    mode: DraftingMode
     num_streams: int
     tokens_per_second: float
     lowest: float
@@ -62,7 +62,7 @@ class Conditions:
     num_rounds: int
     num_tokens: int
     num_prompt_tokens: int
-    limits: Limits
+    limits: SystemLimits
     load_before: float
 
     def lines(self) -> list[str]:
@@ -79,12 +79,12 @@ class Conditions:
 
 def rows_of(measurements: Seq[Measurement], reference: Seq[Seq[int]]) -> list[PeerRow]:
     """Return the rows by number of streams, then in the order of the systems' first runs."""
-    runs: dict[tuple[int, str, Mode], list[ContenderRun]] = {}
+    runs: dict[tuple[int, str, DraftingMode], list[ContenderRun]] = {}
     for each in measurements:
         runs.setdefault((each.num_streams, each.system, each.mode), []).append(each.run)
     rows = []
     for (num_streams, system, mode), members in sorted(runs.items(), key=lambda item: item[0][0]):
-        plain = runs.get((num_streams, system, Mode.PLAIN))
+        plain = runs.get((num_streams, system, DraftingMode.PLAIN))
         speeds = [run.tokens_per_second for run in members]
         arrivals = [times for run in members for times in run.arrivals or ()]
         row = PeerRow(
@@ -96,7 +96,7 @@ def rows_of(measurements: Seq[Measurement], reference: Seq[Seq[int]]) -> list[Pe
             max(speeds),
             _percentiles([times[0] for times in arrivals]),
             _percentiles([gap for times in arrivals for gap in gaps(times)]),
-            equal_share(members[0].outputs, plain[0].outputs) if plain and mode is Mode.DRAFT else None,
+            equal_share(members[0].outputs, plain[0].outputs) if plain and mode is DraftingMode.DRAFT else None,
             equal_share(members[0].outputs, reference[:num_streams]),
         )
         rows.append(row)
@@ -113,7 +113,7 @@ def _percentiles(seconds: Seq[float]) -> Percentiles:
     return {"p50": float(p50), "p99": float(p99)}
 
 
-def record_of(rows: Seq[PeerRow], results: Results, systems: Seq[System], conditions: Conditions) -> Record:
+def record_of(rows: Seq[PeerRow], results: RaceResults, systems: Seq[System], conditions: Conditions) -> Record:
     """Return the results of a run as JSON: conditions, settings, rows and failures."""
     return {
         "conditions": conditions.lines(),

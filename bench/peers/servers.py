@@ -10,8 +10,8 @@ from pathlib import Path
 from bench.contenders.contender import Contender, ContenderRun, Prompts
 from bench.contenders.event_streams import Body, run_streams
 from bench.contenders.http_contender import HttpContender
-from bench.peers.system import Limits, Mode, Pair, Precision
-from bench.served.application import BASE_URL, MODEL_ID, ServedApplication, ServedPair, start_served
+from bench.peers.system import DraftingMode, ModelPair, Precision, SystemLimits
+from bench.served.application import BASE_URL, MODEL_ID, ServedApplication, ServedPairSettings, start_served
 
 PORT = 8130
 START_TIMEOUT_S = 120.0
@@ -21,11 +21,11 @@ class OutriderSystem:
     """One deployment serves both modes."""
 
     def __init__(
-        self, pair: Pair, precision: Precision, limits: Limits, logs: Path, *, is_deterministic: bool = False
+        self, pair: ModelPair, precision: Precision, limits: SystemLimits, logs: Path, *, is_deterministic: bool = False
     ) -> None:
         self.name = f"outrider {precision}{', deterministic' if is_deterministic else ''}"
         quantization = str(precision) if precision.is_quantized else "none"
-        self._pair = ServedPair(
+        self._pair = ServedPairSettings(
             pair.target,
             pair.draft,
             {Precision.F32: "float32", Precision.BF16: "bfloat16"}.get(precision, "auto"),
@@ -46,10 +46,12 @@ class OutriderSystem:
         self._path = logs / f"{self.name.replace(', ', '-').replace(' ', '-')}.yaml"
         self._application: ServedApplication | None = None
 
-    def start(self) -> dict[Mode, Contender]:
+    def start(self) -> dict[DraftingMode, Contender]:
         self._application = start_served(self._path, self._pair.change)
         self._application.wait_until_ready()
-        return {mode: HttpContender(BASE_URL, MODEL_ID, is_speculating=mode is Mode.DRAFT) for mode in Mode}
+        return {
+            mode: HttpContender(BASE_URL, MODEL_ID, is_speculating=mode is DraftingMode.DRAFT) for mode in DraftingMode
+        }
 
     def close(self) -> None:
         if self._application is not None:
@@ -77,17 +79,24 @@ class LlamaServerSystem:
     """A llama-server with or without the draft model: requests cannot choose."""
 
     def __init__(
-        self, server: Path, pair: Pair, mode: Mode, limits: Limits, logs: Path, *, weights: str = "bf16"
+        self,
+        server: Path,
+        pair: ModelPair,
+        mode: DraftingMode,
+        limits: SystemLimits,
+        logs: Path,
+        *,
+        weights: str = "bf16",
     ) -> None:
         self.name = f"llama-server {weights}"
         self._command = [str(server), *_options(pair, mode, limits)]
         self._mode, self._limits = mode, limits
         self._log = logs / f"llama-server-{weights}-{mode.name.lower()}.log"
-        options = _options(Pair(Path(pair.target.name), pair.draft and Path(pair.draft.name)), mode, limits)
+        options = _options(ModelPair(Path(pair.target.name), pair.draft and Path(pair.draft.name)), mode, limits)
         self.settings = f"{mode}: `{' '.join(options)}`; requests with cache_prompt false; keys and values in float16"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> dict[Mode, Contender]:
+    def start(self) -> dict[DraftingMode, Contender]:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT)
@@ -120,14 +129,14 @@ def _body(prompt: list[int], num_tokens: int) -> Body:
     }
 
 
-def _options(pair: Pair, mode: Mode, limits: Limits) -> list[str]:
+def _options(pair: ModelPair, mode: DraftingMode, limits: SystemLimits) -> list[str]:
     """Keys and values stay float16, the default and its fastest; flash attention is `auto` by default."""
     threads = str(limits.num_threads)
     options = ["--model", str(pair.target), "--host", "127.0.0.1", "--port", str(PORT), "--no-webui"]
     options += ["--threads", threads, "--threads-batch", threads, "--parallel", str(limits.max_streams)]
     options += ["--ctx-size", str(limits.max_streams * limits.max_context), "--ubatch-size", "512"]
     options += ["--cache-ram", "0", "--slot-prompt-similarity", "0"]
-    if mode is Mode.DRAFT:
+    if mode is DraftingMode.DRAFT:
         options += ["--spec-type", "draft-simple", "--model-draft", str(pair.draft)]
         options += ["--spec-draft-n-max", str(limits.num_draft_tokens)]
         options += ["--spec-draft-threads", threads, "--spec-draft-threads-batch", threads]

@@ -14,7 +14,7 @@ from bench.contenders.contender import Contender, ContenderRun, Prompts
 WARM_UP_TOKENS = 8
 
 
-class Mode(StrEnum):
+class DraftingMode(StrEnum):
     """Plain decoding, or with the draft model."""
 
     PLAIN = "plain"
@@ -35,20 +35,20 @@ class Precision(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class ModelPair:
     """Target and draft in the form that a system loads; without a draft Outrider's target drafts for itself."""
 
     target: Path
     draft: Path | None
 
     @property
-    def modes(self) -> list[Mode]:
+    def modes(self) -> list[DraftingMode]:
         """The modes of a system that needs a draft model."""
-        return list(Mode) if self.draft else [Mode.PLAIN]
+        return list(DraftingMode) if self.draft else [DraftingMode.PLAIN]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SystemLimits:
     """The limits of all systems; a run that takes longer than `deadline_s` fails."""
 
     num_threads: int
@@ -67,7 +67,7 @@ class System(Protocol):
     name: str
     settings: str
 
-    def start(self) -> dict[Mode, Contender]:
+    def start(self) -> dict[DraftingMode, Contender]:
         """Start the processes, and return when they are ready. Raises RuntimeError if they do not get ready."""
 
     def close(self) -> None:
@@ -79,13 +79,13 @@ class Measurement:
     """One run of a system."""
 
     system: str
-    mode: Mode
+    mode: DraftingMode
     num_streams: int
     run: ContenderRun
 
 
 @dataclass(slots=True)
-class Results:
+class RaceResults:
     """All runs, and by system the reason for its absence from later rounds."""
 
     measurements: list[Measurement] = field(default_factory=list)
@@ -106,9 +106,9 @@ class Schedule:
     max_s: float
 
 
-def run_rounds(systems: Seq[System], prompts: Prompts, schedule: Schedule) -> Results:
+def run_rounds(systems: Seq[System], prompts: Prompts, schedule: Schedule) -> RaceResults:
     """Run the rounds; a system that fails is left out of later rounds."""
-    results = Results()
+    results = RaceResults()
     began_s = time.monotonic()
     while results.num_rounds < schedule.num_rounds:
         round_began_s = time.monotonic()
@@ -122,7 +122,7 @@ def run_rounds(systems: Seq[System], prompts: Prompts, schedule: Schedule) -> Re
     return results
 
 
-def _attempt(system: System, prompts: Prompts, schedule: Schedule, results: Results) -> None:
+def _attempt(system: System, prompts: Prompts, schedule: Schedule, results: RaceResults) -> None:
     try:
         try:
             _measure(system, prompts, schedule, results)
@@ -132,7 +132,7 @@ def _attempt(system: System, prompts: Prompts, schedule: Schedule, results: Resu
         results.failures[system.name] = f"{type(error).__name__}: {error}"
 
 
-def _measure(system: System, prompts: Prompts, schedule: Schedule, results: Results) -> None:
+def _measure(system: System, prompts: Prompts, schedule: Schedule, results: RaceResults) -> None:
     contenders = system.start()
     for contender in contenders.values():
         for num_streams in {1, max(schedule.streams)}:

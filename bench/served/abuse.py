@@ -97,14 +97,14 @@ async def _bounded(face: Face, name: str) -> Answers:
 
 
 @dataclass(frozen=True, slots=True)
-class Processes:
+class LastingProcesses:
     """The processes of an application that must last, and the resident memory of all processes by name."""
 
     lasting: dict[int, str]
     num_bytes: Counter[str]
 
     @classmethod
-    def of(cls, pid: int) -> Processes:
+    def of(cls, pid: int) -> LastingProcesses:
         lasting: dict[int, str] = {}
         num_bytes: Counter[str] = Counter()
         served = psutil.Process(pid)
@@ -139,10 +139,10 @@ def main() -> None:
         application.wait_until_ready()
         with Bystanders(face.url, face.model) as bystanders:
             list(attack(face, bystanders, [name for name in ATTACKS if name.startswith(_FILLING)]))
-            before = Processes.of(application.pid)
+            before = LastingProcesses.of(application.pid)
             outcomes = report_each(attack(face, bystanders, names))
             time.sleep(_SETTLE_S)
-            after = Processes.of(application.pid)
+            after = LastingProcesses.of(application.pid)
     finally:
         application.close()
     sys.exit(not report(outcomes, before, after))
@@ -163,7 +163,7 @@ def report_each(outcomes: Iterator[Outcome]) -> list[Outcome]:
     return seen
 
 
-def report(outcomes: list[Outcome], before: Processes, after: Processes) -> bool:
+def report(outcomes: list[Outcome], before: LastingProcesses, after: LastingProcesses) -> bool:
     """Print the processes' fate; return whether every promise was kept."""
     gone = [name for pid, name in before.lasting.items() if pid not in after.lasting]
     growths = {name: size - before.num_bytes[name] for name, size in after.num_bytes.items()}

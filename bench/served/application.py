@@ -81,7 +81,7 @@ class ServedApplication:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedPair:
+class ServedPairSettings:
     """The settings of a benchmark's deployment.
 
     With a draft model K is fixed, as for its contenders. Without one the target's own weights in int4 draft, or, if
@@ -141,7 +141,7 @@ def start_served(
     return ServedApplication(path, f"http://127.0.0.1:{HTTP_PORT}")
 
 
-def served_on(folder: Path, pair: ServedPair, stack: ExitStack) -> str:
+def served_on(folder: Path, pair: ServedPairSettings, stack: ExitStack) -> str:
     """Return the OpenAI base URL of the pair, served until `stack` unwinds."""
     application = start_served(folder / "deploy.yaml", pair.change)
     stack.callback(application.close)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from bench.padded_pair import DEMO, padded_target
 from bench.speculation.methods import MAKERS, PLAIN, Method, Suite
-from bench.speculation.workload import Measured, Workload, WorkloadRun, agent_sessions, demo_text, questions
+from bench.speculation.workload import RunFigures, Workload, WorkloadRun, agent_sessions, demo_text, questions
 from engine.config import CacheConfig
 from models.training.architecture import REPETITION_PENALTY
 from protos.messages import SamplingParams
@@ -121,7 +121,7 @@ def _race(
     for num_streams in args.streams:
         part = workload.at(num_streams)
         num_tokens = None if workload.is_recorded else args.tokens
-        runs: dict[str, list[Measured]] = {method.name: [] for method in methods}
+        runs: dict[str, list[RunFigures]] = {method.name: [] for method in methods}
         for method in methods:
             _measure(method, part, 4, sampling)  # prefills the prompts, and warms every kind of pass
         for _ in range(args.rounds):
@@ -131,12 +131,12 @@ def _race(
             yield _row(workload.name, sampling.temperature, num_streams, name, measured, runs[PLAIN])
 
 
-def _measure(method: Method, workload: Workload, num_tokens: int | None, sampling: SamplingParams) -> Measured:
+def _measure(method: Method, workload: Workload, num_tokens: int | None, sampling: SamplingParams) -> RunFigures:
     return WorkloadRun(method.engine(), workload, num_tokens, sampling).measure(method.before_step)
 
 
 def _row(
-    workload: str, temperature: float, num_streams: int, method: str, runs: Seq[Measured], plain: Seq[Measured]
+    workload: str, temperature: float, num_streams: int, method: str, runs: Seq[RunFigures], plain: Seq[RunFigures]
 ) -> MethodRow:
     ratios = [run.tokens_per_second / base.tokens_per_second for run, base in zip(runs, plain, strict=True)]
     return MethodRow(

@@ -108,7 +108,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class RunFigures:
     """The figures of a run.
 
     `accepted_by_position[i]` is the share of passes with drafts that accepted more than i of them.
@@ -146,7 +146,7 @@ class WorkloadRun:
         self._answers: dict[str, Seq[int]] = {}
         self._history_s = 0.0
 
-    def measure(self, before_step: Callable[[], None]) -> Measured:
+    def measure(self, before_step: Callable[[], None]) -> RunFigures:
         """Run to the end; `before_step` is called before each pass. The clock stops while history is remembered."""
         core = self._engine.core
         self._engine.verifier.answers = self._answers
@@ -167,7 +167,7 @@ class WorkloadRun:
         num_drafted = after.num_drafts - before.num_drafts
         earlier = (*before.num_accepted_tokens_per_pos, *[0] * len(after.num_accepted_tokens_per_pos))
         accepted = [now - then for now, then in zip(after.num_accepted_tokens_per_pos, earlier, strict=False)]
-        return Measured(num_tokens, num_passes, seconds, tuple(count / max(1, num_drafted) for count in accepted))
+        return RunFigures(num_tokens, num_passes, seconds, tuple(count / max(1, num_drafted) for count in accepted))
 
     def _add_turn(self, index: int) -> None:
         """Remember the history before the next turn that is run, and add that turn."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from cluster.planning.speed_up import Deployment, SpeedUp, best_speed_up, prefill_seconds
+from cluster.planning.speed_up import ReplicaPlan, SpeedUp, best_speed_up, prefill_seconds
 from protos.errors import ConfigError
 
 _GIB = 1 << 30
@@ -36,7 +36,7 @@ class Capacity:
     usd_per_million_tokens: float
 
 
-def memory_of(deployment: Deployment) -> Memory:
+def memory_of(deployment: ReplicaPlan) -> Memory:
     """Return where the memory of a replica goes.
 
     Raises:
@@ -60,7 +60,7 @@ def memory_of(deployment: Deployment) -> Memory:
 
 
 def capacity_of(
-    deployment: Deployment,
+    deployment: ReplicaPlan,
     num_streams: int | None,
     rate: float | None,
     max_itl_ms: float | None,
@@ -94,7 +94,7 @@ def _itl_ms(capacity: Capacity, has_drafts: bool) -> float:
     return 1000 * capacity.speed_up.num_streams / _speed(capacity.speed_up, has_drafts)
 
 
-def _at(deployment: Deployment, num_streams: int, rate: float | None, has_drafts: bool) -> Capacity:
+def _at(deployment: ReplicaPlan, num_streams: int, rate: float | None, has_drafts: bool) -> Capacity:
     speed_up = best_speed_up(deployment, num_streams)
     prefill_s = prefill_seconds(deployment)
     request_s = prefill_s + deployment.output_tokens / _speed(speed_up, has_drafts)

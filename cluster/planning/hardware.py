@@ -10,7 +10,7 @@ _LINK_LATENCY_S = 10e-6  # of one all-reduce between GPUs of a group, assumed
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceSpec:
     """One device: memory in GiB, GB/s, TFLOP/s by dtype, the shares of both that a pass reaches, USD per hour.
 
     `overlaps` is True if a pass reads and computes at once; `host_ms` is the further cost of a pass.
@@ -30,7 +30,7 @@ class Device:
     date: str
 
     @classmethod
-    def of(cls, name: str) -> Device:
+    def of(cls, name: str) -> DeviceSpec:
         """Return a device of the table.
 
         Raises:

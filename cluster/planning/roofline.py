@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.planning.hardware import Device
+from cluster.planning.hardware import DeviceSpec
 from cluster.planning.model_shape import ModelShape
 
 
@@ -34,7 +34,7 @@ class PassCost:
 
 
 def pass_cost(
-    shape: ModelShape, device: Device, num_devices: int, num_rows: int, num_streams: int, context: int
+    shape: ModelShape, device: DeviceSpec, num_devices: int, num_rows: int, num_streams: int, context: int
 ) -> PassCost:
     """Return the cost of a pass of `num_rows` rows in all, of streams with `context` tokens each.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.planning.hardware import Device
+from cluster.planning.hardware import DeviceSpec
 from cluster.planning.model_shape import ModelShape
 from cluster.planning.roofline import PassCost, pass_cost
 from engine.accounting.length_allocation import allocate
@@ -17,7 +17,7 @@ _PREFILL_CHUNK = 2_048
 
 
 @dataclass(frozen=True, slots=True)
-class Deployment:
+class ReplicaPlan:
     """One replica: models, devices, traffic, and the chance of a draft per position given those before it.
 
     `draft` is None where the drafts come from the text (suffix, n-gram) and cost nothing.
@@ -25,7 +25,7 @@ class Deployment:
 
     target: ModelShape
     draft: ModelShape | None
-    device: Device
+    device: DeviceSpec
     num_devices: int
     acceptance: tuple[float, ...]
     prompt_tokens: int
@@ -66,7 +66,7 @@ class SpeedUp:
         return self.tokens_per_s / self.plain_tokens_per_s
 
 
-def best_speed_up(deployment: Deployment, num_streams: int) -> SpeedUp:
+def best_speed_up(deployment: ReplicaPlan, num_streams: int) -> SpeedUp:
     """Return the choice of the adaptive engine at this load (`engine.accounting.length_allocation.allocate`)."""
     survival = np.cumprod(deployment.acceptance)
     max_drafts = num_streams * len(survival)
@@ -79,7 +79,7 @@ def best_speed_up(deployment: Deployment, num_streams: int) -> SpeedUp:
 
 
 def replayed_speed_up(
-    deployment: Deployment, num_streams: int, tokens_per_pass: float, drafts_per_pass: float, max_drafts: int
+    deployment: ReplicaPlan, num_streams: int, tokens_per_pass: float, drafts_per_pass: float, max_drafts: int
 ) -> float:
     """Return the speed-up of whole requests whose passes are known: means per stream, passes without drafts included.
 
@@ -92,7 +92,7 @@ def replayed_speed_up(
     return (prompts_s + plain_s) / (prompts_s + drafted_s * deployment.output_tokens / tokens_per_pass)
 
 
-def prefill_seconds(deployment: Deployment) -> float:
+def prefill_seconds(deployment: ReplicaPlan) -> float:
     """Return the seconds of reading one prompt, by the target and by the draft, with nothing cached."""
     total_s, start = 0.0, 0
     while start < deployment.prompt_tokens:

@@ -34,7 +34,7 @@ _WAITS_FOR_ROUTES = re.compile(rb"^description: waits for routes", re.MULTILINE 
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HAProxyState:
     """The state a HAProxy reports: its process id, and whether its configuration has no route."""
 
     pid: int
@@ -66,7 +66,7 @@ def _watch(configuration: Path, admin_socket: str, haproxy: int, command: list[s
         _stand_in(command, configuration, admin_socket, cluster)
 
 
-def _first_answer(admin_socket: str, haproxy: int) -> Answer | None:
+def _first_answer(admin_socket: str, haproxy: int) -> HAProxyState | None:
     """Wait until HAProxy answers; return None if it ends before that."""
     while os.getppid() == haproxy:
         answer = answering(admin_socket)
@@ -180,7 +180,7 @@ def listeners_socket(admin_socket: str) -> str:
     return f"{admin_socket}3"
 
 
-def answering(admin_socket: str) -> Answer | None:
+def answering(admin_socket: str) -> HAProxyState | None:
     """Return the answer of the HAProxy that has an admin socket; None without one."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
@@ -193,7 +193,7 @@ def answering(admin_socket: str) -> Answer | None:
     except OSError:
         return None
     found = re.search(rb"^Pid: (\d+)", text, re.MULTILINE)
-    return Answer(int(found[1]), _WAITS_FOR_ROUTES.search(text) is not None) if found else None
+    return HAProxyState(int(found[1]), _WAITS_FOR_ROUTES.search(text) is not None) if found else None
 
 
 def _parent(pid: int) -> int:

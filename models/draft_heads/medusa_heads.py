@@ -25,7 +25,7 @@ NUM_BLOCKS = 2
 ROW_STRIDE = 3
 
 
-class MedusaHeads(nn.Module):
+class TrainableMedusaHeads(nn.Module):
     """`num_heads` stacks of residual blocks x + silu(W x + b), which begin as the identity."""
 
     def __init__(self, hidden_size: int, num_heads: int = NUM_HEADS, num_blocks: int = NUM_BLOCKS) -> None:
@@ -54,7 +54,7 @@ class _Blocks(nn.Module):
 class MedusaLesson:
     """The loss of the heads against the target's distribution at the positions they predict."""
 
-    def __init__(self, heads: MedusaHeads, target: LlamaForCausalLM, seed: int = 0) -> None:
+    def __init__(self, heads: TrainableMedusaHeads, target: LlamaForCausalLM, seed: int = 0) -> None:
         self._heads, self._target = heads, target
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -84,7 +84,12 @@ class MedusaLesson:
 
 @torch.no_grad()
 def measure_heads(
-    target: LlamaForCausalLM, heads: MedusaHeads, prompts: Tensor, temperature: float, num_tokens: int, seed: int = 0
+    target: LlamaForCausalLM,
+    heads: TrainableMedusaHeads,
+    prompts: Tensor,
+    temperature: float,
+    num_tokens: int,
+    seed: int = 0,
 ) -> Acceptance:
     """Acceptance of chains of all heads over continuations of prompts [B, S], as `measure_acceptance` for a draft."""
     ids = generate(target, prompts, num_tokens, temperature, seed)
@@ -94,7 +99,12 @@ def measure_heads(
 
 
 def agreement(
-    target: LlamaForCausalLM, heads: MedusaHeads, ids: Tensor, num_prompt_tokens: int, temperature: float, seed: int
+    target: LlamaForCausalLM,
+    heads: TrainableMedusaHeads,
+    ids: Tensor,
+    num_prompt_tokens: int,
+    temperature: float,
+    seed: int,
 ) -> Tensor:
     """Mark where head h chose the target's token, [H, B, generated].
 
@@ -126,7 +136,7 @@ def count_rounds(agrees: list[list[bool]]) -> list[int]:
     return accepted
 
 
-def save_heads(heads: MedusaHeads, target: LlamaForCausalLM, folder: Path) -> None:
+def save_heads(heads: TrainableMedusaHeads, target: LlamaForCausalLM, folder: Path) -> None:
     """Write the heads as vLLM reads them, in bfloat16, the target's linear layer left out."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().bfloat16().contiguous() for name, tensor in heads.state_dict().items()}
@@ -145,9 +155,9 @@ def save_heads(heads: MedusaHeads, target: LlamaForCausalLM, folder: Path) -> No
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def load_heads(folder: Path, target: LlamaForCausalLM) -> MedusaHeads:
+def load_heads(folder: Path, target: LlamaForCausalLM) -> TrainableMedusaHeads:
     """Return the saved heads in float32."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    heads = MedusaHeads(target.config.hidden_size, config["num_heads"], config["num_hidden_layers"])
+    heads = TrainableMedusaHeads(target.config.hidden_size, config["num_heads"], config["num_hidden_layers"])
     heads.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()})
     return heads.eval()

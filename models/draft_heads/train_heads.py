@@ -26,7 +26,7 @@ from models.demo_pair.train_demo_pair import machine
 from models.draft_heads.chats import answered, made_prompts, read_prompts
 from models.draft_heads.eagle3_head import DRAFT_VOCAB_SIZE, eagle3_logits, train_eagle3
 from models.draft_heads.head_acceptance import measure_head
-from models.draft_heads.medusa_heads import MedusaHeads, MedusaLesson, load_heads, measure_heads, save_heads
+from models.draft_heads.medusa_heads import MedusaLesson, TrainableMedusaHeads, load_heads, measure_heads, save_heads
 from models.training.checkpoint import load_checkpoint
 from models.training.corpus import collect
 from models.training.optimizer import schedule
@@ -132,7 +132,7 @@ def train(
 def make_medusa(target: LlamaForCausalLM, arguments: argparse.Namespace, folder: Path) -> str:
     """Train and save a set of Medusa heads, and return its card."""
     teacher = load_checkpoint(arguments.target, resolve_dtype("auto", target.device)).requires_grad_(False)
-    heads, texts = MedusaHeads(target.config.hidden_size), material(teacher, arguments)
+    heads, texts = TrainableMedusaHeads(target.config.hidden_size), material(teacher, arguments)
     spent = train(heads, MedusaLesson(heads, teacher), texts.next_texts, arguments.minutes)
     save_heads(heads, target, folder)
     saved = load_heads(folder, target)
@@ -142,7 +142,7 @@ def make_medusa(target: LlamaForCausalLM, arguments: argparse.Namespace, folder:
         f"state, {megabytes(folder):.1f} MB in bfloat16, in vLLM's format; all share the target's linear layer to the "
         "vocabulary."
     )
-    return card(Made("Medusa heads", "medusa", about, spent), arguments, folder, texts, measured)
+    return card(HeadCard("Medusa heads", "medusa", about, spent), arguments, folder, texts, measured)
 
 
 def make_eagle3(target: LlamaForCausalLM, arguments: argparse.Namespace, folder: Path) -> str:
@@ -165,7 +165,7 @@ def eagle3_card(
         f"{target.config.vocab_size:,} tokens."
     )
     spent = f"{report.num_steps} steps, {report.num_tokens:,} tokens in {report.seconds / 60:.0f} minutes"
-    made = Made("EAGLE-3 head", "eagle3", about, f"{spent}, last loss {report.last_loss:.3f}")
+    made = HeadCard("EAGLE-3 head", "eagle3", about, f"{spent}, last loss {report.last_loss:.3f}")
     text = card(made, arguments, folder, texts, measured)
     measurements = arguments.target.parent / "measurements.json"
     if arguments.chats or not measurements.exists():
@@ -186,7 +186,7 @@ TRAINERS: dict[str, Callable[[LlamaForCausalLM, argparse.Namespace, Path], str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class HeadCard:
     """A head and its cost, in words."""
 
     title: str
@@ -196,7 +196,7 @@ class Made:
 
 
 def card(
-    made: Made, arguments: argparse.Namespace, folder: Path, texts: Material, measured: dict[str, Acceptance]
+    made: HeadCard, arguments: argparse.Namespace, folder: Path, texts: Material, measured: dict[str, Acceptance]
 ) -> str:
     """Return a head's README: its kind, the acceptance of its drafts by position, its making."""
     num_drafts = len(next(iter(measured.values())).by_position)

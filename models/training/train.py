@@ -44,7 +44,7 @@ class TrainingReport:
     last_loss: float
 
 
-class Clock:
+class TrainingClock:
     """Progress of a run in [0, 1], the larger of the parts of its time and of its tokens.
 
     A resumed run has had `seconds` and `num_steps` before.
@@ -85,13 +85,13 @@ def train(
     step_loss: Callable[[float], Tensor],
     budget: Budget,
     save: Callable[[], None],
-    clock: Clock | None = None,
+    clock: TrainingClock | None = None,
 ) -> TrainingReport:
     """Step until the budget is spent; `step_loss` maps progress in [0, 1] to the loss of the next batch.
 
     `save` is called every few minutes and at the end. `clock` belongs to a resumed run; None starts a new one.
     """
-    clock = clock or Clock(budget)
+    clock = clock or TrainingClock(budget)
     saved_at, mean_loss = clock.seconds, 0.0
     while (progress := clock.progress) < 1.0:
         loss = step_loss(progress)
@@ -109,7 +109,7 @@ def train(
     return TrainingReport(clock.num_steps, clock.num_tokens, clock.seconds, mean_loss)
 
 
-def _log_step(clock: Clock, mean_loss: float) -> None:
+def _log_step(clock: TrainingClock, mean_loss: float) -> None:
     logger.info(
         "step=%d tokens=%d seconds=%.0f tokens_per_s=%.0f loss=%.3f",
         clock.num_steps,

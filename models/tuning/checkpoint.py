@@ -10,12 +10,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.config import DraftVocabulary
 from engine.proposer.vocab_mapping.choice import choose_vocabulary
-from models.tuning.draft import Draft, copy_files, partial_of, rename_whole
+from models.tuning.draft import TunableDraft, copy_files, partial_of, rename_whole
 from models.tuning.student import LanguageModel, Student
 from protos.errors import ConfigError
 
 
-class DraftFolder(Draft):
+class DraftFolder(TunableDraft):
     """The folder of a draft model that shares its target's vocabulary.
 
     Raises:

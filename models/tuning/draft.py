@@ -16,7 +16,7 @@ _COPIED = (".json", ".jinja", ".txt", ".model")
 _OF_WEIGHTS = (".index.json", "training.json", "tuning.json")  # of those that were there
 
 
-class Draft(ABC):
+class TunableDraft(ABC):
     """The present draft, the start of every training."""
 
     def __init__(self, path: Path, device: torch.device) -> None:

@@ -14,8 +14,8 @@ from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.draft_heads.checkpoint import read_config, read_tensors
 from engine.model.draft_heads.eagle3_config import Eagle3Config, TargetShape
 from models.draft_heads.eagle3_student import Eagle3Student
-from models.draft_heads.medusa_heads import MedusaHeads
-from models.tuning.draft import Draft, copy_files, partial_of, rename_whole
+from models.draft_heads.medusa_heads import TrainableMedusaHeads
+from models.tuning.draft import TunableDraft, copy_files, partial_of, rename_whole
 from models.tuning.heads import Eagle3Heads, Medusa, Reader
 from models.tuning.student import Student
 from protos.errors import ConfigError
@@ -34,7 +34,7 @@ def _is_medusa(config: dict[str, Any]) -> bool:
     return config.get("model_type") == "medusa" or "medusa_num_heads" in config
 
 
-class HeadFolder(Draft):
+class HeadFolder(TunableDraft):
     """The folder of EAGLE-3 heads in the original layout, or of Medusa heads in vLLM's that share the target's matrix.
 
     Raises:
@@ -86,7 +86,7 @@ class HeadFolder(Draft):
 
     def _medusa(self) -> Student:
         try:
-            heads = MedusaHeads(
+            heads = TrainableMedusaHeads(
                 self._shape.hidden_size, self._config["num_heads"], int(self._config["num_hidden_layers"])
             )
         except KeyError as error:

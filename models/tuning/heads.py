@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.draft_heads.eagle3_student import Eagle3Student
-from models.draft_heads.medusa_heads import MedusaHeads
+from models.draft_heads.medusa_heads import TrainableMedusaHeads
 from models.tuning.log_windows import Window
 from models.tuning.student import Student
 
@@ -105,7 +105,7 @@ class Eagle3Heads(_Heads):
 class Medusa(_Heads):
     """Medusa heads that share the target's layer to the vocabulary."""
 
-    def __init__(self, heads: MedusaHeads, reader: Reader) -> None:
+    def __init__(self, heads: TrainableMedusaHeads, reader: Reader) -> None:
         super().__init__(heads, reader, max_drafts=heads.num_heads)
         self._heads = heads
 

@@ -32,7 +32,7 @@ _MAX_PROMPT_SHARE = 0.75  # of the model's context; a longer prompt leaves no ro
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class LoggedPrompt:
     """The prompt of a logged request, and its continuation by the target."""
 
     token_ids: tuple[int, ...]
@@ -60,7 +60,7 @@ def write_rollouts(
     return [request for file in log_files(folder) for request in read_shard(file) if len(request.positions)]
 
 
-def prompts_of(log: Log) -> list[Prompt]:
+def prompts_of(log: Log) -> list[LoggedPrompt]:
     """Return the distinct prompts of training requests that no measuring request has."""
     measuring = {_prompt(request) for request in log.held_out.requests}
     found = {}
@@ -70,7 +70,7 @@ def prompts_of(log: Log) -> list[Prompt]:
             is_greedy = request.temperature < GREEDY_BELOW
             temperature = _OF_GREEDY if is_greedy else request.temperature
             num_tokens = max(_MIN_TOKENS, len(request.token_ids) - len(token_ids))
-            found[token_ids, temperature] = Prompt(token_ids, temperature, request.repetition_penalty, num_tokens)
+            found[token_ids, temperature] = LoggedPrompt(token_ids, temperature, request.repetition_penalty, num_tokens)
     return list(found.values())
 
 
@@ -79,7 +79,7 @@ def _prompt(request: LoggedRequest) -> tuple[int, ...]:
 
 
 def _write(
-    target: str, prompts: Sequence[Prompt], folder: Path, minutes: float, on_progress: Callable[[float], None]
+    target: str, prompts: Sequence[LoggedPrompt], folder: Path, minutes: float, on_progress: Callable[[float], None]
 ) -> None:
     core = load_engine(
         EngineConfig(
@@ -108,7 +108,7 @@ def _write(
         core.close()
 
 
-def _fitting(prompts: Sequence[Prompt], max_model_len: int) -> list[Prompt]:
+def _fitting(prompts: Sequence[LoggedPrompt], max_model_len: int) -> list[LoggedPrompt]:
     room = [max_model_len - len(prompt.token_ids) for prompt in prompts]
     return [
         replace(prompt, num_tokens=min(prompt.num_tokens, tokens))
@@ -117,7 +117,7 @@ def _fitting(prompts: Sequence[Prompt], max_model_len: int) -> list[Prompt]:
     ]
 
 
-def _requests(prompts: Sequence[Prompt], end_ids: tuple[int, ...]) -> Iterator[GenerateRequest]:
+def _requests(prompts: Sequence[LoggedPrompt], end_ids: tuple[int, ...]) -> Iterator[GenerateRequest]:
     """Yield a request of each prompt in turn, again and again with other seeds."""
     if not prompts:
         raise ConfigError("the log has no prompt that the target could continue; give --rollouts 0")

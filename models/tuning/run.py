@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from models.training.optimizer import PairedOptimizer
-from models.training.train import Budget, Clock, train
-from models.tuning.draft import Draft
+from models.training.train import Budget, TrainingClock, train
+from models.tuning.draft import TunableDraft
 from models.tuning.lesson import DivergedError, LogLesson
 from models.tuning.log_windows import Window
 from models.tuning.low_rank import add_low_rank, merge_low_rank
@@ -44,7 +44,7 @@ class Candidate:
         return f"rate {self.learning_rate:g}, seed {self.seed}, {self.share:.0%}"
 
 
-class Run:
+class TrainingRun:
     """The training of one candidate.
 
     Args:
@@ -54,7 +54,7 @@ class Run:
         device: where it computes.
     """
 
-    def __init__(self, candidate: Candidate, draft: Draft, file: Path, device: torch.device) -> None:
+    def __init__(self, candidate: Candidate, draft: TunableDraft, file: Path, device: torch.device) -> None:
         self.candidate = candidate
         self._draft = draft
         self._file = file
@@ -90,7 +90,7 @@ class Run:
         if self.has_begun:
             _fill(parameters, self._state["weights"])
             optimizer.load_state_dict(self._state["optimizer"])
-        clock = Clock(self._budget, self._state["seconds"], self._state["num_steps"])
+        clock = TrainingClock(self._budget, self._state["seconds"], self._state["num_steps"])
         lesson = LogLesson(student, windows, self._budget, self.candidate.seed, clock.num_steps)
 
         def save() -> None:
@@ -137,7 +137,7 @@ class Run:
         others = [each for each in named if id(each) not in chosen]
         return [*matrices, *others], PairedOptimizer(matrices, others, rate, _OTHERS_RATE * rate)
 
-    def _save(self, clock: Clock, parameters: Sequence[nn.Parameter], optimizer: PairedOptimizer) -> None:
+    def _save(self, clock: TrainingClock, parameters: Sequence[nn.Parameter], optimizer: PairedOptimizer) -> None:
         self._state = {
             "seconds": clock.seconds,
             "num_steps": clock.num_steps,

@@ -21,12 +21,12 @@ from engine.model.draft_heads.checkpoint import read_config
 from engine.model.loader import model_version
 from engine.position_log.shard import LoggedModel, LoggedRequest
 from models.tuning.checkpoint import DraftFolder
-from models.tuning.draft import Draft
+from models.tuning.draft import TunableDraft
 from models.tuning.fresh_log import log_end, wait_for_positions
 from models.tuning.head_folder import HeadFolder, holds_heads
 from models.tuning.log_windows import Log, read_log, windows_of
 from models.tuning.rollouts import write_rollouts
-from models.tuning.run import Candidate, Run
+from models.tuning.run import Candidate, TrainingRun
 from models.tuning.score import Score, score_draft
 from protos.errors import ConfigError
 
@@ -68,7 +68,7 @@ class Scored:
     """A trained draft's score; `run` is None for the unchanged draft."""
 
     score: Score
-    run: Run | None = None
+    run: TrainingRun | None = None
 
 
 class Workplace:
@@ -169,7 +169,7 @@ def tune(settings: TuneSettings, report: Report, on_progress: OnProgress) -> boo
     return settings.output.exists()
 
 
-def draft_of(settings: TuneSettings, device: torch.device) -> Draft:
+def draft_of(settings: TuneSettings, device: torch.device) -> TunableDraft:
     """Return the draft that is to be tuned, a model or heads. Raises ConfigError."""
     file = settings.draft / "config.json"
     if not file.is_file() or not holds_heads(read_config(settings.draft)):
@@ -223,7 +223,7 @@ class _Tuning:
     def __init__(
         self,
         settings: TuneSettings,
-        draft: Draft,
+        draft: TunableDraft,
         log: Log,
         requests: Sequence[LoggedRequest],
         workplace: Workplace,
@@ -249,21 +249,23 @@ class _Tuning:
         chosen = _begun(self._long_runs(ways)) or self._long_of(trials)
         return [*trials, *self._scored([chosen])]
 
-    def _long_of(self, trials: Sequence[Scored]) -> Run:
+    def _long_of(self, trials: Sequence[Scored]) -> TrainingRun:
         best = max(trials, key=lambda each: each.score.tokens_per_pass).run
         assert best is not None
         return self._run(best.candidate.learning_rate, best.candidate.seed, _LONG_SHARE)
 
-    def _long_runs(self, ways: Sequence[tuple[float, int]]) -> list[Run]:
+    def _long_runs(self, ways: Sequence[tuple[float, int]]) -> list[TrainingRun]:
         return [self._run(*way, _LONG_SHARE) for way in ways]
 
-    def _run(self, rate: float, seed: int, share: float) -> Run:
+    def _run(self, rate: float, seed: int, share: float) -> TrainingRun:
         settings = self._settings
         num_steps = None if settings.num_steps is None else max(1, round(share * settings.num_steps))
         candidate = Candidate(rate, seed, share, share * settings.minutes, num_steps, settings.rank)
-        return Run(candidate, self._draft, self._workplace.folder / f"{rate:g}-{seed}-{share:.3f}.state", self._device)
+        return TrainingRun(
+            candidate, self._draft, self._workplace.folder / f"{rate:g}-{seed}-{share:.3f}.state", self._device
+        )
 
-    def _scored(self, runs: Sequence[Run]) -> list[Scored]:
+    def _scored(self, runs: Sequence[TrainingRun]) -> list[Scored]:
         """Train and measure, one after the other."""
         scored = []
         for run in runs:
@@ -276,13 +278,13 @@ class _Tuning:
             self._report(_line(f"{run.candidate.name}: {run.num_steps} steps", scored[-1].score))
         return scored
 
-    def _train(self, run: Run) -> None:
+    def _train(self, run: TrainingRun) -> None:
         begin, share = self._share_done, run.candidate.share / (_TRIALS_SHARE + _LONG_SHARE)
         run.train(self._windows, lambda progress: self._on_progress(run.candidate.name, begin + share * progress))
         self._share_done += share
 
 
-def _begun(runs: Sequence[Run]) -> Run | None:
+def _begun(runs: Sequence[TrainingRun]) -> TrainingRun | None:
     """Return the run that an earlier process has begun; its log may have chosen another one."""
     return next((run for run in runs if run.has_begun), None)
 

@@ -11,7 +11,7 @@ from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
 
-class Choice(BaseModel):
+class Colour(BaseModel):
     colour: Literal["red", "blue"]
 
 
@@ -27,6 +27,6 @@ settings = {"max_tokens": 24, "temperature": 0.0}
 assert all(Agent(model, model_settings=settings).run_sync("Say hello.").output for model in models)
 profile = {"supports_json_schema_output": True}
 model = OpenAIChatModel(name, provider=openai, profile=profile)
-agent = Agent(model, output_type=NativeOutput(Choice), model_settings=settings)
+agent = Agent(model, output_type=NativeOutput(Colour), model_settings=settings)
 assert agent.run_sync("Choose a colour.").output.colour in ("red", "blue")
 print("pydantic-ai: three APIs, and an output type that is kept")

@@ -26,8 +26,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.served.bystanders import Bystanders, Failure, Habits, Stay, total
 from bench.served.chaos.faults import FAULTS, Fault
-from bench.served.chaos.processes import Usage
-from bench.served.chaos.world import MODEL, POLL_S, Args, World
+from bench.served.chaos.processes import ProcessUsage
+from bench.served.chaos.world import MODEL, POLL_S, Args, ChaosWorld
 
 HABITS = Habits(num_seeds=6, num_tokens=256, num_lines=12, is_cold=True)
 _HEAD = (
@@ -94,7 +94,7 @@ def settings(args: Args) -> None:
 class Chaos:
     """A served application and its bystanders' streams."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: ChaosWorld) -> None:
         self._world = world
         self._bystanders = Bystanders(world.base_url, MODEL, HABITS)
 
@@ -157,7 +157,7 @@ class Chaos:
         self._bystanders.close()
 
 
-def soak(world: World, minutes: float) -> bool:
+def soak(world: ChaosWorld, minutes: float) -> bool:
     """Stream for `minutes`, print the usage once a minute, and return whether it stayed constant after the warm-up."""
     with Bystanders(world.base_url, MODEL, HABITS) as bystanders:
         time.sleep(_WARM_S)
@@ -181,7 +181,7 @@ def soak(world: World, minutes: float) -> bool:
     return not (stay.num_changed or stay.failures or used) and _is_flat(first, last)
 
 
-def _print_usage(minute: float, usage: Usage, world: World) -> None:
+def _print_usage(minute: float, usage: ProcessUsage, world: ChaosWorld) -> None:
     print(
         f"| {minute:g} | {usage.num_bytes / 2**20:.0f} MiB | {_used_blocks(world):.0f} | {usage.num_processes} | "
         f"{usage.num_actors} | {usage.num_threads} | {usage.num_handles} |",
@@ -189,13 +189,13 @@ def _print_usage(minute: float, usage: Usage, world: World) -> None:
     )
 
 
-def _growth(first: Usage, last: Usage) -> str:
+def _growth(first: ProcessUsage, last: ProcessUsage) -> str:
     """Return the five processes whose memory has grown most."""
     grown = Counter({key: now - first.bytes_by_process.get(key, 0) for key, now in last.bytes_by_process.items()})
     return ", ".join(f"{kind} {num_bytes / 2**20:+.0f} MiB" for (_, kind), num_bytes in grown.most_common(5))
 
 
-def _is_flat(first: Usage, last: Usage) -> bool:
+def _is_flat(first: ProcessUsage, last: ProcessUsage) -> bool:
     pairs = (
         (first.num_bytes, last.num_bytes),
         (first.num_processes, last.num_processes),
@@ -206,7 +206,7 @@ def _is_flat(first: Usage, last: Usage) -> bool:
     return all(now <= _GROWTH * before for before, now in pairs)
 
 
-def _used_blocks(world: World) -> float:
+def _used_blocks(world: ChaosWorld) -> float:
     text = httpx.get(f"{world.base_url}/metrics", timeout=30.0).text
     families = text_string_to_metric_families(text)
     return sum(s.value for each in families if each.name == "outrider_kv_cache_used_blocks" for s in each.samples)
@@ -229,7 +229,7 @@ def report(outcome: FaultOutcome) -> None:
     )
 
 
-def run(world: World, faults: list[Fault]) -> bool:
+def run(world: ChaosWorld, faults: list[Fault]) -> bool:
     """Bring about the faults in turn and print the table; return whether every promise was kept."""
     print(f"| {' | '.join(_HEAD)} |\n|{'---|' * len(_HEAD)}", flush=True)
     is_kept = True
@@ -249,7 +249,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # so that child processes end too
     args = _parse_args()
     faults = [each for each in FAULTS if args.only is None or any(part in each.name for part in args.only)]
-    world = World(args.folder, settings)
+    world = ChaosWorld(args.folder, settings)
     try:
         world.start()
         is_kept = run(world, faults)

@@ -14,7 +14,7 @@ from math import inf
 import psutil
 
 from bench.served.chaos.interference import Orders
-from bench.served.chaos.world import Args, World
+from bench.served.chaos.world import Args, ChaosWorld
 
 STOP_S = 8.0
 LONG_STEP_S = 35.0  # longer than a stream waits for its pair, `ingress.limits.inter_token_timeout_s`
@@ -36,13 +36,13 @@ class Fault:
     """
 
     name: str
-    act: Callable[[World], None]
+    act: Callable[[ChaosWorld], None]
     breaks_s: float | None = None
     is_final: bool = False
     has_other_texts: bool = False
 
 
-def _kill(kinds: tuple[str, ...], world: World) -> None:
+def _kill(kinds: tuple[str, ...], world: ChaosWorld) -> None:
     """Kill one process of each kind at once."""
     numbers = {kind: len(world.processes.of(kind)) for kind in kinds}
     victims = [world.processes.of(kind)[0] for kind in kinds]
@@ -57,7 +57,7 @@ def _kill(kinds: tuple[str, ...], world: World) -> None:
     world.eventually(world.generates, "a request is answered")
 
 
-def _are_back(world: World, kind: str, number: int) -> bool:
+def _are_back(world: ChaosWorld, kind: str, number: int) -> bool:
     return len(world.processes.of(kind)) >= number
 
 
@@ -65,7 +65,7 @@ def _has_ended(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-def _stop(kind: str, world: World) -> None:
+def _stop(kind: str, world: ChaosWorld) -> None:
     processes = world.processes.of(kind)
     processes[0].suspend()
     world.struck_s = time.monotonic()
@@ -76,7 +76,7 @@ def _stop(kind: str, world: World) -> None:
     world.eventually(world.generates, "a request is answered")
 
 
-def _hang(kind: str, world: World) -> None:
+def _hang(kind: str, world: ChaosWorld) -> None:
     """Stop a process until it is replaced."""
     processes = world.processes.of(kind)
     processes[0].suspend()
@@ -87,19 +87,19 @@ def _hang(kind: str, world: World) -> None:
     world.eventually(world.generates, "a request is answered")
 
 
-def _kill_gcs(world: World) -> None:
+def _kill_gcs(world: ChaosWorld) -> None:
     """Ray keeps its tables there: without external Redis nothing restarts it, and the raylet follows in a minute."""
     world.processes.of("GCS")[0].kill()
     time.sleep(STOP_S)
 
 
-def _kill_raylet(world: World) -> None:
+def _kill_raylet(world: ChaosWorld) -> None:
     """Kill the head's raylet: all of its workers end with it."""
     world.processes.of("raylet")[0].kill()
     time.sleep(1.0)
 
 
-def _kill_second_raylet(world: World) -> None:
+def _kill_second_raylet(world: ChaosWorld) -> None:
     """Have the prefill replica on a second node, and kill that node's raylet."""
     node = world.add_node(_NODE)
     override = {"name": "Prefill", "ray_actor_options": {"num_cpus": 0, "resources": {_NODE: 1}}}
@@ -110,7 +110,7 @@ def _kill_second_raylet(world: World) -> None:
     world.deploy(lambda args: None)
 
 
-def _fill_shared_memory(world: World) -> None:
+def _fill_shared_memory(world: ChaosWorld) -> None:
     if not world.has_own_shared_memory:
         raise TimeoutError("not tried: /dev/shm is the machine's, since `unshare --mount` is not allowed here")
     path = world.shared_memory / "filling"
@@ -133,7 +133,7 @@ time.sleep(float(sys.argv[2]))
 """
 
 
-def _fill_object_store(world: World) -> None:
+def _fill_object_store(world: ChaosWorld) -> None:
     subprocess.run(
         [sys.executable, "-c", _HOLD, world.gcs_address(), str(FILL_S)],
         timeout=120,
@@ -143,27 +143,27 @@ def _fill_object_store(world: World) -> None:
     world.eventually(world.generates, "a request is answered")
 
 
-def _interfere(orders: Callable[[World], Orders], seconds: float, world: World) -> None:
+def _interfere(orders: Callable[[ChaosWorld], Orders], seconds: float, world: ChaosWorld) -> None:
     world.interfere(orders(world))
     time.sleep(seconds)
     world.interfere(Orders())
     world.eventually(world.generates, "a request is answered")
 
 
-def _long_step(world: World) -> Orders:
+def _long_step(world: ChaosWorld) -> Orders:
     pid = world.processes.of("target")[0].pid
     return Orders(stalled_pid=pid, stalled_until_s=time.monotonic() + LONG_STEP_S)
 
 
-def _noise(world: World) -> Orders:
+def _noise(world: ChaosWorld) -> Orders:
     return Orders(noisy_until_s=time.monotonic() + STOP_S)
 
 
-def _clock(shift_s: float, world: World) -> Orders:
+def _clock(shift_s: float, world: ChaosWorld) -> Orders:
     return Orders(clock_shift_s=shift_s)
 
 
-def _redeploy(change: Callable[[Args], None], world: World) -> None:
+def _redeploy(change: Callable[[Args], None], world: ChaosWorld) -> None:
     world.deploy(change)
     world.eventually(world.generates, "a request is answered")
 

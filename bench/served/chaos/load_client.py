@@ -23,7 +23,7 @@ _BY_PROXY = b"The pairs are full"  # cluster/proxy/refusals.cfg
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LoadAnswer:
     """One request: its tenant, the status, the tokens of all choices, when it was sent and when it had its answer.
 
     `is_by_proxy`: HAProxy has refused it by itself.
@@ -38,12 +38,12 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class _PendingRequest:
     """A request under way, and the function that gets its answer."""
 
     tenant: str
     sent_s: float
-    on_answer: Callable[[Answer], None]
+    on_answer: Callable[[LoadAnswer], None]
 
     def answer(self, status: int, body: bytes) -> None:
         try:
@@ -51,7 +51,7 @@ class _Request:
         except (ValueError, KeyError):
             status, num_tokens = NO_ANSWER, 0
         is_by_proxy = status == REFUSED and _BY_PROXY in body
-        self.on_answer(Answer(self.tenant, status, num_tokens, self.sent_s, time.monotonic(), is_by_proxy))
+        self.on_answer(LoadAnswer(self.tenant, status, num_tokens, self.sent_s, time.monotonic(), is_by_proxy))
 
 
 class _Connection(asyncio.Protocol):
@@ -61,14 +61,14 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, idle: list[_Connection], busy: set[_Connection]) -> None:
         self._idle, self._busy = idle, busy
-        self._request: _Request | None = None
+        self._request: _PendingRequest | None = None
         self._received = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
-    def send(self, content: bytes, request: _Request) -> None:
+    def send(self, content: bytes, request: _PendingRequest) -> None:
         self._request = request
         self._busy.add(self)
         self._transport.write(content)
@@ -106,11 +106,11 @@ class LoadClient:
         self._busy: set[_Connection] = set()
         self._opening: set[asyncio.Task[None]] = set()
 
-    def send(self, on_answer: Callable[[Answer], None]) -> None:
+    def send(self, on_answer: Callable[[LoadAnswer], None]) -> None:
         """Send one request; `on_answer` gets its answer, or the status `NO_ANSWER` without one."""
         tenant = next(self._tenants)
         content = self._random.choice(self._templates[tenant]) % self._random.randrange(10**6)
-        request = _Request(tenant, time.monotonic(), on_answer)
+        request = _PendingRequest(tenant, time.monotonic(), on_answer)
         if self._idle:
             self._idle.pop().send(content, request)
             return
@@ -118,9 +118,9 @@ class LoadClient:
         self._opening.add(opening)
         opening.add_done_callback(self._opening.discard)
 
-    async def request(self) -> Answer:
+    async def request(self) -> LoadAnswer:
         """Send one request, and return its answer."""
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[LoadAnswer] = asyncio.get_running_loop().create_future()
         self.send(answer.set_result)
         return await answer
 
@@ -133,7 +133,7 @@ class LoadClient:
                     connection.abort()
             await asyncio.sleep(_POLL_S)
 
-    async def _send_on_new(self, content: bytes, request: _Request) -> None:
+    async def _send_on_new(self, content: bytes, request: _PendingRequest) -> None:
         loop = asyncio.get_running_loop()
         try:
             _, connection = await loop.create_connection(

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.served.chaos.load_client import OK, REFUSED, Answer, LoadClient
-from bench.served.chaos.world import MODEL, Args, World
+from bench.served.chaos.load_client import OK, REFUSED, LoadAnswer, LoadClient
+from bench.served.chaos.world import MODEL, Args, ChaosWorld
 
 WEIGHTS = {"heavy": 3, "light": 1}
 _HEAD = (
@@ -52,14 +52,14 @@ _WARM = 0.35  # this part of a run does not count
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class OverloadRun:
     """A run: the requests sent at `times` the capacity, and their answers."""
 
     times: float
     rate: float
     began_s: float
     ended_s: float
-    answers: tuple[Answer, ...]
+    answers: tuple[LoadAnswer, ...]
     cpu_s: float
 
     @property
@@ -90,12 +90,12 @@ class Load:
     def heavy_share(self) -> float:
         return self.tokens_per_second(["heavy"]) / max(self.tokens_per_second(), 1e-9)
 
-    def ratio_without_clients(self, capacity: Load) -> float:
+    def ratio_without_clients(self, capacity: OverloadRun) -> float:
         """Return goodput over `capacity`'s goodput, less the part of the cores that the extra clients took."""
         left = 1 - (self.client_cpu - capacity.client_cpu) / len(os.sched_getaffinity(0))
         return self.tokens_per_second() / (capacity.tokens_per_second() * left)
 
-    def broken(self, capacity: Load) -> list[str]:
+    def broken(self, capacity: OverloadRun) -> list[str]:
         """The broken promises."""
         ratio = self.tokens_per_second() / capacity.tokens_per_second()
         fair = WEIGHTS["heavy"] / sum(WEIGHTS.values())
@@ -108,9 +108,9 @@ class Load:
         ]
 
 
-async def closed_load(client: LoadClient, seconds: float) -> Load:
+async def closed_load(client: LoadClient, seconds: float) -> OverloadRun:
     """Keep so many requests running that no place is free for long, and none has to be refused."""
-    answers: list[Answer] = []
+    answers: list[LoadAnswer] = []
     began_s, began_cpu_s = time.monotonic(), time.process_time()
 
     async def go_on() -> None:
@@ -123,13 +123,13 @@ async def closed_load(client: LoadClient, seconds: float) -> Load:
     await asyncio.sleep(seconds)
     await client.settle()
     await asyncio.gather(*clients)
-    return Load(1.0, 0.0, began_s, began_s + seconds, tuple(answers), time.process_time() - began_cpu_s)
+    return OverloadRun(1.0, 0.0, began_s, began_s + seconds, tuple(answers), time.process_time() - began_cpu_s)
 
 
-async def open_load(client: LoadClient, capacity: Load, times: float, seconds: float) -> Load:
+async def open_load(client: LoadClient, capacity: OverloadRun, times: float, seconds: float) -> OverloadRun:
     """Send requests at `times` the rate of `capacity`, then await the accepted ones."""
     rate = times * capacity.requests_per_second
-    answers: list[Answer] = []
+    answers: list[LoadAnswer] = []
     began_s, began_cpu_s, num_sent = time.monotonic(), time.process_time(), 0
     while (now_s := time.monotonic()) < began_s + seconds:
         for _ in range(num_sent, int(rate * (now_s - began_s)) + 1):
@@ -138,7 +138,7 @@ async def open_load(client: LoadClient, capacity: Load, times: float, seconds: f
         await asyncio.sleep(_TICK_S)
     ended_s, cpu_s = time.monotonic(), time.process_time() - began_cpu_s
     await client.settle()
-    return Load(times, num_sent / (ended_s - began_s), began_s, ended_s, tuple(answers), cpu_s)
+    return OverloadRun(times, num_sent / (ended_s - began_s), began_s, ended_s, tuple(answers), cpu_s)
 
 
 def settings(folder: Path, args: Args) -> None:
@@ -152,7 +152,7 @@ def settings(folder: Path, args: Args) -> None:
     args["ingress"] = {"num_replicas": 2, "api_keys_file": str(path)}
 
 
-async def measure(world: World, all_times: Sequence[float], seconds: float) -> bool:
+async def measure(world: ChaosWorld, all_times: Sequence[float], seconds: float) -> bool:
     """Print a row for each load; return whether every promise was kept."""
     client = LoadClient(world.port, MODEL, tuple(WEIGHTS))
     await closed_load(client, seconds / 2)  # a warm-up: compilation and measurements
@@ -168,7 +168,7 @@ async def measure(world: World, all_times: Sequence[float], seconds: float) -> b
     return is_kept
 
 
-def _print(load: Load, capacity: Load, verdict: list[str]) -> None:
+def _print(load: OverloadRun, capacity: OverloadRun, verdict: list[str]) -> None:
     statuses = load.statuses
     num_other = statuses.total() - statuses[OK] - statuses[REFUSED]
     p50_ms, p99_ms = 1000 * load.refusal_s(50), 1000 * load.refusal_s(99)
@@ -187,7 +187,7 @@ def main() -> None:
     args = _parse_args()
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    world = World(folder, lambda deploy: settings(folder, deploy))
+    world = ChaosWorld(folder, lambda deploy: settings(folder, deploy))
     try:
         world.start()
         is_kept = asyncio.run(measure(world, args.times, args.seconds))

@@ -28,7 +28,7 @@ KINDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ProcessUsage:
     """The use of all processes of an application together; actors are the processes that Ray has titled."""
 
     num_bytes: int
@@ -87,10 +87,10 @@ class Processes:
             if title.startswith(beginning)
         )
 
-    def usage(self) -> Usage:
+    def usage(self) -> ProcessUsage:
         """Return the present use."""
         sizes = [size for size in map(_usage_of, self.all()) if size is not None]
-        return Usage(
+        return ProcessUsage(
             sum(size.num_bytes for size in sizes),
             len(sizes),
             sum(size.num_actors for size in sizes),
@@ -121,11 +121,13 @@ def _is_running(process: psutil.Process) -> bool:
         return False
 
 
-def _usage_of(process: psutil.Process) -> Usage | None:
+def _usage_of(process: psutil.Process) -> ProcessUsage | None:
     try:
         title, num_bytes = title_of(process), process.memory_info().rss
         kind = next((kind for kind, beginning in KINDS.items() if title.startswith(beginning)), title)
         named = {(process.pid, kind): num_bytes}
-        return Usage(num_bytes, 1, int(title.startswith("ray::")), process.num_threads(), process.num_fds(), named)
+        return ProcessUsage(
+            num_bytes, 1, int(title.startswith("ray::")), process.num_threads(), process.num_fds(), named
+        )
     except psutil.Error:
         return None

@@ -39,7 +39,7 @@ _MOUNT = f'mount -t tmpfs -o size={_SHM_BYTES} tmpfs /dev/shm && exec "$@"'
 Args = dict[str, Any]
 
 
-class World:
+class ChaosWorld:
     """A served application: `start`, then faults, then `close`; `restart` if a fault ended it for good."""
 
     def __init__(self, folder: Path, change: Callable[[Args], None]) -> None:

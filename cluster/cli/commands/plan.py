@@ -10,10 +10,10 @@ from typer import Argument, Option
 
 from cluster.cli.console import console, report
 from cluster.planning.capacity import Capacity, Memory, capacity_of, memory_of
-from cluster.planning.hardware import Device
+from cluster.planning.hardware import DeviceSpec
 from cluster.planning.model_shape import ModelShape
 from cluster.planning.roofline import PassCost
-from cluster.planning.speed_up import Deployment, SpeedUp, acceptance_per_position, best_speed_up
+from cluster.planning.speed_up import ReplicaPlan, SpeedUp, acceptance_per_position, best_speed_up
 from protos.errors import ConfigError
 
 _GIB = 1 << 30
@@ -44,8 +44,8 @@ def plan(
     price: Annotated[float | None, Option(min=0.0, help="USD per device and hour, instead of the table's")] = None,
 ) -> None:
     """Plan a deployment from sizes alone: expected speed-up, K, memory, replicas, cost, and their roofline."""
-    device = measured_device(Device.of(hardware), bandwidth, tflops, price)
-    deployment = Deployment(
+    device = measured_device(DeviceSpec.of(hardware), bandwidth, tflops, price)
+    deployment = ReplicaPlan(
         target=ModelShape.of(target, dtype),
         draft=ModelShape.of(draft, draft_dtype or dtype) if draft else None,
         device=device,
@@ -66,7 +66,9 @@ def plan(
     report("An estimate: the acceptance is yours to measure (/metrics), and the prices are the table's unless given.")
 
 
-def measured_device(device: Device, bandwidth: float | None, tflops: float | None, price: float | None) -> Device:
+def measured_device(
+    device: DeviceSpec, bandwidth: float | None, tflops: float | None, price: float | None
+) -> DeviceSpec:
     """Return a device with measured or quoted figures, which a pass is assumed to reach in full."""
     if bandwidth is not None:
         device = replace(device, bandwidth_gb_s=bandwidth, bandwidth_use=1.0)
@@ -87,7 +89,7 @@ def _chances(text: str) -> list[float]:
 
 
 def _plain_capacity(
-    deployment: Deployment, streams: int | None, rate: float | None, max_itl_ms: float | None
+    deployment: ReplicaPlan, streams: int | None, rate: float | None, max_itl_ms: float | None
 ) -> Capacity | None:
     """Return plain decoding without a draft in memory, or None if it cannot meet the latency limit."""
     try:
@@ -96,7 +98,7 @@ def _plain_capacity(
         return None
 
 
-def _memory_table(deployment: Deployment, memory: Memory) -> Table:
+def _memory_table(deployment: ReplicaPlan, memory: Memory) -> Table:
     table = Table("memory of a replica", "GiB", "")
     share = memory.draft_bytes / memory.target_bytes
     table.add_row(
@@ -125,7 +127,7 @@ def _speed_table(speed_ups: list[SpeedUp]) -> Table:
     return table
 
 
-def _roofline_table(deployment: Deployment, speed_ups: list[SpeedUp]) -> Table:
+def _roofline_table(deployment: ReplicaPlan, speed_ups: list[SpeedUp]) -> Table:
     table = Table("a pass (* decides)", "ms", "reads GB", "ms", "TFLOP", "ms", "sums, host ms")
     for speed_up in speed_ups:
         number = speed_up.num_streams

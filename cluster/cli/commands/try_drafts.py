@@ -19,11 +19,11 @@ from typer import Argument, Option
 from cluster.checkpoints.model_path import resolve_model_path
 from cluster.cli.console import console, report
 from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, to_yaml
-from cluster.cli.trial.replay_traffic import Measured, Trial, run_trial
-from cluster.cli.trial.traffic import LoggedRequest, read_traffic
-from cluster.planning.hardware import Device
+from cluster.cli.trial.replay_traffic import Trial, TrialFigures, run_trial
+from cluster.cli.trial.traffic import TrafficRequest, read_traffic
+from cluster.planning.hardware import DeviceSpec
 from cluster.planning.model_shape import ModelShape
-from cluster.planning.speed_up import Deployment, replayed_speed_up
+from cluster.planning.speed_up import ReplicaPlan, replayed_speed_up
 from protos.errors import ConfigError, RequestError, ServingError
 from protos.messages import VerifyMode
 
@@ -34,7 +34,7 @@ _UNPLANNED = ("self", "mtp")  # a plan does not know their share of the target's
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TriedDraft:
     """A draft with its K and verification; `speedup` is the geometric mean over the numbers of streams."""
 
     draft: str
@@ -69,7 +69,7 @@ def try_drafts(
     if plot is not None and find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib; pip install 'outrider[bench]', or leave it out")
     counts = _fitting(_numbers(streams, "--streams"), requests)
-    measured: list[Measured] = []
+    measured: list[TrialFigures] = []
     for name in names:
         trial = Trial(
             draft=name,
@@ -93,18 +93,18 @@ def try_drafts(
     _conclude(target, best_choice(measured), chosen, output)
 
 
-def best_choice(measured: list[Measured]) -> Choice | None:
+def best_choice(measured: list[TrialFigures]) -> TriedDraft | None:
     """Return the variant with the largest mean speed-up over the numbers of streams, or None if no draft pays."""
     ways = dict.fromkeys((each.draft, each.num_tokens, each.verify) for each in measured)
     choices = []
     for way in ways:
         factors = [each.sure_speedup for each in measured if (each.draft, each.num_tokens, each.verify) == way]
-        choices.append(Choice(*way, prod(factors) ** (1 / len(factors))))
+        choices.append(TriedDraft(*way, prod(factors) ** (1 / len(factors))))
     best = max(choices, key=lambda choice: choice.speedup)
     return best if best.speedup >= _PAYS else None
 
 
-def _measured_or_refused(trial: Trial) -> list[Measured]:
+def _measured_or_refused(trial: Trial) -> list[TrialFigures]:
     """Measure in a child process, which frees its memory; report a draft that cannot run and continue."""
     report(f"{trial.draft}: {len(trial.requests)} requests, {len(trial.lengths) * len(trial.verify)} ways and plain")
     try:
@@ -119,7 +119,7 @@ def _measured_or_refused(trial: Trial) -> list[Measured]:
     return []
 
 
-def _fitting(numbers: tuple[int, ...], requests: list[LoggedRequest]) -> tuple[int, ...]:
+def _fitting(numbers: tuple[int, ...], requests: list[TrafficRequest]) -> tuple[int, ...]:
     """Return the numbers of streams that the log can fill, or else the smallest."""
     fitting = tuple(number for number in numbers if number <= len(requests)) or (min(numbers),)
     if left_out := [number for number in numbers if number not in fitting]:
@@ -144,7 +144,7 @@ def _one_of(text: str, allowed: list[str], option: str) -> tuple[str, ...]:
     return names
 
 
-def _speed_table(measured: list[Measured], planned: Callable[[Measured], str]) -> Table:
+def _speed_table(measured: list[TrialFigures], planned: Callable[[TrialFigures], str]) -> Table:
     table = Table("draft", "K", "verify", "tokens per pass", "tokens/s", "speed-up", "planned")
     table.title = f"{measured[0].num_streams} at a time"
     best = max(measured, key=lambda each: each.sure_speedup)
@@ -157,7 +157,7 @@ def _speed_table(measured: list[Measured], planned: Callable[[Measured], str]) -
     return table
 
 
-def _acceptance_table(measured: list[Measured]) -> Table:
+def _acceptance_table(measured: list[TrialFigures]) -> Table:
     """Return the acceptance of the longest drafts at the fewest streams, by class and position."""
     table = Table("draft and class", "verify", "accepted of the drafts at position 1, 2, ...")
     fewest, longest = min(each.num_streams for each in measured), max(each.num_tokens for each in measured)
@@ -169,17 +169,17 @@ def _acceptance_table(measured: list[Measured]) -> Table:
     return table
 
 
-def _planner(target: str, drafts: list[str], hardware: str | None) -> Callable[[Measured], str]:
+def _planner(target: str, drafts: list[str], hardware: str | None) -> Callable[[TrialFigures], str]:
     """Return a function that plans the speed-up of passes as they were measured, on a device of `outrider plan`."""
     if hardware is None:
         return lambda _: ""
-    device, shape = Device.of(hardware), ModelShape.of(_folder(target), "bf16")
+    device, shape = DeviceSpec.of(hardware), ModelShape.of(_folder(target), "bf16")
     shapes = {name: None if name in _WAYS else ModelShape.of(_folder(name), "bf16") for name in drafts}
 
-    def planned(each: Measured) -> str:
+    def planned(each: TrialFigures) -> str:
         if each.draft not in shapes or not each.drafts_per_pass or each.draft in _UNPLANNED:
             return ""
-        deployment = Deployment(
+        deployment = ReplicaPlan(
             shape, shapes[each.draft], device, 1, (), max(1, each.prompt_tokens), max(1, each.output_tokens)
         )
         factor = replayed_speed_up(
@@ -194,7 +194,7 @@ def _folder(model: str) -> str:
     return resolve_model_path(str(BUNDLED[model]["target"]["path"]) if model in BUNDLED else model)
 
 
-def _conclude(target: str, choice: Choice | None, settings: tuple[str, ...], output: Path | None) -> None:
+def _conclude(target: str, choice: TriedDraft | None, settings: tuple[str, ...], output: Path | None) -> None:
     if choice is None:
         report("no draft pays: plain decoding is as fast on this machine with this traffic")
         options = ServeOptions(draft="none", settings=settings)
@@ -215,7 +215,7 @@ def _conclude(target: str, choice: Choice | None, settings: tuple[str, ...], out
     report(f"written: {output}; outrider serve {output}")
 
 
-def _plot(measured: list[Measured], file: Path) -> None:
+def _plot(measured: list[TrialFigures], file: Path) -> None:
     from matplotlib.figure import Figure  # the extra `bench`, for this option alone
 
     figure = Figure(figsize=(8, 4), layout="constrained")

@@ -15,7 +15,7 @@ from typing import Any
 from cluster.checkpoints.gguf_models import convert_gguf_models
 from cluster.cli.console import report
 from cluster.cli.trial.replay_traffic import Replay
-from cluster.cli.trial.traffic import LoggedRequest
+from cluster.cli.trial.traffic import TrafficRequest
 from cluster.deploy_file import checked_deployment
 from cluster.local.local_service import in_one_process, local_settings, running_service
 from protos.errors import ConfigError
@@ -25,7 +25,7 @@ _WRITE_TIMEOUT_S = 30.0  # several times the log's write period
 _POLL_S = 0.2
 
 
-def log_traffic(deployment: dict[str, Any], requests: list[LoggedRequest], folder: Path) -> None:
+def log_traffic(deployment: dict[str, Any], requests: list[TrafficRequest], folder: Path) -> None:
     """Have a deployment answer requests and log all positions into `folder`; do nothing if an earlier call has.
 
     Raises:
@@ -48,7 +48,7 @@ def log_traffic(deployment: dict[str, Any], requests: list[LoggedRequest], folde
     partial.rename(folder)
 
 
-def _answer(deployment: dict[str, Any], requests: list[LoggedRequest]) -> int:
+def _answer(deployment: dict[str, Any], requests: list[TrafficRequest]) -> int:
     config = convert_gguf_models(in_one_process(checked_deployment(deployment, "outrider tune").config))
     settings = local_settings(config)
     os.environ["OMP_NUM_THREADS"] = str(settings.target_share.num_threads)  # before torch is loaded

@@ -15,7 +15,7 @@ import httpx
 from actors.settings import PairSettings
 from cluster.checkpoints.gguf_models import convert_gguf_models
 from cluster.cli.figures import ClassFigures, Reading, drafts_between, figures_between, read_metrics
-from cluster.cli.trial.traffic import LoggedRequest
+from cluster.cli.trial.traffic import TrafficRequest
 from cluster.config import DeployConfig
 from cluster.deploy_file import checked_deployment
 from cluster.local.local_service import in_one_process, local_settings, running_service
@@ -33,7 +33,7 @@ class Trial:
 
     draft: str
     deployment: dict[str, Any]
-    requests: tuple[LoggedRequest, ...]
+    requests: tuple[TrafficRequest, ...]
     lengths: tuple[int, ...]
     verify: tuple[str, ...]
     streams: tuple[int, ...]
@@ -41,7 +41,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class TrialFigures:
     """One draft, K and verification at a number of streams: tokens per second, and the speed-up over plain decoding.
 
     Tokens and drafts are means per pass of a sequence, including passes without drafts. Prompt and output tokens are
@@ -72,7 +72,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TrafficRun:
     """The traffic once: its generated tokens, their time, and the metrics around them."""
 
     num_requests: int
@@ -88,7 +88,7 @@ class Run:
         return self.num_tokens / self.seconds
 
 
-def run_trial(trial: Trial) -> list[Measured]:
+def run_trial(trial: Trial) -> list[TrialFigures]:
     """Load the models, replay the traffic in every way, rounds of all ways in turn; runs in a process of its own.
 
     Raises:
@@ -101,11 +101,11 @@ def run_trial(trial: Trial) -> list[Measured]:
     return asyncio.run(_measure(trial, config, settings))
 
 
-async def _measure(trial: Trial, config: DeployConfig, settings: PairSettings) -> list[Measured]:
+async def _measure(trial: Trial, config: DeployConfig, settings: PairSettings) -> list[TrialFigures]:
     async with running_service(config, settings) as service:
         replay = Replay(service)
         await replay.run(trial.requests, 1, 0, None)  # memory and kernels are ready; a request that is refused is found
-        measured: list[Measured] = []
+        measured: list[TrialFigures] = []
         for num_streams in trial.streams:
             ways = [(0, None), *((length, verify) for verify in trial.verify for length in trial.lengths)]
             rounds = [
@@ -118,11 +118,13 @@ async def _measure(trial: Trial, config: DeployConfig, settings: PairSettings) -
         return measured
 
 
-def _measured(draft: str, length: int, verify: str, num_streams: int, runs: Sequence[Run], speedup: float) -> Measured:
+def _measured(
+    draft: str, length: int, verify: str, num_streams: int, runs: Sequence[TrafficRun], speedup: float
+) -> TrialFigures:
     last = runs[-1]
     num_drafts, num_accepted = drafts_between(last.before, last.after)
     num_passes = last.num_tokens - num_accepted
-    return Measured(
+    return TrialFigures(
         draft=draft,
         num_tokens=length,
         verify=verify,
@@ -150,8 +152,8 @@ class Replay:
         self._num_runs = 0
 
     async def run(
-        self, requests: Sequence[LoggedRequest], num_streams: int, num_tokens: int, verify: str | None
-    ) -> Run:
+        self, requests: Sequence[TrafficRequest], num_streams: int, num_tokens: int, verify: str | None
+    ) -> TrafficRun:
         """Replay all requests, so many at a time, with K drafts (0: none).
 
         A salt per run keeps cached prompts and remembered texts of one run out of the next.
@@ -165,10 +167,10 @@ class Replay:
         seconds = time.perf_counter() - began_s
         num_prompt_tokens = sum(int(usage["prompt_tokens"]) for usage in usages)
         num_tokens = sum(int(usage["completion_tokens"]) for usage in usages)
-        return Run(len(usages), num_prompt_tokens, num_tokens, before, await self._metrics(), seconds)
+        return TrafficRun(len(usages), num_prompt_tokens, num_tokens, before, await self._metrics(), seconds)
 
     async def _send(
-        self, request: LoggedRequest, speculation: dict[str, Any], free: asyncio.Semaphore
+        self, request: TrafficRequest, speculation: dict[str, Any], free: asyncio.Semaphore
     ) -> dict[str, Any]:
         salt = f"trial {self._num_runs} {request.body.get('cache_salt', '')}"
         body = {**request.body, "speculation": speculation, "cache_salt": salt}

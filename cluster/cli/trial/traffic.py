@@ -13,7 +13,7 @@ _DROPPED = ("model", "stream", "stream_options", "speculation")  # the trial set
 
 
 @dataclass(frozen=True, slots=True)
-class LoggedRequest:
+class TrafficRequest:
     """A request of a log: its line, its path, and its body without the fields that the trial sets."""
 
     line: int
@@ -21,7 +21,7 @@ class LoggedRequest:
     body: dict[str, Any]
 
 
-def read_traffic(file: Path, max_requests: int, max_tokens: int) -> list[LoggedRequest]:
+def read_traffic(file: Path, max_requests: int, max_tokens: int) -> list[TrafficRequest]:
     """Return the first requests of a log, their answers no longer than `max_tokens`.
 
     A line is a request's body, or an object that has it as `body`, as OpenAI's batch files do. Empty lines are skipped.
@@ -29,7 +29,7 @@ def read_traffic(file: Path, max_requests: int, max_tokens: int) -> list[LoggedR
     Raises:
         ConfigError: the file is not read, is empty, or a line is no request; the message names the line.
     """
-    requests: list[LoggedRequest] = []
+    requests: list[TrafficRequest] = []
     try:
         with file.open(encoding="utf-8") as lines:
             for number, text in enumerate(lines, start=1):
@@ -42,7 +42,7 @@ def read_traffic(file: Path, max_requests: int, max_tokens: int) -> list[LoggedR
     return requests
 
 
-def _request(file: Path, number: int, text: str, max_tokens: int) -> LoggedRequest:
+def _request(file: Path, number: int, text: str, max_tokens: int) -> TrafficRequest:
     try:
         entry = json.loads(text)
     except ValueError as error:
@@ -55,4 +55,4 @@ def _request(file: Path, number: int, text: str, max_tokens: int) -> LoggedReque
     limit = body.pop("max_completion_tokens", None) or body.get("max_tokens") or max_tokens
     if not isinstance(limit, int):
         raise ConfigError(f"{file}, line {number}: max_tokens is {limit!r}, which is no whole number")
-    return LoggedRequest(number, path, {**body, "max_tokens": min(limit, max_tokens)})
+    return TrafficRequest(number, path, {**body, "max_tokens": min(limit, max_tokens)})

@@ -145,7 +145,7 @@ def test_a_target_that_leaves_takes_its_sequences_along(folder, target, proposer
 # ---- ahead of the verdict -----------------------------------------------------------------------------------------
 
 
-class Target:
+class VerifyingTarget:
     """The target's end of the socket, which hears one frame at a time, however many arrive together."""
 
     def __init__(self, connection: FrameConnection) -> None:
@@ -192,14 +192,16 @@ def ahead_drafter() -> CountingAheadDrafter:
 
 
 @pytest.fixture
-def async_target(folder: Path, proposer: CountingProposer, ahead_drafter: CountingAheadDrafter) -> Iterator[Target]:
+def async_target(
+    folder: Path, proposer: CountingProposer, ahead_drafter: CountingAheadDrafter
+) -> Iterator[VerifyingTarget]:
     server = DraftServer(FrameListener(folder / "draft.sock"), proposer, "draft-1", ahead_drafter)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     connection = connect(folder / "draft.sock", DraftMessage)
     assert connection is not None
     connection.receive(PATIENCE_S)
-    yield Target(connection)
+    yield VerifyingTarget(connection)
     connection.close()
     server.close()
     thread.join(PATIENCE_S)

@@ -20,7 +20,7 @@ from protos.worker_report import WorkerReport
 KEYS = [bytes([n]) * 16 for n in range(10)]
 
 
-class FakeIndex:
+class RecordingIndex:
     """Keeps the set of keys that the reports add up to, and asks for a snapshot after a hole."""
 
     def __init__(self) -> None:
@@ -82,8 +82,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[tuple[FakeIndex, FakeTarget]]:
-    index = FakeIndex()
+async def running() -> AsyncIterator[tuple[RecordingIndex, FakeTarget]]:
+    index = RecordingIndex()
     reporter = IndexReporter("w", index, clock=lambda: 100.0)
     target = FakeTarget(reporter)
     task = asyncio.create_task(reporter.run(target))
@@ -191,7 +191,7 @@ async def test_an_idle_pairs_load_is_always_fresh_and_a_busy_ones_ages():
 
 
 def test_work_is_queued_prompts_in_seconds_and_the_time_of_a_running_token():
-    reporter = IndexReporter("w", FakeIndex())
+    reporter = IndexReporter("w", RecordingIndex())
     assert reporter.work == {"queued_prefill_s": 0.0, "token_s": 0.0}
     stats = EngineStats(1, 0, 70, 30, 8, 0, 0, 0, 0, DraftStats(), StepTimes(), 500.0, 0.0, 40.0)
     reporter.on_status(Status(90.0, stats, CacheDelta()))

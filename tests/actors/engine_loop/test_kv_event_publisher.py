@@ -16,7 +16,7 @@ from engine.kv_cache.block_manager import BlockManager
 from engine.sequence.token_blocks import TokenBlocks
 
 
-class Batch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+class PublishedBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     ts: float
     events: list[Any]
     data_parallel_rank: int | None = None
@@ -52,11 +52,11 @@ class ArrayRemoved(BlockRemoved, array_like=True, tag="BlockRemoved"):
     pass
 
 
-class MapBatch(Batch):
+class MapBatch(PublishedBatch):
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
 
 
-class ArrayBatch(Batch):
+class ArrayBatch(PublishedBatch):
     events: list[ArrayStored | ArrayRemoved]
 
 

@@ -10,7 +10,7 @@ from protos.cache_delta import CacheDelta
 A, B = (bytes([n]) * 16 for n in (1, 2))
 
 
-class Target:
+class ReportingTarget:
     """A reporter with a clock by hand and a cache of a set."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Target:
 
 
 def test_an_unchanged_status_is_not_repeated():
-    target = Target()
+    target = ReportingTarget()
     for _ in range(3):
         target.turn(1)
         target.now_s += 1.0
@@ -33,7 +33,7 @@ def test_an_unchanged_status_is_not_repeated():
 
 
 def test_changes_and_events_are_sent_with_their_time() -> None:
-    target = Target()
+    target = ReportingTarget()
     for number in range(3):
         target.kv_events.record(CacheDelta(stored=bytes([number]) * 16))
         target.turn(number)
@@ -44,7 +44,7 @@ def test_changes_and_events_are_sent_with_their_time() -> None:
 
 
 def test_a_snapshot_covers_what_the_buffer_held():
-    target = Target()
+    target = ReportingTarget()
     target.keys = {A}
     target.kv_events.record(CacheDelta(stored=A))
     target.reporter.send_snapshot()

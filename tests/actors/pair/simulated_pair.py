@@ -15,7 +15,7 @@ OLD = DraftReport("pair-1", "/old", "old", 10.0, is_deployed=True)
 
 
 @dataclass
-class SimulatedPair:
+class SimulatedTrialPair:
     """A pair with `speeds[path]` tokens per second, with a little noise; time passes only in sleeps.
 
     `failing` holds the numbers of the starts that fail. The target restarts at `restart_at_s`.

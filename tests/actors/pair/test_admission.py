@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.pair.admission import Admission
+from actors.pair.admission import PairAdmission
 from protos.errors import OverloadedError
 from protos.messages import GenerateRequest
 
@@ -11,9 +11,9 @@ def request(name: str = "a", index: int = 0, num_choices: int = 1) -> GenerateRe
     return GenerateRequest(f"{name}-{index}", (1,), num_places=num_choices if index == 0 else 1, is_admitted=index > 0)
 
 
-def new_admission(max_requests: int, now_s: list[float] | None = None) -> Admission:
+def new_admission(max_requests: int, now_s: list[float] | None = None) -> PairAdmission:
     clock = [0.0] if now_s is None else now_s
-    return Admission(max_requests, lambda: clock[0], lambda: 0.0)
+    return PairAdmission(max_requests, lambda: clock[0], lambda: 0.0)
 
 
 def test_a_place_is_free_again_after_leave():
@@ -47,7 +47,7 @@ def test_the_retry_time_grows_with_the_duration_of_requests():
 
 
 def test_those_refused_together_are_not_told_the_same_time():
-    admission = Admission(1)
+    admission = PairAdmission(1)
     admission.enter(request())
     times = set()
     for _ in range(20):

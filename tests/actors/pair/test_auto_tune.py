@@ -10,7 +10,7 @@ import pytest
 from actors.pair.auto_tune import AutoTune
 from actors.settings import AutoTuneSettings
 from protos.served_draft import CanaryOutcome, DraftReport
-from tests.actors.pair.simulated_pair import SimulatedPair
+from tests.actors.pair.simulated_pair import SimulatedTrialPair
 
 TRAINER = """
 import pathlib, sys
@@ -42,8 +42,8 @@ async def until_done() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def answered(folder: Path, status: int) -> tuple[SimulatedPair, DraftReport]:
-    pair = SimulatedPair(NewIsFaster())
+async def answered(folder: Path, status: int) -> tuple[SimulatedTrialPair, DraftReport]:
+    pair = SimulatedTrialPair(NewIsFaster())
     draft = pair.draft()
     AutoTune(settings(folder, status), draft).on_drift()
     await until_done()
@@ -73,10 +73,10 @@ async def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 
 async def test_a_check_that_fails_in_an_unknown_way_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(self: SimulatedPair, path: str) -> None:
+    async def broken(self: SimulatedTrialPair, path: str) -> None:
         raise ImportError("half an installation")
 
-    monkeypatch.setattr(SimulatedPair, "check_draft", broken)
+    monkeypatch.setattr(SimulatedTrialPair, "check_draft", broken)
     _, report = await answered(tmp_path / "drafts", 0)
     assert "given up" in report.tuning
     assert "half an installation" in report.tuning
@@ -84,7 +84,7 @@ async def test_a_check_that_fails_in_an_unknown_way_is_told(tmp_path: Path, monk
 
 async def test_a_second_alarm_within_the_pause_is_not_answered(tmp_path: Path) -> None:
     now_s = [0.0]
-    draft = SimulatedPair(NewIsFaster()).draft()
+    draft = SimulatedTrialPair(NewIsFaster()).draft()
     tune = AutoTune(settings(tmp_path, 3), draft, lambda: now_s[0])
     for seconds in (0.0, 1.0, 3599.0, 3601.0):
         now_s[0] = seconds
@@ -95,7 +95,7 @@ async def test_a_second_alarm_within_the_pause_is_not_answered(tmp_path: Path) -
 
 
 async def test_pairs_of_one_node_try_the_draft_that_one_of_them_has_trained(tmp_path: Path) -> None:
-    drafts = [SimulatedPair(NewIsFaster()).draft() for _ in range(2)]
+    drafts = [SimulatedTrialPair(NewIsFaster()).draft() for _ in range(2)]
     for draft in drafts:
         AutoTune(settings(tmp_path, 0), draft).on_drift()
     await until_done()

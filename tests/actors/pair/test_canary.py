@@ -9,7 +9,7 @@ import pytest
 from actors.pair.pair_draft import PairDraft
 from protos.errors import ConflictError, RequestError
 from protos.served_draft import CanaryOutcome, DraftReport, ShowDraft, StopCanary, SwapDraft, TryDraft
-from tests.actors.pair.simulated_pair import SimulatedPair
+from tests.actors.pair.simulated_pair import SimulatedTrialPair
 
 ORDER = TryDraft("/new", 5.0, 20.0, 3600.0, 0.05, 0.05, 0.05, 12)
 
@@ -20,7 +20,7 @@ async def ended(draft: PairDraft) -> DraftReport:
 
 
 async def test_a_faster_draft_is_kept_and_both_had_equal_turns() -> None:
-    pair = SimulatedPair({"/old": 10.0, "/new": 12.0})
+    pair = SimulatedTrialPair({"/old": 10.0, "/new": 12.0})
     draft = pair.draft()
     began = await draft.carry_out(ORDER)
     assert began.canary is not None
@@ -38,7 +38,7 @@ async def test_a_faster_draft_is_kept_and_both_had_equal_turns() -> None:
 
 @pytest.mark.parametrize("speed", [8.0, 9.5])
 async def test_a_slower_draft_is_rolled_back(speed: float) -> None:
-    pair = SimulatedPair({"/old": 10.0, "/new": speed})
+    pair = SimulatedTrialPair({"/old": 10.0, "/new": speed})
     draft = pair.draft()
     await draft.carry_out(ORDER)
     report = await ended(draft)
@@ -50,7 +50,7 @@ async def test_a_slower_draft_is_rolled_back(speed: float) -> None:
 
 @pytest.mark.parametrize("failing", [frozenset({1}), frozenset({3}), frozenset({1, 2})])
 async def test_a_draft_that_does_not_come_up_ends_the_trial(failing: frozenset[int]) -> None:
-    pair = SimulatedPair({"/old": 10.0, "/new": 12.0}, failing)
+    pair = SimulatedTrialPair({"/old": 10.0, "/new": 12.0}, failing)
     draft = pair.draft()
     await draft.carry_out(ORDER)
     report = await ended(draft)
@@ -61,7 +61,7 @@ async def test_a_draft_that_does_not_come_up_ends_the_trial(failing: frozenset[i
 
 
 async def test_a_target_that_starts_anew_begins_a_block_anew() -> None:
-    pair = SimulatedPair({"/old": 10.0, "/new": 12.0}, restart_at_s=30.0)
+    pair = SimulatedTrialPair({"/old": 10.0, "/new": 12.0}, restart_at_s=30.0)
     draft = pair.draft()
     await draft.carry_out(ORDER)
     report = await ended(draft)
@@ -71,7 +71,7 @@ async def test_a_target_that_starts_anew_begins_a_block_anew() -> None:
 
 
 async def test_a_trial_is_stopped_and_nothing_else_is_ordered_meanwhile() -> None:
-    pair = SimulatedPair({"/old": 10.0, "/new": 12.0})
+    pair = SimulatedTrialPair({"/old": 10.0, "/new": 12.0})
     draft = pair.draft()
     assert (await draft.carry_out(StopCanary())).canary is None
     await draft.carry_out(ORDER)
@@ -86,7 +86,7 @@ async def test_a_trial_is_stopped_and_nothing_else_is_ordered_meanwhile() -> Non
 
 
 async def test_a_trial_without_a_verdict_ends_at_its_deadline() -> None:
-    pair = SimulatedPair({"/old": 0.0, "/new": 0.0})  # no token, so no pair of blocks ever counts
+    pair = SimulatedTrialPair({"/old": 0.0, "/new": 0.0})  # no token, so no pair of blocks ever counts
     draft = pair.draft()
     await draft.carry_out(TryDraft("/new", 5.0, 1.0, 0.05, 0.05, 0.05, 0.05, 12))
     report = await ended(draft)
@@ -96,6 +96,6 @@ async def test_a_trial_without_a_verdict_ends_at_its_deadline() -> None:
 
 
 async def test_the_draft_that_runs_is_not_tried_against_itself() -> None:
-    draft = SimulatedPair({}).draft()
+    draft = SimulatedTrialPair({}).draft()
     with pytest.raises(RequestError, match="already running"):
         await draft.carry_out(TryDraft("/old", 5.0, 1.0, 1.0, 0.05, 0.05, 0.05, 12))

@@ -13,11 +13,11 @@ from actors.pair.pair_draft import OrderSlot, PairDraft
 from actors.pair.pair_drafts import PairDrafts
 from protos.errors import ConflictError, RequestError
 from protos.served_draft import CheckDraft, ShowDraft, StopCanary, SwapDraft
-from tests.actors.pair.simulated_pair import OLD, SimulatedPair
+from tests.actors.pair.simulated_pair import OLD, SimulatedTrialPair
 from tests.actors.pair.test_auto_tune import NewIsFaster, settings, until_done
 
 
-def drafts_of(*pairs: SimulatedPair) -> PairDrafts:
+def drafts_of(*pairs: SimulatedTrialPair) -> PairDrafts:
     slot, names = OrderSlot(), ("model", "prose", "code")
     return PairDrafts(
         [
@@ -27,8 +27,8 @@ def drafts_of(*pairs: SimulatedPair) -> PairDrafts:
     )
 
 
-def two_pairs() -> tuple[SimulatedPair, SimulatedPair]:
-    return SimulatedPair(NewIsFaster()), SimulatedPair(NewIsFaster())
+def two_pairs() -> tuple[SimulatedTrialPair, SimulatedTrialPair]:
+    return SimulatedTrialPair(NewIsFaster()), SimulatedTrialPair(NewIsFaster())
 
 
 async def test_an_order_goes_to_the_draft_that_it_names_and_else_to_the_first() -> None:

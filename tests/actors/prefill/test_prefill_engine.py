@@ -60,7 +60,7 @@ class FakeCarrier:
         self.num_released += 1
 
 
-class FakeIndex:
+class PrefillIndex:
     """Keeps the reports."""
 
     def __init__(self) -> None:
@@ -82,8 +82,8 @@ class FakeIndex:
 
 
 @pytest.fixture
-def index() -> FakeIndex:
-    return FakeIndex()
+def index() -> PrefillIndex:
+    return PrefillIndex()
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ class PeerHandle:
 
 
 @asynccontextmanager
-async def started(target: Path, name: str, index: FakeIndex, peers: PeerHandle) -> AsyncIterator[PrefillEngine]:
+async def started(target: Path, name: str, index: PrefillIndex, peers: PeerHandle) -> AsyncIterator[PrefillEngine]:
     model = ModelConfig(str(target), dtype="float32", num_threads=1)
     cache, limits = CacheConfig(num_blocks=64, memory_bytes=None), SchedulerConfig(max_tokens_per_step=32)
     config = EngineConfig(model, cache, limits, min_remote_prefill_tokens=32)
@@ -145,7 +145,7 @@ async def started(target: Path, name: str, index: FakeIndex, peers: PeerHandle) 
 
 
 @pytest.fixture
-async def engine(target: Path, carrier: FakeCarrier, index: FakeIndex) -> AsyncIterator[PrefillEngine]:
+async def engine(target: Path, carrier: FakeCarrier, index: PrefillIndex) -> AsyncIterator[PrefillEngine]:
     async with started(target, "replica", index, PeerHandle()) as replica:
         yield replica
 
@@ -212,7 +212,9 @@ async def test_another_layout_is_refused_and_both_values_named(engine: PrefillEn
     ]
 
 
-async def test_the_index_learns_the_blocks_that_a_replica_holds_and_its_queue(engine: PrefillEngine, index: FakeIndex):
+async def test_the_index_learns_the_blocks_that_a_replica_holds_and_its_queue(
+    engine: PrefillEngine, index: PrefillIndex
+):
     await replies_of(engine)
     expected = set(block_keys(PROMPT, 16, root_key(engine._layout.model_version)))
     await until(lambda: expected <= index.keys)
@@ -234,8 +236,8 @@ async def test_a_prefix_that_another_replica_holds_is_copied_and_the_rest_comput
     alone = values(await replies_of(engine, LONGER))
     handle = PeerHandle()
     async with (
-        started(target, "first", FakeIndex(), handle) as first,
-        started(target, "second", FakeIndex(), handle) as second,
+        started(target, "first", PrefillIndex(), handle) as first,
+        started(target, "second", PrefillIndex(), handle) as second,
     ):
         handle.peer = first
         await replies_of(first)
@@ -251,8 +253,8 @@ async def test_a_prefix_that_another_replica_holds_is_copied_and_the_rest_comput
 async def test_what_a_holder_has_lost_is_computed(engine: PrefillEngine, target: Path, carrier: FakeCarrier) -> None:
     handle = PeerHandle()
     async with (
-        started(target, "first", FakeIndex(), handle) as first,
-        started(target, "second", FakeIndex(), handle) as second,
+        started(target, "first", PrefillIndex(), handle) as first,
+        started(target, "second", PrefillIndex(), handle) as second,
     ):
         handle.peer = first
         await replies_of(first, replace(ORDER, token_ids=PROMPT[:64]))
@@ -272,7 +274,7 @@ async def test_a_replica_copies_nothing_from_itself(engine: PrefillEngine) -> No
 
 
 async def test_a_tenant_s_blocks_are_kept_under_its_salt_and_serve_no_other(
-    engine: PrefillEngine, index: FakeIndex
+    engine: PrefillEngine, index: PrefillIndex
 ) -> None:
     salted = replace(ORDER, cache_salt="of one tenant")
     await replies_of(engine, salted)

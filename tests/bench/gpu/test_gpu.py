@@ -14,7 +14,7 @@ import torch
 from bench.gpu import look, serve
 from bench.gpu.__main__ import main
 from bench.gpu.floor import DeviceSpeed, ModelCost, most_tokens
-from bench.gpu.table import EngineLine, KernelLine, Missing, Results
+from bench.gpu.table import EngineLine, GpuResults, KernelLine, Missing
 from models.fixtures.wide_fixture import LLAMA_3_1B, LLAMA_3_8B
 
 ROOT = Path(__file__).parents[3]
@@ -44,7 +44,7 @@ def test_pools_are_sized_by_what_both_models_leave() -> None:
 
 
 def test_every_line_is_on_disk_at_once_and_gaps_are_named(tmp_path: Path) -> None:
-    results = Results(tmp_path / "gpu.json")
+    results = GpuResults(tmp_path / "gpu.json")
     assert results.text().count("not measured") == 2
     results.add(EngineLine("plain", 1, 1024, 200.0, 1.0, 5.0, 4.0, 4.8, 0.0))
     results.add(EngineLine("sync", 1, 1024, 500.0, 3.0, 8.0, 4.0, 5.0, 2.0))

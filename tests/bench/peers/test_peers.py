@@ -12,11 +12,11 @@ from bench.contenders.contender import Contender, ContenderRun, Prompts, equal_s
 from bench.peers.install import _convert_once
 from bench.peers.libraries import Worker, WorkerSystem
 from bench.peers.page import DOCS, PAGE, RECORDS, Conditions, gaps, part, record_of, rows_of, with_part
-from bench.peers.system import Limits, Mode, Results, Schedule, run_rounds
+from bench.peers.system import DraftingMode, RaceResults, Schedule, SystemLimits, run_rounds
 
 PROMPTS = [[1, 2], [3, 4]]
 NUM_TOKENS = 4
-LIMITS = Limits(num_threads=2, num_draft_tokens=4, max_streams=2, max_context=16, deadline_s=60.0)
+LIMITS = SystemLimits(num_threads=2, num_draft_tokens=4, max_streams=2, max_context=16, deadline_s=60.0)
 ECHO = """
 import json, sys
 print(json.dumps({}), flush=True)
@@ -31,14 +31,14 @@ for line in sys.stdin:
 class CountingContender:
     """Repeats the first token of each prompt; its draft, when it has one, changes the last token."""
 
-    def __init__(self, name: str, mode: Mode, num_returned: int | None) -> None:
+    def __init__(self, name: str, mode: DraftingMode, num_returned: int | None) -> None:
         self.name = name
         self._mode, self._num_returned = mode, num_returned
 
     def run(self, prompts: Prompts, num_tokens: int) -> ContenderRun:
         length = num_tokens if self._num_returned is None else self._num_returned
         outputs = [prompt[:1] * length for prompt in prompts]
-        if self._mode is Mode.DRAFT:
+        if self._mode is DraftingMode.DRAFT:
             outputs = [[*output[:-1], 99] for output in outputs]
         arrivals = [[0.1 * (index + 1) for index in range(length)] for _ in prompts]
         return ContenderRun(outputs, 0.5, arrivals=arrivals)
@@ -55,15 +55,15 @@ class CountingSystem:
         self.num_starts = self.num_closes = 0
         self._num_returned = num_returned
 
-    def start(self) -> dict[Mode, Contender]:
+    def start(self) -> dict[DraftingMode, Contender]:
         self.num_starts += 1
-        return {mode: CountingContender(self.name, mode, self._num_returned) for mode in Mode}
+        return {mode: CountingContender(self.name, mode, self._num_returned) for mode in DraftingMode}
 
     def close(self) -> None:
         self.num_closes += 1
 
 
-def held(*systems: CountingSystem, num_rounds: int = 2, max_s: float = 60.0) -> Results:
+def held(*systems: CountingSystem, num_rounds: int = 2, max_s: float = 60.0) -> RaceResults:
     return run_rounds(systems, PROMPTS, Schedule((1, 2), NUM_TOKENS, num_rounds, max_s))
 
 
@@ -74,7 +74,7 @@ def test_each_round_measures_every_system_in_both_modes_at_every_number_of_strea
     system = CountingSystem()
     outcome = held(system)
     keys = [(m.num_streams, m.mode) for m in outcome.measurements]
-    assert sorted(keys) == sorted([(n, mode) for n in (1, 2) for mode in Mode] * 2)
+    assert sorted(keys) == sorted([(n, mode) for n in (1, 2) for mode in DraftingMode] * 2)
     assert (system.num_starts, system.num_closes, outcome.num_rounds) == (2, 2, 2)
 
 
@@ -92,7 +92,7 @@ def test_a_system_that_answers_short_is_left_out_and_the_others_go_on() -> None:
 
 def test_rows_compare_with_the_own_plain_text_and_with_the_reference() -> None:
     rows = {(row.num_streams, row.mode): row for row in rows_of(held(CountingSystem()).measurements, REFERENCE)}
-    plain, draft = rows[2, Mode.PLAIN], rows[2, Mode.DRAFT]
+    plain, draft = rows[2, DraftingMode.PLAIN], rows[2, DraftingMode.DRAFT]
     assert plain.own_share is None
     assert draft.own_share == 6 / 8
     assert plain.reference_share == 6 / 8
@@ -132,10 +132,10 @@ def test_the_page_of_figures_is_that_of_the_records(name: str) -> None:
 
 def test_a_worker_answers_line_by_line_and_is_gone_afterwards(tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-c", ECHO]
-    system = WorkerSystem("echo bf16", "", command, list(Mode), tmp_path / "logs" / "echo.log", 60.0)
+    system = WorkerSystem("echo bf16", "", command, list(DraftingMode), tmp_path / "logs" / "echo.log", 60.0)
     try:
         contenders = system.start()
-        run = contenders[Mode.PLAIN].run(PROMPTS, 3)
+        run = contenders[DraftingMode.PLAIN].run(PROMPTS, 3)
     finally:
         system.close()
         system.close()

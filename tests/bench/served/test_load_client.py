@@ -6,15 +6,15 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 
-from bench.served.chaos.load_client import NO_ANSWER, OK, REFUSED, Answer, LoadClient
+from bench.served.chaos.load_client import NO_ANSWER, OK, REFUSED, LoadAnswer, LoadClient
 
 Answering = Callable[[dict[str, object], asyncio.StreamWriter], Awaitable[None]]
 
 
-def answers_of(num_requests: int, answering: Answering) -> list[Answer]:
+def answers_of(num_requests: int, answering: Answering) -> list[LoadAnswer]:
     """Return the client's answers to requests to a server."""
 
-    async def run() -> list[Answer]:
+    async def run() -> list[LoadAnswer]:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
@@ -22,7 +22,7 @@ def answers_of(num_requests: int, answering: Answering) -> list[Answer]:
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         client = LoadClient(server.sockets[0].getsockname()[1], "tiny", ("heavy", "light"))
-        answers: list[Answer] = []
+        answers: list[LoadAnswer] = []
         for _ in range(num_requests):
             client.send(answers.append)
         await client.settle()

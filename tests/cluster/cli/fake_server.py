@@ -16,7 +16,7 @@ MODELS = json.dumps({"object": "list", "data": [{"id": "m", "object": "model", "
 def answering(answer: bytes | str, kind: str = "application/json", models: bytes | str = MODELS) -> Iterator[str]:
     """Serve `models` at /models and `answer` at every other path; yield the address of the API."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class FakeHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self._send(models, "application/json") if self.path.endswith("/models") else self._send(answer, kind)
 
@@ -37,7 +37,7 @@ def answering(answer: bytes | str, kind: str = "application/json", models: bytes
 
         def log_message(self, *arguments: Any) -> None: ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHandler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:

@@ -11,19 +11,19 @@ import pytest
 
 from cluster.cli.__main__ import main
 from cluster.planning.capacity import capacity_of, memory_of
-from cluster.planning.hardware import Device
+from cluster.planning.hardware import DeviceSpec
 from cluster.planning.model_shape import ModelShape
-from cluster.planning.speed_up import Deployment, acceptance_per_position, best_speed_up, replayed_speed_up
+from cluster.planning.speed_up import ReplicaPlan, acceptance_per_position, best_speed_up, replayed_speed_up
 from cluster.planning.tables import read_table
 
 ROOT = Path(__file__).parents[3]
 
 
-def deployment(draft: str | None = "llama-3-8b", chance: float = 0.8, num_devices: int = 4) -> Deployment:
-    return Deployment(
+def deployment(draft: str | None = "llama-3-8b", chance: float = 0.8, num_devices: int = 4) -> ReplicaPlan:
+    return ReplicaPlan(
         target=ModelShape.of("llama-3-70b", "fp8"),
         draft=ModelShape.of(draft, "fp8") if draft else None,
-        device=Device.of("h100"),
+        device=DeviceSpec.of("h100"),
         num_devices=num_devices,
         acceptance=acceptance_per_position([chance], 8),
         prompt_tokens=1000,
@@ -95,7 +95,7 @@ def test_replicas_carry_the_rate_and_cost_goes_with_the_price():
     assert capacity.num_replicas is not None
     assert (capacity.num_replicas - 1) * 0.8 * capacity.requests_per_s < 200.0
     assert capacity.num_replicas * 0.8 * capacity.requests_per_s >= 200.0
-    hourly_usd = 4 * Device.of("h100").price_usd_per_hour
+    hourly_usd = 4 * DeviceSpec.of("h100").price_usd_per_hour
     assert capacity.usd_per_million_tokens == pytest.approx(hourly_usd / (0.8 * 0.0036 * capacity.output_tokens_per_s))
 
 
@@ -105,7 +105,7 @@ def test_the_draft_takes_room_for_streams():
 
 @pytest.mark.parametrize("name", sorted(read_table("hardware")))
 def test_every_device_has_its_source_and_date(name: str):
-    device = Device.of(name)
+    device = DeviceSpec.of(name)
     assert device.source
     assert device.date.startswith("20")
 
@@ -227,7 +227,7 @@ def test_passes_of_the_padded_model_are_within_a_fifth_of_the_measured(
     """The figures are those that the device table was set by, 1,024 tokens of context."""
     (tmp_path / "config.json").write_text(json.dumps(PADDED))
     target = ModelShape.of(str(tmp_path), "bf16")
-    plan = Deployment(target, None, Device.of("xeon-amx-2core"), 1, (0.5,), prompt_tokens=1024, output_tokens=1)
+    plan = ReplicaPlan(target, None, DeviceSpec.of("xeon-amx-2core"), 1, (0.5,), prompt_tokens=1024, output_tokens=1)
     assert 1000 * plan.target_pass(streams, drafts).seconds == pytest.approx(measured_ms, rel=0.2)
 
 
@@ -247,7 +247,7 @@ def test_passes_of_one_thread_on_avx2_are_within_a_fifth_of_the_measured(
 ):
     """The device table was set by these figures, at 100 tokens of context; the device is half of the table's."""
     target = ModelShape.of(str(ROOT / model) if "/" in model else model, "bf16")
-    both = Device.of("zen3-2core")
+    both = DeviceSpec.of("zen3-2core")
     one = replace(both, bandwidth_gb_s=both.bandwidth_gb_s / 2, flops_use=both.flops_use / 2)
-    plan = Deployment(target, None, one, 1, (0.5,), prompt_tokens=100, output_tokens=1)
+    plan = ReplicaPlan(target, None, one, 1, (0.5,), prompt_tokens=100, output_tokens=1)
     assert 1000 * plan.target_pass(streams, drafts).seconds == pytest.approx(measured_ms, rel=0.2)

@@ -31,7 +31,7 @@ FIRST = 84  # the rows that are looked at read three or four splits
 NUM_BLOCKS = -(-LENGTH // BLOCK_SIZE)
 
 
-class Text:
+class RandomText:
     """Queries, keys and values of one text in a pool with another one."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -76,8 +76,8 @@ class Text:
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def text(request: pytest.FixtureRequest) -> Text:
-    return Text(request.param)
+def text(request: pytest.FixtureRequest) -> RandomText:
+    return RandomText(request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +98,9 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_rows_bits_are_the_same_however_the_text_is_cut_and_whatever_is_beside_it(text: Text, name: str) -> None:
+def test_a_rows_bits_are_the_same_however_the_text_is_cut_and_whatever_is_beside_it(
+    text: RandomText, name: str
+) -> None:
     options = OPTIONS[name]
     expected = text.attend(batch_invariant_triton, [(0, FIRST, LENGTH)], options)
     assert torch.equal(text.attend(batch_invariant_triton, [(0, 76, LENGTH)], options)[FIRST - 76 :], expected)
@@ -109,7 +111,7 @@ def test_a_rows_bits_are_the_same_however_the_text_is_cut_and_whatever_is_beside
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tiles of a card may give a row the same bits by chance")
 def test_without_fixed_tiles_and_splits_they_are_not() -> None:
-    text = Text(torch.float32)  # whose results are not rounded again
+    text = RandomText(torch.float32)  # whose results are not rounded again
     expected = text.attend(TritonAttention, [(0, FIRST, LENGTH)])
     found = [text.in_pieces(TritonAttention, cuts, OPTIONS["plain"]) for cuts in CUTS]
     assert not all(torch.equal(each, expected) for each in found)

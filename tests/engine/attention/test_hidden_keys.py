@@ -24,7 +24,7 @@ from tests.engine.fixtures.attention_fixtures import (
     TREES,
     VERIFY,
     AttentionWorld,
-    Extent,
+    TreeSpanShape,
     seen_places,
 )
 from tests.engine.fixtures.native_kernels import needs_float_kernels
@@ -32,7 +32,7 @@ from tests.engine.fixtures.native_kernels import needs_float_kernels
 NAN = float("nan")
 SHORT = [*MIXED, *TREES]
 WINDOWED = LayerOptions(scaling=0.3, window=6)
-LONG = [Extent(900, 40), Extent(1022, 5), Extent(1022, 8, BUSHY), *SHORT]
+LONG = [TreeSpanShape(900, 40), TreeSpanShape(1022, 5), TreeSpanShape(1022, 8, BUSHY), *SHORT]
 
 
 def attend(world: AttentionWorld, plan: PlanAttention, options: LayerOptions) -> Tensor:
@@ -103,9 +103,11 @@ OPTIONS = pytest.mark.parametrize(
 @pytest.mark.parametrize("kind", [KVDtype.AUTO, KVDtype.INT8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
-@pytest.mark.parametrize("extents", [SHORT, [Extent(5, 1), Extent(20, 40), Extent(40, 2)]], ids=["short", "chunk"])
+@pytest.mark.parametrize(
+    "extents", [SHORT, [TreeSpanShape(5, 1), TreeSpanShape(20, 40), TreeSpanShape(40, 2)]], ids=["short", "chunk"]
+)
 def test_torch_reads_hidden_keys_as_nothing(
-    extents: list[Extent], num_kv_heads: int, dtype: torch.dtype, kind: KVDtype, options: LayerOptions
+    extents: list[TreeSpanShape], num_kv_heads: int, dtype: torch.dtype, kind: KVDtype, options: LayerOptions
 ) -> None:
     heads = HeadShape(num_kv_heads, 2, 16, 16)
     check(TorchAttention, lambda: AttentionWorld(extents, heads, dtype=dtype, kind=kind), options)
@@ -113,7 +115,7 @@ def test_torch_reads_hidden_keys_as_nothing(
 
 def test_torch_reads_blocks_that_others_left_as_nothing() -> None:
     """Short spans are read together, padded with blocks whose tails no row has written: these are NaN here."""
-    world = AttentionWorld([Extent(3, 1), Extent(37, 2), Extent(20, 1)], HeadShape(2, 2, 16, 16))
+    world = AttentionWorld([TreeSpanShape(3, 1), TreeSpanShape(37, 2), TreeSpanShape(20, 1)], HeadShape(2, 2, 16, 16))
     torch.testing.assert_close(attend(world, TorchAttention, PLAIN).double(), world.expected(PLAIN), rtol=0, atol=1e-5)
 
 
@@ -129,9 +131,9 @@ def test_keys_so_large_that_a_hidden_score_overflows_are_read_as_nothing() -> No
     ("dtype", "options"), [(torch.float32, PLAIN), (torch.bfloat16, PLAIN), (torch.float32, WINDOWED)]
 )
 @pytest.mark.parametrize("query", [3e38, float("inf"), NAN])
-@pytest.mark.parametrize("extents", [[VERIFY, DECODE], [Extent(9, 40)]], ids=["together", "chunk"])
+@pytest.mark.parametrize("extents", [[VERIFY, DECODE], [TreeSpanShape(9, 40)]], ids=["together", "chunk"])
 def test_a_query_that_overflows_changes_no_other_row(
-    extents: list[Extent], query: float, dtype: torch.dtype, options: LayerOptions, plan: PlanAttention
+    extents: list[TreeSpanShape], query: float, dtype: torch.dtype, options: LayerOptions, plan: PlanAttention
 ) -> None:
     """Other rows of its span, and other spans that are read with it, keep their bits."""
     heads, row = HeadShape(2, 2, 16, 16), 2
@@ -166,7 +168,7 @@ def test_steps_of_spans_that_share_blocks_read_each_others_faults_as_nothing() -
     """Branches of one sequence are read together, each with a block of its own that the others do not see."""
     outs = []
     for fault in (1.0, NAN):
-        world = AttentionWorld([Extent(46, 1)] * 4, HeadShape(2, 2, 16, 16))
+        world = AttentionWorld([TreeSpanShape(46, 1)] * 4, HeadShape(2, 2, 16, 16))
         trunk = world.spans[0].block_table[:2]
         world.spans = [span._replace(block_table=[*trunk, span.block_table[2]]) for span in world.spans]
         own = world.slots(world.spans[0], 45, 46)
@@ -208,5 +210,5 @@ def test_our_kernels_read_hidden_keys_as_nothing(
 def test_the_triton_kernel_reads_hidden_keys_as_nothing(dtype: torch.dtype, options: LayerOptions) -> None:
     from engine.attention.triton_attention import TritonAttention
 
-    extents = [Extent(30, 1), Extent(20, 5), Extent(19, 9, BUSHY)]
+    extents = [TreeSpanShape(30, 1), TreeSpanShape(20, 5), TreeSpanShape(19, 9, BUSHY)]
     check(TritonAttention, lambda: AttentionWorld(extents, HeadShape(1, 4, 16, 16), dtype=dtype), options)

@@ -25,7 +25,7 @@ from tests.engine.fixtures.attention_fixtures import (
     PLAIN,
     TREES,
     AttentionWorld,
-    Extent,
+    TreeSpanShape,
     check_steps,
     logits_by,
 )
@@ -72,7 +72,7 @@ def test_each_row_of_a_mixed_pass_sees_its_own_sequence_up_to_itself(
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("block_size", [1, 7, 16, 32])
 def test_block_sizes_change_nothing(block_size: int, dtype: torch.dtype) -> None:
-    check(AttentionWorld([Extent(300, 2), *MIXED], HeadShape(2, 2, 64, 64), block_size=block_size, dtype=dtype))
+    check(AttentionWorld([TreeSpanShape(300, 2), *MIXED], HeadShape(2, 2, 64, 64), block_size=block_size, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -80,7 +80,9 @@ def test_block_sizes_change_nothing(block_size: int, dtype: torch.dtype) -> None
 def test_blocks_that_begin_and_end_like_a_run_may_lie_anywhere_between(block_size: int, dtype: torch.dtype) -> None:
     per_tile = 16 // block_size
     order = [0, *range(per_tile - 2, 0, -1), per_tile - 1, per_tile, per_tile + 1, per_tile + 2]
-    check(AttentionWorld([Extent(16, 1)], HeadShape(1, 1, 32, 8), block_size=block_size, dtype=dtype, order=order))
+    check(
+        AttentionWorld([TreeSpanShape(16, 1)], HeadShape(1, 1, 32, 8), block_size=block_size, dtype=dtype, order=order)
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -89,7 +91,13 @@ def test_head_sizes_may_be_any_up_to_256(key_dim: int, value_dim: int, dtype: to
     check(AttentionWorld(MIXED, HeadShape(2, 2, key_dim, value_dim), dtype=dtype), LayerOptions(scaling=key_dim**-0.5))
 
 
-LONG = [Extent(2047, 1), Extent(1021, 5), Extent(1500, 40), Extent(1030, 1), Extent(130, 1)]
+LONG = [
+    TreeSpanShape(2047, 1),
+    TreeSpanShape(1021, 5),
+    TreeSpanShape(1500, 40),
+    TreeSpanShape(1030, 1),
+    TreeSpanShape(130, 1),
+]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -116,7 +124,7 @@ def test_softcaps_bound_scores_and_sinks_take_probability(softcap: float | None,
 def test_a_node_of_a_tree_sees_its_ancestors_and_what_lies_before_the_tree(
     group_size: int, window: int | None, dtype: torch.dtype
 ) -> None:
-    world = AttentionWorld([*TREES, Extent(1022, 8, BUSHY)], HeadShape(2, group_size, 16, 16), dtype=dtype)
+    world = AttentionWorld([*TREES, TreeSpanShape(1022, 8, BUSHY)], HeadShape(2, group_size, 16, 16), dtype=dtype)
     check(world, LayerOptions(scaling=0.3, window=window))
 
 
@@ -178,7 +186,7 @@ def in_pieces(world: AttentionWorld, ends: Seq[int], options: LayerOptions, *, b
 def test_a_row_has_the_same_bits_in_any_company(
     group_size: int, window: int | None, kind: KVDtype, dtype: torch.dtype
 ) -> None:
-    extents = [Extent(900, 300), Extent(1100, 1), Extent(3, 40), TREES[0]]
+    extents = [TreeSpanShape(900, 300), TreeSpanShape(1100, 1), TreeSpanShape(3, 40), TREES[0]]
     world = AttentionWorld(extents, HeadShape(2, group_size, 64, 32), dtype=dtype, kind=kind)
     options = LayerOptions(scaling=0.3, window=window)
     expected = in_pieces(world, [300], options, beside=False)
@@ -194,10 +202,10 @@ def test_a_node_of_a_tree_has_the_bits_that_its_path_has_as_a_chain(
     start: int, kind: KVDtype, dtype: torch.dtype
 ) -> None:
     parents = (-1, 0, 0, 2, 1, 3, 5, 6, 7, 8, 9)
-    world = AttentionWorld([Extent(start, 11, parents)], HeadShape(2, 3, 32, 32), dtype=dtype, kind=kind)
+    world = AttentionWorld([TreeSpanShape(start, 11, parents)], HeadShape(2, 3, 32, 32), dtype=dtype, kind=kind)
     as_tree = attend(world)
     path = [0, 2, 3, 5, 6, 7, 8, 9, 10]
-    chain = AttentionWorld([Extent(start, len(path))], HeadShape(2, 3, 32, 32), dtype=dtype, kind=kind)
+    chain = AttentionWorld([TreeSpanShape(start, len(path))], HeadShape(2, 3, 32, 32), dtype=dtype, kind=kind)
     seen = [*range(start), *(start + node for node in path)]
     places = torch.cat([world.slots(world.spans[0], place, place + 1) for place in seen])
     for cache, source in ((chain.cache, world.cache), (chain.source, world.source)):
@@ -208,7 +216,7 @@ def test_a_node_of_a_tree_has_the_bits_that_its_path_has_as_a_chain(
 
 
 EXTENTS = st.lists(
-    st.builds(Extent, st.integers(0, 1100), st.one_of(st.just(1), st.integers(2, 70))), min_size=1, max_size=3
+    st.builds(TreeSpanShape, st.integers(0, 1100), st.one_of(st.just(1), st.integers(2, 70))), min_size=1, max_size=3
 )
 
 
@@ -222,7 +230,7 @@ EXTENTS = st.lists(
     seed=st.integers(0, 100),
 )
 def test_any_pass_equals_the_oracle(
-    extents: list[Extent], heads: HeadShape, block_size: int, window: int | None, dtype: torch.dtype, seed: int
+    extents: list[TreeSpanShape], heads: HeadShape, block_size: int, window: int | None, dtype: torch.dtype, seed: int
 ) -> None:
     world = AttentionWorld(extents, heads, block_size=block_size, dtype=dtype, seed=seed)
     check(world, LayerOptions(scaling=heads.key_dim**-0.5, window=window))
@@ -239,7 +247,7 @@ def test_any_pass_equals_the_oracle(
     scale=st.sampled_from([1.0, 1e-19, 1e-38]),
 )
 def test_split_pairs_have_the_bits_of_whole_ones(
-    extents: list[Extent], heads: HeadShape, window: int | None, scale: float, kind: KVDtype, dtype: torch.dtype
+    extents: list[TreeSpanShape], heads: HeadShape, window: int | None, scale: float, kind: KVDtype, dtype: torch.dtype
 ) -> None:
     skip_unless_pairs_are_split()
     outs = []
@@ -271,7 +279,7 @@ def test_split_pairs_have_the_bits_of_whole_ones(
     softcap=st.sampled_from([None, 2.0]),
 )
 def test_an_int8_pool_gives_the_same_bits_with_and_without_amx(
-    extents: list[Extent], heads: HeadShape, window: int | None, softcap: float | None, dtype: torch.dtype
+    extents: list[TreeSpanShape], heads: HeadShape, window: int | None, softcap: float | None, dtype: torch.dtype
 ) -> None:
     if native_instructions() is not Instructions.AMX:
         pytest.skip("no AMX on this processor")

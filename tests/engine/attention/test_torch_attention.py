@@ -36,17 +36,17 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class SpanShape:
     """A span's shape: tokens before it, and its own."""
 
     start: int
     num_rows: int
 
 
-class World:
+class RandomPass:
     """Sequences with random keys and values, their past already in the pool, and one pass over their new rows."""
 
-    def __init__(self, extents: list[Extent], heads: Heads, *, is_scattered: bool = True, seed: int = 0) -> None:
+    def __init__(self, extents: list[SpanShape], heads: Heads, *, is_scattered: bool = True, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         shape = LayerShape(heads.num_kv_heads, heads.key_dim, heads.value_dim)
         self.heads = heads
@@ -120,45 +120,45 @@ def one_row(
     return torch.stack(out).float()
 
 
-def check(world: World, options: LayerOptions) -> None:
+def check(world: RandomPass, options: LayerOptions) -> None:
     torch.testing.assert_close(world.attend(options), world.expected(options), rtol=0, atol=1e-5)
 
 
-MIXED = [Extent(0, 21), Extent(13, 1), Extent(30, 5), Extent(7, 18), Extent(0, 1), Extent(5, 2)]
+MIXED = [SpanShape(0, 21), SpanShape(13, 1), SpanShape(30, 5), SpanShape(7, 18), SpanShape(0, 1), SpanShape(5, 2)]
 SCALED = LayerOptions(scaling=0.3)
 
 
 @pytest.mark.parametrize("heads", [Heads(), Heads(group_size=1), Heads(num_kv_heads=1, group_size=4)])
 @pytest.mark.parametrize("is_scattered", [True, False])
 def test_each_row_of_a_mixed_pass_sees_its_own_sequence_up_to_itself(heads: Heads, is_scattered: bool) -> None:
-    check(World(MIXED, heads, is_scattered=is_scattered), SCALED)
+    check(RandomPass(MIXED, heads, is_scattered=is_scattered), SCALED)
 
 
 @pytest.mark.parametrize("heads", [Heads(key_dim=12, value_dim=8), Heads(group_size=1, key_dim=8, value_dim=16)])
 def test_values_may_have_another_head_size(heads: Heads) -> None:
-    check(World(MIXED, heads), SCALED)
+    check(RandomPass(MIXED, heads), SCALED)
 
 
 @pytest.mark.parametrize("window", [1, 3, 4, 6, 17, 100])
 def test_a_sliding_window_hides_what_lies_before_it(window: int) -> None:
-    check(World(MIXED, Heads()), LayerOptions(scaling=0.3, window=window))
+    check(RandomPass(MIXED, Heads()), LayerOptions(scaling=0.3, window=window))
 
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_softcaps_bound_the_scores(window: int | None) -> None:
-    check(World(MIXED, Heads()), LayerOptions(scaling=3.0, softcap=2.0, window=window))
+    check(RandomPass(MIXED, Heads()), LayerOptions(scaling=3.0, softcap=2.0, window=window))
 
 
 @pytest.mark.parametrize("heads", [Heads(), Heads(group_size=1)])
 def test_sinks_take_probability_and_give_no_value(heads: Heads) -> None:
     sinks = torch.linspace(-1.0, 2.0, heads.num_heads)
-    check(World(MIXED, heads), LayerOptions(scaling=0.3, sinks=sinks))
-    check(World(MIXED, heads), LayerOptions(scaling=0.3, sinks=sinks, window=5))
+    check(RandomPass(MIXED, heads), LayerOptions(scaling=0.3, sinks=sinks))
+    check(RandomPass(MIXED, heads), LayerOptions(scaling=0.3, sinks=sinks, window=5))
 
 
 def test_sequences_of_very_different_length_are_not_padded_to_the_longest() -> None:
-    extents = [Extent(3, 1)] * 9 + [Extent(120, 1)] * 2
-    world = World(extents, Heads())
+    extents = [SpanShape(3, 1)] * 9 + [SpanShape(120, 1)] * 2
+    world = RandomPass(extents, Heads())
     world.cache.min_view_tokens = 1 << 30
     num_keys = sorted(read.num_keys for read in ReadPlan(world.spans, world.cache).reads(None))
     assert num_keys == [4, 124]
@@ -167,7 +167,7 @@ def test_sequences_of_very_different_length_are_not_padded_to_the_longest() -> N
 
 @pytest.mark.parametrize("is_scattered", [True, False])
 def test_a_long_run_of_blocks_is_read_in_place(is_scattered: bool) -> None:
-    world = World([Extent(40, 1), Extent(50, 2)], Heads(), is_scattered=is_scattered)
+    world = RandomPass([SpanShape(40, 1), SpanShape(50, 2)], Heads(), is_scattered=is_scattered)
     world.cache.min_view_tokens = 40
     reads = ReadPlan(world.spans, world.cache).reads(None)
     assert all(isinstance(read.blocks, slice) for read in reads) is not is_scattered
@@ -175,7 +175,7 @@ def test_a_long_run_of_blocks_is_read_in_place(is_scattered: bool) -> None:
 
 
 EXTENTS = st.lists(
-    st.builds(Extent, st.integers(0, 24), st.one_of(st.integers(1, 6), st.integers(1, MAX_PACKED_ROWS + 8))),
+    st.builds(SpanShape, st.integers(0, 24), st.one_of(st.integers(1, 6), st.integers(1, MAX_PACKED_ROWS + 8))),
     min_size=1,
     max_size=4,
 )
@@ -191,17 +191,17 @@ EXTENTS = st.lists(
     seed=st.integers(0, 100),
 )
 def test_any_pass_equals_the_oracle(
-    extents: list[Extent], is_scattered: bool, min_view_tokens: int, window: int | None, group_size: int, seed: int
+    extents: list[SpanShape], is_scattered: bool, min_view_tokens: int, window: int | None, group_size: int, seed: int
 ) -> None:
-    world = World(extents, Heads(group_size=group_size), is_scattered=is_scattered, seed=seed)
+    world = RandomPass(extents, Heads(group_size=group_size), is_scattered=is_scattered, seed=seed)
     world.cache.min_view_tokens = min_view_tokens
     check(world, LayerOptions(scaling=0.3, window=window))
 
 
 @settings(max_examples=60)
 @given(extents=EXTENTS, window=st.one_of(st.none(), st.integers(1, 30)), min_view_tokens=st.sampled_from([1, 1 << 20]))
-def test_reads_cover_every_row_of_a_pass(extents: list[Extent], window: int | None, min_view_tokens: int) -> None:
-    world = World(extents, Heads())
+def test_reads_cover_every_row_of_a_pass(extents: list[SpanShape], window: int | None, min_view_tokens: int) -> None:
+    world = RandomPass(extents, Heads())
     world.cache.min_view_tokens = min_view_tokens
     every_row = torch.arange(sum(extent.num_rows for extent in extents))
     covered = torch.cat([every_row[read.rows] for read in ReadPlan(world.spans, world.cache).reads(window)])
@@ -213,7 +213,7 @@ def test_reads_cover_every_row_of_a_pass(extents: list[Extent], window: int | No
 def test_steps_see_what_single_passes_do(starts: list[int], window: int | None) -> None:
     options = LayerOptions(scaling=0.3, window=window)
     num_steps = 3
-    world = World([Extent(start, num_steps) for start in starts], Heads())
+    world = RandomPass([SpanShape(start, num_steps) for start in starts], Heads())
     expected = world.expected(options).view(len(starts), num_steps, *world.expected(options).shape[1:])
     plan = ReadPlan(world.spans, world.cache)
     for step in range(num_steps):
@@ -234,7 +234,7 @@ def test_a_layer_that_drops_the_keyword_is_found_out() -> None:
 
 
 def test_a_layer_with_a_bias_of_its_own_is_found_out() -> None:
-    world = World([Extent(0, 1)], Heads())
+    world = RandomPass([SpanShape(0, 1)], Heads())
     attention = PagedAttentionPass(world.cache, slice(0, 1), ReadPlan(world.spans, world.cache).reads)
     q = torch.zeros(1, 2, 1, 8)
     with pytest.raises(UnsupportedAttentionError, match="a bias or a mask"):

@@ -28,7 +28,7 @@ from tests.engine.fixtures.attention_fixtures import (
     TREES,
     VERIFY,
     AttentionWorld,
-    Extent,
+    TreeSpanShape,
     check_steps,
     logits_by,
 )
@@ -80,11 +80,11 @@ def test_block_sizes_and_splits_change_nothing(block_size: int, split_tokens: in
 
 
 def test_what_is_read_without_a_mask_ends_where_the_first_row_stops_seeing() -> None:
-    check(AttentionWorld([Extent(start, 3) for start in (14, 15, 16)], EIGHT), split_tokens=WHOLE)
+    check(AttentionWorld([TreeSpanShape(start, 3) for start in (14, 15, 16)], EIGHT), split_tokens=WHOLE)
 
 
 def test_more_splits_than_are_merged_at_a_time() -> None:
-    check(AttentionWorld([Extent(160, 1), Extent(5, 1)], EIGHT))
+    check(AttentionWorld([TreeSpanShape(160, 1), TreeSpanShape(5, 1)], EIGHT))
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(24, 8), (8, 40)])
@@ -112,7 +112,7 @@ def test_a_node_of_a_tree_sees_its_ancestors_and_what_lies_before_the_tree(windo
 def test_a_tree_may_have_64_nodes() -> None:
     parents = (-1, *((node - 1) // 2 for node in range(1, 64)))
     check(
-        AttentionWorld([Extent(5, 64, parents)], HeadShape(1, 1, 16, 16)),
+        AttentionWorld([TreeSpanShape(5, 64, parents)], HeadShape(1, 1, 16, 16)),
         tiling=Tiling(64, 32, 4, 2),
         split_tokens=WHOLE,
     )
@@ -147,7 +147,7 @@ def test_a_float8_pool_is_read_as_it_was_written() -> None:
 
 
 EXTENTS = st.lists(
-    st.builds(Extent, st.integers(0, 40), st.one_of(st.just(1), st.integers(2, 20))), min_size=1, max_size=3
+    st.builds(TreeSpanShape, st.integers(0, 40), st.one_of(st.just(1), st.integers(2, 20))), min_size=1, max_size=3
 )
 
 
@@ -162,7 +162,7 @@ EXTENTS = st.lists(
     seed=st.integers(0, 100),
 )
 def test_any_pass_equals_the_oracle(
-    extents: list[Extent],
+    extents: list[TreeSpanShape],
     group_size: int,
     block_m: int,
     block_n: int,

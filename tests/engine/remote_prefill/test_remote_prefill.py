@@ -50,7 +50,7 @@ class Clock:
 
 
 @dataclass
-class Pair:
+class PrefilledEngine:
     """An engine with a prefill replica."""
 
     core: EngineCore
@@ -82,7 +82,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class PrefillSetup:
     fault: Fault = intact
     proposer: Callable[[], Proposer] = NoProposer
     num_drafts: int = 0
@@ -105,7 +105,7 @@ def cache(num_blocks: int, is_caching: bool = True) -> CacheConfig:
     return CacheConfig(P, num_blocks, memory_bytes=None, enable_prefix_caching=is_caching)
 
 
-def build(model: ModelConfig, setup: Setup) -> Pair:
+def build(model: ModelConfig, setup: PrefillSetup) -> PrefilledEngine:
     remote = load_engine(
         EngineConfig(
             model,
@@ -127,7 +127,7 @@ def build(model: ModelConfig, setup: Setup) -> Pair:
         scheduler,
         Speculation(setup.proposer(), Verifier(Sampler()), SpeculationConfig(setup.num_drafts)),
     )
-    return Pair(core, source, transport, remote, clock)
+    return PrefilledEngine(core, source, transport, remote, clock)
 
 
 def requests(num: int = 10) -> list[GenerateRequest]:
@@ -157,22 +157,22 @@ def reference(model: ModelConfig) -> dict[str, list[int]]:
 
 
 SETUPS = {
-    "remote": Setup(),
-    "speculation": Setup(proposer=NgramProposer, num_drafts=4),
-    "chunked here": Setup(max_tokens_per_step=7),
-    "preempted": Setup(num_blocks=30),
-    "preempted, speculation": Setup(num_blocks=30, proposer=NgramProposer, num_drafts=4),
-    "without a prefix cache": Setup(is_caching=False),
-    "a small pool there": Setup(num_remote_blocks=24),
-    "one block a step there": Setup(max_remote_tokens_per_step=P),
-    "everything in one step there": Setup(max_remote_tokens_per_step=1000),
-    "too small a pool there": Setup(num_remote_blocks=6),
-    "killed before": Setup(fault=lost_after(0)),
-    "silent": Setup(fault=silent),
-    "other model": Setup(fault=mismatched),
-    "blocks out of order": Setup(fault=shuffled),
-    "blocks of another size": Setup(fault=too_short),
-    "cut off": Setup(fault=cut_off),
+    "remote": PrefillSetup(),
+    "speculation": PrefillSetup(proposer=NgramProposer, num_drafts=4),
+    "chunked here": PrefillSetup(max_tokens_per_step=7),
+    "preempted": PrefillSetup(num_blocks=30),
+    "preempted, speculation": PrefillSetup(num_blocks=30, proposer=NgramProposer, num_drafts=4),
+    "without a prefix cache": PrefillSetup(is_caching=False),
+    "a small pool there": PrefillSetup(num_remote_blocks=24),
+    "one block a step there": PrefillSetup(max_remote_tokens_per_step=P),
+    "everything in one step there": PrefillSetup(max_remote_tokens_per_step=1000),
+    "too small a pool there": PrefillSetup(num_remote_blocks=6),
+    "killed before": PrefillSetup(fault=lost_after(0)),
+    "silent": PrefillSetup(fault=silent),
+    "other model": PrefillSetup(fault=mismatched),
+    "blocks out of order": PrefillSetup(fault=shuffled),
+    "blocks of another size": PrefillSetup(fault=too_short),
+    "cut off": PrefillSetup(fault=cut_off),
 }
 FAILURES = {
     "too small a pool there": FetchFailure.REFUSED,
@@ -210,7 +210,7 @@ def test_remote_and_local_prefill_give_the_same_tokens(
 def test_tokens_are_the_same_whenever_the_replica_dies(
     num_chunks: int, model: ModelConfig, reference: dict[str, list[int]]
 ) -> None:
-    pair = build(model, Setup(lost_after(num_chunks)))
+    pair = build(model, PrefillSetup(lost_after(num_chunks)))
     for request in requests():
         pair.core.add(request)
     assert pair.run() == reference
@@ -225,7 +225,7 @@ def test_texts_are_the_same_under_random_arrivals_aborts_and_timeouts(
 ) -> None:
     """Random arrivals, aborts and time-outs over a small pool: every text that is not aborted is complete."""
     source = random.Random(seed)
-    setup = Setup(num_blocks=source.choice([24, 40, 100]), fault=source.choice([intact, lost_after(5), silent]))
+    setup = PrefillSetup(num_blocks=source.choice([24, 40, 100]), fault=source.choice([intact, lost_after(5), silent]))
     pair = build(model, setup)
     gone: set[str] = set()
     for request in source.sample(requests(), 10):
@@ -251,7 +251,7 @@ def long_request(name: str, length: int = 60, seed: int = 0, **more: object) -> 
 
 
 def test_all_whole_blocks_before_the_last_token_are_fetched(model: ModelConfig) -> None:
-    pair = build(model, Setup())
+    pair = build(model, PrefillSetup())
     pair.core.add(long_request("a", 61))
     pair.run()
     assert pair.core.stats().remote.num_tokens == 60
@@ -259,7 +259,7 @@ def test_all_whole_blocks_before_the_last_token_are_fetched(model: ModelConfig) 
 
 
 def test_a_traced_request_reports_its_time_to_first_token_once(model: ModelConfig) -> None:
-    pair = build(model, Setup())
+    pair = build(model, PrefillSetup())
     pair.core.add(long_request("a", 61, is_traced=True), arrival_s=pair.clock())
     pair.core.add(long_request("b", 61), arrival_s=pair.clock())
     pair.clock.now_s += 0.25
@@ -278,7 +278,7 @@ def test_a_traced_request_reports_its_time_to_first_token_once(model: ModelConfi
 
 
 def test_only_missing_blocks_are_ordered(model: ModelConfig) -> None:
-    pair = build(model, Setup())
+    pair = build(model, PrefillSetup())
     pair.core.add(long_request("a", 60))
     pair.run()
     pair.core.add(replace(long_request("b", 60), prompt_token_ids=(*long_request("b").prompt_token_ids, *range(20))))
@@ -290,14 +290,14 @@ def test_only_missing_blocks_are_ordered(model: ModelConfig) -> None:
 
 
 def test_a_short_prompt_is_read_here(model: ModelConfig) -> None:
-    pair = build(model, Setup(min_tokens=30))
+    pair = build(model, PrefillSetup(min_tokens=30))
     pair.core.add(long_request("a", 30))
     pair.run()
     assert pair.transport.orders == []
 
 
 def test_samples_of_one_prompt_are_fetched_once(model: ModelConfig) -> None:
-    pair = build(model, Setup())
+    pair = build(model, PrefillSetup())
     for index in range(4):
         pair.core.add(replace(long_request(f"sample {index}"), sample_index=index))
     texts = pair.run()
@@ -306,7 +306,7 @@ def test_samples_of_one_prompt_are_fetched_once(model: ModelConfig) -> None:
 
 
 def test_a_follower_takes_over_when_the_first_one_leaves(model: ModelConfig) -> None:
-    pair = build(model, Setup())
+    pair = build(model, PrefillSetup())
     pair.core.add(long_request("a"))
     pair.core.add(long_request("b"))
     pair.step()
@@ -321,7 +321,7 @@ def test_a_follower_takes_over_when_the_first_one_leaves(model: ModelConfig) -> 
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
 def test_an_aborted_fetch_leaves_two_idle_engines_and_every_block_free(model: ModelConfig, num_steps: int) -> None:
     """Later messages and the deadline of an aborted fetch find no fetch."""
-    pair = build(model, Setup())
+    pair = build(model, PrefillSetup())
     pair.core.add(long_request("a"))
     for _ in range(num_steps):
         pair.step()
@@ -343,7 +343,7 @@ def test_an_aborted_fetch_leaves_two_idle_engines_and_every_block_free(model: Mo
 
 
 def test_sequences_of_different_salts_do_not_follow_each_other(model: ModelConfig) -> None:
-    pair = build(model, Setup())
+    pair = build(model, PrefillSetup())
     pair.core.add(long_request("a", cache_salt="one"))
     pair.core.add(long_request("b", cache_salt="two"))
     pair.run()
@@ -351,7 +351,7 @@ def test_sequences_of_different_salts_do_not_follow_each_other(model: ModelConfi
 
 
 def test_other_sequences_run_while_one_is_fetching(model: ModelConfig) -> None:
-    pair = build(model, Setup(fault=silent))
+    pair = build(model, PrefillSetup(fault=silent))
     pair.core.add(long_request("waits"))
     pair.core.add(long_request("runs", 5))
     for _ in range(5):
@@ -361,7 +361,7 @@ def test_other_sequences_run_while_one_is_fetching(model: ModelConfig) -> None:
 
 
 def test_an_engine_whose_sequences_all_wait_is_starved(model: ModelConfig) -> None:
-    pair = build(model, Setup(fault=silent))
+    pair = build(model, PrefillSetup(fault=silent))
     pair.core.add(long_request("a"))
     pair.step()
     pair.step()
@@ -372,7 +372,7 @@ def test_an_engine_whose_sequences_all_wait_is_starved(model: ModelConfig) -> No
 
 
 def test_a_sequence_without_room_orders_nothing(model: ModelConfig) -> None:
-    pair = build(model, Setup(num_blocks=20, fault=silent))
+    pair = build(model, PrefillSetup(num_blocks=20, fault=silent))
     pair.core.add(long_request("a", 50))
     pair.core.add(long_request("b", 50, seed=1))
     pair.step()
@@ -382,7 +382,7 @@ def test_a_sequence_without_room_orders_nothing(model: ModelConfig) -> None:
 def test_after_a_failure_prompts_are_read_here_for_a_while(model: ModelConfig) -> None:
     faults = iter([lost_after(0), intact])
     current = next(faults)
-    pair = build(model, Setup(fault=lambda news: current(news)))
+    pair = build(model, PrefillSetup(fault=lambda news: current(news)))
     pair.core.add(long_request("a", seed=1))
     pair.run()
     pair.core.add(long_request("b", seed=2))
@@ -397,7 +397,7 @@ def test_after_a_failure_prompts_are_read_here_for_a_while(model: ModelConfig) -
 
 def test_an_order_that_no_replica_accepts_is_given_up_in_two_seconds_after_the_first(model: ModelConfig) -> None:
     current: Fault = intact
-    pair = build(model, Setup(fault=lambda news: current(news)))
+    pair = build(model, PrefillSetup(fault=lambda news: current(news)))
     pair.core.add(long_request("a", seed=1))
     pair.run()
     current = silent
@@ -410,7 +410,7 @@ def test_an_order_that_no_replica_accepts_is_given_up_in_two_seconds_after_the_f
 
 
 def test_a_mismatch_is_logged_once(model: ModelConfig, caplog: pytest.LogCaptureFixture) -> None:
-    pair = build(model, Setup(fault=mismatched))
+    pair = build(model, PrefillSetup(fault=mismatched))
     with caplog.at_level(logging.WARNING):
         for seed in range(3):
             pair.core.add(long_request(str(seed), seed=seed))
@@ -422,7 +422,7 @@ def test_a_mismatch_is_logged_once(model: ModelConfig, caplog: pytest.LogCapture
 
 
 def test_prompts_with_logprobs_are_read_here(model: ModelConfig) -> None:
-    pair = build(model, Setup())
+    pair = build(model, PrefillSetup())
     request = long_request("a")
     pair.core.add(replace(request, sampling=replace(request.sampling, num_prompt_logprobs=0)))
     pair.run()
@@ -431,7 +431,7 @@ def test_prompts_with_logprobs_are_read_here(model: ModelConfig) -> None:
 
 
 def test_a_follower_leaves_where_the_prompts_part(model: ModelConfig) -> None:
-    pair = build(model, Setup(min_tokens=16, max_remote_tokens_per_step=8))
+    pair = build(model, PrefillSetup(min_tokens=16, max_remote_tokens_per_step=8))
     pair.core.add(long_request("long", 100))
     short = (*long_request("short", 100).prompt_token_ids[:20], 1, 2, 3)
     pair.core.add(replace(long_request("short"), prompt_token_ids=short))
@@ -443,7 +443,7 @@ def test_a_follower_leaves_where_the_prompts_part(model: ModelConfig) -> None:
 
 
 def test_an_order_has_the_salt_and_the_tokens_of_its_request(model: ModelConfig) -> None:
-    pair = build(model, Setup())
+    pair = build(model, PrefillSetup())
     prompt = tuple(range(3, 47))
     for request_id, salt in (("a", "one"), ("b", "two"), ("c", "")):
         pair.core.add(GenerateRequest(request_id, prompt, SamplingParams(max_tokens=1), cache_salt=salt))

@@ -29,8 +29,8 @@ from tests.engine.fixtures.exactness_checks import big_model, check_samples, cou
 from tests.engine.fixtures.tabular import (
     CONSTRAINED,
     Experiment,
-    Pair,
     TabularModel,
+    TabularPair,
     filled_up,
     joint_probs,
     new_sequence,
@@ -51,7 +51,7 @@ SHAPES = {
 # ---- by rejection: exact enumeration ------------------------------------------------------------------------------
 
 
-def drawn_trees(pair: Pair, sampling: SamplingParams, parents: Seq[int]) -> list[tuple[Draft, float]]:
+def drawn_trees(pair: TabularPair, sampling: SamplingParams, parents: Seq[int]) -> list[tuple[Draft, float]]:
     """Every tree of a shape that the pair can draw without replacement, with its probability.
 
     If a distribution has no token left, a node and its descendants are missing.
@@ -71,7 +71,7 @@ class _Grown:
     prob: float
 
 
-def _draw(pair: Pair, sampling: SamplingParams, before: _Grown, node: int, parent: int) -> list[_Grown]:
+def _draw(pair: TabularPair, sampling: SamplingParams, before: _Grown, node: int, parent: int) -> list[_Grown]:
     if parent not in before.places:
         return [before]
     tree, place = before.tree, before.places[parent]
@@ -89,14 +89,16 @@ def _draw(pair: Pair, sampling: SamplingParams, before: _Grown, node: int, paren
     ] or [before]
 
 
-def _distribution_after(pair: Pair, sampling: SamplingParams, tree: Draft, parent: int) -> SparseDistribution:
+def _distribution_after(pair: TabularPair, sampling: SamplingParams, tree: Draft, parent: int) -> SparseDistribution:
     sampler = Sampler()
     row = row_of(new_sequence(sampling), tree.path(parent))
     scores = sampler.apply_processors(pair.draft.logits([[*row.token_ids, *row.draft_ids]]), [row])
     return sampler.sample_sparse(scores, [row], pair.draft.num_tokens).distributions[0]
 
 
-def emitted_probs(pair: Pair, sampling: SamplingParams, trees: Seq[tuple[Draft, float]], num_tokens: int) -> Tensor:
+def emitted_probs(
+    pair: TabularPair, sampling: SamplingParams, trees: Seq[tuple[Draft, float]], num_tokens: int
+) -> Tensor:
     """The joint distribution of a pass's tokens, completed by plain decoding, over every tree."""
     emitted: defaultdict[tuple[int, ...], Tensor | float] = defaultdict(float)
     for tree, tree_prob in trees:
@@ -222,7 +224,7 @@ def test_a_wider_tree_is_accepted_more_often_only_because_siblings_are_drawn_wit
     assert one + 0.05 < accepted[0] < accepted[1]
 
 
-def _accept_prob(pair: Pair, tree: Draft) -> float:
+def _accept_prob(pair: TabularPair, tree: Draft) -> float:
     row = row_of(new_sequence(SamplingParams()))
     p = pair.target.logits([row.token_ids]).softmax(dim=1)
     distributions = p.expand(len(tree.token_ids) + 1, -1)

@@ -9,8 +9,8 @@ from engine.config import HeadConfig, HeadKind
 from engine.model.draft_heads.loader import load_head
 from engine.model.draft_heads.medusa import MedusaHeads as ServedHeads
 from models.draft_heads.medusa_heads import (
-    MedusaHeads,
     MedusaLesson,
+    TrainableMedusaHeads,
     agreement,
     count_rounds,
     load_heads,
@@ -33,8 +33,8 @@ def tiny_target() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
-def random_heads() -> MedusaHeads:
-    heads = MedusaHeads(16, num_heads=3, num_blocks=2)
+def random_heads() -> TrainableMedusaHeads:
+    heads = TrainableMedusaHeads(16, num_heads=3, num_blocks=2)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return heads
@@ -54,7 +54,7 @@ def test_the_engine_reads_what_is_saved(tmp_path: Path) -> None:
 
 
 def test_a_medusa_lesson_lowers_the_loss() -> None:
-    target, heads = tiny_target(), MedusaHeads(16, num_heads=2, num_blocks=1)
+    target, heads = tiny_target(), TrainableMedusaHeads(16, num_heads=2, num_blocks=1)
     lesson, ids = MedusaLesson(heads, target), torch.randint(0, 48, (2, 12))
     optimizer = torch.optim.AdamW(heads.parameters(), lr=3e-2)
     losses = []

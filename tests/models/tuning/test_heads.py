@@ -20,7 +20,7 @@ from engine.position_log.folder import LogFolder
 from engine.position_log.shard import LoggedModel, LoggedRequest, write_shard
 from engine.position_log.top_rows import top_logprobs
 from models.draft_heads.eagle3_head import eagle3_logits, new_student, save_head
-from models.draft_heads.medusa_heads import MedusaHeads, save_heads
+from models.draft_heads.medusa_heads import TrainableMedusaHeads, save_heads
 from models.training.loss import top_distillation_loss
 from models.training.rollout import generate
 from models.tuning import head_folder
@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class LoggedHeads:
     """A target of seven layers, its heads, and the log of its texts."""
 
     target: Path
@@ -48,7 +48,7 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(tmp_path_factory: pytest.TempPathFactory) -> LoggedHeads:
     root = tmp_path_factory.mktemp("heads")
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -69,7 +69,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     head = new_student(target, len(ids))
     head.begin_as(target, ids)
     save_head(head, target, ids, root / "eagle3")
-    heads = MedusaHeads(WIDTH, num_heads=2, num_blocks=1)
+    heads = TrainableMedusaHeads(WIDTH, num_heads=2, num_blocks=1)
     save_heads(heads, target, root / "medusa")
     requests = written_by(target)
     (root / "log").mkdir()
@@ -78,7 +78,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         LoggedModel(model_version(str(root / "target")), VOCAB_SIZE),
         requests,
     )
-    return Made(root / "target", root / "eagle3", root / "medusa", root / "log", requests)
+    return LoggedHeads(root / "target", root / "eagle3", root / "medusa", root / "log", requests)
 
 
 def written_by(target: LlamaForCausalLM) -> list[LoggedRequest]:
@@ -103,7 +103,7 @@ def written_by(target: LlamaForCausalLM) -> list[LoggedRequest]:
     return requests
 
 
-def settings(made: Made, draft: Path, output: Path) -> TuneSettings:
+def settings(made: LoggedHeads, draft: Path, output: Path) -> TuneSettings:
     return TuneSettings(
         log=made.log,
         target=str(made.target),
@@ -120,7 +120,7 @@ def settings(made: Made, draft: Path, output: Path) -> TuneSettings:
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
-def test_tuned_heads_are_better_on_what_they_have_not_seen(made: Made, tmp_path: Path, kind: str) -> None:
+def test_tuned_heads_are_better_on_what_they_have_not_seen(made: LoggedHeads, tmp_path: Path, kind: str) -> None:
     draft: Path = getattr(made, kind)
     lines: list[str] = []
     assert tune(settings(made, draft, tmp_path / "new"), lines.append, lambda *_: None), lines
@@ -147,7 +147,7 @@ def float32_target(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("float32_target")
 @torch.no_grad()
-def test_an_eagle3_head_drafts_in_training_what_it_drafts_elsewhere(made: Made) -> None:
+def test_an_eagle3_head_drafts_in_training_what_it_drafts_elsewhere(made: LoggedHeads) -> None:
     """Texts of unlike lengths in a batch, each row and each draft against the head run over one text alone."""
     target = LlamaForCausalLM.from_pretrained(made.target, dtype=torch.float32)
     student = HeadFolder(made.eagle3, str(made.target), CPU).load()
@@ -178,7 +178,7 @@ def replace_length(request: LoggedRequest, length: int) -> LoggedRequest:
 
 @pytest.mark.usefixtures("float32_target")
 @torch.no_grad()
-def test_medusa_heads_draft_in_training_what_the_engine_drafts(made: Made) -> None:
+def test_medusa_heads_draft_in_training_what_the_engine_drafts(made: LoggedHeads) -> None:
     target = LlamaForCausalLM.from_pretrained(made.target, dtype=torch.float32)
     served = load_head(HeadConfig(HeadKind.MEDUSA, str(made.medusa)), target, CPU)
     assert isinstance(served, ServedMedusa)
@@ -202,7 +202,7 @@ def test_tokens_outside_a_drafts_vocabulary_count_for_nothing() -> None:
     assert top_distillation_loss(logits, whole, torch.log(p[:, 1:] + 1e-30), 1.0) > 0.1
 
 
-def test_heads_that_cannot_be_tuned_are_refused(made: Made, tmp_path: Path) -> None:
+def test_heads_that_cannot_be_tuned_are_refused(made: LoggedHeads, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave --rank out"):
         tune(replace(settings(made, made.eagle3, tmp_path / "new"), rank=4), print, lambda *_: None)
     config = json.loads((made.eagle3 / "config.json").read_text(encoding="utf-8"))

@@ -28,11 +28,11 @@ class Result:
         return str(self._answer)
 
 
-class Deployment:
+class FakeHandle:
     def __init__(self, results: Sequence[Result]) -> None:
         self._results = results
 
-    def broadcast(self, method_name: str) -> Deployment:
+    def broadcast(self, method_name: str) -> FakeHandle:
         assert method_name == "metrics_text"
         return self
 
@@ -45,7 +45,7 @@ async def test_a_replica_that_hangs_is_named_and_the_others_answer(monkeypatch: 
     texts: ReplicaTexts[str] = ReplicaTexts(lambda text: text)
 
     async def read(*results: Result) -> dict[str, Any]:
-        return await texts.read(Deployment(results))
+        return await texts.read(FakeHandle(results))
 
     assert await read(Result("1", "a"), Result("2", "b")) == {"a": "a", "b": "b"}
     began_s = time.monotonic()

@@ -81,7 +81,7 @@ class AbsentDeployment:
         raise UnavailableError("no replica")
 
 
-class Taken(RequestRouting):
+class AlwaysTaken(RequestRouting):
     """Mark every call as taken by a pair: there is no router of ours here."""
 
     def open(self, request: GenerateRequest) -> RoutedCall:
@@ -156,7 +156,7 @@ async def test_a_request_waits_while_a_pair_may_come(monkeypatch: pytest.MonkeyP
 async def test_a_request_that_a_pair_has_taken_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_backend, "_TAKEN_TIMEOUT_S", 0.02)
     late = GenerateRequest("r", (COMES_LATE,))
-    assert await tokens_of(open_backend(yes, routing=Taken), late) == [7, 8, 9]
+    assert await tokens_of(open_backend(yes, routing=AlwaysTaken), late) == [7, 8, 9]
 
 
 async def test_the_model_card_is_asked_for(backend: ServeBackend) -> None:

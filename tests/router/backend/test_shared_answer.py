@@ -11,7 +11,7 @@ from protos.errors import UnavailableError
 from router.backend.shared_answer import SharedAnswer
 
 
-class Source:
+class AnswerSource:
     """Answers with the number of times that it was asked, each after `took_s`."""
 
     def __init__(self, took_s: float = 0.02) -> None:
@@ -29,13 +29,13 @@ class Source:
 
 
 async def test_all_who_ask_at_a_time_share_one_answer() -> None:
-    source = Source()
+    source = AnswerSource()
     shared = SharedAnswer(source.read)
     assert await asyncio.gather(*(shared.get() for _ in range(1000))) == [1] * 1000
 
 
 async def test_one_who_asks_while_an_answer_is_made_gets_the_next() -> None:
-    source = Source()
+    source = AnswerSource()
     shared = SharedAnswer(source.read)
     first = asyncio.create_task(shared.get())
     await asyncio.sleep(source.took_s / 2)
@@ -44,7 +44,7 @@ async def test_one_who_asks_while_an_answer_is_made_gets_the_next() -> None:
 
 
 async def test_a_flood_takes_a_fifth_of_the_time() -> None:
-    source = Source(0.01)
+    source = AnswerSource(0.01)
     shared = SharedAnswer(source.read)
     began_s = time.monotonic()
     while time.monotonic() - began_s < 0.5:
@@ -53,7 +53,7 @@ async def test_a_flood_takes_a_fifth_of_the_time() -> None:
 
 
 async def test_an_error_is_everybody_s_and_the_next_answer_is_made_anew() -> None:
-    source = Source()
+    source = AnswerSource()
     source.error = UnavailableError("gone")
     shared = SharedAnswer(source.read)
     outcomes = await asyncio.gather(shared.get(), shared.get(), return_exceptions=True)
@@ -63,7 +63,7 @@ async def test_an_error_is_everybody_s_and_the_next_answer_is_made_anew() -> Non
 
 
 async def test_one_who_gives_up_leaves_the_answer_to_the_others() -> None:
-    source = Source()
+    source = AnswerSource()
     shared = SharedAnswer(source.read)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(source.took_s / 4):

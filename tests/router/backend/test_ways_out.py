@@ -15,7 +15,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from actors.pair.admission import Admission
+from actors.pair.admission import PairAdmission
 from actors.pair.pair_shell import PairShell
 from actors.pair.token_stream import TokenStream
 from protos.errors import EngineLostError, GrammarError, ModelChangedError, RequestError, UnavailableError
@@ -40,7 +40,7 @@ LIMITS = IngressLimits(max_body_bytes=20_000, max_choices=8, migration_deadline_
 
 
 @dataclass
-class World:
+class FailingService:
     """Two pairs and an index. The requests' ids: `reserved` by the index, and `answered` by a pair."""
 
     failures: list[Exception] = field(default_factory=list)  # of the next requests, instead of tokens
@@ -58,7 +58,7 @@ class World:
     def __post_init__(self) -> None:
         self.may_choose.set()
         self.may_answer.set()
-        self.pairs = {name: Pair(self) for name in "ab"}
+        self.pairs = {name: FailingPair(self) for name in "ab"}
 
     async def select(self, query: RouteQuery) -> RouteReply:
         self.num_asked += 1
@@ -80,10 +80,10 @@ class World:
         return is_chosen and not self.running and not is_reserved and all(pair.is_empty for pair in self.pairs.values())
 
 
-class Engine:
+class FailingEngine:
     """The part of a `TargetClient` that a shell needs: tokens, or the next failure."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: FailingService) -> None:
         self.feeds = self
         self._world = world
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -119,10 +119,10 @@ class Engine:
         self._world.running.discard(request_id)
 
 
-class Pair(PairShell):
-    def __init__(self, world: World) -> None:
-        self._admission = Admission(NUM_PLACES)
-        self._client = Engine(world)  # type: ignore[assignment]
+class FailingPair(PairShell):
+    def __init__(self, world: FailingService) -> None:
+        self._admission = PairAdmission(NUM_PLACES)
+        self._client = FailingEngine(world)  # type: ignore[assignment]
 
     @property
     def is_empty(self) -> bool:
@@ -139,7 +139,7 @@ class Pair(PairShell):
 class Handle:
     """Serve's handle of the pairs. As in Serve, a choice that has begun goes on when its caller has left."""
 
-    def __init__(self, world: World, name: str = "") -> None:
+    def __init__(self, world: FailingService, name: str = "") -> None:
         self._world = world
         self._name = name
         self._chooser = RouteChooser(world)
@@ -149,7 +149,7 @@ class Handle:
         return Handle(self._world, method_name)
 
     def remote(self, *args: Any) -> Any:
-        return _card() if self._name == "describe" else Stream(self._run(*args), self._world.is_left)
+        return _card() if self._name == "describe" else FakeResponse(self._run(*args), self._world.is_left)
 
     async def _run(self, call: RoutedCall) -> AsyncIterator[list[TokenChunk]]:
         choice = asyncio.ensure_future(self._chooser.choose(call, list(self._world.pairs)))
@@ -164,7 +164,7 @@ async def _card() -> ModelCard:
     return CARD
 
 
-class Stream:
+class FakeResponse:
     """A response of Serve's: its replica works by itself until it is cancelled."""
 
     def __init__(self, items: AsyncIterator[list[TokenChunk]], is_left: asyncio.Event) -> None:
@@ -186,7 +186,7 @@ class Stream:
         finally:
             await items.aclose()
 
-    def __aiter__(self) -> Stream:
+    def __aiter__(self) -> FakeResponse:
         return self
 
     async def __anext__(self) -> list[TokenChunk]:
@@ -196,7 +196,7 @@ class Stream:
         return item
 
 
-Way = Callable[[httpx.AsyncClient, World], Awaitable[int]]
+Way = Callable[[httpx.AsyncClient, FailingService], Awaitable[int]]
 BODY: dict[str, Any] = {"model": "fake", "prompt": [5, 6, 7], "max_tokens": 4}
 
 
@@ -211,7 +211,7 @@ def posting(
     end: FinishReason = FinishReason.LENGTH,
     **fields: Any,
 ) -> Way:
-    async def way(http: httpx.AsyncClient, world: World) -> int:
+    async def way(http: httpx.AsyncClient, world: FailingService) -> int:
         world.failures, world.refusals, world.end = list(failures), list(refusals), end
         return await post(http, **fields)
 
@@ -219,7 +219,7 @@ def posting(
 
 
 def sending(content: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> Way:
-    async def way(http: httpx.AsyncClient, world: World) -> int:
+    async def way(http: httpx.AsyncClient, world: FailingService) -> int:
         names = {"content-type": "application/json", **headers}
         return (await http.post("/v1/completions", content=content, headers=names)).status_code
 
@@ -229,7 +229,7 @@ def sending(content: bytes, headers: Mapping[str, str] = MappingProxyType({})) -
 def leaving(stage: str, **fields: Any) -> Way:
     """Leave while the index chooses, before the first token, or after it."""
 
-    async def way(http: httpx.AsyncClient, world: World) -> int:
+    async def way(http: httpx.AsyncClient, world: FailingService) -> int:
         held = {"choice": world.may_choose, "token": world.may_answer}.get(stage)
         if held is not None:
             held.clear()
@@ -249,7 +249,7 @@ def leaving(stage: str, **fields: Any) -> Way:
     return way
 
 
-async def cut_body(http: httpx.AsyncClient, world: World) -> int:
+async def cut_body(http: httpx.AsyncClient, world: FailingService) -> int:
     _, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     writer.write(head + b'Content-Length: 900\r\n\r\n{"prompt": "')
@@ -258,7 +258,7 @@ async def cut_body(http: httpx.AsyncClient, world: World) -> int:
     return 0
 
 
-async def full(http: httpx.AsyncClient, world: World) -> int:
+async def full(http: httpx.AsyncClient, world: FailingService) -> int:
     """Both pairs are full; then their requests end."""
     others = [GenerateRequest(str(rank), (1,)) for rank in range(NUM_PLACES)]
     for pair in world.pairs.values():
@@ -303,7 +303,7 @@ WAYS: dict[str, tuple[Way, int]] = {
 
 @pytest.mark.parametrize("name", WAYS)
 async def test_what_a_request_took_is_free_whatever_ends_it(tokenizer: Tokenizer, name: str) -> None:
-    world, metrics = World(), IngressMetrics()
+    world, metrics = FailingService(), IngressMetrics()
     backend = ServeBackend(Handle(world), RequestRouting(RouterMetrics(CollectorRegistry())), _no)  # type: ignore[arg-type]
     config = IngressConfig("fake", "nowhere", limits=LIMITS)
     service = GenerationService(backend, TokenizerFiles(tokenizer, None), config, metrics)

@@ -25,7 +25,7 @@ REPORT_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class PairRates:
     """The rates that a pair has measured; 0 where none yet."""
 
     prefill_tokens_per_s: float = 1000.0
@@ -33,7 +33,7 @@ class Pair:
 
 
 def shares(
-    pairs: Sequence[Pair], num_at_once: int, num_requests: int = 64, holders: Sequence[int] | None = None
+    pairs: Sequence[PairRates], num_at_once: int, num_requests: int = 64, holders: Sequence[int] | None = None
 ) -> list[int]:
     """Send requests of one hot prefix in a closed loop, and return how many each pair got.
 
@@ -68,17 +68,19 @@ def shares(
 
 
 MEASURED = st.builds(
-    Pair, prefill_tokens_per_s=st.floats(700.0, 1500.0), decode_tokens_per_s=st.sampled_from([0.0, 20.0, 40.0, 60.0])
+    PairRates,
+    prefill_tokens_per_s=st.floats(700.0, 1500.0),
+    decode_tokens_per_s=st.sampled_from([0.0, 20.0, 40.0, 60.0]),
 )
 
 
-@example([Pair(), Pair()], 16)
-@example([Pair(decode_tokens_per_s=60.0), Pair(decode_tokens_per_s=20.0)], 16)
-@example([Pair(decode_tokens_per_s=40.0), Pair(decode_tokens_per_s=0.0)], 16)
-@example([Pair(700.0), Pair(1500.0)], 16)
+@example([PairRates(), PairRates()], 16)
+@example([PairRates(decode_tokens_per_s=60.0), PairRates(decode_tokens_per_s=20.0)], 16)
+@example([PairRates(decode_tokens_per_s=40.0), PairRates(decode_tokens_per_s=0.0)], 16)
+@example([PairRates(700.0), PairRates(1500.0)], 16)
 @given(st.lists(MEASURED, min_size=1, max_size=8), st.integers(2, 48))
 @settings(max_examples=60, deadline=None)
-def test_pairs_that_hold_a_hot_prefix_share_its_requests(pairs: list[Pair], num_at_once: int) -> None:
+def test_pairs_that_hold_a_hot_prefix_share_its_requests(pairs: list[PairRates], num_at_once: int) -> None:
     num_at_once = max(num_at_once, 2 * len(pairs))
     got = shares(pairs, num_at_once)
     assert max(got) - min(got) <= 64 / len(pairs) / 2, got
@@ -88,13 +90,13 @@ def test_pairs_that_hold_a_hot_prefix_share_its_requests(pairs: list[Pair], num_
 @given(st.integers(1, 8), st.sampled_from([0.0, 40.0]))
 @settings(max_examples=16, deadline=None)
 def test_equal_pairs_share_requests_that_come_one_at_a_time(num_pairs: int, measured: float) -> None:
-    pairs = [Pair(decode_tokens_per_s=measured), *[Pair()] * (num_pairs - 1)]
+    pairs = [PairRates(decode_tokens_per_s=measured), *[PairRates()] * (num_pairs - 1)]
     got = shares(pairs, 1, num_requests=64 * num_pairs)
     assert min(got) >= 32, got
 
 
 @given(st.lists(MEASURED, min_size=2, max_size=8), st.integers(1, 12))
 @settings(max_examples=30, deadline=None)
-def test_a_prefix_that_one_pair_holds_is_not_left(pairs: list[Pair], num_at_once: int) -> None:
+def test_a_prefix_that_one_pair_holds_is_not_left(pairs: list[PairRates], num_at_once: int) -> None:
     got = shares(pairs, num_at_once, num_requests=24, holders=[1])
     assert got[1] == 24, got

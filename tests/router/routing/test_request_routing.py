@@ -20,7 +20,7 @@ CARD = ModelCard(300, 4096, (0,), "v1", 16, probe_key=PROBE)
 REQUEST = GenerateRequest("r", tuple(range(200)))
 
 
-class Ingress:
+class FakeIngress:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.routing = RequestRouting(RouterMetrics(self.registry))
@@ -39,11 +39,11 @@ class Ingress:
 
 
 @pytest.fixture
-def ingress() -> Ingress:
-    return Ingress()
+def ingress() -> FakeIngress:
+    return FakeIngress()
 
 
-def test_achieved_and_achievable_blocks_are_counted(ingress: Ingress):
+def test_achieved_and_achievable_blocks_are_counted(ingress: FakeIngress):
     ingress.serve(5, 8, 5)
     ingress.serve(0, 4, 0)
     assert ingress.metric("hit_blocks_total") == 5
@@ -55,13 +55,13 @@ def test_achieved_and_achievable_blocks_are_counted(ingress: Ingress):
     assert (ingress.metric("index_blocks"), ingress.metric("index_doubtful_pairs")) == (77, 1)
 
 
-def test_stale_predictions_and_misroutes_are_counted_apart(ingress: Ingress):
+def test_stale_predictions_and_misroutes_are_counted_apart(ingress: FakeIngress):
     ingress.serve(4, 4, 2, cost_s=1.0, other_s=9.0)  # 1 s lost, still the cheapest
     ingress.serve(4, 4, 2, cost_s=1.0, other_s=1.5)
     assert (ingress.metric("stale_answers_total"), ingress.metric("misroutes_total")) == (2, 1)
 
 
-def test_repeated_unforeseen_hits_raise_the_alarm(ingress: Ingress, caplog: pytest.LogCaptureFixture):
+def test_repeated_unforeseen_hits_raise_the_alarm(ingress: FakeIngress, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.ERROR):
         for _ in range(25):
             ingress.serve(0, 0, 3)
@@ -71,13 +71,13 @@ def test_repeated_unforeseen_hits_raise_the_alarm(ingress: Ingress, caplog: pyte
     assert ingress.metric("blind") == 0
 
 
-def test_pairs_with_other_block_keys_raise_the_alarm_at_once(ingress: Ingress):
+def test_pairs_with_other_block_keys_raise_the_alarm_at_once(ingress: FakeIngress):
     ingress.routing.learn(ModelCard(300, 4096, (0,), "v2", 16, probe_key=PROBE))
     assert ingress.metric("blind") == 1
     assert ingress.routing.open(REQUEST).keys == b""
 
 
-def test_choices_without_the_index_are_counted_by_their_reason_and_not_audited(ingress: Ingress):
+def test_choices_without_the_index_are_counted_by_their_reason_and_not_audited(ingress: FakeIngress):
     call = ingress.routing.open(REQUEST)
     call.route = Route(0.05, None, "timeout")
     ingress.routing.accepted(call, TokenChunk("r", (1,), num_cached_tokens=64))
@@ -85,7 +85,7 @@ def test_choices_without_the_index_are_counted_by_their_reason_and_not_audited(i
     assert ingress.metric("hit_blocks_total") == 0
 
 
-def test_a_refused_request_gives_its_reservation_back(ingress: Ingress):
+def test_a_refused_request_gives_its_reservation_back(ingress: FakeIngress):
     withdrawn: list[RoutedCall] = []
     call = ingress.routing.open(REQUEST)
     reply = RouteReply(0, 0, 1.0, math.inf, 0.5, ("a",), "", 0, 0)
@@ -96,12 +96,12 @@ def test_a_refused_request_gives_its_reservation_back(ingress: Ingress):
     assert ingress.metric("decisions_total", basis="index") == 1
 
 
-def test_a_call_that_was_never_routed_counts_nowhere(ingress: Ingress):
+def test_a_call_that_was_never_routed_counts_nowhere(ingress: FakeIngress):
     ingress.routing.refused(ingress.routing.open(REQUEST))
     assert ingress.metric("decision_seconds_count") == 0
 
 
-def test_only_an_admin_is_told_why_a_pair_was_chosen(ingress: Ingress):
+def test_only_an_admin_is_told_why_a_pair_was_chosen(ingress: FakeIngress):
     explain = replace(REQUEST, speculation=replace(REQUEST.speculation, explain=True))
     end = [TokenChunk("r", (1,), explanation=SpeculationExplanation())]
     route = Route(0.002, RouteReply(1, 1, 1.0, 9.0, 0.5, ("a",), "prefix: a 1.0 s", 77, 1))

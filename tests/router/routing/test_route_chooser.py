@@ -16,7 +16,7 @@ from router.routing.routed_call import RoutedCall
 WORKERS = ("a", "b", "c", "d", "e")
 
 
-class FakeIndex:
+class ScriptedIndex:
     """Replies with a fixed order, or fails."""
 
     def __init__(self, *order: str, error: Exception | None = None) -> None:
@@ -40,7 +40,7 @@ def make_call() -> RoutedCall:
 
 
 async def test_the_index_ranks_and_every_pair_stays_reachable():
-    index = FakeIndex("c", "a", "b", "d", "e")
+    index = ScriptedIndex("c", "a", "b", "d", "e")
     call = make_call()
     ranks = await RouteChooser(index).choose(call, WORKERS)
     assert ranks[:3] == [["c"], ["a"], ["b"]]
@@ -50,7 +50,7 @@ async def test_the_index_ranks_and_every_pair_stays_reachable():
 
 
 async def test_pairs_that_the_index_left_out_come_last():
-    ranks = await RouteChooser(FakeIndex("b")).choose(make_call(), WORKERS)
+    ranks = await RouteChooser(ScriptedIndex("b")).choose(make_call(), WORKERS)
     assert ranks[0] == ["b"]
     assert sorted(ranks[1]) == ["a", "c", "d", "e"]
 
@@ -61,21 +61,21 @@ async def test_pairs_that_the_index_left_out_come_last():
 )
 async def test_all_pairs_are_offered_by_load_when_the_index_fails(error: Exception, failure: str):
     call = make_call()
-    ranks = await RouteChooser(FakeIndex(error=error)).choose(call, WORKERS)
+    ranks = await RouteChooser(ScriptedIndex(error=error)).choose(call, WORKERS)
     assert [sorted(rank) for rank in ranks] == [sorted(WORKERS)]
     assert call.route is not None
     assert (call.route.failure, call.route.reply, call.withdraw) == (failure, None, None)
 
 
 async def test_pairs_without_a_rank_are_shuffled():
-    chooser = RouteChooser(FakeIndex(error=UnavailableError("gone")), random.Random(1))
+    chooser = RouteChooser(ScriptedIndex(error=UnavailableError("gone")), random.Random(1))
     firsts = Counter([(await chooser.choose(make_call(), WORKERS))[0][0] for _ in range(500)])
     assert set(firsts) == set(WORKERS)
     assert min(firsts.values()) > 60
 
 
 async def test_a_call_that_went_elsewhere_gives_its_reservation_back_and_is_not_audited():
-    index = FakeIndex("c", "a")
+    index = ScriptedIndex("c", "a")
     chooser, call = RouteChooser(index), make_call()
     await chooser.choose(call, WORKERS)
     chooser.routed(call, "a")
@@ -85,7 +85,7 @@ async def test_a_call_that_went_elsewhere_gives_its_reservation_back_and_is_not_
 
 
 async def test_a_call_at_its_first_choice_keeps_its_reservation_until_refused():
-    index = FakeIndex("c", "a")
+    index = ScriptedIndex("c", "a")
     chooser, call = RouteChooser(index), make_call()
     await chooser.choose(call, WORKERS)
     chooser.routed(call, "c")
@@ -96,7 +96,7 @@ async def test_a_call_at_its_first_choice_keeps_its_reservation_until_refused():
 
 
 async def test_a_second_query_carries_the_pair_that_refused():
-    index = FakeIndex("c", "a")
+    index = ScriptedIndex("c", "a")
     chooser, call = RouteChooser(index), make_call()
     await chooser.choose(call, WORKERS)
     await chooser.choose(call, WORKERS)
@@ -105,5 +105,5 @@ async def test_a_second_query_carries_the_pair_that_refused():
 
 async def test_only_the_request_is_sent_to_the_pair():
     call = make_call()
-    await RouteChooser(FakeIndex("c")).choose(call, WORKERS)
+    await RouteChooser(ScriptedIndex("c")).choose(call, WORKERS)
     assert pickle.loads(pickle.dumps(call)) == call.request

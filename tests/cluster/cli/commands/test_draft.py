@@ -34,7 +34,7 @@ class Server(ThreadingHTTPServer):
     """Answers every order with `DRAFT`, but refuses a path that ends in nan."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(("127.0.0.1", 0), _OrderHandler)
         self.orders: list[tuple[str, str | None, Any]] = []
 
     @property
@@ -42,7 +42,7 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/v1"
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _OrderHandler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:

@@ -12,15 +12,15 @@ import yaml
 from cluster.cli.__main__ import main
 from cluster.cli.commands import try_drafts as try_module
 from cluster.cli.commands.try_drafts import best_choice
-from cluster.cli.trial.replay_traffic import Measured
+from cluster.cli.trial.replay_traffic import TrialFigures
 from cluster.cli.trial.traffic import read_traffic
 from protos.errors import ConfigError
 from tests.serve.tiny_models import write_pair
 
 
-def measured(draft: str, num_tokens: int, num_streams: int, speedup: float, survival: float = 0.9) -> Measured:
+def measured(draft: str, num_tokens: int, num_streams: int, speedup: float, survival: float = 0.9) -> TrialFigures:
     tokens_per_pass = 1.0 + num_tokens * survival
-    return Measured(draft, num_tokens, "coupled", num_streams, 10.0, speedup, tokens_per_pass, num_tokens, 9, 9, ())
+    return TrialFigures(draft, num_tokens, "coupled", num_streams, 10.0, speedup, tokens_per_pass, num_tokens, 9, 9, ())
 
 
 def test_bodies_and_lines_of_batch_files_are_read(tmp_path: Path):

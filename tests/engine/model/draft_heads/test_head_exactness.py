@@ -50,7 +50,7 @@ TREE = TreeConfig(num_nodes=7, max_batch=NUM_PROMPTS)
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class HeadModels:
     """A target with an MTP layer among its weights, and other heads, named after their kind.
 
     Its first layer drafts for it as SELF.
@@ -69,16 +69,16 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(tmp_path_factory: pytest.TempPathFactory) -> HeadModels:
     root = tmp_path_factory.mktemp("heads")
     write_llama_with_mtp(root / "target")
     fit_medusa(root / "medusa", root / "target")
     write_original(root / "eagle3", head_tensors(root / "target", len(EAGLE3_TAPS)), EAGLE3_TAPS)
-    return World(root)
+    return HeadModels(root)
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class HeadSetup:
     """One way to compute the same text."""
 
     num_drafts: int = 3
@@ -94,18 +94,20 @@ class Setup:
 
 
 SETUPS = {
-    "batch": Setup(),
-    "chunked, then prefix hits": Setup(max_tokens_per_step=13, num_repeats=2),
-    "preempted": Setup(num_blocks=16),
-    "trees": Setup(tree=TREE, num_drafts=4, num_repeats=2),
-    "trees, preempted": Setup(tree=replace(TREE, max_batch=3), num_blocks=16),
-    "adaptive": Setup(adaptive=True),
-    "padded": Setup(graphs=GraphKind.EAGER),
-    "methods": Setup(methods=(SpeculationMethod.HYBRID, SpeculationMethod.NONE, SpeculationMethod.SUFFIX)),
+    "batch": HeadSetup(),
+    "chunked, then prefix hits": HeadSetup(max_tokens_per_step=13, num_repeats=2),
+    "preempted": HeadSetup(num_blocks=16),
+    "trees": HeadSetup(tree=TREE, num_drafts=4, num_repeats=2),
+    "trees, preempted": HeadSetup(tree=replace(TREE, max_batch=3), num_blocks=16),
+    "adaptive": HeadSetup(adaptive=True),
+    "padded": HeadSetup(graphs=GraphKind.EAGER),
+    "methods": HeadSetup(methods=(SpeculationMethod.HYBRID, SpeculationMethod.NONE, SpeculationMethod.SUFFIX)),
 }
 
 
-def build(world: World, kind: HeadKind | None, setup: Setup, transport: InProcessTransport | None = None) -> EngineCore:
+def build(
+    world: HeadModels, kind: HeadKind | None, setup: HeadSetup, transport: InProcessTransport | None = None
+) -> EngineCore:
     method = SpeculationMethod.NONE if kind is None else SpeculationMethod(kind)
     methods = (method, *setup.methods)
     config = EngineConfig(
@@ -124,7 +126,7 @@ def build(world: World, kind: HeadKind | None, setup: Setup, transport: InProces
     return load_engine(config, transport=transport)
 
 
-def requests(setup: Setup) -> list[GenerateRequest]:
+def requests(setup: HeadSetup) -> list[GenerateRequest]:
     """Half of them share a prefix; every second is greedy."""
     generator = torch.Generator().manual_seed(1)
     shared = torch.randint(1, VOCAB_SIZE, (20,), generator=generator).tolist()
@@ -150,10 +152,10 @@ def generate(engine: EngineCore, asked: Seq[GenerateRequest]) -> dict[str, tuple
 
 
 @pytest.fixture(scope="module")
-def reference(world: World) -> dict[str, tuple[int, ...]]:
-    engine = build(world, None, Setup(num_drafts=0))
+def reference(world: HeadModels) -> dict[str, tuple[int, ...]]:
+    engine = build(world, None, HeadSetup(num_drafts=0))
     texts: dict[str, tuple[int, ...]] = {}
-    for request in requests(Setup()):
+    for request in requests(HeadSetup()):
         texts |= generate(engine, [request])
     return texts
 
@@ -205,7 +207,7 @@ class FirstLayer:
         return tuple(ids[0, len(token_ids) :].tolist())
 
 
-class Oracle:
+class HeadOracle:
     """The MTP layer as transformers has it, run over the whole text for every draft."""
 
     def __init__(self, target: Path) -> None:
@@ -225,9 +227,9 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def oracles(world: World) -> dict[HeadKind, Oracle | PlainEagle3 | FirstLayer]:
+def oracles(world: HeadModels) -> dict[HeadKind, HeadOracle | PlainEagle3 | FirstLayer]:
     eagle3 = PlainEagle3.read(world.target, world.root / "eagle3", EAGLE3_TAPS)
-    return {HeadKind.MTP: Oracle(world.target), HeadKind.EAGLE3: eagle3, HeadKind.SELF: FirstLayer(world.target)}
+    return {HeadKind.MTP: HeadOracle(world.target), HeadKind.EAGLE3: eagle3, HeadKind.SELF: FirstLayer(world.target)}
 
 
 @pytest.mark.parametrize("kind", HeadKind)
@@ -235,9 +237,9 @@ def oracles(world: World) -> dict[HeadKind, Oracle | PlainEagle3 | FirstLayer]:
 def test_a_head_changes_no_token(
     name: str,
     kind: HeadKind,
-    world: World,
+    world: HeadModels,
     reference: dict[str, tuple[int, ...]],
-    oracles: dict[HeadKind, Oracle | PlainEagle3 | FirstLayer],
+    oracles: dict[HeadKind, HeadOracle | PlainEagle3 | FirstLayer],
 ) -> None:
     setup = SETUPS[name]
     engine = build(world, kind, setup)
@@ -261,9 +263,9 @@ def test_a_head_changes_no_token(
 @pytest.mark.parametrize("kind", HeadKind)
 @pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
 def test_greedy_text_is_the_same_in_every_mode(
-    verify: VerifyMode, kind: HeadKind, world: World, reference: dict[str, tuple[int, ...]]
+    verify: VerifyMode, kind: HeadKind, world: HeadModels, reference: dict[str, tuple[int, ...]]
 ) -> None:
-    setup = Setup(verify=verify, tree=TREE)
+    setup = HeadSetup(verify=verify, tree=TREE)
     engine = build(world, kind, setup)
     texts = generate(engine, requests(setup))
     greedy = [request.request_id for request in requests(setup) if request.sampling.temperature == 0.0]
@@ -273,14 +275,14 @@ def test_greedy_text_is_the_same_in_every_mode(
 
 @pytest.mark.parametrize("kind", HeadKind)
 def test_a_head_drafts_behind_a_prompt_that_was_read_elsewhere(
-    kind: HeadKind, world: World, reference: dict[str, tuple[int, ...]]
+    kind: HeadKind, world: HeadModels, reference: dict[str, tuple[int, ...]]
 ) -> None:
     """Blocks come with the head's KV in them. Only where they end the pair may know another next token."""
-    remote = build(world, kind if kind.keeps_kv else None, Setup(num_drafts=0, max_tokens_per_step=16))
-    engine = build(world, kind, Setup(), InProcessTransport(remote))
+    remote = build(world, kind if kind.keeps_kv else None, HeadSetup(num_drafts=0, max_tokens_per_step=16))
+    engine = build(world, kind, HeadSetup(), InProcessTransport(remote))
     texts: dict[str, tuple[int, ...]] = {}
-    local = build(world, kind, Setup())
-    for request in requests(Setup()):
+    local = build(world, kind, HeadSetup())
+    for request in requests(HeadSetup()):
         texts |= generate(engine, [request])
         generate(local, [request])
     assert texts == reference
@@ -292,25 +294,25 @@ def test_a_head_drafts_behind_a_prompt_that_was_read_elsewhere(
 @pytest.mark.parametrize("kind", [kind for kind in HeadKind if kind is not HeadKind.SELF])
 def test_a_head_drafts_for_a_target_on_two_ranks(
     kind: HeadKind,
-    world: World,
+    world: HeadModels,
     reference: dict[str, tuple[int, ...]],
-    oracles: dict[HeadKind, Oracle | PlainEagle3 | FirstLayer],
+    oracles: dict[HeadKind, HeadOracle | PlainEagle3 | FirstLayer],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Trees move its keys and values, a small pool is preempted, and another engine reads them of exported blocks."""
     fork_ranks(monkeypatch)
-    engine = build(world, kind, Setup(tree=TREE, num_drafts=4, num_blocks=16, num_ranks=2))
+    engine = build(world, kind, HeadSetup(tree=TREE, num_drafts=4, num_blocks=16, num_ranks=2))
     try:
         drafted = record(engine)
-        assert generate(engine, requests(Setup())) == reference
+        assert generate(engine, requests(HeadSetup())) == reference
         stats = engine.stats()
         assert stats.drafts.num_accepted_tokens > 20
         assert stats.num_preemptions > 0
         for each in drafted[:: 1 + len(drafted) // 12] if kind in oracles else ():
             assert each.draft.token_ids[:1] == oracles[kind].drafts(each.token_ids, 1)
-        reader, alone = (build(world, kind, Setup(), transport) for transport in (InProcessTransport(engine), None))
+        reader, alone = (build(world, kind, HeadSetup(), transport) for transport in (InProcessTransport(engine), None))
         texts: dict[str, tuple[int, ...]] = {}
-        for request in requests(Setup()):
+        for request in requests(HeadSetup()):
             texts |= generate(reader, [request])
             generate(alone, [request])
         assert texts == reference
@@ -324,15 +326,15 @@ def test_a_head_drafts_for_a_target_on_two_ranks(
 def test_the_published_family_drafts_as_transformers_does(tmp_path: Path) -> None:
     """DeepSeek-V3: latent attention, experts, and transformers' own names for the layer's tensors."""
     write_deepseek(tmp_path / "target")
-    world = World(tmp_path)
-    asked = requests(Setup())[:2]
-    engine = build(world, HeadKind.MTP, Setup())
+    world = HeadModels(tmp_path)
+    asked = requests(HeadSetup())[:2]
+    engine = build(world, HeadKind.MTP, HeadSetup())
     assert isinstance(engine.runner, ModelRunner)
     assert len(engine.runner.kv_layout.layers) == 3
     drafted = record(engine)
     texts = generate(engine, asked)
-    assert texts == generate(build(world, None, Setup(num_drafts=0)), asked)
-    oracle = Oracle(tmp_path / "target")
+    assert texts == generate(build(world, None, HeadSetup(num_drafts=0)), asked)
+    oracle = HeadOracle(tmp_path / "target")
     assert drafted
     for each in drafted[::4]:
         assert each.draft.token_ids == oracle.drafts(each.token_ids, len(each.draft.token_ids))

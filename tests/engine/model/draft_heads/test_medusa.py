@@ -39,8 +39,8 @@ from tests.engine.fixtures.heads_fixtures import HIDDEN_SIZE, lm_head_of, random
 from tests.engine.fixtures.tabular import (
     NUM_PHASES,
     Experiment,
-    Pair,
     TabularModel,
+    TabularPair,
     joint_probs,
     new_sequence,
     pair_library,
@@ -247,7 +247,7 @@ def draft_trees(model: TabularModel, sequences: Seq[Sequence], num_drafts: int) 
     return draft(model, sequences, num_drafts, STATIC)
 
 
-def all_paths(pair: Pair, verify: VerifyMode) -> list[tuple[Draft, float]]:
+def all_paths(pair: TabularPair, verify: VerifyMode) -> list[tuple[Draft, float]]:
     """Every chain of two drafts with its probability under the distributions that the proposer reports."""
     (drawn,) = draft(pair.draft, [new_sequence(SamplingParams(), verify)], 2)
     first, second = drawn.distributions

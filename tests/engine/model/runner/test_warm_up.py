@@ -17,7 +17,7 @@ from engine.sampling import sampler, truncation
 from tests.engine.fixtures.families import SERVED, write_family
 
 
-class FakeRunner:
+class WarmUpRunner:
     block_size = 16
 
     def __init__(self, max_model_len: int) -> None:
@@ -31,7 +31,7 @@ class FakeRunner:
 
 @pytest.mark.parametrize(("max_model_len", "max_rows"), [(4096, 128), (50, 32), (2, 2)])
 def test_warm_up_passes_of_every_size_stay_within_the_positions(max_model_len: int, max_rows: int) -> None:
-    runner = FakeRunner(max_model_len)
+    runner = WarmUpRunner(max_model_len)
     warm_up(runner.forward, runner.block_size, runner.max_model_len)
     sizes = [len(span.token_ids) for span in runner.spans]
     assert sizes == [1 << index for index in range(len(sizes))]
@@ -70,7 +70,7 @@ def test_each_variant_of_the_samplers_kernels_is_compiled(monkeypatch: pytest.Mo
     note(triton_draw, "draw")
     note(triton_draw, "edit")
     note(triton_nucleus, "nucleus_thresholds")
-    runner = FakeRunner(64)
+    runner = WarmUpRunner(64)
     warm_up(runner.forward, runner.block_size, runner.max_model_len)
     variants = {launch[1:] for launch in launched if launch[0] == "draw"}
     assert variants == {(False, False), (False, True), (True, False), (True, True)}

@@ -20,7 +20,7 @@ from engine.sequence.sequence import Sequence
 from protos.messages import SamplingParams, VerifyMode
 from tests.builders import make_scheduled, sequence_of
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_checkpoint
-from tests.engine.fixtures.drafters import GREEDY, SAMPLED, Drafter, Oracle, new_drafter, new_sequence
+from tests.engine.fixtures.drafters import GREEDY, SAMPLED, DrafterParts, DraftOracle, new_drafter, new_sequence
 
 K = 3
 MODES = list(VerifyMode)
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def drafter(folder: Path) -> Drafter:
+def drafter(folder: Path) -> DrafterParts:
     return new_drafter(folder, num_blocks=512)
 
 
@@ -44,7 +44,7 @@ def never() -> bool:
 
 
 def draft_ahead(
-    drafter: Drafter,
+    drafter: DrafterParts,
     pending: Seq[PendingPass],
     fan_out: int = 3,
     is_stopped: Callable[[], bool] = never,
@@ -57,12 +57,12 @@ def draft_ahead(
     return [each for wave in waves for each in wave]
 
 
-def num_held(drafter: Drafter) -> int:
+def num_held(drafter: DrafterParts) -> int:
     sequences = drafter.proposer.sequences._by_id.values()
     return len({block_id for each in sequences for block_id in each.blocks.block_table})
 
 
-def pending_pass(drafter: Drafter, sequence: Sequence, num_drafts: int = K) -> PendingPass:
+def pending_pass(drafter: DrafterParts, sequence: Sequence, num_drafts: int = K) -> PendingPass:
     (draft,) = drafter.proposer.propose([make_scheduled(sequence, num_drafts)])
     return PendingPass(sequence, draft.token_ids, num_drafts)
 
@@ -71,7 +71,7 @@ def pending_pass(drafter: Drafter, sequence: Sequence, num_drafts: int = K) -> P
 class Afterwards:
     """A fresh draft model, which drafts after the outcome is committed."""
 
-    drafter: Drafter
+    drafter: DrafterParts
 
     def agrees(self, sequence: Sequence, prepared: Offer, num_drafts: int = K) -> bool:
         """The same tokens, drawn from the same distributions up to rounding."""
@@ -104,7 +104,7 @@ def afterwards(folder: Path) -> Afterwards:
     "length", [8, 9, 10, 11]
 )  # blocks have 4 tokens: branches diverge at every position of a block
 def test_a_draft_made_ahead_is_the_one_that_would_be_made_afterwards(
-    afterwards: Afterwards, drafter: Drafter, length: int, sampling: SamplingParams, verify: VerifyMode
+    afterwards: Afterwards, drafter: DrafterParts, length: int, sampling: SamplingParams, verify: VerifyMode
 ) -> None:
     sequence = new_sequence(drafter, "a", length, sampling, verify)
     prepared = draft_ahead(drafter, [pending_pass(drafter, sequence)])
@@ -114,7 +114,7 @@ def test_a_draft_made_ahead_is_the_one_that_would_be_made_afterwards(
         assert afterwards.agrees(sequence, each)
 
 
-def test_sequences_of_all_kinds_share_a_batch(afterwards: Afterwards, drafter: Drafter) -> None:
+def test_sequences_of_all_kinds_share_a_batch(afterwards: Afterwards, drafter: DrafterParts) -> None:
     kinds = [(GREEDY, VerifyMode.COUPLED), (SAMPLED, VerifyMode.BLOCK), (SAMPLED, VerifyMode.REJECTION)]
     sequences = [new_sequence(drafter, str(i), 7 + 9 * i, *kind) for i, kind in enumerate([*kinds, *kinds])]
     pending = [pending_pass(drafter, sequence, 1 + index % 3) for index, sequence in enumerate(sequences)]
@@ -125,7 +125,7 @@ def test_sequences_of_all_kinds_share_a_batch(afterwards: Afterwards, drafter: D
         assert afterwards.agrees(sequences[index], each, 1 + index % 3)
 
 
-def test_outcomes_are_distinct_and_those_of_the_pass(drafter: Drafter) -> None:
+def test_outcomes_are_distinct_and_those_of_the_pass(drafter: DrafterParts) -> None:
     sequence = new_sequence(drafter, "a", sampling=SAMPLED)
     expected = pending_pass(drafter, sequence)
     outcomes = [each.after for each in draft_ahead(drafter, [expected])]
@@ -136,15 +136,15 @@ def test_outcomes_are_distinct_and_those_of_the_pass(drafter: Drafter) -> None:
     assert {len(outcome) for outcome in outcomes} == {1, 2, 3, 4}
 
 
-def test_the_likeliest_outcome_is_what_the_draft_itself_would_say(drafter: Drafter, folder: Path) -> None:
+def test_the_likeliest_outcome_is_what_the_draft_itself_would_say(drafter: DrafterParts, folder: Path) -> None:
     sequence = new_sequence(drafter, "a", sampling=SAMPLED)
     first = draft_ahead(drafter, [pending_pass(drafter, sequence)], fan_out=1)[0]
-    assert first.after == Oracle(folder).draft(sequence, K + 1)
+    assert first.after == DraftOracle(folder).draft(sequence, K + 1)
 
 
-def test_nothing_is_left_behind(folder: Path, afterwards: Afterwards, drafter: Drafter) -> None:
+def test_nothing_is_left_behind(folder: Path, afterwards: Afterwards, drafter: DrafterParts) -> None:
     """Rounds of drafting and drafting ahead, with every outcome; each draft equals a fresh model's."""
-    oracle = Oracle(folder)
+    oracle = DraftOracle(folder)
     sequence = new_sequence(drafter, "a", 9, SAMPLED)
     for num_accepted in (0, 3, 1, 2, 3, 0):
         expected = pending_pass(drafter, sequence)
@@ -158,7 +158,7 @@ def test_nothing_is_left_behind(folder: Path, afterwards: Afterwards, drafter: D
             assert afterwards.agrees(sequence, each)
 
 
-def test_after_a_prompt_the_first_tokens_are_expected(afterwards: Afterwards, drafter: Drafter) -> None:
+def test_after_a_prompt_the_first_tokens_are_expected(afterwards: Afterwards, drafter: DrafterParts) -> None:
     sequence = new_sequence(drafter, "a", 100)
     prepared = draft_ahead(drafter, [PendingPass(sequence, (), K)])
     assert [len(each.after) for each in prepared] == [1, 1, 1]
@@ -175,7 +175,7 @@ def test_a_long_prompt_is_read_in_pieces_after_the_others(folder: Path) -> None:
 
 @pytest.mark.parametrize("num_steps", range(1, 8))
 def test_drafting_ahead_that_is_stopped_ends_at_once_without_a_trace(
-    folder: Path, drafter: Drafter, num_steps: int
+    folder: Path, drafter: DrafterParts, num_steps: int
 ) -> None:
     sequence = new_sequence(drafter, "a", 9, SAMPLED)
     expected = pending_pass(drafter, sequence)
@@ -184,10 +184,10 @@ def test_drafting_ahead_that_is_stopped_ends_at_once_without_a_trace(
     assert next(asked) <= num_steps + 2
     assert len(prepared) in (0, 12)
     sequence.token_ids += [*expected.draft_ids[:2], 7]
-    assert drafter.draft([sequence], K) == [Oracle(folder).draft(sequence, K)]
+    assert drafter.draft([sequence], K) == [DraftOracle(folder).draft(sequence, K)]
 
 
-def test_a_short_verification_gets_the_likeliest_outcomes(drafter: Drafter) -> None:
+def test_a_short_verification_gets_the_likeliest_outcomes(drafter: DrafterParts) -> None:
     """If it is always stopped after the same few steps, its waves shrink until one is done."""
     sequences = [new_sequence(drafter, f"s{i}", 9) for i in range(4)]
     ahead_drafter = drafter.proposer.ahead_drafter(3)
@@ -222,7 +222,7 @@ def test_sequences_without_room_or_unknown_are_left_out(folder: Path) -> None:
     assert draft_ahead(drafter, [PendingPass(large, (), K), PendingPass(closed, (), K)]) == []
 
 
-def test_nothing_is_drafted_behind_the_end_of_a_text(drafter: Drafter) -> None:
+def test_nothing_is_drafted_behind_the_end_of_a_text(drafter: DrafterParts) -> None:
     sequence = new_sequence(drafter, "a", 9, replace(GREEDY, max_tokens=5))
     prepared = draft_ahead(drafter, [pending_pass(drafter, sequence)])
     # Five tokens in all: after an outcome of n tokens the next pass may draft 4 - n.
@@ -244,14 +244,14 @@ def test_branches_end_where_the_drafts_positions_do(folder: Path) -> None:
 # ---- mutants: each of these mistakes is seen ----------------------------------------------------------------------
 
 
-def differs(afterwards: Afterwards, drafter: Drafter, sampling: SamplingParams, verify: VerifyMode) -> bool:
+def differs(afterwards: Afterwards, drafter: DrafterParts, sampling: SamplingParams, verify: VerifyMode) -> bool:
     sequence = new_sequence(drafter, "a", 10, sampling, verify)
     prepared = draft_ahead(drafter, [pending_pass(drafter, sequence)])
     return not all(afterwards.agrees(sequence, each) for each in prepared)
 
 
 def test_a_branch_without_the_start_of_its_block_is_noticed(
-    afterwards: Afterwards, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+    afterwards: Afterwards, drafter: DrafterParts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ModelRunner, "copy_blocks", lambda self, source_ids, block_ids: None)
     assert differs(afterwards, drafter, GREEDY, VerifyMode.COUPLED)
@@ -259,7 +259,7 @@ def test_a_branch_without_the_start_of_its_block_is_noticed(
 
 @pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
 def test_noise_of_the_pass_before_is_noticed(
-    afterwards: Afterwards, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, verify: VerifyMode
+    afterwards: Afterwards, drafter: DrafterParts, monkeypatch: pytest.MonkeyPatch, verify: VerifyMode
 ) -> None:
     monkeypatch.setattr(Branch, "chain", chain_in_the_running_pass)
     assert differs(afterwards, drafter, replace(SAMPLED, temperature=1.0, top_p=1.0), verify)

@@ -241,7 +241,7 @@ def test_a_distribution_that_is_mapped_otherwise_than_its_draw_is_found_out(smal
     """The adversary maps the drawn token by one table, and its distribution by another."""
     proposer = intersection(small)
 
-    class Mutant:
+    class TranslationMutant:
         open, commit, close = proposer.open, proposer.commit, proposer.close
 
         def propose(self, batch):
@@ -259,4 +259,4 @@ def test_a_distribution_that_is_mapped_otherwise_than_its_draw_is_found_out(smal
             ]
             return Draft(draft.token_ids, tuple(distributions))
 
-    assert p_value(small, Mutant(), VerifyMode.REJECTION) < ALPHA
+    assert p_value(small, TranslationMutant(), VerifyMode.REJECTION) < ALPHA

@@ -12,7 +12,7 @@ from engine.proposer.draft_model.model_proposer import ModelProposer
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
 from tests.builders import make_scheduled, sequence_of
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_checkpoint
-from tests.engine.fixtures.drafters import GREEDY, SAMPLED, Oracle, new_drafter, new_sequence
+from tests.engine.fixtures.drafters import GREEDY, SAMPLED, DraftOracle, new_drafter, new_sequence
 
 NUM_POSITIONS = 512
 
@@ -25,21 +25,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def oracle(folder: Path) -> Oracle:
-    return Oracle(folder)
+def oracle(folder: Path) -> DraftOracle:
+    return DraftOracle(folder)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 20])
 def test_a_coupled_draft_is_what_the_draft_alone_would_sample(
-    folder: Path, oracle: Oracle, sampling: SamplingParams, num_tokens: int
+    folder: Path, oracle: DraftOracle, sampling: SamplingParams, num_tokens: int
 ) -> None:
     drafter = new_drafter(folder)
     sequence = new_sequence(drafter, "a", sampling=sampling)
     assert drafter.draft([sequence], num_tokens) == [oracle.draft(sequence, num_tokens)]
 
 
-def test_a_batch_drafts_what_each_sequence_drafts_alone(folder: Path, oracle: Oracle) -> None:
+def test_a_batch_drafts_what_each_sequence_drafts_alone(folder: Path, oracle: DraftOracle) -> None:
     drafter = new_drafter(folder)
     sequences = [
         new_sequence(drafter, name, length, sampling)
@@ -48,7 +48,7 @@ def test_a_batch_drafts_what_each_sequence_drafts_alone(folder: Path, oracle: Or
     assert drafter.draft(sequences) == [oracle.draft(sequence) for sequence in sequences]
 
 
-def test_each_sequence_gets_as_many_drafts_as_it_may_have(folder: Path, oracle: Oracle) -> None:
+def test_each_sequence_gets_as_many_drafts_as_it_may_have(folder: Path, oracle: DraftOracle) -> None:
     drafter = new_drafter(folder)
     sequences = [new_sequence(drafter, name) for name in "abcd"]
     drafts = drafter.proposer.propose(
@@ -59,7 +59,7 @@ def test_each_sequence_gets_as_many_drafts_as_it_may_have(folder: Path, oracle: 
 
 
 @pytest.mark.parametrize("accepted", [(0, 0, 0), (1, 3, 2), (4, 4, 4), (4, 0, 4), (2, 4, 1)])
-def test_rejected_drafts_leave_no_trace(folder: Path, oracle: Oracle, accepted: tuple[int, ...]) -> None:
+def test_rejected_drafts_leave_no_trace(folder: Path, oracle: DraftOracle, accepted: tuple[int, ...]) -> None:
     drafter = new_drafter(folder)
     sequence, other = new_sequence(drafter, "a", sampling=SAMPLED), new_sequence(drafter, "b", 23)
     for num_accepted in accepted:
@@ -70,7 +70,7 @@ def test_rejected_drafts_leave_no_trace(folder: Path, oracle: Oracle, accepted: 
         assert drafter.draft([sequence, other]) == [oracle.draft(sequence), oracle.draft(other)]
 
 
-def test_a_round_without_an_answer_and_a_repeated_question_change_nothing(folder: Path, oracle: Oracle) -> None:
+def test_a_round_without_an_answer_and_a_repeated_question_change_nothing(folder: Path, oracle: DraftOracle) -> None:
     drafter = new_drafter(folder)
     sequence = new_sequence(drafter, "a")
     drafter.draft([sequence])
@@ -93,7 +93,7 @@ def test_accepted_drafts_are_not_computed_again(folder: Path, monkeypatch: pytes
     assert asked == [2]  # the last draft, which was never an input, and the bonus token
 
 
-def test_a_long_prompt_is_computed_in_chunks_while_others_draft(folder: Path, oracle: Oracle) -> None:
+def test_a_long_prompt_is_computed_in_chunks_while_others_draft(folder: Path, oracle: DraftOracle) -> None:
     drafter = new_drafter(folder, max_tokens_per_round=8)
     short, long = new_sequence(drafter, "a", 3), new_sequence(drafter, "b", 20)
     assert drafter.draft([short, long]) == [oracle.draft(short), ()]  # 3 + 5 tokens
@@ -102,7 +102,7 @@ def test_a_long_prompt_is_computed_in_chunks_while_others_draft(folder: Path, or
     assert drafter.draft([short, long]) == [oracle.draft(short), oracle.draft(long)]
 
 
-def test_equal_prompts_share_the_drafts_blocks(folder: Path, oracle: Oracle) -> None:
+def test_equal_prompts_share_the_drafts_blocks(folder: Path, oracle: DraftOracle) -> None:
     drafter = new_drafter(folder)
     first = new_sequence(drafter, "a", 20)
     drafter.draft([first])
@@ -113,7 +113,7 @@ def test_equal_prompts_share_the_drafts_blocks(folder: Path, oracle: Oracle) -> 
     assert drafter.blocks.num_hit_tokens == 16
 
 
-def test_a_short_pool_costs_drafts_and_nothing_else(folder: Path, oracle: Oracle) -> None:
+def test_a_short_pool_costs_drafts_and_nothing_else(folder: Path, oracle: DraftOracle) -> None:
     drafter = new_drafter(folder, num_blocks=8)  # 32 slots: two sequences of 14 with their drafts
     first, second, third = (new_sequence(drafter, name) for name in "abc")
     assert drafter.draft([first, second, third]) == [oracle.draft(first), oracle.draft(second), ()]
@@ -158,7 +158,7 @@ def test_drafts_for_rejection_come_with_the_distribution_they_were_drawn_from(fo
         assert token_id in distribution.token_ids
 
 
-def test_both_ways_of_verification_share_a_round(folder: Path, oracle: Oracle) -> None:
+def test_both_ways_of_verification_share_a_round(folder: Path, oracle: DraftOracle) -> None:
     drafter = new_drafter(folder)
     modes = (VerifyMode.REJECTION, VerifyMode.COUPLED, VerifyMode.REJECTION)
     sequences = [new_sequence(drafter, str(index), sampling=SAMPLED, verify=mode) for index, mode in enumerate(modes)]
