@@ -402,11 +402,12 @@ class CostModel:
         It is the mean over the prompt rows of recent passes. If optimistic, sizes that may be cheaper are tried again.
         """
         optimism = _OPTIMISM if is_optimistic else 0.0
-        prompt_rows = np.array(self._prompt_rows)[:, None]
+        rows = Counter(self._prompt_rows)
+        prompt_rows = np.array(list(rows))[:, None]
         prompts_s = self._curve.seconds(prompt_rows, optimism)
         whole_s = self._curve.seconds(prompt_rows + np.arange(num_rows, num_rows + num_drafts + 1), optimism)
-        added_s: Floats = np.maximum(whole_s - prompts_s, _LEAST_SHARE * whole_s).mean(axis=0)
-        return added_s
+        added_s = np.maximum(whole_s - prompts_s, _LEAST_SHARE * whole_s)
+        return np.array(list(rows.values())) / len(self._prompt_rows) @ added_s
 
     def split(self, num_prompt_rows: int, num_rows: int, num_fewer: int) -> tuple[float, float, float]:
         """Return a pass's expected seconds, the share that its sampled rows add, and the share of those without some.

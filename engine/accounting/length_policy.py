@@ -31,7 +31,8 @@ from engine.accounting.speculation_gate import SpeculationGates, class_of, metho
 from engine.sequence.sequence import Sequence
 from protos.messages import SpeculationMethod
 
-# Shares of time for measurements; each change of them by a factor of 4 moved simulated goodput by less than 2%.
+# Shares of time for measurements. Fewer plain passes and more plans moved simulated goodput by 3% at most
+# (bench/EXPERIMENTS.md).
 _PLAIN_PERIOD = 64  # steps between plain passes that measure the baseline
 _PROBE_SHARE = 0.01  # of the time is for probes of sequences without drafts
 _PROBE_PERIODS = (60, 1000)  # fewest and most steps between two probes
@@ -191,8 +192,11 @@ class LengthPolicy:
     def _best_allocation(self, sequences: Seq[Sequence], acceptance: Floats, row_seconds: Floats) -> Allocation:
         """Return the best allocation over the cheapest method, the two cheapest, and so on: one may be too slow."""
         limit_s, drafts = self._limit_s(len(sequences), row_seconds), self._costs.drafts
-        methods = np.array([str(method_of(sequence)) for sequence in sequences])
-        by_price = sorted(set(methods.tolist()), key=lambda method: (*drafts.prices([method]), method))
+        names = [str(method_of(sequence)) for sequence in sequences]
+        if len(set(names)) == 1:
+            return allocate(acceptance, row_seconds, *drafts.prices(names[:1]), limit_s)
+        methods = np.array(names)
+        by_price = sorted(set(names), key=lambda method: (*drafts.prices([method]), method))
         allocations = []
         for number in range(1, len(by_price) + 1):
             is_in = np.isin(methods, by_price[:number])
