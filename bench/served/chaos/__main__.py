@@ -99,7 +99,7 @@ class Chaos:
         self._bystanders = Bystanders(world.base_url, MODEL, HABITS)
 
     def inject(self, fault: Fault) -> FaultOutcome:
-        """Bring about a fault, and wait until all is back."""
+        """Inject a fault, and wait until all is back."""
         self._bystanders.report()
         began_s = self._world.struck_s = time.monotonic()
         problem, stay = "", None

@@ -53,7 +53,7 @@ def graph_buckets(graphs: GraphConfig) -> list[GraphBucket]:
     batch = max(graphs.batches, default=graphs.max_batch)
     verifications = [num_rows for num_rows in graphs.row_counts if num_rows > 1]
     for shorter, longest in pairwise([1, *verifications]):
-        # A pass of fewer rows has no span that is too long for the shorter bucket. Sizes of long drafts are among those
+        # A pass of fewer rows has no span that is too long for the shorter bucket. Sizes of long drafts are also sizes
         # of short ones, so that the smallest bucket with room is the one with the lowest tiles too.
         products = {size * num_rows for size in graphs.batches for num_rows in graphs.row_counts}
         sizes = products or row_sizes(batch * longest, _FINE if shorter == 1 else _COARSE)

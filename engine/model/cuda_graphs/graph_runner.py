@@ -148,7 +148,7 @@ class CudaGraphRunner:
         """Largest distance of a replay's row from the computed one, relative to its spread, on tokens of its own.
 
         The spans fill the bucket. All write to the one scratch block, so they are alike: a place has one token, and
-        the order in which a GPU writes rows does not matter.
+        a GPU's order of writing rows does not matter.
         """
         scratch_block, block_size = self._cache.num_blocks - 1, self._cache.block_size
         rows = min(bucket.rows_per_span, block_size, bucket.num_rows)
