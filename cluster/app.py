@@ -50,15 +50,15 @@ from router.routing.index.index_client import IndexClient, open_prefill_index
 logger = logging.getLogger(__name__)
 
 _EXTRA_CALLS = 64  # metrics, model cards and refusals, which must get through when a pair is full
-_HEALTH = {"health_check_period_s": 2.0, "health_check_timeout_s": 10.0}  # three that fail: a replica is replaced
+_HEALTH = {"health_check_period_s": 2.0, "health_check_timeout_s": 10.0}  # a replica is replaced after three failures
 _WATCHED = {
     **_HEALTH,
-    "graceful_shutdown_timeout_s": 30.0,  # after that the ingress moves what still runs to another replica
+    "graceful_shutdown_timeout_s": 30.0,  # after that the ingress moves running requests to another replica
 }
 
 
 class RefusedDeploymentError(ConfigError, RayServeException):
-    """A ConfigError in a form that Serve takes as final; it builds an application four times that raises another."""
+    """A ConfigError that Serve takes as final; after other errors it builds the application three more times."""
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -112,7 +112,7 @@ def _check_log_path(config: DeployConfig) -> None:
     log = config.tune.log
     if log is not None and not Path(log).expanduser().is_absolute():
         raise ConfigError(
-            f"tune.log {log!r} is a relative path, and each process has a folder of its own; give a whole one"
+            f"tune.log {log!r} is a relative path, and each process has its own folder; give an absolute path"
         )
 
 
@@ -137,7 +137,7 @@ def _prefill(
 
 
 def _nodes() -> list[NodeResources]:
-    """Return the resources of Ray's nodes, or this machine's where no cluster runs (`serve build`)."""
+    """Return the resources of Ray's nodes, or this machine's if no cluster runs (`serve build`)."""
     if not ray.is_initialized():
         return [NodeResources(os.cpu_count() or 1, len(read_topology().devices))]
     return [
@@ -221,7 +221,7 @@ def _ingress_options(config: DeployConfig) -> dict[str, Any]:
     return {
         "num_replicas": config.ingress.num_replicas,
         **_logging_options(),
-        "max_surge_percent": 100,  # a redeploy starts the new ones first, so that one always answers
+        "max_surge_percent": 100,  # a redeploy starts new replicas first, so that one always answers
         "ray_actor_options": {"num_cpus": INGRESS_CPUS},
         "max_ongoing_requests": 4096,
         **_HEALTH,

@@ -1,7 +1,7 @@
 """The schema of deploy.yaml's `args`, the only place where a deployment is configured.
 
-Every key is checked once, at start: an unknown one is refused with the nearest valid one, a value this version cannot
-honour with those it can. Nothing is ignored. The rest of the code sees frozen dataclasses built from it.
+Every key is checked once, at start. An unknown key is refused, with the nearest valid one; so is an unsupported value,
+with the supported ones. Nothing is ignored. The rest of the code gets frozen dataclasses.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DeployConfig(EngineSection):
     tune: TuneSection = TuneSection()
 
     def to_engine(self) -> EngineConfig:
-        """Return a pair's engine as deploy.yaml has it: no path is looked for yet, and threads left out stay open."""
+        """Return a pair's configured engine; paths are not checked yet, and unset threads stay unset."""
         return EngineConfig(
             model=replace(self.target.to_engine(), chat_template=self.ingress.chat_template_text),
             cache=self.cache.to_engine(),
@@ -147,7 +147,7 @@ class DeployConfig(EngineSection):
 
     @property
     def _possible_methods(self) -> tuple[str, ...]:
-        """The draft's own method, the other drafts', the own with suffixes, and those that need nothing but text."""
+        """The draft's method, the other drafts', the draft's with suffixes, and the methods that need only text."""
         kind = self.draft.kind
         hybrid = (SpeculationMethod.HYBRID,) if kind.can_branch else ()
         free = (SpeculationMethod.SUFFIX, SpeculationMethod.NGRAM, SpeculationMethod.NONE)

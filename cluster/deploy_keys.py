@@ -1,6 +1,6 @@
 """The keys of deploy.yaml, for docs/deploy.md and for editors, and the metrics of docs/operate.md.
 
-`python -m cluster.deploy_keys` writes all of it again.
+`python -m cluster.deploy_keys` writes them all.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _section(annotation: Any) -> type[Section] | None:
 
 
 def _text(default: Any) -> str:
-    """Return a default as deploy.yaml would have it."""
+    """Return a default in deploy.yaml's form."""
     value = default.value if isinstance(default, Enum) else default
     value = list(value) if isinstance(value, tuple) else value
     return value if isinstance(value, str) and re.fullmatch(r"[\w.:/-]+", value) else json.dumps(value)

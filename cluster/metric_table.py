@@ -35,7 +35,7 @@ class MetricTexts:
 
 
 def sample_metrics() -> MetricTexts:
-    """Return what replicas would answer that had done a little of everything."""
+    """Return the metrics of replicas that have done a little of everything."""
     engine = EngineStats(
         num_running=0,
         num_waiting=0,

@@ -1,4 +1,4 @@
-"""A look at the nodes that would hold a new deployment, before Serve touches what runs there."""
+"""Checks of the nodes that would hold a new deployment, before Serve touches running replicas."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class NodeFinding:
 def check_nodes(
     config: DeployConfig, settings: PairSettings, placement: PairPlacement, nodes: Sequence[NodeResources]
 ) -> None:
-    """Look at every node that may get a pair or a prefill replica, and at the memory of all of them together.
+    """Check every node that may get a pair or a prefill replica, and the memory of all of them together.
 
     If replicas run that would make room for the model, each node builds it without its weights. Without running
     replicas a failed start costs nothing and reports more, so nothing is built.
@@ -69,7 +69,7 @@ def check_nodes(
 
 
 def check_places(placement: PairPlacement, num_replaced: int, nodes: Sequence[NodeResources]) -> None:
-    """Raise ConfigError where pairs that serve would be stopped for ones that wait for nodes."""
+    """Raise ConfigError if running pairs would be stopped for pairs that wait for nodes."""
     demand = placement.demand
     num_places = sum(node.num_places(demand) for node in nodes)
     if num_places < num_replaced:
@@ -77,14 +77,14 @@ def check_places(placement: PairPlacement, num_replaced: int, nodes: Sequence[No
         raise ConfigError(
             f"{num_replaced} pairs that serve would be replaced, and the {len(nodes)} nodes have places for "
             f"{num_places}: each pair takes {shape} of one node (pair.gpus, pair.resources); add such nodes first, or "
-            "delete the application before, which then waits for them"
+            "delete the application first; the new one then waits for nodes"
         )
 
 
 def _ask(
     nodes: Sequence[NodeResources], config: DeployConfig, settings: PairSettings | None, *, is_on_gpu: bool
 ) -> list[NodeFinding]:
-    """Return the finding of each node. Raises ConfigError for one that gives none."""
+    """Return the finding of each node. Raises ConfigError for a node that does not answer."""
     make_task: Any = ray.remote(num_cpus=0, max_calls=1, max_retries=0)
     look = make_task(find)
     own_id = ray.get_runtime_context().get_node_id()
@@ -97,7 +97,7 @@ def _ask(
     ]
     found = []
     for node in nodes:
-        if settings is None and node.node_id == own_id:  # its files have been looked at, where the application is built
+        if settings is None and node.node_id == own_id:  # the files of this node are checked already
             found.append(_room(config, is_on_gpu=is_on_gpu))
             continue
         try:
@@ -105,18 +105,18 @@ def _ask(
         except RayError as error:
             reason = str(error).strip().rpartition("\n")[2] or type(error).__name__
             raise ConfigError(
-                f"node {node.name} could not be looked at: {reason}; see the log of its raylet, or end the node"
+                f"node {node.name} could not be checked: {reason}; see the log of its raylet, or end the node"
             ) from None
     return found
 
 
 def find(config: DeployConfig, settings: PairSettings | None, *, is_on_gpu: bool) -> NodeFinding:
-    """Look at this node, in a worker of its raylet: its files, its GPUs and, with `settings`, the models' structure."""
+    """Check this node in a worker of its raylet: files, GPUs and, with `settings`, the models' structure."""
     os.nice(_NICENESS)
     try:
         config = check_files(config, logger.info)
         if settings is not None:
-            # Not at the top: it loads torch, in the process of this look alone.
+            # Imported here: only the process of this check needs torch.
             from actors.start_check import check_start
 
             check_start(settings, is_on_gpu=is_on_gpu)
@@ -140,7 +140,7 @@ def _room(config: DeployConfig, *, is_on_gpu: bool) -> NodeFinding:
 def _bytes_of_replicas() -> int:
     """Return the memory of this node's running pairs and prefill replicas, which a deployment replaces.
 
-    They are children of the raylet, as this process is.
+    They and this process are children of the raylet.
     """
     raylet: Any = psutil.Process().parent()
     sizes = 0

@@ -42,7 +42,7 @@ _CONTEXT_BYTES = _GIB  # of a GPU: context, libraries' workspaces, the smallest 
 
 
 def check_ports(file: DeployFile) -> None:
-    """Raise ConfigError for a port that cannot be had, naming it, its key and the process that has it."""
+    """Raise ConfigError for a taken port; the message names the port, its key and the process that holds it."""
     for host, port, key in (
         (file.http_host, file.http_port, "http_options"),
         ("0.0.0.0", file.grpc_port, "grpc_options"),
@@ -55,12 +55,12 @@ def check_ports(file: DeployFile) -> None:
 
 
 def check_files(config: DeployConfig, report: Callable[[str], None]) -> DeployConfig:
-    """Return `config` with GGUF files converted, after a report of what its operator should know.
+    """Log notes for the operator, and return `config` with GGUF files converted.
 
     Every file that replicas read is checked, except the values of weights.
 
     Raises:
-        ConfigError: a model is missing or not read, keys, certificates or a template are unreadable, or there is too
+        ConfigError: a model is missing or unreadable, so are keys, certificates or a template, or the disk has too
             little room for a log.
     """
     config = convert_gguf_models(config, report)
@@ -88,7 +88,7 @@ def check_certificates(section: IngressSection) -> None:
         if (path := getattr(section, key)) is None:
             continue
         if _NO_WORD.search(path):
-            raise ConfigError(f"ingress.{key} {path!r} is no word of HAProxy's configuration; name it without spaces")
+            raise ConfigError(f"ingress.{key} {path!r} has a space or a character that HAProxy cannot read; rename it")
         try:
             load(os.path.expanduser(path))
         except (OSError, ValueError) as error:
@@ -126,7 +126,7 @@ def check_logs_folders(deployment: Mapping[str, Any]) -> None:
             continue
         try:
             if not os.path.isabs(folder):
-                raise ValueError("it is a relative path, and each process has a folder of its own")
+                raise ValueError("it is a relative path, and each process has its own folder")
             os.makedirs(folder, exist_ok=True)
             with TemporaryFile(dir=folder):
                 pass
@@ -137,7 +137,7 @@ def check_logs_folders(deployment: Mapping[str, Any]) -> None:
 
 
 def check_memory(config: DeployConfig, topology: NodeTopology | None = None) -> None:
-    """Raise ConfigError if the models, their caches and Ray need more memory than there is, here and on each GPU.
+    """Raise ConfigError if models, caches and Ray need more memory than this machine and each GPU have.
 
     With GPUs in `topology` (by default this machine's) weights and caches are on the GPUs, and memory here holds one
     checkpoint at a time. If this machine has no GPU, pairs that demand GPUs are for another one and are not checked.
@@ -173,9 +173,9 @@ class NodeRoom:
 
 
 def check_room(config: DeployConfig, rooms: Sequence[NodeRoom], *, is_on_gpu: bool) -> None:
-    """Raise ConfigError if a node with a place for a replica has too little memory for one, or all nodes for all.
+    """Raise ConfigError if a node has too little memory for one replica, or all nodes together for all replicas.
 
-    Of a moving number of replicas it is the least one: nodes may be added for more.
+    With autoscaling only the least number of replicas must fit: nodes may be added for more.
     """
     sizes = replica_bytes(config, is_on_gpu=is_on_gpu)
     remedy = _remedy(is_on_gpu=is_on_gpu)
@@ -212,9 +212,9 @@ def replica_bytes(config: DeployConfig, *, is_on_gpu: bool) -> tuple[int, int]:
 
 
 def check_gpus(config: DeployConfig, topology: NodeTopology | None = None) -> None:
-    """Raise ConfigError if the GPUs that pairs demand, or cores for them, are not all on this machine.
+    """Raise ConfigError if this machine lacks the GPUs that pairs demand, or cores for them.
 
-    No node is added to it later, and the pairs would wait for ever.
+    It never gets another node, so the pairs would wait for ever.
     """
     demand = config.pair.gpus
     if demand is None:
@@ -327,9 +327,9 @@ def _prefill_bytes(config: DeployConfig) -> int:
 
 
 def _pool_bytes(cache: CacheConfig, path: str, dtype: ModelDtype) -> int:
-    """Return the bytes of a KV pool once it is full; of a number of blocks they follow from the model's shape.
+    """Return the bytes of a full KV pool; the size of a block follows from the model's shape.
 
-    It is 0 where config.json does not give it in Llama's names: the start, which knows the model, looks again.
+    Return 0 if config.json does not have the shape under Llama's names. The start knows the model and checks again.
     """
     if cache.num_blocks is None:
         return cache.memory_bytes or 0

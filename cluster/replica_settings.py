@@ -26,10 +26,10 @@ from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
 from router.config import IngressConfig, IngressLimits
 
-# On nodes whose cores compute: what answers goes first, for whose millisecond streams wait; then tokens, then prompts.
+# On nodes without GPUs: frontends first, since streams wait for their milliseconds; then decoding, then prompts.
 _PAIR_NICENESS = 5
 _PREFILL_NICENESS = 15
-_FRESH = "20000"  # positions of the traffic that rang the alarm; the log before it is that which the draft knows
+_FRESH = "20000"  # positions logged after the alarm; the draft knows the earlier traffic
 
 
 def placement_request(config: DeployConfig) -> PlacementRequest:
@@ -104,7 +104,7 @@ def prefill_settings(config: DeployConfig, engine: EngineConfig, placement: Pair
 
 
 def _auto_tune(config: DeployConfig, placement: PairPlacement) -> AutoTuneSettings | None:
-    """Return how a drift alarm is answered, or None. Raises ConfigError where the draft got no process of its own."""
+    """Return the settings of automatic tuning, or None. Raises ConfigError if the draft has no process of its own."""
     tune = config.tune
     if not tune.auto or tune.folder is None:
         return None
@@ -152,7 +152,7 @@ def _draft_settings(config: DeployConfig, placement: PairPlacement) -> Iterator[
 
 
 def _draft_parts(config: DeployConfig, placement: PairPlacement) -> list[float | None]:
-    """Return each draft model's part of the GPU that it shares with others; None where it shares none."""
+    """Return each draft model's part of a shared GPU; None for a GPU of its own."""
     weights = [weight_bytes(str(draft.path)) for draft in config.draft_models]
     part = _shared_part(config, placement)
     if part is None and len(weights) == 1:
@@ -162,7 +162,7 @@ def _draft_parts(config: DeployConfig, placement: PairPlacement) -> list[float |
 
 
 def _shared_part(config: DeployConfig, placement: PairPlacement) -> float | None:
-    """Return the draft models' part of a GPU that they share with the target; None where they share none."""
+    """Return the draft models' part of the target's GPU; None if they do not share it."""
     num_ranks, drafts = config.target.tensor_parallel_size, config.draft_models
     if not drafts or placement.num_gpus != num_ranks:
         return None

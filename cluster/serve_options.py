@@ -26,7 +26,7 @@ DEPLOYMENTS = ("Ingress", "Pair", "Prefill")
 _DEPLOYMENT = "applications.deployments"
 _PREFIX = re.compile(r"/|(/[A-Za-z0-9._~-]+)+")  # it is part of HAProxy's rules
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")  # names of actors and processes have it between : and #
-_LEAST = {"health_check_period_s": 0.1, "health_check_timeout_s": 1.0}  # a replica that computes would count as dead
+_LEAST = {"health_check_period_s": 0.1, "health_check_timeout_s": 1.0}  # below, a computing replica would count as dead
 _SECTIONS = ("applications", "deployments")
 HONOURED = frozenset(
     {
@@ -92,7 +92,7 @@ REFUSED = {
 def unknown_keys(
     section: Mapping[str, Any], schema: type[BaseModel] = ServeDeploySchema, where: str = ""
 ) -> Iterator[str]:
-    """Name the keys that Serve would ignore, at any depth, since they might be a later version's."""
+    """Yield keys, at any depth, that this version of Serve does not know and would ignore."""
     fields = {each.alias or name: each for name, each in schema.model_fields.items()}
     for key, value in section.items():
         if key not in fields:
@@ -122,7 +122,7 @@ def _place(where: str, key: str, part: Mapping[str, Any], number: int) -> str:
 
 
 def refusals(deployment: Mapping[str, Any], *, has_prefill: bool) -> Iterator[str]:
-    """Name every option that nothing here honours, deployments that there are not, and a second application of ours."""
+    """Yield options that we do not honour, unknown deployments, and a second application of ours."""
     yield from _refused(deployment, "", "", HONOURED)
     if deployment.get("proxy_location") == "Disabled":
         yield "proxy_location is 'Disabled', and no other server listens for clients; use EveryNode or HeadOnly"
@@ -139,7 +139,7 @@ def refusals(deployment: Mapping[str, Any], *, has_prefill: bool) -> Iterator[st
 
 
 def refusals_without_ray(deployment: Mapping[str, Any]) -> Iterator[str]:
-    """Name every option of Serve that a server in one process does not honour."""
+    """Yield the options of Serve that a server in one process does not honour."""
     parts = [("", deployment)]
     for application in deployment["applications"]:
         parts.append(("applications", application))

@@ -1,4 +1,4 @@
-"""The HTTP server without Ray: uvicorn's, with the limits of clients that HAProxy has in a cluster, and TLS."""
+"""The HTTP server without Ray: uvicorn with TLS and with HAProxy's limits of clients."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from router.client_limits import (
 )
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_ACCEPTED_AT_ONCE = 64  # before one of them is counted
+_ACCEPTED_AT_ONCE = 64  # accepted before one of them is counted
 _BACKLOG = 2048  # connections that wait to be accepted
-_SPARE_FILES = 48 + _ACCEPTED_AT_ONCE  # for all else that this process opens
+_SPARE_FILES = 48 + _ACCEPTED_AT_ONCE  # for all other files of this process
 _SAY_AGAIN_S = 60.0
 _IPV6_NETWORK = 64
 _DRAIN_S = 30
@@ -52,7 +52,7 @@ _FORBIDDEN = PlainTextResponse("The metrics are for the operator's addresses.\n"
 def share_of_files(num_wanted: int) -> int:
     """Return the part of `num_wanted` connections that the process can open in addition to its other files.
 
-    The limit of open files is raised as far as it may be. Below 4,096 each kind of connection gets its share.
+    Raise the limit of open files as far as allowed. If all kinds of connections do not fit, each gets its share.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -62,7 +62,7 @@ def share_of_files(num_wanted: int) -> int:
 
 
 class Places:
-    """The connections there may be at once: of all clients, of each address, and more for the operator's addresses."""
+    """The limits of open connections: of all clients, of each address, and extra ones for the operator's addresses."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Places:
         return leave
 
     def is_operator(self, host: str) -> bool:
-        """True if the address may take the places that are kept for operators."""
+        """True if the address may take the operators' places."""
         address = _address(host)
         return any(address in network for network in self._operators)
 
@@ -113,8 +113,8 @@ def _network(address: Address) -> str:
 class _Protocol(HttpToolsProtocol):
     """uvicorn's protocol, with time-outs for a client's sending and reading, and no upgrades.
 
-    An upgrade is ignored, as RFC 9110 (7.8) lets a server do, and the request is answered: Java's client offers h2c
-    with each one. httptools ends its work at such a request and drops the body (uvicorn#2722).
+    The server ignores an upgrade and answers the request, as RFC 9110 (7.8) allows: Java's client offers h2c with each
+    request. httptools stops at such a request and drops the body (uvicorn#2722), so the request is parsed again.
     """
 
     _head_timer: asyncio.TimerHandle | None = None
@@ -148,7 +148,7 @@ class _Protocol(HttpToolsProtocol):
             self._check_head(len(data))
 
     def _check_head(self, num_bytes: int) -> None:
-        """Bound the time and the bytes of a head that has begun."""
+        """Limit the time and the bytes of a request's head."""
         if self.cycle is not None and not self.cycle.response_complete:
             return
         self._num_head_bytes += num_bytes
@@ -179,7 +179,7 @@ class _Protocol(HttpToolsProtocol):
         return True  # uvicorn then leaves such a request to `_ignore_upgrade`
 
     def _ignore_upgrade(self, rest: bytes) -> None:
-        """Read the request again without its offer; `rest` came after its headers."""
+        """Parse the request again without its upgrade; `rest` are the bytes after its headers."""
         method = self.parser.get_method()
         if method == b"CONNECT":
             self._refuse(405, "this server is no proxy.")
@@ -210,13 +210,13 @@ class _Protocol(HttpToolsProtocol):
 
 
 class _Newcomer(asyncio.Protocol):
-    """A connection that was accepted: it takes a place, makes its TLS handshake, and becomes one of HTTP."""
+    """An accepted connection: takes a place, makes the TLS handshake, then speaks HTTP."""
 
     def __init__(self, places: Places, make: Callable[..., _Protocol], context: ssl.SSLContext | None) -> None:
         self._places = places
         self._make = make
         self._context = context
-        self._task: asyncio.Task[None] | None = None  # the loop itself keeps none
+        self._task: asyncio.Task[None] | None = None  # the loop keeps no reference
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -240,7 +240,7 @@ class _Newcomer(asyncio.Protocol):
             secured = await loop.start_tls(
                 transport, protocol, context, server_side=True, ssl_handshake_timeout=REQUEST_TIMEOUT_S
             )
-        except OSError:  # ssl.SSLError and what time-outs raise are children of it
+        except OSError:  # includes ssl.SSLError and time-outs
             leave()
             transport.abort()
             return
@@ -251,7 +251,7 @@ class _Newcomer(asyncio.Protocol):
 
 
 class HttpServer(uvicorn.Server):
-    """A server that ends at SIGINT or SIGTERM, at once at the second one, and leaves the exit status alone.
+    """A server that stops at SIGINT or SIGTERM, at once after a second one, and keeps the exit status.
 
     Args:
         app: the ASGI application.
@@ -269,7 +269,7 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 access_log=False,
-                log_level="error",  # one line less for each connection that sends no HTTP
+                log_level="error",  # without its line for each connection that sends no HTTP
                 ws="none",
                 timeout_graceful_shutdown=_DRAIN_S,
                 timeout_keep_alive=KEEP_ALIVE_S,
@@ -280,7 +280,7 @@ class HttpServer(uvicorn.Server):
         )
 
     def _report_rarely(self) -> None:
-        """Have the loop log once a minute that no more connections can be accepted; it tries again each second."""
+        """Make the loop log failures to accept once a minute; it retries each second."""
         loop = asyncio.get_running_loop()
         last_s = -_SAY_AGAIN_S
 
@@ -295,7 +295,7 @@ class HttpServer(uvicorn.Server):
         loop.set_exception_handler(report)
 
     async def startup(self, sockets: Any = None) -> None:
-        """Listen. Raises ConfigError if the address cannot be had."""
+        """Listen. Raises ConfigError if the address is not available."""
         try:
             server = await asyncio.get_running_loop().create_server(
                 self._newcomer, self._host, self._port, backlog=_ACCEPTED_AT_ONCE, start_serving=False
@@ -329,7 +329,7 @@ class HttpServer(uvicorn.Server):
 
 
 class MetricsForOperators:
-    """ASGI middleware that keeps `/metrics` for the addresses of `places` that are an operator's."""
+    """ASGI middleware that serves `/metrics` only to the operators' addresses of `places`."""
 
     def __init__(self, app: ASGIApp, places: Places) -> None:
         self._app = app

@@ -33,12 +33,12 @@ from protos.linux import wait_for_cores
 _PROJECT = Path(__file__).resolve().parents[2]
 _POLL_S = 0.5
 _OWNER = "owner"
-_FOLDERS, _PREFIX = Path("/tmp"), "outray-"  # so short, and not below TMPDIR: HAProxy takes 97 bytes of a socket's path
+_FOLDERS, _PREFIX = Path("/tmp"), "outray-"  # short, whatever TMPDIR is: HAProxy takes 97 bytes of a socket's path
 
 
 @dataclass(frozen=True, slots=True)
 class AppStatus:
-    """Serve's report on the application: its status, the reason, and the deployments that are not healthy (yet)."""
+    """Serve's report on the application: its status, the reason, and its unhealthy or starting deployments."""
 
     status: str
     message: str
@@ -54,7 +54,7 @@ class AppStatus:
 
 
 class LocalCluster:
-    """`start`, `deploy`, `wait_running`, `stop`. A second `stop` is fine, and stops a cluster half started."""
+    """The cluster: `start`, `deploy`, `wait_running`, `stop`. `stop` may be called twice, and during a start."""
 
     def __init__(self) -> None:
         self._folder: TemporaryDirectory[str] | None = None
@@ -96,7 +96,7 @@ class LocalCluster:
         _end_monitors()
 
     def deploy(self, file: DeployFile) -> None:
-        """Hand the configuration to Serve, as `serve deploy` does, with paths that hold in any folder.
+        """Pass the configuration to Serve, as `serve deploy` does, with absolute paths.
 
         Raises:
             ConfigError: Serve refused it.
@@ -132,7 +132,7 @@ class LocalCluster:
             time.sleep(_POLL_S)
 
     def undeploy(self) -> None:
-        """Let running requests finish, then remove the application; the cluster takes the next one."""
+        """Let running requests finish, then remove the application; the cluster stays for the next one."""
         for name in serve.status().applications:
             serve.delete(name, _blocking=False)  # it would wait for a minute at most
         while serve.status().applications:
@@ -141,7 +141,7 @@ class LocalCluster:
     def stop(self) -> None:
         """Let running requests finish, then stop everything.
 
-        The application goes first: Serve's own shutdown stops the proxy at once, and every stream with it.
+        The application is removed first: Serve's own shutdown would end the proxy and every stream at once.
         """
         if ray.is_initialized():
             self.undeploy()
@@ -168,7 +168,7 @@ class LocalCluster:
 
 
 def refuse_changed_address(http: HTTPOptions, grpc: gRPCOptions, wanted: ServeDeploySchema) -> None:
-    """Raise ConfigError for what Serve would ignore, as its proxies run already with something else."""
+    """Raise ConfigError for settings that Serve's running proxies would ignore."""
     for section, running, keys in (
         ("http_options", http, ("host", "port")),
         ("grpc_options", grpc, ("port", "grpc_servicer_functions", "enable_reflection")),
@@ -184,7 +184,7 @@ def refuse_changed_address(http: HTTPOptions, grpc: gRPCOptions, wanted: ServeDe
 
 @contextmanager
 def _private_files() -> Iterator[None]:
-    """Start processes within it whose files other users may not read."""
+    """Start processes inside this block with files that other users cannot read."""
     before = os.umask(PRIVATE)
     try:
         yield
@@ -212,7 +212,7 @@ def _end_monitors() -> None:
 
 
 def own(folder: Path) -> IO[bytes]:
-    """Mark a folder as in use until the file is closed, or this process ends in whatever way."""
+    """Mark a folder as used until the returned file is closed or this process ends."""
     owner = (folder / _OWNER).open("wb")
     fcntl.flock(owner, fcntl.LOCK_EX)
     return owner
@@ -227,17 +227,17 @@ def end_leftovers() -> None:
 
 
 def _is_owned(folder: Path) -> bool:
-    """Ask the lock: a process id means nothing where containers share the folders, and may be another's by now."""
+    """Test the lock. A process id would not do: containers may share the folders, and ids are used again."""
     try:
         with (folder / _OWNER).open("rb") as owner:
             fcntl.flock(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
-    except OSError:  # held; or not there yet
+    except OSError:  # locked, or not there yet
         return True
 
 
 def _end_processes(folder: str) -> None:
-    """Kill each HAProxy whose configuration is in the folder: one outlives the manager that has started it."""
+    """Kill each HAProxy whose configuration is in the folder: HAProxy outlives its manager."""
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or [""]
         if "haproxy" in words[0] and any(folder in word for word in words):
@@ -246,6 +246,6 @@ def _end_processes(folder: str) -> None:
 
 
 def _reason(message: str) -> str:
-    """Return our own error out of Serve's message, which puts a sentence or the stacks of processes before it."""
+    """Return our own error from Serve's message, without the sentence or the stack traces before it."""
     _, _, reason = message.rpartition("\nprotos.errors.")
     return reason.partition(" failed with exception:\n")[2] or reason

@@ -22,7 +22,7 @@ from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import IngressMetrics
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 
-# Of replicas that there is one of, and of a router, an index and other nodes, which there are not.
+# Keys for several replicas, the router, the index and other nodes have no meaning in one process.
 WITHOUT_EFFECT = (
     *("pair.autoscaling", "pair.resources", "pair.kv_events", "draft.num_threads", "ingress.num_replicas"),
     *("ingress.limits.migration_deadline_s", "ingress.limits.max_migrations"),
@@ -38,7 +38,7 @@ def in_one_process(config: DeployConfig) -> DeployConfig:
         ConfigError: it asks for more than one process.
     """
     if obstacles := list(_obstacles(config)):
-        raise ConfigError(f"without Ray there is one process: {'; '.join(obstacles)}; remove it, or leave --no-ray out")
+        raise ConfigError(f"without Ray there is one process: {'; '.join(obstacles)}; remove it, or --no-ray")
     if not config.draft_models:
         return config
     return config.model_copy(update={"draft": config.draft.model_copy(update={"process": DraftProcess.TARGET})})
@@ -63,7 +63,7 @@ def _obstacles(config: DeployConfig) -> Iterator[str]:
 
 
 def _without_effect(config: DeployConfig) -> Iterator[str]:
-    """Name the keys of what there is not, where they are set to something else than their default."""
+    """Name the keys without a meaning in one process that differ from their default."""
     for path in WITHOUT_EFFECT:
         *sections, key = path.split(".")
         section: Section = config

@@ -53,16 +53,14 @@ def serve_in_process(file: DeployFile, on_ready: Callable[[], None]) -> None:
 
 
 def refuse_serves_options(file: DeployFile) -> None:
-    """Raise ConfigError for an option of Serve, which a server in one process does not have."""
+    """Raise ConfigError for an option of Serve: a server in one process has no Serve."""
     obstacles = list(refusals_without_ray(file.deployment))
     functions = (file.deployment.get("grpc_options") or {}).get("grpc_servicer_functions") or []
     offered = [*GRPC_SERVICER_FUNCTIONS, *([VLLM_SERVICER_FUNCTION] if file.config.ingress.vllm_grpc else [])]
     if functions and sorted(functions) != sorted(offered):
-        obstacles.append(f"grpc_options.grpc_servicer_functions has not the {len(offered)} services that are offered")
+        obstacles.append(f"grpc_options.grpc_servicer_functions lacks some of the {len(offered)} services here")
     if obstacles:
-        raise ConfigError(
-            f"without Ray there is no Ray Serve: {'; '.join(obstacles)}; remove it, or leave --no-ray out"
-        )
+        raise ConfigError(f"without Ray there is no Ray Serve: {'; '.join(obstacles)}; remove it, or --no-ray")
 
 
 async def _serve(file: DeployFile, config: DeployConfig, settings: PairSettings, on_ready: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""The files of a deployment, which other users of the machine may not read: logs, sockets and what clients wrote."""
+"""Privacy of a deployment's files: logs, sockets and clients' texts are unreadable for other users."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def private_root() -> str:
 
 
 def is_private(folder: Path) -> bool:
-    """True if this folder, or one that it is in, is open to one user alone."""
+    """True if this folder, or one of its parents, is open to one user only."""
     return any(not each.stat().st_mode & PRIVATE for each in (folder, *folder.parents))
 
 

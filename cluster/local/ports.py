@@ -46,7 +46,7 @@ def _is_free(family: int, address: Any) -> bool:
 
 
 def refuse_ipv6(host: str) -> None:
-    """Raise ConfigError for an address that Ray Serve does not serve: HAProxy asks the replicas by IPv4 alone."""
+    """Raise ConfigError for an IPv6 address: HAProxy reaches the replicas over IPv4 only."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     if all(family == socket.AF_INET6 for family, *_ in found):
         raise ConfigError(
@@ -56,7 +56,7 @@ def refuse_ipv6(host: str) -> None:
 
 
 def free_port() -> int:
-    """Return a port without a listener, outside the range that the system hands out by itself."""
+    """Return a port without a listener, outside the system's ephemeral range."""
     return next(port for port in random.sample(_OURS, len(_OURS)) if is_free("0.0.0.0", port))
 
 

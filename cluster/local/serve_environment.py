@@ -1,4 +1,4 @@
-"""The environment variables that set the speed of Serve's own part; Ray reads them when its processes start."""
+"""The environment variables of Ray and Serve that a deployment needs; Ray reads them when its processes start."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ FAST_PATH = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED":
 _OWN_CLUSTER = {
     "RAY_AUTH_MODE": "token",  # Ray's ports listen on all interfaces, and run whatever a caller sends
     **_GATE_PROXY,
-    LOCAL_PROXY: "1",  # and one port of an ingress takes clients' calls, which HAProxy on this machine makes alone
+    LOCAL_PROXY: "1",  # an ingress takes clients' calls at one port, from this machine's HAProxy only
     "RAY_worker_niceness": "0",  # Ray's default of 15 is for batch jobs: any other program on the machine goes first
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",  # the one proxy there is hears at once that a replica leaves
-    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(CONNECTION_DRAIN_S + 60),  # of each HAProxy that a later one replaces
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",  # the only proxy learns at once that a replica leaves
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(CONNECTION_DRAIN_S + 60),  # for a replaced HAProxy
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # Serve's 0.1 costs 3% of a core, which the models want
-    "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # the fast path keeps 1000 lines back, and loses them with a process
-    "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "3s",  # of two failed ones: an ingress that hangs gets no more requests
-    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # one that hangs would hold its clients as long as one that drains
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",  # a dead HAProxy is replaced after three of them
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",  # three of Ray's 5 s end a manager that starts on a busy machine
+    "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # the fast path buffers 1000 lines, and loses them with its process
+    "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "3s",  # after two failed checks a hanging ingress gets no more requests
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # a hanging one would hold its clients as long as a draining one
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",  # a dead HAProxy is replaced after three checks
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",  # three checks of Ray's 5 s would end a slowly starting manager
     "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(MAX_MESSAGE_BYTES),  # of a client; Ray's own limit is 2 GiB
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20),  # between replicas; Ray's 4 MiB are less than a body
-    "RAY_task_events_report_interval_ms": "0",  # of each call, for dashboards; the GCS would keep 100,000 calls
+    "RAY_task_events_report_interval_ms": "0",  # no events of calls for dashboards; the GCS would keep 100,000
     "RAY_USAGE_STATS_ENABLED": "0",
     "grpc_proxy": "",  # ignores http_proxy: Serve's calls between replicas stay in the cluster
 }
@@ -93,7 +93,7 @@ def set_variables() -> None:
         os.environ["RAY_TMPDIR"] = private_root()
     if os.environ["RAY_AUTH_MODE"] == "token" and not any(name in os.environ for name in _TOKENS):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    ports = free_ports(len(_PROXY_PORTS) + _NUM_GRPC_PORTS)  # at once: of two draws both might be the same
+    ports = free_ports(len(_PROXY_PORTS) + _NUM_GRPC_PORTS)  # in one draw: two draws might return the same port
     for name, port in zip(_PROXY_PORTS, ports, strict=False):
         os.environ.setdefault(name, str(port))
     if not any(name in os.environ for name in _GRPC_PORTS):
@@ -101,7 +101,7 @@ def set_variables() -> None:
         os.environ.update(zip(_GRPC_PORTS, map(str, limits), strict=True))
     if sys.platform == "linux" and "RAY_SERVE_HAPROXY_BINARY_PATH" not in os.environ:
         os.environ.update(_haproxy_variables())
-    Config.initialize("")  # Ray has read its variables when it was imported
+    Config.initialize("")  # Ray read its variables at import
 
 
 def tls_variables(ingress: IngressSection) -> dict[str, str]:
@@ -115,9 +115,9 @@ def tls_variables(ingress: IngressSection) -> dict[str, str]:
 
 
 def check_tls(ingress: IngressSection) -> None:
-    """Raise ConfigError where HAProxy runs with another certificate than `ingress` has, or with none.
+    """Raise ConfigError if HAProxy's certificate differs from `ingress`'s.
 
-    It is given to the cluster, when that starts: clients would be served in clear, or with an old certificate.
+    The cluster gets its certificate at its start. Clients would be served without TLS, or with an old certificate.
     """
     wanted = tls_variables(ingress)
     names = ("OUTRIDER_TLS_CERTIFICATE", "OUTRIDER_TLS_CLIENT_CA")
@@ -130,7 +130,7 @@ def check_tls(ingress: IngressSection) -> None:
 
 
 def cluster_variables() -> dict[str, str]:
-    """Return the variables to set before `ray start` on every node of a cluster that is started by hand."""
+    """Return the variables to set before `ray start` on every node of a manually started cluster."""
     variables = {
         **FAST_PATH,
         **{name: _OWN_CLUSTER[name] for name in _EVERY_CLUSTER},
@@ -143,7 +143,7 @@ def cluster_variables() -> dict[str, str]:
 
 
 def haproxy_files(folder: str) -> dict[str, str]:
-    """Return the variables that put HAProxy's files and sockets into a folder, in place of one for all clusters."""
+    """Return the variables that put HAProxy's files and sockets into a folder of this cluster's own."""
     return {
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
         "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/admin",
@@ -154,7 +154,7 @@ def haproxy_files(folder: str) -> dict[str, str]:
 
 
 def _log_variables() -> dict[str, str]:
-    """Return the variable of the wanted form of log lines; none for text. Raises ConfigError for another form."""
+    """Return the variable for JSON logs, or no variable for text. Raises ConfigError for another form."""
     return {FORMAT_VARIABLE: "json"} if is_json_wanted() else {}
 
 
@@ -167,10 +167,10 @@ def _haproxy_variables() -> dict[str, str]:
 
 
 def warn_of_open_folders(session: Path) -> None:
-    """Log that other users of this machine can read the logs of Ray's session, and put their sockets in its place."""
+    """Log a warning if other users of this machine can read Ray's logs and replace its sockets."""
     if not is_private(session):
         logger.warning(
-            "other users of this machine can read Ray's logs and exchange its sockets in %s; run `eval \"$(outrider "
+            "other users of this machine can read Ray's logs and replace its sockets in %s; run `eval \"$(outrider "
             'env)"` before `ray start`, which sets RAY_TMPDIR to a folder of your own, and umask 077',
             session,
         )

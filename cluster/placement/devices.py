@@ -15,11 +15,11 @@ logger = logging.getLogger(__name__)
 def choose_devices(
     assigned: tuple[str, ...], topology: NodeTopology, num_ranks: int = 1, draft_gpu: str | int = "auto"
 ) -> PairDevices:
-    """Divide the devices Ray gave a pair, by index, UUID or MIG id; they must be neighbours if the node has any.
+    """Divide a pair's devices (indices, UUIDs or MIG ids) among target and draft.
 
     Raises:
-        ConfigError: the node has NVLink and these devices lie in different groups; the ranks would have different
-            cards, or parts of cards, which do not reach each other.
+        ConfigError: the node has NVLink and the devices are in different NVLink groups, or the ranks would get cards
+            of different kinds, or instances of divided cards, which cannot reach each other.
     """
     if not assigned:
         return PairDevices()
@@ -28,7 +28,7 @@ def choose_devices(
     if topology.nvlinks and known and not set(known) <= set(topology.group_of(known[0])):
         raise ConfigError(
             f"the pair was given GPUs {_and(assigned)}, which no NVLink joins; Ray gives them in the order of "
-            f"CUDA_VISIBLE_DEVICES: stop what else uses GPUs of this node, and start its Ray with "
+            f"CUDA_VISIBLE_DEVICES: stop other users of this node's GPUs, and start its Ray with "
             f"CUDA_VISIBLE_DEVICES={linked_order(topology, len(assigned))} (seen: {topology})"
         )
     if num_ranks > 1:
@@ -40,9 +40,9 @@ def choose_devices(
 
 
 def linked_order(topology: NodeTopology, num_gpus: int) -> str:
-    """Return the CUDA_VISIBLE_DEVICES under which each `num_gpus` devices that Ray gives out in turn are neighbours.
+    """Return a CUDA_VISIBLE_DEVICES order whose runs of `num_gpus` devices each share an NVLink group.
 
-    Devices of a group that are too few for another pair come last.
+    Ray assigns devices in this order. Leftover devices of a group, too few for another pair, come last.
     """
     first: list[int] = []
     rest: list[int] = []
@@ -67,7 +67,7 @@ def order_devices(num_gpus: int | None, topology: NodeTopology | None = None) ->
 
 
 def _check_alike(ids: tuple[str, ...], cards: list[Device | None]) -> None:
-    """Raise ConfigError unless the ranks of a target have whole cards of one kind: the slowest and smallest decides."""
+    """Raise ConfigError unless a target's ranks have whole cards of one kind: the slowest would delay all."""
     if any(each.startswith("MIG-") for each in ids):
         raise ConfigError(
             f"target.tensor_parallel_size is {len(ids)}, and the pair was given instances of divided GPUs, "

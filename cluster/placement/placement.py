@@ -1,10 +1,10 @@
-"""The part of a node that each process of a pair gets, and its devices: pure decisions over the cluster's resources.
+"""The CPUs and devices of each process of a pair: pure decisions over the cluster's resources.
 
 A pair's placement group is [shell, target, draft], packed on one node. The shell's bundle holds the pair's devices,
 because only there Ray names them; the shell passes them to its children in CUDA_VISIBLE_DEVICES. A prefill replica is
 one process on any node, with a device of its own on GPU nodes.
 
-Where deploy.yaml demands GPUs (`pair.gpus`), shares follow from it alone: the nodes may not be there yet.
+If deploy.yaml demands GPUs (`pair.gpus`), shares follow from it alone: the nodes may not exist yet.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class NodeResources:
     name: str = "this machine"
 
     def num_places(self, demand: Mapping[str, float]) -> int:
-        """Count the replicas of this demand that the node holds when nothing else runs there."""
+        """Count the replicas with this demand that fit on the empty node."""
         return min(int(self.all.get(name, 0) / amount + 1e-6) for name, amount in demand.items())
 
 
 @dataclass(frozen=True, slots=True)
 class GpuDemand:
-    """The GPUs of each pair as deploy.yaml's `pair.gpus` has them."""
+    """The GPUs of each pair, from deploy.yaml's `pair.gpus`."""
 
     num_gpus: int
     cpus_per_gpu: int
@@ -58,14 +58,12 @@ class GpuDemand:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """The processes to be placed; thread counts are None where the user set none.
+    """The processes to place. A thread count is None if the user has not set it.
 
-    `draft_gpu` and `draft_process` are as in deploy.yaml, and hold for all of `num_drafts` draft models, which have
-    `draft_threads` each.
+    `draft_gpu` and `draft_process` are deploy.yaml's values, for each of `num_drafts` draft models; each has
+    `draft_threads`. A target and its draft models compute in turn, or at the same time if `is_side_by_side`.
 
-    A target and its draft model compute in turn, or side by side where `is_side_by_side`.
-
-    Without `gpus` a pair gets what today's nodes have. The resources are custom ones of the nodes to run on.
+    Without `gpus` a pair gets GPUs of the present nodes. `resources` are custom Ray resources that select nodes.
     """
 
     num_pairs: int
@@ -131,13 +129,13 @@ class PairPlacement:
 def plan_pair(request: PlacementRequest, nodes: list[NodeResources], topology: NodeTopology) -> PairPlacement:
     """Divide the cluster among its pairs and prefill replicas.
 
-    On CPU nodes they get all cores, in equal parts. On GPU nodes each rank of a target gets a device, its draft one or
-    none, and each rank of a prefill replica one.
+    On CPU nodes they share all cores equally. On GPU nodes each rank of a target or a prefill replica gets a device,
+    and a draft gets one or shares the target's.
 
-    Two processes that want the same cores at once stall each other at every barrier, so the threads of a target and a
-    draft side by side never exceed the cores their pair owns unless the user sets more (or there is but one core). In
-    turn they have one thread more: the draft's first one computes where the target's sleeps meanwhile, while others of
-    either still spin for some milliseconds after a pass.
+    Processes that compute at the same time on the same cores stall each other at every barrier. So a target and a draft
+    side by side never have more threads than the pair's cores, unless the user sets more or there is one core. If they
+    compute in turn they have one thread more: the draft's main thread uses the core of the target's sleeping main
+    thread, while the other threads of both still spin for some milliseconds after a pass.
 
     Raises:
         ConfigError: the cluster is too small; names the need, the resources and the topology that was seen.
@@ -157,7 +155,7 @@ def plan_pair(request: PlacementRequest, nodes: list[NodeResources], topology: N
 
 
 def log_missing_nodes(placement: PairPlacement, num_pairs: int, nodes: list[NodeResources]) -> None:
-    """Log the pairs that today's nodes have no place for: they wait until Ray's autoscaler or an operator adds it."""
+    """Log the number of pairs that wait until Ray's autoscaler or an operator adds nodes."""
     demand = placement.demand
     num_places = sum(node.num_places(demand) for node in nodes)
     if num_places < num_pairs:
@@ -170,7 +168,7 @@ def log_missing_nodes(placement: PairPlacement, num_pairs: int, nodes: list[Node
 
 
 def _plan_demanded(request: PlacementRequest, demand: GpuDemand) -> PairPlacement:
-    """Give each GPU its cores, whatever nodes there are today."""
+    """Give each demanded GPU its cores, without a look at the present nodes."""
     if demand.num_gpus not in (wanted := _wanted_gpus(request)):
         raise ConfigError(
             f"pair.gpus.count is {demand.num_gpus}, and a pair uses {' or '.join(map(str, sorted(wanted)))}: one for "
@@ -216,7 +214,7 @@ def _plan_on(request: PlacementRequest, nodes: list[NodeResources], topology: No
 
 
 def _is_in_target(request: PlacementRequest, num_gpus: int) -> bool:
-    """True if the draft model runs in the target's process: as asked, or where one process has their one GPU."""
+    """True if the draft model runs in the target's process: if configured, or by default with one GPU for both."""
     if request.draft_process is not DraftProcess.AUTO:
         return request.draft_process is DraftProcess.TARGET
     return num_gpus == request.num_ranks == 1
@@ -256,7 +254,7 @@ def _hundredths(num_cpus: float) -> float:
 
 
 def _gpus_per_pair(request: PlacementRequest, nodes: list[NodeResources], topology: NodeTopology) -> int:
-    """Return one device per rank of the target, and one more for the draft if it shall or, left open, can have it."""
+    """Return a pair's GPUs: one per rank, and one more if the draft requires it, or by default if there are enough."""
     num_gpus, num_ranks = sum(node.num_gpus for node in nodes), request.num_ranks
     if num_gpus == 0:
         return 0
@@ -292,7 +290,7 @@ def _wanted_gpus(request: PlacementRequest) -> tuple[int, ...]:
 
 
 def _has_to_part(request: PlacementRequest) -> bool:
-    """True if the draft may not share the GPU of a target of one rank: it would be in its process, and in its way."""
+    """True if the draft needs its own GPU: side by side with a target of one rank it cannot share the process."""
     is_left_open = request.draft_process is DraftProcess.AUTO
     return request.is_side_by_side and is_left_open and request.num_ranks == 1
 

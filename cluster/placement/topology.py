@@ -15,7 +15,7 @@ import pynvml
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A part of a divided GPU (MIG), by the id under which CUDA_VISIBLE_DEVICES knows it."""
+    """An instance of a divided GPU (MIG), by its id for CUDA_VISIBLE_DEVICES."""
 
     uuid: str
     memory_bytes: int
@@ -117,7 +117,7 @@ def _read(nvml: Any) -> NodeTopology:
 
 
 def _instances(nvml: Any, handle: Any) -> tuple[Instance, ...]:
-    """Return the instances of a GPU; none where it is whole, or cannot be divided."""
+    """Return the instances of a GPU; empty for a whole one."""
     try:
         most = nvml.nvmlDeviceGetMaxMigDeviceCount(handle)
     except nvml.NVMLError:

@@ -1,1 +1,1 @@
-"""HAProxy as we want it: the program that Serve starts in its place, and the configuration that it gets."""
+"""HAProxy for untrusted clients: the program that Serve starts in its place, and its configuration."""

@@ -1,7 +1,7 @@
-"""Hands HAProxy certificates whose files have changed, so that it serves the new ones without a restart.
+"""Give HAProxy changed certificates, so that it serves them without a restart.
 
-Run as a program by haproxy.sh, with HAProxy's configuration and process id; it imports nothing but the standard
-library. It ends with HAProxy, whose child it is. If HAProxy refuses a file, it keeps the previous one.
+haproxy.sh runs this program with HAProxy's configuration and process id. It imports only the standard library. It is a
+child of HAProxy and ends with it. If HAProxy refuses a file, it keeps the previous one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KINDS = {"crt": "cert", "ca-file": "ca-file"}  # in the configuration, and in c
 
 @dataclass(slots=True)
 class WatchedFile:
-    """A file that HAProxy has read, as it names it, and the contents that it was last given."""
+    """A file of HAProxy, by HAProxy's name for it, and the contents that it was last given."""
 
     kind: str
     name: str
@@ -42,11 +42,11 @@ class WatchedFile:
 def main() -> None:
     """Watch until HAProxy ends."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    haproxy = int(sys.argv[2])  # the shell's that has started both, and becomes HAProxy
+    haproxy = int(sys.argv[2])  # of the shell that has started this program and becomes HAProxy
     configuration = Path(sys.argv[1]).read_text(encoding="utf-8")
     found = re.search(r"stats socket (\S+)", configuration)
     names = {(kind, name) for kind, name in re.findall(r" (crt|ca-file) (\S+)", configuration)}
-    # Each is given once at first: one that changed between HAProxy's reading and ours would not be seen to.
+    # Give each file once at first: it may have changed between HAProxy's reading and ours.
     files = [WatchedFile(_KINDS[kind], name) for kind, name in sorted(names)]
     while found and files and os.getppid() == haproxy:
         time.sleep(PERIOD_S)

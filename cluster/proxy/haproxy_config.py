@@ -1,6 +1,6 @@
 """HAProxy's configuration for untrusted clients, made from Serve's.
 
-Run as a program by haproxy.sh, on the file that Serve has written; so it imports nothing but the standard library.
+haproxy.sh runs this program on the file that Serve has written, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REQUEST_TIMEOUT_S = 15  # for a request's headers, and for the first 16 KiB of its body
-# Until the next byte of a body, or until a client takes more of its answer; a client that waits for one has none.
+# For the next byte of a body, and for a client to take more of its answer; waiting for an answer has no limit.
 CLIENT_TIMEOUT_S = 60
 LONG_HEADERS_BYTES = 6000  # these may fill HAProxy's buffer and leave no room for a body
 MAX_CONNECTIONS_PER_ADDRESS = 1024
-# Of the 4096 that HAProxy takes, for clients; the rest is kept for the operator's addresses, which ask for health.
+# Clients' part of HAProxy's 4096 connections; the rest is for the operator's addresses, such as health checks.
 MAX_HTTP_CONNECTIONS = 3072
 MAX_GRPC_CONNECTIONS = 768
 OPERATOR_ADDRESSES = "127.0.0.1 ::1"
-MAX_ENDLESS_CALLS = 64  # of one address at once: gRPC calls that end when the client wants
+MAX_ENDLESS_CALLS = 64  # of one address at once: gRPC calls that only the client ends
 CROWDED_SHARE = 4  # an address keeps 1/4 of its connections once half of all places are taken
 ADDRESS = "src,ipmask(32,64)"  # a client of IPv6 has a network of 2^64 addresses
 WAITS_FOR_ROUTES = "waits for routes"  # a HAProxy's description, which standby.py reads
@@ -38,9 +38,9 @@ _REASONS = {
 class ProxySettings:
     """The part of the configuration that operators choose.
 
-    `certificate_file` holds a certificate chain and its key (PEM) and turns TLS on for HTTP and gRPC. Clients must show
-    a certificate signed by `client_ca_file` where there is one. Connections from `operator_addresses` (or networks)
-    have places of their own; where there are any, they alone get `/metrics`.
+    `certificate_file` holds a certificate chain and its key (PEM) and turns TLS on for HTTP and gRPC. With
+    `client_ca_file` clients must have a certificate that this authority has signed. Connections from
+    `operator_addresses` (or networks) have places of their own. If any are set, only they get `/metrics`.
     """
 
     certificate_file: str = ""
@@ -147,7 +147,7 @@ _SERVES_HEADERS = f"""\
     acl is_unreadable req.hdrs -m reg -i (?m)^{_SERVES_NAMES}:.*[^[:print:][:space:]]
     http-request del-header ^{_SERVES_NAMES}$ -m reg if is_unreadable
 """
-# The path as the application reads it, without a slash at its end. Rules ask for its end: Serve may have a prefix.
+# The path as the application reads it, without a slash at its end. Rules compare its end: Serve may have a prefix.
 _PATH = "    http-request set-var(txn.path) path,url_dec,rtrim(/)\n"
 # gRPC's own form of a refusal: a status of RESOURCE_EXHAUSTED (8) in the headers of an answer without a body.
 ENDLESS_CALLS = f"""\

@@ -25,8 +25,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-TAKEOVER_S = 60.0  # for Serve to start its own, on a busy machine too; without one it has been shut down
-_RESTART_S = 1.0  # between two of ours, should it not run at all
+TAKEOVER_S = 60.0  # enough for Serve to start its own on a busy machine; without one, Serve has been shut down
+_RESTART_S = 1.0  # between two starts of ours, if it cannot run at all
 _PERIOD_S = 0.1
 _TIMEOUT_S = 2.0
 _MAX_SENT = 253  # descriptors in one message, by Linux
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _watch(configuration: Path, admin_socket: str, haproxy: int, command: list[str]) -> None:
-    os.setsid()  # Ray kills a manager's group with it
+    os.setsid()  # Ray kills a manager's whole process group
     cluster = _parent(_parent(haproxy))  # the raylet: HAProxy is its manager's child
     answer = _first_answer(admin_socket, haproxy)
     if answer is None or answer.is_waiting_for_routes:
@@ -92,11 +92,11 @@ def _listeners(admin_socket: str) -> list[socket.socket]:
                 descriptors += received
                 connection.sendall(struct.pack("i", len(descriptors)))
         except (OSError, struct.error):
-            pass  # without them clients are refused until the next one listens
+            pass  # without the sockets, clients are refused until the next HAProxy listens
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     for each in sockets:
         if each.family == socket.AF_UNIX:
-            each.close()  # the admin socket's: an open one would look like a HAProxy that does not answer
+            each.close()  # the admin socket: open, it would look like a HAProxy that does not answer
     return [each for each in sockets if each.fileno() >= 0]
 
 
@@ -118,7 +118,7 @@ def _answer_all(server: socket.socket, listeners: list[socket.socket]) -> None:
             if not connection.recv(64).startswith(b"_getsocks"):
                 continue
             connection.sendall(struct.pack("i", len(descriptors)))
-            # Of each its namespace, its interface (no letters) and four bytes that are not used.
+            # For each socket: its namespace, its interface (empty) and four unused bytes.
             socket.send_fds(connection, [bytes(6 * len(descriptors))], descriptors)
             connection.recv(4)
 

@@ -52,7 +52,7 @@ def test_a_session_that_others_can_enter_is_told_of(tmp_path: Path, caplog: pyte
     warn_of_open_folders(tmp_path)
     assert caplog.text == ""
     warn_of_open_folders(Path("/tmp"))
-    assert "other users of this machine can read Ray's logs and exchange its sockets in /tmp" in caplog.text
+    assert "other users of this machine can read Ray's logs and replace its sockets in /tmp" in caplog.text
 
 
 def test_a_hand_started_cluster_gets_the_folder_and_the_umask(

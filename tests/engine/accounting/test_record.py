@@ -1,4 +1,4 @@
-"""A pass's record has all that the pass brought, once."""
+"""A pass's record has every figure of the pass, once."""
 
 from __future__ import annotations
 
