@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from engine.attention.base import LayerOptions, UnsupportedAttentionError
 from engine.attention.torch_attention import ATTENTION_NAME, PASS_KEYWORD, WINDOW_ATTRIBUTE, paged_attention
 from engine.kv_cache.pool import LayerShape
 from engine.model.checkpoint.reading_errors import READING_ERRORS
+from engine.model.linear.packed_linear import weight_of
 from engine.model.position_limit import max_positions
 from protos.errors import ConfigError
 
@@ -95,9 +97,30 @@ def _window(visible: Callable[..., Tensor], length: int) -> int | None:
     return window if first else None
 
 
+@contextmanager
+def hollow(model: nn.Module) -> Iterator[None]:
+    """Within it, plain linear layers return zeros and read no weight."""
+    layers = [module for module in model.modules() if weight_of(module) is not None]
+    for layer in layers:
+        layer.forward = partial(_zeros, layer)  # shadows the class's until deleted
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _zeros(layer: nn.Module, x: Tensor) -> Tensor:
+    weight = weight_of(layer)
+    assert weight is not None, "`hollow` takes plain layers only"
+    return x.new_zeros(*x.shape[:-1], weight.shape[0])
+
+
 @torch.inference_mode()
-def record_attention(model: PreTrainedModel) -> list[LayerRecord]:
-    """Switch `model` to our attention, run it on two tokens, and return one record per layer, first to last.
+def record_attention(model: PreTrainedModel) -> tuple[int, list[LayerRecord]]:
+    """Switch `model` to our attention, run it on two tokens, and return the width of its logits and a record per layer.
+
+    Weights of linear layers are not read: shapes, options and masks do not depend on them.
 
     Raises:
         ConfigError: the family cannot be served.
@@ -108,16 +131,26 @@ def record_attention(model: PreTrainedModel) -> list[LayerRecord]:
     keywords: Mapping[str, object] = {PASS_KEYWORD: recording}
     positions = torch.arange(_NUM_TOKENS, device=model.device)[None]
     _offer_probe(windows, length)
-    with understood(model):
+    with understood(model), hollow(model):
         model.set_attn_implementation(_PROBE_NAME)
-        model(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False, **keywords)
+        output = model(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False, **keywords)
         model.set_attn_implementation(ATTENTION_NAME)
     records = sorted(recording.records, key=lambda record: record.layer)
     if [record.layer for record in records] != list(range(config.num_hidden_layers)):
         num_layers = config.num_hidden_layers
         raise refusal(model, f"{len(records)} calls of the attention function came from its {num_layers} layers")
     _check_windows(model, records, windows)
-    return records
+    return output.logits.shape[-1], records
+
+
+@contextmanager
+def stock_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Within it, a model with our attention has transformers' own."""
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
 
 
 def _offer_probe(windows: dict[int, int | None], length: int) -> None:

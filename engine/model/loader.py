@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from engine.config import ModelConfig
+from engine.config import ModelConfig, Quantization
 from engine.model.checkpoint.completeness import refuse_incomplete
 from engine.model.checkpoint.dequantize import read_dequantized
 from engine.model.checkpoint.dtype import resolve_dtype
@@ -35,9 +36,21 @@ from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_LEAST_BYTES = {Quantization.INT8: 1.0, Quantization.INT4: 0.5}  # of a weight in memory
+_NUMBERS = {"I64", "I32", "U8", "BOOL"}  # of buffers, which keep their dtype
 
-def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTrainedModel:
+
+def load_model(
+    config: ModelConfig,
+    device: torch.device | None = None,
+    *,
+    keeps_dtype: Callable[[PreTrainedConfig], bool] | None = None,
+) -> PreTrainedModel:
     """Load weights (safetensors only) onto `device`, or the configured device if None; a Hub model is fetched first.
+
+    Where `keeps_dtype` is true for the configuration, a processor's weights have the files' dtype: they are views of
+    the files, and packing reads them.
 
     Raises:
         ConfigError: a file is missing or unsuitable.
@@ -47,8 +60,10 @@ def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTr
     device = device or resolve_device(config.device)
     model_config = load_config(config.path)
     scheme = scheme_of(model_config.to_dict(), config.path)
+    kept: torch.dtype | None = None
     if device.type == "cpu":
-        check_memory(folder, config.path, dtype.itemsize)
+        kept = _stored_dtype(folder) if keeps_dtype is not None and keeps_dtype(model_config) else None
+        check_memory(folder, config.path, _LEAST_BYTES.get(Quantization(config.quantization), (kept or dtype).itemsize))
     # Load to host memory; quantized checkpoints are dequantized by our own code.
     try:
         if scheme is None:
@@ -56,7 +71,7 @@ def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTr
             refuse_unscaled(model_config.to_dict(), tensor_headers(folder), config.path)
             with reported_reading(folder, _display_name(config.path)):
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
-                    config.path, config=model_config, trust_remote_code=False, **_options(dtype)
+                    config.path, config=model_config, trust_remote_code=False, **_options(kept or dtype)
                 )
         else:
             loaded = _load_quantized(config.path, folder, model_config, scheme, dtype)
@@ -73,6 +88,12 @@ def load_model(config: ModelConfig, device: torch.device | None = None) -> PreTr
     size = sum(each.numel() * each.itemsize for each in model.parameters()) / (1 << 30)
     with enough_memory(device, f"the weights of {config.path!r}, {size:.1f} GiB", WEIGHTS_REMEDY):
         return cast(PreTrainedModel, model.to(device).eval().requires_grad_(False))
+
+
+def _stored_dtype(folder: Path) -> torch.dtype | None:
+    """Return the dtype of all floating tensors of a checkpoint; None if they have several."""
+    found = {header.dtype for header in tensor_headers(folder).values()} - _NUMBERS
+    return _FLOATS.get(found.pop()) if len(found) == 1 else None
 
 
 def _tie_head(path: str, model: PreTrainedModel) -> None:

@@ -1,7 +1,8 @@
 """A causal language model whose attention reads a KV pool, checked against the logits of its stock model.
 
 The agreement check decides which models can be served. It computes two sequences in forward batches, one in pieces,
-the other at the model's last positions, and compares the logits with the stock model's. A family that ignores a part of
+the other at the model's last positions, and compares the logits with the stock model's, whose linear layers multiply by
+the same packed weights (each was compared with the plain product when it was packed). A family that ignores a part of
 the forward batch (keywords, positions, hiding sequences from each other) fails, so no list of families is needed.
 Windows are longer than these sequences; `engine.model.attention_probe` reads them from the masks.
 """
@@ -24,7 +25,14 @@ from engine.attention.torch_attention import TorchAttention
 from engine.batch.span import Span
 from engine.config import KVDtype, Quantization
 from engine.kv_cache.pool import KVCache, LayerShape, block_bytes
-from engine.model.attention_probe import LayerRecord, record_attention, refusal, set_windows, understood
+from engine.model.attention_probe import (
+    LayerRecord,
+    record_attention,
+    refusal,
+    set_windows,
+    stock_attention,
+    understood,
+)
 from engine.model.checkpoint.node_memory import check_pool_memory
 from engine.model.decoders.llama_decoder import LlamaDecoder
 from engine.model.decoders.stock_decoder import StockDecoder, counts_rows
@@ -33,6 +41,7 @@ from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps
 from engine.model.linear.batch_invariant_linear import batch_invariant_factory, batch_invariant_on_gpu
 from engine.model.linear.packed_linear import Linear, pack_linears
+from engine.model.linear.product_check import MAX_RELATIVE_ERROR
 from engine.model.linear.quantized_linear import dequantized, linear_factory
 from engine.model.loader import tokenizer_file
 from engine.model.position_limit import max_positions
@@ -46,7 +55,6 @@ _PROBE_BLOCK_SIZE = 16  # the configuration's default, so that a kernel compiled
 _PROBE_CHUNK = 4  # tokens of the first probe sequence in an earlier pass
 _MAX_TABLE = 4096  # positions of a probe for decoders with a table of all positions
 _FAR = 1 << 17  # positions of a probe of models without a limit
-_MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}  # seen: 1e-6, 1e-3, 1e-2
 _ROUNDED_ROWS_ERROR = 0.2  # for quantized models against the stock model of the same weights; seen: 0.01 to 0.07
 _MAX_LEAK = 1e-6  # change of logits by other tokens in the pass
 _MAX_EXPERTS_LEAK = 0.01  # the same for mixtures of experts, which then group other rows
@@ -79,6 +87,7 @@ class PagedModel:
         taps: HiddenStateTaps = NO_TAPS,
         rank: Rank = ALONE,
         *,
+        dtype: torch.dtype | None = None,
         is_deterministic: bool = False,
     ) -> None:
         """Make `model` paged in place and quantise its linear layers; it has no other use afterwards.
@@ -92,6 +101,8 @@ class PagedModel:
                 `is_deterministic`.
             taps: hidden states that forwards keep as `features`.
             rank: this process among the model's ranks.
+            dtype: of hidden states and KV; None for the model's. Linear layers and plain embeddings may be stored in
+                another.
             is_deterministic: a row's logits have the same bits in every batch.
 
         Raises:
@@ -101,14 +112,15 @@ class PagedModel:
             sequences, far = _probe_token_ids(model), _far_position(model)
         stock: _Stock | None = None
         if rank.is_first:  # other ranks read only their part of the weights, from a mapped file
-            with understood(model), dequantized(model, quantization):
-                stock_logits = _stock_logits(model, sequences, far)
-            stock = _Stock(stock_logits.shape[-1], record_attention(model))
+            if rank.size > 1:  # the weights are still whole
+                with understood(model), dequantized(model, quantization):
+                    stock_logits = _stock_logits(model, sequences, far)
+            stock = _Stock(*record_attention(model))
         rank.barrier()
         stock = rank.from_first(stock)
         self.vocab_size, records = stock.vocab_size, stock.records
         self.layer_shapes = self.rank_shapes = [record.shape for record in records]
-        self._dtype, self._device = model.dtype, rank.device or model.device
+        self._dtype, self._device = dtype or model.dtype, rank.device or model.device
         self._padding_ids: Tensor | None = None
         if is_deterministic:
             has_kernel = is_batch_invariant(plan_attention) or self._is_native(plan_attention)
@@ -116,9 +128,12 @@ class PagedModel:
             if reason := obstacle(model, records, has_own_kernel=has_kernel, has_own_decoder=fits):
                 raise _not_deterministic(model, reason)
         self.decoder, self.rank_shapes = _decoder(
-            model, records, quantization, taps, rank, is_deterministic=is_deterministic
+            model, records, quantization, taps, rank, self._dtype, is_deterministic=is_deterministic
         )
-        tolerance = _MAX_RELATIVE_ERROR[self._dtype] + _ROUNDED_ROWS_ERROR * (quantization is not Quantization.NONE)
+        if rank.size == 1:
+            with understood(model), stock_attention(model):
+                stock_logits = _stock_logits(model, sequences, far)
+        tolerance = MAX_RELATIVE_ERROR[self._dtype] + _ROUNDED_ROWS_ERROR * (quantization is not Quantization.NONE)
         with understood(model):
             logits = self._probed(sequences, far, plan_attention)
             leaked = self._probed((_others(sequences[0], self.vocab_size), sequences[1]), far, plan_attention)
@@ -196,12 +211,13 @@ def _decoder(
     quantization: Quantization,
     taps: HiddenStateTaps,
     rank: Rank,
+    dtype: torch.dtype,
     *,
     is_deterministic: bool,
 ) -> tuple[LlamaDecoder | StockDecoder, list[LayerShape]]:
     """Return the decoder of `rank`, which takes over `model`, and the KV of each layer on this rank."""
     shapes = [record.shape for record in records]
-    make_linear, make_head = (linear_factory(quantization, is_head=is_head) for is_head in (False, True))
+    make_linear, make_head = (linear_factory(quantization, dtype, is_head=is_head) for is_head in (False, True))
     if is_deterministic and model.device.type == "cuda":
         make_linear = make_head = batch_invariant_on_gpu
     if LlamaDecoder.fits(model):
@@ -213,7 +229,7 @@ def _decoder(
     if rank.size > 1:
         shapes = shard_model(model, rank)
     if is_deterministic:
-        make_linear, make_head = batch_invariant_factory(make_linear), batch_invariant_factory(make_head)
+        make_linear, make_head = (batch_invariant_factory(each, dtype) for each in (make_linear, make_head))
     set_windows(model, records)
     pack_linears(model, make_linear, make_head)
     return StockDecoder(model, taps), shapes

@@ -1,30 +1,49 @@
 """Resident memory of a served model: its packed and unpacked weights, without pages of the checkpoint.
 
-On a processor transformers' tensors are views of a mapped file. One remaining tensor keeps the whole file mapped.
+On a processor transformers' tensors are views of a mapped file. One remaining tensor keeps the whole file mapped, and
+each page that was read stays resident until it is dropped.
 """
 
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from engine.model.checkpoint.node_memory import drop_pages
 from engine.model.linear.packed_linear import LinearFactory, gains
 
 
-def leave_checkpoint(model: nn.Module, make_linear: LinearFactory) -> None:
+def leave_checkpoint(
+    model: nn.Module, make_linear: LinearFactory, dtype: torch.dtype | None = None, *, keeps_embeddings: bool = False
+) -> None:
     """Copy every tensor that packing with `make_linear` leaves unpacked out of the files, one by one, in place.
 
-    The files are unmapped when the last linear layer is packed. Modules that share a parameter
-    (a tied embedding) share its copy.
+    The copies have `dtype`; None for their own. With `keeps_embeddings`, plain embeddings keep their own. The files
+    are unmapped when the last linear layer is packed. Modules that share a parameter (a tied embedding) share its copy.
     """
+    copied: set[int] = set()
     for module in model.modules():
         is_packed = gains(module, make_linear)
+        keeps_dtype = dtype is None or (keeps_embeddings and type(module) is nn.Embedding)
         for name, parameter in module.named_parameters(recurse=False):
-            if not (is_packed and name == "weight"):
-                parameter.data = parameter.data.clone()
+            if id(parameter) in copied or (is_packed and name == "weight"):
+                continue
+            stored = parameter.data
+            own = stored.clone() if keeps_dtype or not stored.is_floating_point() else stored.to(dtype, copy=True)
+            drop_pages([stored])
+            parameter.data = own
+            copied.add(id(parameter))
+            if own.dtype is not dtype and keeps_embeddings and type(module) is nn.Embedding:
+                module.register_forward_hook(partial(_cast_output, dtype))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.clone())  # a view would keep its whole base alive
+
+
+def _cast_output(dtype: torch.dtype | None, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    return output.to(dtype)
 
 
 def trim_heap() -> None:

@@ -42,7 +42,8 @@ def shard_model(model: PreTrainedModel, rank: Rank) -> list[LayerShape]:
             setattr(parent, key, nn.Parameter(_part(rank, style, child), requires_grad=False))
     module.to(rank.device)
     try:
-        return [record.shape for record in record_attention(model)]
+        _, records = record_attention(model)
+        return [record.shape for record in records]
     except ConfigError as error:
         reason = f"its modules do not run with the shards of transformers' plan ({error.__cause__ or error})"
         raise not_sharded(model, rank.size, reason) from error

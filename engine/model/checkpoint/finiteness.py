@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from engine.model.checkpoint.node_memory import drop_pages
 from engine.model.checkpoint.weight_files import tensor_headers
 from protos.errors import ConfigError
 
@@ -36,6 +37,7 @@ def refuse_not_finite_model(path: str, model: nn.Module) -> None:
     for name, weight in model.named_parameters():
         if weight.numel() > 0 and weight.is_floating_point():
             _check(weight, name, path)
+            drop_pages([weight])
 
 
 def _check(tensor: Tensor, name: str, source: str) -> None:

@@ -1,15 +1,20 @@
-"""Memory that this process may still allocate: the node's, or its container's if that is less."""
+"""Memory that this process may still allocate, the node's or its container's if that is less; and pages of files."""
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
+from torch import Tensor
 
 from engine.model.checkpoint.weight_files import tensor_headers
 from protos.errors import ConfigError
 
+_DONTNEED = getattr(mmap, "MADV_DONTNEED", None)
 _CGROUP = Path("/sys/fs/cgroup")
 _GIB = 1 << 30
 _FLOATS = ("BF16", "F16", "F32", "F64")  # loaded in the model's dtype; other dtypes are packed
@@ -24,7 +29,7 @@ def available_bytes(cgroup: Path = _CGROUP) -> int:
     return min(available, max(0, limit - used + _inactive_bytes(cgroup / "memory.stat")))
 
 
-def check_memory(folder: Path, name: str, float_bytes: int) -> None:
+def check_memory(folder: Path, name: str, float_bytes: float) -> None:
     """Raise ConfigError before loading if this node has less memory than all weights take.
 
     The bound is a lower one, without caches and copies: `float_bytes` per float and one byte per other number. Without
@@ -65,3 +70,35 @@ def _inactive_bytes(file: Path) -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+
+
+def drop_pages(tensors: Iterable[Tensor]) -> None:
+    """Drop the resident pages of tensors that a file backs; a later use reads them again.
+
+    Such tensors are never written to, so nothing is lost.
+    """
+    if _DONTNEED is None:
+        return
+    files = _file_mappings()
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            continue
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last and any(low <= first and last <= high for low, high in files):
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _DONTNEED)
+
+
+def _file_mappings() -> list[tuple[int, int]]:
+    """Return the address ranges of this process that files back; none where the system does not list them."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    ranges = []
+    for line in lines:
+        addresses, _, _, _, inode, *_ = line.split(maxsplit=5)
+        if inode != "0":
+            begin, end = addresses.split("-")
+            ranges.append((int(begin, 16), int(end, 16)))
+    return ranges

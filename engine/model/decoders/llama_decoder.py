@@ -9,12 +9,12 @@ this forward to the stock model's logits at every start, as it does the others.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from engine.attention.base import LayerOptions
@@ -25,8 +25,9 @@ from engine.model.decoders.row_operations import RowOperations, row_operations
 from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps, joined
 from engine.model.linear.batch_invariant_linear import batch_invariant
-from engine.model.linear.gated_linear import gated_of
-from engine.model.linear.packed_linear import Linear, LinearFactory, linear_of
+from engine.model.linear.gated_linear import GatedProduct, JoinedGate, gated_of
+from engine.model.linear.packed_linear import Linear, LinearFactory, keeps_numbers, linear_of
+from engine.model.linear.stand_in import halves_of, slices_of, stand_in
 from engine.model.position_limit import max_positions
 from engine.model.tensor_parallel.rank import ALONE, Rank
 
@@ -74,25 +75,32 @@ class LlamaDecoder:
         self._num_heads = config.num_attention_heads // rank.size
         self._num_kv_heads = config.num_key_value_heads // rank.size
         self._epsilon = config.rms_norm_eps
+        self._dtype: torch.dtype = model.model.norm.weight.dtype  # of rows; weights and embedding may have another
         self._rows = _row_operations(model, self._head_dim, is_deterministic=is_deterministic)
         self._embedding = rank.to_device(model.model.embed_tokens.weight)
         self._is_deterministic = is_deterministic
         rotary = model.model.rotary_emb.to(self._embedding.device)
-        self._rotary = RotaryTable(rotary, self._embedding, max_positions(config), is_deterministic)
+        like = self._embedding.new_empty(0, dtype=self._dtype)
+        self._rotary = RotaryTable(rotary, like, max_positions(config), is_deterministic)
         self._make_linear = make_linear
         self._layers = []
         for index, layer_options in enumerate(options):
             self._layers.append(self._take_layer(model.model.layers[index], layer_options))
-            model.model.layers[index] = nn.Identity()
         self._native_layers = self._one_call()
         self._final_norm = rank.to_device(model.model.norm.weight)
         head = model.lm_head
         bias = None if head.bias is None else rank.shard_vocab(head.bias)
         self.lm_head = self._rowwise((make_head or make_linear)(rank.shard_vocab(head.weight), bias), head.in_features)
+        self._stand_in({head: self.lm_head})
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
-        config = model.config
+        """True if `model` is of a family whose layers are computed here."""
+        return LlamaDecoder.fits_config(model.config)
+
+    @staticmethod
+    def fits_config(config: Any) -> bool:
+        """True for the configuration of a model that `fits`."""
         return config.model_type in FAMILIES and config.hidden_act == "silu"
 
     @property
@@ -108,7 +116,7 @@ class LlamaDecoder:
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Logits of the pass's rows, [R, V]."""
-        hidden = self._embedding.index_select(0, batch.input_ids)  # [T, hidden]
+        hidden = self._embedding.index_select(0, batch.input_ids).to(self._dtype)  # [T, hidden]
         angles = self._rotary.at(batch)
         tapped: list[Tensor] = []
         delta: Tensor | None = None  # of the layers so far, not yet part of `hidden`
@@ -178,14 +186,21 @@ class LlamaDecoder:
 
     def _take_layer(self, layer: Any, options: LayerOptions) -> DecoderLayer:
         attention, mlp = layer.self_attn, layer.mlp
-        hidden = attention.q_proj.in_features
+        inputs = (attention.q_proj, attention.k_proj, attention.v_proj)
+        qkv = self._rowwise(self._joined(*inputs), attention.q_proj.in_features)
+        output = self._rowwise(self._summed(attention.o_proj), attention.o_proj.in_features)
+        gated = self._gated(mlp.gate_proj, mlp.up_proj)
+        down = self._rowwise(self._summed(mlp.down_proj), mlp.down_proj.in_features)
+        products = zip((mlp.gate_proj, mlp.up_proj), halves_of(gated), strict=True)
+        self._stand_in({attention.o_proj: output, mlp.down_proj: down, **dict(products)})
+        self._stand_in(dict(zip(inputs, slices_of(qkv, inputs), strict=True)))
         return DecoderLayer(
             input_norm=self._rank.to_device(layer.input_layernorm.weight),
-            qkv=self._rowwise(self._joined(attention.q_proj, attention.k_proj, attention.v_proj), hidden),
+            qkv=qkv,
             head_norm=self._head_norm(attention),
-            output=self._rowwise(self._summed(attention.o_proj), attention.o_proj.in_features),
+            output=output,
             mlp_norm=self._rank.to_device(layer.post_attention_layernorm.weight),
-            mlp=self._mlp(mlp),
+            mlp=GatedMlp(self._rowwise(gated, mlp.gate_proj.in_features), down),
             options=options,
         )
 
@@ -198,7 +213,7 @@ class LlamaDecoder:
             num_kv_heads=self._num_kv_heads,
             head_dim=self._head_dim,
             epsilon=self._epsilon,
-            dtype=self._embedding.dtype,
+            dtype=self._dtype,
         )
         return NativeLayers.of(self._layers, shape)
 
@@ -214,24 +229,17 @@ class LlamaDecoder:
 
     def _rowwise(self, function: Linear, num_inputs: int) -> Linear:
         """`function` of rows, batch-invariant if need be."""
-        return batch_invariant(function, num_inputs, self._embedding.dtype) if self._is_deterministic else function
+        return batch_invariant(function, num_inputs, self._dtype) if self._is_deterministic else function
 
-    def _mlp(self, mlp: Any) -> GatedMlp:
-        gated = self._rowwise(self._gated(mlp.gate_proj, mlp.up_proj), mlp.gate_proj.in_features)
-        down = self._rowwise(self._summed(mlp.down_proj), mlp.down_proj.in_features)
-        return GatedMlp(gated, down)
+    def _stand_in(self, products: Mapping[nn.Linear, Linear]) -> None:
+        """Let the stock layers multiply by the packed weights; a rank's shards are not whole layers."""
+        if self._rank.size == 1:
+            stand_in(products, self._dtype, is_exact=keeps_numbers(self._make_linear))
 
-    def _gated(self, gate: nn.Linear, up: nn.Linear) -> Linear:
+    def _gated(self, gate: nn.Linear, up: nn.Linear) -> GatedProduct:
         """`silu(gate(x)) * up(x)`."""
-        if self._rank.size == 1 and (gated := gated_of(gate, up, self._make_linear)) is not None:
-            return gated
-        joined = self._joined(gate, up)
-
-        def compute(x: Tensor) -> Tensor:
-            gate, up = joined(x).chunk(2, dim=-1)
-            return F.silu(gate).mul_(up)  # in place: fresh memory costs a prefill chunk as much as the product
-
-        return compute
+        gated = gated_of(gate, up, self._make_linear) if self._rank.size == 1 else None
+        return gated or JoinedGate(self._joined(gate, up))
 
     def _joined(self, *linears: nn.Linear) -> Linear:
         """One product in place of several with the same input; outputs lie side by side."""

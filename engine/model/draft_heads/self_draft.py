@@ -7,11 +7,12 @@ all of them, in every layer, before any row of that layer reads them.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.config import HeadConfig, Quantization
@@ -26,8 +27,10 @@ from protos.errors import ConfigError
 class SelfDraft:
     """A forward over the target's pool by the target's weights, quantized or cut as configured."""
 
-    def __init__(self, config: HeadConfig, stock: PreTrainedModel, quantization: Quantization) -> None:
-        """Keep the parts of `stock` that the target's decoder will take away.
+    def __init__(
+        self, config: HeadConfig, stock: PreTrainedModel, quantization: Quantization, dtype: torch.dtype
+    ) -> None:
+        """Keep the weights of `stock`, which the target's decoder takes away; rows are of `dtype`.
 
         Raises:
             ConfigError: the family is not supported, the model has too few layers, or cannot be quantized on its
@@ -36,9 +39,9 @@ class SelfDraft:
         _check(config, stock, quantization)
         self._num_layers = config.num_layers or stock.config.num_hidden_layers
         self._quantization = Quantization(config.quantization)
+        self._dtype = dtype
         self._is_shared = self._quantization in (Quantization.NONE, quantization)
-        self._stock: Any = stock
-        self._layers: list[nn.Module] = [] if self._is_shared else list(self._stock.model.layers)
+        self._stock: Any = None if self._is_shared else _with_same_weights(stock)
         self._decoder: LlamaDecoder | None = None
 
     def begin(self, target: LlamaDecoder | StockDecoder) -> None:
@@ -47,9 +50,9 @@ class SelfDraft:
         if self._is_shared:
             self._decoder = target.first(self._num_layers)
         else:
-            self._stock.model.layers = nn.ModuleList(self._layers[: self._num_layers])
-            self._decoder = _packed(self._stock, target, self._quantization)
-        self._stock, self._layers = None, []
+            del self._stock.model.layers[self._num_layers :]
+            self._decoder = _packed(self._stock, target, self._quantization, self._dtype)
+        self._stock = None
 
     @torch.inference_mode()
     def logits(self, batch: ForwardBatch) -> Tensor:
@@ -58,9 +61,14 @@ class SelfDraft:
         return widened(self._decoder.logits(batch))
 
 
-def _packed(stock: Any, target: LlamaDecoder, quantization: Quantization) -> LlamaDecoder:
+def _with_same_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of the modules that shares every tensor."""
+    return copy.deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
+
+
+def _packed(stock: Any, target: LlamaDecoder, quantization: Quantization, dtype: torch.dtype) -> LlamaDecoder:
     options = target.options[: len(stock.model.layers)]
-    make_linear, make_head = (linear_factory(quantization, is_head=is_head) for is_head in (False, True))
+    make_linear, make_head = (linear_factory(quantization, dtype, is_head=is_head) for is_head in (False, True))
     return LlamaDecoder(stock, options, make_linear, make_head=make_head)
 
 

@@ -23,11 +23,11 @@ _HEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)
 _BASE_HEIGHT = 8  # the others are held to this one: fewer rows are common and must not cost much padding
 
 
-def batch_invariant_factory(make_linear: LinearFactory) -> LinearFactory:
+def batch_invariant_factory(make_linear: LinearFactory, dtype: torch.dtype | None = None) -> LinearFactory:
     """`make_linear`, whose products are made batch-invariant."""
 
     def make_batch_invariant(weight: Tensor, bias: Tensor | None) -> Linear:
-        return batch_invariant(make_linear(weight, bias), weight.shape[1], weight.dtype)
+        return batch_invariant(make_linear(weight, bias), weight.shape[1], dtype or weight.dtype)
 
     return make_batch_invariant
 

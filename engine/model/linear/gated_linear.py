@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from engine.model.linear.native_product import OUTPUTS, NativeGate, NativeProduct, alternating
+from engine.model.linear.native_product import NativeGate, NativeProduct, alternating
 from engine.model.linear.native_quantized import NativeQuantizedProduct
-from engine.model.linear.packed_linear import ROWS_HINT, Linear, LinearFactory, can_reorder, linear_of
+from engine.model.linear.packed_linear import (
+    ROWS_HINT,
+    Linear,
+    LinearFactory,
+    can_reorder,
+    keeps_numbers,
+    linear_of,
+    rows_dtype,
+)
+from engine.model.linear.weight_parts import OUTPUTS
 
 _MIN_FUSED_ELEMENTS = 1 << 20  # below that oneDNN's second call costs more than it saves
 
 
-def gated_of(gate: nn.Linear, up: nn.Linear, make_linear: LinearFactory = linear_of) -> Linear | None:
-    """The function of `x` [..., in], or None where there is nothing faster than the two products of `make_linear`.
+class GatedProduct(Protocol):
+    """`silu(gate(x)) * up(x)`, of rows [..., in] -> [..., out]."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `gate(x)` and `up(x)`, each [..., out]."""
+
+
+def gated_of(gate: nn.Linear, up: nn.Linear, make_linear: LinearFactory = linear_of) -> GatedProduct | None:
+    """Return the fused product, or None if nothing is faster than the two products of `make_linear`.
 
     `gate` and `up` have one shape and dtype, and both a bias [out] or neither.
     """
-    if make_linear is not linear_of:
+    if not keeps_numbers(make_linear):
         return _quantized(gate, up, make_linear)
-    if NativeProduct.fits(gate.weight) and NativeProduct.fits(up.weight):
-        return NativeGate(gate.weight, up.weight, gate.bias, up.bias)
-    if gate.weight.dtype == torch.bfloat16 and can_reorder(gate.weight) and gate.weight.numel() >= _MIN_FUSED_ELEMENTS:
-        return _reordered(gate, up)
+    dtype = rows_dtype(make_linear) or gate.weight.dtype
+    if NativeProduct.fits(gate.weight, dtype) and NativeProduct.fits(up.weight, dtype):
+        return NativeGate(gate.weight, up.weight, gate.bias, up.bias, dtype)
+    is_large = gate.weight.numel() >= _MIN_FUSED_ELEMENTS
+    if dtype == torch.bfloat16 and can_reorder(gate.weight, dtype) and is_large:
+        return _Reordered(gate, up)
     return None
 
 
-def _quantized(gate: nn.Linear, up: nn.Linear, make_linear: LinearFactory) -> Linear | None:
+def _quantized(gate: nn.Linear, up: nn.Linear, make_linear: LinearFactory) -> GatedProduct | None:
     """One product of our own kernel, where `make_linear` gives that."""
     if gate.out_features % (OUTPUTS // 2) or not NativeQuantizedProduct.fits(gate.weight):
         return None
@@ -35,16 +58,39 @@ def _quantized(gate: nn.Linear, up: nn.Linear, make_linear: LinearFactory) -> Li
     return product.gated() if isinstance(product, NativeQuantizedProduct) else None
 
 
-def _reordered(gate: nn.Linear, up: nn.Linear) -> Linear:
-    """Two calls of oneDNN."""
-    packed_gate, packed_up = (
-        torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach().contiguous(), ROWS_HINT) for layer in (gate, up)
-    )
-    gate_bias, up_bias = gate.bias, up.bias
-    activate, multiply = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
+class JoinedGate:
+    """A gate and up as one product, `joined` [..., in] -> [..., gate and up]."""
 
-    def compute(x: Tensor) -> Tensor:
-        gated: Tensor = multiply(x, activate(x, packed_gate, gate_bias, "swish", [], ""), packed_up, up_bias, "mul")
+    def __init__(self, joined: Linear) -> None:
+        self._joined = joined
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.halves(x)
+        return F.silu(gate).mul_(up)  # in place: fresh memory costs a prefill chunk as much as the product
+
+    def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = self._joined(x).chunk(2, dim=-1)
+        return gate, up
+
+
+class _Reordered:
+    """Two calls of oneDNN, for bfloat16 rows."""
+
+    def __init__(self, gate: nn.Linear, up: nn.Linear) -> None:
+        reorder = torch.ops.mkldnn._reorder_linear_weight
+        weights = (layer.weight.detach().bfloat16().contiguous() for layer in (gate, up))
+        self._gate, self._up = (reorder(weight, ROWS_HINT) for weight in weights)
+        self._biases = tuple(None if layer.bias is None else layer.bias.bfloat16() for layer in (gate, up))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate_bias, up_bias = self._biases
+        activated = torch.ops.mkldnn._linear_pointwise.default(x, self._gate, gate_bias, "swish", [], "")
+        gated: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, activated, self._up, up_bias, "mul")
         return gated
 
-    return compute
+    def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        multiply = torch.ops.mkldnn._linear_pointwise.default
+        gate_bias, up_bias = self._biases
+        gate: Tensor = multiply(x, self._gate, gate_bias, "none", [], "")
+        up: Tensor = multiply(x, self._up, up_bias, "none", [], "")
+        return gate, up

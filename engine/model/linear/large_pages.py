@@ -7,6 +7,7 @@ large pages (docs/benchmarks.md). A matrix of a small model is less than a page,
 
 from __future__ import annotations
 
+import math
 import mmap
 import threading
 from contextlib import suppress
@@ -45,9 +46,14 @@ _lock = threading.Lock()
 
 def in_large_pages(weight: Tensor) -> Tensor:
     """Return a copy of a contiguous weight in main memory, at the begin of a line of the cache."""
-    num_bytes = weight.numel() * weight.element_size()
+    return empty_in_large_pages(weight.shape, weight.dtype).copy_(weight)
+
+
+def empty_in_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return an uninitialized tensor in main memory, at the begin of a line of the cache."""
+    num_bytes = math.prod(shape) * dtype.itemsize
     memory = _take(-(-num_bytes // _LINE_BYTES) * _LINE_BYTES)
-    return memory[:num_bytes].view(weight.dtype).view(weight.shape).copy_(weight)
+    return memory[:num_bytes].view(dtype).view(shape)
 
 
 def _take(num_bytes: int) -> Tensor:

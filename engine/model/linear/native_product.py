@@ -6,6 +6,7 @@ A step of few rows is limited by the reading of the weights, which oneDNN does a
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from functools import cache
 from typing import Any, ClassVar
@@ -13,10 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from engine.model.linear.large_pages import in_large_pages
+from engine.model.linear.large_pages import empty_in_large_pages
+from engine.model.linear.weight_parts import OUTPUTS, converted
 from engine.native.library import Instructions, native_library
 
-OUTPUTS = 32  # of a pair of tiles
 _NUM_BITS = 16  # of a packed weight
 
 
@@ -36,22 +37,27 @@ class NativeProduct:
     _kernels: ClassVar = {torch.bfloat16: "outrider_product", torch.float32: "outrider_float_product"}
     _is_gated: ClassVar = False
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight` [out, in]."""
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> None:
+        """Pack `weight` [out, in] for rows of `dtype`; None for the weight's."""
         self._num_outputs, self._num_inputs = weight.shape
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self._width = self._num_outputs  # of a row of the result
-        self._packed = in_large_pages(tiled(weight.detach().bfloat16(), 2))
-        self._dtype = weight.dtype
-        self._multiply = _kernel(self._kernels[weight.dtype])
+        self._packed = _packed(weight.detach())
+        self._dtype = dtype or weight.dtype
+        self._multiply = _kernel(self._kernels[self._dtype])
 
     @staticmethod
-    def fits(weight: Tensor) -> bool:
-        """True if this process has the kernel and it takes such a weight: bfloat16, or float32 that was bfloat16."""
-        if weight.dtype == torch.bfloat16:
-            return has_tiles(weight)
-        is_candidate = weight.dtype == torch.float32 and has_tiles(weight, minimum=Instructions.AVX2)
-        return is_candidate and torch.equal(weight.bfloat16().float(), weight)
+    def fits(weight: Tensor, dtype: torch.dtype | None = None) -> bool:
+        """True if this process has the kernel for rows of `dtype` and `weight`: bfloat16, or float32 that was bfloat16.
+
+        `dtype` None is the weight's.
+        """
+        dtype = dtype or weight.dtype
+        if dtype not in NativeProduct._kernels or weight.dtype not in NativeProduct._kernels:
+            return False
+        minimum = Instructions.AVX512 if dtype == torch.bfloat16 else Instructions.AVX2
+        is_exact = torch.bfloat16 in (weight.dtype, dtype)
+        return has_tiles(weight, minimum=minimum) and (is_exact or torch.equal(weight.bfloat16().float(), weight))
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]. Raises TypeError for rows of another dtype or length than the weight's."""
@@ -80,13 +86,45 @@ class NativeGate(NativeProduct):
     _kernels: ClassVar = {torch.bfloat16: "outrider_gated_product", torch.float32: "outrider_gated_float_product"}
     _is_gated: ClassVar = True
 
-    def __init__(self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> None:
-        """`gate` and `up` [out, in], of one shape and dtype."""
+    def __init__(
+        self,
+        gate: Tensor,
+        up: Tensor,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Pack `gate` and `up` [out, in], of one shape and dtype, for rows of `dtype`; None for the weights'."""
         bias = None
         if gate_bias is not None and up_bias is not None:
             bias = alternating(gate_bias, up_bias)
-        super().__init__(alternating(gate, up), bias)
+        super().__init__(alternating(gate, up), bias, dtype)
         self._width = gate.shape[0]
+
+    def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `gate(x)` and `up(x)`, each [..., out]."""
+        plain = copy.copy(self)
+        plain._width, plain._multiply = self._num_outputs, _kernel(NativeProduct._kernels[self._dtype])
+        return apart(plain(x))
+
+
+def _packed(weight: Tensor) -> Tensor:
+    """Return a weight [out, in] as the kernels read it; a part at a time, so that no whole copy of it is made."""
+    packed: Tensor | None = None
+    pair = 0
+    for part in converted(lambda outputs: tiled(outputs.bfloat16(), 2), weight):
+        if packed is None:
+            packed = empty_in_large_pages((weight.shape[0] // OUTPUTS, *part.shape[1:]), part.dtype)
+        packed[pair : pair + len(part)] = part
+        pair += len(part)
+    assert packed is not None, "`fits` refuses empty weights"
+    return packed
+
+
+def apart(alternated: Tensor) -> tuple[Tensor, Tensor]:
+    """Undo `alternating` in results [..., 2 * out]."""
+    halves = alternated.unflatten(-1, (-1, 2, OUTPUTS // 2))
+    return halves[..., 0, :].flatten(-2), halves[..., 1, :].flatten(-2)
 
 
 def has_tiles(weight: Tensor, num_inputs: int = 32, minimum: Instructions = Instructions.AVX512) -> bool:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from engine.model.linear.large_pages import in_large_pages
-from engine.model.linear.native_product import OUTPUTS, PackedWeight, tiled
+from engine.model.linear.large_pages import empty_in_large_pages
+from engine.model.linear.native_product import PackedWeight, apart, tiled
+from engine.model.linear.weight_parts import OUTPUTS
 from engine.native.library import Instructions, native_library
 
 GROUP_SIZE = 32  # inputs that share a scale, in weights and rows alike,
@@ -38,20 +41,27 @@ class NativeQuantizedProduct:
             bases: of the same shape and precision, or None.
             bias: [out].
         """
-        self._num_outputs, self._num_inputs = numbers.shape
-        self._num_bits = 8 if bases is None else 4
-        self._is_gated = False
-        self._group_size = self._num_inputs // scales.shape[1]
-        packed = tiled(_whole_pairs(numbers).to(torch.int8), 4, self._group_size // 4)
-        if bases is not None:  # the first outputs of a pair in the low bits, the second above
-            first, second = packed.unbind(2)
-            packed = first | second << 4
-        self._packed = in_large_pages(packed)
-        second = _group_sums(numbers, self._group_size).view(torch.half) if bases is None else bases.detach().half()
-        tables = torch.stack([_whole_pairs(table) for table in (scales.detach().half(), second)], dim=-1)
-        pairs = tables.view(-1, OUTPUTS, *tables.shape[1:])  # [pair, output, group, table]
-        self._tables = in_large_pages(pairs.permute(0, 2, 3, 1).contiguous())
+        self._pack(len(numbers), [packed_part(numbers, scales, bases)], bias)
+
+    @classmethod
+    def of_parts(cls, num_outputs: int, parts: Iterable[PackedPart]) -> NativeQuantizedProduct:
+        """Join the consecutive parts of a weight of `num_outputs`; all but the last have a multiple of 32 outputs."""
+        product = cls.__new__(cls)
+        product._pack(num_outputs, parts, None)
+        return product
+
+    def _pack(self, num_outputs: int, parts: Iterable[PackedPart], bias: Tensor | None) -> None:
+        self._num_outputs, self._is_gated = num_outputs, False
         self._bias = None if bias is None else _whole_pairs(bias.detach().float())
+        num_pairs, pair = -(-num_outputs // OUTPUTS), 0
+        for part in parts:
+            if pair == 0:
+                self._num_inputs, self._num_bits, self._group_size = part.num_inputs, part.num_bits, part.group_size
+                self._packed = empty_in_large_pages((num_pairs, *part.numbers.shape[1:]), part.numbers.dtype)
+                self._tables = empty_in_large_pages((num_pairs, *part.tables.shape[1:]), part.tables.dtype)
+            last = pair + len(part.numbers)
+            self._packed[pair:last], self._tables[pair:last] = part.numbers, part.tables
+            pair = last
 
     @staticmethod
     def fits(weight: Tensor) -> bool:
@@ -59,11 +69,23 @@ class NativeQuantizedProduct:
         is_matrix = weight.ndim == 2 and weight.device.type == "cpu" and weight.numel() > 0
         return is_matrix and weight.shape[1] % GROUP_SIZE == 0 and has_quantized_kernels()
 
+    def with_bias(self, bias: Tensor) -> NativeQuantizedProduct:
+        """Return the same product plus `bias` [out]; they share the weight."""
+        biased = copy.copy(self)
+        biased._bias = _whole_pairs(bias.detach().float())
+        return biased
+
     def gated(self) -> NativeQuantizedProduct:
         """Return `silu(gate) * up`, where the outputs of this one are theirs, `alternating`."""
         gate = copy.copy(self)
         gate._is_gated = True
         return gate
+
+    def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `gate(x)` and `up(x)` of a `gated` product, each [..., out]."""
+        plain = copy.copy(self)
+        plain._is_gated = False
+        return apart(plain(x))
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], of the dtype of `x`. Raises TypeError for rows of another length."""
@@ -98,6 +120,30 @@ class NativeQuantizedProduct:
         tensors = self._packed.data_ptr(), self._tables.data_ptr(), bias
         sizes = self._num_inputs, self._num_outputs, self._num_bits, self._group_size
         return PackedWeight(*tensors, *sizes, self._is_gated)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPart:
+    """Some outputs as the kernel reads them: `numbers` [pair, ...] int8 and `tables` [pair, ...] float16."""
+
+    numbers: Tensor
+    tables: Tensor
+    num_inputs: int
+    num_bits: int
+    group_size: int
+
+
+def packed_part(numbers: Tensor, scales: Tensor, bases: Tensor | None) -> PackedPart:
+    """Pack some outputs of a weight; `NativeQuantizedProduct` describes the arguments."""
+    group_size = numbers.shape[1] // scales.shape[1]
+    packed = tiled(_whole_pairs(numbers).to(torch.int8), 4, group_size // 4)
+    if bases is not None:  # the first outputs of a pair in the low bits, the second above
+        first, second = packed.unbind(2)
+        packed = first | second << 4
+    second = _group_sums(numbers, group_size).view(torch.half) if bases is None else bases.detach().half()
+    tables = torch.stack([_whole_pairs(table) for table in (scales.detach().half(), second)], dim=-1)
+    pairs = tables.view(-1, OUTPUTS, *tables.shape[1:])  # [pair, output, group, table]
+    return PackedPart(packed, pairs.permute(0, 2, 3, 1), numbers.shape[1], 8 if bases is None else 4, group_size)
 
 
 def _group_sums(numbers: Tensor, group_size: int) -> Tensor:

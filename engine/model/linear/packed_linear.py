@@ -16,7 +16,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from engine.model.checkpoint.node_memory import drop_pages
 from engine.model.linear.native_product import NativeProduct
+from engine.model.linear.product_check import compare_product
 
 Linear = Callable[[Tensor], Tensor]  # [..., in] -> [..., out]
 LinearFactory = Callable[[Tensor, Tensor | None], Linear]  # of weight [out, in] and bias [out]
@@ -25,25 +27,46 @@ ROWS_HINT = 8  # rows the layout is chosen for: decode and verification have 1 t
 _MIN_FLOAT32_ELEMENTS = 1 << 20  # smaller float32 weights are as fast in MKL, and a call of oneDNN costs 18 us alone
 
 
-def can_pack(weight: Tensor) -> bool:
-    """True if this process multiplies by a packed `weight`, and gains from it."""
-    return can_reorder(weight) or NativeProduct.fits(weight)
+def can_pack(weight: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """True if multiplying rows of `dtype` (the weight's if None) by a packed `weight` gains time here."""
+    return NativeProduct.fits(weight, dtype) or can_reorder(weight, dtype)
 
 
-def can_reorder(weight: Tensor) -> bool:
+def can_reorder(weight: Tensor, dtype: torch.dtype | None = None) -> bool:
     """True if this build of torch does so by oneDNN, which reorders the weight."""
+    dtype = dtype or weight.dtype
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False
-    if weight.dtype == torch.bfloat16:
+    if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32 and weight.numel() >= _MIN_FLOAT32_ELEMENTS
+    return dtype == torch.float32 and weight.numel() >= _MIN_FLOAT32_ELEMENTS
 
 
-def linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
-    """The fastest function that computes `F.linear(x, weight, bias)`; it keeps its own packed copy."""
-    return NativeProduct(weight, bias) if NativeProduct.fits(weight) else torch_linear_of(weight, bias)
+def linear_of(weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Linear:
+    """Return the fastest `F.linear(x, weight, bias)` for rows of `dtype` (the weight's if None); packs a copy."""
+    if NativeProduct.fits(weight, dtype):
+        return NativeProduct(weight, bias, dtype)
+    if dtype is not None:
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    return torch_linear_of(weight, bias)
+
+
+def plain_factory(dtype: torch.dtype) -> LinearFactory:
+    """Return `linear_of` for rows of `dtype`."""
+    return partial(linear_of, dtype=dtype)
+
+
+def keeps_numbers(make_linear: LinearFactory) -> bool:
+    """True if `make_linear` is `linear_of`: a layer that does not gain may stay as it is."""
+    return getattr(make_linear, "func", make_linear) is linear_of
+
+
+def rows_dtype(make_linear: LinearFactory) -> torch.dtype | None:
+    """Return the dtype of the rows that `make_linear` is for; None for the weight's."""
+    dtype: torch.dtype | None = getattr(make_linear, "keywords", {}).get("dtype")
+    return dtype
 
 
 def torch_linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
@@ -93,7 +116,7 @@ def pack_linears(
 def gains(module: nn.Module, make_linear: LinearFactory = linear_of) -> TypeGuard[nn.Linear | Conv1D]:
     """True if `pack_linears` replaces `module`: a plain linear layer, for a subclass may compute something else."""
     weight = weight_of(module)
-    return weight is not None and (make_linear is not linear_of or can_pack(weight))
+    return weight is not None and (not keeps_numbers(make_linear) or can_pack(weight, rows_dtype(make_linear)))
 
 
 def weight_of(module: nn.Module) -> Tensor | None:
@@ -106,4 +129,8 @@ def weight_of(module: nn.Module) -> Tensor | None:
 def _packed(linear: nn.Linear | Conv1D, make_linear: LinearFactory) -> PackedLinear:
     weight = weight_of(linear)
     assert weight is not None, "`gains` takes plain layers only"
-    return PackedLinear(weight, linear.bias, make_linear)
+    packed = PackedLinear(weight, linear.bias, make_linear)
+    dtype = rows_dtype(make_linear) or weight.dtype
+    compare_product(packed, weight, linear.bias, dtype, is_exact=keeps_numbers(make_linear))
+    drop_pages([weight])
+    return packed

@@ -31,10 +31,12 @@ from engine.kv_cache.compaction import KVMove
 from engine.kv_cache.kv_dtype import kv_name
 from engine.kv_cache.pool import LayerShape, block_bytes, pool_size
 from engine.kv_cache.sharded_layout import ShardedKVLayout
+from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.vocabulary import ids_without_token, refuse_tokens_without_rows
 from engine.model.cuda_graphs.buckets import graph_buckets
 from engine.model.cuda_graphs.graph import ForwardOutput
 from engine.model.cuda_graphs.graph_runner import CudaGraphRunner, RecordedStep
+from engine.model.decoders.llama_decoder import LlamaDecoder
 from engine.model.draft_heads.loader import Head, load_head, whole_lm_head
 from engine.model.draft_heads.self_draft import SelfDraft
 from engine.model.forward_batch import ForwardBatch, plan_steps
@@ -99,8 +101,11 @@ class ModelRunner:
             torch.set_num_threads(model.num_threads)
         self._rank = rank
         meter = memory_meter(cache, rank.device or resolve_device(model.device))
-        stock = load_model(model, rank.load_device)
+        # Other decoders and heads compute in the dtype of their weights.
+        is_alone = rank.size == 1 and (head is None or head.kind is HeadKind.SELF)
+        stock = load_model(model, rank.load_device, keeps_dtype=LlamaDecoder.fits_config if is_alone else None)
         device = rank.device or stock.device
+        self._dtype = resolve_dtype(model.dtype, device)
         self._plan_attention = choose_attention(model.attention, device, is_deterministic=model.deterministic)
         if is_batch_invariant(self._plan_attention) and model.graphs.has_trees:
             raise ConfigError(
@@ -124,9 +129,9 @@ class ModelRunner:
             with enough_memory(device, "the widest pass over a prompt", _PASSES_REMEDY):
                 cache = self._measured(meter, cache, model.graphs, stock, max_model_len, has_graphs=has_graphs)
         with enough_memory(device, "the KV pool", "lower cache.memory_gib or cache.num_blocks, or stop other programs"):
-            self._make_pool(cache, kind, stock.dtype, has_padding=has_graphs)
-        kv_dtype = kv_name(kind, stock.dtype)
-        self.model_version = model_version(model.path, model.quantization, str(stock.dtype), kv_dtype)
+            self._make_pool(cache, kind, has_padding=has_graphs)
+        kv_dtype = kv_name(kind, self._dtype)
+        self.model_version = model_version(model.path, model.quantization, str(self._dtype), kv_dtype)
         self.kv_layout = self._new_kv_layout(model, head, kv_dtype, device)
         if warning := unread_warning(stock.config):
             logger.warning("%s", warning)
@@ -144,19 +149,26 @@ class ModelRunner:
         """Pack and check `stock` and its head; no page of their files stays in memory."""
         quantization = usable_quantization(model, device)
         if device.type == "cpu":
-            leave_checkpoint(stock, linear_factory(quantization))
+            is_fast = self._rank.size == 1 and LlamaDecoder.fits(stock)
+            leave_checkpoint(stock, linear_factory(quantization, self._dtype), self._dtype, keeps_embeddings=is_fast)
         self.head: Head | None = None
         self._head_layers: Seq[LayerShape] = ()
         self.self_draft: SelfDraft | None = None
         taps, own_lm_head = NO_TAPS, None
         if head is not None and head.kind is HeadKind.SELF:
-            self.self_draft = SelfDraft(head, stock, quantization)
+            self.self_draft = SelfDraft(head, stock, quantization, self._dtype)
         elif head is not None:
             loaded, own_lm_head = self._take_head(head, stock, device, quantization)
             self._head_layers, taps = loaded.layer_shapes, loaded.taps
             self.head = loaded if self._rank.is_first else None
         self._model = PagedModel(
-            stock, quantization, self._plan_attention, taps, self._rank, is_deterministic=model.deterministic
+            stock,
+            quantization,
+            self._plan_attention,
+            taps,
+            self._rank,
+            dtype=self._dtype,
+            is_deterministic=model.deterministic,
         )
         if self.head is not None:
             self.head.lm_head = own_lm_head or self._model.lm_head
@@ -197,7 +209,7 @@ class ModelRunner:
         has_graphs: bool,
     ) -> CacheConfig:
         """Return `cache` with the bytes that weights, the widest pass and the recordings leave on the GPU."""
-        self._make_pool(replace(cache, num_blocks=1), KVDtype(cache.dtype), stock.dtype, has_padding=has_graphs)
+        self._make_pool(replace(cache, num_blocks=1), KVDtype(cache.dtype), has_padding=has_graphs)
         max_rows = min(graphs.max_rows, max_positions(stock.config) or graphs.max_rows)
         self._compute([Span([0] * max_rows, 0, [0] * -(-max_rows // self.block_size), 1)])
         widest = max((bucket.num_rows for bucket in graph_buckets(graphs)), default=graphs.max_batch)
@@ -225,18 +237,18 @@ class ModelRunner:
             trial_pool_tokens=trial_pool_tokens,
         )
 
-    def _make_pool(self, cache: CacheConfig, kind: KVDtype, dtype: torch.dtype, *, has_padding: bool) -> None:
+    def _make_pool(self, cache: CacheConfig, kind: KVDtype, *, has_padding: bool) -> None:
         """Make the pool; `has_padding` adds a scratch block for padding, within a budget of bytes."""
         shapes = [*self._model.layer_shapes, *self._head_layers]
         rank_shapes = [*self._model.rank_shapes, *self._head_layers]
         num_ranks = self._rank.size
         self.block_size = cache.block_size
-        self.bytes_per_block = block_bytes(shapes, cache.block_size, dtype, kind)
-        self._bytes_per_rank_block = block_bytes(rank_shapes, cache.block_size, dtype, kind)
+        self.bytes_per_block = block_bytes(shapes, cache.block_size, self._dtype, kind)
+        self._bytes_per_rank_block = block_bytes(rank_shapes, cache.block_size, self._dtype, kind)
         self.num_blocks = pool_size(cache, num_ranks * self._bytes_per_rank_block) - (
             has_padding and cache.num_blocks is None
         )
-        self._kv_sharding = ShardedKVLayout(shapes, rank_shapes, cache.block_size, dtype, num_ranks, kind)
+        self._kv_sharding = ShardedKVLayout(shapes, rank_shapes, cache.block_size, self._dtype, num_ranks, kind)
         self._cache = self._model.new_cache(self.num_blocks + has_padding, cache.block_size, self._head_layers, kind)
 
     def _new_kv_layout(self, model: ModelConfig, head: HeadConfig | None, dtype: str, device: torch.device) -> KVLayout:

@@ -16,7 +16,7 @@ from engine.model.linear.quantized_linear import (
     QuantizedWeight,
     can_quantize,
     linear_factory,
-    quantize,
+    quantizer,
     to_int4,
     to_int8,
 )
@@ -120,8 +120,8 @@ def test_the_head_of_an_int4_model_is_int8() -> None:
 
 def test_the_head_of_an_int8_model_is_as_precise_as_that_of_an_int4_model() -> None:
     weight = torch.randn(64, 128)
-    heads = [quantize(weight, quantization, is_head=True) for quantization in QUANTIZED]
-    assert all(head is not None and head.scales.shape == (64, 4) for head in heads)
+    rounders = [quantizer(weight, quantization, is_head=True) for quantization in QUANTIZED]
+    assert all(round_ is not None and round_(weight).scales.shape == (64, 4) for round_ in rounders)
     assert to_int8(weight).scales.shape == (64, 2)
 
 

@@ -1,0 +1,55 @@
+"""Lets stock linear layers multiply by packed weights.
+
+The stock model that a paged one is compared with then needs no weights of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from engine.model.checkpoint.node_memory import drop_pages
+from engine.model.linear.gated_linear import GatedProduct
+from engine.model.linear.packed_linear import Linear
+from engine.model.linear.product_check import compare_product
+
+
+def stand_in(layers: Mapping[nn.Linear, Linear], dtype: torch.dtype, *, is_exact: bool) -> None:
+    """Have each layer compute by its function of rows of `dtype`, and free its weight.
+
+    `is_exact` is for functions that do not round the weight.
+
+    Raises:
+        ConfigError: a function differs from its layer by more than roundings.
+    """
+    for layer, function in layers.items():
+        compare_product(function, layer.weight, layer.bias, dtype, is_exact=is_exact)
+    for layer, function in layers.items():
+        setattr(layer, "forward", function)  # noqa: B010 -- shadows the class's
+        drop_pages([layer.weight])
+        layer.weight = None  # type: ignore[assignment]
+
+
+def slices_of(joined: Linear, layers: Seq[nn.Linear]) -> Iterator[Linear]:
+    """Yield each layer's part of a product that joins the outputs of `layers` in order."""
+    first = 0
+    for layer in layers:
+        yield partial(_slice, joined, first, first + layer.out_features)
+        first += layer.out_features
+
+
+def _slice(joined: Linear, first: int, last: int, x: Tensor) -> Tensor:
+    return joined(x)[..., first:last]
+
+
+def halves_of(gated: GatedProduct) -> tuple[Linear, Linear]:
+    """Return the gate and up of a gated product."""
+    return partial(_half, gated, 0), partial(_half, gated, 1)
+
+
+def _half(gated: GatedProduct, index: int, x: Tensor) -> Tensor:
+    return gated.halves(x)[index]

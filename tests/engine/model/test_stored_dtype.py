@@ -1,0 +1,58 @@
+"""A model whose files have another dtype than its hidden states computes as transformers does after a conversion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.batch.span import Span
+from engine.config import CacheConfig, ModelConfig
+from engine.model.checkpoint.node_memory import drop_pages
+from engine.model.decoders.llama_decoder import LlamaDecoder
+from engine.model.loader import load_model
+from engine.model.runner.model_runner import ModelRunner
+from tests.engine.fixtures.families import SERVED, write_family
+
+TEXT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "opt", "mixtral"])
+def test_logits_are_those_of_the_converted_model(tmp_path: Path, family: str, stored: torch.dtype) -> None:
+    write_family(tmp_path, SERVED[family]()).to(stored).save_pretrained(tmp_path)
+    runner = ModelRunner(ModelConfig(str(tmp_path), "float32", "cpu"), CacheConfig(num_blocks=2))
+    logits = runner.forward([Span(TEXT, 0, [0], len(TEXT))])
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(logits, stock(torch.tensor([TEXT])).logits[0], rtol=1e-4, atol=1e-4)
+
+
+def test_loaded_weights_are_views_of_their_file(tmp_path: Path) -> None:
+    write_family(tmp_path, SERVED["llama"]()).bfloat16().save_pretrained(tmp_path)
+    model = load_model(ModelConfig(str(tmp_path), "float32", "cpu"), keeps_dtype=LlamaDecoder.fits_config)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()
+
+
+def test_dropped_pages_are_read_again(tmp_path: Path) -> None:
+    numbers = torch.arange(8 << 20, dtype=torch.int32)
+    file = tmp_path / "numbers"
+    file.write_bytes(numbers.numpy().tobytes())
+    mapped = torch.from_file(str(file), size=numbers.numel(), dtype=torch.int32)
+    assert torch.equal(mapped, numbers)
+    resident = resident_bytes()
+    drop_pages([mapped])
+    assert resident - resident_bytes() > mapped.nbytes // 2
+    assert torch.equal(mapped, numbers)
+
+
+def test_memory_of_no_file_keeps_its_numbers() -> None:
+    numbers = torch.arange(1 << 20)
+    drop_pages([numbers])
+    assert torch.equal(numbers, torch.arange(1 << 20))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
