@@ -1,7 +1,7 @@
-"""The number of replicas that work asks for: seconds of queued prompts and decode speed, against limits of latency.
+"""The number of replicas for the present work: seconds of queued prompts and decode speed against latency limits.
 
-Serve's controller calls it with what replicas have reported (`record_autoscaling_stats`), as means over the look-back
-period, and applies bounds and delays itself. Pairs and prefill replicas are decided on apart.
+Serve's controller calls the policy with the means of replicas' reports (`record_autoscaling_stats`) over the look-back
+period, and applies bounds and delays itself. Pairs and prefill replicas have separate decisions.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-logger = logging.getLogger("ray.serve")  # the controller's, which logs nothing else
+logger = logging.getLogger("ray.serve")  # the controller logs under this name only
 
 
 class WorkPolicy:
-    """A replica at its limits counts as 1, one with twice the queue or half the speed as 2, an idle one as 0.
+    """A replica at its limits needs 1 replica, with twice the queue or half the speed 2, and idle 0.
 
     Args:
         ttft_s: seconds that queued prompts of one replica may take; any time if None.
@@ -30,7 +30,7 @@ class WorkPolicy:
         self._num_logged = 0
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        """Return the number of replicas wanted, not rounded, and no state."""
+        """Return the wanted number of replicas, not rounded, and an empty state."""
         metrics = context.aggregated_metrics or {}
         queues_s, tokens_s = metrics.get("queued_prefill_s", {}), metrics.get("token_s", {})
         loads = [
@@ -39,7 +39,7 @@ class WorkPolicy:
         ]
         wanted = sum(loads)
         if context.total_num_requests > 0:
-            wanted = max(wanted, 1.0)  # the last one stays while it has requests
+            wanted = max(wanted, 1.0)  # the last replica stays while it has requests
         self._log(wanted, context, queues_s, tokens_s)
         return wanted, {}
 

@@ -1,4 +1,4 @@
-"""GGUF files of deploy.yaml as folders that are served, each converted once into the cache of this machine's user."""
+"""Convert the GGUF files of deploy.yaml into model folders, once each, in the user's cache."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 3600.0
 _DIGITS = 12  # of a file's digest, in the name of its conversion
-_CONVERTER = 2  # another number where files are converted otherwise than before
+_CONVERTER = 2  # increase it when the conversion changes
 
 
 def convert_gguf_models(config: DeployConfig, report: Callable[[str], None] = logger.info) -> DeployConfig:
-    """Return `config` with the folder of its conversion in the place of each GGUF file; `report` hears of a new one.
+    """Return `config` with each GGUF file replaced by its converted folder; call `report` before a conversion.
 
     Raises:
         ConfigError: a file is missing, cut short, or not one that transformers reads.
@@ -57,7 +57,7 @@ def _cache() -> Path:
 
 
 def _convert(file: Path, folder: Path, dtype: ModelDtype) -> None:
-    """Convert in a process of its own, which loads torch and ends with its memory."""
+    """Convert in a child process, which loads torch and frees its memory at its end."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent) as unfinished:
         made = Path(unfinished) / "model"
@@ -72,5 +72,5 @@ def _convert(file: Path, folder: Path, dtype: ModelDtype) -> None:
         try:
             made.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process was faster
+            if not folder.is_dir():  # otherwise another process was faster
                 raise

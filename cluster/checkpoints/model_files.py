@@ -1,4 +1,4 @@
-"""A check that the models' files are all there, made before anything makes room for them."""
+"""A check that all model files exist, before running replicas make room for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_models(config: DeployConfig) -> list[str]:
         ConfigError: a file is missing or truncated, its format does not match its name or is unsupported, or a model
             is neither here nor on the Hub.
     """
-    notes = [f"{path!r} is no folder here, and is taken for a Hub id" for path in hub_models(config)]
+    notes = [f"{path!r} is no folder here, so it is taken as a Hub id" for path in hub_models(config)]
     target = Path(resolve_model_path(config.target.path))
     if target.is_dir():
         _check_weights(target)
@@ -85,7 +85,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _check_head(path: str) -> None:
-    """Raise ConfigError for a head that has no files; those that it has are read where it is loaded."""
+    """Raise ConfigError for a head without files; the loader checks their content."""
     folder = Path(path)
     if not folder.is_dir():
         require_repository(path)
@@ -94,15 +94,15 @@ def _check_head(path: str) -> None:
 
 
 def hub_models(config: DeployConfig) -> list[str]:
-    """Return the models of a deployment that are named by their Hub id; heads are not among them."""
+    """Return the Hub ids among a deployment's models, without heads."""
     paths = (config.target.path, *(str(draft.path) for draft in config.draft_models))
     return [path for path in paths if not Path(resolve_model_path(path)).exists()]
 
 
 def weight_bytes(path: str) -> int:
-    """Count the bytes of a model's weights as they are loaded, quantized ones in 2 bytes a number.
+    """Return the bytes of a model's loaded weights; a quantized number counts 2 bytes.
 
-    Of a Hub id that has not been fetched they are those that the Hub names; 0 where it does not answer.
+    For a Hub id without local files, ask the Hub; return 0 if it does not answer.
     """
     folder = Path(resolve_model_path(path))
     if not folder.is_dir():

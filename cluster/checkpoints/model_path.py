@@ -13,13 +13,13 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 
 
 def resolve_model_path(path: str) -> str:
-    """Return an absolute folder or GGUF file, or the Hub id as it is.
+    """Return an absolute folder or GGUF file, or the Hub id unchanged.
 
-    A relative path is resolved where the application is built, and then next to the project's packages, so that the
-    bundled models are found wherever `serve deploy` builds it.
+    A relative path is resolved in the current folder, then in the project's, so that the bundled models are found
+    wherever `serve deploy` builds the application.
 
     Raises:
-        ConfigError: there is no such folder or file, and it is no Hub id; or it cannot be read.
+        ConfigError: the path is no existing folder or file and no Hub id, or cannot be read.
     """
     try:
         return _resolve(path)

@@ -1,6 +1,6 @@
 """`outrider`, or `python -m cluster.cli`: the command line with all commands.
 
-A command is a function in a file of `commands/`; it is added by one line here.
+Each command is a function in a file of `commands/`; one line here adds it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ _errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def report(text: str) -> None:
-    """Print a line of progress, as it is."""
+    """Print a line of progress, without markup."""
     console.print(text, markup=False)
 
 

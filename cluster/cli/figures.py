@@ -13,9 +13,9 @@ Reading = Mapping[str, Mapping[tuple[tuple[str, str], ...], float]]
 
 @dataclass(frozen=True, slots=True)
 class PairFigures:
-    """One pair: sequences, share of its KV cache in use, drafts accepted per pass with drafts, its draft's state.
+    """One pair: sequences, used share of its KV cache, accepted drafts per pass with drafts, its draft's state.
 
-    `tokens_per_pass` is None where no pass had drafts between the readings.
+    `tokens_per_pass` is None if no pass between the readings had drafts.
     """
 
     replica: str
@@ -28,7 +28,7 @@ class PairFigures:
 
 @dataclass(frozen=True, slots=True)
 class ClassFigures:
-    """One method and class: shares of drafts accepted per position since the reading before, None where none was."""
+    """One method and class: accepted shares per position since the previous reading, None without drafts."""
 
     name: str
     acceptance: tuple[float | None, ...]
@@ -51,7 +51,7 @@ def read_metrics(text: str) -> Reading:
     """Return the values of an exposition by name and labels.
 
     Raises:
-        ValueError: it is no exposition.
+        ValueError: the text is not an exposition.
     """
     values: dict[str, dict[tuple[tuple[str, str], ...], float]] = defaultdict(dict)
     for family in text_string_to_metric_families(text):
@@ -62,7 +62,7 @@ def read_metrics(text: str) -> Reading:
 
 
 def figures_between(before: Reading, now: Reading, seconds: float) -> Figures:
-    """Return the figures of the time between two readings; a counter that began again counts from 0."""
+    """Return the figures between two readings; a counter that was reset counts from 0."""
     growth = _Growth(before, now)
     speedups = _by(now, "outrider_spec_decode_speedup", "class")
     classes = _classes(growth, now)
@@ -86,7 +86,7 @@ def drafts_between(before: Reading, now: Reading) -> tuple[float, float]:
 
 
 class _Growth:
-    """Sums of what counters have grown by, grouped by one label or more."""
+    """The growth of counters, summed by one label or more."""
 
     def __init__(self, before: Reading, now: Reading) -> None:
         self._before, self._now = before, now
@@ -152,5 +152,5 @@ def _alarms(now: Reading, pairs: tuple[PairFigures, ...], classes: tuple[ClassFi
     alarms += [f"the draft of pair {pair.replica} is away" for pair in pairs if pair.is_draft_away]
     alarms += [f"the KV cache of pair {pair.replica} is full" for pair in pairs if pair.kv_usage > 0.95]
     if any(now.get("outrider_router_blind", {}).values()):
-        alarms.append("the router's index does not hear of the pairs' caches")
+        alarms.append("the router's index gets no reports of the pairs' caches")
     return tuple(alarms)

@@ -1,4 +1,4 @@
-"""The last words of a start: where to go next."""
+"""The end of a start's output: addresses and a first request."""
 
 from __future__ import annotations
 

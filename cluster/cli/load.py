@@ -1,4 +1,4 @@
-"""Load on an OpenAI server as users make it, and the times that they see.
+"""Load of many users on an OpenAI server, and its latencies.
 
 In a closed loop `concurrency` users each send their next request when the last has ended. In an open loop requests come
 at Poisson times of a rate, and a late answer delays no other: latency counts from a request's scheduled time.
@@ -20,7 +20,7 @@ from cluster.cli.server import AnswerError, understood
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests to send: `rate` per second, or `concurrency` at a time where it is None."""
+    """Requests to send: `rate` per second, or `concurrency` at a time if `rate` is None."""
 
     model: str
     prompts: tuple[str, ...]
@@ -61,7 +61,7 @@ class Objective:
     itl_s: float
 
     def is_met(self, timing: Timing) -> bool:
-        """True if the request has succeeded within both limits."""
+        """True if the request succeeded within both limits."""
         return timing.error is None and timing.ttft_s <= self.ttft_s and timing.itl_s <= self.itl_s
 
 
@@ -75,7 +75,7 @@ def due_times(count: int, rate: float, seed: int) -> list[float]:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that at least `share` of the values do not exceed; NaN of none."""
+    """Return the smallest value that at least `share` of the values do not exceed; NaN without values."""
     if not values:
         return float("nan")
     ordered = sorted(values)
@@ -83,7 +83,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 async def run_load(client: AsyncOpenAI, load: Load) -> list[Timing]:
-    """Send every prompt once; a failed request is counted, and ends nothing."""
+    """Send every prompt once; failed requests are counted, and the load goes on."""
     if load.rate is None:
         return await _closed_loop(client, load)
     began_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""The wait for models to be fetched and read: bars in a terminal, a line every few seconds elsewhere."""
+"""The progress of downloading and loading models: bars in a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class LoadingView:
         self._thread = threading.Thread(target=self._run, name="loading-view", daemon=True)
 
     def start(self) -> None:
-        """Show from now on."""
+        """Start the display."""
         if self._bars is not None:
             self._bars.start()
         self._thread.start()
 
     def stop(self) -> None:
-        """Show the last of it, and nothing more; a second call does nothing."""
+        """Show the last state and end; a second call does nothing."""
         if self._is_stopped.is_set():
             return
         self._is_stopped.set()
@@ -69,7 +69,7 @@ class LoadingView:
 
     @property
     def progress(self) -> Mapping[str, Progress]:
-        """The present state of everything that was reported."""
+        """The present state of all reports."""
         return read_progress(self._folder)
 
     def _run(self) -> None:

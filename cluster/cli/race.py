@@ -12,16 +12,16 @@ from cluster.cli.server import API_KEY
 
 _PROMPT = "def main():\n    parser = argparse.ArgumentParser("
 _NUM_TOKENS = 96
-_TIMEOUT_S = 30.0  # of the whole race: a slow machine gets no race, and an address
+_TIMEOUT_S = 30.0  # of the whole race; a slower machine gets no race
 
 
 def race(url: str, model: str) -> None:
-    """Print both texts as they come, and the badge. Says why in one line where there is no race."""
+    """Print both texts as they arrive, and the verdict; without a race, print the reason in one line."""
     console = Console(highlight=False)
     deadline_s = time.monotonic() + _TIMEOUT_S
     try:
         with OpenAI(base_url=url, api_key=API_KEY, timeout=_TIMEOUT_S, max_retries=0) as client:
-            for enabled in (False, True):  # both ways have run then, and the prompt is in the cache
+            for enabled in (False, True):  # a warm-up of both ways, which also caches the prompt
                 _run(client, model, 8, enabled, deadline_s)
             results = []
             for enabled in (False, True):

@@ -21,7 +21,7 @@ from cluster.replica_settings import placement_request
 
 
 class Interrupt:
-    """The signals SIGINT and SIGTERM: the first asks to stop, a second one insists."""
+    """The signals SIGINT and SIGTERM: the first one stops gently, the second one at once."""
 
     def __init__(self) -> None:
         self.is_set = threading.Event()
@@ -29,7 +29,7 @@ class Interrupt:
         self.listen()
 
     def listen(self) -> None:
-        """Catch the signals from now on. Called again after Ray has started, which takes SIGTERM for itself."""
+        """Catch the signals. Call again after Ray's start, since Ray takes SIGTERM for itself."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._interrupt)
 
@@ -57,10 +57,10 @@ class InterruptedStartError(Exception):
 
 
 def serve_on_ray(file: DeployFile, view: LoadingView, *, has_dashboard: bool = False) -> None:
-    """Serve until Ctrl-C; `view` shows the start, and is stopped then.
+    """Serve until Ctrl-C; `view` shows the start, and stops when it is over.
 
     Raises:
-        ConfigError: the deployment fails, or its address is one of IPv6.
+        ConfigError: the deployment fails, or its address is IPv6.
         KeyboardInterrupt: a second Ctrl-C.
     """
     refuse_ipv6(file.http_host)
@@ -73,7 +73,7 @@ def serve_on_ray(file: DeployFile, view: LoadingView, *, has_dashboard: bool = F
         cluster.start(ingress=file.config.ingress, gpus_per_pair=num_gpus, has_dashboard=has_dashboard)
         interrupt.listen()
         report(f"[2/3] loading weights: target {file.config.target.path}, draft {_draft_name(file)}")
-        with interrupt.breaking():  # Ctrl-C reaches Ray's processes too, which then may never answer
+        with interrupt.breaking():  # Ctrl-C reaches Ray's processes too, and they may never answer
             cluster.deploy(file)
         cluster.wait_running(partial(_follow, interrupt, view))
         view.stop()
@@ -96,7 +96,7 @@ def _stop(cluster: LocalCluster) -> None:
 
 
 def _follow(interrupt: Interrupt, view: LoadingView, status: AppStatus) -> None:
-    """Tell the view what Serve waits for; the first signal ends the wait."""
+    """Show Serve's reason for waiting in the view; the first signal ends the wait."""
     if interrupt.is_set.is_set():
         raise InterruptedStartError
     waiting = " and ".join(status.waiting) or "the application"

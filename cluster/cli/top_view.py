@@ -33,7 +33,7 @@ def http_reader(url: str, api_key: str) -> Callable[[], Reading]:
 
 
 class TopView(App[None]):
-    """Tables of pairs and classes that follow readings; a reading that fails is reported, and tried again."""
+    """Tables of pairs and classes, updated by each reading; a failed reading is reported and repeated."""
 
     CSS = (
         "#sums {height: auto; padding: 0 1} #alarms {height: auto; padding: 0 1} DataTable {height: auto; margin: 1 0}"
@@ -66,7 +66,7 @@ class TopView(App[None]):
             await asyncio.sleep(self._interval_s)
 
     async def refresh_figures(self) -> None:
-        """Read once and show what has changed since the reading before."""
+        """Read once and show the changes since the previous reading."""
         try:
             now = await asyncio.to_thread(self._read)
             now_s = time.monotonic()

@@ -1,1 +1,1 @@
-"""The arithmetic of a deployment before it is built: shapes, hardware, a roofline, and the plan that follows."""
+"""The arithmetic of a planned deployment: shapes, hardware, roofline, speed-up and capacity."""

@@ -10,13 +10,13 @@ from protos.errors import ConfigError
 
 _GIB = 1 << 30
 _USABLE = 0.9  # of a device's memory, as `cache.gpu_memory_utilization`
-_BUSY = 0.8  # of a replica's capacity that traffic may take: arrivals are not even
+_BUSY = 0.8  # the part of a replica's capacity for traffic: arrivals are uneven
 _STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one replica: weights of both models, the rest for keys and values, and streams that fit."""
+    """Memory of one replica in bytes: both models' weights, the rest for keys and values, and the streams that fit."""
 
     target_bytes: float
     draft_bytes: float
@@ -37,7 +37,7 @@ class Capacity:
 
 
 def memory_of(deployment: ReplicaPlan) -> Memory:
-    """Return where the memory of a replica goes.
+    """Return the memory of a replica by use.
 
     Raises:
         ConfigError: weights and one stream do not fit.
@@ -75,7 +75,7 @@ def capacity_of(
     """
     fitting = memory_of(deployment).num_streams
     if num_streams is not None and num_streams > fitting:
-        raise ConfigError(f"--streams {num_streams} do not fit in memory, {fitting} do; lower it or raise --gpus")
+        raise ConfigError(f"--streams {num_streams} do not fit in memory, but {fitting} do; lower it or raise --gpus")
     choices = (num_streams,) if num_streams else tuple(n for n in _STREAMS if n <= fitting)
     found = [_at(deployment, streams, rate, has_drafts) for streams in choices]
     if max_itl_ms is not None:

@@ -11,9 +11,9 @@ _LINK_LATENCY_S = 10e-6  # of one all-reduce between GPUs of a group, assumed
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """One device: memory in GiB, GB/s, TFLOP/s by dtype, the shares of both that a pass reaches, USD per hour.
+    """One device: memory in GiB, GB/s, TFLOP/s by dtype, a pass's shares of both, USD per hour.
 
-    `overlaps` is True if a pass reads and computes at once; `host_ms` is the further cost of a pass.
+    `overlaps` is True if a pass reads and computes at the same time. `host_ms` is the host's cost of a pass.
     """
 
     name: str
@@ -34,17 +34,17 @@ class DeviceSpec:
         """Return a device of the table.
 
         Raises:
-            ConfigError: it has no such device.
+            ConfigError: the table has no such device.
         """
         entry = entry_of("hardware", name, "or take the nearest and give its figures by --bandwidth, --tflops, --price")
         return cls(name=name.lower(), **{**entry, "date": str(entry["date"])})
 
     def bytes_per_s(self, num_devices: int) -> float:
-        """Return the bytes per second that a pass reads on so many devices."""
+        """Return the bytes per second that a pass reads on `num_devices` devices."""
         return self.bandwidth_gb_s * 1e9 * self.bandwidth_use * num_devices
 
     def flops_per_s(self, dtype: str, num_devices: int) -> float:
-        """Return the operations per second of products in `dtype`, or in bf16 if it has no value for it."""
+        """Return the operations per second of products in `dtype`, or in bf16 if the table lacks `dtype`."""
         return self.peak_tflops.get(dtype, self.peak_tflops["bf16"]) * 1e12 * self.flops_use * num_devices
 
     def all_reduce_s(self, num_bytes: float, num_devices: int) -> float:

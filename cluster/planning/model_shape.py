@@ -1,4 +1,4 @@
-"""The sizes of a model that decide its cost: from its config.json, without its weights."""
+"""The sizes of a model that set its cost, from its config.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LARGEST = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Layers, widths and heads of a model, and the dtype of its weights; experts are 1 of 1 in a dense one."""
+    """Layers, widths and heads of a model, and the dtype of its weights; a dense model has 1 expert of 1."""
 
     name: str
     dtype: str
@@ -39,7 +39,7 @@ class ModelShape:
         """Return the shape of a folder, a config.json, or a public model by name.
 
         Raises:
-            ConfigError: there is no such model, its file is not read or has no such sizes, or the dtype is unknown.
+            ConfigError: there is no such model, its file is unreadable or lacks sizes, or the dtype is unknown.
         """
         if dtype not in _BYTES:
             raise ConfigError(f"dtype {dtype!r} is unknown; use one of {', '.join(_BYTES)}")
@@ -97,14 +97,14 @@ class ModelShape:
         return self.num_weights * self.bytes_per_weight
 
     def read_bytes(self, num_rows: int) -> float:
-        """Return the bytes of weights that a pass of so many rows reads: of experts those that a row goes through."""
+        """Return the bytes of weights that a pass of `num_rows` rows reads: of experts only the used ones."""
         share = 1.0 - (1.0 - self.num_experts_per_token / self.num_experts) ** num_rows
         experts = self.num_experts * share * self._expert_weights
         return (self._attention_weights + experts + self._head_weights) * self.bytes_per_weight
 
     @property
     def row_flops(self) -> float:
-        """Operations of one row without attention: two per weight that it meets."""
+        """Operations of one row without attention: two per weight."""
         return 2 * (self._attention_weights + self.num_experts_per_token * self._expert_weights + self._head_weights)
 
     @property
@@ -114,7 +114,7 @@ class ModelShape:
 
     @property
     def kv_bytes(self) -> float:
-        """Bytes of keys and values per token, in bfloat16 (float32 where the weights are)."""
+        """Bytes of keys and values per token, in bfloat16, or in float32 if the weights are."""
         return 2.0 * self.num_layers * self.num_kv_heads * self.head_dim * (4 if self.dtype == "float32" else 2)
 
 
@@ -127,7 +127,7 @@ def _read_config(model: str) -> Mapping[str, Any]:
 
 
 def _text_config(config: Mapping[str, Any], model: str) -> Mapping[str, Any]:
-    """Return the part of a multimodal model that is its language model, the whole of another."""
+    """Return the language model's part of a config: `text_config` of a multimodal model, else the whole."""
     part = config.get("text_config")
     if not isinstance(part, dict | None):
         raise ConfigError(f"the config of {model!r} has text_config {part!r}; a plan needs a mapping, or none")
@@ -138,7 +138,7 @@ def _size(model: str, config: Mapping[str, Any], *keys: str, default: int | None
     """Return the first of these keys that is neither null nor 0, else the default.
 
     Raises:
-        ConfigError: it is no whole number from 1 to the largest that a plan takes.
+        ConfigError: the value is not a whole number from 1 to the largest that a plan takes.
     """
     key = next((key for key in keys if config.get(key)), keys[-1])
     value = config.get(key) or default

@@ -1,6 +1,6 @@
 """The seconds of one pass of a model on devices: bytes over bandwidth, operations over speed.
 
-The larger of both where a device reads and computes at once, else their sum.
+The larger of both if a device reads and computes at the same time, else their sum.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PassCost:
 def pass_cost(
     shape: ModelShape, device: DeviceSpec, num_devices: int, num_rows: int, num_streams: int, context: int
 ) -> PassCost:
-    """Return the cost of a pass of `num_rows` rows in all, of streams with `context` tokens each.
+    """Return the cost of a pass: `num_rows` rows in all, and `context` tokens per stream.
 
     The keys and values of a stream are read once, however many rows it has.
     """

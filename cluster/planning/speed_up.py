@@ -1,4 +1,4 @@
-"""The speed-up to expect of drafts: the engine's own choice of lengths, on a roofline in place of measured passes."""
+"""The expected speed-up of drafts: the engine's choice of lengths, with a roofline's times instead of measured ones."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _PREFILL_CHUNK = 2_048
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
-    """One replica: models, devices, traffic, and the chance of a draft per position given those before it.
+    """One replica: models, devices, traffic, and each position's acceptance given acceptance of the earlier ones.
 
-    `draft` is None where the drafts come from the text (suffix, n-gram) and cost nothing.
+    `draft` is None if the drafts come from the text (suffix, n-gram) and cost nothing.
     """
 
     target: ModelShape
@@ -37,7 +37,7 @@ class ReplicaPlan:
         return self.prompt_tokens + self.output_tokens // 2
 
     def target_pass(self, num_streams: int, num_drafts: int = 0) -> PassCost:
-        """Return the cost of a pass with so many drafts in all and one row per stream."""
+        """Return the cost of a pass with `num_drafts` drafts in all and one row per stream."""
         rows = num_streams + num_drafts
         return pass_cost(self.target, self.device, self.num_devices, rows, num_streams, self.context)
 
@@ -47,13 +47,13 @@ class ReplicaPlan:
         return pass_cost(self.draft, self.device, 1, num_streams, num_streams, self.context)
 
     def draft_step_s(self, num_streams: int) -> float:
-        """Return the seconds of one draft token for all streams, 0 of drafts from the text."""
+        """Return the seconds of one draft token for all streams, 0 for drafts from the text."""
         return self.draft_pass(num_streams).seconds if self.draft is not None else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedUp:
-    """Drafts at one number of streams: how many per stream, and tokens per second with and without."""
+    """Drafts at one number of streams: drafts per stream, and tokens per second with and without them."""
 
     num_streams: int
     num_drafts: float
@@ -81,9 +81,9 @@ def best_speed_up(deployment: ReplicaPlan, num_streams: int) -> SpeedUp:
 def replayed_speed_up(
     deployment: ReplicaPlan, num_streams: int, tokens_per_pass: float, drafts_per_pass: float, max_drafts: int
 ) -> float:
-    """Return the speed-up of whole requests whose passes are known: means per stream, passes without drafts included.
+    """Return the speed-up of whole requests, from means per stream that include passes without drafts.
 
-    The prompts are read in both; a draft model makes `max_drafts` steps for every pass.
+    Both ways prefill the prompts. A draft model makes `max_drafts` steps for every pass.
     """
     prompts_s = num_streams * prefill_seconds(deployment)
     drafted_s = deployment.target_pass(num_streams, round(num_streams * drafts_per_pass)).seconds
@@ -93,7 +93,7 @@ def replayed_speed_up(
 
 
 def prefill_seconds(deployment: ReplicaPlan) -> float:
-    """Return the seconds of reading one prompt, by the target and by the draft, with nothing cached."""
+    """Return the seconds to prefill one uncached prompt, in the target and in the draft."""
     total_s, start = 0.0, 0
     while start < deployment.prompt_tokens:
         rows = min(_PREFILL_CHUNK, deployment.prompt_tokens - start)
@@ -115,5 +115,7 @@ def acceptance_per_position(given: Sequence[float], max_drafts: int) -> tuple[fl
     """
     wrong = [chance for chance in given if not 0.0 <= chance <= 1.0]
     if wrong or not given:
-        raise ConfigError(f"acceptance {wrong[0] if wrong else '(none)'} is no chance; give numbers from 0 to 1")
+        raise ConfigError(
+            f"acceptance {wrong[0] if wrong else '(none)'} is not a probability; give numbers from 0 to 1"
+        )
     return tuple(given[min(position, len(given) - 1)] for position in range(max_drafts))

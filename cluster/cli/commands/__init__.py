@@ -1,1 +1,1 @@
-"""The commands of `outrider`, each a function in a file of its own whose parameters are typer's."""
+"""The commands of `outrider`: one function per file, with parameters for typer."""

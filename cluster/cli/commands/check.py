@@ -40,7 +40,7 @@ def check_deployment(file: DeployFile) -> DeployFile:
 
     Raises:
         ConfigError: a model is missing or unreadable, keys are unreadable, memory or log space is too small, or a
-            folder of Serve's logs cannot be had.
+            folder of Serve's logs cannot be used.
     """
     config = check_files(file.config, report)
     check_logs_folders(file.deployment)

@@ -69,7 +69,7 @@ def plan(
 def measured_device(
     device: DeviceSpec, bandwidth: float | None, tflops: float | None, price: float | None
 ) -> DeviceSpec:
-    """Return a device with measured or quoted figures, which a pass is assumed to reach in full."""
+    """Return a device with measured or quoted figures; a pass is assumed to reach them in full."""
     if bandwidth is not None:
         device = replace(device, bandwidth_gb_s=bandwidth, bandwidth_use=1.0)
     if tflops is not None:

@@ -27,7 +27,7 @@ from cluster.planning.speed_up import ReplicaPlan, replayed_speed_up
 from protos.errors import ConfigError, RequestError, ServingError
 from protos.messages import VerifyMode
 
-_PAYS = 1.03  # below, a gain may be noise
+_PAYS = 1.03  # a smaller gain may be noise
 _MOST = 256  # K and streams
 _WAYS = ("self", "suffix", "ngram", "mtp", "none")  # drafts without their own model
 _UNPLANNED = ("self", "mtp")  # a plan does not know their share of the target's cost
@@ -113,7 +113,7 @@ def _measured_or_refused(trial: Trial) -> list[TrialFigures]:
     except BrokenProcessPool:
         report(f"{trial.draft}: its process ended; see its log above")
     except RequestError:
-        raise  # the traffic is at fault, and would be with every draft
+        raise  # the traffic is wrong, for every draft
     except ServingError as error:
         report(f"{trial.draft}: cannot be tried: {error}")
     return []
@@ -170,7 +170,7 @@ def _acceptance_table(measured: list[TrialFigures]) -> Table:
 
 
 def _planner(target: str, drafts: list[str], hardware: str | None) -> Callable[[TrialFigures], str]:
-    """Return a function that plans the speed-up of passes as they were measured, on a device of `outrider plan`."""
+    """Return a function that predicts the speed-up of the measured passes on a device of `outrider plan`."""
     if hardware is None:
         return lambda _: ""
     device, shape = DeviceSpec.of(hardware), ModelShape.of(_folder(target), "bf16")

@@ -25,10 +25,10 @@ _SHORT_RATE = "0.003"  # if there is no time to compare
 _SHORT_MINUTES = 15.0
 _LOW_RANK_RATES = "0.0005,0.002,0.006"
 _NICENESS = 19
-_LINE_SHARE = 0.1  # of the training, between lines where output is no terminal
+_LINE_SHARE = 0.1  # between lines of progress if the output is not a terminal
 
 
-def tune(  # long as a table is: an option and its help in each entry
+def tune(  # long: a table of options and their help
     target: Annotated[str, Option(metavar="TARGET", help="the model that wrote the log: a folder, a Hub id, or demo")],
     draft: Annotated[str, Option(metavar="DRAFT", help="the draft model to start from: a folder, or demo")],
     output: Annotated[Path, Option(help="folder of the new draft; it must not exist")],

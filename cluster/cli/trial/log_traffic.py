@@ -1,4 +1,4 @@
-"""A log of verified positions made from a log of requests, which are answered in a process of its own."""
+"""Make a log of verified positions from a log of requests: a child process answers the requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _POLL_S = 0.2
 
 
 def log_traffic(deployment: dict[str, Any], requests: list[TrafficRequest], folder: Path) -> None:
-    """Have a deployment answer requests and log all positions into `folder`; do nothing if an earlier call has.
+    """Let a deployment answer requests and log all positions into `folder`, unless an earlier call has done so.
 
     Raises:
         ServingError: the target cannot run here, or refuses a request; the message names its line.
@@ -44,7 +44,7 @@ def log_traffic(deployment: dict[str, Any], requests: list[TrafficRequest], fold
     except BrokenProcessPool:
         raise ConfigError("the target's process ended; see its log above") from None
     report(f"{num_tokens} tokens")
-    partial.mkdir(exist_ok=True)  # nothing is logged of requests with store: false
+    partial.mkdir(exist_ok=True)  # requests with store: false are not logged
     partial.rename(folder)
 
 
@@ -63,7 +63,7 @@ def _answer(deployment: dict[str, Any], requests: list[TrafficRequest]) -> int:
 
 
 def _wait_written(folder: Path | None) -> None:
-    """Wait until the log is written again; it then has all requests that ended before."""
+    """Wait for the next write of the log; it then has all finished requests."""
     ended_s, until_s = time.time(), time.monotonic() + _WRITE_TIMEOUT_S
     while time.monotonic() < until_s:
         files = [] if folder is None else list(folder.glob("*"))

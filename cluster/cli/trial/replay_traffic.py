@@ -1,4 +1,4 @@
-"""One draft under a log of requests: a server without sockets in this process, measured with and without drafts."""
+"""Measure one draft with a log of requests, against plain decoding, on a server without sockets in this process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REQUEST_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A deployment to measure: its draft's name, the lengths and ways of verification to compare, and the traffic."""
+    """A deployment to measure: its draft's name, the lengths and verification modes to compare, and the traffic."""
 
     draft: str
     deployment: dict[str, Any]
@@ -62,18 +62,18 @@ class TrialFigures:
 
     @property
     def is_noisy(self) -> bool:
-        """True where the speed-up is more than drafts can give: another program had the machine meanwhile."""
+        """True if the speed-up exceeds the possible gain of drafts: another program has slowed plain decoding."""
         return self.speedup > self.tokens_per_pass
 
     @property
     def sure_speedup(self) -> float:
-        """The speed-up, no larger than tokens per pass: no pass with drafts is faster than one without."""
+        """The speed-up, bounded by tokens per pass: no pass with drafts is faster than a plain one."""
         return min(self.speedup, self.tokens_per_pass)
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficRun:
-    """The traffic once: its generated tokens, their time, and the metrics around them."""
+    """One replay of the traffic: generated tokens, their time, and the metrics before and after."""
 
     num_requests: int
     num_prompt_tokens: int
@@ -89,7 +89,7 @@ class TrafficRun:
 
 
 def run_trial(trial: Trial) -> list[TrialFigures]:
-    """Load the models, replay the traffic in every way, rounds of all ways in turn; runs in a process of its own.
+    """Load the models and replay the traffic in every way, in interleaved rounds; runs in a child process.
 
     Raises:
         ServingError: the deployment cannot run here.
@@ -104,7 +104,9 @@ def run_trial(trial: Trial) -> list[TrialFigures]:
 async def _measure(trial: Trial, config: DeployConfig, settings: PairSettings) -> list[TrialFigures]:
     async with running_service(config, settings) as service:
         replay = Replay(service)
-        await replay.run(trial.requests, 1, 0, None)  # memory and kernels are ready; a request that is refused is found
+        await replay.run(
+            trial.requests, 1, 0, None
+        )  # a warm-up of memory and kernels, which also finds refused requests
         measured: list[TrialFigures] = []
         for num_streams in trial.streams:
             ways = [(0, None), *((length, verify) for verify in trial.verify for length in trial.lengths)]
@@ -144,7 +146,7 @@ def _measured(
 
 
 class Replay:
-    """Sends requests to the application itself, without a socket."""
+    """Sends requests to the ASGI application, without a socket."""
 
     def __init__(self, service: GenerationService) -> None:
         transport = httpx.ASGITransport(app=build_app(service, ApiKeys(None, is_open_admin=True)))
@@ -154,9 +156,9 @@ class Replay:
     async def run(
         self, requests: Sequence[TrafficRequest], num_streams: int, num_tokens: int, verify: str | None
     ) -> TrafficRun:
-        """Replay all requests, so many at a time, with K drafts (0: none).
+        """Replay all requests, `num_streams` at a time, with `num_tokens` drafts per pass (0 for none).
 
-        A salt per run keeps cached prompts and remembered texts of one run out of the next.
+        A salt per run keeps the cached prompts and texts of one run out of the next.
         """
         self._num_runs += 1
         speculation = {"enabled": False} if num_tokens == 0 else {"num_tokens": num_tokens, "verify": verify}

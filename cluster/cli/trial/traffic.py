@@ -22,12 +22,12 @@ class TrafficRequest:
 
 
 def read_traffic(file: Path, max_requests: int, max_tokens: int) -> list[TrafficRequest]:
-    """Return the first requests of a log, their answers no longer than `max_tokens`.
+    """Return the first requests of a log, with answers of at most `max_tokens`.
 
-    A line is a request's body, or an object that has it as `body`, as OpenAI's batch files do. Empty lines are skipped.
+    A line is a request's body, or an object with a `body`, as in OpenAI's batch files. Empty lines are skipped.
 
     Raises:
-        ConfigError: the file is not read, is empty, or a line is no request; the message names the line.
+        ConfigError: the file is unreadable or empty, or a line is not a request; the message names the line.
     """
     requests: list[TrafficRequest] = []
     try:
@@ -36,7 +36,7 @@ def read_traffic(file: Path, max_requests: int, max_tokens: int) -> list[Traffic
                 if text.strip() and len(requests) < max_requests:
                     requests.append(_request(file, number, text, max_tokens))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not read: {error}; give a file of JSON lines in UTF-8") from error
+        raise ConfigError(f"{file} cannot be read: {error}; give a file of JSON lines in UTF-8") from error
     if not requests:
         raise ConfigError(f"{file} has no request; write one OpenAI request per line")
     return requests
@@ -46,13 +46,13 @@ def _request(file: Path, number: int, text: str, max_tokens: int) -> TrafficRequ
     try:
         entry = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{file}, line {number} is no JSON: {error}; write one OpenAI request per line") from error
+        raise ConfigError(f"{file}, line {number} is not JSON: {error}; write one OpenAI request per line") from error
     body = entry.get("body", entry) if isinstance(entry, dict) else None
     if not isinstance(body, dict) or ("messages" in body) == ("prompt" in body):
-        raise ConfigError(f"{file}, line {number} is no request: it needs either `messages` or `prompt`")
+        raise ConfigError(f"{file}, line {number} is not a request: it needs either `messages` or `prompt`")
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     body = {key: value for key, value in body.items() if key not in _DROPPED}
     limit = body.pop("max_completion_tokens", None) or body.get("max_tokens") or max_tokens
     if not isinstance(limit, int):
-        raise ConfigError(f"{file}, line {number}: max_tokens is {limit!r}, which is no whole number")
+        raise ConfigError(f"{file}, line {number}: max_tokens is {limit!r}, which is not a whole number")
     return TrafficRequest(number, path, {**body, "max_tokens": min(limit, max_tokens)})

@@ -125,7 +125,7 @@ def test_a_plan_says_speed_memory_roofline_replicas_and_cost(capsys: pytest.Capt
         (["llama-3-70b", "--hardware", "tpu"], "'tpu' is not in the table of hardware"),
         (["llama-3-70b", "--dtype", "fp3"], "dtype 'fp3' is unknown"),
         (["llama-3-70b"], "raise --gpus"),
-        (["llama-3-8b", "--acceptance", "1.4"], "1.4 is no chance"),
+        (["llama-3-8b", "--acceptance", "1.4"], "1.4 is not a probability"),
         (["llama-3-8b", "--acceptance", "high"], "has a value that is not a number"),
         (["llama-3-8b", "--streams", "500"], "--streams 500 do not fit"),
         (["llama-3-8b", "--max-itl-ms", "0.1"], "cannot be kept"),

@@ -35,8 +35,8 @@ def test_bodies_and_lines_of_batch_files_are_read(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"prompt": "a"}\n{"prompt": ', "line 2 is no JSON"),
-        ('{"prompt": "a"}\n[1]', "line 2 is no request"),
+        ('{"prompt": "a"}\n{"prompt": ', "line 2 is not JSON"),
+        ('{"prompt": "a"}\n[1]', "line 2 is not a request"),
         ('{"model": "m"}', "needs either `messages` or `prompt`"),
         ('{"prompt": "a", "max_tokens": "many"}', "line 1: max_tokens is 'many'"),
         ("\n\n", "has no request"),

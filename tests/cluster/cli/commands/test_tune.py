@@ -26,7 +26,7 @@ from tests.serve.tiny_models import write_pair
         (["--log", "x", "--learning-rates", "0"], "must be above 0"),
         (["--log", "x", "--draft", "smollm2"], "has no draft model of its own"),
         (["--log", "x", "--target", "nowhere"], "there is no model 'nowhere'"),
-        (["--traffic", "nothing.jsonl"], "nothing.jsonl is not read"),
+        (["--traffic", "nothing.jsonl"], "nothing.jsonl cannot be read"),
     ],
 )
 def test_options_are_checked_before_anything_is_trained(
