@@ -1,7 +1,7 @@
-"""The draft's acceptance by the target, measured on text that the target itself continues.
+"""The draft's acceptance, measured on the target's own continuations.
 
-A position can only be accepted when all before it were, so the draft always continues the target's own tokens: one
-teacher-forced pass over the finished text gives every decision of every round.
+A position is accepted only if all earlier ones are, so the draft always continues the target's own tokens. Therefore
+one teacher-forced pass over the finished text gives every decision of every round.
 """
 
 from collections.abc import Iterable
@@ -16,10 +16,10 @@ from models.training.rollout import choose, generate, penalise
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Verdicts of all rounds.
+    """Acceptance over all rounds.
 
-    `by_position[j]` is the chance that draft token j is accepted, given that those before it were; `per_token` is plain
-    agreement over all positions; `repetition` is the fraction of the continuations that only repeats itself.
+    `by_position[j]` is the acceptance of draft token j, given acceptance of the earlier ones. `per_token` is plain
+    agreement over all positions. `repetition` is the repeated fraction of the continuations.
     """
 
     num_rounds: int
@@ -48,7 +48,7 @@ def agreement(
 
 
 def count_rounds(agrees: list[bool], num_draft_tokens: int) -> list[int]:
-    """Accepted tokens of each round of a decoder that walks along `agrees`; a round that the end cuts is left out."""
+    """Return the accepted tokens of each round along `agrees`; a round that the end of the text cuts is left out."""
     accepted, cursor = [], 0
     while cursor + num_draft_tokens <= len(agrees):
         run = 0
@@ -60,7 +60,7 @@ def count_rounds(agrees: list[bool], num_draft_tokens: int) -> list[int]:
 
 
 def repetition(row: list[int], num_gram_tokens: int = 8) -> float:
-    """Return the share of the n-grams of `row` that occurred in it before: near 1 for a loop, near 0 for fresh text."""
+    """Return the share of repeated n-grams of `row`: near 1 for a loop, near 0 for fresh text."""
     grams = [tuple(row[start : start + num_gram_tokens]) for start in range(len(row) - num_gram_tokens + 1)]
     return 1.0 - len(set(grams)) / max(1, len(grams))
 
@@ -77,7 +77,7 @@ def text_agreement(target: LlamaForCausalLM, draft: LlamaForCausalLM, windows: I
 
 
 def summarise(accepted: list[int], agrees: Tensor, written: Tensor, num_draft_tokens: int) -> Acceptance:
-    """Return the figures of many rounds over the continuations `written` [B, generated] with the verdicts `agrees`."""
+    """Return the figures of the rounds over the continuations `written` [B, generated], accepted where `agrees`."""
     reached = [sum(run >= position for run in accepted) for position in range(num_draft_tokens + 1)]
     return Acceptance(
         num_rounds=len(accepted),

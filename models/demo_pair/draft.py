@@ -1,4 +1,4 @@
-"""Distillation of the draft: the target's whole distribution, over the corpus and over text that the target wrote."""
+"""Distillation of the draft from the target's whole distribution, over the corpus and over the target's own text."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`python -m models.demo_pair.evaluate`: losses, acceptance and samples of a pair on files that training never saw."""
+"""`python -m models.demo_pair.evaluate`: losses, acceptance and samples of a pair on held-out files."""
 
 import argparse
 import dataclasses
@@ -78,7 +78,7 @@ def mean_loss(model: LlamaForCausalLM, documents: list[np.ndarray]) -> float:
 
 @torch.no_grad()
 def loss_by_context(model: LlamaForCausalLM, documents: list[np.ndarray], borders: tuple[int, ...]) -> dict[str, float]:
-    """Mean cross entropy of the tokens at positions [a, b) of packed files: how gracefully long contexts degrade."""
+    """Return the mean cross entropy at positions [a, b) of packed files, to show the cost of long contexts."""
     stream = np.concatenate(documents)
     num_windows = min(4, (len(stream) - 1) // borders[-1])
     losses = []
@@ -91,7 +91,7 @@ def loss_by_context(model: LlamaForCausalLM, documents: list[np.ndarray], border
 
 
 def held_out_prompts(documents: list[np.ndarray], num_prompts: int, seed: int = 0) -> Tensor:
-    """Prompts [B, S] from random places of the documents, each document as likely as it is long."""
+    """Return prompts [B, S] from random places of the documents; a document's chance is proportional to its length."""
     rng = np.random.default_rng(seed)
     long_enough = [ids for ids in documents if len(ids) > PROMPT_TOKENS]
     weights = np.array([len(ids) for ids in long_enough], dtype=float)

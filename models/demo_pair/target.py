@@ -1,4 +1,4 @@
-"""Training of the target: next tokens of the corpus, short windows first, then longer ones whose positions skip."""
+"""Training of the target: next tokens of the corpus, short windows first, then longer ones with skipped positions."""
 
 import copy
 from pathlib import Path
@@ -42,8 +42,8 @@ class TargetLesson:
 def train_target(stream: WindowStream, budget: Budget, folder: Path, seed: int, is_resumed: bool) -> TrainingReport:
     """Train a target into `folder`: a new one, or the existing one further.
 
-    Two runs on one small corpus fit it differently. The target of a resumed run is the mean of its first and last
-    weights, whose loss on held-out text is lower than either's (arXiv:1803.05407).
+    Two runs on one small corpus fit it differently. A resumed run writes the mean of its first and last weights: its
+    held-out loss is lower than either's (arXiv:1803.05407).
     """
     model = (
         load_checkpoint(folder, device=budget.device) if is_resumed else new_model(target_config(), seed, budget.device)

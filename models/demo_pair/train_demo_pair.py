@@ -33,13 +33,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=DEMO_FOLDER, help="folder of the pair")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, nargs=2, metavar=("TARGET", "DRAFT"), help="wall-clock budgets")
-    parser.add_argument("--tokens", type=int, help="end each training after so many tokens, if its minutes allow")
+    parser.add_argument("--tokens", type=int, help="most tokens of each training, within its minutes")
     parser.add_argument("--rollouts", type=int, default=512, help="windows that the target writes for its draft")
     parser.add_argument(
         "--resume", action="store_true", help="train the pair in the folder further, on the same schedule"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=("tokenizer", "target", "draft", "card"), help="one stage of the four")
+    parser.add_argument("--only", choices=("tokenizer", "target", "draft", "card"), help="run only this stage")
     return parser.parse_args()
 
 
@@ -52,7 +52,7 @@ def budget(arguments: argparse.Namespace, stage: int) -> Budget:
 
 
 def make_tokenizer(arguments: argparse.Namespace, corpus: Corpus) -> None:
-    """Train the shared tokenizer on the library (the test suite is left out) and writes it into both folders."""
+    """Train the shared tokenizer on the library without its tests, and write it into both folders."""
     tokenizer = train_tokenizer(document.text for document in corpus.training if not document.is_test)
     for half in ("target", "draft"):
         save_tokenizer(tokenizer, arguments.out / half)
@@ -74,7 +74,7 @@ def make_target(arguments: argparse.Namespace, corpus: Corpus) -> None:
 
 
 def make_draft(arguments: argparse.Namespace, corpus: Corpus) -> None:
-    """Lets the target write, then distils the draft."""
+    """Let the target write, then distil the draft."""
     draft_budget = budget(arguments, 1)
     stream = window_stream(arguments, corpus, arguments.seed + 1)
     target = load_checkpoint(arguments.out / "target", torch.bfloat16, draft_budget.device)
@@ -109,7 +109,7 @@ def machine(device: torch.device) -> str:
 
 
 def describe(arguments: argparse.Namespace, corpus: Corpus) -> None:
-    """Measure the pair and writes its card."""
+    """Measure the pair and write its card."""
     save_measurements(measure(arguments.out, corpus), arguments.out)
     write_card(arguments.out)
 

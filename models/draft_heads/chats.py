@@ -1,6 +1,6 @@
-"""Chats to train a head on: prompts of a file or made here, and the target's own answers, written by our engine.
+"""Chats to train a head on: prompts from a file or made here, and the target's own answers from our engine.
 
-Knows nothing of heads. Any model that Outrider serves and that has a chat template can be asked.
+This module is independent of heads. It works with every model that Outrider serves and that has a chat template.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 
-HELD_OUT_EVERY = 16  # chats; one of them is measured with and never trained on
-TEMPERATURES = (0.0, 0.7)  # of the answers, in turn
-MEASURED_PROMPT_TOKENS = 64  # of a held-out chat, which the target then continues
-_CACHE_BYTES = 1 << 30  # a pool for as many answers as the engine runs at once
+HELD_OUT_EVERY = 16  # one of so many chats is held out for measurement
+TEMPERATURES = (0.0, 0.7)  # used in turn for the answers
+MEASURED_PROMPT_TOKENS = 64  # of a held-out chat; the target continues them
+_CACHE_BYTES = 1 << 30  # a pool for all answers that run at once
 _FORMS = (
     "Explain {} to a child.",
     "Explain {} in a few sentences.",
@@ -106,7 +106,7 @@ def made_prompts(seed: int) -> list[str]:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Return the prompts of a file: a line each, or JSON lines with `prompt` or the first of `turns`.
+    """Return the prompts of a file: one per line, or JSON lines with `prompt` or `turns` (the first turn).
 
     Raises:
         ConfigError: the file has no prompt, or a line of JSON has neither key.
@@ -154,14 +154,14 @@ class Chats:
 
 
 def answered(folder: Path, prompts: Sequence[str], max_tokens: int, seed: int) -> Chats:
-    """Let the model in `folder` answer each prompt by at most `max_tokens` tokens.
+    """Let the model in `folder` answer each prompt with at most `max_tokens` tokens.
 
     Raises:
         ConfigError: the model has no chat template.
     """
     files = load_tokenizer_files(str(folder))
     if files.chat_template is None:
-        raise ConfigError(f"{folder} has no chat template, which answers to prompts take")
+        raise ConfigError(f"{folder} has no chat template; choose a chat model")
     rendered = [files.chat_template.render([{"role": "user", "content": prompt}]) for prompt in prompts]
     texts = {str(index): files.tokenizer.encode(text, add_special_tokens=False) for index, text in enumerate(rendered)}
     core = load_engine(EngineConfig(ModelConfig(str(folder)), CacheConfig(memory_bytes=_CACHE_BYTES)))

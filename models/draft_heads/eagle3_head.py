@@ -19,11 +19,11 @@ from models.training.loss import distillation_loss
 from models.training.optimizer import PairedOptimizer
 from models.training.train import Budget, TrainingReport, autocast, train
 
-DRAFT_VOCAB_SIZE = 3072  # 98.3% of the library's tokens are among so many of the demo's 4,096
+DRAFT_VOCAB_SIZE = 3072  # these cover 98.3% of the library's tokens, of the demo's 4,096
 NUM_STEPS = 4
-STEP_WEIGHT = 0.8  # of each draft against its predecessor
-UNROLLED_FROM = 0.4  # of the budget; before, only the first draft is learned, at a third of the cost
-NUM_COUNTED_BATCHES = 256  # of texts, for the choice of the vocabulary
+STEP_WEIGHT = 0.8  # weight of each draft's loss relative to its predecessor's
+UNROLLED_FROM = 0.4  # share of the budget; until then only the first draft is trained, at a third of the cost
+NUM_COUNTED_BATCHES = 256  # batches of texts that choose the vocabulary
 
 
 def taps_of(target: LlamaForCausalLM) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ class Eagle3Lesson:
         self._loss = torch.compile(distillation_loss, dynamic=False)
 
     def __call__(self, progress: float) -> Tensor:
-        """Return the loss of the next batch: of the first draft in the beginning, then of whole rounds."""
+        """Return the loss of the next batch: at first of the first draft, later of whole rounds."""
         ids = self._next_texts()  # [B, T]
         num_steps = NUM_STEPS if progress >= UNROLLED_FROM else 1
         num_rounds = ids.shape[1] - num_steps
@@ -100,7 +100,7 @@ def save_head(student: Eagle3Student, target: LlamaForCausalLM, target_ids: Tens
 
 
 def head_config(target: LlamaForCausalLM, draft_vocab_size: int) -> dict[str, object]:
-    """config.json of the original format, which counts the outputs of layers."""
+    """Return config.json of the original format; its layer ids count outputs of layers."""
     config: Any = target.config
     kept: tuple[str, ...] = (
         "hidden_act",

@@ -37,7 +37,7 @@ def view_of(target: LlamaForCausalLM, ids: Tensor, taps: tuple[int, ...]) -> Tar
 
 
 class Eagle3Student(nn.Module):
-    """The head, its modules named as in the original checkpoint format. `config` is its target's, a LlamaConfig."""
+    """The head, with the module names of the original checkpoint format; `config` is the target's LlamaConfig."""
 
     def __init__(self, config: Any, num_taps: int, draft_vocab_size: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Eagle3Student(nn.Module):
 
     @torch.no_grad()
     def begin_as(self, target: LlamaForCausalLM, target_ids: Tensor) -> None:
-        """Start from the target: the highest tap passes through, and norm and vocabulary are its own."""
+        """Initialise from the target: pass the highest tap through, and copy norm and vocabulary."""
         nn.init.zeros_(self.fc.weight)
         self.fc.weight[:, -self.fc.out_features :].fill_diagonal_(1.0)
         self.norm.weight.copy_(target.model.norm.weight)

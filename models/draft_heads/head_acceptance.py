@@ -1,7 +1,7 @@
-"""The acceptance of a head's drafts by the target, and the value of a round.
+"""The acceptance of a head's drafts, and the value of a round.
 
-A head is a function of a text: it returns, for the j-th draft of a round, the logits at every position where a round
-may begin. A draft can only be accepted when all before it were, so a round always follows the target's own text.
+A head is a function of a text: for the j-th draft of a round it returns the logits at every position where a round may
+begin. A draft is accepted only if all earlier ones are, so a round always continues the target's own text.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ DraftLogits = Callable[[Tensor, int], Iterator[Tensor]]
 def verdicts(
     head: DraftLogits, ids: Tensor, num_prompt_tokens: int, temperature: float, num_draft_tokens: int, seed: int
 ) -> Tensor:
-    """Mark where draft j of a round that begins at generated token i is the target's, [B, rounds, K], along ids [B, T].
+    """Mark accepted drafts along ids [B, T], as [B, rounds, K]: entry [b, i, j] is draft j of the round at token i.
 
-    Rounds are those that end with the text or before.
+    Only rounds that end within the text count.
     """
     num_rounds = ids.shape[1] - num_prompt_tokens - num_draft_tokens + 1
     found = torch.zeros(len(ids), num_rounds, num_draft_tokens, dtype=torch.bool)
@@ -37,9 +37,9 @@ def verdicts(
     return found
 
 
-def count_rounds(stands: Tensor) -> list[int]:
-    """Accepted tokens of each round of a decoder that walks along `stands` [rounds, K]."""
-    runs: list[int] = stands.long().cumprod(dim=1).sum(dim=1).tolist()
+def count_rounds(is_accepted: Tensor) -> list[int]:
+    """Return the accepted tokens of each round of a decoder along `is_accepted` [rounds, K]."""
+    runs: list[int] = is_accepted.long().cumprod(dim=1).sum(dim=1).tolist()
     accepted, cursor = [], 0
     while cursor < len(runs):
         accepted.append(runs[cursor])
@@ -61,6 +61,6 @@ def measure_head(
     `per_token` is the acceptance of the first draft of a round, over all positions.
     """
     ids = generate(target, prompts, num_tokens, temperature, seed)
-    stands = verdicts(head, ids, prompts.shape[1], temperature, num_draft_tokens, seed)
-    accepted = [run for row in stands for run in count_rounds(row)]
-    return summarise(accepted, stands[..., 0], ids[:, prompts.shape[1] :], num_draft_tokens)
+    is_accepted = verdicts(head, ids, prompts.shape[1], temperature, num_draft_tokens, seed)
+    accepted = [run for row in is_accepted for run in count_rounds(row)]
+    return summarise(accepted, is_accepted[..., 0], ids[:, prompts.shape[1] :], num_draft_tokens)

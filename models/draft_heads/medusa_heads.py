@@ -26,7 +26,7 @@ ROW_STRIDE = 3
 
 
 class TrainableMedusaHeads(nn.Module):
-    """`num_heads` stacks of residual blocks x + silu(W x + b), which begin as the identity."""
+    """`num_heads` stacks of residual blocks x + silu(W x + b), initialised as the identity."""
 
     def __init__(self, hidden_size: int, num_heads: int = NUM_HEADS, num_blocks: int = NUM_BLOCKS) -> None:
         super().__init__()
@@ -61,10 +61,10 @@ class MedusaLesson:
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the mean loss of all heads on windows [B, T].
 
-        A head learns the target's distribution at the rows that it foresees.
+        A head learns the target's distribution at the rows that it predicts.
 
-        Each call takes one row in `ROW_STRIDE`, at random: most of the time goes into the vocabulary, and neighbouring
-        rows of a window teach nearly the same.
+        Each call takes one row in `ROW_STRIDE`, at random: the linear layer to the vocabulary takes most of the time,
+        and neighbouring rows of a window teach nearly the same.
         """
         with autocast(ids.device):
             with torch.no_grad():
@@ -108,7 +108,7 @@ def agreement(
 ) -> Tensor:
     """Mark where head h chose the target's token, [H, B, generated].
 
-    It looked h + 2 tokens ahead of its own; places that it cannot see from the text count as missed.
+    The head predicts from h + 2 tokens earlier; positions without such a row in the text count as missed.
     """
     hidden = hidden_states(target, ids, plain_positions(*ids.shape))  # [B, S + generated, hidden]
     agrees = torch.zeros(heads.num_heads, len(ids), ids.shape[1] - num_prompt_tokens, dtype=torch.bool)
@@ -121,9 +121,10 @@ def agreement(
 
 
 def count_rounds(agrees: list[list[bool]]) -> list[int]:
-    """Accepted tokens of each round along `agrees` [H][generated]: draft j of a round is head j's; the cut one is out.
+    """Return the accepted tokens of each round along `agrees` [H][generated]; draft j of a round is head j's.
 
-    The round at `cursor` drafts the tokens from there on; one more, the target's own, ends it.
+    The round at `cursor` drafts the tokens from there on, and one token of the target ends it. A round that the end of
+    the text cuts is left out.
     """
     num_heads, num_places = len(agrees), len(agrees[0])
     accepted, cursor = [], 1
@@ -137,7 +138,7 @@ def count_rounds(agrees: list[list[bool]]) -> list[int]:
 
 
 def save_heads(heads: TrainableMedusaHeads, target: LlamaForCausalLM, folder: Path) -> None:
-    """Write the heads as vLLM reads them, in bfloat16, the target's linear layer left out."""
+    """Write the heads in vLLM's format, in bfloat16, without the target's linear layer."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().bfloat16().contiguous() for name, tensor in heads.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,6 +1,6 @@
 """`python -m models.draft_heads.train_heads --kind eagle3`: train, measure and describe a head.
 
-It is one for the demo target, or for any Llama-shaped chat model, on its own answers to prompts:
+The target is the demo target, or any Llama-shaped chat model, whose own answers to prompts are the training text:
 
     python -m models.draft_heads.train_heads --kind eagle3 --chats 784 --draft-vocab 8000 --minutes 60
         --target .cache/models/smollm2-135m-instruct --out .cache/eagle3-smollm2
@@ -51,13 +51,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kind", choices=tuple(TRAINERS), required=True)
     parser.add_argument("--target", type=Path, default=DEMO_FOLDER / "target")
     parser.add_argument("--out", type=Path, help="the head's folder; by default next to the target")
-    parser.add_argument("--minutes", type=float, default=4.0, help="of training; rollouts and measuring come on top")
+    parser.add_argument("--minutes", type=float, default=4.0, help="of training, without rollouts and measuring")
     parser.add_argument("--rollouts", type=int, default=96, help="windows that the target writes for its head")
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="held-out prompts to measure with")
-    parser.add_argument("--chats", type=int, default=0, help="train on so many answers; 0: on the demo's corpus")
-    parser.add_argument("--chat-prompts", type=Path, help="file of their prompts, one per line; made if left out")
-    parser.add_argument("--answer-tokens", type=int, default=192, help="of a chat, at most")
-    parser.add_argument("--draft-vocab", type=int, default=DRAFT_VOCAB_SIZE, help="tokens that an EAGLE-3 head drafts")
+    parser.add_argument("--chats", type=int, default=0, help="answers to train on; 0: the demo's corpus")
+    parser.add_argument("--chat-prompts", type=Path, help="file of prompts, one per line; default: made prompts")
+    parser.add_argument("--answer-tokens", type=int, default=192, help="longest chat in tokens")
+    parser.add_argument("--draft-vocab", type=int, default=DRAFT_VOCAB_SIZE, help="vocabulary size of an EAGLE-3 head")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -77,7 +77,7 @@ def material(target: LlamaForCausalLM, arguments: argparse.Namespace) -> Materia
 
 
 def corpus_material(target: LlamaForCausalLM, arguments: argparse.Namespace) -> Material:
-    """Windows of the corpus, and every second time of text that the target wrote, as at serving time."""
+    """Alternate windows of the corpus with windows of the target's own text, as at serving time."""
     tokenizer, corpus = load_tokenizer(arguments.target), collect()
     stream = WindowStream(tokenize_corpus(tokenizer, corpus), arguments.seed)
     rollouts = write_rollouts(target, stream, arguments.rollouts, ROLLOUT_PROMPT_TOKENS, WINDOW_TOKENS, arguments.seed)
@@ -91,7 +91,7 @@ def corpus_material(target: LlamaForCausalLM, arguments: argparse.Namespace) -> 
 
 
 def chat_material(arguments: argparse.Namespace) -> Material:
-    """Answers of the target, and beginnings of others to measure with."""
+    """The target's answers, and the beginnings of held-out ones for measurement."""
     file = arguments.chat_prompts
     prompts = (read_prompts(file) if file else made_prompts(arguments.seed))[: arguments.chats]
     began = time.monotonic()
