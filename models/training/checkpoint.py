@@ -10,7 +10,7 @@ from models.training.architecture import END_OF_TEXT_ID, END_OF_TURN_ID
 
 
 def save_checkpoint(model: LlamaForCausalLM, folder: Path, repetition_penalty: float | None = None) -> None:
-    """Write a bfloat16 copy of the model into `folder`, with this advice on sampling.
+    """Write a bfloat16 copy of the model into `folder`, with these sampling defaults.
 
     The model itself keeps its dtype.
     """
@@ -27,7 +27,7 @@ def save_checkpoint(model: LlamaForCausalLM, folder: Path, repetition_penalty: f
 
 
 def plain_generation_config(model: LlamaForCausalLM) -> GenerationConfig:
-    """Return the model's generation config without its advice on sampling: benches of a fixture set their own."""
+    """Return the model's generation config without sampling defaults: benches of a fixture set their own."""
     config = copy.deepcopy(model.generation_config)
     config.repetition_penalty = None
     return config
@@ -36,7 +36,7 @@ def plain_generation_config(model: LlamaForCausalLM) -> GenerationConfig:
 def load_checkpoint(
     folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> LlamaForCausalLM:
-    """Return the model saved in `folder`, ready to answer."""
+    """Return the model saved in `folder`, in evaluation mode."""
     with device or torch.device("cpu"):
         loaded: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         return loaded

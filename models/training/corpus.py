@@ -1,6 +1,6 @@
-"""The Python standard library as a corpus: its files, those held out, and the chat documents they yield.
+"""The Python standard library as a corpus: training files, held-out files, and chat documents made from them.
 
-Knows files and text, nothing of tokens or models.
+This module is independent of tokens and models.
 """
 
 import ast
@@ -38,14 +38,14 @@ class Document:
 
     @property
     def is_held_out(self) -> bool:
-        """True if training never sees the file; decided by a digest of the name, so the split survives any re-run."""
+        """True if the file is held out; a digest of its name decides, so the split is the same in every run."""
         digest = hashlib.sha256(self.name.encode()).digest()
         return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The whole files that train and the whole files that measure; no file is in both."""
+    """The training files and the held-out files; no file is in both."""
 
     training: list[Document]
     held_out: list[Document]
@@ -53,7 +53,7 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class ChatExample:
-    """A request for one function and the function: the only chat the demo pair ever sees."""
+    """A request for one function, and the function: the demo pair's only kind of chat."""
 
     messages: list[dict[str, str]]
 
@@ -64,7 +64,7 @@ def library_root() -> Path:
 
 
 def is_skipped(relative: Path) -> bool:
-    """True if a path below the root is left out of the corpus."""
+    """True if the corpus leaves out this path below the root."""
     return not SKIPPED_FOLDERS.isdisjoint(relative.parts) or relative.name.startswith(SKIPPED_PREFIXES)
 
 
@@ -82,7 +82,7 @@ def read_documents(root: Path) -> Iterator[Document]:
 
 
 def collect(root: Path | None = None) -> Corpus:
-    """Read the corpus and splits it by file."""
+    """Read the corpus and split it by file."""
     documents = list(read_documents(root or library_root()))
     return Corpus(
         training=[document for document in documents if not document.is_held_out],
@@ -91,7 +91,7 @@ def collect(root: Path | None = None) -> Corpus:
 
 
 def chat_examples(document: Document) -> Iterator[ChatExample]:
-    """Return one example for each documented function of a file, the request worded from its docstring's first line."""
+    """Return one example per documented function; the request is the first line of its docstring."""
     try:
         tree = ast.parse(document.text)
     except (SyntaxError, ValueError):

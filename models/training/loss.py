@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_LEAST = 1e-5  # the least probability that is not known to be 0
-_NEVER = -40.0  # the logarithm of no chance
+_LEAST = 1e-5  # a lower bound for unknown probabilities
+_NEVER = -40.0  # the logarithm of a probability of 0
 
 
 def next_token_loss(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:

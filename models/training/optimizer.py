@@ -41,7 +41,7 @@ def orthogonalise(matrix: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """One CPU thread inside: matrices this small lose more at the barriers of a busy machine than they gain.
+    """Use one CPU thread in this block: for small matrices, barriers on a busy machine cost more than threads gain.
 
     256 x 768 with two other busy processes on two cores: 2.7 ms with one thread, 50 ms with two.
     """
@@ -99,7 +99,7 @@ class PairedOptimizer:
         return {"muon": self._muon.momenta, "adam": self._adam.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Continue from a `state_dict`."""
         for momentum, saved in zip(self._muon.momenta, state["muon"], strict=True):
             momentum.copy_(saved)
         self._adam.load_state_dict(state["adam"])

@@ -1,4 +1,4 @@
-"""Text that the target itself writes, as the draft meets at serving time: a part of its training."""
+"""The target's own text, as the draft gets it at serving time: a part of its training text."""
 
 import itertools
 from collections.abc import Iterator
@@ -70,17 +70,16 @@ class RolloutPool:
 def mixed_sources(
     stream: WindowStream, rollouts: RolloutPool, every_batches: int
 ) -> Iterator[WindowStream | RolloutPool]:
-    """Return the sources of batches without end: the corpus, and the rollouts once in `every_batches`."""
+    """Return endless sources of batches: the corpus, and the rollouts once in `every_batches`."""
     return itertools.cycle([*[stream] * (every_batches - 1), rollouts])
 
 
 def write_rollouts(
     target: LlamaForCausalLM, stream: WindowStream, num_windows: int, num_prompt_tokens: int, num_tokens: int, seed: int
 ) -> RolloutPool:
-    """Windows [N, num_tokens + 1] that begin with the stream's text and that the target goes on with.
+    """Return windows [N, num_tokens + 1] of the stream's text with the target's continuations, on the CPU.
 
-    Half are greedy, half at temperature 1, under the penalty that the target is served with. On the CPU, wherever the
-    target is.
+    Half are greedy, half at temperature 1, with the served repetition penalty.
     """
     written = []
     for temperature in (0.0, 1.0):

@@ -15,7 +15,7 @@ END_OF_TEXT = "<|endoftext|>"
 END_OF_TURN = "<|end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, "<|system|>", "<|user|>", "<|assistant|>", END_OF_TURN)
 MAX_CONTEXT_TOKENS = 8192
-# Tools and their calls are written as Hermes models write them; a tool's answer is a user's turn, as in Qwen.
+# Tools and their calls have Hermes's format; a tool's answer is a user's turn, as in Qwen.
 CHAT_TEMPLATE = (
     "{% if tools %}<|system|>"
     "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}\n\n{% endif %}"
@@ -89,5 +89,5 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def render_chat(messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
-    """Return the text that a chat becomes, by the template that the tokenizer carries."""
+    """Return the text of a chat under the tokenizer's template."""
     return str(jinja2.Template(CHAT_TEMPLATE).render(messages=messages, add_generation_prompt=add_generation_prompt))

@@ -1,4 +1,4 @@
-"""Training windows: the tokens of an epoch, windows cut from them, the positions they carry."""
+"""Training windows: the tokens of an epoch, windows of them, and their positions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ def _texts(documents: list[Document]) -> list[str]:
 class WindowStream:
     """An endless supply of windows, drawn in random order from one epoch after the other.
 
-    The order matters: neighbouring windows come from one file, and a batch of them is worth little more than one.
+    The random order matters: neighbouring windows come from one file, so a batch of them teaches little more than one.
     """
 
     def __init__(self, corpus: TokenizedCorpus, seed: int) -> None:
@@ -65,7 +65,7 @@ class WindowStream:
         self._num_tokens = 0
 
     def windows(self, num_windows: int, num_tokens: int) -> Tensor:
-        """Return the next windows [B, T + 1]; another length than the last call's begins another epoch."""
+        """Return the next windows [B, T + 1]; a new length starts a new epoch."""
         return torch.from_numpy(np.stack([self._next(num_tokens) for _ in range(num_windows)]))
 
     def _next(self, num_tokens: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The training loop of the pair and the EAGLE-3 head: budget, clock, checkpoints, log.
 
-Budgets are wall-clock minutes, because the learning rate must reach zero when the time is over, on whatever machine. A
-checkpoint is written every few minutes, so a run that is cut off still leaves a pair.
+Budgets are wall-clock minutes, because the learning rate must reach zero when the time is over, on every machine. A
+checkpoint is written every few minutes, so an interrupted run still leaves a pair.
 """
 
 import logging
@@ -45,9 +45,9 @@ class TrainingReport:
 
 
 class TrainingClock:
-    """Progress of a run in [0, 1], the larger of the parts of its time and of its tokens.
+    """The progress of a run in [0, 1]: the larger of its used parts of time and of tokens.
 
-    A resumed run has had `seconds` and `num_steps` before.
+    A resumed run starts with its earlier `seconds` and `num_steps`.
     """
 
     def __init__(self, budget: Budget, seconds: float = 0.0, num_steps: int = 0) -> None:
@@ -74,7 +74,7 @@ class TrainingClock:
 
 
 def autocast(device: torch.device) -> torch.autocast:
-    """bfloat16 matrix products over float32 master weights, where the device is faster in it."""
+    """Compute matrix products in bfloat16 over float32 master weights, if that is faster on the device."""
     is_faster = product_dtype(device) is torch.bfloat16
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_faster)
 

@@ -1,4 +1,4 @@
-"""The folder of a draft model, read for training and written as it was read."""
+"""The folder of a draft model: loaded for training, and written in the same format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DraftFolder(TunableDraft):
     """The folder of a draft model that shares its target's vocabulary.
 
     Raises:
-        ConfigError: it cannot be trained: there is no such folder, its weights are quantized, or its tokens are others.
+        ConfigError: there is no such folder, its weights are quantized, or its vocabulary is not the target's.
     """
 
     def __init__(self, path: Path, target: str, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class DraftFolder(TunableDraft):
         try:
             config = AutoConfig.from_pretrained(path)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--draft {path} is no model that can be tuned: {error}") from error
+            raise ConfigError(f"--draft {path} is not a model that can be tuned: {error}") from error
         if not any(name.endswith("ForCausalLM") for name in config.architectures or ()):
             raise ConfigError(f"--draft {path} holds {config.architectures}; tuned are draft models and heads")
         if getattr(config, "quantization_config", None) is not None:

@@ -1,4 +1,4 @@
-"""A draft in its folder, read for training and written as it was read: of a draft model, or of heads."""
+"""The base of drafts that can be tuned: loaded from a folder, and written in the same format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from models.tuning.student import Student
 
 _COPIED = (".json", ".jinja", ".txt", ".model")
-_OF_WEIGHTS = (".index.json", "training.json", "tuning.json")  # of those that were there
+_OF_WEIGHTS = (".index.json", "training.json", "tuning.json")  # files of weights and reports, which are written new
 
 
 class TunableDraft(ABC):
@@ -43,7 +43,7 @@ class TunableDraft(ABC):
 
 
 def partial_of(folder: Path) -> Path:
-    """Return the name of a folder that is not whole, with nothing there."""
+    """Return the name of the unfinished folder, and remove what an earlier run left there."""
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     return partial

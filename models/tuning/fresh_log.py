@@ -1,4 +1,4 @@
-"""The part of a log that is written from a moment on: what came before is another traffic's."""
+"""The part of a log after a given moment: earlier positions belong to other traffic."""
 
 from __future__ import annotations
 

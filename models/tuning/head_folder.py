@@ -1,4 +1,4 @@
-"""The folder of heads, read for training and written as it was read."""
+"""The folder of heads: loaded for training, and written in the same format."""
 
 from __future__ import annotations
 
