@@ -84,8 +84,8 @@ class ServedApplication:
 class ServedPairSettings:
     """The settings of a benchmark's deployment.
 
-    With a draft model K is fixed, as for its contenders. Without one the target's own weights in int4 draft, or, if
-    they are int4 already, suffixes; K is adaptive then, as operators have it. None as `num_threads` leaves them to the
+    With a draft model K is fixed, as for its contenders. Without one the target's own weights in int4 draft, or
+    suffixes if the weights are int4 already; K is then adaptive, the default. `num_threads` None leaves threads to the
     placement.
     """
 

@@ -25,7 +25,7 @@ from protos import outrider_pb2 as pb2
 _COMPAT = Path(__file__).parents[2] / "tests/compat/run.sh"
 _TIMEOUT_S = 60.0
 _STALL_S = 90.0  # longer than HAProxy lets any body stall
-STILL_OPEN = "still open"  # a stalled connection that keeps its place
+STILL_OPEN = "still open"  # a stalled connection that the server has not closed
 _MIB = 1 << 20
 _WORDS = ("fn", "x", "{", "}", " ", "\ufffd", "\x00", "é", "😀", "<|end|>", '"', "\\")
 _SERVICE = "/outrider.v1.Generation"
@@ -238,7 +238,7 @@ async def _leavers(face: Face) -> Answers:
         body = {"model": face.model, "prompt": "def f", "max_tokens": 400, "stream": True, "ignore_eos": True}
         try:
             async with (
-                httpx.AsyncClient(base_url=face.url, timeout=_TIMEOUT_S, verify=False) as client,  # 200 would read CAs
+                httpx.AsyncClient(base_url=face.url, timeout=_TIMEOUT_S, verify=False) as client,  # 200 would load CAs
                 client.stream("POST", "/v1/completions", json=body, headers=face.headers) as answer,
             ):
                 async for _ in answer.aiter_raw():
@@ -423,7 +423,7 @@ async def _stall(face: Face, request: bytes, drip: bytes) -> str:
     except TimeoutError:
         return STILL_OPEN
     except OSError:
-        pass  # closed while bytes of ours were on their way
+        pass  # closed while our bytes were in flight
     finally:
         sending.cancel()
         writer.transport.abort()

@@ -29,7 +29,7 @@ class Habits:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A stream that failed: why, when it was sent and when it failed (monotonic time), and the tokens until then."""
+    """A failed stream: the reason, the times of request and failure (monotonic), and the tokens so far."""
 
     reason: str
     sent_s: float

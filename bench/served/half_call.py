@@ -1,4 +1,4 @@
-"""Calls that begin and do not go on, in frames of HTTP/2 made by hand: no client of gRPC sends half a message."""
+"""Calls that stall, in hand-made HTTP/2 frames: no gRPC client sends half a message."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _header(name: str, value: str) -> bytes:
-    """Return a header as a literal that is not indexed; both parts are short."""
+    """Return a header as a literal without indexing; name and value must be short."""
     return b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
 
 
 async def half_calls(
     address: str, method: str, number: int, *, data: bytes = b"", key: str | None = None
 ) -> asyncio.StreamWriter:
-    """Begin calls of a method on one connection, each with `data`, which ends none of them."""
+    """Begin calls of a method on one connection; each sends `data` and stays open."""
     host, _, port = address.rpartition(":")
     _, writer = await asyncio.open_connection(host, int(port))
     headers = {":method": "POST", ":scheme": "http", ":path": method, ":authority": "x"}
@@ -41,5 +41,5 @@ async def half_calls(
 
 
 def first_part(num_bytes: int, of_bytes: int) -> bytes:
-    """Return the beginning of a message of so many bytes."""
+    """Return the first part of a message of that many bytes."""
     return b"\x00" + struct.pack(">I", of_bytes) + b"\x00" * num_bytes

@@ -24,7 +24,7 @@ from bench.contenders.prompts import held_out_prompts
 from bench.padded_pair import CACHE, DEMO, PAIRS, SMOLLM2, padded_target
 from bench.served.application import BASE_URL, MODEL_ID, DeployArgs, start_served
 
-P99_BAR = 2.5  # of the median gap
+P99_BAR = 2.5  # times the median gap
 MAX_BAR = 8.0
 MODELS = ("demo", "smollm2", "padded", "smollm2-0.5b", "smollm2-1b")
 _DEFAULT = "default"

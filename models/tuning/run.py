@@ -20,14 +20,14 @@ from models.tuning.log_windows import Window
 from models.tuning.low_rank import add_low_rank, merge_low_rank
 from models.tuning.student import Student
 
-_OTHERS_RATE = 0.2  # learning rate of embeddings and norms over the matrices', as in the demo draft's training
+_OTHERS_RATE = 0.2  # the learning rate of embeddings and norms relative to the matrices', as for the demo draft
 _TOKENS_PER_STEP = 2048
 _CHECKPOINT_EVERY_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way to train the draft, and the part of the tuning's minutes and steps that it gets.
+    """A way to train the draft, and its share of the tuning's minutes and steps.
 
     With `rank` None all weights are trained, else low-rank changes.
     """
@@ -49,9 +49,9 @@ class TrainingRun:
 
     Args:
         candidate: how to train.
-        draft: where it begins.
-        file: its state; written every twenty seconds.
-        device: where it computes.
+        draft: the starting weights.
+        file: the file of its state, written every twenty seconds.
+        device: the device that computes.
     """
 
     def __init__(self, candidate: Candidate, draft: TunableDraft, file: Path, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class TrainingRun:
 
     @property
     def has_begun(self) -> bool:
-        """True if there is a state to go on from."""
+        """True if there is a state to resume."""
         return self.num_steps > 0
 
     @property
@@ -80,7 +80,7 @@ class TrainingRun:
         return int(self._state["num_steps"])
 
     def train(self, windows: Sequence[Window], on_progress: Callable[[float], None]) -> None:
-        """Train until the minutes are over, those before a restart included; done once, a second call does nothing."""
+        """Train until the minutes are over, including minutes before a restart; a second call does nothing."""
         if self._state["is_done"]:
             return
         torch.manual_seed(self.candidate.seed)
@@ -112,7 +112,7 @@ class TrainingRun:
             self._write()
 
     def trained(self) -> Student | None:
-        """Return the trained draft, its weights rounded as they would be written; None if they are no numbers."""
+        """Return the trained draft with weights rounded as in the file; None if they are not finite."""
         if self._state["has_diverged"]:
             return None
         torch.manual_seed(self.candidate.seed)

@@ -1,4 +1,4 @@
-"""The worth of a draft on logged positions: the tokens of a pass that it would have made possible."""
+"""The score of a draft on logged positions: the expected tokens of a pass with it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Score:
 
 @torch.no_grad()
 def score_draft(student: Student, requests: Sequence[LoggedRequest], num_tokens: int) -> Score:
-    """Measure a draft with K = `num_tokens`, or as many as it can make, on positions that it was not trained on.
+    """Measure a draft with K = `num_tokens`, or its largest K, on held-out positions.
 
     A greedy request's draft is accepted if the target chose it, a sampled one's with probability
     sum of min(p, q), 1 - TV (arXiv:2211.17192, corollary 3.6), at the request's temperature.
@@ -46,10 +46,10 @@ def score_draft(student: Student, requests: Sequence[LoggedRequest], num_tokens:
 
 
 def expected_passes(chances: Sequence[Sequence[float]]) -> float:
-    """Return the expected passes of a decoder with K drafts along a text: `chances[j][i]` that draft j is token i.
+    """Return the expected passes of a decoder with K drafts along a text; `chances[j][i]` is for draft j at token i.
 
-    A pass begins after the last one's accepted drafts and its recovered or bonus token. Draft j of a pass that begins
-    at i is for token i + j; its chance is given that all before it were accepted.
+    A pass begins after the previous one's accepted drafts and its recovered or bonus token. Draft j of a pass that
+    begins at i is for token i + j; its chance assumes that all earlier drafts were accepted.
     """
     num_drafts, num_places = len(chances), len(chances[0])
     begins = [1.0, *[0.0] * (num_places + num_drafts)]
@@ -74,7 +74,7 @@ def _chances(student: Student, request: LoggedRequest, num_drafts: int) -> Tenso
 
 
 def _acceptance(student: Student, logits: Tensor, request: LoggedRequest, window: Window) -> Tensor:
-    """Logits [N, D] of a draft to its chances, [N]."""
+    """Return the chances of acceptance [N] for a draft's logits [N, D]."""
     if request.temperature < GREEDY_BELOW:
         ids = student.target_ids(_penalised(student, logits, request, window).argmax(-1))
         return (ids == window.chosen_ids).float()
@@ -97,11 +97,11 @@ def _known(ids: Tensor) -> Tensor:
 
 
 def _at_temperature(top_logprobs: Tensor, temperature: float) -> Tensor:
-    """Return the probabilities of the likeliest tokens; the others are nothing but at temperature 1."""
+    """Return the probabilities of the likeliest tokens; only at temperature 1 do the others count."""
     return top_logprobs.exp() if temperature == 1.0 else (top_logprobs / temperature).softmax(-1)
 
 
 def _unbroken(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield where positions that follow each other begin and end."""
+    """Yield the start and end of each run of consecutive positions."""
     breaks = [index + 1 for index, (left, right) in enumerate(pairwise(positions)) if right != left + 1]
     yield from pairwise([0, *breaks, len(positions)])

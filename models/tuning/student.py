@@ -18,8 +18,8 @@ class Student(ABC):
 
     Attributes:
         model: its weights, all trained.
-        are_drafts_alike: true if a draft depends on the text before it alone, and not on where its round began.
-        max_drafts: of a round.
+        are_drafts_alike: true if a draft depends only on the text before it, and not on the start of its round.
+        max_drafts: the largest number of drafts of a round.
     """
 
     def __init__(self, model: nn.Module, *, are_drafts_alike: bool, max_drafts: int = _ANY_NUMBER) -> None:
@@ -28,14 +28,14 @@ class Student(ABC):
         self.max_drafts = max_drafts
 
     def num_unlike(self, num_drafts: int) -> int:
-        """Return how many drafts of a round of `num_drafts` there are to be looked at."""
+        """Return the number of different drafts of a round of `num_drafts`."""
         return 1 if self.are_drafts_alike else min(num_drafts, self.max_drafts)
 
     @abstractmethod
     def logits(self, windows: Sequence[Window], num_drafts: int) -> Iterator[Tensor]:
         """Yield the logits of the first, the second ... draft of a round, each for the tokens after all windows' rows.
 
-        Row n of draft j, [N, D], is of the round that began j tokens before the token after row n.
+        Row n of draft j, [N, D], belongs to the round that began j tokens before the token after row n.
         """
 
     @abstractmethod
@@ -60,7 +60,7 @@ class LanguageModel(Student):
         self._vocabulary = [known.get_input_embeddings().weight, known.get_output_embeddings().weight]
 
     def logits(self, windows: Sequence[Window], num_drafts: int) -> Iterator[Tensor]:
-        """Yield one, which is the same for all rounds."""
+        """Yield one draft, the same for all rounds."""
         yield read_batch(self.model, windows)
 
     def draft_ids(self, target_ids: Tensor) -> Tensor:
@@ -68,9 +68,9 @@ class LanguageModel(Student):
         return target_ids.long().clamp(max=len(self._vocabulary[1]) - 1)
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Return them as they are."""
+        """Return the ids unchanged."""
         return draft_ids
 
     def vocabulary(self) -> Sequence[Tensor]:
-        """Return the embeddings of both ends."""
+        """Return the input and output embeddings."""
         return self._vocabulary

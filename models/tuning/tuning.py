@@ -1,6 +1,6 @@
 """A draft tuned on its deployment's log, and on further continuations of its prompts by the target.
 
-Several short trainings, a long one of the best, and the best of them all.
+Several short trainings run first, then a long one of the best; the best draft of all is the result.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from models.tuning.run import Candidate, TrainingRun
 from models.tuning.score import Score, score_draft
 from protos.errors import ConfigError
 
-_TRIALS_SHARE = 0.3  # of the minutes, for all short trainings together
-_LONG_SHARE = 0.6  # for the long one; the rest is for measuring
-_ROLLOUTS_SHARE = 0.3  # of the minutes, before the trainings; for small targets, which write fast while they serve
+_TRIALS_SHARE = 0.3  # share of the minutes for all short trainings together
+_LONG_SHARE = 0.6  # share for the long one; the rest is for measuring
+_ROLLOUTS_SHARE = 0.3  # share of the minutes before the trainings, for small targets, which write fast enough
 _SMALL_BYTES = 2 << 30
 _GAIN = 1.01  # a smaller one may be chance
 
@@ -44,9 +44,9 @@ Report = Callable[[str], None]
 class TuneSettings:
     """The settings of a tuning: `rank` None trains all weights; the score is for K = `num_tokens`.
 
-    `num_steps` may end trainings before the minutes do. During the part `rollouts` of the minutes the target writes
-    more text to train on; None derives it from the target's size. With `num_fresh` only new positions of the log count,
-    and the training waits for so many, for `minutes` at most.
+    `num_steps` may end trainings before the minutes do. `rollouts` is the share of the minutes for the target to write
+    more text; None derives it from the target's size. With `num_fresh` only new positions of the log count, and the
+    training waits for that many, at most for `minutes`.
     """
 
     log: Path
@@ -75,7 +75,7 @@ class Workplace:
     """Return the folder next to the output where runs keep their state until all is done.
 
     Raises:
-        ConfigError: the output exists, or the folder has another tuning's state.
+        ConfigError: the output exists, or the folder has the state of another tuning.
     """
 
     def __init__(self, settings: TuneSettings) -> None:
@@ -87,7 +87,7 @@ class Workplace:
             raise ConfigError(f"{self.folder} has the state of a tuning with other options; finish it, or remove that")
 
     def remember(self, name: str, value: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
-        """Return whether this is new, and the value of the first call of this name, in whatever process."""
+        """Return whether this call is the first one of this name in any process, and the first call's value."""
         file = self.folder / f"{name}.json"
         if file.is_file():
             return False, json.loads(file.read_text(encoding="utf-8"))
@@ -102,7 +102,7 @@ class Workplace:
 
 
 def check_output(output: Path) -> None:
-    """Raise ConfigError if the output's folder is taken, or cannot be made."""
+    """Raise ConfigError if the output exists, or cannot be created."""
     if output.exists():
         raise ConfigError(f"--output {output} exists; give another folder, or remove it")
     try:
@@ -117,9 +117,9 @@ def working_folder(output: Path) -> Path:
 
 
 def tune(settings: TuneSettings, report: Report, on_progress: OnProgress) -> bool:
-    """Train, and write the best draft to the output if it is better than the present one; return true if so.
+    """Train, and write the best draft to the output if it is better than the present one; return True if it is.
 
-    Killed at any point, a call with the same settings goes on where it was.
+    After a kill at any point, a call with the same settings continues.
 
     Raises:
         ConfigError: the log or the draft cannot be used, or the output exists.
@@ -170,12 +170,12 @@ def tune(settings: TuneSettings, report: Report, on_progress: OnProgress) -> boo
 
 
 def draft_of(settings: TuneSettings, device: torch.device) -> TunableDraft:
-    """Return the draft that is to be tuned, a model or heads. Raises ConfigError."""
+    """Return the draft to tune, a model or heads. Raises ConfigError if it cannot be tuned."""
     file = settings.draft / "config.json"
     if not file.is_file() or not holds_heads(read_config(settings.draft)):
         return DraftFolder(settings.draft, settings.target, device)
     if settings.rank is not None:
-        raise ConfigError(f"--draft {settings.draft} holds heads, whose weights are all trained; leave --rank out")
+        raise ConfigError(f"--draft {settings.draft} holds heads, and all weights of heads are trained; remove --rank")
     return HeadFolder(settings.draft, settings.target, device)
 
 
@@ -200,7 +200,7 @@ def _logged_model(target: str) -> LoggedModel:
         vocab_size = AutoConfig.from_pretrained(target).get_text_config().vocab_size
         return LoggedModel(model_version(target), int(vocab_size))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--target {target} is no model whose log could be known: {error}") from error
+        raise ConfigError(f"--target {target} is not a model, so its log cannot be identified: {error}") from error
 
 
 def _figures(settings: TuneSettings, log: Log, before: Scored, after: Scored) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def _figures(settings: TuneSettings, log: Log, before: Scored, after: Scored) ->
 
 
 class _Tuning:
-    """The runs of one tuning, their scores as they end."""
+    """The trainings of one tuning, and their scores."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class _Tuning:
         self._share_done = 0.0
 
     def run(self) -> list[Scored]:
-        """Train all, and return the scores of those that have not diverged."""
+        """Train all candidates, and return the scores of the trainings that have not diverged."""
         settings = self._settings
         ways = [(rate, seed) for rate in settings.learning_rates for seed in range(settings.num_seeds)]
         if len(ways) == 1:
@@ -272,7 +272,7 @@ class _Tuning:
             self._train(run)
             model = run.trained()
             if model is None:
-                self._report(f"{run.candidate.name}: dropped after {run.num_steps} steps, for its loss is no number")
+                self._report(f"{run.candidate.name}: dropped after {run.num_steps} steps, its loss is not a number")
                 continue
             scored.append(Scored(score_draft(model, self._log.held_out.requests, self._settings.num_tokens), run))
             self._report(_line(f"{run.candidate.name}: {run.num_steps} steps", scored[-1].score))
@@ -285,7 +285,7 @@ class _Tuning:
 
 
 def _begun(runs: Sequence[TrainingRun]) -> TrainingRun | None:
-    """Return the run that an earlier process has begun; its log may have chosen another one."""
+    """Return the training that an earlier process has begun, since new scores might choose another one."""
     return next((run for run in runs if run.has_begun), None)
 
 

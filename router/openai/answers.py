@@ -1,4 +1,4 @@
-"""Bodies of the small answers and of Anthropic's, which no required package has types for."""
+"""Bodies of answers without types in a required package: small ones, and Anthropic's."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TokenizeAnswer(TypedDict):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: NotRequired[list[str | None]]  # null where the model has an id without a token
+    token_strs: NotRequired[list[str | None]]  # null for an id without a token
 
 
 class DetokenizeAnswer(TypedDict):
@@ -69,7 +69,7 @@ class DetokenizeAnswer(TypedDict):
 
 
 class CanaryAnswer(TypedDict):
-    """A draft that is tried against another; `gain` is new over old goodput less 1, null while it is not known."""
+    """The trial of a draft against another; `gain` is new over old goodput minus 1, null while unknown."""
 
     name: str
     old_name: str
@@ -90,7 +90,7 @@ class RunningDraft(TypedDict):
     since: int  # Unix time
     is_deployed: bool  # false after an exchange, until deploy.yaml names it too
     canary: NotRequired[CanaryAnswer]  # the latest
-    tuning: NotRequired[str]  # what has become of the latest drift alarm, where `tune.auto` answers it
+    tuning: NotRequired[str]  # the state of `tune.auto`'s answer to the latest drift alarm
 
 
 class PairDraftAnswer(RunningDraft):
@@ -151,7 +151,7 @@ class ToolUseBlock(TypedDict):
 
 
 class MessagesUsage(TypedDict):
-    """Token counts in Anthropic's form: `input_tokens` leaves out those that were cached."""
+    """Token counts in Anthropic's form: `input_tokens` excludes cached tokens."""
 
     input_tokens: int
     cache_creation_input_tokens: int

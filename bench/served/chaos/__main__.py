@@ -61,18 +61,18 @@ class FaultOutcome:
 
     @property
     def ended(self) -> list[Failure]:
-        """The streams that the fault ended: those that were open at it, or begun before anything could notice."""
+        """The streams that the fault ended: open at the fault, or begun before anything could notice it."""
         until_s = self.struck_s + (self.fault.breaks_s or 0.0)
         return [each for each in self.stay.failures if each.sent_s <= until_s]
 
     @property
     def later(self) -> list[Failure]:
-        """The streams that were begun after that, and failed."""
+        """The failed streams that began later."""
         return [each for each in self.stay.failures if each not in self.ended]
 
     @property
     def broken(self) -> list[str]:
-        """The promises that were not kept."""
+        """The broken promises."""
         stay = self.stay
         return [
             *([self.problem] if self.problem else []),
@@ -84,7 +84,7 @@ class FaultOutcome:
 
 
 def settings(args: Args) -> None:
-    """Serve two pairs, a prefill replica that long prompts go to, and two ingress replicas."""
+    """Serve two pairs, a prefill replica for long prompts, and two ingress replicas."""
     args["target"]["num_threads"] = args["draft"]["num_threads"] = 1
     args["cache"]["memory_gib"] = 0.25
     args["pair"]["num_replicas"] = args["ingress"]["num_replicas"] = 2
@@ -119,7 +119,7 @@ class Chaos:
         return FaultOutcome(fault, stay, recovery_s, rest_s, self._world.struck_s, problem)
 
     def _rest(self) -> str:
-        """Wait until nothing changes any more, and return what became of it where something does."""
+        """Wait until the application is at rest; return the problem if it never is."""
         try:
             self._world.await_rest()
         except TimeoutError as error:
@@ -230,7 +230,7 @@ def report(outcome: FaultOutcome) -> None:
 
 
 def run(world: ChaosWorld, faults: list[Fault]) -> bool:
-    """Bring about the faults in turn and print the table; return whether every promise was kept."""
+    """Inject the faults in turn and print the table; return whether every promise was kept."""
     print(f"| {' | '.join(_HEAD)} |\n|{'---|' * len(_HEAD)}", flush=True)
     is_kept = True
     chaos = Chaos(world)
@@ -263,9 +263,9 @@ def main() -> None:
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", nargs="*", metavar="PART", help="faults whose names have one of these parts; without a part none"
+        "--only", nargs="*", metavar="PART", help="faults whose names have one of these parts; without parts no fault"
     )
-    parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES", help="stream so long at the end")
+    parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES", help="minutes of streams at the end")
     parser.add_argument("--folder", type=Path, default=Path(".cache/chaos"), help="for the deploy.yaml and the log")
     return parser.parse_args()
 

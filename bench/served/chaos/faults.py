@@ -88,7 +88,7 @@ def _hang(kind: str, world: ChaosWorld) -> None:
 
 
 def _kill_gcs(world: ChaosWorld) -> None:
-    """Ray keeps its tables there: without external Redis nothing restarts it, and the raylet follows in a minute."""
+    """Kill the GCS, which has Ray's tables. Nothing restarts it here, and the raylet ends within a minute."""
     world.processes.of("GCS")[0].kill()
     time.sleep(STOP_S)
 
@@ -100,7 +100,7 @@ def _kill_raylet(world: ChaosWorld) -> None:
 
 
 def _kill_second_raylet(world: ChaosWorld) -> None:
-    """Have the prefill replica on a second node, and kill that node's raylet."""
+    """Put the prefill replica on a second node, and kill that node's raylet."""
     node = world.add_node(_NODE)
     override = {"name": "Prefill", "ray_actor_options": {"num_cpus": 0, "resources": {_NODE: 1}}}
     world.deploy(lambda args: None, [override])
@@ -181,7 +181,7 @@ def _one_pair(args: Args) -> None:
 
 
 def other_weights(args: Args) -> None:
-    """Serve the demo's draft in its target's place: other texts, the same tokenizer."""
+    """Serve the demo's draft as the target: other texts, the same tokenizer."""
     args["target"]["path"] = "models/demo/draft"
 
 

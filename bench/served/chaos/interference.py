@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 VARIABLE = "OUTRIDER_INTERFERENCE"  # the path of the file
 _LAYOUT = struct.Struct("dqdd")
-_LIKELIHOOD = 0.15  # of each: a message is lost, held until the next one has come, repeated
+_LIKELIHOOD = 0.15  # the chance of each: a message is lost, held until the next one, or repeated
 _CHANNEL = {"Round", "Offers"}  # between target and draft
 _ENGINE_THREAD = "TargetActor"
 

@@ -203,7 +203,7 @@ def test_tokens_outside_a_drafts_vocabulary_count_for_nothing() -> None:
 
 
 def test_heads_that_cannot_be_tuned_are_refused(made: LoggedHeads, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="leave --rank out"):
+    with pytest.raises(ConfigError, match="remove --rank"):
         tune(replace(settings(made, made.eagle3, tmp_path / "new"), rank=4), print, lambda *_: None)
     config = json.loads((made.eagle3 / "config.json").read_text(encoding="utf-8"))
     for name, changes, message in (
