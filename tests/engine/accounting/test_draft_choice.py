@@ -23,14 +23,14 @@ REQUEST_TOKENS = 60
 
 
 @dataclass(frozen=True)
-class Drafter:
+class SimulatedDraftModel:
     """A draft model: its acceptance, and its seconds per drafted token."""
 
     acceptance: float
     step_s: float
 
 
-def served(drafters: dict[str, Drafter], num_streams: int, num_requests: int) -> list[str]:
+def served(drafters: dict[str, SimulatedDraftModel], num_streams: int, num_requests: int) -> list[str]:
     """Return the methods of successive requests on each stream; the models draft in parallel."""
     rng, policy, chosen = np.random.default_rng(0), LengthPolicy(4, MAX_DRAFTS), list[str]()
     chooser = MethodChooser(tuple(drafters), policy.goodput)
@@ -62,13 +62,16 @@ def served(drafters: dict[str, Drafter], num_streams: int, num_requests: int) ->
 @pytest.mark.parametrize(
     ("drafters", "best"),
     [
-        ({"model": Drafter(0.8, 0.0005), "prose": Drafter(0.5, 0.0005)}, "model"),
-        ({"model": Drafter(0.5, 0.0005), "prose": Drafter(0.8, 0.0005)}, "prose"),
-        ({"model": Drafter(0.9, 0.0080), "prose": Drafter(0.7, 0.0005)}, "prose"),  # the better one is too slow
+        ({"model": SimulatedDraftModel(0.8, 0.0005), "prose": SimulatedDraftModel(0.5, 0.0005)}, "model"),
+        ({"model": SimulatedDraftModel(0.5, 0.0005), "prose": SimulatedDraftModel(0.8, 0.0005)}, "prose"),
+        (
+            {"model": SimulatedDraftModel(0.9, 0.0080), "prose": SimulatedDraftModel(0.7, 0.0005)},
+            "prose",
+        ),  # the better one is too slow
     ],
 )
 def test_most_requests_get_the_draft_that_is_worth_most(
-    drafters: dict[str, Drafter], best: str, num_streams: int
+    drafters: dict[str, SimulatedDraftModel], best: str, num_streams: int
 ) -> None:
     chosen = Counter(served(drafters, num_streams, 10 * EXPLORED)[4 * EXPLORED :])
     assert chosen[best] >= 0.85 * chosen.total()

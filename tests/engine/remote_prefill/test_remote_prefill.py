@@ -42,7 +42,7 @@ MAX_TOKENS = 12
 
 
 @dataclass
-class Clock:
+class PrefillClock:
     now_s: float = 0.0
 
     def __call__(self) -> float:
@@ -57,7 +57,7 @@ class PrefilledEngine:
     source: RemotePrefill
     transport: InProcessTransport
     remote: EngineCore
-    clock: Clock
+    clock: PrefillClock
     chunks: list[TokenChunk] = field(default_factory=list)
 
     def step(self) -> None:
@@ -114,7 +114,7 @@ def build(model: ModelConfig, setup: PrefillSetup) -> PrefilledEngine:
         )
     )
     transport = InProcessTransport(remote, setup.fault)
-    clock = Clock()
+    clock = PrefillClock()
     runner = ModelRunner(model, cache(setup.num_blocks, setup.is_caching))
     blocks = BlockManager(runner.num_blocks, P, runner.model_version, enable_prefix_caching=setup.is_caching)
     rates = RateMeter()

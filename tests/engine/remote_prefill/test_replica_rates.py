@@ -9,7 +9,7 @@ from engine.remote_prefill.kv_transfer import ChunkHeader, KVChunk, RemoteLoad
 from engine.remote_prefill.replica_rates import ReplicaRates
 
 
-class Clock:
+class RatesClock:
     now_s = 100.0
 
     def __call__(self) -> float:
@@ -20,7 +20,7 @@ def chunk(transfer_s: float, load: RemoteLoad) -> KVChunk:
     return KVChunk(ChunkHeader(0, 0, load), torch.zeros(1, 1, dtype=torch.uint8), transfer_s)
 
 
-def known_replica(clock: Clock) -> ReplicaRates:
+def known_replica(clock: RatesClock) -> ReplicaRates:
     """Return the rates of an engine whose first order was accepted ten seconds ago."""
     meter = ReplicaRates(clock)
     meter.ordered(0, 16)
@@ -30,7 +30,7 @@ def known_replica(clock: Clock) -> ReplicaRates:
 
 
 def test_orders_that_no_replica_has_accepted_count_as_queue() -> None:
-    meter = ReplicaRates(Clock())
+    meter = ReplicaRates(RatesClock())
     meter.ordered(1, 4000)
     meter.ordered(2, 1000)
     assert meter.outlook().num_queued_tokens == 5000
@@ -39,7 +39,7 @@ def test_orders_that_no_replica_has_accepted_count_as_queue() -> None:
 
 
 def test_an_accepted_order_lengthens_its_replicas_queue_which_drains() -> None:
-    clock = Clock()
+    clock = RatesClock()
     meter = known_replica(clock)
     meter.ordered(1, 4000)
     meter.accepted(1, RemoteLoad("a", 1000, 500.0), after_s=0.02)
@@ -52,7 +52,7 @@ def test_an_accepted_order_lengthens_its_replicas_queue_which_drains() -> None:
 
 
 def test_a_new_order_meets_the_shortest_queue() -> None:
-    meter = ReplicaRates(Clock())
+    meter = ReplicaRates(RatesClock())
     meter.arrived(chunk(0.1, RemoteLoad("a", 9000, 500.0)), 100)
     meter.arrived(chunk(0.1, RemoteLoad("b", 10, 700.0)), 100)
     outlook = meter.outlook()
@@ -61,7 +61,7 @@ def test_a_new_order_meets_the_shortest_queue() -> None:
 
 
 def test_a_replica_that_is_silent_for_long_is_forgotten() -> None:
-    clock = Clock()
+    clock = RatesClock()
     meter = ReplicaRates(clock)
     meter.arrived(chunk(0.1, RemoteLoad("a", 90000, 500.0)), 100)
     clock.now_s += 31.0
@@ -69,7 +69,7 @@ def test_a_replica_that_is_silent_for_long_is_forgotten() -> None:
 
 
 def test_pauses_grow_with_failures_in_a_row_and_not_with_simultaneous_ones() -> None:
-    clock = Clock()
+    clock = RatesClock()
     meter = ReplicaRates(clock)
     for pause_s in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
         assert meter.gate.is_open
@@ -85,7 +85,7 @@ def test_pauses_grow_with_failures_in_a_row_and_not_with_simultaneous_ones() -> 
 
 
 def test_orders_that_wait_for_the_router_to_start_do_not_count_in_the_cost_of_a_call() -> None:
-    clock = Clock()
+    clock = RatesClock()
     meter = ReplicaRates(clock)
     load = RemoteLoad("a", 0, 500.0)
     meter.accepted(1, load, after_s=3.0)
@@ -98,7 +98,7 @@ def test_orders_that_wait_for_the_router_to_start_do_not_count_in_the_cost_of_a_
 
 
 def test_the_measured_cost_of_a_call_fades() -> None:
-    clock = Clock()
+    clock = RatesClock()
     meter = known_replica(clock)
     load = RemoteLoad("a", 0, 500.0)
     meter.accepted(1, load, after_s=8.0)

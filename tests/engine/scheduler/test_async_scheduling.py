@@ -40,7 +40,7 @@ V = 16
 BLOCK_SIZE = 4
 
 
-class Clock:
+class PassClock:
     now_s = 0.0
 
     def __call__(self) -> float:
@@ -55,12 +55,12 @@ def make_core(
     max_tokens_per_step: int = 256,
     num_drafts: int = 0,
     proposer: Proposer | None = None,
-    clock: Clock | None = None,
+    clock: PassClock | None = None,
 ) -> EngineCore:
     blocks = BlockManager(num_blocks, BLOCK_SIZE, "m")
     runner = FakeRunner(num_blocks, BLOCK_SIZE, V)
     limits = SchedulerConfig(max_num_sequences, max_tokens_per_step)
-    clock = clock or Clock()
+    clock = clock or PassClock()
     scheduler = Scheduler(limits, blocks, max_model_len=100, clock=clock)
     verifier = Verifier(Sampler())
     return EngineCore(
@@ -322,7 +322,7 @@ def test_a_request_that_waits_for_room_stops_no_overlap() -> None:
 
 
 def test_a_request_that_times_out_ends_while_a_pass_is_on_its_way() -> None:
-    clock = Clock()
+    clock = PassClock()
     core = make_core(True, clock=clock)
     core.add(request("a", max_tokens=90, timeout_s=5.0))
     core.add(request("b", max_tokens=9))
