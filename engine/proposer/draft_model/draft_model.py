@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.batch.indexing import index_tensor
 from engine.batch.span import Span
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.draft_sequence import DraftSequence
@@ -78,8 +79,9 @@ class DraftModel:
     def grow(self, chains: Seq[Chain], is_stopped: Callable[[], bool] = lambda: False) -> bool:
         """Decode every chain until it is long enough; return False if `is_stopped` ended it early."""
         while chains := [chain for chain in chains if chain.num_left > 0]:
-            token_ids = torch.tensor([chain.last_id for chain in chains])
-            for step in self.runner.plan_own_steps(next_steps(chains)):
+            steps = self.runner.plan_own_steps(next_steps(chains))
+            token_ids = index_tensor((chain.last_id for chain in chains), steps[0].input_ids.device)
+            for step in steps:
                 if is_stopped():
                     return False
                 step.input_ids.copy_(self.translation.feed(token_ids))

@@ -109,8 +109,7 @@ class SharedTokens:
         return aligned
 
     def feed(self, token_ids: Tensor) -> Tensor:
-        self._move_to(token_ids.device)
-        return self._fed[token_ids]
+        return self._fed[token_ids.to(self._fed.device)]
 
     def to_draft(self, token_ids: Seq[int]) -> list[int]:
         return [each for token_id in token_ids for each in self._to_draft_ids(token_id)]
@@ -125,6 +124,7 @@ class SharedTokens:
         return self._draft_ids_of[token_id]
 
     def _move_to(self, device: torch.device) -> None:
+        """Keep the tables where the logits are; ids follow them, so that no table is ever copied back."""
         if self._fed.device != device:
             self._draft_ids, self._target_ids = self._draft_ids.to(device), self._target_ids.to(device)
             self._fed, self._is_shared = self._fed.to(device), self._is_shared.to(device)

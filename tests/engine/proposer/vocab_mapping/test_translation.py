@@ -6,10 +6,12 @@ import json
 import random
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.config import DraftVocabulary
 from engine.proposer.common_prefix import num_equal
@@ -164,6 +166,33 @@ def test_drafts_are_made_of_the_tokens_that_spell_the_same(folders: Folders) -> 
             assert translation.to_draft([token_id]) == [own_id] == translation.feed(torch.tensor([token_id])).tolist()
     num_shared = int(aligned[0].isfinite().sum())
     assert 40 < num_shared < pair.target_tokens.vocab_size
+
+
+class Copies(TorchDispatchMode):
+    """Counts the tensors that are copied to another device or kind, by their number of elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_tables_go_to_the_device_of_the_logits_once(folders: Folders) -> None:
+    """The device `meta` stands for a GPU: nothing can be copied from it. The first ids of a round may be the host's."""
+    pair = choose_vocabulary(str(folders.target), str(folders.draft), DraftVocabulary.INTERSECTION).require_pair()
+    translation = SharedTokens(pair)
+    logits = torch.empty(3, pair.draft_tokens.vocab_size, device="meta")
+    translation.align(logits)
+    with Copies() as copies:
+        for _ in range(3):
+            assert translation.feed(torch.tensor([2, 3, 4])).is_meta
+            assert translation.feed(torch.empty(3, dtype=torch.long, device="meta")).is_meta
+            assert translation.align(logits).is_meta
+    assert copies.sizes == [3, 3, 3]
 
 
 def test_what_the_target_has_no_token_for_is_counted(folders: Folders) -> None:
