@@ -49,6 +49,7 @@ from engine.model.loader import load_model, model_folder, model_version, resolve
 from engine.model.paged_model import PagedModel
 from engine.model.position_limit import max_positions, unread_warning
 from engine.model.resident_memory import leave_checkpoint, trim_heap
+from engine.model.runner.pass_queue import PassQueue
 from engine.model.runner.warm_up import warm_up
 from engine.model.tensor_parallel.rank import ALONE, Rank
 from engine.native.library import native_instructions
@@ -122,6 +123,7 @@ class ModelRunner:
         self._fit_tokenizer(folder, model.chat_template)
         self.sampling_defaults = sampling_defaults(stock, model.generation_config)
         has_graphs = _has_graphs(model.graphs, device, self._plan_attention)
+        self._queue = PassQueue.of(device)
         self._features: Tensor | None = None
         self._graphs: CudaGraphRunner | None = None
         if meter is not None:
@@ -280,7 +282,12 @@ class ModelRunner:
 
         `input_ids` [T] int64, if given, replace the spans' tokens, which the host does not know yet.
         """
-        return self._compute(spans, input_ids)
+        if self._queue is None:
+            return self._compute(spans, input_ids)
+        self._queue.wait()
+        logits = self._compute(spans, input_ids)
+        self._queue.issued()
+        return logits
 
     @property
     def features(self) -> Tensor | None:
