@@ -182,7 +182,7 @@ class Copies(TorchDispatchMode):
 
 
 def test_the_tables_go_to_the_device_of_the_logits_once(folders: Folders) -> None:
-    """The device `meta` stands for a GPU: nothing can be copied from it. The first ids of a round may be the host's."""
+    """The device `meta` replaces a GPU: nothing can be copied from it. The first ids of a round may be on the host."""
     pair = choose_vocabulary(str(folders.target), str(folders.draft), DraftVocabulary.INTERSECTION).require_pair()
     translation = SharedTokens(pair)
     logits = torch.empty(3, pair.draft_tokens.vocab_size, device="meta")
