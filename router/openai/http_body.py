@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-import gc
 import json
 import logging
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -141,18 +139,6 @@ class Pace:
             ) from None
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector away: among a million new lists it would look for garbage again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _drop_mark(body: bytearray) -> int:
     """Remove a leading byte order mark, which some programs write; return its length."""
     length = len(codecs.BOM_UTF8) if body.startswith(codecs.BOM_UTF8) else 0
@@ -177,11 +163,6 @@ def _announced(request: Request) -> int:
 
 def _parsed(raw: bytearray, request: Request, schema: type[Schema], *, is_strict: bool) -> Schema:
     check_parts(raw, "The body")
-    with _no_collection():
-        return _validated(raw, request, schema, is_strict=is_strict)
-
-
-def _validated(raw: bytearray, request: Request, schema: type[Schema], *, is_strict: bool) -> Schema:
     try:
         return schema.model_validate_json(raw)
     except ValidationError as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -38,7 +40,20 @@ class BodyWork:
         if num_bytes <= SMALL_BYTES:
             return work()
         async with self._turn:
-            return await asyncio.to_thread(work)
+            with _no_collection():
+                return await asyncio.to_thread(work)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector away: among a million new lists it would look for garbage again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def read_json(text: str, name: str, param: str) -> object:
