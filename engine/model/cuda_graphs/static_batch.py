@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from itertools import chain
 
@@ -55,6 +56,7 @@ class StaticAttention(AttentionPass):
 
     slots: Tensor
 
+    @abstractmethod
     def fill(self, layout: RowLayout) -> bool:
         """Lay out the padded pass; False if it takes more work than there is room for."""
 

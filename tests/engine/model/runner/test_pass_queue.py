@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.batch.span import Span
-from engine.config import CacheConfig, ModelConfig
+from engine.config import CacheConfig, ModelConfig, ModelDtype
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.pass_queue import PassQueue
 from tests.engine.fixtures.checkpoints import write_pair
@@ -44,7 +44,7 @@ def test_passes_over_a_prompt_wait_for_the_pass_before_last(tmp_path: Path, monk
     """None of them has logits that anyone reads."""
     device = Device()
     monkeypatch.setattr(PassQueue, "of", lambda of: PassQueue(device.new_event))
-    model = ModelConfig(str(write_pair(tmp_path, noise=0.05).target), "float32", "cpu")
+    model = ModelConfig(str(write_pair(tmp_path, noise=0.05).target), ModelDtype.FLOAT32, "cpu")
     runner = ModelRunner(model, CacheConfig(4, num_blocks=16))
     for start in range(0, 24, 4):
         runner.forward([Span([5] * 4, start, list(range(6)), 0)])

@@ -172,7 +172,7 @@ class Copies(TorchDispatchMode):
     """Counts the tensors that are copied to another device or kind, by their number of elements."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.sizes: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
