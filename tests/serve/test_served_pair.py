@@ -355,7 +355,7 @@ def test_what_could_not_start_is_refused_while_the_running_pair_answers(served: 
 def test_an_address_that_a_running_server_would_not_take_is_refused(served: ServedPair):
     deployment = copy.deepcopy(served.file.deployment)
     deployment["http_options"]["port"] += 1
-    with pytest.raises(ConfigError, match=r"http_options\.port is \d+, and Serve listens with \d+ until"):
+    with pytest.raises(ConfigError, match=r"http_options\.port is \d+, and Serve runs with \d+ until"):
         served.cluster.deploy(replace(served.file, deployment=deployment))
 
 

@@ -7,12 +7,15 @@ import math
 import mmap
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
-from torch import Tensor
 
 from engine.model.checkpoint.weight_files import tensor_headers
 from protos.errors import ConfigError
+
+if TYPE_CHECKING:  # the command line looks at memory without torch
+    from torch import Tensor
 
 _DONTNEED = getattr(mmap, "MADV_DONTNEED", None)
 _CGROUP = Path("/sys/fs/cgroup")

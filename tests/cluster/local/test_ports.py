@@ -50,7 +50,7 @@ def test_a_port_of_root_is_not_called_taken(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("host", ["::1", "::"])
 def test_an_address_that_haproxy_would_answer_503_at_is_refused(host: str):
-    with pytest.raises(ConfigError, match=r"use an address of IPv4 .* or --no-ray"):
+    with pytest.raises(ConfigError, match=r"use an IPv4 address .* or --no-ray"):
         refuse_ipv6(host)
     for usual in ("127.0.0.1", "0.0.0.0", "localhost"):
         refuse_ipv6(usual)
