@@ -90,10 +90,10 @@ def test_decode_speed_is_per_sequence_and_counts_accepted_drafts() -> None:
 def test_a_step_costs_the_meter_microseconds() -> None:
     meter = RateMeter()
     works = [step(256, context) for context in range(1000)]
-    started_s = time.perf_counter()
+    started_s = time.thread_time()
     for work in works:
         meter.on_pass(work)
-    assert (time.perf_counter() - started_s) / len(works) < 20e-6
+    assert (time.thread_time() - started_s) / len(works) < 20e-6
 
 
 def test_the_engine_measures_prefill_and_decode_of_its_steps() -> None:
