@@ -382,7 +382,7 @@ def _device_us(event: object) -> float:
     return float(time_us or getattr(event, "self_cpu_time_total", 0.0))
 
 
-def _timed(call: Callable[..., None], spent: list[float]) -> Callable[..., None]:
+def _timed(call: Callable[..., object], spent: list[float]) -> Callable[..., None]:
     def timed(*arguments: object) -> None:
         began_s = time.perf_counter()
         call(*arguments)
