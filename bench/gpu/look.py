@@ -29,6 +29,7 @@ from collections.abc import Sequence as Seq
 from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 from unittest import mock
 
 import torch
@@ -58,6 +59,8 @@ from models.fixtures.wide_fixture import LLAMA_3_1B, LLAMA_3_8B, WideShape, buil
 from protos.messages import GenerateRequest, SamplingParams, SpeculationParams, TokenChunk
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 SMOKE_SHAPE = WideShape(288, 13, 800, 8, 2, 64, 4160)
@@ -382,11 +385,12 @@ def _device_us(event: object) -> float:
     return float(time_us or getattr(event, "self_cpu_time_total", 0.0))
 
 
-def _timed(call: Callable[..., object], spent: list[float]) -> Callable[..., None]:
-    def timed(*arguments: object) -> None:
+def _timed(call: Callable[..., T], spent: list[float]) -> Callable[..., T]:
+    def timed(*arguments: object) -> T:
         began_s = time.perf_counter()
-        call(*arguments)
+        result = call(*arguments)
         spent.append(time.perf_counter() - began_s)
+        return result
 
     return timed
 
