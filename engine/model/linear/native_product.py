@@ -48,16 +48,18 @@ class NativeProduct:
 
     @staticmethod
     def fits(weight: Tensor, dtype: torch.dtype | None = None) -> bool:
-        """True if this process has the kernel for rows of `dtype` and `weight`: bfloat16, or float32 that was bfloat16.
+        """True if this process has the kernel for rows of `dtype` (the weight's if None) and for `weight`.
 
-        `dtype` None is the weight's.
+        bfloat16 rows take any weight, rounded to bfloat16; float32 rows take a weight that bfloat16 holds exactly.
         """
         dtype = dtype or weight.dtype
-        if dtype not in NativeProduct._kernels or weight.dtype not in NativeProduct._kernels:
+        if dtype not in NativeProduct._kernels:
             return False
         minimum = Instructions.AVX512 if dtype == torch.bfloat16 else Instructions.AVX2
         is_exact = torch.bfloat16 in (weight.dtype, dtype)
-        return has_tiles(weight, minimum=minimum) and (is_exact or torch.equal(weight.bfloat16().float(), weight))
+        return has_tiles(weight, minimum=minimum) and (
+            is_exact or torch.equal(weight.bfloat16().to(weight.dtype), weight)
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]. Raises TypeError for rows of another dtype or length than the weight's."""

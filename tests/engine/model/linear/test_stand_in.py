@@ -10,10 +10,12 @@ from torch.nn import functional as F
 from engine.config import Quantization
 from engine.model.linear import weight_parts
 from engine.model.linear.gated_linear import JoinedGate, gated_of
+from engine.model.linear.native_product import NativeProduct
 from engine.model.linear.native_quantized import NativeQuantizedProduct
 from engine.model.linear.packed_linear import linear_of, plain_factory
 from engine.model.linear.quantized_linear import linear_factory
 from engine.model.linear.stand_in import halves_of, slices_of, stand_in
+from engine.native.library import Instructions, native_library
 from protos.errors import ConfigError
 from tests.engine.fixtures.native_kernels import needs_float_kernels
 
@@ -90,6 +92,15 @@ def test_a_weight_is_packed_in_parts_as_it_is_whole(
     monkeypatch.setattr(weight_parts, "_PART_ELEMENTS", 1)
     assert len(weight_parts.parts_of(weight)) == -(-num_outputs // weight_parts.OUTPUTS)
     assert torch.equal(factory(weight, bias)(x), whole)
+
+
+@needs_float_kernels
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_weight_that_bfloat16_holds_has_our_kernel_in_any_dtype(stored: torch.dtype) -> None:
+    weight = torch.randint(-8, 8, (64, 64)).to(stored)
+    assert NativeProduct.fits(weight, torch.float32)
+    assert NativeProduct.fits(weight, torch.bfloat16) == (native_library(Instructions.AVX512) is not None)
+    assert NativeProduct.fits(weight + 2**-6, torch.float32) == (stored == torch.bfloat16)
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
