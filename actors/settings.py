@@ -10,7 +10,7 @@ from protos.messages import SpeculationMethod
 
 
 class KVTransportKind(StrEnum):
-    """How KV blocks travel from prefill replicas to pairs."""
+    """The transport of KV blocks from prefill replicas to pairs."""
 
     AUTO = "auto"  # NIXL on GPUs where it is installed, else the object store
     OBJECT_STORE = "object_store"

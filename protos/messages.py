@@ -42,7 +42,7 @@ class SpeculationMode(StrEnum):
 
 
 class VerifyMode(StrEnum):
-    """How drafts are verified; every mode keeps the target's distribution (see `engine.verifier`)."""
+    """The verification of drafts; every mode keeps the target's distribution (see `engine.verifier`)."""
 
     COUPLED = "coupled"
     REJECTION = "rejection"
@@ -151,7 +151,7 @@ GREEDY_BELOW = 1e-5  # a smaller temperature would overflow the logits; the dist
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is sampled, applied to the target's logits in the order of `engine.sampling.sampler`.
+    """The sampling of the next token, applied to the target's logits in the order of `engine.sampling.sampler`.
 
     Neutral values disable a transform. `seed` is always set: the ingress draws one if the client sends none, so a
     request that moves to another replica keeps its randomness.

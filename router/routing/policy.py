@@ -31,7 +31,7 @@ _SPEED_STEP = np.log(1.05)  # decode speeds within 5% of the fastest count as eq
 
 
 class Policy(StrEnum):
-    """How workers are ordered."""
+    """The order of workers."""
 
     PREFIX = "prefix"  # by the whole cost
     LOAD = "load"  # by the cost with all caches assumed empty: least work

@@ -28,7 +28,7 @@ _EVICT_FRACTION = 1 / 16  # of a full view, evicted at once: the cost per block 
 
 
 class Applied(StrEnum):
-    """What happened to a batch or a snapshot."""
+    """The fate of a batch or a snapshot."""
 
     APPLIED = "applied"
     GAP = "gap"  # applied, but earlier batches are missing: the view is doubtful until the next snapshot

@@ -10,7 +10,8 @@ import torch
 from gguf import GGUFReader, ReaderTensor
 from safetensors import safe_open
 
-from engine.model.linear.quantized_linear import to_int4, to_int8
+from engine.model.linear.native_quantized import GROUP_SIZE
+from engine.model.linear.quantized_linear import to_int4, to_int8_groups
 from tests.engine.model.checkpoint.gguf_blocks import BLOCKS
 
 pytestmark = pytest.mark.real_model
@@ -48,5 +49,6 @@ def test_its_blocks_are_the_served_weights(smollm2_folder: Path, numbers: dict[s
 def test_requantized_weights_are_those_of_its_blocks(
     numbers: dict[str, torch.Tensor], name: str, dtype: torch.dtype
 ) -> None:
-    requantize = to_int8 if name == "token_embd.weight" else to_int4
-    assert torch.equal(requantize(numbers[name].to(dtype)).dequantized(), numbers[name])
+    weight = numbers[name].to(dtype)
+    requantized = to_int8_groups(weight, GROUP_SIZE) if name == "token_embd.weight" else to_int4(weight)
+    assert torch.equal(requantized.dequantized(), numbers[name])

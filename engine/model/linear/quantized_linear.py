@@ -55,15 +55,8 @@ class QuantizedWeight:
         return (groups if self.bases is None else groups + self.bases[..., None]).flatten(1)
 
 
-def to_int8(weight: Tensor) -> QuantizedWeight:
-    """Round a weight [out, in] to -127 to 127 of a scale per group.
-
-    Groups are of 64 inputs, but of 32 where that keeps a weight as it is (it was Q8_0), or where 64 are not whole.
-    """
-    return to_int8_groups(weight, _int8_group_size(weight))
-
-
 def _int8_group_size(weight: Tensor) -> int:
+    """Return 64, or 32 where that keeps a weight as it is (it was Q8_0) or groups of 64 are not whole."""
     if weight.shape[1] % LONG_GROUP_SIZE:
         return GROUP_SIZE
     parts = (weight[:1], *parts_of(weight))

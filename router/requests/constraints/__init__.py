@@ -1,1 +1,1 @@
-"""What an answer must be: constraints on its text, under the names of any server."""
+"""Constraints on the text of an answer, under the names of any server."""

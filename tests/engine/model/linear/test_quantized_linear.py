@@ -18,7 +18,6 @@ from engine.model.linear.quantized_linear import (
     linear_factory,
     quantizer,
     to_int4,
-    to_int8,
 )
 from engine.model.loader import model_version
 from engine.model.runner import model_runner
@@ -33,6 +32,12 @@ pytestmark = pytest.mark.skipif(
 
 MAX_ERROR = {Quantization.INT8: 0.01, Quantization.INT4: 0.09}
 QUANTIZED = list(MAX_ERROR)
+
+
+def to_int8(weight: Tensor) -> QuantizedWeight:
+    round_ = quantizer(weight, Quantization.INT8)
+    assert round_ is not None
+    return round_(weight)
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
