@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import grpc
@@ -31,14 +32,16 @@ PLAIN = ProxySettings()
 
 
 class Proxy:
-    """The ports of a HAProxy that runs without Ray; its one server, at port `server`, does not exist."""
+    """The ports of a HAProxy that runs without Ray; nothing listens at `server`, the port of its one server."""
 
     host, prefix = "127.0.0.1", "/"
+    server = 0  # 0 stands for a free port, where nothing listens
     timeout_s: int | None = None  # for the server's answer
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.http, self.grpc, self.stats, self.metrics, self.server = free_ports(5)
+        self.http, self.grpc, self.stats, self.metrics, free = free_ports(5)
+        self.server = self.server or free
         self.file = folder / "haproxy.cfg"
 
     def write(self, has_routes: bool = True) -> str:
@@ -142,9 +145,11 @@ def test_a_server_that_does_not_answer_is_a_504_that_says_when_to_come_back(
     start: Callable[..., Proxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Proxy, "timeout_s", 1)
-    proxy = start()
-    client = http.client.HTTPConnection("127.0.0.1", proxy.http, timeout=20)
-    with socket.create_server(("127.0.0.1", proxy.server)):
+    with closing(socket.socket()) as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        monkeypatch.setattr(Proxy, "server", server.getsockname()[1])
+        client = http.client.HTTPConnection("127.0.0.1", start().http, timeout=20)
         client.request("GET", "/v1/models")
         answer = client.getresponse()
     assert (answer.status, answer.headers["Retry-After"]) == (504, "1")
