@@ -75,27 +75,6 @@ class PrefillSettings:
     step_timeout_s: float = 120.0
 
 
-class KVEventFormat(StrEnum):
-    """The encoding of an event, which depends on vLLM's version."""
-
-    MAP = "map"
-    ARRAY = "array"
-
-
-@dataclass(frozen=True, slots=True)
-class KVEventSettings:
-    """The ZeroMQ addresses where a pair publishes changes of its prefix cache, in vLLM's format.
-
-    A second pair on a node takes the next ports. The last `buffer_steps` batches can be replayed at `replay_endpoint`.
-    """
-
-    endpoint: str
-    replay_endpoint: str | None = None
-    topic: str = ""
-    format: KVEventFormat = KVEventFormat.MAP
-    buffer_steps: int = 10_000
-
-
 @dataclass(frozen=True, slots=True)
 class AutoTuneSettings:
     """The response to a drift alarm: the trainer of a new draft.
@@ -134,7 +113,7 @@ class PairSettings:
     pong_timeout_s: float = 10.0
     step_timeout_s: float = 120.0
     restart_timeout_s: float = 300.0
-    kv_events: KVEventSettings | None = None
+    kv_events: str | None = None  # address where changes of the prefix cache are published
     alarm_webhook: str | None = None  # gets a POST for each new alarm
     auto_tune: AutoTuneSettings | None = None  # an alarm starts the training of a new draft
     more_drafts: tuple[DraftSettings, ...] = ()

@@ -188,12 +188,7 @@ def _request_router_options(router: RouterConfig, router_class: str) -> dict[str
 
 def _router_config(config: DeployConfig) -> RouterConfig:
     section = config.router
-    return RouterConfig(
-        block_size=config.cache.block_size,
-        policy=section.policy,
-        others_weight=section.others_weight,
-        index_timeout_s=section.index_timeout_ms / 1000,
-    )
+    return RouterConfig(config.cache.block_size, section.policy, index_timeout_s=section.index_timeout_ms / 1000)
 
 
 def _prefill_options(config: DeployConfig, placement: PairPlacement, share: ProcessShare) -> dict[str, Any]:

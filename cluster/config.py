@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from cluster.schema.frontends import IngressSection, RouterSection
 from cluster.schema.models import MODEL_KINDS, DraftProcess, DraftSection, NamedDraftSection, TargetSection, quoted
+from cluster.schema.removed import REMOVED
 from cluster.schema.replicas import CacheSection, PairSection, PrefillSection, SchedulerSection
 from cluster.schema.section import EngineSection, reported
 from cluster.schema.speculation import DraftMode, SpeculationSection
@@ -182,6 +183,9 @@ def parse_config(args: dict[str, Any]) -> DeployConfig:
 def _explain(kind: str, path: tuple[int | str, ...], message: str, value: Any) -> str:
     where = ".".join(("args", *map(str, path)))
     if kind == "extra_forbidden":
+        name = ".".join(each for each in map(str, path) if not each.isdigit())
+        if instead := REMOVED.get(name):
+            return f"{where}: removed in 0.3.0: {instead}; delete the line"
         return unknown_key(where, str(path[-1]), _keys_at(path[:-1]))
     if kind == "missing":
         return f"{where}: missing; it has no default"

@@ -9,7 +9,6 @@ from pathlib import Path
 from actors.settings import (
     AutoTuneSettings,
     DraftSettings,
-    KVEventSettings,
     PairSettings,
     PrefillSettings,
     ProcessShare,
@@ -29,6 +28,7 @@ from router.config import IngressConfig, IngressLimits
 # On nodes without GPUs: frontends first, since streams wait for their milliseconds; then decoding, then prompts.
 _PAIR_NICENESS = 5
 _PREFILL_NICENESS = 15
+PREFILL_CHUNK_TOKENS = 512  # between two transfers of KV blocks
 _FRESH = "20000"  # positions logged after the alarm; the draft knows the earlier traffic
 
 
@@ -44,7 +44,6 @@ def placement_request(config: DeployConfig) -> PlacementRequest:
         draft_threads=config.draft.num_threads,
         is_side_by_side=config.speculation.mode is DraftMode.ASYNC,
         num_prefills=config.prefill.max_replicas,
-        prefill_threads=config.prefill.num_threads,
         num_ranks=config.target.tensor_parallel_size,
         draft_gpu=config.draft.gpu,
         draft_process=config.draft.process,
@@ -70,10 +69,10 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
         more_drafts=tuple(more),
         target_share=placement.target,
         draft_share=placement.draft,
-        niceness=_niceness(config.pair.niceness, placement, _PAIR_NICENESS),
+        niceness=0 if placement.num_gpus else _PAIR_NICENESS,
         kv_transport=config.prefill.kv_transport,
         max_requests=config.scheduler.max_num_sequences + config.pair.max_queued_requests,
-        kv_events=None if config.pair.kv_events is None else KVEventSettings(**config.pair.kv_events.model_dump()),
+        kv_events=None if config.pair.kv_events is None else config.pair.kv_events.endpoint,
         alarm_webhook=config.pair.alarm_webhook,
         auto_tune=_auto_tune(config, placement),
     )
@@ -95,10 +94,10 @@ def prefill_settings(config: DeployConfig, engine: EngineConfig, placement: Pair
             model=replace(engine.model, num_threads=placement.prefill.num_threads, graphs=GraphConfig(GraphKind.OFF)),
             cache=prefill_cache_config(config),
             head=engine.head if keeps_head else None,
-            scheduler=replace(engine.scheduler, max_tokens_per_step=config.prefill.chunk_tokens),
+            scheduler=replace(engine.scheduler, max_tokens_per_step=PREFILL_CHUNK_TOKENS),
             log=None,
         ),
-        niceness=_niceness(config.prefill.niceness, placement, _PREFILL_NICENESS),
+        niceness=0 if placement.num_gpus else _PREFILL_NICENESS,
         kv_transport=config.prefill.kv_transport,
     )
 
@@ -116,12 +115,6 @@ def _auto_tune(config: DeployConfig, placement: PairPlacement) -> AutoTuneSettin
     target = resolve_model_path(config.target.path)
     options = ("--log", str(tune.folder), "--target", target, "--minutes", str(tune.minutes), "--fresh", _FRESH)
     return AutoTuneSettings(("-m", "cluster.cli", "tune", *options), f"{tune.folder}.drafts", tune.minutes)
-
-
-def _niceness(configured: int | None, placement: PairPlacement, on_processors: int) -> int:
-    if configured is not None:
-        return configured
-    return 0 if placement.num_gpus else on_processors
 
 
 def _located(head: HeadConfig | None) -> HeadConfig | None:

@@ -7,16 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class IngressLimits:
-    """Bounds of one request and of the wait for its answer."""
+    """Bounds of one request."""
 
     max_body_bytes: int = 8 << 20
-    max_body_bytes_in_flight: int = 128 << 20  # of all bodies that an ingress replica is reading and checking
     max_choices: int = 128  # prompts times n of one request
     strict_max_tokens: bool = False  # refuses a `max_tokens` beyond the room in the context, which else is its bound
-    first_token_timeout_s: float = 600.0  # includes the wait in the pair's queue
-    inter_token_timeout_s: float = 30.0  # a pair that is silent for longer is given up, and the stream moves
-    migration_deadline_s: float = 60.0  # a broken stream must go on within this
-    max_migrations: int = 64  # attempts within the deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +58,5 @@ class RouterConfig:
 
     block_size: int
     policy: str = "prefix"
-    others_weight: float = 1.5
     fetch_share: float = 1.0
     index_timeout_s: float = 0.05

@@ -1,7 +1,8 @@
 """Publishes the changes of a pair's prefix cache in vLLM's format, over ZeroMQ, for other projects' routers.
 
 The format is vLLM 0.33's (`vllm/distributed/kv_events.py`). A PUB socket sends [topic, sequence number, batch], and a
-ROUTER socket resends missed batches. Blocks under a `cache_salt` are left out, since such routers know only tokens.
+ROUTER socket at a port `REPLAY_OFFSET` above resends missed batches. The topic is empty. Blocks under a `cache_salt`
+are left out, since such routers know only tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Any
 import msgspec
 import zmq
 
-from actors.settings import KVEventFormat, KVEventSettings
 from engine.kv_cache.block_pool import BlockContent
 from protos.block_keys import BlockKey, split_keys
 from protos.cache_delta import CacheDelta
@@ -25,15 +25,12 @@ from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+REPLAY_OFFSET = 100  # between the two ports
 _MAX_PORTS = 64  # pairs of one node; each takes the next free port
+_MAX_BATCHES = 10_000  # that can be sent again
 _PERIOD_S = 0.05  # between polls of the socket for missed batches
 _MEDIUM = "GPU"  # vLLM's word for the pool that attention reads, on processors too
 _END = (-1).to_bytes(8, "big", signed=True)
-_FIELDS = {
-    "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
-    "BlockRemoved": ("block_hashes", "medium"),
-    "AllBlocksCleared": (),
-}
 
 Event = dict[str, Any]
 
@@ -41,35 +38,33 @@ Event = dict[str, Any]
 class KVEventPublisher:
     """Publishes from its own thread. `stored` and `record` belong to the engine's thread and never wait."""
 
-    def __init__(self, settings: KVEventSettings) -> None:
-        self._settings = settings
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
         self._events: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
-        self._sent: deque[tuple[int, bytes]] = deque(maxlen=settings.buffer_steps)
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=_MAX_BATCHES)
         self._next_sequence = 0
         self._rank = 0
         self._is_open = True
         self._context: zmq.Context[Any] = zmq.Context()
         self._publisher = self._context.socket(zmq.PUB)
-        self._replayer = None if settings.replay_endpoint is None else self._context.socket(zmq.ROUTER)
+        self._replayer = self._context.socket(zmq.ROUTER)
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
 
-    def start(self) -> tuple[str, str | None]:
+    def start(self) -> tuple[str, str]:
         """Listen, and return both addresses.
 
         Raises:
             ConfigError: all of the ports are in use.
         """
-        settings = self._settings
         for rank in range(_MAX_PORTS):
-            endpoint, replay = _at(settings.endpoint, rank), _at(settings.replay_endpoint, rank)
+            endpoint, replay = _at(self._endpoint, rank), _at(self._endpoint, rank + REPLAY_OFFSET)
             try:
                 self._publisher.bind(endpoint)
             except zmq.ZMQError as error:
                 reason = str(error)
                 continue
             try:
-                if self._replayer is not None:
-                    self._replayer.bind(replay)
+                self._replayer.bind(replay)
             except zmq.ZMQError as error:
                 reason = str(error)
                 self._publisher.unbind(self._publisher.get_string(zmq.LAST_ENDPOINT))
@@ -79,8 +74,8 @@ class KVEventPublisher:
             logger.info("KV events at %s, replay at %s", endpoint, replay)
             return endpoint, replay
         raise ConfigError(
-            f"pair.kv_events: cannot listen at {settings.endpoint} with {settings.replay_endpoint}, or at the next "
-            f"{_MAX_PORTS - 1} ports: {reason}; choose other ports"
+            f"pair.kv_events: cannot listen at {self._endpoint} and {REPLAY_OFFSET} ports above it, or at the next "
+            f"{_MAX_PORTS - 1} ports: {reason}; choose another port"
         )
 
     def stored(self, contents: Sequence[BlockContent], root: BlockKey) -> None:
@@ -115,7 +110,7 @@ class KVEventPublisher:
         while self._is_open:
             if events := self._take():
                 self._publish(events)
-            while self._replayer is not None and self._replayer.poll(0):
+            while self._replayer.poll(0):
                 self._replay(self._replayer)
 
     def _take(self) -> list[Event]:
@@ -129,12 +124,10 @@ class KVEventPublisher:
         return events
 
     def _publish(self, events: list[Event]) -> None:
-        is_array = self._settings.format is KVEventFormat.ARRAY
-        sent = [_as_array(event) for event in events] if is_array else events
-        payload = msgspec.msgpack.encode([time.time(), sent, self._rank])
+        payload = msgspec.msgpack.encode([time.time(), events, self._rank])
         self._sent.append((self._next_sequence, payload))
         sequence = self._next_sequence.to_bytes(8, "big")
-        self._publisher.send_multipart((self._settings.topic.encode(), sequence, payload))
+        self._publisher.send_multipart((b"", sequence, payload))
         self._next_sequence += 1
 
     def _replay(self, socket: zmq.Socket[Any]) -> None:
@@ -163,19 +156,12 @@ def _stored_event(parent: int | None, block_size: int) -> Event:
     }
 
 
-def _as_array(event: Event) -> list[Any]:
-    """Return an event as an array, as older versions of vLLM send it."""
-    return [event["type"], *(event[name] for name in _FIELDS[event["type"]])]
-
-
 def _hash(key: BlockKey) -> int:
     """Return the last 64 bits of a key: Dynamo's router keeps no more."""
     return int.from_bytes(key[-8:], "big")
 
 
-def _at(endpoint: str | None, rank: int) -> str:
-    """Return the address with its port raised by `rank`."""
-    if endpoint is None:
-        return ""
+def _at(endpoint: str, offset: int) -> str:
+    """Return the address with its port raised by `offset`."""
     host, _, port = endpoint.rpartition(":")
-    return f"{host}:{int(port) + rank}"
+    return f"{host}:{int(port) + offset}"

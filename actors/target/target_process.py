@@ -20,7 +20,7 @@ from actors.engine_loop.status_reporter import StatusReporter
 from actors.kv_transfer.kv_carrier_choice import choose_carrier
 from actors.kv_transfer.kv_transport import PrefillTransport
 from actors.process.frames import FrameListener
-from actors.settings import KVEventSettings, PairSettings
+from actors.settings import PairSettings
 from actors.shell_messages import TARGET_SOCKET, DraftChannelStats, StepOutput
 from actors.target.in_process_draft import InProcessDraft
 from actors.target.shell_server import ShellServer
@@ -81,12 +81,12 @@ def serve_target(
     loop.run()
 
 
-def publish_kv_events(settings: KVEventSettings, blocks: BlockManager) -> KVEventPublisher:
+def publish_kv_events(endpoint: str, blocks: BlockManager) -> KVEventPublisher:
     """Publish the changes of a block manager from now on. Raises ConfigError if the addresses are in use."""
     # Imported here: pyzmq is optional.
     from actors.engine_loop.kv_event_publisher import KVEventPublisher
 
-    publisher = KVEventPublisher(settings)
+    publisher = KVEventPublisher(endpoint)
     publisher.start()
     blocks.on_stored = publisher.stored
     blocks.add_sink(publisher.record)

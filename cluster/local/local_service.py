@@ -25,7 +25,6 @@ from router.tokenizer.tokenizer_files import load_tokenizer_files
 # Keys for several replicas, the router, the index and other nodes have no meaning in one process.
 WITHOUT_EFFECT = (
     *("pair.autoscaling", "pair.resources", "pair.kv_events", "draft.num_threads", "ingress.num_replicas"),
-    *("ingress.limits.migration_deadline_s", "ingress.limits.max_migrations"),
     *(f"router.{key}" for key in RouterSection.model_fields),
     *(f"prefill.{key}" for key in PrefillSection.model_fields),
 )

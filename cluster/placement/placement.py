@@ -73,7 +73,6 @@ class PlacementRequest:
     draft_threads: int | None = None
     is_side_by_side: bool = False
     num_prefills: int = 0
-    prefill_threads: int | None = None
     num_ranks: int = 1
     num_drafts: int = 1
     draft_gpu: str | int = "auto"
@@ -183,9 +182,8 @@ def _plan_demanded(request: PlacementRequest, demand: GpuDemand) -> PairPlacemen
     placement = _claim(threads, request.num_ranks, share, demand.num_gpus, NodeTopology())
     if not request.num_prefills:
         return placement
-    num_threads = request.prefill_threads or demand.cpus_per_gpu
-    num_cpus = min(num_threads, demand.cpus_per_gpu) * request.num_ranks
-    return replace(placement, prefill=ProcessShare(num_threads, num_cpus), num_prefill_gpus=request.num_ranks)
+    prefill = ProcessShare(demand.cpus_per_gpu, demand.cpus_per_gpu * request.num_ranks)
+    return replace(placement, prefill=prefill, num_prefill_gpus=request.num_ranks)
 
 
 def _plan_on(request: PlacementRequest, nodes: list[NodeResources], topology: NodeTopology) -> PairPlacement:
@@ -204,7 +202,7 @@ def _plan_on(request: PlacementRequest, nodes: list[NodeResources], topology: No
     placement = _claim(_threads(request, num_cores), request.num_ranks, unit - SHELL_CPUS, num_gpus, topology)
     if not request.num_prefills:
         return placement
-    prefill_threads = request.prefill_threads or max(1, num_cores // request.num_ranks)
+    prefill_threads = max(1, num_cores // request.num_ranks)
     num_prefill_cpus = _hundredths(min(prefill_threads * request.num_ranks, unit))
     return replace(
         placement,

@@ -24,37 +24,23 @@ class RouterSection(Section):
     does the same as if every cache were empty. round_robin takes pairs in turn. random takes any. power_of_two is Ray
     Serve's own router: of two random pairs it takes the one with fewer requests.
 
-    `others_weight` is the weight of the delay that a request causes to later ones (docs/routing.md). If the index does
-    not answer within `index_timeout_ms`, the request goes to the pair with the fewest requests.
+    If the index does not answer within `index_timeout_ms`, the request goes to the pair with the fewest requests.
     """
 
     policy: Annotated[str, one_of(*Policy, SERVES_OWN_POLICY)] = Policy.PREFIX
-    others_weight: float = Field(default=1.5, ge=0, le=100, strict=False)
     index_timeout_ms: float = Field(default=50.0, gt=0, le=10_000, strict=False)
 
 
 class LimitsSection(Section):
-    """Bounds of one client request and of the wait for its answer (`router.config.IngressLimits`).
+    """Bounds of one client request (`router.config.IngressLimits`).
 
-    The bodies that an ingress replica reads and checks at one time hold at most `max_body_bytes_in_flight`. If
-    `max_tokens` exceeds the room in the context, a request gets what fits; with `strict_max_tokens` it is refused.
+    `max_choices` bounds prompts times n. If `max_tokens` exceeds the room in the context, a request gets what fits;
+    with `strict_max_tokens` it is refused.
     """
 
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
-    max_body_bytes_in_flight: int = Field(default=128 << 20, ge=1024)
     max_choices: int = Field(default=128, ge=1)
     strict_max_tokens: bool = False
-    first_token_timeout_s: float = Field(default=600.0, gt=0, strict=False)
-    inter_token_timeout_s: float = Field(default=30.0, gt=0, strict=False)
-    migration_deadline_s: float = Field(default=60.0, gt=0, strict=False)
-    max_migrations: int = Field(default=64, ge=0)
-
-    def conflicts(self) -> Iterable[str]:
-        if self.max_body_bytes_in_flight < self.max_body_bytes:
-            yield (
-                f"max_body_bytes_in_flight is {self.max_body_bytes_in_flight}, less than max_body_bytes, "
-                f"{self.max_body_bytes}: no such body could be read; raise the one or lower the other"
-            )
 
 
 class IngressSection(Section):

@@ -8,12 +8,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from actors.settings import KVEventFormat, KVTransportKind
+from actors.settings import KVTransportKind
 from cluster.schema.section import EngineSection, Section, one_of
 from engine.config import CacheConfig, KVDtype, SchedulerConfig
 
 GIB = 1 << 30
-_ONGOING_REQUESTS = 16.0
+_ONGOING_REQUESTS = 16.0  # per replica
+_PACE = {"look_back_period_s": 30.0, "upscale_delay_s": 30.0, "downscale_delay_s": 600.0}  # longer than a start
 _WORK_POLICY = "cluster.work_policy:WorkPolicy"
 _COUNTED = {"CPU", "GPU", "memory", "object_store_memory"}  # by Ray itself
 _MOST_GIB = 1 << 20
@@ -70,47 +71,47 @@ class SchedulerSection(EngineSection):
         return SchedulerConfig(**self.model_dump())
 
 
-class AutoscalingSection(Section):
-    """The bounds of Serve's number of replicas, and its goal.
+class PrefillAutoscalingSection(Section):
+    """The bounds of Serve's number of prefill replicas, and its goal; with none the pairs read long prompts themselves.
 
-    With `ttft_s` or `itl_ms` the goal is work: one replica computes its queued prompts within `ttft_s`, and its running
-    streams take at most `itl_ms` per token. Without them it is `target_ongoing_requests` per replica (16), whatever
-    they cost. The number follows the reports of the last `look_back_period_s`, after the delays.
+    With `ttft_s` the goal is work: one replica computes its queued prompts within it. Without it the goal is 16
+    requests per replica, whatever they cost. The number follows the reports of the last 30 seconds; it rises after 30
+    seconds, and falls after ten minutes.
     """
 
-    min_replicas: int = Field(default=1, ge=1)
+    min_replicas: int = Field(default=1, ge=0)
     max_replicas: int = Field(ge=1, le=_MOST_REPLICAS)
     ttft_s: float | None = Field(default=None, gt=0, strict=False)
-    itl_ms: float | None = Field(default=None, gt=0, strict=False)
-    target_ongoing_requests: float | None = Field(default=None, gt=0, strict=False)
-    look_back_period_s: float = Field(default=30.0, gt=0, strict=False)
-    upscale_delay_s: float = Field(default=30.0, ge=0, strict=False)
-    downscale_delay_s: float = Field(default=600.0, ge=0, strict=False)
 
     def conflicts(self) -> Iterator[str]:
         if self.min_replicas > self.max_replicas:
             yield f"min_replicas {self.min_replicas} is above max_replicas {self.max_replicas}"
-        if self.target_ongoing_requests is not None and self.follows_work:
-            yield "target_ongoing_requests counts requests, and ttft_s and itl_ms are limits of work; keep one of them"
 
     @property
-    def follows_work(self) -> bool:
-        """True if there is a limit of latency to keep."""
-        return self.ttft_s is not None or self.itl_ms is not None
+    def _limits(self) -> dict[str, float | None]:
+        return {"ttft_s": self.ttft_s}
 
     def to_serve(self) -> dict[str, Any]:
         """Return Serve's `autoscaling_config`."""
-        bounds = self.model_dump(exclude={"ttft_s", "itl_ms", "target_ongoing_requests"})
-        if not self.follows_work:
-            return {**bounds, "target_ongoing_requests": self.target_ongoing_requests or _ONGOING_REQUESTS}
-        limits = {"ttft_s": self.ttft_s, "itl_s": None if self.itl_ms is None else self.itl_ms / 1000}
+        bounds = {"min_replicas": self.min_replicas, "max_replicas": self.max_replicas, **_PACE}
+        limits = self._limits
+        if not any(limits.values()):
+            return {**bounds, "target_ongoing_requests": _ONGOING_REQUESTS}
         return {**bounds, "policy": {"policy_function": _WORK_POLICY, "policy_kwargs": limits}}
 
 
-class PrefillAutoscalingSection(AutoscalingSection):
-    """Autoscaling that may go down to zero: without prefill replicas the pairs read long prompts themselves."""
+class AutoscalingSection(PrefillAutoscalingSection):
+    """The bounds of Serve's number of pairs, and its goal, as for prefill replicas; but at least one pair runs.
 
-    min_replicas: int = Field(default=1, ge=0)
+    With `itl_ms` a pair's running streams take at most that per token.
+    """
+
+    min_replicas: int = Field(default=1, ge=1)
+    itl_ms: float | None = Field(default=None, gt=0, strict=False)
+
+    @property
+    def _limits(self) -> dict[str, float | None]:
+        return {"ttft_s": self.ttft_s, "itl_s": None if self.itl_ms is None else self.itl_ms / 1000}
 
 
 class GpusSection(Section):
@@ -133,7 +134,7 @@ class Scaled(Section):
     """
 
     num_replicas: int | None
-    autoscaling: AutoscalingSection | None = None
+    autoscaling: PrefillAutoscalingSection | None = None
     resources: dict[str, Annotated[float, Field(gt=0, strict=False)]] = Field(default={})
 
     @property
@@ -151,19 +152,13 @@ class Scaled(Section):
 class KVEventsSection(Section):
     """ZeroMQ addresses where each pair publishes its cache's changes in vLLM's format, for external routers.
 
-    Pairs of one node take consecutive ports. `format` is `map`, vLLM's present form of events, or `array`, its earlier
-    one. Needs pyzmq. The events hold the tokens of prompts (docs/security.md).
+    Missed batches are sent again at a port 100 above. Pairs of one node take consecutive ports. Needs pyzmq. The events
+    hold the tokens of prompts (docs/security.md).
     """
 
     endpoint: str = Field(default="tcp://127.0.0.1:5557", pattern=_ADDRESS)
-    replay_endpoint: str | None = Field(default="tcp://127.0.0.1:5657", pattern=_ADDRESS)
-    topic: str = Field(default="", max_length=256)
-    format: Annotated[KVEventFormat, one_of(*KVEventFormat)] = KVEventFormat.MAP
-    buffer_steps: int = Field(default=10_000, ge=1, le=1_000_000)
 
     def conflicts(self) -> Iterator[str]:
-        if self.endpoint == self.replay_endpoint:
-            yield "endpoint and replay_endpoint are one address; change one of them"
         if find_spec("zmq") is None:
             yield "kv_events needs pyzmq, which is not installed; pip install 'outrider[kv-events]', or remove it"
 
@@ -171,14 +166,12 @@ class KVEventsSection(Section):
 class PairSection(Scaled):
     """The number of draft-target pairs, and of requests that may wait in each before it answers 503.
 
-    `niceness` lets other programs, such as the ingress, run before the threads that compute. The default is 5 on nodes
-    without GPUs, where they share the cores. `alarm_webhook` gets a POST with a JSON object when the acceptance of a
-    class of requests falls.
+    `alarm_webhook` gets a POST with a JSON object when the acceptance of a class of requests falls.
     """
 
     num_replicas: int | None = Field(default=None, ge=1, le=_MOST_REPLICAS)
+    autoscaling: AutoscalingSection | None = None
     max_queued_requests: int = Field(default=256, ge=0)
-    niceness: int | None = Field(default=None, ge=0, le=19)
     gpus: GpusSection | None = None
     kv_events: KVEventsSection | None = None
     alarm_webhook: str | None = Field(default=None, pattern=r"^https?://[^/]")
@@ -193,18 +186,14 @@ class PrefillSection(Scaled):
     """Replicas that read long prompts for the pairs. While no such replica runs, each pair reads its own prompts.
 
     Prompts with fewer than `min_remote_prefill_tokens` uncached tokens stay with the pair. KV blocks come back every
-    `chunk_tokens` by `kv_transport`: through Ray's object store, or by NIXL; auto is NIXL on GPUs if it is installed.
-    Each replica has a KV pool as large as a pair's, unless `memory_gib` is set. `niceness` lets other programs run
-    before its engine thread; the default is 15 on nodes without GPUs, where it shares cores with pairs.
+    512 tokens by `kv_transport`: through Ray's object store, or by NIXL; auto is NIXL on GPUs if it is installed. Each
+    replica has a KV pool as large as a pair's, unless `memory_gib` is set.
     """
 
     num_replicas: int | None = Field(default=None, ge=0, le=_MOST_REPLICAS)
     autoscaling: PrefillAutoscalingSection | None = None
     min_remote_prefill_tokens: int = Field(default=512, ge=1)
-    chunk_tokens: int = Field(default=512, ge=1)
     kv_transport: Annotated[KVTransportKind, one_of(*KVTransportKind)] = KVTransportKind.AUTO
-    num_threads: int | None = Field(default=None, ge=1, le=1024)
-    niceness: int | None = Field(default=None, ge=0, le=19)
     memory_gib: float | None = Field(default=None, gt=0, le=_MOST_GIB, strict=False)
 
     @property

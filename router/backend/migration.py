@@ -32,10 +32,13 @@ from protos.messages import FinishReason, GenerateRequest, ModelCard, Speculatio
 from protos.served_draft import DraftOrder, DraftReport
 from router.backend.backend import Backend
 from router.backend.refusal_gate import RefusalGate
-from router.config import IngressLimits
 
 logger = logging.getLogger(__name__)
 
+DEADLINE_S = 60.0  # a broken stream must continue within this
+FIRST_TOKEN_S = 600.0  # includes the wait in the pair's queue
+SILENCE_S = 30.0  # a pair that is silent for longer is given up, and the stream moves
+_MAX_MIGRATIONS = 64  # within the deadline
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 _MOST_LOST_ENGINES = 3  # without a token in between: a request that crashes engines must not reach all of them
@@ -46,22 +49,19 @@ class MigratingBackend:
     """A `Backend` whose streams survive `UnavailableError`, silence included, of the backend inside.
 
     A request that was never accepted is refused at once (`OverloadedError` passes through). An accepted one is moved
-    until it finishes, `limits.max_migrations` or `limits.migration_deadline_s` is reached, three engines in a row ended
-    while computing it, or its own deadline passes. `gate` is notified of refusals and acceptances. `on_move` is called
-    for every attempt after the first, `on_model_change` when a pair refuses a request that was prepared for another
-    model.
+    until it finishes, it got no token for `DEADLINE_S`, three engines in a row ended while computing it, or its own
+    deadline passes. `gate` is notified of refusals and acceptances. `on_move` is called for every attempt after the
+    first, `on_model_change` when a pair refuses a request that was prepared for another model.
     """
 
     def __init__(
         self,
         inner: Backend,
-        limits: IngressLimits,
         on_move: Callable[[], None] = lambda: None,
         on_model_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.gate = RefusalGate()
         self._inner = inner
-        self._limits = limits
         self._on_move = on_move
         self._on_model_change = on_model_change
 
@@ -83,7 +83,7 @@ class MigratingBackend:
         If other choices wait for this request (`num_places`), the first batch may be empty: it reports that a pair has
         taken the request. Other signs of life are not yielded.
         """
-        state = MigrationState(request, self._limits)
+        state = MigrationState(request)
         while not state.is_finished:
             try:
                 async with aclosing(self._inner.generate(state.next_request())) as batches:
@@ -115,9 +115,8 @@ class MigratingBackend:
 class MigrationState:
     """One sequence across its pairs: the committed tokens, and the remaining attempts and time."""
 
-    def __init__(self, request: GenerateRequest, limits: IngressLimits) -> None:
+    def __init__(self, request: GenerateRequest) -> None:
         self._request = request
-        self._limits = limits
         self._started_s = time.monotonic()
         self._broken_since_s: float | None = None
         self._num_attempts = 0
@@ -155,7 +154,7 @@ class MigrationState:
 
     def next_request(self) -> GenerateRequest:
         """Return the request for the next pair: continued from the committed tokens, with the remaining time."""
-        self._silence_s = self._limits.first_token_timeout_s
+        self._silence_s = FIRST_TOKEN_S
         self._first_token_until_s = time.monotonic() + self._silence_s
         self._num_moves += 1
         self._past_speculation = self._speculation
@@ -203,7 +202,7 @@ class MigrationState:
         batch = [chunk for chunk in batch if chunk.request_id == self._attempt_id]
         if not batch:
             self._was_accepted = True
-            self._silence_s = min(self._limits.inter_token_timeout_s, self._first_token_until_s - time.monotonic())
+            self._silence_s = min(SILENCE_S, self._first_token_until_s - time.monotonic())
             return ()
         _refuse_early_end(batch)
         if any(chunk.finish_reason is FinishReason.GRAMMAR for chunk in batch):
@@ -220,7 +219,7 @@ class MigrationState:
                 self.committed.extend(new.token_ids)
                 self.is_finished = new.finish_reason is not None
         self._first_token_until_s = math.inf
-        self._silence_s = self._limits.inter_token_timeout_s
+        self._silence_s = SILENCE_S
         self._was_accepted = True
         self._broken_since_s = None
         self._num_attempts = self._num_lost_engines = 0
@@ -253,8 +252,7 @@ class MigrationState:
         if self._broken_since_s is None:
             self._broken_since_s = now_s
         self._num_attempts += 1
-        is_late = now_s - self._broken_since_s > self._limits.migration_deadline_s
-        if is_late or self._num_attempts > self._limits.max_migrations:
+        if now_s - self._broken_since_s > DEADLINE_S or self._num_attempts > _MAX_MIGRATIONS:
             raise error
         apart_s = _APART_S * random.random() if self._num_lost_engines > 1 else 0.0
         return self._backoff.next() + apart_s

@@ -70,7 +70,7 @@ class GenerationService:
         self.metrics = metrics
         metrics.set_wanted_pairs(config.min_pairs)
         self.tracer = tracer_from_environment() if tracer is None else tracer
-        migrating = MigratingBackend(backend, config.limits, metrics.count_migration, self._forget_card)
+        migrating = MigratingBackend(backend, metrics.count_migration, self._forget_card)
         self._gate = migrating.gate
         self.backend = self._traced(migrating)
         self.drafts = DraftAdmin(self.backend, self._forget_card)

@@ -50,7 +50,7 @@ async def start_stream(generation: Generation, writer: ResponseWriter) -> EventS
     """Return a response whose first event is there already: an error before it is answered with its own status.
 
     One that takes longer than `KEEP_ALIVE_S` is begun without, and sends comments meanwhile: who waits for bytes, a
-    client or a balancer, would give a silent connection up long before `first_token_timeout_s`.
+    client or a balancer, would give a silent connection up long before `router.backend.migration.FIRST_TOKEN_S`.
     """
     deltas = generation.deltas()
     first = asyncio.create_task(_first_chunks(deltas, writer), name="first-chunks")

@@ -42,13 +42,14 @@ _OURS = ("speculation", "structured_outputs", "response_format")
 _MAX_IGNORED = 64
 _MAX_NAME = 256
 _MAX_MISTAKES = 1000
+BODIES_IN_FLIGHT = 16  # of the greatest length, read and checked at one time
 _MAX_DIGITS = 20
 _CHARSETS = ("utf-8", "utf8", "us-ascii")
 _WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
 class BodyReader:
-    """Reads bodies; all bodies being read and checked together hold at most `limits.max_body_bytes_in_flight`.
+    """Reads bodies; all bodies being read and checked together hold at most `BODIES_IN_FLIGHT` of the longest.
 
     Bytes count as they arrive: a client that announces a long body and sends it slowly takes no room from others.
     """
@@ -108,10 +109,10 @@ class BodyReader:
                 f"The body is longer than {self._limits.max_body_bytes} bytes; send a shorter prompt."
             )
         num_held = self._num_held + (num_bytes if num_more is None else num_more)
-        if num_held > self._limits.max_body_bytes_in_flight:
+        if num_held > (most := BODIES_IN_FLIGHT * self._limits.max_body_bytes):
             raise OverloadedError(
-                f"Requests that are being read would hold {num_held} bytes, and "
-                f"{self._limits.max_body_bytes_in_flight} are the most here; send this one again later."
+                f"Requests that are being read would hold {num_held} bytes, and {most} are the most here; "
+                "send this one again later."
             )
 
     def _hold(self, num_bytes: int) -> None:

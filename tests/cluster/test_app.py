@@ -15,7 +15,8 @@ from cluster.local.serve_environment import set_variables
 from engine.config import HeadConfig, HeadKind
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
-from router.config import IngressConfig, IngressLimits
+from router.backend import migration
+from router.config import IngressConfig
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_connections_outlast_the_pairs_that_served_them(model: str, monkeypatch:
     set_variables()
     ingress, pair = deployments({"model_id": "m", "target": {"path": model}})
     drains_s = [each._deployment_config.graceful_shutdown_timeout_s for each in (pair, ingress)]
-    assert drains_s[0] + IngressLimits().migration_deadline_s < drains_s[1]
+    assert drains_s[0] + migration.DEADLINE_S < drains_s[1]
     assert drains_s[1] < float(os.environ["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"])
 
 
@@ -128,7 +129,7 @@ def test_a_sharded_target_and_what_is_recorded_reach_the_engine_and_the_devices(
 
 
 def test_autoscaling_is_handed_to_serve(model: str):
-    scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 4}
+    scaling = {"min_replicas": 1, "max_replicas": 2}
     _, pair = deployments({"model_id": "m", "target": {"path": model}, "pair": {"autoscaling": scaling}})
     assert pair._deployment_config.autoscaling_config is not None
     assert pair._deployment_config.autoscaling_config.max_replicas == 2
@@ -163,18 +164,10 @@ def test_without_prefill_replicas_there_is_no_such_deployment(model: str):
     assert pair.init_args[-1] is None
 
 
-def test_a_prefill_replica_gives_way_to_decoding_as_far_as_the_file_says(model: str):
-    args = {"model_id": "m", "target": {"path": model}, "prefill": {"num_replicas": 1, "niceness": 3}}
-    _, pair = deployments(args)
-    assert pair.init_args[-1]._bound_deployment.init_args[0].niceness == 3
-
-
 def test_what_computes_gives_way_to_what_answers_and_prompts_to_tokens(model: str):
     _, pair = deployments({"model_id": "m", "target": {"path": model}, "prefill": {"num_replicas": 1}})
     prefill: PrefillSettings = pair.init_args[-1]._bound_deployment.init_args[0]
     assert 0 < settings_of(pair).niceness < prefill.niceness
-    _, pair = deployments({"model_id": "m", "target": {"path": model}, "pair": {"niceness": 0}})
-    assert settings_of(pair).niceness == 0
 
 
 def test_prefill_replicas_have_the_engine_of_the_pairs_in_smaller_steps(model: str):
@@ -186,8 +179,6 @@ def test_prefill_replicas_have_the_engine_of_the_pairs_in_smaller_steps(model: s
         "prefill": {
             "autoscaling": {"max_replicas": 2},
             "min_remote_prefill_tokens": 300,
-            "chunk_tokens": 128,
-            "num_threads": 1,
             "memory_gib": 3,
             "kv_transport": "object_store",
         },
@@ -200,7 +191,7 @@ def test_prefill_replicas_have_the_engine_of_the_pairs_in_smaller_steps(model: s
     assert settings.engine.model.path == settings_of(pair).engine.model.path
     assert settings.engine.model.num_threads == 1
     assert settings.engine.cache.memory_bytes == 3 << 30
-    assert settings.engine.scheduler.max_tokens_per_step == 128
+    assert settings.engine.scheduler.max_tokens_per_step == 512
     assert settings.engine.scheduler.max_model_len == 100
     assert settings.kv_transport == settings_of(pair).kv_transport == "object_store"
     assert settings_of(pair).engine.scheduler.max_tokens_per_step == 1024

@@ -4,9 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from cluster.cache_budget import draft_cache_config, draft_part, prefill_cache_config, target_cache_config
+from cluster.cli.__main__ import main
 from cluster.config import parse_config
+from cluster.deploy_keys import key_names
+from cluster.schema.removed import REMOVED
 from engine.config import (
     EngineConfig,
     HeadConfig,
@@ -43,9 +47,9 @@ def test_every_key_of_the_public_contract_is_known():
             "speculation": {"num_tokens": 5, "mode": "sync", "verify": "block", "adaptive": False},
             "cache": {"block_size": 32, "memory_gib": 2},
             "scheduler": {"max_num_sequences": 8, "max_tokens_per_step": 512, "max_model_len": 4096},
-            "pair": {"autoscaling": {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 4}},
-            "prefill": {"num_replicas": 0, "kv_transport": "object_store", "niceness": 5},
-            "router": {"policy": "round_robin", "others_weight": 0, "index_timeout_ms": 20},
+            "pair": {"autoscaling": {"min_replicas": 1, "max_replicas": 3}},
+            "prefill": {"num_replicas": 0, "kv_transport": "object_store"},
+            "router": {"policy": "round_robin", "index_timeout_ms": 20},
             "ingress": {"num_replicas": 2, "api_keys_file": "keys", "limits": {"max_body_bytes": 65536}},
             "tune": {"log": "positions", "max_gib": 2, "share": 0.5},
         }
@@ -56,6 +60,23 @@ def test_every_key_of_the_public_contract_is_known():
 def test_unknown_key_is_named_with_the_nearest_one():
     message = error_of(speculation={"num_token": 4})
     assert "args.speculation.num_token: unknown key; did you mean 'num_tokens'?" in message
+
+
+def test_a_removed_key_is_refused_by_check_with_what_holds_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert not REMOVED.keys() & key_names()
+    args: dict[str, Any] = {"model_id": "demo", "target": {"path": "t"}}
+    for path in REMOVED:
+        *sections, key = path.split(".")
+        place = args
+        for section in sections:
+            place = place.setdefault(section, {"max_replicas": 1} if section == "autoscaling" else {})
+        place[key] = 1
+    file = tmp_path / "deploy.yaml"
+    file.write_text(yaml.safe_dump({"applications": [{"import_path": "cluster.app:build", "args": args}]}))
+    assert main(["check", str(file)]) == 1
+    lines = capsys.readouterr().err
+    for path, instead in REMOVED.items():
+        assert f"args.{path}: removed in 0.3.0: {instead}; delete the line" in lines
 
 
 def test_unknown_top_level_key_is_named():

@@ -15,13 +15,8 @@ def test_each_setting_arrives(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     limits = {
         "max_body_bytes": 2048,
-        "max_body_bytes_in_flight": 4096,
         "max_choices": 3,
         "strict_max_tokens": True,
-        "first_token_timeout_s": 1.5,
-        "inter_token_timeout_s": 2.5,
-        "migration_deadline_s": 3.5,
-        "max_migrations": 4,
     }
     settings = {
         "model_aliases": ("first", "second"),

@@ -60,9 +60,9 @@ def test_a_replica_that_has_not_reported_counts_as_idle():
 
 
 def test_serve_takes_the_policy_with_its_limits():
-    section = AutoscalingSection(max_replicas=3, itl_ms=20, upscale_delay_s=1)
+    section = AutoscalingSection(max_replicas=3, itl_ms=20)
     config = AutoscalingConfig(**section.to_serve())
-    assert (config.max_replicas, config.upscale_delay_s) == (3, 1)
+    assert (config.max_replicas, config.upscale_delay_s, config.downscale_delay_s) == (3, 30, 600)
     policy = config.policy.get_policy()(**config.policy.policy_kwargs)
     assert isinstance(policy, WorkPolicy)
     assert wanted(policy, token_s={"a": 0.04}) == pytest.approx(2.0)
@@ -70,8 +70,6 @@ def test_serve_takes_the_policy_with_its_limits():
 
 def test_without_limits_of_latency_requests_are_counted():
     assert AutoscalingSection(max_replicas=2).to_serve()["target_ongoing_requests"] == 16
-    with pytest.raises(ValueError, match="keep one of them"):
-        AutoscalingSection(max_replicas=2, target_ongoing_requests=4, ttft_s=1)
 
 
 def test_a_decision_is_logged_with_its_numbers_when_it_changes(caplog: pytest.LogCaptureFixture):

@@ -14,7 +14,7 @@ from typing import Any
 
 URL = os.environ["OUTRIDER_URL"]
 EVENTS = os.environ.get("KV_EVENTS", "tcp://127.0.0.1:5557")  # pair.kv_events.endpoint
-REPLAY = os.environ.get("KV_REPLAY", "tcp://127.0.0.1:5657")  # pair.kv_events.replay_endpoint
+REPLAY = os.environ.get("KV_REPLAY", "tcp://127.0.0.1:5657")  # a hundred ports above
 BLOCK = int(os.environ.get("BLOCK_TOKENS", "16"))
 PORT = int(os.environ.get("INDEXER_PORT", "8798"))
 DEADLINE_S = 30.0

@@ -19,8 +19,8 @@ from cluster.metric_table import sample_metrics
 from cluster.placement.placement import NodeResources, plan_pair
 from cluster.placement.topology import NodeTopology
 from cluster.replica_settings import placement_request
-from cluster.schema.frontends import LimitsSection
 from protos import outrider_pb2
+from router.backend import migration
 from router.metrics.exposition import merge_metrics
 from router.metrics.proxy_answers import NAME
 
@@ -164,7 +164,7 @@ def test_pods_with_streams_leave_later_than_their_longest_drain():
     drained = [PODS[0], GROUPS["pair"]["template"]["spec"]]
     assert all(pod["terminationGracePeriodSeconds"] > CONNECTION_DRAIN_S for pod in drained)
     assert SERVICE["rayClusterDeletionDelaySeconds"] > CONNECTION_DRAIN_S
-    assert LimitsSection().inter_token_timeout_s < CONNECTION_DRAIN_S
+    assert migration.SILENCE_S < CONNECTION_DRAIN_S
 
 
 def test_keys_come_from_the_secret():

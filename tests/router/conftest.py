@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as TokenizerCore
 from tokenizers import decoders, models, pre_tokenizers
 
 from router.api_keys import ApiKeys
+from router.backend import migration
 from router.config import IngressConfig, IngressLimits
 from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import IngressMetrics
@@ -59,7 +60,13 @@ def backend() -> FakeBackend:
 
 @pytest.fixture
 def limits() -> IngressLimits:
-    return IngressLimits(max_body_bytes=20_000, max_choices=8, migration_deadline_s=2.0)
+    return IngressLimits(max_body_bytes=20_000, max_choices=8)
+
+
+@pytest.fixture(autouse=True)
+def short_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a broken stream up soon."""
+    monkeypatch.setattr(migration, "DEADLINE_S", 2.0)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from protos import convert, json_parts
 from router import client_limits as limits
 from router.config import IngressLimits
 from router.grpc_api import reading_gate, server
+from router.openai import http_body
 from router.requests import chat_request, completion_request, sequence_requests
 from router.requests.constraints import json_schema
 
@@ -43,7 +44,8 @@ def test_the_proxy_and_the_server_without_it_have_the_same_limits() -> None:
         f"| {limits.MAX_CONNECTIONS_PER_ADDRESS} over HTTP, none over gRPC | `OUTRIDER_MAX_CONNECTIONS_PER_ADDRESS`",
         f"| {limits.MAX_HTTP_CONNECTIONS} over HTTP, {limits.MAX_GRPC_CONNECTIONS} over gRPC; of "
         f"{limits.MAX_HTTP_CONNECTIONS + limits.MAX_GRPC_CONNECTIONS + limits.NUM_OPERATOR_CONNECTIONS}, ",
-        f"| {HTTP.max_body_bytes_in_flight // MIB} MiB | the same | `ingress.limits.max_body_bytes_in_flight` |",
+        f"| {http_body.BODIES_IN_FLIGHT * HTTP.max_body_bytes // MIB} MiB | the same | "
+        f"{http_body.BODIES_IN_FLIGHT} times `ingress.limits.max_body_bytes` |",
         f"| a gRPC message | {reading_gate.MAX_MESSAGE_BYTES // MIB} MiB; {haproxy_config.REQUEST_TIMEOUT_S} s for",
         f"| {KEYED.num_places}, of one tenant {KEYED.num_of_caller}, each for {KEYED.read_s:.0f} s, "
         f"for {KEYED.grace_s:.0f} s where others wait |",

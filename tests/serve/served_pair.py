@@ -178,7 +178,6 @@ def write_deploy_file(folder: Path, ports: tuple[int, int], **changes: Any) -> D
         "ingress": {
             "open_admin": True,
             "vllm_grpc": True,
-            "limits": {"migration_deadline_s": 170.0, "max_migrations": 1000},
         },
         **changes,
     }

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 PROMPT_TOKENS = 2000
 TAPS = (1, 2)
-PREFILL = {"num_replicas": 1, "min_remote_prefill_tokens": 64, "chunk_tokens": 64, "num_threads": 1}
+PREFILL = {"num_replicas": 1, "min_remote_prefill_tokens": 64}
 
 
 @pytest.fixture(scope="module")

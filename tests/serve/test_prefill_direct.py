@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.replica_settings import PREFILL_CHUNK_TOKENS
 from tests.serve.served_pair import ServedPair, SharedCluster, eventually
 from tests.serve.test_prefill import PREFILL, PROMPT_TOKENS, failures, prompt, texts
 from tests.serve.test_served_pair import plain_tokens
@@ -26,7 +27,7 @@ def test_texts_are_those_of_local_prefill_and_the_memory_is_freed(served: Served
         assert answer == plain_tokens(tiny_pair / "target", float(index % 2), 64, prompt(index))
     assert served.metric("outrider_prefill_remote_tokens") >= PROMPT_TOKENS - 16
     assert not any(failures(served).values())
-    assert served.metric("outrider_prefill_replica_direct_chunks") >= PROMPT_TOKENS // PREFILL["chunk_tokens"]
+    assert served.metric("outrider_prefill_replica_direct_chunks") >= PROMPT_TOKENS // PREFILL_CHUNK_TOKENS
     eventually(lambda: served.metric("outrider_prefill_replica_direct_bytes") == 0)
 
 

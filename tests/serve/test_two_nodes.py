@@ -30,7 +30,6 @@ from tests.serve.tiny_models import write_pair
 
 NODE = "prefill_node"
 GPUS = {"count": 2, "kind": "H100", "cpus_per_gpu": 1}
-LARGE_CHUNKS = {**PREFILL, "chunk_tokens": 256}  # 100 KiB go through the object store, less by message
 
 
 class TwoNodes(LocalCluster):
@@ -84,7 +83,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedCluster]:
 @pytest.fixture
 def served(nodes: SharedCluster, tmp_path: Path) -> Iterator[Served]:
     write_pair(tmp_path)
-    file = write_deploy_file(tmp_path, nodes.ports, prefill=LARGE_CHUNKS, cache={"num_blocks": 2048})
+    file = write_deploy_file(tmp_path, nodes.ports, prefill=PREFILL, cache={"num_blocks": 2048})
     file.deployment["proxy_location"] = "HeadOnly"  # both nodes are this machine, and one port is enough
     file.deployment["applications"][0]["deployments"] = [
         {"name": "Prefill", "ray_actor_options": {"num_cpus": 0, "resources": {NODE: 1}}}

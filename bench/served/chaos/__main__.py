@@ -88,7 +88,7 @@ def settings(args: Args) -> None:
     args["target"]["num_threads"] = args["draft"]["num_threads"] = 1
     args["cache"]["memory_gib"] = 0.25
     args["pair"]["num_replicas"] = args["ingress"]["num_replicas"] = 2
-    args["prefill"] = {"num_replicas": 1, "min_remote_prefill_tokens": 64, "chunk_tokens": 64, "num_threads": 1}
+    args["prefill"] = {"num_replicas": 1, "min_remote_prefill_tokens": 64}
 
 
 class Chaos:

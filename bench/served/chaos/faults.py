@@ -17,7 +17,7 @@ from bench.served.chaos.interference import Orders
 from bench.served.chaos.world import Args, ChaosWorld
 
 STOP_S = 8.0
-LONG_STEP_S = 35.0  # longer than a stream waits for its pair, `ingress.limits.inter_token_timeout_s`
+LONG_STEP_S = 35.0  # longer than a stream waits for its pair, `router.backend.migration.SILENCE_S`
 FILL_S = 6.0
 CLOCK_SHIFT_S = 3600.0
 UNNOTICED_S = 12.0  # an ingress that hangs gets requests until HAProxy's second check has failed

@@ -26,7 +26,7 @@ class IndexState:
         self._block_size = config.block_size
         self._index = PrefixIndex()
         self._loads = LoadTable()
-        ranker = partial(rank, Policy(config.policy), config=CostConfig(config.others_weight, config.fetch_share))
+        ranker = partial(rank, Policy(config.policy), config=CostConfig(fetch_share=config.fetch_share))
         self._selector = Selector(ranker, config.block_size, self._index, self._loads)
         self._reported_s: dict[str, float] = {}
         self._not_serving: set[str] = set()

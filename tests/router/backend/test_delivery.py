@@ -14,11 +14,9 @@ from protos.errors import ModelChangedError, OverloadedError, UnavailableError
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, SpeculationStats, TokenChunk
 from router.backend import migration
 from router.backend.migration import MigratingBackend
-from router.config import IngressLimits
 
 MAX_TOKENS = 12
 REQUEST = GenerateRequest("r", (1,), SamplingParams(max_tokens=MAX_TOKENS), model_version="v1")
-LIMITS = IngressLimits(inter_token_timeout_s=0.02, first_token_timeout_s=0.02, migration_deadline_s=5.0)
 FAULTS = ["lose", "repeat", "late", "stale", "early end", "silence", "death", "abort", "alive", "full"]
 
 
@@ -79,6 +77,8 @@ def short_pauses() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(migration, "_FIRST_PAUSE_S", 1e-4)
         patch.setattr(migration, "_LONGEST_PAUSE_S", 1e-3)
+        patch.setattr(migration, "SILENCE_S", 0.02)
+        patch.setattr(migration, "FIRST_TOKEN_S", 0.02)
         yield
 
 
@@ -90,7 +90,7 @@ def short_pauses() -> Iterator[None]:
 @given(st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 4), st.integers(1, 5)), max_size=8))
 def test_each_token_is_delivered_once_and_in_order(faults: list[tuple[str, int, int]]) -> None:
     async def read() -> list[TokenChunk]:
-        backend = MigratingBackend(FaultyPairs(faults), LIMITS)  # type: ignore[arg-type]  # it generates, and that is all
+        backend = MigratingBackend(FaultyPairs(faults))  # type: ignore[arg-type]  # it generates, and that is all
         return [chunk async for batch in backend.generate(REQUEST) for chunk in batch]
 
     chunks = asyncio.run(read())
@@ -99,7 +99,7 @@ def test_each_token_is_delivered_once_and_in_order(faults: list[tuple[str, int, 
 
 
 async def test_drafts_of_all_attempts_are_summed() -> None:
-    backend = MigratingBackend(FaultyPairs([("death", 2, 3)]), LIMITS)  # type: ignore[arg-type]
+    backend = MigratingBackend(FaultyPairs([("death", 2, 3)]))  # type: ignore[arg-type]
     chunks = [chunk async for batch in backend.generate(REQUEST) for chunk in batch]
     assert chunks[-1].speculation == SpeculationStats(6, 0, (2,))
 
@@ -114,7 +114,7 @@ async def test_a_changed_model_ends_the_stream_by_name() -> None:
 
     changes: list[bool] = []
     pairs = Redeployed([("death", 2, 3)])
-    backend = MigratingBackend(pairs, LIMITS, on_model_change=lambda: changes.append(True))  # type: ignore[arg-type]
+    backend = MigratingBackend(pairs, on_model_change=lambda: changes.append(True))  # type: ignore[arg-type]
     delivered = []
     try:
         async for batch in backend.generate(REQUEST):

@@ -19,16 +19,21 @@ from protos.errors import (
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
 from router.backend import migration
 from router.backend.migration import MigratingBackend
-from router.config import IngressLimits
 from tests.filled import filled, names
 from tests.router.fake_backend import FakeBackend
 
 REQUEST = GenerateRequest("r", (10,), SamplingParams(seed=7, max_tokens=8, stop_token_ids=(0,)))
-LIMITS = IngressLimits(migration_deadline_s=1.0, inter_token_timeout_s=0.1, first_token_timeout_s=0.2)
 
 
-async def tokens_of(backend: FakeBackend, request: GenerateRequest = REQUEST, limits: IngressLimits = LIMITS) -> list:
-    chunks = [chunk async for batch in MigratingBackend(backend, limits).generate(request) for chunk in batch]
+@pytest.fixture(autouse=True)
+def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migration, "DEADLINE_S", 1.0)
+    monkeypatch.setattr(migration, "SILENCE_S", 0.1)
+    monkeypatch.setattr(migration, "FIRST_TOKEN_S", 0.2)
+
+
+async def tokens_of(backend: FakeBackend, request: GenerateRequest = REQUEST) -> list:
+    chunks = [chunk async for batch in MigratingBackend(backend).generate(request) for chunk in batch]
     assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].finish_reason is FinishReason.LENGTH
     return [token_id for chunk in chunks for token_id in chunk.token_ids]
@@ -54,24 +59,25 @@ async def test_what_moves_is_the_whole_request() -> None:
     assert moved.sampling == replace(request.sampling, num_prompt_logprobs=None)
 
 
-async def test_many_losses_are_survived_while_there_is_progress() -> None:
+async def test_many_losses_are_survived_while_there_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migration, "_MAX_MIGRATIONS", 1)
     backend = FakeBackend(failures=[UnavailableError("gone")] * 3, fail_after=2)
-    limits = IngressLimits(max_migrations=1)
-    assert await tokens_of(backend, limits=limits) == list(range(11, 19))
+    assert await tokens_of(backend) == list(range(11, 19))
 
 
 async def test_every_attempt_after_the_first_is_told() -> None:
     moves: list[int] = []
     backend = FakeBackend(failures=[UnavailableError("gone")] * 3, fail_after=2)
-    migrating = MigratingBackend(backend, LIMITS, lambda: moves.append(len(backend.requests)))
+    migrating = MigratingBackend(backend, lambda: moves.append(len(backend.requests)))
     assert [batch async for batch in migrating.generate(REQUEST)]
     assert moves == [1, 2, 3]
 
 
-async def test_losses_without_progress_end_it() -> None:
+async def test_losses_without_progress_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migration, "_MAX_MIGRATIONS", 2)
     backend = FakeBackend(failures=[UnavailableError("gone")] * 9)
     with pytest.raises(UnavailableError):
-        await tokens_of(backend, limits=IngressLimits(max_migrations=2))
+        await tokens_of(backend)
     assert len(backend.requests) == 3
 
 
@@ -103,7 +109,7 @@ async def test_a_pair_that_is_away_has_ended_for_nobody() -> None:
 async def test_the_deadline_of_a_migration_ends_it() -> None:
     backend = FakeBackend(failures=[UnavailableError("gone")] * 99)
     with pytest.raises(UnavailableError):
-        await asyncio.wait_for(tokens_of(backend, limits=IngressLimits(migration_deadline_s=0.1)), 5)
+        await asyncio.wait_for(tokens_of(backend), 5)
 
 
 async def test_a_full_pair_refuses_a_new_request_but_not_one_that_moves() -> None:
@@ -193,7 +199,7 @@ async def test_a_time_out_in_the_engine_is_the_clients_to_know() -> None:
 
 async def test_closing_the_stream_closes_the_pairs() -> None:
     backend = FakeBackend()
-    async with aclosing(MigratingBackend(backend, LIMITS).generate(REQUEST)) as stream:
+    async with aclosing(MigratingBackend(backend).generate(REQUEST)) as stream:
         await anext(stream)
         assert backend.num_running == 1
     assert backend.num_running == 0
@@ -216,7 +222,7 @@ async def test_a_chunk_that_repeats_tokens_adds_those_behind_them_with_their_own
         yield [chunk_with_logprobs((14, 15), 3, FinishReason.LENGTH)]
 
     backend.generate = repeat  # type: ignore[method-assign]
-    chunks = [chunk async for batch in MigratingBackend(backend, LIMITS).generate(REQUEST) for chunk in batch]
+    chunks = [chunk async for batch in MigratingBackend(backend).generate(REQUEST) for chunk in batch]
     expected = [
         chunk_with_logprobs((11, 12, 13), 0),
         chunk_with_logprobs((14, 15), 3),

@@ -36,7 +36,7 @@ from tests.cluster.local.fake_server import serving
 from tests.router.fake_backend import CARD
 
 NUM_PLACES = 4
-LIMITS = IngressLimits(max_body_bytes=20_000, max_choices=8, migration_deadline_s=5.0)
+LIMITS = IngressLimits(max_body_bytes=20_000, max_choices=8)
 
 
 @dataclass

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from protos.errors import RequestError
 from router.config import IngressLimits
 from router.generation.generation_service import GenerationService
+from router.openai import http_body
 from router.openai.api import build_app
 from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest
@@ -32,7 +33,12 @@ HEADERS = {"content-type": "application/json"}
 
 @pytest.fixture
 def limits() -> IngressLimits:
-    return IngressLimits(max_body_bytes=18_000, max_body_bytes_in_flight=18_000)
+    return IngressLimits(max_body_bytes=18_000)
+
+
+@pytest.fixture(autouse=True)
+def small_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_body, "BODIES_IN_FLIGHT", 1)
 
 
 @pytest.fixture

@@ -1,0 +1,29 @@
+"""Keys that earlier versions had, for the messages of `outrider check`."""
+
+_NICENESS = "on nodes without GPUs a pair has niceness 5 and a prefill replica 15, elsewhere 0"
+_SCALING = {
+    "target_ongoing_requests": "without ttft_s and itl_ms it is 16 requests per replica; set ttft_s or itl_ms for less",
+    "look_back_period_s": "it is always 30",
+    "upscale_delay_s": "it is always 30",
+    "downscale_delay_s": "it is always 600",
+}
+
+# What holds now, or what to set, by the path of the key.
+REMOVED = {
+    **{f"{section}.autoscaling.{key}": now for section in ("pair", "prefill") for key, now in _SCALING.items()},
+    "pair.niceness": _NICENESS,
+    "pair.kv_events.replay_endpoint": "it is the endpoint with a port 100 above",
+    "pair.kv_events.topic": "it is always empty",
+    "pair.kv_events.format": "it is always map, the form of vLLM 0.33",
+    "pair.kv_events.buffer_steps": "it is always 10000",
+    "prefill.autoscaling.itl_ms": "prefill replicas write no tokens",
+    "prefill.niceness": _NICENESS,
+    "prefill.chunk_tokens": "it is always 512",
+    "prefill.num_threads": "a replica takes its part of the node's cores, or pair.gpus.cpus_per_gpu",
+    "router.others_weight": "it is always 1.5",
+    "ingress.limits.max_body_bytes_in_flight": "it is always 16 times max_body_bytes",
+    "ingress.limits.first_token_timeout_s": "it is always 600; a request's own timeout may be shorter",
+    "ingress.limits.inter_token_timeout_s": "it is always 30",
+    "ingress.limits.migration_deadline_s": "it is always 60",
+    "ingress.limits.max_migrations": "it is always 64",
+}
