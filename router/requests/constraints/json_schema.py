@@ -7,6 +7,7 @@ compiler refuses them by name. Schemas that would compile to an endless grammar 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,12 @@ _SAME_PATTERNS = {
         r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
     ),  # zod's email
 }
+# Parts of a pattern that may match each control character: a range from NUL, a negated class, a negated property.
+# The compiler would let them match escaped quotes and backslashes too, so they leave NUL out.
+_FROM_NUL = re.compile(
+    r"(?P<range>(?:\\x00|\\u0000|\x00)-)|\[\^(?P<first>[\]-]?)|\\P(?P<property>\{[^}]*\}|\w)|\\.", re.S
+)
+_ANNOTATIONS = frozenset(("type", "title", "description"))  # of a schema of keys, which are texts
 _NO_END_ROUNDS = 32  # of the search for definitions that can end; the rest counts as endless
 
 Schema = dict[str, Any]
@@ -109,6 +116,7 @@ class _Document:
                 read[name] = self._any(value) if name in _SCHEMAS else value
         _leave_out_annotations(read)
         _name_bounds(read)
+        _name_required(read, node)
         self._name_keys(read)
         self._require_discriminator(read)
         return read
@@ -117,24 +125,26 @@ class _Document:
         return self._schema(value) if isinstance(value, dict) else value
 
     def _name_keys(self, node: Schema) -> None:
-        """Say `propertyNames` by properties or patterns, where these can."""
-        if "propertyNames" not in node or any(name in node for name in ("properties", "patternProperties")):
-            if _is_any_text(node.get("propertyNames")):
-                del node["propertyNames"]
+        """Say `propertyNames` by properties or patterns, where these can; the compiler refuses any other by name."""
+        names = self._resolved(node.get("propertyNames", True))
+        keys, limits = [names["const"]] if "const" in names else names.get("enum"), names.keys() - _ANNOTATIONS
+        kinds, rest = names.get("type", "string"), node.get("additionalProperties", True)
+        if "string" not in (kinds if isinstance(kinds, list) else [kinds]):
             return
-        names, rest = self._resolved(node["propertyNames"]), node.get("additionalProperties", True)
-        keys = [names["const"]] if "const" in names else names.get("enum")
-        limits = {name: value for name, value in names.items() if name not in ("type", "title", "description")}
-        if isinstance(keys, list) and all(isinstance(key, str) for key in keys):
+        if not limits:
+            node.pop("propertyNames", None)
+            return
+        if "properties" in node or "patternProperties" in node:
+            return
+        if limits in ({"enum"}, {"const"}) and isinstance(keys, list) and all(isinstance(key, str) for key in keys):
             node["properties"] = dict.fromkeys(keys, rest)
-        elif set(limits) == {"pattern"}:
-            node["patternProperties"] = {limits["pattern"]: rest}
-        elif limits and set(limits) <= {"minLength", "maxLength"}:
+        elif limits == {"pattern"} and isinstance(names["pattern"], str):
+            node["patternProperties"] = {_exact_pattern(names["pattern"]): rest}
+        elif limits <= {"minLength", "maxLength"}:
             node["patternProperties"] = {rf"^[\s\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$": rest}
-        elif limits:
+        else:
             return
-        if limits:
-            node["additionalProperties"] = False
+        node["additionalProperties"] = False
         del node["propertyNames"]
 
     @staticmethod
@@ -146,10 +156,12 @@ class _Document:
             node["oneOf"] = [{"allOf": [choice, {"required": [name]}]} for choice in choices]
 
     def _resolved(self, schema: Any) -> Schema:
-        """Return a schema, or the definition that it refers to."""
-        if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
-            return self._definitions.get(schema["$ref"]) or schema
-        return schema if isinstance(schema, dict) else {}
+        """Return a schema as an object; the definition that it refers to, if it adds nothing to it."""
+        if not isinstance(schema, dict):
+            return {} if schema is True else {"not": {}}
+        if isinstance(schema.get("$ref"), str) and schema.keys() - _ANNOTATIONS == {"$ref"}:
+            return self._definitions.get(schema["$ref"], schema)
+        return schema
 
 
 def _leave_out_annotations(node: Schema) -> None:
@@ -157,7 +169,10 @@ def _leave_out_annotations(node: Schema) -> None:
     if isinstance(node.get("format"), str) and node["format"] not in _FORMATS:
         del node["format"]
     if isinstance(node.get("pattern"), str):
-        node["pattern"] = _SAME_PATTERNS.get(node["pattern"], node["pattern"])
+        node["pattern"] = _exact_pattern(node["pattern"])
+    patterns = node.get("patternProperties")
+    if isinstance(patterns, dict):
+        node["patternProperties"] = {_exact_pattern(pattern): value for pattern, value in patterns.items()}
     most_items = node.get("maxItems")
     if node.get("uniqueItems") is False or (isinstance(most_items, int) and most_items <= 1):
         node.pop("uniqueItems", None)
@@ -181,11 +196,29 @@ def _name_bounds(node: Schema) -> None:
                 node[exclusive] = node.pop(bound)
 
 
-def _is_any_text(schema: object) -> bool:
-    """True for a schema of keys that every key matches."""
-    if not isinstance(schema, dict):
-        return schema is True
-    return schema.get("type", "string") == "string" and set(schema) <= {"type", "title", "description"}
+def _name_required(read: Schema, node: Schema) -> None:
+    """Name the required properties as newer drafts do; in draft 3 each property has the word itself."""
+    if isinstance(read.get("required"), bool):
+        del read["required"]
+    known = node["properties"] if isinstance(node.get("properties"), dict) else {}
+    names = [name for name, each in known.items() if isinstance(each, dict) and each.get("required") is True]
+    if names:
+        read["required"] = [*_listed(read, "required"), *names]
+
+
+def _exact_pattern(pattern: str) -> str:
+    """Return a pattern that the compiler reads exactly; see `_FROM_NUL`."""
+
+    def without_nul(found: re.Match[str]) -> str:
+        if found["range"]:
+            return r"\x01-"
+        if found["property"]:
+            return rf"[^\x00\p{found['property']}]"
+        if found["first"] is not None:
+            return r"[^\x00" + (f"\\{found['first']}" if found["first"] else "")
+        return found[0]
+
+    return _FROM_NUL.sub(without_nul, _SAME_PATTERNS.get(pattern, pattern))
 
 
 def _refuse_repeated_keys(schema: Schema, param: str) -> None:
@@ -260,7 +293,7 @@ def _can_end(node: object, endless: set[str]) -> bool:
 def _can_value_end(node: Schema, endless: set[str]) -> bool:
     kinds = node.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    if "const" in node or "enum" in node or not set(map(str, kinds)) <= {"object", "array"}:
+    if "const" in node or "enum" in node or not kinds or not set(map(str, kinds)) <= {"object", "array"}:
         return True
     return ("object" in kinds and _can_object_end(node, endless)) or ("array" in kinds and _can_list_end(node, endless))
 

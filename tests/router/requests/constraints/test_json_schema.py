@@ -170,6 +170,53 @@ def test_keys_that_are_named_otherwise_are_the_same_keys() -> None:
             assert validity[0] == validity[1], (names, key)
 
 
+def test_keys_that_cannot_be_named_otherwise_are_refused(tokenizer: LLTokenizer) -> None:
+    for names in (
+        False,
+        {"type": "integer"},
+        {"enum": ["a", "bbb"], "maxLength": 1},
+        {"$ref": "#/$defs/a", "minLength": 2},
+    ):
+        schema = {"type": "object", "propertyNames": names, "$defs": {"a": {"enum": ["a", "bb"]}}}
+        with pytest.raises(ValueError, match="propertyNames"):
+            new_matcher(tokenizer, _library_source("json_schema", schema_source("response_format", schema)))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *('^[^"]*$', r"^[^\\]$", r'^[^-"]*$', r'^[^]"]*$', r'^[^\x00-\x1f"\\]+$', r"^[\x00-\x1f]$", r"^[\u0000- ]$"),
+        *(r'^\[[^"\]]$', r'[^"]$', r"^\\[^a]?$"),
+    ],
+)
+def test_a_pattern_without_quotes_matches_no_escaped_quote(pattern: str, tokenizer: LLTokenizer) -> None:
+    """Nothing matches that Python's pattern does not match; U+0000 alone may be left out."""
+    text = {"type": "string", "pattern": pattern}
+    keys = {"type": "object", "patternProperties": {pattern: {"const": 1}}, "additionalProperties": False}
+    others = {"type": "object", "propertyNames": {"$ref": "#/$defs/a"}, "$defs": {"a": {"pattern": pattern}}}
+    said = ["", '"', "\\", "\n", "\x01", "a", " ", 'a"', "a\\", "-", "]", "é", "[]", "\\b"]
+    for schema, value in ((text, "%s"), (keys, "{%s:1}"), (others, "{%s:1}")):
+        matcher = new_matcher(tokenizer, _library_source("json_schema", schema_source("response_format", schema)))
+        for each in said:
+            ids = tokenizer.tokenize_str(value % json.dumps(each, ensure_ascii=False))
+            is_matched = matcher.deep_copy().validate_tokens([*ids, END_ID]) > len(ids)
+            assert is_matched == bool(re.search(pattern.replace("$", r"\Z"), each)), (schema, each)
+
+
+def test_a_property_may_say_of_itself_that_it_is_required() -> None:
+    inner = {"type": "object", "required": True, "properties": {"b": {"type": "integer", "required": True}, "c": {}}}
+    schema = {"type": "object", "properties": {"a": inner, "d": {"required": False}}, "required": ["d"]}
+    read = json.loads(schema_source("p", schema))
+    assert read["required"] == ["d", "a"]
+    assert read["properties"]["a"]["required"] == ["b"]
+    assert "required" not in read["properties"]["d"]
+
+
+def test_no_type_at_all_is_no_circle(tokenizer: LLTokenizer) -> None:
+    with pytest.raises(ValueError, match="Unsatisfiable"):
+        new_matcher(tokenizer, _library_source("json_schema", schema_source("response_format", {"type": []})))
+
+
 def chain(length: int, *, ends: bool, is_reversed: bool) -> dict[str, Any]:
     """Definitions that each require the next; the last allows null, or requires the first."""
     names = [f"d{rank}" for rank in range(length)]
