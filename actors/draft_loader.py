@@ -28,5 +28,5 @@ def load_draft(settings: PairSettings) -> Drafter:
         engine.model.path,
         draft.vocabulary,
         engine.speculation.tree,
-        draft.fan_out,
+        is_ahead=draft.is_ahead,
     )

@@ -23,14 +23,13 @@ class DraftSettings:
 
     `model` and `cache` are set if the kind is a model. It runs in a `DraftActor` if the pair has a share for one, else
     in the target's process. A head's files are in the engine's configuration. `vocabulary` is how the draft's tokens
-    map to the target's. `fan_out` is the number of outcomes per position drafted ahead; None means
-    that it drafts on request only.
+    map to the target's. With `is_ahead` it also drafts ahead of verification.
     """
 
     kind: SpeculationMethod = SpeculationMethod.NONE
     model: ModelConfig | None = None
     cache: CacheConfig | None = None
-    fan_out: int | None = None
+    is_ahead: bool = False
     vocabulary: DraftVocabulary = DraftVocabulary.AUTO
     name: str = ""
 

@@ -30,7 +30,7 @@ def _check_draft(settings: PairSettings, draft: DraftSettings, *, is_on_gpu: boo
     check_outline(draft.model, draft.cache, is_on_gpu=is_on_gpu)
     choice = choose_vocabulary(settings.engine.model.path, draft.model.path, draft.vocabulary)
     if choice.vocabulary is DraftVocabulary.TEXT:
-        check_text_drafts(settings.engine.speculation.tree, draft.fan_out)
+        check_text_drafts(settings.engine.speculation.tree, is_ahead=draft.is_ahead)
     elif choice.pair is None:
         draft_size = int(load_config(draft.model.path).get_text_config().vocab_size)
         SameVocabulary(draft_size, choice.target_tokens.vocab_size)

@@ -20,7 +20,7 @@ from cluster.schema.replicas import CacheSection, PairSection, PrefillSection, S
 from cluster.schema.section import EngineSection, reported
 from cluster.schema.speculation import DraftMode, SpeculationSection
 from cluster.schema.tune import TuneSection
-from engine.config import DraftVocabulary, EngineConfig, check_text_drafts
+from engine.config import DraftVocabulary, EngineConfig, StepConfig, check_text_drafts
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
 
@@ -50,7 +50,6 @@ class DeployConfig(EngineSection):
             speculation=self.speculation.to_engine(self.offered_methods),
             head=self.draft.head,
             min_remote_prefill_tokens=self.prefill.min_remote_prefill_tokens,
-            overlap=self.target.overlapped_passes == "auto",
             log=self.tune.to_engine(),
         )
 
@@ -82,15 +81,16 @@ class DeployConfig(EngineSection):
                 f"speculation.steps needs a draft model, and draft.kind is '{self.draft.kind}'; "
                 "set draft.kind to 'model', or remove the steps"
             )
-        if steps is not None and steps.max_step_tokens >= self.scheduler.max_tokens_per_step:
+        if steps is not None and self.scheduler.max_tokens_per_step <= (most := StepConfig().max_step_tokens):
             yield (
-                f"speculation.steps.max_step_tokens is {steps.max_step_tokens}, and no pass has room for more than "
-                f"scheduler.max_tokens_per_step, {self.scheduler.max_tokens_per_step}; lower it or raise the limit"
+                f"speculation.steps has steps of {most} tokens, and scheduler.max_tokens_per_step is "
+                f"{self.scheduler.max_tokens_per_step}; raise it, or remove the steps"
             )
-        if DraftVocabulary.TEXT in (self.draft.vocabulary, *(each.vocabulary for each in self.drafts)):
+        is_ahead = self.speculation.mode is DraftMode.ASYNC
+        if self.draft.vocabulary is DraftVocabulary.TEXT:
             with reported():
-                check_text_drafts(self.to_engine().speculation.tree, self.speculation.outcomes_ahead)
-        if self.speculation.mode is DraftMode.ASYNC and self.draft.kind is not SpeculationMethod.MODEL:
+                check_text_drafts(self.to_engine().speculation.tree, is_ahead=is_ahead)
+        if is_ahead and self.draft.kind is not SpeculationMethod.MODEL:
             yield (
                 f"speculation.mode 'async' needs a draft in its own process, and draft.kind is '{self.draft.kind}'; "
                 "set draft.kind to 'model', or the mode to 'sync'"

@@ -316,7 +316,7 @@ def _pair_bytes(config: DeployConfig) -> int:
     weights = sum(_LOADING_FACTOR * weight_bytes(path) for path in paths)
     caches = _pool_bytes(config.cache.to_engine(), config.target.path, config.target.dtype)
     for draft in config.draft_models:
-        caches += _pool_bytes(draft_cache_config(config.cache), str(draft.path), draft.dtype)
+        caches += _pool_bytes(draft_cache_config(config.cache), str(draft.path), config.draft.dtype)
     return weights + caches + (1 + len(paths)) * _PROCESS_BYTES
 
 

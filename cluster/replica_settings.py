@@ -29,6 +29,7 @@ from router.config import IngressConfig, IngressLimits
 _PAIR_NICENESS = 5
 _PREFILL_NICENESS = 15
 PREFILL_CHUNK_TOKENS = 512  # between two transfers of KV blocks
+_TUNE_MINUTES = 10.0
 _FRESH = "20000"  # positions logged after the alarm; the draft knows the earlier traffic
 
 
@@ -113,8 +114,8 @@ def _auto_tune(config: DeployConfig, placement: PairPlacement) -> AutoTuneSettin
             "'own' (and draft.gpu), or remove tune.auto"
         )
     target = resolve_model_path(config.target.path)
-    options = ("--log", str(tune.folder), "--target", target, "--minutes", str(tune.minutes), "--fresh", _FRESH)
-    return AutoTuneSettings(("-m", "cluster.cli", "tune", *options), f"{tune.folder}.drafts", tune.minutes)
+    options = ("--log", str(tune.folder), "--target", target, "--minutes", f"{_TUNE_MINUTES:g}", "--fresh", _FRESH)
+    return AutoTuneSettings(("-m", "cluster.cli", "tune", *options), f"{tune.folder}.drafts", _TUNE_MINUTES)
 
 
 def _located(head: HeadConfig | None) -> HeadConfig | None:
@@ -131,17 +132,17 @@ def _draft_settings(config: DeployConfig, placement: PairPlacement) -> Iterator[
     for draft in config.draft_models:
         model = ModelConfig(
             resolve_model_path(str(draft.path)),
-            draft.dtype,
-            quantization=draft.quantization,
+            config.draft.dtype,
+            quantization=config.draft.quantization,
             num_threads=None if placement.draft is None else placement.draft.num_threads,
-            attention=draft.attention,
+            attention=config.target.attention,
             generation_config=SamplingSource.NONE,
-            graphs=config.target.graphs,
+            graphs=GraphConfig(config.target.cuda_graphs),
         )
         cache = draft_cache_config(config.cache, next(parts))
         name = draft.name if isinstance(draft, NamedDraftSection) else ""
-        ahead = config.speculation.outcomes_ahead
-        yield DraftSettings(SpeculationMethod.MODEL, model, cache, ahead, draft.vocabulary, name)
+        is_ahead = config.speculation.mode is DraftMode.ASYNC
+        yield DraftSettings(SpeculationMethod.MODEL, model, cache, is_ahead, config.draft.vocabulary, name)
 
 
 def _draft_parts(config: DeployConfig, placement: PairPlacement) -> list[float | None]:

@@ -20,7 +20,7 @@ BLOCK_SIZE = 16
 MODES = (
     DecodeMode("plain"),
     DecodeMode("sync", 4),
-    DecodeMode("async", 4, fan_out=3),
+    DecodeMode("async", 4, is_ahead=True),
     DecodeMode("tree", 4, tree=TreeConfig(TreeKind.DYNAMIC, 8, max_batch=8)),
     DecodeMode("waiting", overlaps=False),  # plain, the host seeing every token before the next pass
 )

@@ -52,11 +52,11 @@ _WAIT_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class DecodeMode:
-    """A way to decode; `fan_out` makes it async, `tree` lets drafts branch; unless it `overlaps` every pass waits."""
+    """A way to decode; `is_ahead` makes it async, `tree` lets drafts branch; unless it `overlaps` every pass waits."""
 
     name: str
     num_drafts: int = 0
-    fan_out: int | None = None
+    is_ahead: bool = False
     tree: TreeConfig | None = None
     overlaps: bool = True
 
@@ -194,7 +194,7 @@ def drafting(
     speculation = SpeculationConfig(mode.num_drafts, tree=mode.tree)
     settings = PairSettings(
         EngineConfig(target, scheduler=SchedulerConfig(most_sequences, _PREFILL_TOKENS), speculation=speculation),
-        DraftSettings(SpeculationMethod.MODEL, draft, CacheConfig(num_blocks=num_blocks), mode.fan_out),
+        DraftSettings(SpeculationMethod.MODEL, draft, CacheConfig(num_blocks=num_blocks), mode.is_ahead),
     )
     with ExitStack() as stack:
         yield start_draft(settings, stack, CORES, _CONNECT_TIMEOUT_S)

@@ -108,7 +108,7 @@ class Suite:
 
     def ahead(self) -> Method:
         """Return a draft with a process and a core of its own; the target has one core less."""
-        channel = self._channel(fan_out=3)
+        channel = self._channel(is_ahead=True)
         num_threads = max(1, len(CORES) - 1)
         speculation = SpeculationConfig(_CHAIN)
         return Method("draft, async", self.headless, speculation, lambda: channel, num_threads, channel.flush)
@@ -134,10 +134,10 @@ class Suite:
     def _num_layers(self, folder: Path) -> int:
         return int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"])
 
-    def _channel(self, fan_out: int) -> ChannelProposer:
+    def _channel(self, *, is_ahead: bool) -> ChannelProposer:
         model = ModelConfig(str(self._demo / "draft"), dtype=ModelDtype.FLOAT32, num_threads=1)
         engine = EngineConfig(self._target, speculation=SpeculationConfig(_CHAIN))
-        draft = DraftSettings(SpeculationMethod.MODEL, model, _DRAFT_CACHE, fan_out)
+        draft = DraftSettings(SpeculationMethod.MODEL, model, _DRAFT_CACHE, is_ahead)
         return start_draft(PairSettings(engine, draft), self._stack)
 
     def _model(self, tree: TreeConfig | None) -> ModelProposer:

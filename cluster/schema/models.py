@@ -44,9 +44,8 @@ class TargetSection(EngineSection):
     `tensor_parallel_size` processes share the sharded model, each on its own GPU, all in one NVLink group. Without GPUs
     all run on the processor, for a trial. `num_threads` then counts the threads of each process.
 
-    On GPUs, passes are recorded at start and replayed: one for each number of sequences in `cuda_graph_batches`, with
-    one row each or with drafts. `cuda_graphs` off records nothing. If no sequence has drafts, a recorded pass begins
-    before the host has the tokens of the previous one; with `overlapped_passes` off it always waits.
+    On GPUs, small passes are recorded at start and replayed; `cuda_graphs` off records nothing. If no sequence has
+    drafts, a recorded pass begins before the host has the tokens of the previous one.
     """
 
     path: str
@@ -57,25 +56,11 @@ class TargetSection(EngineSection):
     generation_config: Annotated[SamplingSource, one_of(*SamplingSource)] = SamplingSource.AUTO
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     cuda_graphs: Annotated[GraphKind, one_of(GraphKind.AUTO, GraphKind.OFF)] = GraphKind.AUTO
-    cuda_graph_batches: list[Annotated[int, Field(ge=1)]] | None = Field(default=None, min_length=1)
-    overlapped_passes: Annotated[str, one_of("auto", "off")] = "auto"
     num_threads: int | None = Field(default=None, ge=1, le=1024)  # None follows the cores that the pair owns
-
-    def conflicts(self) -> Iterator[str]:
-        if self.cuda_graph_batches is not None and self.cuda_graphs is GraphKind.OFF:
-            yield "cuda_graph_batches are the recorded passes, and cuda_graphs is 'off'; remove one of the two"
 
     def to_engine(self) -> ModelConfig:
         """Return the configured model; `path` is not checked yet."""
-        engine_options = self.model_dump(exclude={"cuda_graphs", "cuda_graph_batches", "overlapped_passes"})
-        return ModelConfig(**engine_options, graphs=self.graphs)
-
-    @property
-    def graphs(self) -> GraphConfig:
-        """The passes to be recorded."""
-        if self.cuda_graph_batches is None:
-            return GraphConfig(self.cuda_graphs)
-        return GraphConfig(self.cuda_graphs, tuple(self.cuda_graph_batches))
+        return ModelConfig(**self.model_dump(exclude={"cuda_graphs"}), graphs=GraphConfig(self.cuda_graphs))
 
 
 class DraftProcess(StrEnum):
@@ -111,7 +96,6 @@ class DraftSection(Section):
     dtype: Annotated[ModelDtype, one_of(*ModelDtype)] = ModelDtype.AUTO
     quantization: Annotated[Quantization, one_of(*Quantization)] = Quantization.NONE
     num_layers: int | None = Field(default=None, ge=1)
-    attention: Annotated[AttentionKind, one_of(*AttentionKind)] = AttentionKind.AUTO
     num_threads: int | None = Field(default=None, ge=1, le=1024)
     process: Annotated[DraftProcess, one_of(*DraftProcess)] = DraftProcess.AUTO
     gpu: Literal["auto", "own"] | Annotated[int, Field(ge=0)] = "auto"
@@ -151,15 +135,11 @@ class DraftSection(Section):
 class NamedDraftSection(Section):
     """An additional draft model, for requests whose `speculation.method` is its name.
 
-    It gets its own process, threads and GPU by the settings of `draft`, or by their defaults if `draft` is no model.
+    It is computed by the settings of `draft` (dtype, quantization, vocabulary, process, threads, GPU).
     """
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
     path: str
-    vocabulary: Annotated[DraftVocabulary, one_of(*DraftVocabulary)] = DraftVocabulary.AUTO
-    dtype: Annotated[ModelDtype, one_of(*ModelDtype)] = ModelDtype.AUTO
-    quantization: Annotated[Quantization, one_of(*Quantization)] = Quantization.NONE
-    attention: Annotated[AttentionKind, one_of(*AttentionKind)] = AttentionKind.AUTO
 
     def conflicts(self) -> Iterator[str]:
         if self.name in (*SpeculationMethod, *DraftSource):

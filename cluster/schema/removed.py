@@ -8,9 +8,24 @@ _SCALING = {
     "downscale_delay_s": "it is always 600",
 }
 
+_DRAFTS = "each of drafts takes draft.{}"
+_TREE = "a tree is dynamic, in passes of at most 4 sequences; num_nodes sets its size"
+
 # What holds now, or what to set, by the path of the key.
 REMOVED = {
     **{f"{section}.autoscaling.{key}": now for section in ("pair", "prefill") for key, now in _SCALING.items()},
+    "target.cuda_graph_batches": "passes are recorded for any number of sequences",
+    "target.overlapped_passes": "passes overlap where they can",
+    "draft.attention": "a draft has the target's attention",
+    **{f"drafts.{key}": _DRAFTS.format(key) for key in ("vocabulary", "dtype", "quantization")},
+    "drafts.attention": "a draft has the target's attention",
+    "speculation.num_guess_tokens": "it is always max_num_tokens",
+    "speculation.fan_out": "it is always 3",
+    **{f"speculation.tree.{key}": _TREE for key in ("kind", "parents", "max_batch")},
+    "speculation.steps.rating_prompt": "the question is fixed (docs/speculation.md)",
+    "speculation.steps.step_end": "a step ends at a blank line",
+    "speculation.steps.max_step_tokens": "it is always 64",
+    "speculation.steps.max_steps": "it is always 256",
     "pair.niceness": _NICENESS,
     "pair.kv_events.replay_endpoint": "it is the endpoint with a port 100 above",
     "pair.kv_events.topic": "it is always empty",
@@ -26,4 +41,5 @@ REMOVED = {
     "ingress.limits.inter_token_timeout_s": "it is always 30",
     "ingress.limits.migration_deadline_s": "it is always 60",
     "ingress.limits.max_migrations": "it is always 64",
+    "tune.minutes": "it is always 10",
 }

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from cluster.schema.models import NAME_PATTERN
 from cluster.schema.section import EngineSection, Section, one_of
-from engine.config import MAX_TREE_NODES, ScorerKind, SpeculationConfig, StepConfig, TreeConfig, TreeKind
+from engine.config import ScorerKind, SpeculationConfig, StepConfig, TreeConfig
 from protos.messages import SpeculationMethod, VerifyMode
 
 
@@ -23,24 +23,17 @@ class DraftMode(StrEnum):
 
 
 class TreeSection(EngineSection):
-    """Draft trees, in passes of at most `max_batch` sequences; `num_tokens` is then their depth.
+    """Draft trees, in passes of at most four sequences; `num_tokens` is then their depth.
 
-    `kind` dynamic takes the `num_nodes` likeliest nodes of each pass. static has the same shape in every pass:
-    `parents` lists each node's parent (-1 for the committed tokens); without it, the shape is the best one of
-    `num_nodes`. For `rejection`, drafts have the static shape of their size in either kind. A request with `block` gets
-    chains.
+    A tree has the `num_nodes` likeliest nodes of each pass. For `rejection` it has the best shape of that size, the
+    same in every pass. A request with `block` gets chains.
     """
 
-    kind: Annotated[TreeKind, one_of(*TreeKind)] = TreeKind.DYNAMIC
-    num_nodes: int | None = Field(default=None, ge=1, le=MAX_TREE_NODES)
-    parents: list[int] | None = Field(default=None, min_length=1, max_length=MAX_TREE_NODES)
-    max_batch: int = Field(default=4, ge=1)
+    num_nodes: int = TreeConfig().num_nodes
 
     def to_engine(self) -> TreeConfig:
-        """Return the engine's trees; `parents` sets the number of nodes."""
-        parents = tuple(self.parents or ())
-        num_nodes = self.num_nodes or len(parents) or TreeConfig().num_nodes
-        return TreeConfig(self.kind, num_nodes, self.max_batch, parents)
+        """Return the engine's trees."""
+        return TreeConfig(num_nodes=self.num_nodes)
 
 
 _STEPS = StepConfig()
@@ -59,19 +52,15 @@ _Method = Annotated[SpeculationMethod | str, BeforeValidator(_as_method)]
 class StepsSection(EngineSection):
     """Permission for requests to ask for reasoning steps that are NOT exact (`speculation: {"mode": "approximate"}`).
 
-    The draft writes a step, up to `step_end` or `max_step_tokens`. The target scores it from 0 to 9 in one pass, and
-    commits it unchanged if the score is at least `threshold`. `judge` rating is the digit that the target expects after
-    `rating_prompt`; likelihood compares the step's tokens with the target's likeliest ones. Steps are drafted between
-    the two markers `think` (anywhere if null), at most `max_steps` per request.
+    The draft writes a step, up to a blank line or 64 tokens. The target scores it from 0 to 9 in one pass, and commits
+    it unchanged if the score is at least `threshold`. `judge` rating is the digit that the target expects after a
+    question; likelihood compares the step's tokens with the target's likeliest ones. Steps are drafted between the two
+    markers `think` (anywhere if null), at most 256 per request.
     """
 
     threshold: float = Field(default=_STEPS.threshold, strict=False)
     judge: Annotated[ScorerKind, one_of(*ScorerKind)] = _STEPS.judge
-    rating_prompt: str = Field(default=_STEPS.rating_prompt, min_length=1)
-    step_end: str = _STEPS.step_end
     think: list[str] | None = Field(default=list(_STEPS.think or ()), min_length=2, max_length=2)
-    max_step_tokens: int = _STEPS.max_step_tokens
-    max_steps: int = _STEPS.max_steps
 
     def to_engine(self) -> StepConfig:
         """Return the steps that the engine allows."""
@@ -82,12 +71,12 @@ class StepsSection(EngineSection):
 class SpeculationSection(Section):
     """The number K of draft tokens per pass, their verification, their source, and when they are made.
 
-    `num_tokens` is the default K, and `max_num_tokens` the largest K that a request may ask for. `num_guess_tokens` is
-    K for drafts that cost nothing to make: suffixes, also in hybrid, and a client's prediction. These end early where
-    they are unlikely to continue. The default is `max_num_tokens`.
+    `num_tokens` is the default K, and `max_num_tokens` the largest K that a request may ask for. Drafts that cost
+    nothing to make (suffixes, also in hybrid, and a client's prediction) have up to `max_num_tokens`; they end early
+    where they are unlikely to continue.
 
     With `adaptive`, every pass of every request gets its own K, from 0 to the request's limit; `num_tokens` is the
-    first. Otherwise K is `num_tokens`. The default is true for chains in mode sync, unless `num_guess_tokens` is set.
+    first. Otherwise K is `num_tokens`. The default is true for chains in mode sync.
 
     A request may choose among `methods`, which may name `drafts`. The default is every method that the deployment can
     run. A request without a choice gets `method`. Its default is the draft's kind, or the first of `methods` if they
@@ -97,16 +86,14 @@ class SpeculationSection(Section):
     `target_itl_ms` bounds the time of a pass under adaptive lengths: drafts never make a pass longer than this.
 
     In `mode` sync a draft model drafts after the target has committed, and the target waits. In async it drafts while
-    the target verifies, for the `fan_out` likeliest tokens at each position where the pass may end.
+    the target verifies, for the three likeliest tokens at each position where the pass may end.
 
     `steps` allows requests to ask for reasoning steps that are not exact. By default they are refused.
     """
 
     num_tokens: int = 4
     max_num_tokens: int = 16
-    num_guess_tokens: int | None = Field(default=None, ge=1)
     mode: Annotated[DraftMode, one_of(*DraftMode)] = DraftMode.SYNC
-    fan_out: int = Field(default=3, ge=1, le=16)
     verify: Annotated[VerifyMode, one_of(*VerifyMode)] = VerifyMode.COUPLED
     method: _Method | None = None
     methods: list[_Method] | None = None
@@ -120,12 +107,7 @@ class SpeculationSection(Section):
         """`adaptive`, or its default."""
         if self.adaptive is not None:
             return self.adaptive
-        return self.mode is DraftMode.SYNC and self.tree is None and self.num_guess_tokens is None
-
-    @property
-    def outcomes_ahead(self) -> int | None:
-        """Likeliest tokens per position that get drafts in advance; None in mode sync."""
-        return self.fan_out if self.mode is DraftMode.ASYNC else None
+        return self.mode is DraftMode.SYNC and self.tree is None
 
     def to_engine(self, methods: tuple[str, ...]) -> SpeculationConfig:
         """Return the speculation of an engine that offers `methods`, the default first."""
@@ -137,7 +119,6 @@ class SpeculationSection(Section):
             None if self.tree is None else self.tree.to_engine(),
             self.is_adaptive,
             None if self.steps is None else self.steps.to_engine(),
-            self.num_guess_tokens,
             None if self.target_itl_ms is None else self.target_itl_ms / 1000,
         )
 
@@ -150,12 +131,8 @@ class SpeculationSection(Section):
             yield "verify 'block' is for chains, and there is a tree; set verify to 'coupled' or remove one of the two"
         if self.tree is not None and self.mode is not DraftMode.SYNC:
             yield f"tree is for mode 'sync', and the mode is '{self.mode}'; remove one of the two"
-        if "fan_out" in self.model_fields_set and self.mode is not DraftMode.ASYNC:
-            yield f"fan_out {self.fan_out} is for mode 'async'; set mode to it, or remove fan_out"
         is_planned = self.is_adaptive and self.num_tokens > 0
         if self.method is SpeculationMethod.AUTO and not is_planned:
             yield "method 'auto' needs the measurements of adaptive lengths; set adaptive to true, or name a method"
         if self.target_itl_ms is not None and not is_planned:
             yield f"target_itl_ms {self.target_itl_ms:g} bounds adaptive lengths; set adaptive to true, or remove it"
-        if self.num_guess_tokens is not None and self.adaptive:
-            yield "adaptive sets the length of all drafts; remove num_guess_tokens, or adaptive"

@@ -21,15 +21,14 @@ class TuneSection(Section):
     tenants with `tune_log=false` after their key (docs/security.md), are never logged. A `share` of the other requests
     is logged. Beyond `max_gib` the oldest files are deleted.
 
-    With `auto`, a drift alarm starts `minutes` of training on the pair's node with its log, next to the running pair. A
-    trial then keeps the new draft if it is faster. New drafts are written to the folder `LOG.drafts`.
+    With `auto`, a drift alarm starts ten minutes of training on the pair's node with its log, next to the running pair.
+    A trial then keeps the new draft if it is faster. New drafts are written to the folder `LOG.drafts`.
     """
 
     log: str | None = Field(default=None, min_length=1)
     max_gib: float = Field(default=1.0, ge=0.1, le=1024, strict=False)
     share: float = Field(default=0.1, gt=0, le=1, strict=False)
     auto: bool = False
-    minutes: float = Field(default=10.0, ge=0.1, le=1440, strict=False)
 
     @property
     def folder(self) -> Path | None:
@@ -42,8 +41,6 @@ class TuneSection(Section):
         return None if folder is None else PositionLogConfig(str(folder), int(self.max_gib * _GIB), self.share)
 
     def conflicts(self) -> Iterator[str]:
-        if not self.auto and "minutes" in self.model_fields_set:
-            yield f"minutes {self.minutes:g} are for the training that auto begins; set auto to true, or remove them"
         if self.log is None and (given := self.model_fields_set - {"log"}):
             yield f"{', '.join(sorted(given))} needs a log, and no log is set; set log to a folder, or remove it"
         if self.log is not None and os.path.expanduser(self.log).startswith("~"):

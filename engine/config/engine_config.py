@@ -95,7 +95,6 @@ class EngineConfig:
     head: HeadConfig | None = None  # drafts in the target's process, instead of a draft model
     min_remote_prefill_tokens: int = 512  # shorter prompts are always prefilled locally
     log: PositionLogConfig | None = None  # the target's likeliest tokens, for requests that allow logging
-    overlap: bool = True  # with recorded passes, issue the next pass before the host has this pass's tokens
 
     def __post_init__(self) -> None:
         if self.head is not None and self.head.kind is HeadKind.SELF and self.model.tensor_parallel_size > 1:

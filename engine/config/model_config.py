@@ -74,7 +74,7 @@ class GraphConfig:
 
     def __post_init__(self) -> None:
         if any(batch < 1 for batch in self.batches):
-            raise ConfigError(f"target.cuda_graph_batches has {min(self.batches)}; a batch has at least 1 sequence")
+            raise ConfigError(f"GraphConfig.batches has {min(self.batches)}; a batch has at least 1 sequence")
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,15 +66,15 @@ class TreeConfig:
         return self.num_nodes if num_sequences <= self.max_batch and verify is not VerifyMode.BLOCK else 0
 
 
-def check_text_drafts(tree: TreeConfig | None, fan_out: int | None, reason: str = "draft.vocabulary is 'text'") -> None:
+def check_text_drafts(tree: TreeConfig | None, *, is_ahead: bool, reason: str = "draft.vocabulary is 'text'") -> None:
     """Raise ConfigError if drafts are trees or made ahead: drafts that go through text are chains in mode 'sync'.
 
     Args:
         tree: The shape of tree drafts; None for chains.
-        fan_out: Outcomes per position that are drafted ahead; None in mode 'sync'.
+        is_ahead: True in mode 'async'.
         reason: Why drafts go through text.
     """
-    if tree is None and fan_out is None:
+    if tree is None and not is_ahead:
         return
     conflict = "speculation.tree is set" if tree is not None else "speculation.mode is 'async'"
     raise ConfigError(
@@ -87,8 +87,8 @@ def check_text_drafts(tree: TreeConfig | None, fan_out: int | None, reason: str 
 class SpeculationConfig:
     """A deployment's speculation: the defaults, and the limits for requests that choose their own.
 
-    `num_tokens` is K, the drafts per pass. `num_guess_tokens` is K of suffixes and predictions, which cost nothing to
-    make and end where they are not expected to continue; None allows `max_num_tokens`. `methods` lists the methods on
+    `num_tokens` is K, the drafts per pass. Suffixes and predictions, which cost nothing to make and end where they are
+    not expected to continue, have up to `max_num_tokens`. `methods` lists the methods on
     offer, the default first; a name outside `SpeculationMethod` is a further draft model. A deployment with
     `num_tokens` 0 drafts only for requests that ask.
 
@@ -100,7 +100,7 @@ class SpeculationConfig:
     them everything is exact.
 
     Raises:
-        ConfigError: `max_num_tokens` is above `MAX_DRAFT_TOKENS`, or another length above `max_num_tokens`.
+        ConfigError: `max_num_tokens` is above `MAX_DRAFT_TOKENS`, or `num_tokens` above `max_num_tokens`.
     """
 
     num_tokens: int = 4
@@ -110,22 +110,20 @@ class SpeculationConfig:
     tree: TreeConfig | None = None
     adaptive: bool = False
     steps: StepConfig | None = None
-    num_guess_tokens: int | None = None
     target_itl_s: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_num_tokens <= MAX_DRAFT_TOKENS:
             raise ConfigError(f"speculation.max_num_tokens is {self.max_num_tokens}; use 0 to {MAX_DRAFT_TOKENS}")
-        for name, num_tokens in (("num_tokens", self.num_tokens), ("num_guess_tokens", self.num_guess_tokens or 0)):
-            if not 0 <= num_tokens <= self.max_num_tokens:
-                raise ConfigError(
-                    f"speculation.{name} is {num_tokens}; it must be between 0 and speculation.max_num_tokens, "
-                    f"{self.max_num_tokens}: lower it or raise the limit"
-                )
+        if not 0 <= self.num_tokens <= self.max_num_tokens:
+            raise ConfigError(
+                f"speculation.num_tokens is {self.num_tokens}; it must be between 0 and speculation.max_num_tokens, "
+                f"{self.max_num_tokens}: lower it or raise the limit"
+            )
 
     def without_drafts(self) -> SpeculationConfig:
         """Return this configuration with K = 0 everywhere, for an engine without a proposer."""
-        return replace(self, num_tokens=0, max_num_tokens=0, num_guess_tokens=None)
+        return replace(self, num_tokens=0, max_num_tokens=0)
 
     @property
     def method(self) -> str:
@@ -141,9 +139,7 @@ class SpeculationConfig:
     @property
     def free_draft_limit(self) -> int:
         """The default K of drafts that cost nothing to make."""
-        if self.num_tokens == 0:
-            return 0
-        return self.max_num_tokens if self.num_guess_tokens is None else self.num_guess_tokens
+        return self.max_num_tokens if self.num_tokens > 0 else 0
 
     @property
     def can_draft(self) -> bool:

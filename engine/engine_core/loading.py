@@ -97,7 +97,7 @@ def _load_speculation(
     elif proposer is not None and speculation.steps is not None and speculation.can_draft:
         tokenizer, writer = tokenizer_file(config.model.path), step_writer or proposer
         steps = step_speculation(speculation.steps, tokenizer, runner.vocab_size, proposer, writer, verifier)
-    can_overlap = config.overlap and runner.can_overlap and head is None and steps is None
+    can_overlap = runner.can_overlap and head is None and steps is None
     overlap = AsyncScheduling(runner, scheduler, verifier) if can_overlap else SyncScheduling()
     if proposer is None:
         return Speculation(NoProposer(), verifier, speculation.without_drafts(), overlap=overlap)

@@ -116,8 +116,8 @@ class MemoryMeter:
         if pool < block_bytes:
             raise ConfigError(
                 f"the GPU has no memory for one block of KV, {block_bytes / _GIB:.4f} GiB: {text}; raise "
-                "cache.gpu_memory_utilization, lower scheduler.max_tokens_per_step or target.cuda_graph_batches, shard "
-                "the target (target.tensor_parallel_size), or stop other programs"
+                "cache.gpu_memory_utilization, lower scheduler.max_tokens_per_step or scheduler.max_num_sequences, "
+                "shard the target (target.tensor_parallel_size), or stop other programs"
             )
         logger.info("%s", text)
         return pool

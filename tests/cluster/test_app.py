@@ -65,12 +65,12 @@ def test_a_pair_is_packed_on_one_node_with_a_bundle_for_each_process(model: str)
 def test_the_trainer_that_answers_alarms_knows_the_log_and_the_target(model: str, tmp_path: Path):
     args = {"model_id": "m", "target": {"path": model}, "draft": {"kind": "model", "path": model}}
     assert settings_of(deployments(args)[1]).auto_tune is None
-    tune = {"log": str(tmp_path / "log"), "auto": True, "minutes": 2}
+    tune = {"log": str(tmp_path / "log"), "auto": True}
     auto_tune = settings_of(deployments({**args, "tune": tune})[1]).auto_tune
     assert auto_tune is not None
     assert auto_tune.folder == f"{tmp_path}/log.drafts"
     assert auto_tune.command[3:7] == ("--log", f"{tmp_path}/log", "--target", model)
-    assert auto_tune.command[7:] == ("--minutes", "2.0", "--fresh", "20000")
+    assert auto_tune.command[7:] == ("--minutes", "10", "--fresh", "20000")
 
 
 def test_limits_reach_the_engine(model: str):
@@ -78,7 +78,7 @@ def test_limits_reach_the_engine(model: str):
         "model_id": "m",
         "target": {"path": model, "dtype": "float32", "num_threads": 3},
         "draft": {"kind": "model", "path": model, "num_threads": 1},
-        "speculation": {"num_tokens": 6, "verify": "rejection", "num_guess_tokens": 9},
+        "speculation": {"num_tokens": 6, "verify": "rejection", "max_num_tokens": 9},
         "cache": {"block_size": 32, "memory_gib": 2},
         "scheduler": {"max_num_sequences": 8, "max_tokens_per_step": 512, "max_model_len": 100},
         "pair": {"max_queued_requests": 5},
@@ -111,17 +111,14 @@ def test_a_head_is_part_of_the_engine_and_of_prefill_replicas_if_it_keeps_kv(
 
 
 def test_a_sharded_target_and_what_is_recorded_reach_the_engine_and_the_devices(model: str):
-    target = {"path": model, "tensor_parallel_size": 2, "cuda_graph_batches": [1, 4]}
+    target = {"path": model, "tensor_parallel_size": 2, "cuda_graphs": "off"}
     args = {"model_id": "m", "target": target, "draft": {"kind": "model", "path": model, "gpu": 1}}
     _, pair = deployments({**args, "prefill": {"num_replicas": 1}})
     settings = settings_of(pair)
     assert settings.engine.model.tensor_parallel_size == 2
-    assert settings.engine.model.graphs.batches == (1, 4)
-    assert settings.engine.overlap
-    _, waiting = deployments({"model_id": "m", "target": {"path": model, "overlapped_passes": "off"}})
-    assert not settings_of(waiting).engine.overlap
+    assert settings.engine.model.graphs.kind == "off"
     assert settings.draft.model is not None
-    assert (settings.draft.model.tensor_parallel_size, settings.draft.model.graphs.batches) == (1, (1, 4))
+    assert (settings.draft.model.tensor_parallel_size, settings.draft.model.graphs.kind) == (1, "off")
     assert pair.init_args[1].keywords == {"num_ranks": 2, "draft_gpu": 1, "num_gpus": 0}
     prefill: PrefillSettings = pair.init_args[-1]._bound_deployment.init_args[0]
     assert prefill.engine.model.tensor_parallel_size == 2

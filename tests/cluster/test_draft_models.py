@@ -63,7 +63,7 @@ def test_what_is_wrong_with_drafts_is_named() -> None:
     )
     assert "'Big Draft' is no method" in refusal(speculation={"methods": ["Big Draft"]})
     assert "speculation.mode is 'async'" in refusal(
-        drafts=[{**prose, "vocabulary": "text"}], speculation={"mode": "async"}
+        draft={"kind": "model", "path": "d", "vocabulary": "text"}, drafts=[prose], speculation={"mode": "async"}
     )
 
 
@@ -78,8 +78,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served_config(folder: Path, **args: Any) -> DeployConfig:
     return config_of(
         target={"path": str(folder / "t")},
-        draft={"kind": "model", "path": str(folder / "own")},
-        drafts=[{"name": "prose", "path": str(folder / "p"), "quantization": "int8"}],
+        draft={"kind": "model", "path": str(folder / "own"), "quantization": "int8"},
+        drafts=[{"name": "prose", "path": str(folder / "p")}],
         **args,
     )
 
@@ -93,7 +93,7 @@ def test_each_draft_has_a_process_and_threads_of_its_own(folder: Path) -> None:
     assert list(settings.of_drafts) == ["model", "prose"]
     prose = settings.of_drafts["prose"].draft
     assert prose.model is not None
-    assert (prose.model.path, prose.model.quantization, prose.fan_out) == (str(folder / "p"), "int8", 3)
+    assert (prose.model.path, prose.model.quantization, prose.is_ahead) == (str(folder / "p"), "int8", True)
     assert settings.of_drafts["prose"].more_drafts == ()
 
 

@@ -31,7 +31,7 @@ from engine.model.gpu_memory import enough_memory
 
 logger = logging.getLogger(__name__)
 
-_REMEDY = "lower cache.gpu_memory_utilization or target.cuda_graph_batches, or set target.cuda_graphs to off"
+_REMEDY = "lower cache.gpu_memory_utilization or scheduler.max_num_sequences, or set target.cuda_graphs to off"
 _MAX_REPLAY_ERROR = 0.03  # of a row; the kernels are the same, libraries may choose among theirs
 
 Forward = Callable[[ForwardBatch, Tensor], ForwardOutput]  # a pass, and where its logits go

@@ -58,7 +58,7 @@ from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_PASSES_REMEDY = "lower scheduler.max_tokens_per_step or target.cuda_graph_batches, or stop other programs"
+_PASSES_REMEDY = "lower scheduler.max_tokens_per_step or scheduler.max_num_sequences, or stop other programs"
 
 
 class ModelRunner:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+FAN_OUT = 3  # outcomes per position
 _ACCEPTANCE = 0.8  # chance that one more draft is accepted; the result hardly differs from 0.7 to 0.9
 _RANK_POWER = -1.5  # coupled drafts of the demo pair at temperature 1: 47, 19, 10, 6, 3% for ranks 1 to 5
 

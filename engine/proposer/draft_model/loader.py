@@ -34,18 +34,19 @@ def load_drafter(
     target_path: str,
     vocabulary: DraftVocabulary = DraftVocabulary.AUTO,
     tree: TreeConfig | None = None,
-    fan_out: int | None = None,
+    *,
+    is_ahead: bool = False,
 ) -> Drafter:
     """Load a draft model for the target at `target_path`.
 
-    With `fan_out` it drafts ahead for `fan_out` outcomes per position of a pass.
+    With `is_ahead` it also drafts ahead of verification.
 
     Raises:
         ConfigError: the model cannot be served, does not fit the target, or cannot draft with these settings.
     """
     choice = choose_vocabulary(target_path, model.path, vocabulary)
     if choice.vocabulary is DraftVocabulary.TEXT:
-        check_text_drafts(tree, fan_out, _why_text(choice, vocabulary))
+        check_text_drafts(tree, is_ahead=is_ahead, reason=_why_text(choice, vocabulary))
         return Drafter(TextProposer(ModelProposer.from_config(model, cache, scheduler), choice.require_pair()))
     translation, tokenizer_path = None, None
     if choice.vocabulary is DraftVocabulary.INTERSECTION:
@@ -54,7 +55,7 @@ def load_drafter(
     proposer = ModelProposer.from_config(
         model, cache, scheduler, vocab_size, tree, translation=translation, tokenizer_path=tokenizer_path
     )
-    return Drafter(proposer, None if fan_out is None else proposer.ahead_drafter(fan_out))
+    return Drafter(proposer, proposer.ahead_drafter() if is_ahead else None)
 
 
 def _why_text(choice: VocabularyChoice, wanted: DraftVocabulary) -> str:

@@ -22,6 +22,7 @@ from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.draft_model import DraftModel, PrefillJob
 from engine.proposer.draft_model.draft_sequence import DraftSequence
 from engine.proposer.draft_model.draft_sequences import DraftSequences
+from engine.proposer.draft_model.fan_out import FAN_OUT
 from engine.proposer.growth.chain import Chain
 from engine.proposer.growth.tree import Tree
 from engine.proposer.growth.tree_shape import shape_of
@@ -135,7 +136,7 @@ class ModelProposer:
         """The version of the draft's weights."""
         return self._model.runner.model_version
 
-    def ahead_drafter(self, fan_out: int) -> AheadDrafter:
+    def ahead_drafter(self, fan_out: int = FAN_OUT) -> AheadDrafter:
         """Return a drafter ahead of verification with this model, for this proposer's open sequences."""
         return AheadDrafter(self._model, fan_out)
 

@@ -21,10 +21,10 @@ CACHE = CacheConfig(num_blocks=256, memory_bytes=None)
 
 
 @contextmanager
-def serving(folders: Folders, path: Path, vocabulary: DraftVocabulary, fan_out: int | None) -> Iterator[None]:
+def serving(folders: Folders, path: Path, vocabulary: DraftVocabulary, *, is_ahead: bool) -> Iterator[None]:
     """A draft process, as a thread."""
     model = ModelConfig(str(folders.draft), dtype="float32")
-    drafter = load_drafter(model, CACHE, SchedulerConfig(), str(folders.target), vocabulary, None, fan_out)
+    drafter = load_drafter(model, CACHE, SchedulerConfig(), str(folders.target), vocabulary, is_ahead=is_ahead)
     proposer = drafter.proposer
     listener = FrameListener(path)
     server = DraftServer(listener, proposer, proposer.model_version, drafter.ahead, counts=lambda: proposer.counts)
@@ -40,15 +40,15 @@ def serving(folders: Folders, path: Path, vocabulary: DraftVocabulary, fan_out: 
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "fan_out"),
-    [(DraftVocabulary.INTERSECTION, None), (DraftVocabulary.INTERSECTION, 2), (DraftVocabulary.TEXT, None)],
+    ("vocabulary", "is_ahead"),
+    [(DraftVocabulary.INTERSECTION, False), (DraftVocabulary.INTERSECTION, True), (DraftVocabulary.TEXT, False)],
 )
 def test_a_pair_with_two_tokenizers_says_what_the_target_alone_says(
-    tmp_path: Path, folder: Path, vocabulary: DraftVocabulary, fan_out: int | None
+    tmp_path: Path, folder: Path, vocabulary: DraftVocabulary, is_ahead: bool
 ) -> None:
     folders = write_foreign_pair(tmp_path)
     reference = generate(new_engine(folders, None), requests())
-    with serving(folders, folder / "draft.sock", vocabulary, fan_out):
+    with serving(folders, folder / "draft.sock", vocabulary, is_ahead=is_ahead):
         channel = connected(folder / "draft.sock")
         engine = new_engine(folders, channel)
         assert generate(engine, requests(), channel) == reference

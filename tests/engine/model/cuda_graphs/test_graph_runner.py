@@ -226,9 +226,9 @@ def test_buckets_follow_from_the_limits_of_the_engine() -> None:
     tree = sized(GraphConfig(), limits, SpeculationConfig(3, tree=TreeConfig(num_nodes=8)))
     assert (tree.row_counts, tree.has_trees) == ((1, 4, 9), True)
     assert sized(GraphConfig(), limits, SpeculationConfig(2, max_num_tokens=5, adaptive=True)).row_counts == (1, 3, 6)
-    suffixes = SpeculationConfig(3, methods=(SpeculationMethod.SUFFIX,), num_guess_tokens=8)
+    suffixes = SpeculationConfig(3, max_num_tokens=8, methods=(SpeculationMethod.SUFFIX,))
     assert sized(GraphConfig(), limits, suffixes).row_counts == (1, 4, 9)
-    with pytest.raises(ConfigError, match="cuda_graph_batches has 0"):
+    with pytest.raises(ConfigError, match="batches has 0"):
         GraphConfig(batches=(1, 0))
 
 

@@ -64,8 +64,11 @@ def test_a_runner_takes_tokens_from_the_device_in_recorded_passes_and_in_others(
 
 def generate(folder: Path, *, is_behind: bool, graphs: GraphConfig = GRAPHS) -> tuple[dict[str, list[int]], int]:
     model = ModelConfig(str(folder), "float32", "cpu", graphs=graphs)
-    config = EngineConfig(model, CacheConfig(4, num_blocks=64), SchedulerConfig(4, 64), overlap=is_behind)
-    core = load_engine(config)
+    config = EngineConfig(model, CacheConfig(4, num_blocks=64), SchedulerConfig(4, 64))
+    with pytest.MonkeyPatch.context() as patch:
+        if not is_behind:
+            patch.setattr(ModelRunner, "can_overlap", False)
+        core = load_engine(config)
     grammar = Grammar(GrammarKind.REGEX, r"(cat|dog){1,4} [0-9]{2,6}", "guided_regex")
     for index in range(7):
         sampling = SamplingParams(

@@ -206,7 +206,7 @@ def test_text_offers_chains_when_asked_and_nothing_else(folders: Folders) -> Non
     with pytest.raises(ConfigError, match=r"allows only chains in mode 'sync', but speculation.tree is set"):
         new_proposer(folders, DraftVocabulary.TEXT, TreeConfig())
     with pytest.raises(ConfigError, match=r"but speculation.mode is 'async'"):
-        load_drafter(model, CACHE, SchedulerConfig(), str(folders.target), DraftVocabulary.TEXT, None, 3)
+        load_drafter(model, CACHE, SchedulerConfig(), str(folders.target), DraftVocabulary.TEXT, is_ahead=True)
 
 
 # ---- verification by ratios: samples against the exact distribution -------------------------------------------------
