@@ -267,7 +267,8 @@ async def _slow_clients(face: Face) -> Answers:
 async def _stalled_bodies(face: Face) -> Answers:
     part, key = b"a" * 20_480, f"Authorization: Bearer {face.key}\r\n".encode()
     heads = [
-        b"%s /v1/completions HTTP/1.1\r\nHost: localhost\r\n%sContent-Length: 8000000\r\n\r\n" % (method, headers)
+        b"%s /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n%sContent-Length: 8000000"
+        b"\r\n\r\n" % (method, headers)
         for method, headers in ((b"POST", b""), (b"POST", key), (b"PUT", b""), (b"GET", b""))
     ]
     stalls = [(head + sent, drip) for head in heads for sent in (b"", part) for drip in (b"", b"a")]

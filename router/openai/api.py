@@ -37,7 +37,7 @@ from router.openai.http_body import BodyReader, ignore_fields
 from router.openai.messages.messages_request import MessagesRequest
 from router.openai.messages.messages_writer import MessagesWriter
 from router.openai.openapi import openapi_document
-from router.openai.request_head import CheckHost, OneSlash, names_of_server
+from router.openai.request_head import BeginInTurn, CheckHost, OneSlash, names_of_server
 from router.openai.response_writer import ResponseWriter
 from router.openai.responses.responses_request import ResponsesRequest
 from router.openai.responses.responses_writer import ResponsesWriter
@@ -277,6 +277,7 @@ def build_app(
         app.add_middleware(CheckHost, names=names, origins=pattern)
     app.add_middleware(OneSlash)
     app.add_middleware(CloseUnread)
+    app.add_middleware(BeginInTurn)
     for path, post in (
         ("/v1/completions", api.completions),
         ("/v1/chat/completions", api.chat_completions),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import uuid
 from collections.abc import Sequence
@@ -19,6 +20,20 @@ _ID = re.compile(r"[!-~]{1,128}")  # goes into logs and back to the client
 _HOST = re.compile(r"[^\s/?#@\\]+")  # a name and a port: nothing that an address has before or after them
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+_MAX_BEGUN = 8  # requests that begin in one turn of the event loop
+
+
+class BeginInTurn:
+    """ASGI middleware: a burst of requests begins a few at a time, so that running streams get their turns between."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._places = asyncio.Semaphore(_MAX_BEGUN)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._places:
+            await asyncio.sleep(0)
+        await self._app(scope, receive, send)
 
 
 class AddRequestId:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import httpx
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
@@ -98,3 +99,24 @@ async def test_a_request_s_id_is_short_and_visible_or_made_anew(sent: str, is_ke
         answer = await http.get("/", headers={b"x-request-id": sent.encode()})
     assert answer.headers["x-request-id"] == answer.headers["x-seen"]
     assert (answer.headers["x-request-id"] == sent) == is_kept
+
+
+async def test_a_burst_of_requests_leaves_the_event_loop_to_others(service: GenerationService) -> None:
+    """A stream's token waits for a few of them at most in each turn of the loop."""
+    app, turn, answered_in = build_app(service, ApiKeys()), 0, list[int]()
+    scope = {"type": "http", "method": "GET", "path": "/live", "headers": [], "query_string": b""}
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            answered_in.append(turn)
+
+    burst = asyncio.gather(*(app(dict(scope), receive, send) for _ in range(400)))
+    while not burst.done():
+        turn += 1
+        await asyncio.sleep(0)
+    assert len(answered_in) == 400
+    assert max(answered_in.count(each) for each in set(answered_in)) <= 8
