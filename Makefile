@@ -72,11 +72,11 @@ test-engine: install  ## the tests of the engine, but for its verifiers
 	@$(FILLING_FIRST) $(COVERED) --source engine --out .cache/engine-coverage.json -m pytest tests/engine --ignore=tests/engine/verifier
 
 test-models: install  ## the tests that compute for long, without coverage: sampled verifiers, models, benches
-	@$(FILLING) $(BIN)/python -m pytest tests/engine/verifier tests/models tests/bench tests/real_model
+	@$(FILLING) $(BIN)/python -m pytest tests/engine/verifier tests/models tests/tuning tests/bench tests/real_model
 
 test-others: install  ## all other tests
 	@$(FILLING) $(COVERED) --source cluster,actors,router,protos --out .cache/others-coverage.json \
-		-m pytest $(addprefix --ignore=tests/,serve engine models bench real_model)
+		-m pytest $(addprefix --ignore=tests/,serve engine models tuning bench real_model)
 
 lint: install  ## ruff, rules and format
 	@$(BIN)/ruff check .

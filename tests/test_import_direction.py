@@ -11,13 +11,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-OURS = {"cluster", "actors", "router", "engine", "protos"}
+OURS = {"cluster", "actors", "router", "tuning", "engine", "protos"}
 MAY_IMPORT = {
     "protos": set(),
     "engine": {"protos"},
     "router": {"protos"},
     "actors": {"engine", "protos"},
-    "cluster": {"actors", "router", "engine", "protos"},
+    "tuning": {"engine", "protos"},
+    "cluster": {"actors", "router", "tuning", "engine", "protos"},
 }
 # Where a library may be imported; a library that is not named here may be imported anywhere.
 HOMES = {
@@ -33,8 +34,8 @@ HOMES = {
         "router/routing/index/index_client.py",
         "router/routing/serve_router.py",
     ),
-    "torch": ("engine/", "actors/"),
-    "transformers": ("engine/", "actors/", "router/generation/response_template.py"),
+    "torch": ("engine/", "actors/", "tuning/"),
+    "transformers": ("engine/", "actors/", "tuning/", "router/generation/response_template.py"),
     "fastapi": ("router/",),
     "pydantic": (
         "router/",

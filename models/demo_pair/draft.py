@@ -9,11 +9,11 @@ from transformers import LlamaForCausalLM
 
 from models.training.architecture import compile_layers, draft_config, hidden_states, new_model
 from models.training.checkpoint import load_checkpoint, save_checkpoint
-from models.training.loss import distillation_loss
-from models.training.optimizer import PairedOptimizer
 from models.training.rollout import RolloutPool, mixed_sources
 from models.training.tokens import WindowStream, plain_positions
-from models.training.train import Budget, TrainingReport, autocast, train
+from tuning.loss import distillation_loss
+from tuning.optimizer import PairedOptimizer
+from tuning.train import Budget, TrainingReport, autocast, train
 
 ROLLOUT_EVERY_BATCHES = 4
 

@@ -20,9 +20,9 @@ from models.demo_pair.acceptance import Acceptance, measure_acceptance, text_agr
 from models.training.architecture import REPETITION_PENALTY, num_parameters
 from models.training.checkpoint import load_checkpoint
 from models.training.corpus import Corpus, Document, collect
-from models.training.rollout import generate
 from models.training.tokenizer import load_tokenizer, render_chat
 from models.training.tokens import encode, measuring_windows
+from tuning.sampling import generate
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from transformers import LlamaForCausalLM
 
 from models.training.architecture import REPETITION_PENALTY, compile_layers, hidden_states, new_model, target_config
 from models.training.checkpoint import load_checkpoint, save_checkpoint
-from models.training.loss import next_token_loss
-from models.training.optimizer import PairedOptimizer
 from models.training.tokens import WindowStream, plain_positions, skipped_positions
-from models.training.train import Budget, TrainingReport, autocast, train
+from tuning.loss import next_token_loss
+from tuning.optimizer import PairedOptimizer
+from tuning.train import Budget, TrainingReport, autocast, train
 
 LONG_PHASE_START = 0.75
 

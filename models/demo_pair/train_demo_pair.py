@@ -20,7 +20,7 @@ from models.training.corpus import Corpus, collect
 from models.training.rollout import write_rollouts
 from models.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from models.training.tokens import WindowStream, tokenize_corpus
-from models.training.train import Budget, TrainingReport
+from tuning.train import Budget, TrainingReport
 
 CPU_MINUTES = (50.0, 14.0)
 CUDA_MINUTES = (20.0, 8.0)

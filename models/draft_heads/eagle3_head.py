@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from models.draft_heads.eagle3_student import Eagle3Student, view_of
 from models.draft_heads.head_acceptance import DraftLogits
-from models.training.loss import distillation_loss
-from models.training.optimizer import PairedOptimizer
-from models.training.train import Budget, TrainingReport, autocast, train
+from tuning.eagle3_student import Eagle3Student, view_of
+from tuning.loss import distillation_loss
+from tuning.optimizer import PairedOptimizer
+from tuning.train import Budget, TrainingReport, autocast, train
 
 DRAFT_VOCAB_SIZE = 3072  # these cover 98.3% of the library's tokens, of the demo's 4,096
 NUM_STEPS = 4

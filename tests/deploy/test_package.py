@@ -14,12 +14,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-MODELS = ("models/published", "models/training", "models/tuning")
-SHIPPED = ("actors", "cluster", "engine", *MODELS, "outrider", "protos", "router")
+SHIPPED = ("actors", "cluster", "engine", "models/published", "outrider", "protos", "router", "tuning")
 FILES = sorted(file for package in SHIPPED for file in (ROOT / package).rglob("*.py"))
 # by a function, for an extra
 LOADED_WHERE_ASKED_FOR = ("kv_event_publisher.py", "top_view.py", "triton_", "vllm_")
-OURS = {"actors", "bench", "cluster", "engine", "models", "outrider", "protos", "router"}
+OURS = {"actors", "bench", "cluster", "engine", "models", "outrider", "protos", "router", "tuning"}
 
 
 def named(requirements: list[str]) -> set[str]:
@@ -58,3 +57,11 @@ def test_every_import_is_of_a_dependency(package: str) -> None:
         for each in imports(ast.parse(file.read_text(encoding="utf-8")), file.name.startswith(LOADED_WHERE_ASKED_FOR))
     }
     assert [each for each in sorted(found) if not is_declared(each[1], each[2])] == []
+
+
+def test_what_is_shipped_imports_only_what_is_shipped() -> None:
+    names = "|".join(package.replace("/", r"\.") for package in SHIPPED)
+    ours = re.compile(rf"(?:from|import) ({'|'.join(OURS)})\b")
+    shipped = re.compile(rf"(?:from|import) (?:{names})\b")
+    lines = [(file, line.strip()) for file in FILES for line in file.read_text(encoding="utf-8").splitlines()]
+    assert [each for each in lines if ours.match(each[1]) and not shipped.match(each[1])] == []

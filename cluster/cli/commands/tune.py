@@ -79,8 +79,8 @@ def tune(  # long: a table of options and their help
     target_path = _folder(target, "target")
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is loaded
     # Imported here: it loads torch, which few commands need.
-    from models.tuning.tuning import TuneSettings, check_output, working_folder
-    from models.tuning.tuning import tune as tune_draft
+    from tuning.tune import TuneSettings, check_output, working_folder
+    from tuning.tune import tune as tune_draft
 
     output = Path(os.path.expanduser(output)).absolute()
     check_output(output)

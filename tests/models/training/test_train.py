@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from models.demo_pair.target import average
 from models.training.architecture import llama_config, new_model, num_parameters
 from models.training.checkpoint import load_checkpoint, save_checkpoint
-from models.training.loss import distillation_loss
-from models.training.optimizer import PairedOptimizer
-from models.training.rollout import penalise, write_rollouts
+from models.training.rollout import write_rollouts
 from models.training.tokens import TokenizedCorpus, WindowStream
-from models.training.train import Budget, autocast, train
+from tuning.loss import distillation_loss
+from tuning.optimizer import PairedOptimizer
+from tuning.sampling import penalise
+from tuning.train import Budget, autocast, train
 
 
 def test_training_ends_with_its_tokens_and_leaves_a_loadable_checkpoint(tmp_path: Path) -> None:

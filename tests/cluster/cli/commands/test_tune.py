@@ -12,8 +12,8 @@ import pytest
 from cluster.cli.__main__ import main
 from cluster.cli.commands.tune import NO_GAIN
 from cluster.cli.trial import log_traffic as traffic_module
-from models.tuning import tuning
 from tests.serve.tiny_models import write_pair
+from tuning import tune
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_the_status_says_that_no_training_has_helped(
 ) -> None:
     monkeypatch.setattr(os, "setpriority", lambda *_: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(tuning, "tune", lambda *_: False)
+    monkeypatch.setattr(tune, "tune", lambda *_: False)
     arguments = ["tune", "--target", "demo", "--draft", "demo", "--output", str(tmp_path / "new"), "--log", "x"]
     assert main(arguments) == NO_GAIN
     assert "written" not in capsys.readouterr().out

@@ -9,20 +9,125 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from models.training.optimizer import PairedOptimizer
-from models.training.train import Budget, TrainingClock, train
-from models.tuning.draft import TunableDraft
-from models.tuning.lesson import DivergedError, LogLesson
-from models.tuning.log_windows import Window
-from models.tuning.low_rank import add_low_rank, merge_low_rank
-from models.tuning.student import Student
+from tuning.draft import TunableDraft
+from tuning.log_windows import Window
+from tuning.loss import top_distillation_loss
+from tuning.optimizer import PairedOptimizer
+from tuning.student import Student
+from tuning.train import Budget, TrainingClock, autocast, train
 
+_SCALE = 2.0  # alpha over rank
+_NEIGHBOURS = 4  # candidates by length for each window of a batch
+_L1_WEIGHT = 1.0  # as of the demo draft's own training
+_NUM_DRAFTS = 4  # of a round, that heads learn; the weights decrease
+_DRAFT_WEIGHT = 0.8
 _OTHERS_RATE = 0.2  # the learning rate of embeddings and norms relative to the matrices', as for the demo draft
 _TOKENS_PER_STEP = 2048
 _CHECKPOINT_EVERY_S = 20.0
+
+
+class LowRankLinear(nn.Module):
+    """A linear layer W x + scale B A x whose W is frozen; B begins at zero, so that nothing has changed yet."""
+
+    def __init__(self, linear: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(rank, linear.in_features, device=linear.weight.device) / rank**0.5)
+        self.b = nn.Parameter(torch.zeros(linear.out_features, rank, device=linear.weight.device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        out: Tensor = self.linear(x) + _SCALE * F.linear(F.linear(x, self.a), self.b)
+        return out
+
+    @torch.no_grad()
+    def merged(self) -> nn.Linear:
+        """Return the plain layer, with the change in its weights."""
+        self.linear.weight += _SCALE * self.b @ self.a
+        return self.linear
+
+
+def add_low_rank(model: nn.Module, rank: int) -> list[nn.Parameter]:
+    """Freeze the model, give each linear layer but the one to the vocabulary a change of this rank; return them."""
+    model.requires_grad_(False)
+    added: list[nn.Parameter] = []
+    for parent, name, linear in _linears(model):
+        layer = LowRankLinear(linear, min(rank, *linear.weight.shape))
+        setattr(parent, name, layer)
+        added += [layer.a, layer.b]
+    return added
+
+
+def merge_low_rank(model: nn.Module) -> None:
+    """Put the plain layers back, with the changes in their weights."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, LowRankLinear):
+                setattr(parent, name, child.merged())
+
+
+def _linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
+    head = model.get_output_embeddings()  # type: ignore[operator]  # of transformers' models
+    return [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.Linear) and child is not head
+    ]
+
+
+class DivergedError(Exception):
+    """The loss is no number any more: this learning rate is too high."""
+
+
+class LogLesson:
+    """Gives the loss of the next batch; batch n is a function of the seed and n, so that a run can be resumed.
+
+    A batch has windows of similar lengths, since padding to the longest is wasted.
+
+    Args:
+        student: the draft.
+        windows: the windows that train.
+        budget: tokens of a batch, and the device.
+        seed: of the order of windows.
+        num_steps: batches that the run has had before.
+    """
+
+    def __init__(
+        self, student: Student, windows: Sequence[Window], budget: Budget, seed: int, num_steps: int = 0
+    ) -> None:
+        self._student, self._budget = student, budget
+        self._windows = sorted(windows, key=lambda window: len(window.token_ids))
+        self._seed, self._num_steps = seed, num_steps
+
+    def __call__(self, progress: float) -> Tensor:
+        """Return the loss of the next batch; it does not depend on `progress`. Raises DivergedError."""
+        windows, student = self._next(), self._student
+        device = self._budget.device
+        top_ids = student.draft_ids(torch.cat([window.top_ids for window in windows])).to(device)
+        top_logprobs = torch.cat([window.top_logprobs for window in windows]).to(device).float()
+        total, weight, weights = torch.zeros((), device=device), 1.0, 0.0
+        with autocast(device):
+            for logits in student.logits(windows, student.num_unlike(_NUM_DRAFTS)):
+                total = total + weight * top_distillation_loss(logits, top_ids, top_logprobs, _L1_WEIGHT)
+                weight, weights = weight * _DRAFT_WEIGHT, weights + weight
+        loss = total / weights
+        if not torch.isfinite(loss):
+            raise DivergedError
+        return loss
+
+    def _next(self) -> list[Window]:
+        rng = np.random.default_rng((self._seed, self._num_steps))
+        self._num_steps += 1
+        last = int(rng.integers(len(self._windows)))
+        number = max(1, self._budget.tokens_per_step // len(self._windows[last].token_ids))
+        alike = self._windows[max(0, last + 1 - _NEIGHBOURS * number) : last + 1]
+        return [alike[index] for index in rng.choice(len(alike), min(number, len(alike)), replace=False)]
 
 
 @dataclass(frozen=True, slots=True)

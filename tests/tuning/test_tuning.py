@@ -17,17 +17,16 @@ from engine.position_log.folder import LogFolder, log_files
 from engine.position_log.shard import LoggedModel, LoggedRequest, read_shard, write_shard
 from engine.position_log.top_rows import top_logprobs
 from models.demo_pair.acceptance import count_rounds
-from models.training.rollout import generate
-from models.training.train import Budget
-from models.tuning.checkpoint import DraftFolder
-from models.tuning.lesson import LogLesson
-from models.tuning.log_windows import read_log, windows_of
-from models.tuning.low_rank import add_low_rank, merge_low_rank
-from models.tuning.rollouts import write_rollouts
-from models.tuning.score import expected_passes
-from models.tuning.tuning import TuneSettings, tune, working_folder
 from protos.errors import ConfigError
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, Folders, write_checkpoint, write_pair
+from tuning.draft import DraftFolder
+from tuning.log_windows import read_log, windows_of
+from tuning.rollouts import write_rollouts
+from tuning.run import LogLesson, add_low_rank, merge_low_rank
+from tuning.sampling import generate
+from tuning.score import expected_passes
+from tuning.train import Budget
+from tuning.tune import TuneSettings, tune, working_folder
 
 NUM_PROMPT_TOKENS = 4
 NUM_STEPS = 16
@@ -104,7 +103,7 @@ def test_a_run_that_was_killed_goes_on(pair: Folders, tmp_path: Path, monkeypatc
         if share > 0.5:  # the trials are done, the long run is not
             raise KilledError
 
-    monkeypatch.setattr("models.tuning.run._CHECKPOINT_EVERY_S", 0.0)
+    monkeypatch.setattr("tuning.run._CHECKPOINT_EVERY_S", 0.0)
 
     wanted = settings(pair, tmp_path / "new")
     with pytest.raises(KilledError):
@@ -139,12 +138,12 @@ def test_a_tuning_may_wait_for_new_traffic_and_take_nothing_else(
     def write_more(seconds: float) -> None:
         write_shard(file, model, requests)
 
-    monkeypatch.setattr("models.tuning.fresh_log.time.sleep", write_more)
+    monkeypatch.setattr("tuning.log_windows.time.sleep", write_more)
     is_better, lines = run(wanted)
     assert is_better
     assert "960 positions are new" in lines
     assert any(line.startswith("960 positions; ") for line in lines)
-    monkeypatch.setattr("models.tuning.fresh_log.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("tuning.log_windows.time.sleep", lambda seconds: None)
     with pytest.raises(ConfigError, match="has 0 positions in all"):
         run(replace(wanted, output=tmp_path / "late", minutes=0.001))
 
@@ -162,7 +161,7 @@ def test_texts_that_were_written_are_behind_prompts_that_train_and_are_written_o
     assert not {tuple(request.token_ids[:NUM_PROMPT_TOKENS]) for request in written} & measuring
     assert {round(request.temperature, 3) for request in written} == {0.3, 1.0}
     assert all(min(request.positions) == NUM_PROMPT_TOKENS for request in written)
-    monkeypatch.setattr("models.tuning.rollouts._write", None)
+    monkeypatch.setattr("tuning.rollouts._write", None)
     again = write_rollouts(str(pair.target), log, tmp_path / "rollouts", 0.05, shares.append)
     assert [each.token_ids.tolist() for each in again] == [each.token_ids.tolist() for each in written]
 

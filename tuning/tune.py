@@ -20,15 +20,13 @@ from transformers import AutoConfig
 from engine.model.draft_heads.checkpoint import read_config
 from engine.model.loader import model_version
 from engine.position_log.shard import LoggedModel, LoggedRequest
-from models.tuning.checkpoint import DraftFolder
-from models.tuning.draft import TunableDraft
-from models.tuning.fresh_log import log_end, wait_for_positions
-from models.tuning.head_folder import HeadFolder, holds_heads
-from models.tuning.log_windows import Log, read_log, windows_of
-from models.tuning.rollouts import write_rollouts
-from models.tuning.run import Candidate, TrainingRun
-from models.tuning.score import Score, score_draft
 from protos.errors import ConfigError
+from tuning.draft import DraftFolder, TunableDraft
+from tuning.heads import HeadFolder, holds_heads
+from tuning.log_windows import Log, log_end, read_log, wait_for_positions, windows_of
+from tuning.rollouts import write_rollouts
+from tuning.run import Candidate, TrainingRun
+from tuning.score import Score, score_draft
 
 _TRIALS_SHARE = 0.3  # share of the minutes for all short trainings together
 _LONG_SHARE = 0.6  # share for the long one; the rest is for measuring

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from engine.position_log.shard import LoggedRequest
-from models.training.rollout import penalise
-from models.tuning.log_windows import Window, windows_of
-from models.tuning.student import Student
 from protos.messages import GREEDY_BELOW
+from tuning.log_windows import Window, windows_of
+from tuning.sampling import penalise
+from tuning.student import Student
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from models.training.optimizer import PairedOptimizer
-from models.training.product_dtype import product_dtype
+from tuning.optimizer import PairedOptimizer, product_dtype
 
 logger = logging.getLogger(__name__)
 

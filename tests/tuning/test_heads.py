@@ -20,15 +20,15 @@ from engine.position_log.folder import LogFolder
 from engine.position_log.shard import LoggedModel, LoggedRequest, write_shard
 from engine.position_log.top_rows import top_logprobs
 from models.draft_heads.eagle3_head import eagle3_logits, new_student, save_head
-from models.draft_heads.medusa_heads import TrainableMedusaHeads, save_heads
-from models.training.loss import top_distillation_loss
-from models.training.rollout import generate
-from models.tuning import head_folder
-from models.tuning.head_folder import HeadFolder
-from models.tuning.log_windows import windows_of
-from models.tuning.score import score_draft
-from models.tuning.tuning import TuneSettings, tune
+from models.draft_heads.medusa_heads import save_heads
 from protos.errors import ConfigError
+from tuning.heads import HeadFolder
+from tuning.log_windows import windows_of
+from tuning.loss import top_distillation_loss
+from tuning.medusa_student import TrainableMedusaHeads
+from tuning.sampling import generate
+from tuning.score import score_draft
+from tuning.tune import TuneSettings, tune
 
 VOCAB_SIZE = 64
 WIDTH = 32
@@ -142,7 +142,7 @@ def test_tuned_heads_are_better_on_what_they_have_not_seen(made: LoggedHeads, tm
 @pytest.fixture
 def float32_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load the target in float32 on every processor, because the expected values are in float32."""
-    monkeypatch.setattr(head_folder, "resolve_dtype", lambda *_: torch.float32)
+    monkeypatch.setattr("tuning.heads.resolve_dtype", lambda *_: torch.float32)
 
 
 @pytest.mark.usefixtures("float32_target")

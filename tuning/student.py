@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from models.tuning.log_windows import Window, read_batch
+from tuning.log_windows import Window, read_batch
 
 _ANY_NUMBER = 1 << 16
 

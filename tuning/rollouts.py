@@ -19,9 +19,9 @@ from engine.engine_core.loading import load_engine
 from engine.model.runner.model_runner import ModelRunner
 from engine.position_log.folder import log_files
 from engine.position_log.shard import LoggedRequest, read_shard
-from models.tuning.log_windows import Log
 from protos.errors import ConfigError
 from protos.messages import GREEDY_BELOW, GenerateRequest, SamplingParams
+from tuning.log_windows import Log
 
 _NUM_STREAMS = 64
 _POOL_BYTES = 1 << 30  # for all prompts of a small target: each is prefilled once and continued often

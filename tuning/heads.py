@@ -1,0 +1,235 @@
+"""EAGLE-3 and Medusa heads in training, over the target's hidden states of logged texts.
+
+The log has token ids and no hidden states, so the target computes each batch again, without its output layer: the log
+has its likeliest tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from engine.model.checkpoint.dtype import resolve_dtype
+from engine.model.draft_heads.checkpoint import read_config, read_tensors
+from engine.model.draft_heads.eagle3_config import Eagle3Config, TargetShape
+from protos.errors import ConfigError
+from tuning.draft import TunableDraft, copy_files, partial_of, rename_whole
+from tuning.eagle3_student import Eagle3Student
+from tuning.log_windows import Window
+from tuning.medusa_student import TrainableMedusaHeads
+from tuning.student import Student
+
+_OF_VOCABULARY = ("d2t", "t2d")
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_WEIGHTS = "model.safetensors"
+
+
+class Reader:
+    """A frozen target that computes hidden states for its heads: any model of transformers."""
+
+    def __init__(self, target: Any) -> None:
+        self._trunk = target.base_model
+        self.embedding: Tensor = target.get_input_embeddings().weight
+        self.lm_head: Tensor = target.get_output_embeddings().weight
+        self.vocab_size = len(self.lm_head)
+
+    @torch.no_grad()
+    def inputs_of(self, ids: Tensor, layers: Sequence[int]) -> Tensor:
+        """Ids [B, T] to the inputs of layers, side by side, [B, T, layers * hidden] float32."""
+        found = self._trunk(ids, use_cache=False, output_hidden_states=True).hidden_states
+        return torch.cat([found[layer] for layer in layers], dim=-1).float()
+
+    @torch.no_grad()
+    def last_states(self, ids: Tensor) -> Tensor:
+        """Map ids [B, T] to the states after the final norm, [B, T, hidden] float32."""
+        states: Tensor = self._trunk(ids, use_cache=False).last_hidden_state
+        return states.float()
+
+    @torch.no_grad()
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Ids [B, T] to their embeddings [B, T, hidden] float32."""
+        return F.embedding(ids, self.embedding).float()
+
+
+class _Heads(Student):
+    """The base of both kinds: the place in the states of a batch where the round of a row and of a draft began."""
+
+    def __init__(self, model: nn.Module, reader: Reader, **limits: int) -> None:
+        super().__init__(model, are_drafts_alike=False, **limits)
+        self._reader = reader
+
+    def _texts(self, windows: Sequence[Window], num_more: int = 0) -> Tensor:
+        """Return the windows' tokens [B, longest + num_more], padded with zeros: attention is causal."""
+        longest = max(len(window.token_ids) for window in windows)
+        ids = torch.zeros(len(windows), longest + num_more, dtype=torch.long)
+        for index, window in enumerate(windows):
+            ids[index, : len(window.token_ids)] = window.token_ids
+        return ids.to(self._reader.embedding.device)
+
+    @staticmethod
+    def _at_begin(states: Tensor, windows: Sequence[Window], draft: int) -> Tensor:
+        """Select the states [N, ...] of [B, T, ...] that draft number `draft` predicts from, for each row.
+
+        They are 1 + `draft` places before the row, or at the first place of a text.
+        """
+        owners = torch.cat([torch.full_like(window.rows, index) for index, window in enumerate(windows)])
+        places = torch.cat([(window.rows - 1 - draft).clamp(min=0) for window in windows])
+        return states[owners.to(states.device), places.to(states.device)]
+
+
+class Eagle3Heads(_Heads):
+    """An EAGLE-3 head, unrolled over the drafts of a round; `target_ids` are its vocabulary, None for all."""
+
+    def __init__(
+        self, student: Eagle3Student, reader: Reader, layers: Sequence[int], target_ids: Tensor | None
+    ) -> None:
+        super().__init__(student, reader)
+        self._student, self._layers, self._target_ids = student, layers, target_ids
+        self._draft_ids = torch.arange(reader.vocab_size)
+        if target_ids is not None:
+            self._draft_ids = torch.full_like(self._draft_ids, -1)
+            self._draft_ids[target_ids] = torch.arange(len(target_ids))
+
+    def logits(self, windows: Sequence[Window], num_drafts: int) -> Iterator[Tensor]:
+        """Yield the drafts in order; each continues the head's own states of its predecessor."""
+        ids = self._texts(windows, num_drafts - 1)
+        features, embedded = self._reader.inputs_of(ids, self._layers), self._reader.embedded(ids)
+        for draft, states in enumerate(self._student.steps(features, embedded, num_drafts)):
+            yield F.linear(self._at_begin(states, windows, draft), self._student.lm_head.weight)
+
+    def draft_ids(self, target_ids: Tensor) -> Tensor:
+        return self._draft_ids[target_ids.long()]
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids if self._target_ids is None else self._target_ids[draft_ids]
+
+    def vocabulary(self) -> Sequence[Tensor]:
+        return [self._student.lm_head.weight]
+
+
+class Medusa(_Heads):
+    """Medusa heads that share the target's layer to the vocabulary."""
+
+    def __init__(self, heads: TrainableMedusaHeads, reader: Reader) -> None:
+        super().__init__(heads, reader, max_drafts=heads.num_heads)
+        self._heads = heads
+
+    def logits(self, windows: Sequence[Window], num_drafts: int) -> Iterator[Tensor]:
+        """Yield head by head; all read the same state."""
+        hidden, lm_head = self._reader.last_states(self._texts(windows)), self._reader.lm_head
+        for draft, blocks in enumerate(self._heads.blocks[:num_drafts]):
+            states = blocks(self._at_begin(hidden, windows, draft))
+            yield F.linear(states.to(lm_head.dtype), lm_head)
+
+    def draft_ids(self, target_ids: Tensor) -> Tensor:
+        return target_ids.long()
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids
+
+    def vocabulary(self) -> Sequence[Tensor]:
+        return []
+
+
+def holds_heads(config: dict[str, Any]) -> bool:
+    """True if this config.json is of EAGLE-3 or Medusa heads, in any layout."""
+    return _is_medusa(config) or "draft_vocab_size" in config or "speculators_model_type" in config
+
+
+def _is_medusa(config: dict[str, Any]) -> bool:
+    return config.get("model_type") == "medusa" or "medusa_num_heads" in config
+
+
+class HeadFolder(TunableDraft):
+    """The folder of EAGLE-3 heads in the original layout, or of Medusa heads in vLLM's that share the target's matrix.
+
+    Raises:
+        ConfigError: the heads are of another layout, or of another target, or that has quantized weights.
+    """
+
+    def __init__(self, path: Path, target: str, device: torch.device) -> None:
+        super().__init__(path, device)
+        self._config = read_config(path)
+        self._tensors = read_tensors(path)
+        self._reader, self._shape = _reader(target, device)
+        self.load()  # faults of the head are reported before the log is read
+
+    def load(self) -> Student:
+        """Return the heads in float32, on the device, and their target."""
+        return self._medusa() if _is_medusa(self._config) else self._eagle3()
+
+    def rounded(self, student: Student) -> Student:
+        """Round the weights to those that `write` would write, and return the heads."""
+        with torch.no_grad():
+            for name, weight in student.model.named_parameters():
+                weight.copy_(weight.to(self._tensors[name].dtype))
+        return student
+
+    def write(self, student: Student, folder: Path, report: dict[str, Any]) -> None:
+        """Write the heads with their configuration and `tuning.json`, whole or not at all."""
+        partial = partial_of(folder)
+        partial.mkdir()
+        trained = {
+            name: weight.detach().cpu().to(self._tensors[name].dtype).contiguous()
+            for name, weight in student.model.named_parameters()
+        }
+        save_file({**self._tensors, **trained}, partial / _WEIGHTS, metadata={"format": "pt"})
+        copy_files(self.path, partial)
+        rename_whole(partial, folder, report)
+
+    def _eagle3(self) -> Student:
+        config = Eagle3Config.of(self._config, self._shape, str(self.path))
+        strange = next((flag for flag in _FLAGS if getattr(config, flag)), None)
+        if strange is not None or config.layer_prefix != "midlayer.":
+            raise self._unknown(strange or "speculators_model_type")
+        if max(config.taps.layers) >= self._shape.num_layers:
+            raise self._unknown("a state after the last layer")
+        student = Eagle3Student(config.layer, len(config.taps.layers), config.draft_vocab_size)
+        self._fill(student, {name: each for name, each in self._tensors.items() if name not in _OF_VOCABULARY})
+        offsets = self._tensors.get("d2t")
+        target_ids = None if offsets is None else offsets.long() + torch.arange(len(offsets))
+        return Eagle3Heads(student, self._reader, config.taps.layers, target_ids)
+
+    def _medusa(self) -> Student:
+        try:
+            heads = TrainableMedusaHeads(
+                self._shape.hidden_size, self._config["num_heads"], int(self._config["num_hidden_layers"])
+            )
+        except KeyError as error:
+            raise self._unknown(f"no {error.args[0]} in config.json") from error
+        self._fill(heads, self._tensors)
+        return Medusa(heads, self._reader)
+
+    def _fill(self, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+        wanted = {name: weight.shape for name, weight in model.state_dict().items()}
+        found = {name: each.shape for name, each in tensors.items()}
+        if wanted != found:
+            raise self._unknown(f"the tensor {min(wanted.items() ^ found.items())[0]}")
+        model.load_state_dict({name: each.float() for name, each in tensors.items()})
+        model.to(self._device)
+
+    def _unknown(self, about: str) -> ConfigError:
+        return ConfigError(
+            f"--draft {self.path} has heads in a layout that is served and not tuned ({about}); tuned are EAGLE-3 "
+            "heads in the original layout without further norms, and Medusa heads with the target's own matrix to the "
+            "vocabulary, as models.draft_heads writes both"
+        )
+
+
+def _reader(target: str, device: torch.device) -> tuple[Reader, TargetShape]:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=resolve_dtype("auto", device))
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"--target {target} cannot be loaded to train heads on its states: {error}") from error
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ConfigError(f"--target {target} has quantized weights; heads are tuned on the checkpoint it was made of")
+    config = model.config.get_text_config()
+    reader = Reader(model.eval().requires_grad_(False).to(device))
+    return reader, TargetShape(reader.vocab_size, config.hidden_size, config.num_hidden_layers)
