@@ -111,7 +111,13 @@ class GrammarCompiler:
                 "leave min_tokens out and put the length into the constraint",
                 param="min_tokens",
             )
-        if not self._eos_token_ids or not set(self._eos_token_ids) <= set(sampling.stop_token_ids):
+        if not self._eos_token_ids:
+            raise RequestError(
+                f"{param} needs an end token to end the output, and the model names none; "
+                "set eos_token_id in its generation_config.json",
+                param=param,
+            )
+        if not set(self._eos_token_ids) <= set(sampling.stop_token_ids):
             raise RequestError(
                 f"{param} needs the model's end tokens, {list(self._eos_token_ids)}, to end the output; "
                 "leave ignore_eos out",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -141,7 +140,7 @@ def _id(value: object) -> str | None:
 
 
 def _call(block: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {}, ensure_ascii=False)}
+    function = {"name": block.get("name"), "arguments": block.get("input")}
     return {"id": block.get("id"), "type": "function", "function": function}
 
 

@@ -401,10 +401,16 @@ def test_parameters_that_contradict_a_grammar_are_refused(plain_engine: EngineCo
     grammar = Grammar(GrammarKind.REGEX, "a+", "guided_regex")
     with pytest.raises(RequestError, match="min_tokens is 3"):
         plain_engine.add(request("x", grammar, min_tokens=3))
-    with pytest.raises(RequestError, match="ignore_eos"):
+    with pytest.raises(RequestError, match="leave ignore_eos out"):
         plain_engine.add(request("x", grammar, stop_token_ids=()))
     with pytest.raises(RequestError, match="forbids the output generated so far"):
         plain_engine.add(replace(request("x", grammar), output_token_ids=(5,)))
+
+
+def test_a_grammar_for_a_model_without_end_tokens_names_the_file_that_lacks_them() -> None:
+    compiler = GrammarCompiler(None, 16, ())
+    with pytest.raises(RequestError, match=r"names none; set eos_token_id in its generation_config\.json"):
+        compiler.matcher(request("x", Grammar(GrammarKind.REGEX, "a", "guided_regex")))
 
 
 def test_a_grammar_for_a_model_without_tokenizer_is_refused() -> None:

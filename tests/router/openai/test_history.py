@@ -165,6 +165,20 @@ async def test_a_screenshot_that_a_tool_has_just_returned_is_a_note(
     assert (text, ignored) == ("[user]hi[assistant]<t Read {}>[tool][image omitted]\ndone(t)", "messages.2")
 
 
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [({"x": 1}, '{"x": 1}'), ('{"x": 1}', '{"x": 1}'), ('{"x": ', '"{\\"x\\": "'), (None, "{}"), ([1], '"[1]"')],
+)
+async def test_a_call_of_a_messages_history_may_have_a_text_as_input(
+    http: httpx.AsyncClient, backend: FakeBackend, given: object, read: str
+) -> None:
+    call = {"type": "tool_use", "id": "t", "name": "f", "input": given}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "r"}
+    messages = [HI, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    text, _ = await rendered(http, backend, "/v1/messages", {"messages": messages})
+    assert text == f"[user]hi[assistant]<t f {read}>[tool]r(t)"
+
+
 @pytest.mark.parametrize("block", [BLOCK, {"type": "text", "text": "see"}])
 async def test_a_screenshot_beside_a_tool_s_result_is_a_note_by_every_api(
     http: httpx.AsyncClient, backend: FakeBackend, block: dict[str, Any]
