@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.attention.ancestor_mask import ancestor_masks
@@ -24,6 +24,8 @@ def as_rows(masks: list[int], num_nodes: int) -> list[list[bool]]:
 
 
 @given(parents=trees(), window=st.one_of(st.none(), st.integers(1, 70)))
+@example(parents=tuple(range(-1, MAX_TREE_NODES - 1)), window=1)
+@example(parents=(-1,) * MAX_TREE_NODES, window=None)
 def test_bits_are_the_ancestors_within_the_window(parents: tuple[int, ...], window: int | None) -> None:
     masks = ancestor_masks(Span([0] * len(parents), 10, [], 0, parents), window)
     by_depth = torch.tensor(depths(parents))

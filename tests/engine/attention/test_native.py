@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -228,6 +228,16 @@ EXTENTS = st.lists(
     block_size=st.sampled_from([1, 8, 16, 64]),
     window=st.one_of(st.none(), st.integers(1, 300)),
     seed=st.integers(0, 100),
+)
+@example(
+    extents=[TreeSpanShape(3, 1), TreeSpanShape(1022, 5)],
+    heads=HeadShape(1, 3, 24, 40),
+    block_size=64,
+    window=None,
+    seed=0,
+)
+@example(
+    extents=[TreeSpanShape(63, 2), TreeSpanShape(0, 1)], heads=HeadShape(2, 1, 64, 64), block_size=1, window=1, seed=0
 )
 def test_any_pass_equals_the_oracle(
     extents: list[TreeSpanShape], heads: HeadShape, block_size: int, window: int | None, dtype: torch.dtype, seed: int

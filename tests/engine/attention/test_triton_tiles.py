@@ -6,7 +6,7 @@ from array import array
 from collections import Counter
 from enum import IntEnum
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.attention.row_layout import Ints, RowLayout
@@ -44,6 +44,7 @@ SPANS = st.lists(st.builds(span, st.integers(0, 300), st.integers(1, 40)), min_s
 
 @settings(max_examples=60)
 @given(spans=SPANS, group_size=st.integers(1, 9), window=st.one_of(st.none(), st.integers(1, 100)))
+@example(spans=[span(3, 1), span(300, 40), span(0, 1)], group_size=9, window=1)
 def test_each_packed_row_is_in_one_tile_whose_keys_hold_all_it_sees(
     spans: list[Span], group_size: int, window: int | None
 ) -> None:
@@ -65,6 +66,7 @@ def test_each_packed_row_is_in_one_tile_whose_keys_hold_all_it_sees(
 
 @settings(max_examples=60)
 @given(spans=SPANS, split_tokens=st.sampled_from([16, 64, 256]), window=st.one_of(st.none(), st.integers(1, 100)))
+@example(spans=[span(255, 2), span(256, 1), span(15, 1)], split_tokens=256, window=None)
 def test_splits_hold_each_key_of_a_tile_once_and_end_at_multiples_of_their_length(
     spans: list[Span], split_tokens: int, window: int | None
 ) -> None:

@@ -110,3 +110,23 @@ def test_approximate_speculation_has_its_threshold() -> None:
     body = CompletionRequest.model_validate({"model": "m", "prompt": "a", "speculation": wishes})
     [sent] = generate_requests(GenerateParams("r", body, (Prompt((1,)),), 4), CARD, (), IngressLimits())
     assert sent.speculation == SpeculationParams(is_approximate=True, threshold=5.0)
+
+
+def sent_of(**fields: object) -> GenerateRequest:
+    body = CompletionRequest.model_validate({"model": "m", "prompt": "a", **fields})
+    [sent] = generate_requests(GenerateParams("r", body, (Prompt((1,)),), 4), CARD, (), IngressLimits())
+    return sent
+
+
+def test_a_client_may_keep_its_request_out_of_the_log() -> None:
+    token = current_client.set(Client("tenant", is_logged=True))
+    try:
+        assert [sent_of(store=store).is_logged for store in (None, True, False)] == [True, True, False]
+    finally:
+        current_client.reset(token)
+
+
+def test_a_session_is_named_by_its_cache_key_or_else_by_its_user() -> None:
+    named = sent_of(prompt_cache_key="a").session_id
+    assert named == sent_of(prompt_cache_key="a", user="b").session_id == sent_of(user="a").session_id
+    assert len({named, sent_of(user="b").session_id, sent_of().session_id}) == 3

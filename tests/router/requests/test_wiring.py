@@ -522,3 +522,10 @@ def test_grpc_tokenizes_with_the_fields_of_the_http_one() -> None:
     wanted = {"model": "fake", "add_special_tokens": True, **GRPC_CHAT_FIELDS}
     assert convert.tokenize_fields(request) == wanted
     assert wanted.keys() <= TokenizeRequest.model_fields.keys()
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("auto", "auto"), ("any", "required"), ("none", "none")])
+def test_each_tool_choice_of_messages_has_its_name_here(theirs: str, ours: str) -> None:
+    body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
+    body |= {"tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": theirs}}
+    assert MessagesRequest.model_validate(body).to_chat().chat_request().tool_choice == ours
