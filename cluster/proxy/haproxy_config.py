@@ -68,6 +68,9 @@ class ProxySettings:
 def harden(text: str, settings: ProxySettings, has_stand_in: bool = False) -> str:
     """Return Serve's configuration with time-outs, limits, private sockets, and errors with Retry-After.
 
+    Each frontend has one protocol: the connection of a stalled HTTP/2 stream would stay open, which is bounded for gRPC
+    by its calls' limits alone.
+
     A hardened text is returned unchanged. While a substitute HAProxy serves (`has_stand_in`), a configuration without
     routes accepts no clients.
 
@@ -85,16 +88,14 @@ def harden(text: str, settings: ProxySettings, has_stand_in: bool = False) -> st
     text = _replace(
         text,
         r"(frontend http_frontend\n *bind [^\n]*)",
-        rf"\1{_tls(settings, 'h2,http/1.1')}\n{_limits(settings, MAX_HTTP_CONNECTIONS)}"
+        rf"\1{_tls(settings, 'http/1.1')} proto h1\n{_limits(settings, MAX_HTTP_CONNECTIONS)}"
         "    http-after-response set-header Connection close if is_crowded !is_operator\n"
         rf"{_PATH}{_ANSWERS}{_bodies()}{_NO_UPGRADES}{_REQUEST_IDS}{_SERVES_HEADERS}{_metrics_rule(settings)}{_REFUSALS}",
     )
     if "frontend grpc_frontend" in text:
         bind = r"(frontend grpc_frontend\n(?: *#[^\n]*\n)* *bind [^\n]*?)( proto h2)?\n"
-        tls = _tls(settings, "h2")
-        text = _replace(
-            text, bind, rf"\1{tls or ' proto h2'}\n{_limits(settings, MAX_GRPC_CONNECTIONS)}{ENDLESS_CALLS}"
-        )
+        tls, limits = _tls(settings, "h2"), _limits(settings, MAX_GRPC_CONNECTIONS)
+        text = _replace(text, bind, rf"\1{tls} proto h2\n{limits}{ENDLESS_CALLS}")
     if not re.search(r"\n *use_backend (?!grpc_fallback_backend)", text):
         text = _without_routes(text)
         if has_stand_in:

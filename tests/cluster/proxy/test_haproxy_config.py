@@ -9,12 +9,15 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions, gRPCOptions
@@ -32,11 +35,13 @@ PLAIN = ProxySettings()
 
 
 class Proxy:
-    """The ports of a HAProxy that runs without Ray; nothing listens at `server`, the port of its one server."""
+    """The ports of a HAProxy that runs without Ray; nothing listens at `server`, the port of its first server."""
 
     host, prefix = "127.0.0.1", "/"
     server = 0  # 0 is a free port, where nothing listens
+    other_servers: tuple[int, ...] = ()  # their ports
     timeout_s: int | None = None  # for the server's answer
+    check_inter: str | None = None  # Serve's own if None
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -60,9 +65,14 @@ class Proxy:
             metrics_socket_path=str(self.folder / "lines"),
         )
         (self.folder / "server-state").touch()
-        server = ServerConfig("absent", "127.0.0.1", self.server)
+        ports = (self.server, *self.other_servers)
         backend = BackendConfig(
-            "app", path_prefix=self.prefix, app_name="app", servers=[server], timeout_server_s=self.timeout_s
+            "app",
+            path_prefix=self.prefix,
+            app_name="app",
+            servers=[ServerConfig(f"at-{port}", "127.0.0.1", port) for port in ports],
+            timeout_server_s=self.timeout_s,
+            health_check_inter=self.check_inter,
         )
         api = HAProxyApi(config, {"app": backend} if has_routes else {}, config_file_path=str(self.file))
         api._generate_config_file_internal()
@@ -156,6 +166,33 @@ def test_a_server_that_does_not_answer_is_a_504_that_says_when_to_come_back(
     assert json.load(answer)["error"]["type"] == "service_unavailable_error"
 
 
+def test_a_server_that_hangs_gets_nothing_after_two_checks(
+    start: Callable[..., Proxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel takes connections of a stopped process, as it does here for one that never accepts."""
+    with closing(socket.socket()) as hung, ThreadingHTTPServer(("127.0.0.1", 0), AnswersAll) as good:
+        hung.bind(("127.0.0.1", 0))
+        hung.listen(64)
+        threading.Thread(target=good.serve_forever, daemon=True).start()
+        monkeypatch.setattr(Proxy, "server", hung.getsockname()[1])
+        monkeypatch.setattr(Proxy, "other_servers", (good.server_port,))
+        monkeypatch.setattr(Proxy, "check_inter", "300ms")
+        proxy = start()
+        time.sleep(2 * (0.3 + 0.25) + 1.0)  # the pause after a failed check; and for a busy machine
+        answers = [httpx.get(f"http://127.0.0.1:{proxy.http}/health", timeout=2.0) for _ in range(6)]
+        good.shutdown()
+    assert {each.status_code for each in answers} == {200}
+
+
+class AnswersAll(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
 def test_one_that_knows_no_routes_yet_asks_for_patience(start: Callable[..., Proxy]) -> None:
     """Serve's answers 404 until its controller sends routes, and no client retries a 404."""
     client = http.client.HTTPConnection("127.0.0.1", start(has_routes=False).http, timeout=20)
@@ -241,7 +278,7 @@ def test_tls_serves_http_and_grpc_and_may_ask_for_a_client_certificate(
     proxy = start(ProxySettings(str(certificate), str(certificate)))
     for port, protocol in ((proxy.http, "http/1.1"), (proxy.grpc, "h2")):
         context = ssl.create_default_context(cafile=str(certificate))
-        context.set_alpn_protocols([protocol])
+        context.set_alpn_protocols(["h2", "http/1.1"])
         with pytest.raises((ssl.SSLError, ConnectionError)):
             greet(context, port)
         context.load_cert_chain(certificate)

@@ -27,6 +27,9 @@ BOUND_S = REQUEST_TIMEOUT_S + CLIENT_TIMEOUT_S + 3.0  # the last for a busy mach
 KEY = b"Authorization: Bearer a\r\n"
 LONG = b"X-A: %s\r\nX-B: %s\r\n" % (b"a" * 7000, b"b" * 7300)  # of HAProxy's 15 KiB
 PART = b"a" * 20_480
+# HTTP/2: the preface with empty settings; the headers of a POST to "/" as stream 1; a ping.
+HTTP_2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0" + b"\0\0\6\1\4\0\0\0\1\x83\x86\x84\x41\1x"
+PING = b"\0\0\x08\6\0\0\0\0\0" + bytes(8)
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
@@ -63,6 +66,9 @@ STALLED = {  # sent at once, and then every 0.3 s
     "GET, 20 KiB": (head(b"GET", b"/health", MIB_8) + PART, b"a"),
     "GET, long headers": (head(b"GET", b"/health", 8000, LONG), b"a"),
     "HEAD, 20 KiB": (head(b"HEAD", b"/health", MIB_8) + PART, b"a"),
+    "HTTP/2": (HTTP_2, b""),
+    "HTTP/2 with pings": (HTTP_2, PING),
+    "HTTP/2, 16 KiB": (HTTP_2 + b"\0\x40\0\0\0\0\0\0\1" + PART[:16384], PING),
     "a second request": (head(b"GET", b"/health", 0) + head(b"POST", COMPLETIONS, MIB_8) + PART, b"a"),
 }
 
