@@ -64,7 +64,7 @@ class RequestRouting:
         if call.withdraw is not None:
             call.withdraw()
         if call.route is not None:
-            self._metrics.record_choice(call.route)
+            self._metrics.record_choice(call.route, is_ended=True)
 
 
 def _with_route(chunk: TokenChunk, routed_s: float) -> TokenChunk:

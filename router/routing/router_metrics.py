@@ -30,7 +30,8 @@ class RouterMetrics:
         self._decisions = Counter(
             "outrider_router_decisions",
             "Choices by their basis: the index, or load alone because the index was silent (timeout), known to be gone "
-            "(away), broken (error), or its choice refused the request (diverted).",
+            "(away), broken (error), or its choice refused the request (diverted); or any of these for a request that "
+            "ended before its first token (ended).",
             ("basis",),
             registry=registry,
         )
@@ -46,10 +47,10 @@ class RouterMetrics:
         self._known = self._gauge("index_blocks", "Distinct blocks in the index, which all ingress replicas share.")
         self._doubtful = self._gauge("index_doubtful_pairs", "Pairs whose snapshot the index is waiting for.")
 
-    def record_choice(self, route: Route) -> None:
-        """Count a choice."""
+    def record_choice(self, route: Route, *, is_ended: bool = False) -> None:
+        """Count a choice; of a request that ended before its first token (`is_ended`), no outcome is recorded."""
         self._decision.observe(route.decision_s)
-        self._decisions.labels(route.failure or "index").inc()
+        self._decisions.labels("ended" if is_ended else route.failure or "index").inc()
         if route.reply is not None:
             self._known.set(route.reply.num_known_blocks)
             self._doubtful.set(route.reply.num_doubtful_workers)

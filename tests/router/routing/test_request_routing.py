@@ -93,7 +93,24 @@ def test_a_refused_request_gives_its_reservation_back(ingress: FakeIngress):
     call.withdraw = lambda: withdrawn.append(call)
     ingress.routing.refused(call)
     assert withdrawn == [call]
-    assert ingress.metric("decisions_total", basis="index") == 1
+    assert ingress.metric("decisions_total", basis="ended") == 1
+
+
+def test_every_choice_is_audited_or_counted_under_the_reason_why_not(ingress: FakeIngress):
+    reply = RouteReply(1, 1, 1.0, math.inf, 0.5, ("a",), "", 0, 0)
+    for number in range(3):
+        ingress.serve(number, number, number)
+    for route in (Route(0.002, reply), Route(0.05, None, "timeout"), Route(0.002, None, "diverted")):
+        for end in (ingress.routing.refused, lambda call: ingress.routing.accepted(call, TokenChunk("r", (1,)))):
+            call = ingress.routing.open(REQUEST)
+            call.route = route
+            end(call)
+    counted = {
+        each: ingress.metric("decisions_total", basis=each) for each in ("index", "timeout", "diverted", "ended")
+    }
+    assert counted == {"index": 4, "timeout": 1, "diverted": 1, "ended": 3}
+    assert ingress.metric("request_hit_blocks_count") == counted["index"]
+    assert ingress.metric("decision_seconds_count") == sum(counted.values())
 
 
 def test_a_call_that_was_never_routed_counts_nowhere(ingress: FakeIngress):
