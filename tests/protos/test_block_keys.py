@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from protos.block_keys import block_keys, child_key, root_key
@@ -20,11 +20,13 @@ def test_keys_are_those_of_the_first_release() -> None:
     ]
 
 
+@example([1, 2, 3, 4], 4)
 @given(TOKENS, st.integers(1, 8))
 def test_only_full_blocks_have_keys(token_ids: list[int], block_size: int) -> None:
     assert len(block_keys(token_ids, block_size, ROOT)) == len(token_ids) // block_size
 
 
+@example([1, 2, 3, 4], [1, 2, 4, 3], 2)
 @given(TOKENS, TOKENS, st.integers(1, 8))
 def test_equal_keys_mean_equal_prefixes(left: list[int], right: list[int], block_size: int) -> None:
     pairs = zip(block_keys(left, block_size, ROOT), block_keys(right, block_size, ROOT), strict=False)
@@ -33,6 +35,7 @@ def test_equal_keys_mean_equal_prefixes(left: list[int], right: list[int], block
         assert (left_key == right_key) == (left[:end] == right[:end])
 
 
+@example([1, 2, 3], 2)
 @given(TOKENS, st.integers(1, 8))
 def test_growing_text_keeps_the_keys_of_its_beginning(token_ids: list[int], block_size: int) -> None:
     keys = block_keys(token_ids, block_size, ROOT)

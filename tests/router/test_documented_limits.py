@@ -1,23 +1,27 @@
-"""The limits in docs/security.md equal the code's."""
+"""The limits and times in docs equal the code's."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from ray.serve._private.constants import DEFAULT_UVICORN_KEEP_ALIVE_TIMEOUT_S, RAY_SERVE_HAPROXY_TUNE_BUFSIZE
 
+from cluster import app
 from cluster.proxy import haproxy_config
 from cluster.schema.frontends import LimitsSection
-from engine.sampling import grammar_compiler
+from cluster.schema.replicas import _PACE
+from engine.sampling import grammar_compiler, grammar_trial
 from protos import convert, json_parts
 from router import client_limits as limits
 from router.config import IngressLimits
 from router.grpc_api import reading_gate, server
-from router.openai import http_body
+from router.openai import event_stream, http_body
 from router.requests import chat_request, completion_request, sequence_requests
 from router.requests.constraints import json_schema
 
-PAGE = (Path(__file__).parents[2] / "docs/security.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "security.md").read_text(encoding="utf-8")
 MIB, KIB = 1 << 20, 1 << 10
 HTTP = IngressLimits()
 GRPC_OF_ADDRESS = limits.MAX_CONNECTIONS_PER_ADDRESS * limits.MAX_GRPC_CONNECTIONS // limits.MAX_HTTP_CONNECTIONS
@@ -31,39 +35,67 @@ def test_the_proxy_and_the_server_without_it_have_the_same_limits() -> None:
     assert LimitsSection().model_dump() == {name: getattr(HTTP, name) for name in IngressLimits.__slots__}
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        f"TLS handshake | {limits.REQUEST_TIMEOUT_S} s | the same, and {limits.MAX_HEAD_BYTES // KIB} KiB of headers |",
-        f"| {limits.REQUEST_TIMEOUT_S} s between its parts (HAProxy: {haproxy_config.CLIENT_TIMEOUT_S} s); "
-        f"after {limits.BODY_GRACE_S} s "
-        f"{limits.MIN_BODY_BYTES_PER_S:,} bytes per second on average; {HTTP.max_body_bytes // MIB} MiB |",
-        f"| {limits.REQUEST_TIMEOUT_S} s, and {limits.KEEP_ALIVE_S} s after an answer |",
-        f"| {limits.UNREAD_S} s |",
-        f"| {limits.MAX_CONNECTIONS_PER_ADDRESS} over HTTP, {GRPC_OF_ADDRESS} over gRPC; a quarter of it while half of",
-        f"| {limits.MAX_CONNECTIONS_PER_ADDRESS} over HTTP, none over gRPC | `OUTRIDER_MAX_CONNECTIONS_PER_ADDRESS`",
-        f"| {limits.MAX_HTTP_CONNECTIONS} over HTTP, {limits.MAX_GRPC_CONNECTIONS} over gRPC; of "
-        f"{limits.MAX_HTTP_CONNECTIONS + limits.MAX_GRPC_CONNECTIONS + limits.NUM_OPERATOR_CONNECTIONS}, ",
-        f"| {http_body.BODIES_IN_FLIGHT * HTTP.max_body_bytes // MIB} MiB | the same | "
-        f"{http_body.BODIES_IN_FLIGHT} times `ingress.limits.max_body_bytes` |",
-        f"| a gRPC message | {reading_gate.MAX_MESSAGE_BYTES // MIB} MiB; {haproxy_config.REQUEST_TIMEOUT_S} s for",
-        f"| {KEYED.num_places}, of one tenant {KEYED.num_of_caller}, each for {KEYED.read_s:.0f} s, "
-        f"for {KEYED.grace_s:.0f} s where others wait |",
-        f"| {OPEN.num_places}, of one address {OPEN.num_of_caller}, each for {OPEN.read_s:.0f} s, "
-        f"for {OPEN.grace_s} s where others wait |",
-        f"| {max(OPEN_SIZES[:3])} bytes, for reflection {max(OPEN_SIZES) // KIB} KiB |",
-        f"at once | {reading_gate._MAX_ENDLESS_OF_CALLER} of one address, {reading_gate._MAX_ENDLESS} of all |",
-        f"| gRPC calls of one connection | {server.MAX_STREAMS} |",
-        f"| choices of one request | {HTTP.max_choices} |",
-        f"| {completion_request.MAX_PROMPTS:,} and {chat_request.MAX_TOOLS:,} |",
-        f"of more than {json_parts.LARGE_BYTES // KIB} KiB | {json_parts._MAX_PARTS:,} lists, objects, fields and "
-        f"texts; {json_parts._MAX_VALUES:,} values |",
-        f"| messages, tools and tool calls of one gRPC message | {convert._MAX_ENTRIES:,} |",
-        f"| logprobs of one prompt | {sequence_requests.MAX_PROMPT_LOGPROBS:,}, ",
-        f"| a JSON schema; the schemas of all tools | {json_schema.MAX_PARTS:,} fields and items |",
-        f"| a grammar | {grammar_compiler.MAX_SOURCE_BYTES // KIB} KiB, {grammar_compiler.MAX_RULES:,} rules, ",
-        f"holds its place for {HTTP.max_body_bytes // limits.MIN_BODY_BYTES_PER_S // 60} minutes at most",
-    ],
-)
+BUFFER = f"{RAY_SERVE_HAPROXY_TUNE_BUFSIZE // KIB} KiB"  # HAProxy sees a body's first part
+ROWS = [
+    f"TLS handshake | {limits.REQUEST_TIMEOUT_S} s | the same, and {limits.MAX_HEAD_BYTES // KIB} KiB of headers |",
+    f"| {limits.REQUEST_TIMEOUT_S} s between its parts (HAProxy: {haproxy_config.CLIENT_TIMEOUT_S} s); "
+    f"after {limits.BODY_GRACE_S} s "
+    f"{limits.MIN_BODY_BYTES_PER_S:,} bytes per second on average; {HTTP.max_body_bytes // MIB} MiB |",
+    f"| the first {BUFFER} of a body, of any method | {haproxy_config.REQUEST_TIMEOUT_S} s |",
+    f"| a body of another method than POST | {BUFFER}, with its length | {HTTP.max_body_bytes // MIB} MiB |",
+    "| an answer before the end of its request's body | closes the connection within a second |",  # by tests of both
+    f"| {haproxy_config.REQUEST_TIMEOUT_S} s, and {DEFAULT_UVICORN_KEEP_ALIVE_TIMEOUT_S} s after an answer "
+    f"| {limits.REQUEST_TIMEOUT_S} s, and {limits.KEEP_ALIVE_S} s after an answer |",
+    f"does not read | {haproxy_config.CLIENT_TIMEOUT_S} s | {limits.UNREAD_S} s |",
+    f"| {limits.MAX_CONNECTIONS_PER_ADDRESS} over HTTP, {GRPC_OF_ADDRESS} over gRPC; a quarter of it while half of",
+    f"| {limits.MAX_CONNECTIONS_PER_ADDRESS} over HTTP, none over gRPC | `OUTRIDER_MAX_CONNECTIONS_PER_ADDRESS`",
+    f"| {limits.MAX_HTTP_CONNECTIONS} over HTTP, {limits.MAX_GRPC_CONNECTIONS} over gRPC; of "
+    f"{limits.MAX_HTTP_CONNECTIONS + limits.MAX_GRPC_CONNECTIONS + limits.NUM_OPERATOR_CONNECTIONS}, ",
+    f"| {http_body.BODIES_IN_FLIGHT * HTTP.max_body_bytes // MIB} MiB | the same | "
+    f"{http_body.BODIES_IN_FLIGHT} times `ingress.limits.max_body_bytes` |",
+    f"| a gRPC message | {reading_gate.MAX_MESSAGE_BYTES // MIB} MiB; {haproxy_config.REQUEST_TIMEOUT_S} s for",
+    f"| {KEYED.num_places}, of one tenant {KEYED.num_of_caller}, each for {KEYED.read_s:.0f} s, "
+    f"for {KEYED.grace_s:.0f} s where others wait |",
+    f"| {OPEN.num_places}, of one address {OPEN.num_of_caller}, each for {OPEN.read_s:.0f} s, "
+    f"for {OPEN.grace_s} s where others wait |",
+    f"| {max(OPEN_SIZES[:3])} bytes, for reflection {max(OPEN_SIZES) // KIB} KiB |",
+    f"at once | {reading_gate._MAX_ENDLESS_OF_CALLER} of one address, {reading_gate._MAX_ENDLESS} of all |",
+    f"| gRPC calls of one connection | {server.MAX_STREAMS} |",
+    f"| choices of one request | {HTTP.max_choices} |",
+    f"| {completion_request.MAX_PROMPTS:,} and {chat_request.MAX_TOOLS:,} |",
+    f"of more than {json_parts.LARGE_BYTES // KIB} KiB | {json_parts._MAX_PARTS:,} lists, objects, fields and "
+    f"texts; {json_parts._MAX_VALUES:,} values |",
+    f"| messages, tools and tool calls of one gRPC message | {convert._MAX_ENTRIES:,} |",
+    f"| logprobs of one prompt | {sequence_requests.MAX_PROMPT_LOGPROBS:,}, ",
+    f"| a JSON schema; the schemas of all tools | {json_schema.MAX_PARTS:,} fields and items |",
+    f"| a grammar | {grammar_compiler.MAX_SOURCE_BYTES // KIB} KiB, {grammar_compiler.MAX_RULES:,} rules, "
+    f"{grammar_trial.MAX_COMPILE_S:.0f} s of processor time and {grammar_trial.MAX_COMPILE_BYTES // MIB} MiB to "
+    f"compile, {grammar_trial._MASK_ITEMS:,} items for a mask |",
+    f"holds its place for {HTTP.max_body_bytes // limits.MIN_BODY_BYTES_PER_S // 60} minutes at most",
+]
+
+
+@pytest.mark.parametrize("row", ROWS)
 def test_a_documented_limit_is_that_of_the_code(row: str) -> None:
     assert row in PAGE
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        ("operate", f"takes longer than {event_stream.KEEP_ALIVE_S:.0f} s sends an SSE comment"),
+        ("deploy", f"leaving pair has {app._WATCHED['graceful_shutdown_timeout_s']:.0f} seconds for its streams"),
+        ("deploy", f"Streams of a removed pair get {app._WATCHED['graceful_shutdown_timeout_s']:.0f} s, then move"),
+        (
+            "deploy",
+            "means over {look_back_period_s:.0f} s, adds pairs after {upscale_delay_s:.0f} s and".format(**_PACE),
+        ),
+    ],
+)
+def test_a_documented_time_is_that_of_the_code(page: str, words: str) -> None:
+    assert words in (DOCS / f"{page}.md").read_text(encoding="utf-8")
+
+
+def test_every_row_of_the_table_is_held() -> None:
+    table = PAGE.partition("## Limits")[2].partition("\n\n")[2].partition("\n\n")[0].splitlines()
+    assert [row for row in table[2:] if not any(held in row for held in ROWS)] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +20,11 @@ from engine.position_log.top_rows import top_logprobs
 from models.demo_pair.acceptance import count_rounds
 from protos.errors import ConfigError
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, Folders, write_checkpoint, write_pair
+from tests.engine.model.draft_heads.test_checkpoint import Hostile
 from tuning.draft import DraftFolder
 from tuning.log_windows import read_log, windows_of
 from tuning.rollouts import write_rollouts
-from tuning.run import LogLesson, add_low_rank, merge_low_rank
+from tuning.run import Candidate, LogLesson, TrainingRun, add_low_rank, merge_low_rank
 from tuning.sampling import generate
 from tuning.score import expected_passes
 from tuning.train import Budget
@@ -115,6 +117,14 @@ def test_a_run_that_was_killed_goes_on(pair: Folders, tmp_path: Path, monkeypatc
     is_better, _ = run(wanted, lambda _, share: shares.append(share))
     assert is_better
     assert min(shares) > 0.4, "nothing was done again"
+
+
+def test_code_in_a_state_to_resume_is_not_run(pair: Folders, tmp_path: Path) -> None:
+    draft = DraftFolder(pair.draft, str(pair.target), torch.device("cpu"))
+    torch.save({"num_steps": Hostile(tmp_path / "ran")}, tmp_path / "state")
+    with pytest.raises(pickle.UnpicklingError, match=r"eights.only"):
+        TrainingRun(Candidate(0.01, 0, 1.0, 1.0), draft, tmp_path / "state", torch.device("cpu"))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_the_target_writes_more_text_to_train_on(pair: Folders, tmp_path: Path) -> None:

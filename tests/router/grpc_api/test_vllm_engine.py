@@ -72,6 +72,13 @@ async def test_fields_that_are_not_set_keep_the_models_defaults(stub: Any, backe
     assert (sampling.top_p, sampling.repetition_penalty, sampling.max_tokens) == (1, 1, 126)
 
 
+@pytest.mark.parametrize("asked", [127, 32_000, 2**32 - 1])
+async def test_more_tokens_than_fit_are_those_that_fit(stub: Any, backend: FakeBackend, asked: int) -> None:
+    [only] = [answer async for answer in stub.Generate(ask(max_tokens=asked))]
+    assert (only.complete.finish_reason, len(only.complete.output_ids)) == ("length", 126)
+    assert backend.requests[0].sampling.max_tokens == 126
+
+
 async def test_constraints_reach_the_engine(stub: Any, backend: FakeBackend) -> None:
     for constraint in (
         {"json_schema": '{"type": "integer"}'},

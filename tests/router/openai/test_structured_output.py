@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import grpc
+import httpx
 import jsonschema
 import openai
 import pytest
@@ -350,6 +351,52 @@ async def test_tools_that_contradict_are_refused(
 async def test_a_template_without_tools_says_so(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="has no tools"):
         await client.chat.completions.create(model="fake", messages=USER, tools=TOOLS)
+
+
+UUID = {
+    "type": "object",
+    "properties": {"id": {"type": "string", "format": "uuid4"}},
+    "required": ["id"],
+    "additionalProperties": False,
+}
+BY_API: dict[str, Callable[[str], dict[str, Any]]] = {
+    "/v1/chat/completions": lambda name: {
+        "messages": USER,
+        "tools": [{"type": "function", "function": {"name": name, "parameters": UUID}}],
+    },
+    "/v1/responses": lambda name: {"input": "hi", "tools": [{"type": "function", "name": name, "parameters": UUID}]},
+    "/v1/messages": lambda name: {"messages": USER, "tools": [{"name": name, "input_schema": UUID}]},
+}
+
+
+@pytest.mark.parametrize("path", BY_API)
+async def test_a_tool_s_name_may_have_128_characters(http: httpx.AsyncClient, path: str) -> None:
+    limit = {"max_output_tokens" if path == "/v1/responses" else "max_tokens": 1}
+    assert (await http.post(path, json={**BY_API[path]("a" * 128), **limit})).status_code == 200
+    refused = await http.post(path, json={**BY_API[path]("a" * 129), **limit})
+    assert refused.status_code == 400
+    assert "128" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "sent"),
+    [
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": UUID}}},
+        ),
+        (
+            "/v1/chat/completions",
+            {**BY_API["/v1/chat/completions"]("f"), "tool_choice": "required"},
+        ),
+        ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": UUID}}}),
+    ],
+)
+async def test_a_format_that_no_grammar_knows_is_an_annotation(
+    http: httpx.AsyncClient, path: str, sent: dict[str, Any]
+) -> None:
+    answer = await http.post(path, json={"messages": USER, "max_tokens": 4, **sent})
+    assert answer.status_code == 200, answer.text
 
 
 async def test_a_lone_surrogate_in_the_text_of_a_schema_is_named(http: Any) -> None:

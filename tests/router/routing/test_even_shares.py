@@ -95,6 +95,7 @@ def test_equal_pairs_share_requests_that_come_one_at_a_time(num_pairs: int, meas
     assert min(got) >= 32, got
 
 
+@example([PairRates(), PairRates(), PairRates()], 3)
 @given(st.lists(MEASURED, min_size=2, max_size=8), st.integers(1, 12))
 @settings(max_examples=30, deadline=None)
 def test_a_prefix_that_one_pair_holds_is_not_left(pairs: list[PairRates], num_at_once: int) -> None:

@@ -1,6 +1,6 @@
 from collections.abc import Callable
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from protos.block_keys import BlockKey, join_keys
@@ -248,6 +248,15 @@ ACTIONS = (
 STEPS = st.lists(st.tuples(st.sampled_from(ACTIONS), st.sampled_from(WORKERS), NUMBERS), max_size=40)
 
 
+@example(
+    [
+        (Histories.reserve, "a", [0, 1]),
+        (Histories.store, "a", [0]),
+        (Histories.restart, "a", []),
+        (Histories.forget, "b", []),
+    ],
+    [0, 1],
+)
 @given(STEPS, NUMBERS)
 def test_any_history_gives_the_matches_of_a_slow_index(
     steps: list[tuple[Callable[[Histories, str, list[int], float], None], str, list[int]]], prompt: list[int]

@@ -82,7 +82,8 @@ def histories(draw: st.DrawFn) -> Chat:
                 names = {"S": "system", "D": "developer", "U": "user"}
                 chat.append({"role": names[role], "content": text()})
             case "A":
-                chat.append({"role": "assistant"} | ({"content": text() or None} if draw(said) else {}))
+                content = text() or draw(st.sampled_from([None, list[Any]()]))
+                chat.append({"role": "assistant"} | ({"content": content} if draw(said) else {}))
             case "C":
                 each = [one_call() for _ in range(draw(st.integers(0, 3)))]
                 chat.append({"role": "assistant", "content": text() or None, "tool_calls": each})
@@ -108,6 +109,8 @@ def histories(draw: st.DrawFn) -> Chat:
 @example("exaone_4", [HI, RESULT, calls(call(arguments="[1")), RESULT], [TOOL])
 @example("pedant", [RESULT, calls(call(), call("b")), HI, RESULT, YES], None)
 @example("deepseek_r1", [SYSTEM, calls(call(), content="w8w"), RESULT, HI, YES], None)
+@example("qwen3.5", [SYSTEM, HI, {"role": "assistant", "content": []}, {"role": "user", "content": []}, MORE], None)
+@example("mistral_nemo", [HI, {**calls(), "content": []}, {**RESULT, "content": []}, YES, MORE], [TOOL])
 @example("gemma_2", [{"role": "assistant"}, SYSTEM, RESULT, {"role": "user", "content": ""}], None)
 def test_no_history_is_refused_and_no_text_of_it_is_lost(
     name: str, chat: Chat, tools: list[dict[str, Any]] | None
