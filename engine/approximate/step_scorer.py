@@ -75,5 +75,5 @@ def make_scorer(config: StepConfig, tokenizer: Tokenizer) -> StepScorer:
             f"{len(digit_ids[wrong])} tokens instead of 1; set it to 'likelihood'"
         )
     if not suffix_ids:
-        raise ConfigError("speculation.steps.rating_prompt has no tokens; ask the target for a digit")
+        raise ConfigError("the tokenizer has no tokens for the question; set `speculation.steps.judge` to 'likelihood'")
     return RatingScorer(suffix_ids, tuple(ids[0] for ids in digit_ids))
