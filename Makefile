@@ -25,7 +25,7 @@ SERVED_smollm2 := $(SMOLLM2)
 COVERED := $(BIN)/python -m slipcover --threshold 1000 --json --omit 'router/ingress.py,router/routing/serve_router.py,cluster/work_policy.py,protos/outrider_pb2*.py,*/__main__.py'
 PERCENT := $(BIN)/python -c 'import json, sys; print(json.load(open(sys.argv[1]))["summary"]["percent_covered_display"])'
 
-.PHONY: help install serve real-model test test-served test-engine test-models test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu abuse chaos soak overload profile gpu-kit docs page manifests compat release clean
+.PHONY: help install serve real-model test test-served test-engine test-models test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu abuse audit chaos soak overload profile gpu-kit docs page manifests compat release clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -103,6 +103,10 @@ bench-latency: $(BENCH_INSTALLED) $(SMOLLM2)  ## first tokens and gaps over HTTP
 
 abuse: $(BENCH_INSTALLED)  ## hostile clients next to seeded streams (docs/operate.md); BENCH_ARGS="--only gRPC"
 	@$(BIN)/python -m bench.served.abuse $(BENCH_ARGS)
+
+audit: $(INSTALLED)  ## sampling, drafts, cache, formats, counts and speed of a running server; URL=http://127.0.0.1:8000 BENCH_ARGS="--only cache"
+	@mkdir -p .cache
+	@$(BIN)/python -m cluster.cli audit $(or $(URL),http://127.0.0.1:8000) --json .cache/audit.json --html .cache/audit.html $(BENCH_ARGS)
 
 bench-peers: $(BENCH_INSTALLED)  ## docs/benchmarks.md: OpenVINO GenAI, llama-server, Transformers and Outrider; MODEL=smollm2
 	@$(BIN)/python -m bench.peers --model $(PEERS_$(MODEL)) $(BENCH_ARGS)

@@ -10,6 +10,7 @@ import sys
 
 import typer
 
+from cluster.cli.commands.audit import audit
 from cluster.cli.commands.bench import bench
 from cluster.cli.commands.chat import chat
 from cluster.cli.commands.check import check
@@ -36,6 +37,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(chat)
 app.command()(bench)
+app.command()(audit)
 app.command()(check)
 app.command()(plan)
 app.command()(replay)

@@ -39,12 +39,14 @@ def understood(what: str = "the server's answer") -> Iterator[None]:
         raise AnswerError(f"{what} has an unexpected form: {type(error).__name__}: {error}") from None
 
 
-def _with_version(url: str) -> str:
-    """Return the address of the API. An address without a path gets /v1.
+def base_url(url: str | None) -> str | None:
+    """Return the address of the API, None without one. An address without a path gets /v1.
 
     Raises:
         ConfigError: it is not the address of a web server.
     """
+    if url is None:
+        return None
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
@@ -55,7 +57,7 @@ def _with_version(url: str) -> str:
     return url.rstrip("/") + "/v1" if parts.path in {"", "/"} else url
 
 
-ServerUrl = Annotated[str, Option(help="base address of the server, with or without /v1", callback=_with_version)]
+ServerUrl = Annotated[str, Option(help="base address of the server, with or without /v1", callback=base_url)]
 
 
 def finite(value: float | None) -> float | None:

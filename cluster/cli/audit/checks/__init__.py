@@ -1,0 +1,1 @@
+"""The checks: sampling, later positions, comparisons of two ways to ask, whole answers, formats, speed."""

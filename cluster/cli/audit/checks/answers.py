@@ -1,0 +1,234 @@
+"""Whole answers: counts, stops, limits, JSON and tool calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cluster.cli.audit.checks.context import PROMPTS, Audit, all_of
+from cluster.cli.audit.client import CHAT, COMPLETIONS, Answer, Body, Choice, NoVerdictError, RefusedError, Server
+from cluster.cli.audit.trial import Trial
+
+_TEXT_TOKENS = 24
+_STOP_LENGTH = 3
+_FORMAT_TOKENS = 300
+_FORMAT_CHOICES = 8
+_EARLY_TOKENS, _EARLY_LIMIT = 40, 48
+_LEAST_EARLY = 0.2  # choices that end early by themselves
+
+_COLORS = {"type": "string", "enum": ["red", "green", "blue"]}
+_SCHEMAS: tuple[Body, ...] = (
+    {"color": _COLORS, "count": {"type": "integer"}, "is_new": {"type": "boolean"}},
+    {"name": {"type": "string"}, "size": {"type": "string", "enum": ["small", "large"]}},
+    {
+        "items": {"type": "array", "items": _COLORS, "minItems": 1, "maxItems": 3},
+        "place": {
+            "type": "object",
+            "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}},
+            "required": ["x", "y"],
+            "additionalProperties": False,
+        },
+    },
+)
+_TYPES: Mapping[str, Any] = {"string": str, "integer": int, "boolean": bool, "array": list, "object": dict}
+
+
+async def usage(audit: Audit, trial: Trial) -> None:
+    """Compare counts of tokens with the tokens of the answer."""
+    part, num_prompt = trial.hits(), dict[str, int | None]()
+    server = audit.server
+    number = min(4, server.max_choices)
+    while not trial.is_enough():
+        for text in PROMPTS:
+            answer = await server.ask(text, max_tokens=12, n=number, logprobs=server.num_top or None)
+            counts = [answer.count(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
+            if None in counts:
+                raise NoVerdictError("answers have no usage object with three counts")
+            prompt, completion, total = (count or 0 for count in counts)
+            problems = [
+                f"total_tokens {total} is not {prompt} + {completion}" if total != prompt + completion else None,
+                _miscount(answer, completion) if server.num_top else None,
+                f"prompt_tokens {prompt} were {num_prompt[text]} before"
+                if num_prompt.get(text, prompt) != prompt
+                else None,
+            ]
+            num_prompt[text] = prompt
+            trial.hit(part, answer, "counts of the tokens", next(filter(None, problems), None))
+    trial.sentence = f"{part.num_hits} of {part.num_draws} answers are miscounted"
+
+
+def _miscount(answer: Answer, completion: int) -> str | None:
+    """Return an error of the count of generated tokens; an end token may be counted or not."""
+    number = sum(len(choice.tokens) for choice in answer.choices)
+    ended = sum(choice.finish_reason == "stop" for choice in answer.choices)
+    if number - ended <= completion <= number + ended:
+        return None
+    return f"completion_tokens is {completion}, and the logprobs have {number} tokens"
+
+
+async def stops(audit: Audit, trial: Trial) -> None:
+    """Ask for greedy texts again with a piece of them as the stop."""
+    part, server = trial.hits(), audit.server
+    for start in range(1, 99):
+        if trial.is_enough():
+            break
+        for text in PROMPTS:
+            whole = (await server.ask(text, max_tokens=_TEXT_TOKENS, temperature=0.0)).choices[0].text
+            stop = whole[start * 2 :][:_STOP_LENGTH]
+            at = whole.find(stop)
+            if len(stop) < _STOP_LENGTH or at < 1 or not stop.strip():
+                continue
+            answer = await server.ask(text, max_tokens=_TEXT_TOKENS, temperature=0.0, stop=[stop])
+            choice = answer.choices[0]
+            shared = min(at, len(choice.text))
+            if choice.text[:shared].rstrip() != whole[:shared].rstrip() and stop not in choice.text:
+                continue  # a near tie: another text
+            seen = None
+            if choice.text.rstrip() != whole[:at].rstrip():
+                seen = f"{choice.text!r}"
+            elif choice.finish_reason != "stop":
+                seen = f"finish_reason {choice.finish_reason!r}"
+            trial.hit(part, answer, f"{whole[:at]!r} with finish_reason 'stop', by the stop {stop!r}", seen)
+    trial.sentence = f"{part.num_hits} of {part.num_draws} answers do not end at their stop"
+
+
+async def max_tokens(audit: Audit, trial: Trial) -> None:
+    """Count the tokens of answers against their limit."""
+    part = trial.hits()
+    while not trial.is_enough():
+        for rank, text in enumerate(PROMPTS):
+            limit = 1 + rank % 11
+            answer = await audit.server.ask(text, max_tokens=limit)
+            number = answer.count("completion_tokens")
+            if number is None:
+                raise NoVerdictError("answers do not count their tokens")
+            seen = None
+            if number > limit:
+                seen = f"{number} tokens"
+            elif answer.choices[0].finish_reason == "length" and number < limit:
+                seen = f"finish_reason 'length' after {number} tokens"
+            trial.hit(part, answer, f"at most {limit} tokens", seen)
+    trial.sentence = f"{part.num_hits} of {part.num_draws} answers miss their limit"
+
+
+async def min_tokens(audit: Audit, trial: Trial) -> None:
+    """Ask for more tokens than some answers have by themselves."""
+    server, part = audit.server, trial.hits()
+    text = await _ends_early(server)
+    while not trial.is_enough():
+        fields = {"max_tokens": _EARLY_LIMIT, "min_tokens": _EARLY_TOKENS, "n": server.max_choices, "logprobs": 1}
+        answer = await server.ask(text, **fields)
+        for choice in answer.choices:
+            seen = f"{len(choice.tokens)} tokens" if _is_early(choice) else None
+            trial.hit(part, answer, f"at least {_EARLY_TOKENS} tokens", seen)
+    trial.sentence = f"{part.num_hits} of {part.num_draws} answers end before min_tokens"
+
+
+async def _ends_early(server: Server) -> str:
+    if not server.num_top:
+        raise NoVerdictError("without logprobs the tokens of a choice cannot be counted")
+    for text in ("Yes or no? Answer:", *PROMPTS):
+        answer = await server.ask(text, max_tokens=_EARLY_LIMIT, n=min(16, server.max_choices), logprobs=1)
+        if sum(map(_is_early, answer.choices)) >= _LEAST_EARLY * len(answer.choices):
+            return text
+    raise NoVerdictError(f"no answer ends within {_EARLY_TOKENS} tokens by itself")
+
+
+def _is_early(choice: Choice) -> bool:
+    return choice.finish_reason == "stop" and len(choice.tokens) < _EARLY_TOKENS - 1
+
+
+async def json_schemas(audit: Audit, trial: Trial) -> None:
+    """Validate answers that must match a JSON schema."""
+
+    def fields(schema: Body) -> Body:
+        form = {"name": "answer", "schema": schema, "strict": True}
+        return {"response_format": {"type": "json_schema", "json_schema": form}}
+
+    await _validate(audit, trial, fields, lambda choice: [choice.text])
+
+
+async def tool_calls(audit: Audit, trial: Trial) -> None:
+    """Validate the arguments of required tool calls."""
+
+    def fields(schema: Body) -> Body:
+        tool = {"type": "function", "function": {"name": "note", "description": "Keeps a note.", "parameters": schema}}
+        return {"tools": [tool], "tool_choice": "required"}
+
+    await _validate(audit, trial, fields, lambda choice: [arguments for _, arguments in choice.calls])
+
+
+async def _validate(audit: Audit, trial: Trial, fields: Any, texts: Any) -> None:
+    part, num_cut = trial.hits(), 0
+    while not trial.is_enough():
+        for properties in _SCHEMAS:
+            schema = {
+                "type": "object",
+                "properties": properties,
+                "required": list(properties),
+                "additionalProperties": False,
+            }
+            for answer in await _ask_formats(audit.server, fields(schema)):
+                for choice in answer.choices:
+                    if choice.finish_reason == "length":
+                        num_cut += 1
+                        continue
+                    found = texts(choice)
+                    seen = (
+                        None
+                        if found and all(_is_valid(text, schema) for text in found)
+                        else f"{choice.text!r} {choice.calls}"
+                    )
+                    trial.hit(part, answer, f"JSON of {json.dumps(schema)}", seen)
+        if num_cut > 64 and num_cut > part.num_draws:
+            raise NoVerdictError(f"{num_cut} answers ran into max_tokens {_FORMAT_TOKENS} before they were complete")
+    cut = f"; {num_cut} ran into max_tokens {_FORMAT_TOKENS} and do not count" if num_cut else ""
+    trial.sentence = f"{part.num_draws - part.num_hits} of {part.num_draws} are valid{cut}"
+
+
+async def _ask_formats(server: Server, fields: Body) -> Sequence[Answer]:
+    """Ask in a chat, or as a text where there is no chat."""
+    body = _chat_body(server, "Describe a toy as JSON.") | fields
+    body |= {"max_tokens": _FORMAT_TOKENS, "n": min(_FORMAT_CHOICES, server.max_choices)}
+    for number in (body["n"], 1):
+        try:
+            return await all_of(server.post(CHAT, body | {"n": number} | _seed(server)) for _ in range(server.width))
+        except RefusedError as refused:
+            error = refused
+    if server.is_chat or "tools" in fields:
+        raise error
+    text = server.body("A toy as JSON: ") | fields | {"max_tokens": _FORMAT_TOKENS, "n": body["n"]}
+    return await all_of(server.post(COMPLETIONS, text | _seed(server)) for _ in range(server.width))
+
+
+def _chat_body(server: Server, content: str) -> Body:
+    """Return a chat's body with neutral sampling."""
+    body = server.body("")
+    body.pop("prompt", None)
+    return body | {"messages": [{"role": "user", "content": content}]}
+
+
+def _seed(server: Server) -> Body:
+    return {"seed": next(server.seeds)} if server.has_seed else {}
+
+
+def _is_valid(text: str, schema: Mapping[str, Any]) -> bool:
+    try:
+        return _matches(json.loads(text), schema)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _matches(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Check the keywords that `_SCHEMAS` uses."""
+    kind = schema["type"]
+    if not isinstance(value, _TYPES[kind]) or (kind == "integer" and isinstance(value, bool)):
+        return False
+    if kind == "array":
+        is_sized = schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value))
+        return is_sized and all(_matches(each, schema["items"]) for each in value)
+    if kind == "object":
+        properties = schema["properties"]
+        return value.keys() == properties.keys() and all(_matches(value[key], properties[key]) for key in properties)
+    return value in schema.get("enum", [value])

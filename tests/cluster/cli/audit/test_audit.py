@@ -1,0 +1,181 @@
+"""The audit finds planted faults of a server with a known distribution, and nothing at one without a fault."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from cluster.cli.audit.audit import CHECKS, Check, Result, connect, corrected, run_audit
+from cluster.cli.audit.client import Budget
+from cluster.cli.audit.trial import Verdict
+from protos.errors import ConfigError
+from tests.cluster.cli.audit.toy_server import MODEL, ToyServer
+
+# Each fault with the check that must find it. A whole audit of the toy takes some 2,500 requests.
+FOUND_BY = {
+    "shared noise": "temperature-1",
+    "shared noise of later tokens": "later-tokens",
+    "argmax": "temperature-1",
+    "ignored temperature": "temperature-0.7",
+    "ignored top_p": "top-p",
+    "ignored min_p": "min-p",
+    "penalties by step": "frequency",
+    "bonus from the wrong row": "later-tokens",
+    "bonus and its logprobs from the wrong row": "prefixes",
+    "stale drafts of cached prefixes": "cache",
+    "JSON cut by a stop": "json",
+    "cut tool calls": "tools",
+    "company": "company",
+    "miscounted tokens": "usage",
+    "ignored stop": "stops",
+    "a token too many": "max-tokens",
+    "ignored min_tokens": "min-tokens",
+    "other texts without drafts": "two-greedy",
+}
+
+
+def checks_of(*names: str) -> list[Check]:
+    return [check for check in CHECKS if check.name in names]
+
+
+async def audit(
+    app: Starlette,
+    checks: Sequence[Check],
+    *,
+    start: int = 1,
+    max_requests: int = 20_000,
+    other: Starlette | None = None,
+) -> dict[str, Result]:
+    budget = Budget(max_requests, time.monotonic() + 170)
+    server = await connect("http://toy/v1", "key", None, budget, httpx.ASGITransport(app))
+    second = await connect("http://two/v1", "key", None, budget, httpx.ASGITransport(other)) if other else None
+    server.seeds = itertools.count(start)
+    results = await run_audit(server, second, checks, lambda name, result: None)
+    return {result.name: result for result in results}
+
+
+@pytest.mark.parametrize(("fault", "name"), FOUND_BY.items(), ids=FOUND_BY)
+async def test_a_planted_fault_is_found(fault: str, name: str):
+    result = (await audit(ToyServer(fault).app, checks_of(name)))[name]
+    assert result.verdict is Verdict.FOUND, result.sentence
+    assert result.corrected_p <= 1e-4
+    assert result.finding is not None
+    assert result.finding.request.body["model"] == MODEL
+
+
+async def test_a_server_that_does_as_it_reports_passes_every_check():
+    results = await audit(ToyServer().app, CHECKS, start=77)
+    assert {name: result.sentence for name, result in results.items() if result.verdict is not Verdict.HOLDS} == {}
+    assert results["temperature-1"].num_draws > 10_000  # the stated power for 60% served at 63%
+
+
+async def test_a_small_budget_leaves_checks_without_a_verdict():
+    results = await audit(ToyServer().app, checks_of("usage", "later-tokens"), max_requests=60)
+    assert {result.verdict for result in results.values()} == {Verdict.CANNOT_TELL}
+    assert "--requests 60 are used up" in results["later-tokens"].sentence
+
+
+async def test_two_servers_without_logprobs_are_compared_by_pairs_of_draws():
+    def hidden(toy: ToyServer) -> Starlette:
+        """The toy without logprobs."""
+
+        async def complete(request: Request) -> Response:
+            body = await request.json()
+            return toy.answer({name: value for name, value in body.items() if name != "logprobs"}, ["x"])
+
+        return app_of(complete)
+
+    checks = checks_of("two-distributions", "temperature-1")
+    results = await audit(hidden(ToyServer()), checks, other=hidden(ToyServer("argmax")))
+    assert results["two-distributions"].verdict is Verdict.FOUND
+    assert results["temperature-1"].verdict is Verdict.CANNOT_TELL
+    assert "no logprobs" in results["temperature-1"].sentence
+    results = await audit(hidden(ToyServer()), checks, other=hidden(ToyServer()))
+    assert results["two-distributions"].verdict is Verdict.HOLDS
+
+
+def app_of(complete: Callable[[Request], Any]) -> Starlette:
+    models = Route("/v1/models", lambda request: JSONResponse({"data": [{"id": MODEL}]}))
+    return Starlette(routes=[models, Route("/v1/completions", complete, methods=["POST"])])
+
+
+def fixed(answer: Response) -> Starlette:
+    async def complete(request: Request) -> Response:
+        return answer
+
+    return app_of(complete)
+
+
+@pytest.mark.parametrize(
+    ("app", "words"),
+    [
+        (fixed(PlainTextResponse("<html>rubbish")), "not in OpenAI's form"),
+        (fixed(JSONResponse({"choices": []})), "no choices"),
+        (fixed(JSONResponse({"choices": [{"text": 5}]})), "not in OpenAI's form"),
+        (fixed(JSONResponse({"choices": [{"text": "x", "logprobs": {"content": [{}]}}]})), "not in OpenAI's form"),
+        (fixed(JSONResponse({"error": {"message": "no"}}, 500)), "status 500: no"),
+        (fixed(JSONResponse({}, 429, {"Retry-After": "0"})), "limits the rate"),
+    ],
+    ids=["HTML", "no choices", "a number", "no token", "500", "429"],
+)
+async def test_a_server_that_gives_no_answers_gets_a_sentence_and_no_verdict(app: Starlette, words: str):
+    for result in (await audit(app, CHECKS)).values():
+        assert result.verdict is Verdict.CANNOT_TELL
+        assert words in result.sentence
+
+
+async def test_a_server_that_stops_answering_ends_the_audit_with_a_sentence():
+    toy, num_left = ToyServer(), 40
+
+    async def complete(request: Request) -> Response:
+        nonlocal num_left
+        num_left -= 1
+        if num_left < 0:
+            raise httpx.ReadError("gone")
+        return await toy.complete(request)
+
+    results = await audit(app_of(complete), CHECKS)
+    assert not any(result.verdict is Verdict.FOUND for result in results.values())
+    assert "has not answered 3 requests in a row" in results["later-tokens"].sentence
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_a_server_that_needs_a_key_is_named(status: int):
+    async def refuse(request: Request) -> Response:
+        return JSONResponse({}, status)
+
+    with pytest.raises(ConfigError, match="--key"):
+        await audit(Starlette(routes=[Route("/v1/models", refuse)]), CHECKS)
+    with pytest.raises(ConfigError, match="--key"):
+        await audit(app_of(refuse), CHECKS)
+
+
+async def test_fields_that_a_server_refuses_are_left_out():
+    toy = ToyServer()
+
+    async def complete(request: Request) -> Response:
+        if {"top_k", "min_p", "return_token_ids"} & (await request.json()).keys():
+            return JSONResponse({"error": {"message": "unknown field"}}, 400)
+        return await toy.complete(request)
+
+    results = await audit(app_of(complete), checks_of("top-p", "min-p", "logit-bias"))
+    assert results["top-p"].verdict is Verdict.HOLDS
+    assert results["min-p"].verdict is Verdict.CANNOT_TELL
+    assert "unknown field" in results["min-p"].sentence
+    assert "token ids" in results["logit-bias"].sentence
+
+
+def test_p_values_are_corrected_by_holm():
+    def result(p: float) -> Result:
+        return Result("x", "", Verdict.HOLDS, "", 1, 1, p, p, 1, 1.0, None)
+
+    assert [each.corrected_p for each in corrected([result(0.04), result(0.01), result(0.9)])] == [0.08, 0.03, 0.9]
