@@ -56,7 +56,7 @@ KEPT = {
     "router/openai/openapi.py": "one document, the same for all",
     "engine/model/checkpoint/hub.py": "by a model of the deployment",
     "engine/proposer/growth/tree_shape.py": "by numbers of drafts",
-    "engine/proposer/draft_model/fan_out.py": "by numbers of drafts",
+    "engine/proposer/draft_model/ahead_drafter.py": "by numbers of drafts",
     **{f"{name}.py": "functions of libraries" for name in KERNELS.split()},
 }
 CACHE = re.compile(

@@ -1,6 +1,7 @@
 """`python -m models.demo_pair.train_demo_pair`: tokenizer, target, draft, measurements, model card, in that order."""
 
 import argparse
+import copy
 import dataclasses
 import json
 import logging
@@ -10,21 +11,142 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from models.demo_pair.card import DEMO_FOLDER, read_json, write_card
-from models.demo_pair.draft import distil_draft
 from models.demo_pair.evaluate import measure, save_measurements
-from models.demo_pair.target import train_target
-from models.training.checkpoint import load_checkpoint
+from models.training.architecture import (
+    REPETITION_PENALTY,
+    compile_layers,
+    draft_config,
+    hidden_states,
+    new_model,
+    target_config,
+)
+from models.training.checkpoint import load_checkpoint, save_checkpoint
 from models.training.corpus import Corpus, collect
-from models.training.rollout import write_rollouts
+from models.training.rollout import RolloutPool, mixed_sources, write_rollouts
 from models.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
-from models.training.tokens import WindowStream, tokenize_corpus
-from tuning.train import Budget, TrainingReport
+from models.training.tokens import WindowStream, plain_positions, skipped_positions, tokenize_corpus
+from tuning.loss import distillation_loss, next_token_loss
+from tuning.optimizer import PairedOptimizer
+from tuning.train import Budget, TrainingReport, autocast, train
 
+ROLLOUT_EVERY_BATCHES = 4
+LONG_PHASE_START = 0.75
 CPU_MINUTES = (50.0, 14.0)
 CUDA_MINUTES = (20.0, 8.0)
 ROLLOUT_PROMPT_TOKENS = 256
+
+
+class DraftLesson:
+    """One step of distillation: a batch, the target's logits for it, and the draft's loss."""
+
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        target: LlamaForCausalLM,
+        stream: WindowStream,
+        rollouts: RolloutPool,
+        budget: Budget,
+    ) -> None:
+        self._model, self._target, self._budget = model, target, budget
+        self._sources = mixed_sources(stream, rollouts, ROLLOUT_EVERY_BATCHES)
+        self._loss = torch.compile(distillation_loss, dynamic=False)
+
+    def __call__(self, progress: float) -> Tensor:
+        """Return the loss of the next batch; it does not depend on `progress`."""
+        num_tokens = self._budget.short_window_tokens
+        num_windows = self._budget.tokens_per_step // num_tokens
+        positions = plain_positions(num_windows, num_tokens).to(self._budget.device)
+        windows = next(self._sources).windows(num_windows, num_tokens)  # [B, T + 1]
+        ids = windows[:, :-1].to(self._budget.device)  # [B, T]
+        with autocast(self._budget.device):
+            with torch.no_grad():
+                target_logits = F.linear(hidden_states(self._target, ids, positions), self._target.lm_head.weight)
+            hidden = hidden_states(self._model, ids, positions)
+            return self._loss(hidden, self._model.lm_head.weight, target_logits, 1.0)
+
+
+def distil_draft(
+    target: LlamaForCausalLM,
+    stream: WindowStream,
+    rollouts: RolloutPool,
+    budget: Budget,
+    folder: Path,
+    seed: int,
+    is_resumed: bool,
+) -> TrainingReport:
+    """Distil a draft into `folder`: a new one, or the existing one further.
+
+    The target's layers are compiled; its weights do not change.
+    """
+    model = (
+        load_checkpoint(folder, device=budget.device) if is_resumed else new_model(draft_config(), seed, budget.device)
+    )
+    model.train()
+    compile_layers(model)
+    compile_layers(target)
+    optimizer = PairedOptimizer.of_llama(model, matrix_lr=0.02, embedding_lr=0.004)
+    return train(
+        model,
+        optimizer,
+        DraftLesson(model, target, stream, rollouts, budget),
+        budget,
+        lambda: save_checkpoint(model, folder),
+    )
+
+
+class TargetLesson:
+    """One step of training: a batch and its loss."""
+
+    def __init__(self, model: LlamaForCausalLM, stream: WindowStream, budget: Budget, seed: int) -> None:
+        self._model, self._stream, self._budget = model, stream, budget
+        self._generator = torch.Generator().manual_seed(seed)
+        self._loss = torch.compile(next_token_loss, dynamic=False)
+
+    def __call__(self, progress: float) -> Tensor:
+        """Return the loss of the next batch at `progress` in [0, 1]."""
+        is_long = progress >= LONG_PHASE_START
+        num_tokens = self._budget.long_window_tokens if is_long else self._budget.short_window_tokens
+        num_windows = self._budget.tokens_per_step // num_tokens
+        ids = self._stream.windows(num_windows, num_tokens).to(self._budget.device)  # [B, T + 1]
+        positions = plain_positions(num_windows, num_tokens)
+        if is_long:
+            positions = skipped_positions(num_windows, num_tokens, self._generator)
+        with autocast(self._budget.device):
+            hidden = hidden_states(self._model, ids[:, :-1], positions.to(self._budget.device))
+            return self._loss(hidden, self._model.lm_head.weight, ids[:, 1:].contiguous())
+
+
+def train_target(stream: WindowStream, budget: Budget, folder: Path, seed: int, is_resumed: bool) -> TrainingReport:
+    """Train a target into `folder`: a new one, or the existing one further.
+
+    Two runs on one small corpus fit it differently. A resumed run writes the mean of its first and last weights: its
+    held-out loss is lower than either's (arXiv:1803.05407).
+    """
+    model = (
+        load_checkpoint(folder, device=budget.device) if is_resumed else new_model(target_config(), seed, budget.device)
+    )
+    earlier = copy.deepcopy(model) if is_resumed else None
+    model.train()
+    compile_layers(model)
+    optimizer = PairedOptimizer.of_llama(model, matrix_lr=0.012, embedding_lr=0.002)
+    lesson = TargetLesson(model, stream, budget, seed)
+    report = train(model, optimizer, lesson, budget, lambda: save_checkpoint(model, folder, REPETITION_PENALTY))
+    if earlier is not None:
+        average(model, earlier)
+        save_checkpoint(model, folder, REPETITION_PENALTY)
+    return report
+
+
+@torch.no_grad()
+def average(model: LlamaForCausalLM, earlier: LlamaForCausalLM) -> None:
+    """Set every weight of `model` to its mean with `earlier`."""
+    for weight, other in zip(model.parameters(), earlier.parameters(), strict=True):
+        weight.lerp_(other, 0.5)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -8,10 +8,35 @@ from enum import Enum, auto
 
 from protos.messages import FinishReason
 from router.generation.delta import Delta, Gain, ToolCallDelta, told_apart
-from router.generation.json_extent import JsonExtent
 from router.generation.tool_formats.argument_value import arguments_in
 from router.generation.tool_formats.call_body import CallBody, CallPiece, num_held
 from router.generation.tool_formats.tool_format import LONGEST_HEAD, ToolFormat
+
+_NOTHING = Gain()
+
+
+class JsonExtent:
+    """Follows one object from its opening brace, piece by piece, without parsing its content."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_in_string = False
+        self._is_escaped = False
+
+    def feed(self, text: str) -> int | None:
+        """Return the number of characters of `text` up to the end of the object; None if it continues beyond `text`."""
+        for index, character in enumerate(text):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._is_in_string:
+                self._is_escaped = character == "\\"
+                self._is_in_string = character != '"'
+            else:
+                self._is_in_string = character == '"'
+                self._depth += (character in "{[") - (character in "}]")
+                if self._depth == 0:
+                    return index + 1
+        return None
 
 
 class _State(Enum):
@@ -20,9 +45,6 @@ class _State(Enum):
     ARGUMENTS = auto()
     TAIL = auto()  # after the arguments, before the end of the call
     BODY = auto()  # inside a call whose arguments are not written in JSON
-
-
-_NOTHING = Gain()
 
 
 class ToolCallParser:

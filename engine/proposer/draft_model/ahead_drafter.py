@@ -19,23 +19,103 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from operator import attrgetter
 
 import torch
 
-from engine.proposer.draft_model.branch import Branch
 from engine.proposer.draft_model.draft_model import DraftModel, PrefillJob, PrefillResult
 from engine.proposer.draft_model.draft_sequence import DraftSequence
-from engine.proposer.draft_model.fan_out import fan_out
 from engine.proposer.draft_model.offer import Offer
 from engine.proposer.growth.chain import Chain, masked, row_after
 from engine.sampling.logits_row import LogitsRow
 from engine.sequence.request_tokens import RequestTokens
 from protos.messages import VerifyMode
 
+FAN_OUT = 3  # outcomes per position
+_ACCEPTANCE = 0.8  # chance that one more draft is accepted; the result hardly differs from 0.7 to 0.9
+_RANK_POWER = -1.5  # coupled drafts of the demo pair at temperature 1: 47, 19, 10, 6, 3% for ranks 1 to 5
 _MIN_ROWS, _MAX_ROWS = 8, 64  # rows of a wave
 _MAX_MISSING = 64  # missing tokens of a decoding sequence; a sequence with more prefills its prompt and waits
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """A block of a sequence to copy into a branch, which then writes the rest of the block."""
+
+    source_id: int
+    block_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A likely outcome, `after`, which follows the committed tokens of a sequence.
+
+    The sequence's blocks hold the KV of both, without the last token. A draft of `num_drafts` tokens grows after it.
+    `order` is the branch's rank in its sequence, likeliest first.
+    """
+
+    sequence: DraftSequence
+    after: tuple[int, ...]
+    num_drafts: int
+    order: int
+    block_size: int
+
+    @property
+    def start(self) -> int:
+        """The KV index of the last token of `after`, which is the first slot that the branch writes."""
+        return len(self.sequence.blocks.token_ids) + len(self.after) - 1
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of the branch's own blocks, including the copied one."""
+        return (self.start + self.num_drafts - 1) // self.block_size - self._first_block + 1
+
+    def copy_into(self, block_ids: Seq[int]) -> list[BlockCopy]:
+        """Return the copy of the sequence's last shared block; empty if the branch begins with a new block."""
+        if self.start % self.block_size == 0:
+            return []
+        return [BlockCopy(self.sequence.blocks.block_table[self._first_block], block_ids[0])]
+
+    def chain(self, block_ids: Seq[int]) -> Chain:
+        """Return the branch's draft, which grows in `block_ids` after the shared blocks."""
+        table = [*self.sequence.blocks.block_table[: self._first_block], *block_ids]
+        return self.sequence.chain([*self.sequence.target_sequence.token_ids, *self.after], table, self.num_drafts)
+
+    @property
+    def _first_block(self) -> int:
+        return self.start // self.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class PassOutcome:
+    """The token of rank `rank` (from 0) after the first `num_accepted` drafts; the next draft itself is not ranked."""
+
+    num_accepted: int
+    rank: int
+
+
+@cache
+def fan_out(num_drafts: int, num_per_position: int) -> tuple[PassOutcome, ...]:
+    """Return the likeliest outcomes of a pass, likeliest first: `num_per_position` per position on average.
+
+    A pass of K drafts ends at one of K + 1 positions: its first 0, 1, .. K drafts are accepted, and a token that is not
+    a draft follows. Position k needs k accepted drafts, so its chance falls geometrically (arXiv:2603.03251). The
+    chance of the r-th token in the draft's ranking is proportional to about r**-1.5.
+
+    After the last draft the draft model's own choice is rank 0, and it is the likeliest outcome.
+    """
+    num_outcomes = num_per_position * (num_drafts + 1)
+    rejected = [PassOutcome(k, rank) for k in range(num_drafts) for rank in range(num_outcomes)]
+    bonus = [PassOutcome(num_drafts, rank) for rank in range(1, num_outcomes)]
+    likeliest = sorted([*rejected, *bonus], key=lambda each: _weight(each, num_drafts), reverse=True)
+    return (PassOutcome(num_drafts, 0), *likeliest[: num_outcomes - 1])
+
+
+def _weight(outcome: PassOutcome, num_drafts: int) -> float:
+    num_better = outcome.rank if outcome.num_accepted == num_drafts else outcome.rank + 1
+    return float(_ACCEPTANCE**outcome.num_accepted * num_better**_RANK_POWER)
 
 
 @dataclass(frozen=True, slots=True)

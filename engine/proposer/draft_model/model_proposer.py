@@ -18,11 +18,10 @@ from engine.config import CacheConfig, ModelConfig, SchedulerConfig, TreeConfig
 from engine.kv_cache.block_manager import BlockManager
 from engine.model.loader import tokenizer_file
 from engine.model.runner.model_runner import ModelRunner
-from engine.proposer.draft_model.ahead_drafter import AheadDrafter
+from engine.proposer.draft_model.ahead_drafter import FAN_OUT, AheadDrafter
 from engine.proposer.draft_model.draft_model import DraftModel, PrefillJob
 from engine.proposer.draft_model.draft_sequence import DraftSequence
 from engine.proposer.draft_model.draft_sequences import DraftSequences
-from engine.proposer.draft_model.fan_out import FAN_OUT
 from engine.proposer.growth.chain import Chain
 from engine.proposer.growth.tree import Tree
 from engine.proposer.growth.tree_shape import shape_of

@@ -7,20 +7,94 @@ of other texts, so q is one-hot for every verifier.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.batch.draft import NO_DRAFT, Draft, DraftSource
-from engine.proposer.text_match.match_acceptance import MatchAcceptance
 from engine.proposer.text_match.shared_texts import NoiseId, SharedTexts
-from engine.proposer.text_match.suffix_index import MAX_MATCH, SuffixIndex
+from engine.proposer.text_match.suffix_index import MAX_MATCH, SEPARATOR, Occurrence, SuffixIndex
 from engine.proposer.text_match.text_matcher import TextMatch
-from engine.proposer.text_match.vote import VotedToken, continuation
 from engine.sequence.draft_query import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 from protos.errors import ConfigError
 
-_UNTAUGHT = MatchAcceptance()  # the prior alone: chances learned from a text of the same seed depend on its noise
+_NUM_KINDS = 5  # matches of 1, 2 to 3, 4 to 7, 8 to 15, and 16 tokens or more
+_WINDOW = 200.0  # votes of a kind that count
+_TRUST = 8.0  # weight of the prior, in votes
+_CONTEXT_WEIGHT = 4.0  # factor per matching token
+_AGE_WEIGHT = 0.7  # factor per later occurrence: texts tend to repeat recent tokens
+
+
+class MatchAcceptance:
+    """Chances by length of the match, over all texts.
+
+    The prior of a match of n tokens is `n / (n + 2)`, between the measured chances of prose and agents. The chance of a
+    token is proportional to its share of the vote, so acceptance is learned per vote. Agents repeat themselves exactly
+    and prose hardly ever, so a match of two tokens means more in an agent's text.
+    """
+
+    def __init__(self) -> None:
+        self._voted = [0.0] * (_NUM_KINDS + 1)
+        self._accepted = [0.0] * (_NUM_KINDS + 1)
+
+    def of(self, match_len: int, share: float) -> float:
+        """Return the chance that a token with this share of the vote is accepted after all tokens before it."""
+        kind = _kind_of(match_len)
+        prior = match_len / (match_len + 2)
+        return min(1.0, share * (self._accepted[kind] + _TRUST * prior) / (self._voted[kind] + _TRUST))
+
+    def observe(self, match_len: int, share: float, *, is_accepted: bool) -> None:
+        """Record one token; old tokens fade."""
+        kind, fade = _kind_of(match_len), 1.0 - 1.0 / _WINDOW
+        self._voted[kind] = fade * self._voted[kind] + share
+        self._accepted[kind] = fade * self._accepted[kind] + is_accepted
+
+
+def _kind_of(match_len: int) -> int:
+    return min(match_len.bit_length(), _NUM_KINDS)
+
+
+# The prior alone: chances learned from a text of the same seed depend on its noise.
+_UNTAUGHT = MatchAcceptance()
+
+
+@dataclass(frozen=True, slots=True)
+class VotedToken:
+    """A token of the continuation, its share of the vote, and the longest matching context of its voters.
+
+    The context includes the tokens before it in the continuation.
+    """
+
+    token_id: int
+    share: float
+    match_len: int
+
+
+def continuation(occurrences: Seq[Occurrence]) -> Iterator[VotedToken]:
+    """Yield the tokens that win the vote, one after the other, until no occurrence has a continuation.
+
+    An occurrence with more matching context outweighs one with less; with equal context the later one wins. An
+    occurrence that differs from a drafted token loses its vote.
+    """
+    voters = [(_CONTEXT_WEIGHT**each.match_len * _AGE_WEIGHT**each.rank, each) for each in occurrences]
+    drafted_ids: list[int] = []
+    while voters:
+        # Each occurrence votes for its next token.
+        followers = [place.follower(drafted_ids) for _, place in voters]
+        votes: dict[int, float] = {}
+        for (weight, _), token_id in zip(voters, followers, strict=True):
+            votes[token_id] = votes.get(token_id, 0.0) + weight
+        total = sum(votes.values())
+        votes.pop(SEPARATOR, None)
+        if not votes:
+            return
+        # Only the voters of the winner vote again.
+        winner = max(votes, key=votes.__getitem__)
+        voters = [voter for voter, token_id in zip(voters, followers, strict=True) if token_id == winner]
+        match_len = max(place.match_len for _, place in voters) + len(drafted_ids)
+        yield VotedToken(winner, votes[winner] / total, match_len)
+        drafted_ids.append(winner)
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.demo_pair.target import average
+from models.demo_pair.train_demo_pair import average
 from models.training.architecture import llama_config, new_model, num_parameters
 from models.training.checkpoint import load_checkpoint, save_checkpoint
 from models.training.rollout import write_rollouts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.generation.stop_strings import StopStrings
+from router.generation.choice_text import StopStrings
 
 LETTERS = st.text(alphabet="ab", min_size=1, max_size=4)
 

@@ -12,8 +12,7 @@ import pytest
 
 from engine.batch.draft import Draft, SparseDistribution
 from engine.model.runner.model_runner import ModelRunner
-from engine.proposer.draft_model.ahead_drafter import AheadDrafter, PendingPass
-from engine.proposer.draft_model.branch import Branch
+from engine.proposer.draft_model.ahead_drafter import AheadDrafter, Branch, PendingPass
 from engine.proposer.draft_model.offer import Offer
 from engine.proposer.growth.chain import Chain
 from engine.sequence.sequence import Sequence

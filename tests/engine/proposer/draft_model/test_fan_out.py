@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.proposer.draft_model.fan_out import PassOutcome, fan_out
+from engine.proposer.draft_model.ahead_drafter import PassOutcome, fan_out
 
 
 @pytest.mark.parametrize("num_drafts", range(0, 9))

@@ -10,11 +10,9 @@ from itertools import islice
 import pytest
 
 from engine.batch.draft import NO_DRAFT, Draft
-from engine.proposer.text_match.match_acceptance import MatchAcceptance
 from engine.proposer.text_match.shared_texts import NoiseId, SharedTexts
-from engine.proposer.text_match.suffix import SuffixProposer
+from engine.proposer.text_match.suffix import MatchAcceptance, SuffixProposer, VotedToken, continuation
 from engine.proposer.text_match.suffix_index import SuffixIndex
-from engine.proposer.text_match.vote import VotedToken, continuation
 from engine.sequence.sequence import Sequence
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
