@@ -99,7 +99,10 @@ class GrammarTrial:
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None:
-            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            # Its own process group: Ctrl-C in the terminal is for the server, which closes it.
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
+            )
         return self._process
 
 

@@ -6,6 +6,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.metrics.ingress_metrics import IngressMetrics
 
+BROKEN_STATUS = "broken_status"  # of a request's state: the status of the error that ended its stream
 _ENDPOINTS = (
     "/v1/completions",
     "/v1/chat/completions",
@@ -23,7 +24,7 @@ _ENDPOINTS = (
 
 
 class CountRequests:
-    """ASGI middleware; counts an answer when its status is sent, so a stream that breaks later still counts."""
+    """ASGI middleware; counts an answer when it ends, a stream that an error ended by the status of the error."""
 
     def __init__(self, app: ASGIApp, metrics: IngressMetrics) -> None:
         self._app = app
@@ -34,12 +35,20 @@ class CountRequests:
             await self._app(scope, receive, send)
             return
 
-        async def counting_send(message: Message) -> None:
+        status = None
+
+        async def noting_send(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                self._metrics.count_request("http", _endpoint(scope["path"]), str(message["status"]))
+                status = message["status"]
             await send(message)
 
-        await self._app(scope, receive, counting_send)
+        try:
+            await self._app(scope, receive, noting_send)
+        finally:
+            if status is not None:
+                status = scope.get("state", {}).get(BROKEN_STATUS, status)
+                self._metrics.count_request("http", _endpoint(scope["path"]), str(status))
 
 
 def _endpoint(path: str) -> str:

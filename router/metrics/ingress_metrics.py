@@ -71,7 +71,7 @@ class IngressMetrics:
         )
         self._requests = Counter(
             "outrider_requests",
-            "Calls by frontend (face: http, grpc), operation and status.",
+            "Calls by frontend (face: http, grpc), operation and status; a broken stream has its error's status.",
             ("face", "operation", "status"),
             registry=self._registry,
         )

@@ -48,7 +48,7 @@ class CloseUnread:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not _has_body(Headers(scope=scope)):
+        if scope["type"] != "http" or not has_body(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
         is_read = False
@@ -86,5 +86,6 @@ class CloseUnread:
         await self._app(scope, noting_receive, closing_send)
 
 
-def _has_body(headers: Headers) -> bool:
+def has_body(headers: Headers) -> bool:
+    """True if a request with these headers has a body."""
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"

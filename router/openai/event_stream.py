@@ -15,6 +15,7 @@ from protos.errors import EngineError, ServingError
 from router.generation.delta import Delta
 from router.generation.fan_in import ClosableStream
 from router.generation.generation import Generation
+from router.metrics.http_metrics import BROKEN_STATUS
 from router.openai.response_writer import ResponseWriter
 
 logger = logging.getLogger(__name__)
@@ -33,17 +34,45 @@ class EventStream(StreamingResponse):
         self,
         first: asyncio.Task[Iterable[BaseModel]],
         deltas: ClosableStream[Delta],
-        events: AsyncGenerator[bytes, None],
+        writer: ResponseWriter,
     ) -> None:
         self._first = first
         self._deltas = deltas
-        super().__init__(events, headers=_HEADERS)
+        self._writer = writer
+        self._error: ServingError | None = None
+        super().__init__(self._events(), headers=_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             await _end(self._first, self._deltas)
+            if self._error is not None:
+                scope.setdefault("state", {})[BROKEN_STATUS] = self._error.http_status
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        """Yield one event per chunk, then `[DONE]`; an error becomes one last event with OpenAI's error object."""
+        writer = self._writer
+        try:
+            while not self._first.done():
+                yield KEEP_ALIVE
+                await asyncio.wait([self._first], timeout=KEEP_ALIVE_S)
+            for chunk in self._first.result():
+                yield writer.event(chunk)
+            async for delta in self._deltas:
+                for chunk in writer.chunks(delta):
+                    yield writer.event(chunk)
+            for chunk in writer.last_chunks():
+                yield writer.event(chunk)
+            if writer.end:
+                yield writer.end
+        except ServingError as error:
+            self._error = error
+        except Exception:  # the edge of the process: the client gets a last word, the log the fault
+            logger.exception("a stream failed")
+            self._error = EngineError("The server failed while streaming this answer; it is a server fault.")
+        if self._error is not None:
+            yield writer.error_event(self._error)
 
 
 async def start_stream(generation: Generation, writer: ResponseWriter) -> EventStream:
@@ -61,7 +90,7 @@ async def start_stream(generation: Generation, writer: ResponseWriter) -> EventS
     except BaseException:
         await _end(first, deltas)
         raise
-    return EventStream(first, deltas, _events(first, deltas, writer))
+    return EventStream(first, deltas, writer)
 
 
 async def _end(first: asyncio.Task[Iterable[BaseModel]], deltas: ClosableStream[Delta]) -> None:
@@ -79,27 +108,3 @@ async def _first_chunks(deltas: ClosableStream[Delta], writer: ResponseWriter) -
         if (first := next(chunks, None)) is not None:
             return chain([first], chunks)
     return ()
-
-
-async def _events(
-    first: asyncio.Task[Iterable[BaseModel]], deltas: ClosableStream[Delta], writer: ResponseWriter
-) -> AsyncGenerator[bytes, None]:
-    """Yield one event per chunk, then `[DONE]`; an error becomes one last event with OpenAI's error object instead."""
-    try:
-        while not first.done():
-            yield KEEP_ALIVE
-            await asyncio.wait([first], timeout=KEEP_ALIVE_S)
-        for chunk in first.result():
-            yield writer.event(chunk)
-        async for delta in deltas:
-            for chunk in writer.chunks(delta):
-                yield writer.event(chunk)
-        for chunk in writer.last_chunks():
-            yield writer.event(chunk)
-        if writer.end:
-            yield writer.end
-    except ServingError as error:
-        yield writer.error_event(error)
-    except Exception:  # the edge of the process: the client gets a last word, the log the fault
-        logger.exception("a stream failed")
-        yield writer.error_event(EngineError("The server failed while streaming this answer; it is a server fault."))

@@ -13,6 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protos.errors import MisdirectedRequestError, PermissionDeniedError, ServingError
+from router.openai.disconnect import has_body
 from router.openai.errors import error_response
 
 _HEADER = "x-request-id"
@@ -24,15 +25,19 @@ _MAX_BEGUN = 8  # requests that begin in one turn of the event loop
 
 
 class BeginInTurn:
-    """ASGI middleware: a burst of requests begins a few at a time, so that running streams get their turns between."""
+    """ASGI middleware: a burst of requests with bodies begins a few at a time, so that running streams get their turns.
+
+    Probes have no bodies and begin at once: all of a burst share one answer of the pairs.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._places = asyncio.Semaphore(_MAX_BEGUN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._places:
-            await asyncio.sleep(0)
+        if scope["type"] == "http" and has_body(Headers(scope=scope)):
+            async with self._places:
+                await asyncio.sleep(0)
         await self._app(scope, receive, send)
 
 

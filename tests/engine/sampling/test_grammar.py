@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterable
@@ -478,6 +479,7 @@ def test_a_killed_trial_begins_anew(folder: Path) -> None:
         trial.source("regex", "b+")
     assert "b+" in trial.source("regex", "b+")
     process = trial._process
+    assert os.getpgid(process.pid) != os.getpgrp(), "Ctrl-C in the terminal would end it with a traceback"
     trial.close()
     trial.close()
     assert process.poll() is not None

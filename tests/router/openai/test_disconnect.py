@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 
 import httpx
 import pytest
 
-from protos.errors import EngineError
+from protos.errors import EngineError, OverloadedError
 from protos.messages import GenerateRequest
 from tests.router.fake_backend import FakeBackend
 
@@ -75,6 +76,31 @@ async def test_an_error_after_a_sign_of_life_is_the_last_event(base_url: str, ba
         answer = await http.post(f"{base_url}/completions", json={"model": "fake", "prompt": "a", "stream": True})
     assert answer.status_code == 200
     assert json.loads(answer.text.rpartition("data: ")[2])["error"]["message"] == "lost"
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_stream_counts_by_the_error_that_ends_it(
+    base_url: str, backend: FakeBackend, path: str, is_whole: bool
+) -> None:
+    """Alarms see a server whose streams all begin with 200 and break later."""
+
+    def fail_late(request: GenerateRequest, token_ids: Sequence[int]) -> int:
+        if len(token_ids) > len(request.prompt_token_ids) + 2 and not is_whole:
+            raise OverloadedError("lost")
+        return 98
+
+    backend.next_token = fail_late
+    body: dict[str, object] = {"model": "fake", "stream": True}
+    body |= PATHS[path]
+    body["max_output_tokens" if path == "responses" else "max_tokens"] = 8
+    async with httpx.AsyncClient() as http:
+        answer = await http.post(f"{base_url}/{path}", json=body)
+        metrics = (await http.get(f"{base_url.removesuffix('/v1')}/metrics")).text
+    assert answer.status_code == 200
+    assert ("lost" in answer.text) != is_whole
+    counted = re.findall(rf'outrider_requests.*operation="/v1/{path}",status="(\d+)"}} 1.0', metrics)
+    assert counted == ["200" if is_whole else "503"]
 
 
 @pytest.mark.usefixtures("impatient")
