@@ -16,7 +16,6 @@ from pydantic_core import PydanticUndefined
 
 from cluster.config import DeployConfig
 from cluster.metric_table import metric_table
-from cluster.schema.section import Section
 
 DOCS = Path(__file__).parent.parent / "docs"
 SCHEMA = DOCS / "deploy.schema.json"
@@ -64,7 +63,7 @@ def _with_table(page: str, name: str, table: str) -> str:
     return f"{head}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
 
 
-def _sections(section: type[Section], path: str) -> Iterator[tuple[str, list[str]]]:
+def _sections(section: Any, path: str) -> Iterator[tuple[str, list[str]]]:
     """Yield the path of each section and its own keys with their defaults, as Markdown."""
     inner = {name: _section(field.annotation) for name, field in section.model_fields.items()}
     own = [_key(name, field.default) for name, field in section.model_fields.items() if inner[name] is None]
@@ -85,9 +84,9 @@ def _key(name: str, default: Any) -> str:
     return f"`{name}`" if default is None else f"`{name}: {_text(default)}`"
 
 
-def _section(annotation: Any) -> type[Section] | None:
+def _section(annotation: Any) -> Any:
     candidates = (annotation, *get_args(annotation))
-    return next((each for each in candidates if isinstance(each, type) and issubclass(each, Section)), None)
+    return next((each for each in candidates if hasattr(each, "model_fields")), None)
 
 
 def _text(default: Any) -> str:

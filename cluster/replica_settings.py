@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from actors.settings import (
     AutoTuneSettings,
@@ -18,18 +19,20 @@ from cluster.checkpoints.model_files import weight_bytes
 from cluster.checkpoints.model_path import resolve_model_path
 from cluster.config import DeployConfig
 from cluster.placement.placement import GpuDemand, PairPlacement, PlacementRequest
+from cluster.schema.frontends import IngressSection
 from cluster.schema.models import NamedDraftSection
 from cluster.schema.speculation import DraftMode
 from engine.config import EngineConfig, GraphConfig, GraphKind, HeadConfig, ModelConfig, SamplingSource
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
-from router.config import IngressConfig, IngressLimits
+from router.config import IngressConfig
 
 # On nodes without GPUs: frontends first, since streams wait for their milliseconds; then decoding, then prompts.
 _PAIR_NICENESS = 5
 _PREFILL_NICENESS = 15
 PREFILL_CHUNK_TOKENS = 512  # between two transfers of KV blocks
 _TUNE_MINUTES = 10.0
+_INGRESS_KEYS = {each.name for each in fields(IngressConfig)} & IngressSection.model_fields.keys()
 _FRESH = "20000"  # positions logged after the alarm; the draft knows the earlier traffic
 
 
@@ -166,21 +169,10 @@ def _shared_part(config: DeployConfig, placement: PairPlacement) -> float | None
 
 def ingress_config(config: DeployConfig) -> IngressConfig:
     """Return the configuration of each ingress replica."""
-    keys = config.ingress.api_keys_file
-    return IngressConfig(
-        model_id=config.model_id,
-        model_path=resolve_model_path(config.target.path),
-        model_aliases=config.ingress.model_aliases,
-        api_keys_file=None if keys is None else str(Path(keys).expanduser().absolute()),
-        open_admin=config.ingress.open_admin,
-        tool_format=config.ingress.tool_format,
-        reasoning_format=config.ingress.reasoning_format,
-        chat_template=config.ingress.chat_template_text,
-        prompt_tools=config.ingress.prompt_tools,
-        vllm_grpc=config.ingress.vllm_grpc,
-        strict_fields=config.ingress.strict_fields,
-        cors_origins=config.ingress.cors_origins,
-        allowed_hosts=config.ingress.allowed_hosts,
-        min_pairs=config.pair.min_replicas,
-        limits=IngressLimits(**config.ingress.limits.model_dump()),
-    )
+    section = config.ingress
+    shared: dict[str, Any] = {name: getattr(section, name) for name in _INGRESS_KEYS}
+    shared["chat_template"] = section.chat_template_text
+    if section.api_keys_file is not None:
+        shared["api_keys_file"] = str(Path(section.api_keys_file).expanduser().absolute())
+    model_path = resolve_model_path(config.target.path)
+    return IngressConfig(config.model_id, model_path, min_pairs=config.pair.min_replicas, **shared)

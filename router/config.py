@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pydantic import BaseModel, ConfigDict, Field
 
-@dataclass(frozen=True, slots=True)
-class IngressLimits:
-    """Bounds of one request."""
 
-    max_body_bytes: int = 8 << 20
-    max_choices: int = 128  # prompts times n of one request
-    strict_max_tokens: bool = False  # refuses a `max_tokens` beyond the room in the context, which else is its bound
+class IngressLimits(BaseModel):
+    """Bounds of one client request.
+
+    `max_choices` bounds prompts times n. If `max_tokens` exceeds the room in the context, a request gets what fits;
+    with `strict_max_tokens` it is refused.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    max_body_bytes: int = Field(default=8 << 20, ge=1024)
+    max_choices: int = Field(default=128, ge=1)
+    strict_max_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from cluster.schema.section import Section, one_of
+from router.config import IngressLimits
 from router.generation.tool_formats.find_format import FORMATS
 from router.requests.reasoning_format import MARKS
 from router.routing.policy import Policy
@@ -29,18 +30,6 @@ class RouterSection(Section):
 
     policy: Annotated[str, one_of(*Policy, SERVES_OWN_POLICY)] = Policy.PREFIX
     index_timeout_ms: float = Field(default=50.0, gt=0, le=10_000, strict=False)
-
-
-class LimitsSection(Section):
-    """Bounds of one client request (`router.config.IngressLimits`).
-
-    `max_choices` bounds prompts times n. If `max_tokens` exceeds the room in the context, a request gets what fits;
-    with `strict_max_tokens` it is refused.
-    """
-
-    max_body_bytes: int = Field(default=8 << 20, ge=1024)
-    max_choices: int = Field(default=128, ge=1)
-    strict_max_tokens: bool = False
 
 
 class IngressSection(Section):
@@ -86,7 +75,7 @@ class IngressSection(Section):
     allowed_hosts: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
     tls_certificate_file: str | None = None
     tls_client_ca_file: str | None = None
-    limits: LimitsSection = LimitsSection()
+    limits: IngressLimits = IngressLimits()
 
     def conflicts(self) -> Iterable[str]:
         if self.open_admin and self.api_keys_file is not None:

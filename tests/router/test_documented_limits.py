@@ -9,7 +9,6 @@ from ray.serve._private.constants import DEFAULT_UVICORN_KEEP_ALIVE_TIMEOUT_S, R
 
 from cluster import app
 from cluster.proxy import haproxy_config
-from cluster.schema.frontends import LimitsSection
 from cluster.schema.replicas import _PACE
 from engine.sampling import grammar_compiler, grammar_trial
 from protos import convert, json_parts
@@ -32,7 +31,6 @@ OPEN_SIZES = list(reading_gate.OPEN_METHODS.values())
 def test_the_proxy_and_the_server_without_it_have_the_same_limits() -> None:
     for name in ("REQUEST_TIMEOUT_S", "MAX_CONNECTIONS_PER_ADDRESS", "MAX_HTTP_CONNECTIONS", "MAX_GRPC_CONNECTIONS"):
         assert getattr(haproxy_config, name) == getattr(limits, name)
-    assert LimitsSection().model_dump() == {name: getattr(HTTP, name) for name in IngressLimits.__slots__}
 
 
 BUFFER = f"{RAY_SERVE_HAPROXY_TUNE_BUFSIZE // KIB} KiB"  # HAProxy sees a body's first part
