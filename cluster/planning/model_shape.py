@@ -15,6 +15,7 @@ from protos.errors import ConfigError
 
 _BYTES = {"float32": 4.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0625, "int4": 0.625}  # int8 by 64, int4 by 32 inputs
 _LARGEST = 1 << 31
+_RECURRENT = ("conv_L_cache", "linear_conv_kernel_dim", "mamba_d_state", "ssm_state_size", "state_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,11 @@ class ModelShape:
         if dtype not in _BYTES:
             raise ConfigError(f"dtype {dtype!r} is unknown; use one of {', '.join(_BYTES)}")
         config = _read_config(model)
+        if recurrent := [key for key in _RECURRENT if config.get(key)]:
+            raise ConfigError(
+                f"the config of {model!r} has {recurrent[0]}, so it has recurrent layers, whose states a plan does not "
+                "count; plan a model whose layers all have attention"
+            )
         size = partial(_size, model, config)
         num_layers, hidden_size, num_heads = map(size, ("num_hidden_layers", "hidden_size", "num_attention_heads"))
         shape = cls(

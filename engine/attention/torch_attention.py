@@ -26,6 +26,7 @@ from engine.kv_cache.pool import KVCache
 
 ATTENTION_NAME = "outrider_paged"
 PASS_KEYWORD = "attention_pass"
+LAYER_ATTRIBUTE = "outrider_layer"  # of a module: its layer's index in the pool, where not all layers have attention
 WINDOW_ATTRIBUTE = "outrider_window"  # of a module: the window of its mask, preferred to the one it passes
 
 
@@ -51,7 +52,8 @@ def paged_attention(  # the signature of transformers' AttentionInterface
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = LayerOptions(scaling, getattr(module, WINDOW_ATTRIBUTE, sliding_window), softcap, s_aux)
     # In one piece, as transformers' own functions return it: some families take a view of it.
-    return attention_pass.attend(module.layer_idx, query, key, value, options).contiguous(), None
+    layer = getattr(module, LAYER_ATTRIBUTE, module.layer_idx)
+    return attention_pass.attend(layer, query, key, value, options).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

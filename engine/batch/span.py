@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from engine.batch.draft import depths
+
+
+class SpanStates(NamedTuple):
+    """Slots of recurrent layers' states: the state before a span, and the states to keep, by rows computed by then."""
+
+    before: int
+    after: Mapping[int, int]
 
 
 class Span(NamedTuple):
@@ -25,6 +33,7 @@ class Span(NamedTuple):
     block_table: Seq[int]  # block of KV index i: block_table[i // P]; may be longer than needed
     num_logits: int
     parents: Seq[int] = ()
+    states: SpanStates | None = None  # of models with recurrent layers
 
     @property
     def end(self) -> int:

@@ -38,6 +38,7 @@ class CacheConfig:
     dtype: KVDtype = KVDtype.AUTO
     gpu_memory_utilization: float | None = None
     counts_own_use: bool = False
+    num_states: int = 256  # of recurrent layers, within the budget; the engine sets it from its limits
 
     def __post_init__(self) -> None:
         share = self.gpu_memory_utilization

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from engine.config import EngineConfig
 from engine.engine_core.core import EngineCore
 from engine.engine_core.speculation import Speculation
 from engine.kv_cache.block_manager import BlockManager, CacheDeltaSink
+from engine.kv_cache.state_slots import StateSlots
 from engine.model.cuda_graphs.buckets import sized
 from engine.model.loader import model_version, tokenizer_file
 from engine.model.runner.model_runner import ModelRunner
@@ -29,7 +31,12 @@ from engine.sampling.sampler import Sampler
 from engine.scheduler.async_scheduling import AsyncScheduling, SyncScheduling
 from engine.scheduler.scheduler import Scheduler
 from engine.verifier.verifier import Verifier
+from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
+
+logger = logging.getLogger(__name__)
+
+_SNAPSHOTS_PER_SEQUENCE = 4
 
 
 def load_engine(
@@ -55,13 +62,21 @@ def load_engine(
         ConfigError: the model, its head, the pool or the limits are not usable.
     """
     model = replace(config.model, graphs=sized(config.model.graphs, config.scheduler, config.speculation))
-    runner = load_runner(model, config.cache, config.scheduler.max_model_len, config.head)
+    cache = replace(config.cache, num_states=_num_states(config))
+    runner = load_runner(model, cache, config.scheduler.max_model_len, config.head)
+    states = StateSlots(runner.num_states) if runner.num_states else None
+    if states is not None:
+        _check_recurrent(config, states)
     blocks = BlockManager(
-        runner.num_blocks, runner.block_size, runner.model_version, event_sink, config.cache.enable_prefix_caching
+        runner.num_blocks, runner.block_size, runner.model_version, event_sink, cache.enable_prefix_caching, states
     )
     rates = RateMeter()
     source = None
-    if transport is not None:
+    if transport is not None and states is not None:
+        logger.warning(
+            "prefill replicas are not used: %s has recurrent layers, so pairs read prompts", config.model.path
+        )
+    elif transport is not None:
         source = RemotePrefill(transport, runner, blocks, rates, config.min_remote_prefill_tokens)
     tree = config.speculation.tree
     scheduler = Scheduler(config.scheduler, blocks, runner.max_model_len, source, tree, rates=rates)
@@ -77,6 +92,30 @@ def load_engine(
         position_log=position_log,
         model_name=f"{Path(config.model.path).name} in {runner.kv_layout.dtype.removeprefix('torch.')}",
     )
+
+
+def _num_states(config: EngineConfig) -> int:
+    """Return the states of a model with recurrent layers: before a pass, after each row, and snapshots of prefixes."""
+    per_sequence = 2 + config.speculation.max_num_tokens + _SNAPSHOTS_PER_SEQUENCE
+    return 1 + config.scheduler.max_num_sequences * per_sequence
+
+
+def _check_recurrent(config: EngineConfig, states: StateSlots) -> None:
+    """Refuse what states of recurrent layers do not support, and log their number.
+
+    Raises:
+        ConfigError: drafts are trees, or the draft writes reasoning steps.
+    """
+    speculation = config.speculation
+    refused = {"speculation.tree": speculation.tree, "speculation.steps": speculation.steps}
+    for name, value in refused.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} is set, but {config.model.path!r} has recurrent layers, whose states follow one text and not "
+                f"several branches; remove {name}"
+            )
+    num_sequences = min(config.scheduler.max_num_sequences, states.max_sequences)
+    logger.info("recurrent layers: %d states, so %d sequences run at a time", states.num_slots, num_sequences)
 
 
 def _load_speculation(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from engine.kv_cache.block_pool import BlockContent, BlockPool
+from engine.kv_cache.state_slots import StateSlots
 from engine.sequence.token_blocks import TokenBlocks
 from protos.block_keys import BlockKey, child_key, join_keys, root_key
 from protos.cache_delta import CacheDelta
@@ -38,6 +39,8 @@ class BlockManager:
         model_version: part of every key; two models never share a block.
         event_sink: gets every change of the findable blocks, in order.
         enable_prefix_caching: if False, no block gets a key and nothing is shared.
+        states: the slots of recurrent layers' states; None for models without such layers. A prefix is then adopted
+            up to its last block with a snapshot.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class BlockManager:
         model_version: str,
         event_sink: CacheDeltaSink | None = None,
         enable_prefix_caching: bool = True,
+        states: StateSlots | None = None,
     ) -> None:
         self.block_size = block_size
         self.num_queried_tokens = 0  # tokens of all adoptions; the next counts the tokens found
@@ -56,6 +60,7 @@ class BlockManager:
         self.on_stored: StoredSink | None = None  # gets the contents of blocks without a salt that become findable
         self._is_caching = enable_prefix_caching
         self._pool = BlockPool(num_blocks)
+        self._states = states
 
     @property
     def num_blocks(self) -> int:
@@ -116,8 +121,7 @@ class BlockManager:
             return False
         taken = self._pool.take(num_missing, after=table[-1] if table else None)
         table.extend(taken.block_ids)
-        if taken.evicted_keys:
-            self._emit(CacheDelta(removed=join_keys(taken.evicted_keys)))
+        self._forget(taken.evicted_keys)
         return True
 
     def num_available_slots(self, tokens: TokenBlocks) -> int:
@@ -167,6 +171,51 @@ class BlockManager:
         """True if full block `index` of both is equal and would be shared."""
         return self._is_caching and self._key(first, index) == self._key(second, index)
 
+    @property
+    def max_sequences(self) -> int | None:
+        """Sequences that can run at the same time; None if only blocks limit them."""
+        return None if self._states is None else self._states.max_sequences
+
+    def plan_chunk_states(self, tokens: TokenBlocks, end: int) -> None:
+        """Give slots to the state after the computed tokens up to `end`, and to those that later texts may adopt.
+
+        These are the states after the chunk's last block boundary, and after the blocks that were cached without a
+        snapshot: there the text parts from another one, as others may.
+        """
+        if self._states is None:
+            return
+        tokens.states[end] = self._required_slot()
+        last = min(end, len(tokens.token_ids) - 1) // self.block_size * self.block_size
+        for boundary in {last, tokens.num_shared_tokens}:
+            if tokens.num_computed_tokens < boundary < end and self._is_caching:
+                self._take_slot(tokens, boundary)
+
+    def plan_draft_states(self, tokens: TokenBlocks, num_drafts: int) -> int:
+        """Give slots to the states after the last token and after each of its drafts; return how many drafts got one.
+
+        The states stay until the drafts are verified: the next pass starts from that of the last accepted one.
+        """
+        if self._states is None:
+            return num_drafts
+        end = len(tokens.token_ids)
+        tokens.states[end] = self._required_slot()
+        for count in range(num_drafts):
+            if not self._take_slot(tokens, end + count + 1):
+                return count
+        return num_drafts
+
+    def settle_states(self, tokens: TokenBlocks) -> None:
+        """Keep the state after the computed tokens, and snapshots at their block boundaries; free all others."""
+        if self._states is None:
+            return
+        computed = tokens.num_computed_tokens
+        self.publish(tokens, computed)
+        for position, slot in tokens.states.items():
+            index, rest = divmod(position, self.block_size)
+            if not rest and 0 < index <= tokens.num_keyed_blocks and position <= computed:
+                self._states.keep(tokens.block_keys[index - 1], slot)
+        self._drop_states(tokens, keep=computed)
+
     def trim(self, tokens: TokenBlocks, num_tokens: int) -> None:
         """Free the draft blocks after the first `num_tokens` slots. Committed tokens keep their blocks."""
         table = tokens.block_table
@@ -180,9 +229,9 @@ class BlockManager:
 
     def release(self, tokens: TokenBlocks) -> None:
         """Free all blocks; keyed ones stay findable. The last is freed first, so a prefix outlives its continuation."""
-        removed = [key for block_id in reversed(tokens.block_table) for key in self._pool.drop(block_id)]
-        if removed:
-            self._emit(CacheDelta(removed=join_keys(removed)))
+        self._forget([key for block_id in reversed(tokens.block_table) for key in self._pool.drop(block_id)])
+        if self._states is not None:
+            self._drop_states(tokens, keep=None)
         tokens.block_table = array("i")
         tokens.num_keyed_blocks = 0
         tokens.num_computed_tokens = 0
@@ -191,8 +240,7 @@ class BlockManager:
     def scratch(self, num_blocks: int) -> Iterator[list[int]]:
         """Lend up to `num_blocks` free blocks that belong to no sequence, until the end of the `with` block."""
         taken = self._pool.take(min(num_blocks, self.num_free_blocks), after=None)
-        if taken.evicted_keys:
-            self._emit(CacheDelta(removed=join_keys(taken.evicted_keys)))
+        self._forget(taken.evicted_keys)
         try:
             yield taken.block_ids
         finally:
@@ -210,13 +258,22 @@ class BlockManager:
             assert all(counts[block_id] == 1 for block_id in table[num_keyed:]), "a block without a key is shared"
             assert len(set(table)) == len(table), "a table has a block twice"
             assert tokens.num_computed_tokens <= len(table) * self.block_size, "computed tokens have no slots"
+        if self._states is not None:
+            held = [slot for tokens in sequences for slot in tokens.states.values()]
+            self._states.check_integrity(held, self.cached_keys)
+            assert all(tokens.num_computed_tokens in (0, *tokens.states) for tokens in sequences), "a state is lost"
 
     def check_parents(self, root_keys: frozenset[BlockKey]) -> None:
         """Assert that keyed blocks form trees under `root_keys`, the roots of all salts in use; for tests, O(N)."""
         self._pool.check_parents(root_keys)
 
     def _match_prefix(self, tokens: TokenBlocks) -> list[int]:
-        return self._match(tokens, self._num_adoptable(tokens))
+        matched = self._match(tokens, self._num_adoptable(tokens))
+        tokens.num_shared_tokens = len(matched) * self.block_size
+        if self._states is not None:
+            while matched and not self._states.has(tokens.block_keys[len(matched) - 1]):
+                matched.pop()
+        return matched
 
     def _match(self, tokens: TokenBlocks, num_blocks: int) -> list[int]:
         matched: list[int] = []
@@ -245,6 +302,8 @@ class BlockManager:
         tokens.block_table = array("i", block_ids)
         tokens.num_keyed_blocks = len(block_ids)
         tokens.num_computed_tokens = num_tokens
+        if self._states is not None and block_ids:
+            tokens.states[num_tokens] = self._states.adopt(tokens.block_keys[len(block_ids) - 1])
         self.num_queried_tokens += len(tokens.token_ids)
         self.num_hit_tokens += num_tokens
         return num_tokens
@@ -288,6 +347,35 @@ class BlockManager:
             sink(delta)
 
         self._event_sink = both
+
+    def _forget(self, keys: Sequence[BlockKey]) -> None:
+        """Report blocks that can no longer be found, and drop their snapshots."""
+        if keys:
+            self._emit(CacheDelta(removed=join_keys(keys)))
+        if self._states is not None:
+            self._states.forget(keys)
+
+    def _required_slot(self) -> int:
+        assert self._states is not None
+        slot = self._states.take()
+        assert slot is not None, "`max_sequences` guarantees a slot to each sequence"
+        return slot
+
+    def _take_slot(self, tokens: TokenBlocks, position: int) -> bool:
+        """Give the state after `position` tokens a slot if slots remain for all sequences."""
+        assert self._states is not None
+        slot = self._states.take(num_spare=self._states.max_sequences)
+        if slot is not None:
+            tokens.states[position] = slot
+        return slot is not None
+
+    def _drop_states(self, tokens: TokenBlocks, keep: int | None) -> None:
+        assert self._states is not None
+        kept = {at: slot for at, slot in tokens.states.items() if at == keep}
+        for position, slot in tokens.states.items():
+            if position not in kept:
+                self._states.drop(slot)
+        tokens.states = kept
 
     def _emit(self, delta: CacheDelta) -> None:
         if self._event_sink is not None:

@@ -11,8 +11,6 @@ writes it.
 
 from __future__ import annotations
 
-import math
-import mmap
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
@@ -23,8 +21,10 @@ from torch import Tensor
 from engine.batch.indexing import Index, index_of, index_tensor
 from engine.config import CacheConfig, KVDtype
 from engine.kv_cache.kv_dtype import head_bytes, head_width, kernel_view, loaded, memory_dtype, stored
+from engine.kv_cache.state_pool import StatePool, zeros
 from protos.errors import ConfigError
 
+_NUM_FREE_BLOCKS = 1 << 16  # of a model without attention, whose blocks take no memory
 _MIN_VIEW_BYTES = 1 << 18  # per layer; copying more costs more time than another attention call
 
 
@@ -49,6 +49,8 @@ class KVCache:
     `dtype` is the dtype of keys and values as written and read; `kind` is how they are stored. `keys` and `values` are
     the pool's memory for kernels that read it themselves, L x [N, P, H, D], at `addresses`.
 
+    `states` are those of recurrent layers, None for models without any.
+
     From `min_view_tokens` on, a run of blocks is faster to read in place than to copy together with others.
     """
 
@@ -61,20 +63,23 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         kind: KVDtype = KVDtype.AUTO,
+        states: StatePool | None = None,
     ) -> None:
+        self.states = states
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
-        self.min_view_tokens = _MIN_VIEW_BYTES // (max(shape.num_elements for shape in shapes) * dtype.itemsize)
+        largest = max((shape.num_elements for shape in shapes), default=1)
+        self.min_view_tokens = _MIN_VIEW_BYTES // (largest * dtype.itemsize)
         self.kind = kind
-        self.max_head_dim = max(dim for shape in shapes for dim in (shape.key_dim, shape.value_dim))
+        self.max_head_dim = max((dim for shape in shapes for dim in (shape.key_dim, shape.value_dim)), default=0)
         self._memory_dtype = memory_dtype(kind, dtype)
         self._pools: list[list[Tensor]] = []  # L x keys and values [N, P, H, head_width of D]
         for shape in shapes:
             widths = [head_width(kind, dim) for dim in (shape.key_dim, shape.value_dim)]
             sizes = [(num_blocks, block_size, shape.num_kv_heads, width) for width in widths]
-            self._pools.append([_zeros(size, self._memory_dtype, device) for size in sizes])
+            self._pools.append([zeros(size, self._memory_dtype, device) for size in sizes])
         # The same memory by slot, [N * P, H, D]. The views are made once: they take 100 us per layer of a small model.
         self._slots = [[pool.flatten(0, 1) for pool in layer] for layer in self._pools]
         self.keys, self.values = ([kernel_view(kind, layer[at]) for layer in self._pools] for at in (0, 1))
@@ -139,14 +144,6 @@ class KVCache:
             pool.index_copy_(0, blocks, pool.index_select(0, sources))
 
 
-def _zeros(size: Seq[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros; on a processor the system allocates each page at its first write."""
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(size)
-
-
 def block_bytes(shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype, kind: KVDtype = KVDtype.AUTO) -> int:
     """Return the bytes of one block in all layers, for a model that computes in `dtype`."""
     heads = ((shape.num_kv_heads, dim) for shape in shapes for dim in (shape.key_dim, shape.value_dim))
@@ -159,7 +156,7 @@ def pool_size(config: CacheConfig, bytes_per_block: int) -> int:
         num_blocks = config.num_blocks
     else:
         assert config.memory_bytes is not None, "CacheConfig guarantees one of the two"
-        num_blocks = config.memory_bytes // bytes_per_block
+        num_blocks = config.memory_bytes // bytes_per_block if bytes_per_block else _NUM_FREE_BLOCKS
     if num_blocks < 1:
         raise ConfigError(
             f"the KV pool of {config.memory_bytes} bytes holds no block: one takes {bytes_per_block} bytes; "

@@ -1,7 +1,7 @@
 """Probes the attention of each layer of a stock model: its KV, or a refusal if a paged pool cannot keep it.
 
-Families are refused by name if they do not call the attention function, call it in some layers only (the others keep a
-recurrent state), or call it twice. A family's masks show the tokens that each layer sees at every length. Windows are
+Families are refused by name if a layer neither calls the attention function once nor keeps a recurrent state of a kind
+that `engine.recurrent` knows. A family's masks show the tokens that each layer sees at every length. Windows are
 read from them; any other mask is refused.
 """
 
@@ -17,16 +17,26 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from engine.attention.base import LayerOptions, UnsupportedAttentionError
-from engine.attention.torch_attention import ATTENTION_NAME, PASS_KEYWORD, WINDOW_ATTRIBUTE, paged_attention
+from engine.attention.base import AttentionPass, LayerOptions, UnsupportedAttentionError
+from engine.attention.torch_attention import (
+    ATTENTION_NAME,
+    LAYER_ATTRIBUTE,
+    PASS_KEYWORD,
+    WINDOW_ATTRIBUTE,
+    paged_attention,
+)
 from engine.kv_cache.pool import LayerShape
+from engine.kv_cache.state_pool import StateShape
 from engine.model.checkpoint.reading_errors import READING_ERRORS
 from engine.model.linear.packed_linear import weight_of
 from engine.model.position_limit import max_positions
+from engine.recurrent.state_pass import RecordingStates
+from engine.recurrent.stock_functions import STATE_KEYWORD, StatePass, connect
 from protos.errors import ConfigError
 
 _PROBE_NAME = "outrider_probe"
 _NUM_TOKENS = 2
+_STATELESS = ("mlp", "moe")  # kinds of layers that keep nothing of a text
 _MAX_LENGTH = 1 << 20  # longest text whose masks are checked
 
 
@@ -116,19 +126,28 @@ def _zeros(layer: nn.Module, x: Tensor) -> Tensor:
     return x.new_zeros(*x.shape[:-1], weight.shape[0])
 
 
+@dataclass(frozen=True, slots=True)
+class ModelRecord:
+    """The width of a model's logits, its layers with attention, and the states of its recurrent layers."""
+
+    vocab_size: int
+    layers: list[LayerRecord]
+    states: list[StateShape]
+
+
 @torch.inference_mode()
-def record_attention(model: PreTrainedModel) -> tuple[int, list[LayerRecord]]:
-    """Switch `model` to our attention, run it on two tokens, and return the width of its logits and a record per layer.
+def record_layers(model: PreTrainedModel) -> ModelRecord:
+    """Switch `model` to our attention and our recurrent layers, run it on two tokens, and return what its layers keep.
 
     Weights of linear layers are not read: shapes, options and masks do not depend on them.
 
     Raises:
         ConfigError: the family cannot be served.
     """
-    recording, windows = RecordingPass(), dict[int, int | None]()
-    config = model.config.get_text_config()
+    recording, states, windows = RecordingPass(), RecordingStates(), dict[int, int | None]()
+    recurrent = connect(model)
     length = min(max(max_positions(model.config) or _MAX_LENGTH, _NUM_TOKENS), _MAX_LENGTH)
-    keywords: Mapping[str, object] = {PASS_KEYWORD: recording}
+    keywords = pass_keywords(recording, states if recurrent else None)
     positions = torch.arange(_NUM_TOKENS, device=model.device)[None]
     _offer_probe(windows, length)
     with understood(model), hollow(model):
@@ -136,11 +155,40 @@ def record_attention(model: PreTrainedModel) -> tuple[int, list[LayerRecord]]:
         output = model(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False, **keywords)
         model.set_attn_implementation(ATTENTION_NAME)
     records = sorted(recording.records, key=lambda record: record.layer)
-    if [record.layer for record in records] != list(range(config.num_hidden_layers)):
-        num_layers = config.num_hidden_layers
-        raise refusal(model, f"{len(records)} calls of the attention function came from its {num_layers} layers")
+    check_layers(model, [record.layer for record in records], recurrent if states.are_complete(recurrent) else [])
     _check_windows(model, records, windows)
-    return output.logits.shape[-1], records
+    if recurrent:
+        _number(model, [record.layer for record in records])
+    return ModelRecord(output.logits.shape[-1], records, states.shapes)
+
+
+def pass_keywords(attention: AttentionPass, states: StatePass | None) -> Mapping[str, object]:
+    """Return the keywords of a forward with our attention, and our recurrent layers where a model has any."""
+    return {PASS_KEYWORD: attention} | ({} if states is None else {STATE_KEYWORD: states})
+
+
+def check_layers(model: PreTrainedModel, with_attention: list[int], recurrent: list[int]) -> None:
+    """Refuse a model with a layer whose memory of a text we do not keep.
+
+    Args:
+        model: the model.
+        with_attention: the layer of each call of our attention.
+        recurrent: the layers whose states we keep.
+    """
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or []
+    without = {layer for layer, kind in enumerate(kinds) if kind in _STATELESS}
+    num_calls, num_layers = len(with_attention), config.num_hidden_layers
+    is_once = num_calls == len({*with_attention})
+    if not is_once or {*with_attention, *recurrent} != {*range(num_layers)} - without | {*recurrent}:
+        raise refusal(model, f"{num_calls} calls of the attention function came from its {num_layers} layers")
+
+
+def _number(model: PreTrainedModel, layers: list[int]) -> None:
+    """Give the layers with attention their indices in the pool."""
+    for module in model.modules():
+        if (layer := getattr(module, "layer_idx", None)) in layers:
+            setattr(module, LAYER_ATTRIBUTE, layers.index(layer))
 
 
 @contextmanager

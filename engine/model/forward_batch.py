@@ -14,6 +14,7 @@ from engine.attention.torch_attention import TorchAttention
 from engine.batch.indexing import index_of, index_tensor, slots_of
 from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache
+from engine.recurrent.state_pass import PooledStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class ForwardBatch:
     num_positions: int  # at least one more than the largest position
     logit_rows: Tensor | None  # [R] int64; None for all rows, in order
     attention: AttentionPass
+    states: PooledStates | None = None  # of models with recurrent layers
 
     @classmethod
     def of(cls, spans: Seq[Span], cache: KVCache, plan_attention: PlanAttention = TorchAttention) -> ForwardBatch:
@@ -36,6 +38,7 @@ class ForwardBatch:
             num_positions=max(span.num_positions for span in spans),
             logit_rows=logit_rows(spans, len(slots), cache.device),
             attention=plan_attention(spans, cache).whole(index_of(slots, cache.device)),
+            states=None if cache.states is None else PooledStates(spans, cache.states),
         )
 
 

@@ -10,7 +10,7 @@ Windows are longer than these sequences; `engine.model.attention_probe` reads th
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -22,12 +22,14 @@ from engine.attention.backend import is_batch_invariant
 from engine.attention.base import PlanAttention
 from engine.attention.native import NativeAttention
 from engine.attention.torch_attention import TorchAttention
-from engine.batch.span import Span
+from engine.batch.span import Span, SpanStates
 from engine.config import KVDtype, Quantization
 from engine.kv_cache.pool import KVCache, LayerShape, block_bytes
+from engine.kv_cache.state_pool import StatePool, state_bytes
 from engine.model.attention_probe import (
     LayerRecord,
-    record_attention,
+    ModelRecord,
+    record_layers,
     refusal,
     set_windows,
     stock_attention,
@@ -46,8 +48,10 @@ from engine.model.linear.quantized_linear import dequantized, linear_factory
 from engine.model.loader import tokenizer_file
 from engine.model.position_limit import max_positions
 from engine.model.shard import shard_model
+from engine.model.tensor_parallel.plan import not_sharded
 from engine.model.tensor_parallel.rank import ALONE, Rank
 from engine.native.logits import widened
+from engine.sequence.token_blocks import ZEROS
 from protos.errors import ConfigError
 
 _PROBE_LENGTHS = (7, 5)
@@ -61,14 +65,6 @@ _MAX_EXPERTS_LEAK = 0.01  # the same for mixtures of experts, which then group o
 _PROBE_TEXT = "The quick brown fox jumps over the lazy dog; every model has read this sentence."
 
 
-@dataclass(frozen=True, slots=True)
-class _Stock:
-    """Facts of the stock model from running it."""
-
-    vocab_size: int
-    records: list[LayerRecord]
-
-
 class PagedModel:
     """The forward of forward batches.
 
@@ -76,6 +72,7 @@ class PagedModel:
         vocab_size: columns of the logits.
         layer_shapes: the KV of every layer, first to last, on all ranks together.
         decoder: the forward of this rank.
+        state_shapes: the states of recurrent layers, first to last.
         rank_shapes: the KV of this rank: its heads, or all heads in families whose attention is not sharded.
     """
 
@@ -110,15 +107,17 @@ class PagedModel:
         """
         with understood(model):
             sequences, far = _probe_token_ids(model), _far_position(model)
-        stock: _Stock | None = None
+        stock: ModelRecord | None = None
         if rank.is_first:  # other ranks read only their part of the weights, from a mapped file
             if rank.size > 1:  # the weights are still whole
                 with understood(model), dequantized(model, quantization):
                     stock_logits = _stock_logits(model, sequences, far)
-            stock = _Stock(*record_attention(model))
+            stock = record_layers(model)
         rank.barrier()
         stock = rank.from_first(stock)
-        self.vocab_size, records = stock.vocab_size, stock.records
+        self.vocab_size, records, self.state_shapes = stock.vocab_size, stock.layers, stock.states
+        if self.state_shapes and rank.size > 1:
+            raise not_sharded(model, rank.size, "its recurrent layers are not sharded")
         self.layer_shapes = self.rank_shapes = [record.shape for record in records]
         self._dtype, self._device = dtype or model.dtype, rank.device or model.device
         self._padding_ids: Tensor | None = None
@@ -153,17 +152,28 @@ class PagedModel:
         return self.decoder.lm_head
 
     def new_cache(
-        self, num_blocks: int, block_size: int, more_layers: Seq[LayerShape] = (), kind: KVDtype = KVDtype.AUTO
+        self,
+        num_blocks: int,
+        block_size: int,
+        more_layers: Seq[LayerShape] = (),
+        kind: KVDtype = KVDtype.AUTO,
+        num_states: int = 0,
     ) -> KVCache:
         """Return a pool for this rank's heads of the model's layers and of `more_layers` after them.
+
+        It has `num_states` slots for the states of recurrent layers, if the model has any.
 
         Raises:
             ConfigError: this node has too little memory for the full pool.
         """
         shapes = [*self.rank_shapes, *more_layers]
         if self._device.type == "cpu":
-            check_pool_memory(num_blocks * block_bytes(shapes, block_size, self._dtype, kind))
-        return KVCache(shapes, num_blocks, block_size, dtype=self._dtype, device=self._device, kind=kind)
+            needed = num_states * state_bytes(self.state_shapes, self._dtype)
+            check_pool_memory(num_blocks * block_bytes(shapes, block_size, self._dtype, kind) + needed)
+        dtype, device, states = self._dtype, self._device, None
+        if self.state_shapes:
+            states = StatePool(self.state_shapes, num_states, dtype=dtype, device=device)
+        return KVCache(shapes, num_blocks, block_size, dtype=dtype, device=device, kind=kind, states=states)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
@@ -184,12 +194,17 @@ class PagedModel:
 
         The second sequence's tokens have positions from `far` on.
         """
-        cache = self.new_cache(num_blocks=2, block_size=_PROBE_BLOCK_SIZE)
+        cache = self.new_cache(num_blocks=2, block_size=_PROBE_BLOCK_SIZE, num_states=3)
         first, second = sequences
-        self.forward(ForwardBatch.of([Span(first[:_PROBE_CHUNK], 0, [0], 0)], cache, plan_attention))
+        kept = SpanStates(ZEROS, {_PROBE_CHUNK: 1})
+        self.forward(ForwardBatch.of([Span(first[:_PROBE_CHUNK], 0, [0], 0, states=kept)], cache, plan_attention))
         rest = first[_PROBE_CHUNK:]
         # No row's index in the pass is its position, so a model that counts rows is wrong in all of them.
-        spans = [Span(rest, _PROBE_CHUNK, [0], len(rest)), Span(second, 0, [1], len(second))]
+        states = [SpanStates(1, {}), SpanStates(ZEROS, {len(second): 2})]
+        spans = [
+            Span(rest, _PROBE_CHUNK, [0], len(rest), states=states[0]),
+            Span(second, 0, [1], len(second), states=states[1]),
+        ]
         batch = ForwardBatch.of(spans, cache, plan_attention)
         batch.position_ids[len(rest) :] += far
         return self.forward(replace(batch, num_positions=max(batch.num_positions, far + len(second)))).clone()
@@ -199,10 +214,19 @@ class PagedModel:
         return isinstance(plan_attention([Span([0], 0, [0], 1)], cache), NativeAttention)
 
     def _first_difference(self, plan_attention: PlanAttention) -> str | None:
-        cache = self.new_cache(num_blocks=3, block_size=32)
-        return first_difference(
-            lambda spans: self.forward(ForwardBatch.of(spans, cache, plan_attention)), self.vocab_size
-        )
+        cache = self.new_cache(num_blocks=3, block_size=32, num_states=3 * 32 + 2)
+
+        def forward(spans: list[Span]) -> Tensor:
+            return self.forward(ForwardBatch.of(list(map(_with_states, spans)), cache, plan_attention))
+
+        return first_difference(forward, self.vocab_size)
+
+
+def _with_states(span: Span) -> Span:
+    """Return the span of a probe with a slot for the state after each token; each sequence has one block of 32."""
+    first = 32 * span.block_table[0] + 1
+    after = {count: first + span.start + count for count in range(1, len(span.token_ids) + 1)}
+    return span._replace(states=SpanStates(first + span.start if span.start else ZEROS, after))
 
 
 def _decoder(

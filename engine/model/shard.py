@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.kv_cache.pool import LayerShape
-from engine.model.attention_probe import record_attention
+from engine.model.attention_probe import record_layers
 from engine.model.linear.packed_linear import Linear, LinearFactory, PackedLinear, linear_of
 from engine.model.tensor_parallel.plan import ShardStyle, not_sharded, shard_plan
 from engine.model.tensor_parallel.rank import Rank
@@ -42,8 +42,7 @@ def shard_model(model: PreTrainedModel, rank: Rank) -> list[LayerShape]:
             setattr(parent, key, nn.Parameter(_part(rank, style, child), requires_grad=False))
     module.to(rank.device)
     try:
-        _, records = record_attention(model)
-        return [record.shape for record in records]
+        return [record.shape for record in record_layers(model).layers]
     except ConfigError as error:
         reason = f"its modules do not run with the shards of transformers' plan ({error.__cause__ or error})"
         raise not_sharded(model, rank.size, reason) from error

@@ -73,7 +73,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.queue_times, self.prefill_times = Histogram(WAIT_BUCKETS_S), Histogram(WAIT_BUCKETS_S)
         self._tree = tree
-        self._max_num_sequences = config.max_num_sequences
+        self._max_num_sequences = min(config.max_num_sequences, blocks.max_sequences or config.max_num_sequences)
         self._max_tokens_per_step = config.max_tokens_per_step
         self._max_stall_passes = config.max_stall_passes
         self._limit = LengthLimit(max_model_len, blocks.num_blocks * blocks.block_size)
@@ -207,6 +207,7 @@ class Scheduler:
         sampled = batch.sampled
         for scheduled in batch.scheduled[len(sampled) :]:
             scheduled.sequence.num_computed_tokens = scheduled.start + scheduled.num_tokens
+            self.blocks.settle_states(scheduled.sequence)
             if scheduled.sequence.has_faulty_prompt:
                 chunks.append(self._end(scheduled.sequence, KeptTokens((), FinishReason.NON_FINITE)))
         for scheduled, num_proposed, outcome in zip(sampled, num_drafts, verified, strict=True):
@@ -293,6 +294,7 @@ class Scheduler:
                 num_rows = blocks.num_available_slots(sequence) - num_tokens
                 num_drafts, num_nodes = min(num_drafts, num_rows), min(num_nodes, num_rows)
                 blocks.reserve(sequence, num_tokens + num_rows)
+            num_drafts = min(num_drafts, blocks.plan_draft_states(sequence, num_drafts))
             budget -= num_rows
             if num_tokens >= size * (sequence.num_keyed_blocks + 1):
                 blocks.publish(sequence, num_tokens)
@@ -318,6 +320,7 @@ class Scheduler:
                 num_tokens = min(num_tokens, _MAX_SCORED_TOKENS)
             start = sequence.num_computed_tokens
             self.blocks.publish(sequence, start + num_tokens)
+            self.blocks.plan_chunk_states(sequence, start + num_tokens)
             scheduled.append(ScheduledSequence(sequence, start, num_tokens, 0))
             budget -= num_tokens
         return scheduled
@@ -381,6 +384,7 @@ class Scheduler:
         sequence.append(kept.token_ids)
         kept = with_grammar(sequence, kept)
         sequence.num_computed_tokens = len(sequence.token_ids) - 1
+        self.blocks.settle_states(sequence)
         if kept.token_ids and not sequence.clock.is_committed:
             self.prefill_times.observe(sequence.clock.commit(self.clock()))
         logprobs = outcome.logprobs[: len(kept.token_ids)]

@@ -57,7 +57,8 @@ class ScheduledSequence(NamedTuple):
         sequence = self.sequence
         token_ids = sequence.token_ids[self.start : self.start + self.num_tokens]
         token_ids += draft_ids
-        return Span(token_ids, self.start, sequence.block_table, self.num_logits(len(draft_ids)), parents)
+        states = sequence.span_states(self.start, self.start + len(token_ids)) if sequence.states else None
+        return Span(token_ids, self.start, sequence.block_table, self.num_logits(len(draft_ids)), parents, states)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from array import array
 
+from engine.batch.span import SpanStates
 from protos.block_keys import BlockKey
+
+ZEROS = 0  # the slot of the state before the first token; nothing is written to it
 
 
 class TokenBlocks:
@@ -27,12 +30,19 @@ class TokenBlocks:
         self.num_computed_tokens = 0
         self.block_table: array[int] = array("i")
         self.block_keys: list[BlockKey] = []  # keys of the leading full blocks, computed on demand
+        self.states: dict[int, int] = {}  # slots of recurrent states by the number of tokens that they follow
+        self.num_shared_tokens = 0  # leading tokens whose blocks were findable at admission
         self.num_keyed_blocks = 0  # leading blocks of `block_table` that are in the prefix cache under these keys
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens whose KV is not written yet; 1 when the prompt is computed, never 0."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    def span_states(self, start: int, end: int) -> SpanStates:
+        """Return the slots of the states before and within the tokens [start, end)."""
+        before = self.states[start] if start else ZEROS
+        return SpanStates(before, {at - start: slot for at, slot in self.states.items() if start < at <= end})
 
     @property
     def is_scoring(self) -> bool:

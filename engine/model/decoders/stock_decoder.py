@@ -15,6 +15,7 @@ from engine.model.attention_probe import refusal
 from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps, joined
 from engine.model.linear.packed_linear import Linear
+from engine.recurrent.stock_functions import STATE_KEYWORD
 
 _ROW_COUNTER = "attn_temperature_tuning"  # of Llama 4's layers, which scale a query by its row and a cache's length
 _FINAL = -1  # index of the states after the final norm
@@ -65,6 +66,8 @@ class StockDecoder:
         """Logits of the pass's rows, [R, V]."""
         rows = batch.logit_rows
         keywords: dict[str, Any] = {PASS_KEYWORD: batch.attention}
+        if batch.states is not None:
+            keywords[STATE_KEYWORD] = batch.states
         if rows is not None and self._keeps_rows:
             keywords["logits_to_keep"] = rows
         if self._counts_rows:

@@ -31,6 +31,7 @@ from engine.kv_cache.compaction import KVMove
 from engine.kv_cache.kv_dtype import kv_name
 from engine.kv_cache.pool import LayerShape, block_bytes, pool_size
 from engine.kv_cache.sharded_layout import ShardedKVLayout
+from engine.kv_cache.state_pool import num_slots, state_bytes
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.vocabulary import ids_without_token, refuse_tokens_without_rows
 from engine.model.cuda_graphs.buckets import graph_buckets
@@ -53,6 +54,7 @@ from engine.model.runner.pass_queue import PassQueue
 from engine.model.runner.warm_up import warm_up
 from engine.model.tensor_parallel.rank import ALONE, Rank
 from engine.native.library import native_instructions
+from engine.recurrent.stock_functions import keeps_states
 from engine.remote_prefill.kv_transfer import KVLayout
 from protos.errors import ConfigError
 
@@ -68,6 +70,7 @@ class ModelRunner:
         vocab_size: columns of the logits, padding rows of the embedding included.
         max_model_len: most tokens of a sequence: the model's positions, or the lower configured limit.
         num_blocks, block_size: the pool.
+        num_states: slots for states of recurrent layers; 0 for models without such layers.
         bytes_per_block: size of an exported block, all layers together.
         kv_layout: describes a block of the pool to engines that exchange blocks.
         model_version: digest of weights and compute dtypes; equal on every machine with the same files and
@@ -122,7 +125,7 @@ class ModelRunner:
         self.eos_token_ids = eos_token_ids(stock, folder, self.vocab_size, model.chat_template)
         self._fit_tokenizer(folder, model.chat_template)
         self.sampling_defaults = sampling_defaults(stock, model.generation_config)
-        has_graphs = _has_graphs(model.graphs, device, self._plan_attention)
+        has_graphs = not self._model.state_shapes and _has_graphs(model.graphs, device, self._plan_attention)
         self._queue = PassQueue.of(device)
         self._features: Tensor | None = None
         self._graphs: CudaGraphRunner | None = None
@@ -157,6 +160,11 @@ class ModelRunner:
         self._head_layers: Seq[LayerShape] = ()
         self.self_draft: SelfDraft | None = None
         taps, own_lm_head = NO_TAPS, None
+        if head is not None and keeps_states(stock):
+            raise ConfigError(
+                f"draft.kind is {str(head.kind)!r}, but model type {stock.config.model_type!r} has recurrent layers, "
+                "whose states a head cannot share; use a draft model, suffix, ngram or none"
+            )
         if head is not None and head.kind is HeadKind.SELF:
             self.self_draft = SelfDraft(head, stock, quantization, self._dtype)
         elif head is not None:
@@ -211,7 +219,7 @@ class ModelRunner:
         has_graphs: bool,
     ) -> CacheConfig:
         """Return `cache` with the bytes that weights, the widest pass and the recordings leave on the GPU."""
-        self._make_pool(replace(cache, num_blocks=1), KVDtype(cache.dtype), has_padding=has_graphs)
+        self._make_pool(replace(cache, num_blocks=1, num_states=1), KVDtype(cache.dtype), has_padding=has_graphs)
         max_rows = min(graphs.max_rows, max_positions(stock.config) or graphs.max_rows)
         self._compute([Span([0] * max_rows, 0, [0] * -(-max_rows // self.block_size), 1)])
         widest = max((bucket.num_rows for bucket in graph_buckets(graphs)), default=graphs.max_batch)
@@ -247,11 +255,16 @@ class ModelRunner:
         self.block_size = cache.block_size
         self.bytes_per_block = block_bytes(shapes, cache.block_size, self._dtype, kind)
         self._bytes_per_rank_block = block_bytes(rank_shapes, cache.block_size, self._dtype, kind)
+        bytes_per_state = state_bytes(self._model.state_shapes, self._dtype)
+        self.num_states = num_slots(cache, bytes_per_state) if bytes_per_state else 0
+        if cache.memory_bytes is not None:
+            cache = replace(cache, memory_bytes=cache.memory_bytes - self.num_states * bytes_per_state)
         self.num_blocks = pool_size(cache, num_ranks * self._bytes_per_rank_block) - (
             has_padding and cache.num_blocks is None
         )
         self._kv_sharding = ShardedKVLayout(shapes, rank_shapes, cache.block_size, self._dtype, num_ranks, kind)
-        self._cache = self._model.new_cache(self.num_blocks + has_padding, cache.block_size, self._head_layers, kind)
+        num_blocks = self.num_blocks + has_padding
+        self._cache = self._model.new_cache(num_blocks, cache.block_size, self._head_layers, kind, self.num_states)
 
     def _new_kv_layout(self, model: ModelConfig, head: HeadConfig | None, dtype: str, device: torch.device) -> KVLayout:
         """Describe a block by all weights that it depends on, including a separate head's."""

@@ -7,7 +7,7 @@ and a wrong forward.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -17,9 +17,9 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from engine.attention.backend import check_kv_kind, choose_attention
-from engine.attention.torch_attention import ATTENTION_NAME, PASS_KEYWORD
+from engine.attention.torch_attention import ATTENTION_NAME
 from engine.config import CacheConfig, HeadConfig, HeadKind, KVDtype, ModelConfig
-from engine.model.attention_probe import RecordingPass, refusal, understood
+from engine.model.attention_probe import RecordingPass, check_layers, pass_keywords, refusal, understood
 from engine.model.checkpoint.completeness import refuse_incomplete
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.end_tokens import find_end_tokens
@@ -32,6 +32,8 @@ from engine.model.loader import load_config
 from engine.model.position_limit import unread_warning
 from engine.model.runner.model_runner import length_limit, usable_quantization
 from engine.model.tensor_parallel.plan import check_divisible, shard_plan
+from engine.recurrent.state_pass import RecordingStates
+from engine.recurrent.stock_functions import connect
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -77,8 +79,6 @@ def check_outline(
     if head is not None and head.kind is not HeadKind.SELF and _is_small(head):
         with _left_to_the_start(f"the head of {model.path!r}"):
             load_head(head, outline, _META)
-    if outline._is_stateful:
-        raise refusal(outline, "it keeps a recurrent state, which blocks of keys and values cannot hold")
     with _left_to_the_start(f"the attention of {model.path!r}"):
         _check_attention(outline)
     return notes
@@ -105,18 +105,18 @@ def _folder(path: str) -> Path | None:
 
 def _check_attention(model: PreTrainedModel) -> None:
     """Raise ConfigError unless each layer of an outline calls our attention once; windows need numbers."""
-    recording = RecordingPass()
-    keywords: Mapping[str, object] = {PASS_KEYWORD: recording}
+    recording, states = RecordingPass(), RecordingStates()
     positions = torch.arange(_NUM_TOKENS, device=_META)[None]
     with understood(model):
         model.set_attn_implementation(ATTENTION_NAME)
+        recurrent = connect(model)
+        keywords = pass_keywords(recording, states if recurrent else None)
         config = model.config.get_text_config()
         if config._attn_implementation != ATTENTION_NAME:
             raise refusal(model, "its layers have their own attention")
         model(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False, **keywords)
     layers = sorted(record.layer for record in recording.records)
-    if layers != list(range(config.num_hidden_layers)):
-        raise refusal(model, f"{len(layers)} calls of attention came from its {config.num_hidden_layers} layers")
+    check_layers(model, layers, recurrent if states.are_complete(recurrent) else [])
 
 
 def _outline(path: str, config: PreTrainedConfig) -> PreTrainedModel | None:

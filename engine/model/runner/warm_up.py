@@ -9,9 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.batch.span import Span
+from engine.batch.span import Span, SpanStates
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.sampler import Sampler
+from engine.sequence.token_blocks import ZEROS
 from protos.messages import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ def warm_up(forward: Callable[[list[Span]], Tensor], block_size: int, max_model_
     while num_rows <= min(_MAX_ROWS, max_model_len):
         start = min(_CONTEXT_TOKENS, max_model_len - num_rows)
         table = [0] * (-(-(start + num_rows) // block_size))
-        logits = forward([Span([0] * num_rows, start, table, 1)])
+        logits = forward([Span([0] * num_rows, start, table, 1, states=SpanStates(ZEROS, {}))])
         num_rows *= 2
     _draw(logits)
     if logits.is_cuda:

@@ -30,6 +30,7 @@ from engine.proposer.vocab_mapping.translation import SameVocabulary, Translatio
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sequence.draft_query import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
+from protos.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,11 @@ class ModelProposer:
             ConfigError: the model cannot be served, or does not fit the target.
         """
         runner = ModelRunner(model, cache)
+        if runner.num_states:
+            raise ConfigError(
+                f"{model.path!r} has recurrent layers, which a draft model cannot have, since it takes tokens back; "
+                "choose a draft whose layers all have attention"
+            )
         blocks = BlockManager(
             runner.num_blocks,
             runner.block_size,

@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import (
     BertConfig,
-    FalconH1Config,
     Gemma3TextConfig,
     Llama4TextConfig,
     LlamaConfig,
@@ -113,7 +112,6 @@ def test_far_behind_every_length_logits_are_the_stock_models(kind: str, tmp_path
     assert largest_error(tmp_path, SERVED[kind]()) < 1e-5
 
 
-_MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
 _BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -124,7 +122,6 @@ _BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
         BertConfig(**_BERT, vocab_size=VOCAB_SIZE),
         RoCBertConfig(**_BERT, vocab_size=VOCAB_SIZE),
         RobertaConfig(**_BERT, vocab_size=VOCAB_SIZE, is_decoder=True),  # its positions begin after the padding's
-        FalconH1Config(**PLAIN, **_MAMBA),
     ],
     ids=lambda config: config.model_type,
 )

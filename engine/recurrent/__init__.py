@@ -1,0 +1,1 @@
+"""Recurrent layers of transformers models over a pool of states."""

@@ -1,0 +1,163 @@
+"""The states of recurrent layers in one forward batch: each span starts from its state and leaves those it must.
+
+A row's result depends on the state before it alone, since every row is computed by the same operations in the same
+order: in a chunk of any length, as a draft or alone. So neither chunks nor drafts change a bit of a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from engine.batch.indexing import index_tensor
+from engine.batch.span import Span, SpanStates
+from engine.kv_cache.state_pool import StatePool, StateShape
+from engine.sequence.token_blocks import ZEROS
+
+
+class PooledStates:
+    """The states of a pass's spans, in slots of a pool."""
+
+    def __init__(self, spans: Seq[Span], pool: StatePool) -> None:
+        self.pool = pool
+        self.states = [_states_of(span) for span in spans]
+        self.ends = list(accumulate(len(span.token_ids) for span in spans))
+        self.starts = [0, *self.ends[:-1]]
+        self._windows: dict[int, _Window] = {}
+
+    def at(self, layer: int) -> PooledLayer:
+        return PooledLayer(self, layer)
+
+    def window(self, num_rows: int) -> _Window:
+        """Return the indices of convolutions that look `num_rows` back."""
+        if num_rows not in self._windows:
+            self._windows[num_rows] = _Window(self, num_rows)
+        return self._windows[num_rows]
+
+
+def _states_of(span: Span) -> SpanStates:
+    if span.states is not None:
+        return span.states
+    assert span.start == 0, "a span within a text has the slot of the state before it"
+    return SpanStates(ZEROS, {})
+
+
+class _Window:
+    """Where a convolution's inputs are: in S * R rows of states, followed by the pass's T rows."""
+
+    def __init__(self, states: PooledStates, num_rows: int) -> None:
+        num_kept, device = len(states.states) * num_rows, states.pool.device
+        sources: list[list[int]] = []  # of the input before each span's first row, and of its rows
+        for index, (start, end) in enumerate(zip(states.starts, states.ends, strict=True)):
+            kept = range(index * num_rows, (index + 1) * num_rows)
+            sources.append([*kept, *range(num_kept + start, num_kept + end)])
+        self.before = index_tensor((each.before for each in states.states), device)
+        self.inputs = [
+            index_tensor((at for source in sources for at in source[back : len(source) - num_rows + back]), device)
+            for back in range(num_rows + 1)
+        ]
+        after = [
+            (source, rows, slot)
+            for source, each in zip(sources, states.states, strict=True)
+            for rows, slot in each.after.items()
+        ]
+        self.slots = index_tensor((slot for _, _, slot in after), device)
+        self.kept = index_tensor((at for source, rows, _ in after for at in source[rows : rows + num_rows]), device)
+
+
+class PooledLayer:
+    """`LayerStates` of one layer over the pool, in torch."""
+
+    def __init__(self, states: PooledStates, layer: int) -> None:
+        self._states = states
+        self._rows = states.pool.rows[layer]
+        self._matrices = states.pool.matrices[layer]
+
+    def convolve(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        num_rows, width = self._rows.shape[1:]
+        window = self._states.window(num_rows)
+        source = torch.cat((self._rows.index_select(0, window.before).flatten(0, 1), rows))
+        self._rows.index_copy_(0, window.slots, source.index_select(0, window.kept).view(-1, num_rows, width))
+        columns = weight.float().T.contiguous()
+        out = source.index_select(0, window.inputs[0]).float() * columns[0]
+        for index, column in zip(window.inputs[1:], columns[1:], strict=True):
+            out += source.index_select(0, index).float() * column
+        return out if bias is None else out + bias
+
+    def scan_mamba2(self, x: Tensor, steps: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        group = x.shape[1] // b.shape[1]
+        b, c = (each.repeat_interleave(group, dim=1)[:, :, None] for each in (b, c))  # [T, H, 1, N]
+        written, decay, out = (x * steps[:, :, None])[..., None], decay[..., None, None], torch.empty_like(x)
+        for row, state in self._scan():
+            state.mul_(decay[row]).add_(written[row] * b[row])
+            out[row] = (state * c[row]).sum(dim=-1)
+        return out
+
+    def scan_delta(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        decay, out = decay[..., None, None], torch.empty_like(value)
+        key, query = key[..., None], query[..., None]  # [T, H, K, 1]
+        for row, state in self._scan():
+            state.mul_(decay[row])
+            known = (state * key[row]).sum(dim=-2)
+            state.add_(key[row] * ((value[row] - known) * beta[row, :, None])[:, None])
+            out[row] = (state * query[row]).sum(dim=-2)
+        return out
+
+    def _scan(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield each row of the pass with its sequence's state before it, to be advanced in place."""
+        assert self._matrices is not None, "the probe found matrices in this layer"
+        for slots, start, end in zip(self._states.states, self._states.starts, self._states.ends, strict=True):
+            state = self._matrices[slots.before].clone()
+            for row in range(start, end):
+                yield row, state
+                if (slot := slots.after.get(row - start + 1)) is not None:
+                    self._matrices[slot] = state
+
+
+class RecordingStates:
+    """`StatePass` that computes nothing and records the shape of each layer's state."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, RecordingLayer] = {}
+
+    def are_complete(self, layers: Seq[int]) -> bool:
+        """True if each recurrent layer called its convolution, and all or none of them have matrices."""
+        found = self.shapes
+        return (
+            len(found) == len(layers)
+            and all(each.num_rows for each in found)
+            and len({bool(each.matrices) for each in found}) == 1
+        )
+
+    @property
+    def shapes(self) -> list[StateShape]:
+        """The shapes of all layers that were called, first to last."""
+        return [StateShape(*each.window, each.matrices) for _, each in sorted(self._layers.items())]
+
+    def at(self, layer: int) -> RecordingLayer:
+        self._layers[layer] = recorded = RecordingLayer()
+        return recorded
+
+
+class RecordingLayer:
+    """`LayerStates` that computes nothing."""
+
+    def __init__(self) -> None:
+        self.window = (0, 0)
+        self.matrices: tuple[int, ...] = ()
+
+    def convolve(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        self.window = (weight.shape[-1] - 1, rows.shape[-1])
+        return torch.zeros_like(rows)
+
+    def scan_mamba2(self, x: Tensor, steps: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        self.matrices = (*x.shape[1:], b.shape[-1])
+        return torch.zeros_like(x)
+
+    def scan_delta(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        self.matrices = (*key.shape[1:], value.shape[-1])
+        return torch.zeros_like(value)
