@@ -362,9 +362,9 @@ class BlockManager:
         return slot
 
     def _take_slot(self, tokens: TokenBlocks, position: int) -> bool:
-        """Give the state after `position` tokens a slot if slots remain for all sequences."""
+        """Give the state after `position` tokens a slot, if each sequence can still adopt one and take one."""
         assert self._states is not None
-        slot = self._states.take(num_spare=self._states.max_sequences)
+        slot = self._states.take(num_spare=2 * self._states.max_sequences)
         if slot is not None:
             tokens.states[position] = slot
         return slot is not None

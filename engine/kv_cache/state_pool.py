@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.config import CacheConfig
 from protos.errors import ConfigError
 
-MIN_SLOTS = 3
+MIN_SLOTS = 4  # of one sequence, and the zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def num_slots(config: CacheConfig, bytes_per_state: int) -> int:
     """Return the number of slots: those that the engine asks for, at most half of a budget of bytes.
 
     Raises:
-        ConfigError: the budget holds no sequence, which takes two states in addition to the zeros.
+        ConfigError: the budget does not hold the states of one sequence.
     """
     if config.num_blocks is not None or config.memory_bytes is None:
         return config.num_states

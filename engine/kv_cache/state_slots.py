@@ -29,8 +29,8 @@ class StateSlots:
 
     @property
     def max_sequences(self) -> int:
-        """Sequences that can run at the same time: each needs a state to read and one to write."""
-        return (self.num_slots - 1) // 2
+        """Sequences that can run at the same time: each needs a state to read, one to write, and one to spare."""
+        return (self.num_slots - 1) // 3
 
     @property
     def num_available(self) -> int:

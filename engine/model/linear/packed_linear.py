@@ -89,6 +89,8 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None, make_linear: LinearFactory = linear_of) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
+        # Without numbers: Mamba-2's model asks its head for the dtype of rows.
+        self.weight = torch.empty(0, dtype=rows_dtype(make_linear) or weight.dtype)
         self.forward = make_linear(weight, bias)
 
 

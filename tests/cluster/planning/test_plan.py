@@ -138,6 +138,14 @@ def test_what_cannot_be_planned_is_refused_by_name(
     assert message in capsys.readouterr().err
 
 
+def test_recurrent_layers_whose_states_a_plan_does_not_count_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "hidden_size": 64, "conv_L_cache": 3}))
+    assert main(["plan", str(tmp_path)]) == 1
+    assert "has conv_L_cache, so it has recurrent layers, whose states" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_config_without_a_transformer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 4}))
     assert main(["plan", str(tmp_path)]) == 1

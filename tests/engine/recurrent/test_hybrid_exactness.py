@@ -248,7 +248,7 @@ def test_a_prompt_that_parts_from_a_cached_one_leaves_a_snapshot_there(lfm2: Fam
 
 def test_states_take_at_most_half_of_the_memory_and_limit_the_sequences(lfm2: Family):
     core = check(lfm2, Way(num_drafts=3, num_rounds=2), num_blocks=None, memory_bytes=1 << 14)
-    assert core.blocks.max_sequences == (1 << 13) // 512 // 2 - 1
+    assert core.blocks.max_sequences == ((1 << 13) // 512 - 1) // 3
     with pytest.raises(ConfigError, match=r"holds 1 states of the model's recurrent layers.*raise it"):
         build(lfm2.folder, Way(), num_blocks=None, memory_bytes=1 << 10)
 

@@ -13,6 +13,7 @@ from engine.config import CacheConfig, HeadConfig, HeadKind, ModelConfig
 from engine.model.runner.outline import check_outline
 from protos.errors import ConfigError
 from tests.engine.fixtures.families import REFUSED, SERVED, write_family
+from tests.engine.fixtures.hybrids import HYBRIDS
 
 CACHE = CacheConfig(16, num_blocks=8, memory_bytes=None)
 
@@ -29,9 +30,9 @@ def copy(llama: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(llama, tmp_path / "copy"))
 
 
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family", SERVED | HYBRIDS)
 def test_a_family_that_is_served_passes(family: str, tmp_path: Path):
-    write_family(tmp_path, SERVED[family]())
+    write_family(tmp_path, (SERVED | HYBRIDS)[family]())
     check_outline(ModelConfig(str(tmp_path)), CACHE)
 
 
