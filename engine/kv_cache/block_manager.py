@@ -193,7 +193,7 @@ class BlockManager:
     def plan_draft_states(self, tokens: TokenBlocks, num_drafts: int) -> int:
         """Give slots to the states after the last token and after each of its drafts; return how many drafts got one.
 
-        The states stay until the drafts are verified: the next pass starts from that of the last accepted one.
+        The states stay until the drafts are verified: the next pass starts from the state after the last accepted one.
         """
         if self._states is None:
             return num_drafts

@@ -195,7 +195,7 @@ _settle_states, _keep = BlockManager.settle_states, StateSlots.keep
 
 
 def without_roll_back(manager: BlockManager, tokens: TokenBlocks) -> None:
-    """Keep the state of a pass's last row as that of the last committed token."""
+    """Take the state after a pass's last row for the state after the last committed token."""
     if tokens.states:
         kept = tokens.states.pop(max(tokens.states))
         if (old := tokens.states.pop(tokens.num_computed_tokens, None)) is not None:
@@ -205,7 +205,7 @@ def without_roll_back(manager: BlockManager, tokens: TokenBlocks) -> None:
 
 
 def with_late_snapshots(slots: StateSlots, key: BlockKey, slot: int) -> None:
-    """Keep the state that was written after that of the block's last token."""
+    """Keep another slot than the one after the block's last token."""
     _keep(slots, key, slot % (slots.num_slots - 1) + 1)
 
 
