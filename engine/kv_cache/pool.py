@@ -49,7 +49,7 @@ class KVCache:
     `dtype` is the dtype of keys and values as written and read; `kind` is how they are stored. `keys` and `values` are
     the pool's memory for kernels that read it themselves, L x [N, P, H, D], at `addresses`.
 
-    `states` are those of recurrent layers, None for models without any.
+    `states` belong to recurrent layers; None for models without any.
 
     From `min_view_tokens` on, a run of blocks is faster to read in place than to copy together with others.
     """

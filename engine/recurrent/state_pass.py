@@ -125,7 +125,7 @@ class RecordingStates:
         self._layers: dict[int, RecordingLayer] = {}
 
     def are_complete(self, layers: Seq[int]) -> bool:
-        """True if each recurrent layer called its convolution, and all or none of them have matrices."""
+        """True if each recurrent layer called its convolution, and all have matrices or all have no matrix."""
         found = self.shapes
         return (
             len(found) == len(layers)
