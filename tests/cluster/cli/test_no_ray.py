@@ -79,9 +79,10 @@ def test_both_frontends_give_the_same_tokens_with_and_without_drafts(ports: rang
     assert [token for chunk in chunks for token in chunk.token_ids] == drafted["choices"][0]["token_ids"]
 
 
-def test_requests_keep_their_id_and_the_pair_is_measured(ports: range):
+def test_requests_keep_their_id_the_host_must_be_ours_and_the_pair_is_measured(ports: range):
     answer = httpx.get(f"http://127.0.0.1:{ports[0]}/health", headers={"X-Request-Id": "mine"})
     assert answer.headers["x-request-id"] == "mine"
+    assert httpx.get(f"http://127.0.0.1:{ports[0]}/health", headers={"Host": "foreign.example"}).status_code == 421
     complete(ports[0])
     metrics = httpx.get(f"http://127.0.0.1:{ports[0]}/metrics").text
     assert "outrider_spec_decode_num_drafts" in metrics

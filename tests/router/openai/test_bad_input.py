@@ -10,9 +10,9 @@ import pytest
 
 from protos.errors import UnavailableError
 from router.api_keys import ApiKeys
+from router.config import IngressLimits
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
-from router.requests import sequence_requests
 from router.tokenizer.tokenizer import Tokenizer
 from tests.router.fake_backend import FakeBackend
 from tests.router.key_files import api_keys
@@ -262,13 +262,35 @@ async def test_a_priority_must_be_granted_where_keys_are_set(service: Generation
             assert status == 200 or response.json()["error"]["param"] == "priority"
 
 
-async def test_logprobs_of_a_prompt_fit_into_a_message(
-    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("limits", [IngressLimits()])
+async def test_logprobs_of_a_prompt_fit_into_a_message(http: httpx.AsyncClient, backend: FakeBackend) -> None:
     """A longer one would end the line between target and shell, and every stream on it, three times over."""
-    monkeypatch.setattr(sequence_requests, "MAX_PROMPT_LOGPROBS", 64)
-    body = {"model": "fake", "prompt": "a" * 32, "max_tokens": 1}
-    for more in ({"prompt_logprobs": 2}, {"echo": True, "logprobs": 2}):
-        error = error_of(await http.post("/v1/completions", json={**body, **more}), 400)
-        assert "96; at most 64" in error["message"]
-    assert (await http.post("/v1/completions", json={**body, "prompt_logprobs": 1})).status_code == 200
+    backend.card = replace(backend.card, max_model_len=200_000)
+    body = {"model": "fake", "max_tokens": 1, "temperature": 0}
+    for more in ({"prompt_logprobs": 19}, {"echo": True, "logprobs": 19}):
+        answer = await http.post("/v1/completions", json={**body, "prompt": [1] * 100_001, **more})
+        assert "2000020; at most 2000000" in error_of(answer, 400)["message"]
+    assert not backend.requests
+    most = {**body, "prompt": [1] * 100_000, "prompt_logprobs": 19}
+    assert (await http.post("/v1/completions", json=most)).status_code == 200
+
+
+@pytest.mark.parametrize("limits", [IngressLimits()])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}),
+    ],
+)
+async def test_one_tool_too_many_is_refused_with_the_limit(http: httpx.AsyncClient, path: str, body: dict) -> None:
+    function = {"name": "f", "parameters": {"type": "object"}}
+    tools = {
+        "/v1/chat/completions": {"type": "function", "function": function},
+        "/v1/responses": {"type": "function", **function},
+        "/v1/messages": {"name": "f", "input_schema": {"type": "object"}},
+    }
+    answer = await http.post(path, json={**body, "tools": [tools[path]] * 1025})
+    assert answer.status_code == 400
+    assert "1024" in answer.json()["error"]["message"]

@@ -8,9 +8,12 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
+from protos import outrider_pb2 as pb2
+from protos import outrider_pb2_grpc
 from router.api_keys import ApiKeys
 from router.config import IngressConfig
 from router.generation.generation_service import GenerationService
@@ -21,18 +24,24 @@ from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles
 from tests.router.fake_backend import FakeBackend
+from tests.router.grpc_channel import grpc_channel
 from tests.router.key_files import api_keys
 
 TEMPLATE = "{{ tools }}{{ messages[0].content }}<tool_call>"
 MESSAGES = [{"role": "user", "content": "hi"}]
 SMALL = {"type": "object", "properties": {"a": {"type": "integer"}}}
+HI = pb2.ChatMessage(role="user", content="hi")
 LISTS = {"enum": [[]] * 340_000}
 
 
-def client_of(backend: FakeBackend, tokenizer: Tokenizer, keys: ApiKeys | None = None) -> httpx.AsyncClient:
+def service_of(backend: FakeBackend, tokenizer: Tokenizer) -> GenerationService:
     files = TokenizerFiles(tokenizer, ChatTemplate(TEMPLATE, {}))
-    service = GenerationService(backend, files, IngressConfig("fake", "nowhere"), IngressMetrics())
-    transport = httpx.ASGITransport(build_app(service, keys or ApiKeys()), raise_app_exceptions=False)
+    return GenerationService(backend, files, IngressConfig("fake", "nowhere"), IngressMetrics())
+
+
+def client_of(backend: FakeBackend, tokenizer: Tokenizer, keys: ApiKeys | None = None) -> httpx.AsyncClient:
+    app = build_app(service_of(backend, tokenizer), keys or ApiKeys())
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://outrider")
 
 
@@ -44,6 +53,8 @@ def tool(parameters: object) -> dict[str, Any]:
     ("path", "body", "param"),
     [
         ("/v1/completions", {"prompt": "x", "guided_json": LISTS}, None),
+        ("/v1/chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"a": [[]] * 340_000}}, None),
+        ("/v1/chat/completions", {"messages": MESSAGES, "documents": [{}] * 340_000}, None),
         ("/v1/completions", {"prompt": "x", "guided_json": {"enum": [[]] * 12_000}}, "guided_json"),
         ("/v1/completions", {"prompt": "x", "guided_json": json.dumps({"enum": [[]] * 12_000})}, "guided_json"),
         ("/v1/completions", {"prompt": "x", "response_format": {"type": "json_object", "schema": LISTS}}, None),
@@ -74,6 +85,27 @@ async def test_a_kilobyte_that_expands_to_many_parts_is_refused_by_name(
         assert message.startswith("The body holds")
     else:
         assert message.startswith(f"{param} holds more than 10000")
+    assert not backend.requests
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        ({"prompt": "x", "guided_json": json.dumps({"enum": [[]] * 12_000})}, "guided_json holds more than 10000"),
+        ({"prompt": "x", "guided_json": json.dumps(LISTS)}, "guided_json has 1360010 characters"),
+        ({"messages": [HI], "tools": [pb2.Tool(name="f", parameters=json.dumps({"enum": [[]] * 12_000}))]}, "tools"),
+        ({"messages": [HI], "tools": [pb2.Tool(name="f", parameters=json.dumps(LISTS))]}, "holds"),
+        ({"messages": [HI], "chat_template_kwargs": json.dumps({"a": [[]] * 340_000})}, "chat_template_kwargs holds"),
+    ],
+)
+async def test_a_message_of_many_parts_is_refused_by_name(
+    backend: FakeBackend, tokenizer: Tokenizer, sent: dict[str, Any], words: str
+) -> None:
+    async with grpc_channel(service_of(backend, tokenizer)) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await outrider_pb2_grpc.GenerationStub(channel).Generate(pb2.GenerateRequest(**sent), timeout=20)
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert words in (error.value.details() or "")
     assert not backend.requests
 
 
