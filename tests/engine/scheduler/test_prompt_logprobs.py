@@ -98,6 +98,14 @@ def test_a_prompt_can_be_scored_without_generating_a_token(folder: Path, expecte
     assert values(chunks[0]) == pytest.approx(expected, abs=1e-4)
 
 
+def test_a_prompt_of_one_token_has_nothing_to_score(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = engine(folder)
+    monkeypatch.setattr(core.runner, "forward", lambda spans: pytest.fail("nothing is to be computed"))
+    core.add(GenerateRequest("a", PROMPT[:1], SamplingParams(max_tokens=0, num_prompt_logprobs=2)))
+    [chunk] = run(core)
+    assert (chunk.token_ids, chunk.finish_reason, chunk.prompt_logprobs) == ((), FinishReason.LENGTH, ())
+
+
 def test_preemption_and_neighbours_change_neither_prompt_logprobs_nor_text(folder: Path, expected: list[float]) -> None:
     core = engine(folder, num_blocks=22, max_tokens_per_step=16)
     plain = engine(folder)
