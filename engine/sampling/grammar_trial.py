@@ -32,6 +32,7 @@ _CLOSING_SHARE = 0.6
 _DEAD_ENDS = ("NoExtension", "ff_tokens")  # in errors: no token can follow; the forced tokens have no end
 _SHOWN = 80  # characters
 _MASK_ITEMS = 5_000  # parser items for one mask: 10 to 40 ms (the library's 50,000: 0.2 s)
+_NO_TEXT = "NoExtensionBias"  # the library's error of a mask without a token
 
 
 def limits() -> LLParserLimits:
@@ -55,7 +56,8 @@ def new_matcher(tokenizer: LLTokenizer, source: str) -> LLMatcher:
         raise ValueError(matcher.get_error().strip())
     matcher.compute_bitmask()  # a grammar that matches nothing, or recurses without end, fails only here
     if matcher.is_error():
-        raise ValueError("no text matches it")
+        reason = matcher.get_error().partition("\n")[0]
+        raise ValueError("no text matches it" if reason == _NO_TEXT else f"it is too complex: {reason}")
     return matcher
 
 

@@ -408,6 +408,26 @@ def test_parameters_that_contradict_a_grammar_are_refused(plain_engine: EngineCo
         plain_engine.add(replace(request("x", grammar), output_token_ids=(5,)))
 
 
+@pytest.mark.parametrize(
+    ("kind", "source", "reason"),
+    [
+        (GrammarKind.REGEX, r"[^\s\S]", "no text matches it"),
+        (
+            GrammarKind.JSON_SCHEMA,
+            json.dumps({"type": "object", "properties": {f"p0_{each}": {"type": "null"} for each in range(2000)}}),
+            r"it is too complex: .*Too many items \(limit 5000",
+        ),
+    ],
+    ids=["no text", "too complex"],
+)
+def test_what_is_too_complex_is_not_said_to_match_no_text(
+    kind: GrammarKind, source: str, reason: str, folder: Path
+) -> None:
+    compiler = GrammarCompiler(folder / "tokenizer.json", BYTE_VOCAB_SIZE, (END_ID,))
+    with pytest.raises(RequestError, match=reason):
+        compiler.matcher(request("x", Grammar(kind, source, "the_param")))
+
+
 def test_a_grammar_for_a_model_without_end_tokens_names_the_file_that_lacks_them() -> None:
     compiler = GrammarCompiler(None, 16, ())
     with pytest.raises(RequestError, match=r"names none; set eos_token_id in its generation_config\.json"):
