@@ -5,7 +5,7 @@
 Two pairs, a prefill replica and two ingress replicas serve the demo on this machine, while six seeded streams repeat
 with prompts that no cache holds. The promises for each fault: no text changes, and no token is lost or doubled. Only a
 stream whose connection was open at the fault and closed with it may fail; its tokens so far are right, and the next
-stream has the whole text. A fault ends when no process has started or ended for half a minute and one HAProxy runs.
+stream has the whole text. A fault ends when no process has started or ended for 90 seconds and one HAProxy runs.
 Then memory, blocks, actors, handles and threads stay constant for `--soak` minutes. The exit status is 1 if a promise
 is broken.
 """

@@ -31,7 +31,7 @@ from cluster.local.serve_environment import set_variables
 MODEL = "chaos"
 POLL_S = 0.25
 RECOVERY_TIMEOUT_S = 180.0
-REST_S, REST_TIMEOUT_S = 30.0, 240.0
+REST_S, REST_TIMEOUT_S = 90.0, 300.0
 _REQUEST_TIMEOUT_S = 120.0
 _SHM_BYTES = 1 << 30
 _STORE_BYTES = 400_000_000  # Ray's object store: it would else want a third of the memory, and not find it there
