@@ -50,6 +50,7 @@ KEPT = {
     "engine/sampling/grammar_compiler.py": "grammars",
     "engine/sampling/token_tables.py": "biases",
     "engine/kv_cache/block_pool.py": "prefixes",
+    "engine/kv_cache/state_slots.py": "by the salted keys of blocks (tests/engine/recurrent)",
     "engine/proposer/text_match/prediction.py": "predictions",
     "router/routing/selector.py": "by the names of conversations, which `Client.secret` makes (test_api_keys.py)",
     "router/tokenizer/chat_prompt.py": "by the server's own template",
