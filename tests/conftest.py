@@ -16,6 +16,8 @@ gc.disable()  # until the tests are collected: walks over their imports take a f
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+os.environ["OUTRIDER_CACHE_GIB"] = "0"  # every start packs and checks its weights, except in tests of the cache
+
 hypothesis.settings.register_profile("shared machine", deadline=None)  # no test bounds its own wall time
 hypothesis.settings.load_profile("shared machine")
 

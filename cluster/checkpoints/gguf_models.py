@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from tempfile import TemporaryDirectory
 from cluster.checkpoints.model_path import GGUF, resolve_model_path
 from cluster.config import DeployConfig
 from engine.config import ModelDtype
-from engine.model.checkpoint.file_digest import file_digest
+from engine.model.checkpoint.file_digest import cache_root, file_digest
 from engine.model.checkpoint.gguf_header import read_gguf_header
 from protos.errors import ConfigError
 
@@ -43,7 +42,7 @@ def _folder_of(path: str, dtype: ModelDtype, report: Callable[[str], None]) -> s
         return path
     file = Path(resolve_model_path(path))
     read_gguf_header(file)  # what can be refused at once is
-    folder = _cache() / f"{file.stem}-{file_digest(file)[:_DIGITS]}-{dtype}-{_CONVERTER}"
+    folder = converted_root() / f"{file.stem}-{file_digest(file)[:_DIGITS]}-{dtype}-{_CONVERTER}"
     if not folder.is_dir():
         report(
             f"converting {file} into {folder}, once: its numbers are exact in float32, then rounded to dtype {dtype}"
@@ -52,8 +51,9 @@ def _folder_of(path: str, dtype: ModelDtype, report: Callable[[str], None]) -> s
     return str(folder)
 
 
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "outrider" / "models"
+def converted_root() -> Path:
+    """Return the folder of converted files; it may not exist."""
+    return cache_root() / "models"
 
 
 def _convert(file: Path, folder: Path, dtype: ModelDtype) -> None:

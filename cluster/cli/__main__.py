@@ -12,6 +12,7 @@ import typer
 
 from cluster.cli.commands.audit import audit
 from cluster.cli.commands.bench import bench
+from cluster.cli.commands.cache import cache
 from cluster.cli.commands.chat import chat
 from cluster.cli.commands.check import check
 from cluster.cli.commands.draft import draft
@@ -46,6 +47,7 @@ app.command("try")(try_drafts)
 app.command()(tune)
 app.command()(env)
 app.add_typer(draft, name="draft")
+app.add_typer(cache, name="cache")
 
 
 def main(arguments: list[str] | None = None) -> int:

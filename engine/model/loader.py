@@ -46,16 +46,17 @@ def load_model(
     device: torch.device | None = None,
     *,
     keeps_dtype: Callable[[PreTrainedConfig], bool] | None = None,
+    is_checked: bool = False,
 ) -> PreTrainedModel:
     """Load weights (safetensors only) onto `device`, or the configured device if None; a Hub model is fetched first.
 
     Where `keeps_dtype` is true for the configuration, a processor's weights have the files' dtype: they are views of
-    the files, and packing reads them.
+    the files, and packing reads them. With `is_checked` the weights are known to be finite, and are not read.
 
     Raises:
         ConfigError: a file is missing or unsuitable.
     """
-    folder = _fetched_folder(config.path)
+    folder = fetched_folder(config.path)
     dtype = resolve_dtype(config.dtype, resolve_device(config.device))
     device = device or resolve_device(config.device)
     model_config = load_config(config.path)
@@ -69,7 +70,7 @@ def load_model(
         if scheme is None:
             refuse_unindexed(folder, model_config.to_dict())
             refuse_unscaled(model_config.to_dict(), tensor_headers(folder), config.path)
-            with reported_reading(folder, _display_name(config.path)):
+            with reported_reading(folder, display_name(config.path)):
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     config.path, config=model_config, trust_remote_code=False, **_options(kept or dtype)
                 )
@@ -83,7 +84,8 @@ def load_model(
     model, info = loaded
     _tie_head(config.path, model)
     refuse_incomplete(config.path, info, model.state_dict())
-    refuse_not_finite_model(config.path, model)
+    if not is_checked:
+        refuse_not_finite_model(config.path, model)
     logger.info("loaded %s (%s) as %s on %s", config.path, model_config.model_type, dtype, device)
     size = sum(each.numel() * each.itemsize for each in model.parameters()) / (1 << 30)
     with enough_memory(device, f"the weights of {config.path!r}, {size:.1f} GiB", WEIGHTS_REMEDY):
@@ -122,13 +124,13 @@ def _options(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _fetched_folder(path: str) -> Path:
+def fetched_folder(path: str) -> Path:
     """Return the folder of a model's files; a Hub model's is in the cache."""
     local = Path(path).expanduser()
     return local if local.is_dir() or _looks_local(path) else fetch_model(path)
 
 
-def _display_name(path: str) -> str:
+def display_name(path: str) -> str:
     """Return a Hub id unchanged, or the last two parts of a folder's path."""
     return "/".join(Path(path).parts[-2:])
 

@@ -45,11 +45,13 @@ from engine.model.linear.batch_invariant_linear import batch_invariant_factory, 
 from engine.model.linear.packed_linear import Linear, pack_linears
 from engine.model.linear.product_check import MAX_RELATIVE_ERROR
 from engine.model.linear.quantized_linear import dequantized, linear_factory
+from engine.model.linear.weight_store import NO_STORE, WeightStore
 from engine.model.loader import tokenizer_file
 from engine.model.position_limit import max_positions
 from engine.model.shard import shard_model
 from engine.model.tensor_parallel.plan import not_sharded
 from engine.model.tensor_parallel.rank import ALONE, Rank
+from engine.native.library import processor_name
 from engine.native.logits import widened
 from engine.sequence.token_blocks import ZEROS
 from protos.errors import ConfigError
@@ -86,6 +88,7 @@ class PagedModel:
         *,
         dtype: torch.dtype | None = None,
         is_deterministic: bool = False,
+        store: WeightStore = NO_STORE,
     ) -> None:
         """Make `model` paged in place and quantise its linear layers; it has no other use afterwards.
 
@@ -101,6 +104,7 @@ class PagedModel:
             dtype: of hidden states and KV; None for the model's. Linear layers and plain embeddings may be stored in
                 another.
             is_deterministic: a row's logits have the same bits in every batch.
+            store: keeps the packed weights of a model on one rank, and that it agreed with its stock model.
 
         Raises:
             ConfigError: the model's family cannot be served.
@@ -127,8 +131,11 @@ class PagedModel:
             if reason := obstacle(model, records, has_own_kernel=has_kernel, has_own_decoder=fits):
                 raise _not_deterministic(model, reason)
         self.decoder, self.rank_shapes = _decoder(
-            model, records, quantization, taps, rank, self._dtype, is_deterministic=is_deterministic
+            model, records, quantization, taps, rank, self._dtype, is_deterministic=is_deterministic, store=store
         )
+        note = _circumstances(plan_attention, self.decoder, is_deterministic=is_deterministic)
+        if store.has_agreed(note):
+            return
         if rank.size == 1:
             with understood(model), stock_attention(model):
                 stock_logits = _stock_logits(model, sequences, far)
@@ -140,6 +147,7 @@ class PagedModel:
             _check(model, logits, stock_logits, leaked, tolerance, num_own=len(sequences[1]))
         if is_deterministic and (difference := self._first_difference(plan_attention)):
             raise _not_deterministic(model, f"{difference} gives the same tokens other logits than a prefill")
+        store.agree(note)
 
     @property
     def features(self) -> Tensor | None:
@@ -238,6 +246,7 @@ def _decoder(
     dtype: torch.dtype,
     *,
     is_deterministic: bool,
+    store: WeightStore,
 ) -> tuple[LlamaDecoder | StockDecoder, list[LayerShape]]:
     """Return the decoder of `rank`, which takes over `model`, and the KV of each layer on this rank."""
     shapes = [record.shape for record in records]
@@ -247,7 +256,14 @@ def _decoder(
     if LlamaDecoder.fits(model):
         options = [record.options for record in records]
         decoder = LlamaDecoder(
-            model, options, make_linear, taps, rank, make_head=make_head, is_deterministic=is_deterministic
+            model,
+            options,
+            make_linear,
+            taps,
+            rank,
+            make_head=make_head,
+            is_deterministic=is_deterministic,
+            store=store,
         )
         return decoder, [replace(shape, num_kv_heads=shape.num_kv_heads // rank.size) for shape in shapes]
     if rank.size > 1:
@@ -255,8 +271,17 @@ def _decoder(
     if is_deterministic:
         make_linear, make_head = (batch_invariant_factory(each, dtype) for each in (make_linear, make_head))
     set_windows(model, records)
-    pack_linears(model, make_linear, make_head)
+    pack_linears(model, make_linear, make_head, store)
     return StockDecoder(model, taps), shapes
+
+
+def _circumstances(
+    plan_attention: PlanAttention, decoder: LlamaDecoder | StockDecoder, *, is_deterministic: bool
+) -> str:
+    """Name everything that the agreement depends on, except the weights, our code and kernels."""
+    attention = getattr(plan_attention, "__qualname__", repr(type(plan_attention)))
+    threads = torch.get_num_threads()
+    return f"{type(decoder).__name__} {attention} {processor_name()} {threads} threads {is_deterministic=}"
 
 
 def _not_deterministic(model: PreTrainedModel, reason: str) -> ConfigError:

@@ -14,25 +14,36 @@ from torch import Tensor, nn
 
 from engine.model.checkpoint.node_memory import drop_pages
 from engine.model.linear.packed_linear import LinearFactory, gains
+from engine.model.linear.weight_store import NO_STORE, WeightStore
+
+_LARGE_BYTES = 1 << 20
 
 
 def leave_checkpoint(
-    model: nn.Module, make_linear: LinearFactory, dtype: torch.dtype | None = None, *, keeps_embeddings: bool = False
+    model: nn.Module,
+    make_linear: LinearFactory,
+    dtype: torch.dtype | None = None,
+    *,
+    keeps_embeddings: bool = False,
+    store: WeightStore = NO_STORE,
 ) -> None:
     """Copy every tensor that packing with `make_linear` leaves unpacked out of the files, one by one, in place.
 
     The copies have `dtype`; None for their own. With `keeps_embeddings`, plain embeddings keep their own. The files
     are unmapped when the last linear layer is packed. Modules that share a parameter (a tied embedding) share its copy.
+    `store` may keep the copies of large ones.
     """
     copied: set[int] = set()
-    for module in model.modules():
+    for path, module in model.named_modules():
         is_packed = gains(module, make_linear)
         keeps_dtype = dtype is None or (keeps_embeddings and type(module) is nn.Embedding)
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in copied or (is_packed and name == "weight"):
                 continue
             stored = parameter.data
-            own = stored.clone() if keeps_dtype or not stored.is_floating_point() else stored.to(dtype, copy=True)
+            own_dtype = stored.dtype if keeps_dtype or not stored.is_floating_point() else dtype
+            keeper = store if parameter.nbytes >= _LARGE_BYTES else NO_STORE
+            own = keeper.product(f"{path}.{name}", partial(stored.to, own_dtype, copy=True))
             drop_pages([stored])
             parameter.data = own
             copied.add(id(parameter))

@@ -37,7 +37,8 @@ def shard_model(model: PreTrainedModel, rank: Rank) -> list[LayerShape]:
         if style is ShardStyle.SUM:
             child.register_forward_hook(partial(_sum, rank))
         elif isinstance(child, nn.Linear):
-            setattr(parent, key, PackedLinear(child.weight, child.bias, _factory(style, rank)))
+            function = _factory(style, rank)(child.weight, child.bias)
+            setattr(parent, key, PackedLinear(child.weight.shape, function, child.weight.dtype))
         else:
             setattr(parent, key, nn.Parameter(_part(rank, style, child), requires_grad=False))
     module.to(rank.device)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import platform
+from contextlib import suppress
 from enum import IntEnum
 from functools import cache
 from hashlib import blake2b
@@ -59,6 +61,18 @@ def native_digest() -> str:
     """Return a digest of the compiled kernels; empty without kernels."""
     loaded = _loaded()
     return "" if loaded is None else blake2b(Path(loaded[0]._name).read_bytes(), digest_size=8).hexdigest()
+
+
+@cache
+def processor_name() -> str:
+    """Name this machine's processor: its model and the instructions that torch uses on it."""
+    names = ("vendor_id", "cpu family", "model", "model name", "stepping")
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
+        fields = dict(line.split("\t", 1) for line in lines if "\t" in line)
+        found = " ".join(fields[name].strip("\t :") for name in names if name in fields)
+        return f"{found} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{platform.processor()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 @cache

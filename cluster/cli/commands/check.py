@@ -26,10 +26,16 @@ def check(
         list[Path] | None,
         Option(metavar="TEXT", help="also measure the target's perplexity on this file; may be given more than once"),
     ] = None,
+    full: Annotated[
+        bool,
+        Option("--full", help="also load the models and compare them with stock ones, as a first start does"),
+    ] = False,
 ) -> None:
     """Check a deploy.yaml, its models and this machine's memory; start nothing."""
     file = check_deployment(read_deploy_file(deploy_file))
     _check_start(file.config)
+    if full:
+        _compare_models(file.config)
     report(f"{deploy_file} is valid: model {file.config.model_id!r}")
     if quality:
         _report_quality(file.config, quality)
@@ -56,6 +62,18 @@ def _check_start(config: DeployConfig) -> None:
 
     for note in check_start(unplaced_settings(config), is_on_gpu=config.pair.gpus is not None):
         report(f"note: {note}")
+
+
+def _compare_models(config: DeployConfig) -> None:
+    """Repeat what a first start checks and later ones remember, on this machine's processor or GPU."""
+    from engine.config import CacheConfig
+    from engine.model.runner.model_runner import ModelRunner
+
+    settings = unplaced_settings(config)
+    drafts = [each.draft.model for each in settings.of_drafts.values()]
+    for model in (settings.engine.model, *(draft for draft in drafts if draft is not None)):
+        ModelRunner(model, CacheConfig(num_blocks=1), repeats_checks=True)
+        report(f"{model.path} agrees with its stock model, quantization {model.quantization}")
 
 
 def _template_rules(config: DeployConfig) -> list[str]:

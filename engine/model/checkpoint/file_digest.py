@@ -28,7 +28,7 @@ def file_digest(file: Path) -> str:
     if stat.st_size < _LARGE_BYTES:
         return _read(real)
     identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-    note = _cache() / "digests" / "-".join(map(str, identity))
+    note = cache_root() / "digests" / "-".join(map(str, identity))
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
         with note.open("a+", encoding="ascii") as text:
@@ -44,7 +44,8 @@ def file_digest(file: Path) -> str:
         return _read(real)
 
 
-def _cache() -> Path:
+def cache_root() -> Path:
+    """Return the folder of all that is kept on disk; it may not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "outrider"
 
 

@@ -9,7 +9,7 @@ this forward to the stock model's logits at every start, as it does the others.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -28,6 +28,7 @@ from engine.model.linear.batch_invariant_linear import batch_invariant
 from engine.model.linear.gated_linear import GatedProduct, JoinedGate, gated_of
 from engine.model.linear.packed_linear import Linear, LinearFactory, keeps_numbers, linear_of
 from engine.model.linear.stand_in import halves_of, slices_of, stand_in
+from engine.model.linear.weight_store import NO_STORE, WeightStore
 from engine.model.position_limit import max_positions
 from engine.model.tensor_parallel.rank import ALONE, Rank
 
@@ -53,6 +54,7 @@ class LlamaDecoder:
         *,
         make_head: LinearFactory | None = None,
         is_deterministic: bool = False,
+        store: WeightStore = NO_STORE,
     ) -> None:
         """Take over `model`.
 
@@ -64,6 +66,7 @@ class LlamaDecoder:
             taps: the hidden states kept as `features`.
             rank: takes its part of the weights.
             is_deterministic: a row's logits do not depend on other rows, provided that its attention does not.
+            store: keeps the products of a model on one rank.
         """
         self.features: Tensor | None = None
         self._taps = taps
@@ -82,15 +85,16 @@ class LlamaDecoder:
         rotary = model.model.rotary_emb.to(self._embedding.device)
         like = self._embedding.new_empty(0, dtype=self._dtype)
         self._rotary = RotaryTable(rotary, like, max_positions(config), is_deterministic)
-        self._make_linear = make_linear
+        self._make_linear, self._store = make_linear, store
         self._layers = []
         for index, layer_options in enumerate(options):
-            self._layers.append(self._take_layer(model.model.layers[index], layer_options))
+            self._layers.append(self._take_layer(index, model.model.layers[index], layer_options))
         self._native_layers = self._one_call()
         self._final_norm = rank.to_device(model.model.norm.weight)
-        head = model.lm_head
+        head, make = model.lm_head, make_head or make_linear
         bias = None if head.bias is None else rank.shard_vocab(head.bias)
-        self.lm_head = self._rowwise((make_head or make_linear)(rank.shard_vocab(head.weight), bias), head.in_features)
+        function = store.product("lm_head", lambda: make(rank.shard_vocab(head.weight), bias))
+        self.lm_head = self._rowwise(function, head.in_features)
         self._stand_in({head: self.lm_head})
 
     @staticmethod
@@ -184,13 +188,18 @@ class LlamaDecoder:
             return self._rank.all_reduce(layer.mlp(normed))
         return self._rank.all_reduce(torch.cat([layer.mlp(rows) for rows in normed.split(_MLP_ROWS)]))
 
-    def _take_layer(self, layer: Any, options: LayerOptions) -> DecoderLayer:
+    def _take_layer(self, index: int, layer: Any, options: LayerOptions) -> DecoderLayer:
         attention, mlp = layer.self_attn, layer.mlp
         inputs = (attention.q_proj, attention.k_proj, attention.v_proj)
-        qkv = self._rowwise(self._joined(*inputs), attention.q_proj.in_features)
-        output = self._rowwise(self._summed(attention.o_proj), attention.o_proj.in_features)
-        gated = self._gated(mlp.gate_proj, mlp.up_proj)
-        down = self._rowwise(self._summed(mlp.down_proj), mlp.down_proj.in_features)
+
+        def kept(name: str, make: Callable[[], Linear]) -> Linear:
+            return self._store.product(f"layers.{index}.{name}", make)
+
+        joined_inputs = kept("qkv", lambda: self._joined(*inputs))
+        qkv = self._rowwise(joined_inputs, attention.q_proj.in_features)
+        output = self._rowwise(kept("output", lambda: self._summed(attention.o_proj)), attention.o_proj.in_features)
+        gated = self._store.product(f"layers.{index}.gated", lambda: self._gated(mlp.gate_proj, mlp.up_proj))
+        down = self._rowwise(kept("down", lambda: self._summed(mlp.down_proj)), mlp.down_proj.in_features)
         products = zip((mlp.gate_proj, mlp.up_proj), halves_of(gated), strict=True)
         self._stand_in({attention.o_proj: output, mlp.down_proj: down, **dict(products)})
         self._stand_in(dict(zip(inputs, slices_of(qkv, inputs), strict=True)))
@@ -234,7 +243,8 @@ class LlamaDecoder:
     def _stand_in(self, products: Mapping[nn.Linear, Linear]) -> None:
         """Let the stock layers multiply by the packed weights; a rank's shards are not whole layers."""
         if self._rank.size == 1:
-            stand_in(products, self._dtype, is_exact=keeps_numbers(self._make_linear))
+            is_exact, is_checked = keeps_numbers(self._make_linear), self._store.is_checked
+            stand_in(products, self._dtype, is_exact=is_exact, is_checked=is_checked)
 
     def _gated(self, gate: nn.Linear, up: nn.Linear) -> GatedProduct:
         """`silu(gate(x)) * up(x)`."""

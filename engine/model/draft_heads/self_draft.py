@@ -20,12 +20,19 @@ from engine.model.decoders.llama_decoder import FAMILIES, LlamaDecoder
 from engine.model.decoders.stock_decoder import StockDecoder
 from engine.model.forward_batch import ForwardBatch
 from engine.model.linear.quantized_linear import can_quantize, linear_factory
+from engine.model.linear.weight_store import NO_STORE, WeightStore
 from engine.native.logits import widened
 from protos.errors import ConfigError
 
 
 class SelfDraft:
-    """A forward over the target's pool by the target's weights, quantized or cut as configured."""
+    """A forward over the target's pool by the target's weights, quantized or cut as configured.
+
+    Attributes:
+        num_layers: how many of the target's it has.
+        quantization: of its weights, `none` for the target's own.
+        is_shared: its weights are the target's.
+    """
 
     def __init__(
         self, config: HeadConfig, stock: PreTrainedModel, quantization: Quantization, dtype: torch.dtype
@@ -37,21 +44,21 @@ class SelfDraft:
                 device.
         """
         _check(config, stock, quantization)
-        self._num_layers = config.num_layers or stock.config.num_hidden_layers
-        self._quantization = Quantization(config.quantization)
+        self.num_layers = config.num_layers or stock.config.num_hidden_layers
+        self.quantization = Quantization(config.quantization)
         self._dtype = dtype
-        self._is_shared = self._quantization in (Quantization.NONE, quantization)
-        self._stock: Any = None if self._is_shared else _with_same_weights(stock)
+        self.is_shared = self.quantization in (Quantization.NONE, quantization)
+        self._stock: Any = None if self.is_shared else _with_same_weights(stock)
         self._decoder: LlamaDecoder | None = None
 
-    def begin(self, target: LlamaDecoder | StockDecoder) -> None:
-        """Take the target's layers, or pack the weights again; `target` is made of the same model."""
+    def begin(self, target: LlamaDecoder | StockDecoder, store: WeightStore = NO_STORE) -> None:
+        """Take the target's layers, or pack the weights again, kept in `store`; `target` is of the same model."""
         assert isinstance(target, LlamaDecoder), "_check has refused the others"
-        if self._is_shared:
-            self._decoder = target.first(self._num_layers)
+        if self.is_shared:
+            self._decoder = target.first(self.num_layers)
         else:
-            del self._stock.model.layers[self._num_layers :]
-            self._decoder = _packed(self._stock, target, self._quantization, self._dtype)
+            del self._stock.model.layers[self.num_layers :]
+            self._decoder = _packed(self._stock, target, self.quantization, self._dtype, store)
         self._stock = None
 
     @torch.inference_mode()
@@ -66,10 +73,12 @@ def _with_same_weights(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
 
 
-def _packed(stock: Any, target: LlamaDecoder, quantization: Quantization, dtype: torch.dtype) -> LlamaDecoder:
+def _packed(
+    stock: Any, target: LlamaDecoder, quantization: Quantization, dtype: torch.dtype, store: WeightStore
+) -> LlamaDecoder:
     options = target.options[: len(stock.model.layers)]
     make_linear, make_head = (linear_factory(quantization, dtype, is_head=is_head) for is_head in (False, True))
-    return LlamaDecoder(stock, options, make_linear, make_head=make_head)
+    return LlamaDecoder(stock, options, make_linear, make_head=make_head, store=store)
 
 
 def _check(config: HeadConfig, stock: PreTrainedModel, quantization: Quantization) -> None:

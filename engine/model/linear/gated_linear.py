@@ -20,6 +20,7 @@ from engine.model.linear.packed_linear import (
     rows_dtype,
 )
 from engine.model.linear.weight_parts import OUTPUTS
+from engine.model.linear.weight_store import Storable
 
 _MIN_FUSED_ELEMENTS = 1 << 20  # below that oneDNN's second call costs more than it saves
 
@@ -58,7 +59,7 @@ def _quantized(gate: nn.Linear, up: nn.Linear, make_linear: LinearFactory) -> Ga
     return product.gated() if isinstance(product, NativeQuantizedProduct) else None
 
 
-class JoinedGate:
+class JoinedGate(Storable):
     """A gate and up as one product, `joined` [..., in] -> [..., gate and up]."""
 
     def __init__(self, joined: Linear) -> None:

@@ -6,7 +6,6 @@ A step of few rows is limited by the reading of the weights, which oneDNN does a
 
 from __future__ import annotations
 
-import copy
 import ctypes
 from functools import cache
 from typing import Any, ClassVar
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from engine.model.linear.large_pages import empty_in_large_pages
 from engine.model.linear.weight_parts import OUTPUTS, converted
+from engine.model.linear.weight_store import Storable
 from engine.native.library import Instructions, native_library
 
 _NUM_BITS = 16  # of a packed weight
@@ -30,7 +30,7 @@ class PackedWeight(ctypes.Structure):
     ]
 
 
-class NativeProduct:
+class NativeProduct(Storable):
     """`F.linear(x, weight, bias)` for a weight that `fits`; it keeps its own copy, packed."""
 
     is_batch_invariant: ClassVar = True
@@ -44,7 +44,6 @@ class NativeProduct:
         self._width = self._num_outputs  # of a row of the result
         self._packed = _packed(weight.detach())
         self._dtype = dtype or weight.dtype
-        self._multiply = _kernel(self._kernels[self._dtype])
 
     @staticmethod
     def fits(weight: Tensor, dtype: torch.dtype | None = None) -> bool:
@@ -69,7 +68,8 @@ class NativeProduct:
         out = x.new_empty(*x.shape[:-1], self._width)
         bias = None if self._bias is None else self._bias.data_ptr()
         sizes = rows.numel() // self._num_inputs, self._num_inputs, self._num_outputs
-        self._multiply(rows.data_ptr(), self._packed.data_ptr(), bias, out.data_ptr(), *sizes)
+        multiply = _kernel(self._kernels[self._dtype])
+        multiply(rows.data_ptr(), self._packed.data_ptr(), bias, out.data_ptr(), *sizes)
         return out
 
     def packed_weight(self, dtype: torch.dtype) -> PackedWeight | None:
@@ -105,8 +105,7 @@ class NativeGate(NativeProduct):
 
     def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return `gate(x)` and `up(x)`, each [..., out]."""
-        plain = copy.copy(self)
-        plain._width, plain._multiply = self._num_outputs, _kernel(NativeProduct._kernels[self._dtype])
+        plain = NativeProduct.of({**vars(self), "_width": self._num_outputs})
         return apart(plain(x))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.model.linear.large_pages import empty_in_large_pages
 from engine.model.linear.native_product import PackedWeight, apart, tiled
 from engine.model.linear.weight_parts import OUTPUTS
+from engine.model.linear.weight_store import Storable
 from engine.native.library import Instructions, native_library
 
 GROUP_SIZE = 32  # inputs that share a scale, in weights and rows alike,
@@ -22,7 +23,7 @@ LONG_GROUP_SIZE = 64  # or so many of int8: half as many sums to be scaled
 _KERNELS = {torch.bfloat16: "outrider_quantized_product", torch.float32: "outrider_quantized_float_product"}
 
 
-class NativeQuantizedProduct:
+class NativeQuantizedProduct(Storable):
     """Rows of bfloat16 or float32 by a weight of int8 numbers or int4 levels; it keeps its own copy, packed.
 
     A weight is `number * scale + base`, with a scale and a base for each group of 32 inputs of an output, or with no

@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.model.checkpoint.node_memory import drop_pages
 from engine.model.linear.native_product import NativeProduct
 from engine.model.linear.product_check import compare_product
+from engine.model.linear.weight_store import NO_STORE, WeightStore
 
 Linear = Callable[[Tensor], Tensor]  # [..., in] -> [..., out]
 LinearFactory = Callable[[Tensor, Tensor | None], Linear]  # of weight [out, in] and bias [out]
@@ -84,33 +85,37 @@ def torch_linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 class PackedLinear(nn.Module):
-    """A replacement of `nn.Linear` in a stock model that calls the function of `make_linear`; inference only."""
+    """A replacement of `nn.Linear` in a stock model that calls a function of rows; inference only."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, make_linear: LinearFactory = linear_of) -> None:
+    def __init__(self, shape: tuple[int, ...], function: Linear, dtype: torch.dtype) -> None:
+        """Stand for a weight of `shape` [out, in] by `function`, which takes rows of `dtype`."""
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        # Without numbers: Mamba-2's model asks its head for the dtype of rows.
-        self.weight = torch.empty(0, dtype=rows_dtype(make_linear) or weight.dtype)
-        self.forward = make_linear(weight, bias)
+        self.out_features, self.in_features = shape
+        self.weight = torch.empty(0, dtype=dtype)  # without numbers: Mamba-2's model asks its head for this dtype
+        self.forward = function
 
 
 def pack_linears(
-    model: nn.Module, make_linear: LinearFactory = linear_of, make_head: LinearFactory | None = None
+    model: nn.Module,
+    make_linear: LinearFactory = linear_of,
+    make_head: LinearFactory | None = None,
+    store: WeightStore = NO_STORE,
 ) -> int:
     """Replace every linear layer of `model` that gains by a packed one, in place; returns how many.
 
     Any `make_linear` but the default changes the numbers, and so takes all layers whether they gain or not. `make_head`
-    packs the layer that yields the logits; it defaults to `make_linear`.
+    packs the layer that yields the logits; it defaults to `make_linear`. `store` may keep the products.
 
     Each original weight is freed as soon as it is packed unless another module holds it too (a tied embedding), so the
     model needs at most one layer's memory more than before.
     """
     num_packed = 0
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    for parent in list(model.modules()):
+    for path, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
             if gains(child, make_linear):
-                setattr(parent, name, _packed(child, make_head if make_head and child is head else make_linear))
+                make = make_head if make_head and child is head else make_linear
+                setattr(parent, name, _packed(child, make, store, f"{path}.{name}"))
                 num_packed += 1
     return num_packed
 
@@ -128,11 +133,12 @@ def weight_of(module: nn.Module) -> Tensor | None:
     return module.weight if type(module) is nn.Linear else None
 
 
-def _packed(linear: nn.Linear | Conv1D, make_linear: LinearFactory) -> PackedLinear:
-    weight = weight_of(linear)
+def _packed(linear: nn.Linear | Conv1D, make_linear: LinearFactory, store: WeightStore, name: str) -> PackedLinear:
+    weight, bias = weight_of(linear), linear.bias
     assert weight is not None, "`gains` takes plain layers only"
-    packed = PackedLinear(weight, linear.bias, make_linear)
     dtype = rows_dtype(make_linear) or weight.dtype
-    compare_product(packed, weight, linear.bias, dtype, is_exact=keeps_numbers(make_linear))
-    drop_pages([weight])
+    packed = PackedLinear(weight.shape, store.product(name, lambda: make_linear(weight, bias)), dtype)
+    if not store.is_checked:
+        compare_product(packed, weight, bias, dtype, is_exact=keeps_numbers(make_linear))
+        drop_pages([weight])
     return packed

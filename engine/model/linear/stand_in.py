@@ -18,19 +18,26 @@ from engine.model.linear.packed_linear import Linear
 from engine.model.linear.product_check import compare_product
 
 
-def stand_in(layers: Mapping[nn.Linear, Linear], dtype: torch.dtype, *, is_exact: bool) -> None:
+def stand_in(
+    layers: Mapping[nn.Linear, Linear], dtype: torch.dtype, *, is_exact: bool, is_checked: bool = False
+) -> None:
     """Have each layer compute by its function of rows of `dtype`, and free its weight.
 
-    `is_exact` is for functions that do not round the weight.
+    Args:
+        layers: the function of each layer.
+        dtype: of rows.
+        is_exact: functions do not round the weight.
+        is_checked: functions and layers were compared at an earlier start.
 
     Raises:
         ConfigError: a function differs from its layer by more than roundings.
     """
-    for layer, function in layers.items():
+    for layer, function in () if is_checked else layers.items():
         compare_product(function, layer.weight, layer.bias, dtype, is_exact=is_exact)
     for layer, function in layers.items():
         setattr(layer, "forward", function)  # noqa: B010 -- shadows the class's
-        drop_pages([layer.weight])
+        if not is_checked:
+            drop_pages([layer.weight])
         layer.weight = None  # type: ignore[assignment]
 
 

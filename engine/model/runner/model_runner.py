@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,10 +47,12 @@ from engine.model.gpu_memory import WEIGHTS_REMEDY, MemoryMeter, enough_memory, 
 from engine.model.hidden_state_taps import NO_TAPS
 from engine.model.linear.packed_linear import Linear
 from engine.model.linear.quantized_linear import can_quantize, linear_factory
+from engine.model.linear.weight_store import NO_STORE, WeightStore
 from engine.model.loader import load_model, model_folder, model_version, resolve_device
 from engine.model.paged_model import PagedModel
 from engine.model.position_limit import max_positions, unread_warning
 from engine.model.resident_memory import leave_checkpoint, trim_heap
+from engine.model.runner.kept_weights import kept_weights
 from engine.model.runner.pass_queue import PassQueue
 from engine.model.runner.warm_up import warm_up
 from engine.model.tensor_parallel.rank import ALONE, Rank
@@ -88,8 +91,10 @@ class ModelRunner:
         max_model_len: int | None = None,
         head: HeadConfig | None = None,
         rank: Rank = ALONE,
+        *,
+        repeats_checks: bool = False,
     ) -> None:
-        """Load, check and pack; takes as long as reading the weights.
+        """Load, check and pack; takes as long as reading the weights, or those that an earlier start packed.
 
         Args:
             model: the checkpoint, and its device and kernels.
@@ -97,6 +102,7 @@ class ModelRunner:
             max_model_len: in tokens; None for all of the model's positions.
             head: drafts from the model's hidden states.
             rank: with several ranks, all construct runners and call the same methods together, in one order.
+            repeats_checks: compare with the stock model even if an earlier start on this machine did.
 
         Raises:
             ConfigError: the model cannot be served with these settings.
@@ -104,11 +110,10 @@ class ModelRunner:
         if model.num_threads is not None:
             torch.set_num_threads(model.num_threads)
         self._rank = rank
-        meter = memory_meter(cache, rank.device or resolve_device(model.device))
+        device = rank.device or resolve_device(model.device)
+        meter = memory_meter(cache, device)
         # Other decoders and heads compute in the dtype of their weights.
         is_alone = rank.size == 1 and (head is None or head.kind is HeadKind.SELF)
-        stock = load_model(model, rank.load_device, keeps_dtype=LlamaDecoder.fits_config if is_alone else None)
-        device = rank.device or stock.device
         self._dtype = resolve_dtype(model.dtype, device)
         self._plan_attention = choose_attention(model.attention, device, is_deterministic=model.deterministic)
         if is_batch_invariant(self._plan_attention) and model.graphs.has_trees:
@@ -118,8 +123,15 @@ class ModelRunner:
             )
         kind = KVDtype(cache.dtype)
         check_kv_kind(kind, self._plan_attention, device)
-        with enough_memory(device, f"the weights of {model.path!r}, packed or sharded", WEIGHTS_REMEDY):
-            self._take_weights(stock, model, head, device)
+        with self._stored(model, device, f"views: {is_alone}", repeats_checks=repeats_checks) as store:
+            stock = load_model(
+                model,
+                rank.load_device,
+                keeps_dtype=LlamaDecoder.fits_config if is_alone else None,
+                is_checked=store.is_checked,
+            )
+            with enough_memory(device, f"the weights of {model.path!r}, packed or sharded", WEIGHTS_REMEDY):
+                self._take_weights(stock, model, head, device, store)
         self.vocab_size = self._model.vocab_size
         folder = model_folder(model.path)
         self.eos_token_ids = eos_token_ids(stock, folder, self.vocab_size, model.chat_template)
@@ -148,14 +160,28 @@ class ModelRunner:
             with enough_memory(device, "the buffers of recorded passes", _PASSES_REMEDY):
                 self._graphs = self._record(model.graphs, self.max_model_len)
 
+    def _stored(
+        self, model: ModelConfig, device: torch.device, kept_as: str, *, repeats_checks: bool = False
+    ) -> AbstractContextManager[WeightStore]:
+        """Return the store of packed weights; the parts of several ranks are not kept."""
+        if self._rank.size > 1:
+            return nullcontext(NO_STORE)
+        return kept_weights(model, self._dtype, device, kept_as, repeats_checks=repeats_checks)
+
     def _take_weights(
-        self, stock: PreTrainedModel, model: ModelConfig, head: HeadConfig | None, device: torch.device
+        self,
+        stock: PreTrainedModel,
+        model: ModelConfig,
+        head: HeadConfig | None,
+        device: torch.device,
+        store: WeightStore,
     ) -> None:
         """Pack and check `stock` and its head; no page of their files stays in memory."""
         quantization = usable_quantization(model, device)
         if device.type == "cpu":
             is_fast = self._rank.size == 1 and LlamaDecoder.fits(stock)
-            leave_checkpoint(stock, linear_factory(quantization, self._dtype), self._dtype, keeps_embeddings=is_fast)
+            make_linear = linear_factory(quantization, self._dtype)
+            leave_checkpoint(stock, make_linear, self._dtype, keeps_embeddings=is_fast, store=store)
         self.head: Head | None = None
         self._head_layers: Seq[LayerShape] = ()
         self.self_draft: SelfDraft | None = None
@@ -179,11 +205,16 @@ class ModelRunner:
             self._rank,
             dtype=self._dtype,
             is_deterministic=model.deterministic,
+            store=store,
         )
         if self.head is not None:
             self.head.lm_head = own_lm_head or self._model.lm_head
         if self.self_draft is not None:
-            self.self_draft.begin(self._model.decoder)
+            quantized = replace(model, quantization=self.self_draft.quantization)
+            kept_as = f"draft of {self.self_draft.num_layers} layers"
+            is_shared = self.self_draft.is_shared
+            with nullcontext(NO_STORE) if is_shared else self._stored(quantized, device, kept_as) as draft_store:
+                self.self_draft.begin(self._model.decoder, draft_store)
         trim_heap()
 
     def _fit_tokenizer(self, folder: Path, template: str | None) -> None:

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from cluster.cli.__main__ import main
 from cluster.cli.deployment import ServeOptions, deployment_of, to_yaml
+from engine.model import paged_model
 from tests.engine.fixtures.byte_tokenizer import write_tokenizer
 from tests.engine.fixtures.families import PLAIN, REFUSED, write_family
 
@@ -177,3 +178,18 @@ def test_the_end_of_a_turn_is_of_the_template_that_is_served(tmp_path: Path, cap
     config = LlamaConfig(**{**PLAIN, "vocab_size": 304}, eos_token_id=7)
     assert check_model(tmp_path, config, ingress__chat_template=template) == 0
     assert f"end tokens are [7, {core.token_to_id('<turn>')}]" in " ".join(capsys.readouterr().out.split())
+
+
+def test_full_compares_the_models_although_a_start_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("OUTRIDER_CACHE_GIB", "1")
+    file = tmp_path / "deploy.yaml"
+    file.write_text(to_yaml(deployment_of("demo", ServeOptions())))
+    compare, compared = paged_model._check, []
+    monkeypatch.setattr(paged_model, "_check", lambda *a, **k: (compared.append(a), compare(*a, **k)))
+    for count in (1, 2):
+        assert main(["check", str(file), "--full"]) == 0
+        assert len(compared) == 2 * count  # the target and its draft
+    assert "agrees with its stock model, quantization none" in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,59 @@
+"""`outrider cache`: lists and clears the files that this machine keeps of models."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+from typer import Argument
+
+from cluster.checkpoints.gguf_models import converted_root
+from cluster.cli.console import report
+from engine.model.linear.cache_folder import BOUND, CacheEntry, max_bytes, packed_entries, packed_root
+from protos.errors import ConfigError
+
+cache = typer.Typer(help="List or clear what this machine keeps of models on disk.", invoke_without_command=True)
+
+
+@cache.callback()
+def list_entries(context: typer.Context) -> None:
+    """List packed weights and converted GGUF files: model, quantization, size, last use."""
+    if context.invoked_subcommand is not None:
+        return
+    entries = list(_entries())
+    for entry in entries:
+        used = datetime.fromtimestamp(entry.used_s, UTC).astimezone()
+        report(f"{entry.model}  {entry.quantization}  {_size(entry.num_bytes)}  used {used:%Y-%m-%d %H:%M}")
+    bound = f"packed weights take at most {_size(max_bytes())} ({BOUND})"
+    report(f"{len(entries)} entries, {_size(sum(entry.num_bytes for entry in entries))}; {bound}, in {packed_root()}")
+
+
+@cache.command()
+def clear(
+    name: Annotated[str | None, Argument(metavar="[NAME]", help="a model of the list; all of them if left out")] = None,
+) -> None:
+    """Remove entries; a running server keeps what it has mapped."""
+    entries = [entry for entry in _entries() if name in (None, entry.model)]
+    if name is not None and not entries:
+        models = ", ".join(sorted({entry.model for entry in _entries()})) or "none"
+        raise ConfigError(f"the cache has no entry of {name!r}; it has {models}")
+    for entry in entries:
+        shutil.rmtree(entry.folder, ignore_errors=True)
+    report(f"removed {len(entries)} entries, {_size(sum(entry.num_bytes for entry in entries))}")
+
+
+def _entries() -> Iterator[CacheEntry]:
+    yield from packed_entries()
+    root = converted_root()
+    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+        if (folder / "config.json").is_file():
+            files = [file.stat() for file in folder.iterdir()]
+            used_s = max(file.st_atime for file in files)
+            yield CacheEntry(folder, folder.name, "converted GGUF", sum(file.st_size for file in files), used_s)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"

@@ -1,0 +1,101 @@
+"""Packed products by name: made from a model's weights, or taken from where an earlier start kept them.
+
+What is kept is a `Storable`, a tensor, or a tuple of these: any module that packs weights can offer its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Storable:
+    """A product that consists of its attributes: tensors, numbers, texts, dtypes, other storables, tuples of them."""
+
+    @classmethod
+    def of(cls, attributes: dict[str, Any]) -> Self:
+        """Return the product whose `vars` are `attributes`."""
+        product = cls.__new__(cls)
+        vars(product).update(attributes)
+        return product
+
+
+class WeightStore:
+    """Keeps nothing: every product is made.
+
+    Attributes:
+        is_checked: an earlier start found all weights finite, and compared all products with them.
+    """
+
+    is_checked = False
+
+    def product(self, name: str, make: Callable[[], T]) -> T:
+        """Return the product of this name: it is kept, or `make` returns it and it will be."""
+        return make()
+
+    def has_agreed(self, note: str) -> bool:
+        """True if an earlier start found that the model agrees with its stock one, in the circumstances of `note`."""
+        return False
+
+    def agree(self, note: str) -> None:
+        """Remember that it does; `note` is a line of text."""
+
+
+NO_STORE = WeightStore()
+
+
+def encoded(value: Any, keep: Callable[[Tensor], int]) -> Any:
+    """Return a storable value as JSON's types; `keep` takes each tensor and returns its number.
+
+    Raises:
+        TypeError: something in it cannot be stored.
+    """
+    match value:
+        case Tensor():
+            return {"tensor": keep(value)}
+        case torch.dtype():
+            return {"dtype": str(value).removeprefix("torch.")}
+        case Storable():
+            return {"kind": type(value).__name__, "attributes": _each(vars(value), keep)}
+        case tuple():
+            return {"items": [encoded(each, keep) for each in value]}
+        case None | bool() | int() | float() | str():
+            return value
+    raise TypeError(f"a {type(value).__name__} cannot be stored")
+
+
+def _each(attributes: dict[str, Any], keep: Callable[[Tensor], int]) -> dict[str, Any]:
+    return {name: encoded(value, keep) for name, value in attributes.items()}
+
+
+def decoded(value: Any, tensor: Callable[[int], Tensor]) -> Any:
+    """Undo `encoded`.
+
+    Raises:
+        LookupError: a kind is unknown.
+    """
+    match value:
+        case {"tensor": int(number)}:
+            return tensor(number)
+        case {"dtype": str(name)}:
+            return getattr(torch, name)
+        case {"kind": str(kind), "attributes": dict(attributes)}:
+            return _kinds()[kind].of({name: decoded(each, tensor) for name, each in attributes.items()})
+        case {"items": list(items)}:
+            return tuple(decoded(each, tensor) for each in items)
+    return value
+
+
+def _kinds(base: type[Storable] = Storable) -> dict[str, type[Storable]]:
+    return {kind.__name__: kind for kind in _subclasses(base)}
+
+
+def _subclasses(base: type[Storable]) -> Iterator[type[Storable]]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _subclasses(kind)

@@ -1,0 +1,64 @@
+"""`outrider cache` lists packed weights and converted files, and clears them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.cli.__main__ import main
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of two packed models and a conversion."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("OUTRIDER_CACHE_GIB", "2")
+    root = tmp_path / "outrider"
+    for name, model in (("a1", "org/small"), ("b2", "org/large")):
+        folder = root / "packed" / name
+        folder.mkdir(parents=True)
+        (folder / "about.json").write_text(f'{{"model": "{model}", "quantization": "int4"}}')
+        (folder / "weights").write_bytes(bytes(3_000_000))
+    converted = root / "models" / "file-1234-float32-2"
+    converted.mkdir(parents=True)
+    (converted / "config.json").write_bytes(bytes(2_000_000))
+    return root
+
+
+def test_entries_are_listed_with_their_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache"]) == 0
+    said = capsys.readouterr().out
+    assert "org/small  int4  3.0 MB  used 20" in said
+    assert "file-1234-float32-2  converted GGUF  2.0 MB  used 20" in said
+    assert "3 entries, 8.0 MB; packed weights take at most 2.1 GB (OUTRIDER_CACHE_GIB)" in said
+
+
+def test_a_model_is_cleared_by_its_name(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "clear", "org/small"]) == 0
+    assert "removed 1 entries, 3.0 MB" in capsys.readouterr().out
+    assert [folder.name for folder in (root / "packed").iterdir()] == ["b2"]
+    assert (root / "models" / "file-1234-float32-2").is_dir()
+
+
+def test_all_is_cleared_without_a_name(root: Path) -> None:
+    assert main(["cache", "clear"]) == 0
+    assert not [*(root / "packed").iterdir(), *(root / "models").iterdir()]
+
+
+def test_an_unknown_name_is_refused_with_the_names_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "clear", "org/none"]) == 1
+    assert "no entry of 'org/none'; it has file-1234-float32-2, org/large, org/small" in capsys.readouterr().err
+
+
+def test_a_bound_that_is_no_number_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE_GIB", "much")
+    assert main(["cache"]) == 1
+    assert "OUTRIDER_CACHE_GIB is 'much'; set it to" in capsys.readouterr().err
+
+
+def test_an_empty_cache_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+    assert main(["cache"]) == 0
