@@ -15,7 +15,9 @@ from cluster.cli.console import report
 from engine.model.linear.cache_folder import BOUND, CacheEntry, max_bytes, packed_entries, packed_root
 from protos.errors import ConfigError
 
-cache = typer.Typer(help="List or clear what this machine keeps of models on disk.", invoke_without_command=True)
+cache = typer.Typer(
+    help="List or clear the files of models that this machine keeps on disk.", invoke_without_command=True
+)
 
 
 @cache.callback()
@@ -35,7 +37,7 @@ def list_entries(context: typer.Context) -> None:
 def clear(
     name: Annotated[str | None, Argument(metavar="[NAME]", help="a model of the list; all of them if left out")] = None,
 ) -> None:
-    """Remove entries; a running server keeps what it has mapped."""
+    """Remove entries; a running server keeps its mapped weights."""
     entries = [entry for entry in _entries() if name in (None, entry.model)]
     if name is not None and not entries:
         models = ", ".join(sorted({entry.model for entry in _entries()})) or "none"

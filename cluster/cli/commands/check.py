@@ -65,7 +65,7 @@ def _check_start(config: DeployConfig) -> None:
 
 
 def _compare_models(config: DeployConfig) -> None:
-    """Repeat what a first start checks and later ones remember, on this machine's processor or GPU."""
+    """Repeat the comparison that later starts skip, on this machine's processor or GPU."""
     from engine.config import CacheConfig
     from engine.model.runner.model_runner import ModelRunner
 
