@@ -200,8 +200,13 @@ class _Writer:
             OSError: there is no room.
         """
         found: list[Tensor] = []
-        index = encoded(product, lambda tensor: found.append(tensor) or len(self._tensors) + len(found) - 1)
         first = len(self._tensors)
+
+        def number_of(tensor: Tensor) -> int:
+            found.append(tensor)
+            return first + len(found) - 1
+
+        index = encoded(product, number_of)
         begin = self._size = -(-self._size // mmap.PAGESIZE) * mmap.PAGESIZE
         self._check_room(sum(tensor.nbytes for tensor in found))
         for tensor in found:
@@ -222,7 +227,7 @@ class _Writer:
 
     def _append(self, tensor: Tensor) -> None:
         self._size = -(-self._size // _LINE_BYTES) * _LINE_BYTES
-        contents = memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
+        contents = memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
         self._tensors.append(
             {
                 "dtype": str(tensor.dtype).removeprefix("torch."),

@@ -9,15 +9,18 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from engine.batch.span import Span
-from engine.config import CacheConfig, HeadConfig, HeadKind, ModelConfig
+from engine.config import CacheConfig, HeadConfig, HeadKind, ModelConfig, ModelDtype, Quantization
 from engine.model import paged_model
 from engine.model.linear import cache_folder, packed_file, quantized_linear
+from engine.model.linear.native_quantized import PackedPart, packed_part
+from engine.model.loader import model_version
 from engine.model.runner import kept_weights
 from engine.model.runner.model_runner import ModelRunner
 from engine.native.library import Instructions, native_library
@@ -44,11 +47,11 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def packings(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The weights that were packed."""
-    pack, found = quantized_linear.packed_part, []
+    found: list[Tensor] = []
 
-    def noted(numbers: Tensor, *tables: Tensor) -> quantized_linear.PackedPart:
+    def noted(numbers: Tensor, *tables: Tensor) -> PackedPart:
         found.append(numbers)
-        return pack(numbers, *tables)
+        return packed_part(numbers, *tables)
 
     monkeypatch.setattr(quantized_linear, "packed_part", noted)
     return found
@@ -59,13 +62,15 @@ def written(folder: Path, family: str) -> Path:
     return folder
 
 
-def started(model: Path, quantization: str = "int4", head: HeadConfig | None = None, **options: bool) -> ModelRunner:
+def started(
+    model: Path, quantization: str = "int4", head: HeadConfig | None = None, *, repeats_checks: bool = False
+) -> ModelRunner:
     """A runner whose weights are kept, or known not to be."""
     runner = ModelRunner(
-        ModelConfig(str(model), "float32", "cpu", quantization=quantization),
+        ModelConfig(str(model), ModelDtype.FLOAT32, "cpu", quantization=Quantization(quantization)),
         CacheConfig(num_blocks=4),
         head=head,
-        **options,
+        repeats_checks=repeats_checks,
     )
     for thread in threading.enumerate():
         if thread.name == "packed-weights":
@@ -108,7 +113,7 @@ def test_a_second_start_does_not_read_the_checkpoints_layers(model: Path) -> Non
     begin = 8 + int.from_bytes(contents[:8], "little")
     gate = json.loads(contents[8:begin])["model.layers.0.mlp.gate_proj.weight"]["data_offsets"]
     contents[begin + gate[0] : begin + gate[1]] = b"\xff" * (gate[1] - gate[0])  # NaN
-    digest = kept_weights.model_version(str(model))
+    digest = model_version(str(model))
     file.write_bytes(contents)
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.MonkeyPatch.context() as patch:  # the cache takes the file for the old one
@@ -202,8 +207,13 @@ def test_other_kernels_or_code_pack_anew(
 
 
 def test_the_agreement_check_is_repeated_only_on_demand(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check, checks = paged_model._check, []
-    monkeypatch.setattr(paged_model, "_check", lambda *a, **k: (checks.append(a), check(*a, **k)))
+    check, checks = paged_model._check, list[object]()
+
+    def counted(*arguments: Any, **options: Any) -> None:
+        checks.append(arguments)
+        check(*arguments, **options)
+
+    monkeypatch.setattr(paged_model, "_check", counted)
     started(model)
     assert len(checks) == 1
     started(model)
@@ -229,7 +239,7 @@ def test_a_start_that_fails_keeps_nothing(model: Path, cache: Path, monkeypatch:
 
 
 def test_a_draft_of_the_targets_weights_is_kept_too(model: Path, packings: list[Tensor]) -> None:
-    head = HeadConfig(HeadKind.SELF, quantization="int4")
+    head = HeadConfig(HeadKind.SELF, quantization=Quantization.INT4)
     started(model, "none", head)
     packings.clear()
     runner = started(model, "none", head)
