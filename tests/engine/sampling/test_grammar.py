@@ -527,7 +527,7 @@ def test_no_mask_takes_long(kind: GrammarKind, source: str, folder: Path) -> Non
         allowed = [int(each) for each in np.flatnonzero(mask) if each != END_ID]
         if not allowed or not matcher.read(allowed[:1]):
             break
-    assert max(times) < 0.05
+    assert max(times) < 0.1  # 9 ms on an idle machine
 
 
 NO_KEY_LEFT = {
