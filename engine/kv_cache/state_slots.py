@@ -26,6 +26,8 @@ class StateSlots:
         self._num_holders = [0] * num_slots
         self._free = list(range(num_slots - 1, ZEROS, -1))
         self._snapshots: OrderedDict[BlockKey, int] = OrderedDict()
+        self._is_snapshot = [False] * num_slots
+        self._num_idle = 0  # snapshots that no sequence holds
 
     @property
     def max_sequences(self) -> int:
@@ -35,11 +37,11 @@ class StateSlots:
     @property
     def num_available(self) -> int:
         """Slots that are free, and snapshots that no sequence holds."""
-        return len(self._free) + sum(self._num_holders[slot] == 1 for slot in self._snapshots.values())
+        return len(self._free) + self._num_idle
 
     def take(self, num_spare: int = 0) -> int | None:
         """Return a slot with one holder; None unless `num_spare` more remain available."""
-        if len(self._free) <= num_spare and self.num_available <= num_spare:
+        if self.num_available <= num_spare:
             return None
         if not self._free:
             self._evict()
@@ -49,19 +51,22 @@ class StateSlots:
 
     def hold(self, slot: int) -> None:
         """Hold a slot once more."""
+        self._num_idle -= self._is_idle(slot)
         self._num_holders[slot] += 1
 
     def drop(self, slot: int) -> None:
         """Release one hold; the last one frees the slot."""
         self._num_holders[slot] -= 1
+        self._num_idle += self._is_idle(slot)
         if self._num_holders[slot] == 0:
             self._free.append(slot)
 
     def keep(self, key: BlockKey, slot: int) -> None:
         """Make a held slot the snapshot of a block, unless the block has one."""
         if key not in self._snapshots:
-            self._snapshots[key] = slot
             self.hold(slot)
+            self._snapshots[key] = slot
+            self._is_snapshot[slot] = True
 
     def has(self, key: BlockKey) -> bool:
         """True if a block has a snapshot."""
@@ -78,6 +83,8 @@ class StateSlots:
         """Drop the snapshots of blocks that can no longer be found."""
         for key in keys:
             if (slot := self._snapshots.pop(key, None)) is not None:
+                self._num_idle -= self._is_idle(slot)
+                self._is_snapshot[slot] = False
                 self.drop(slot)
 
     def check_integrity(self, held: Iterable[int], cached_keys: frozenset[BlockKey]) -> None:
@@ -89,7 +96,12 @@ class StateSlots:
         assert counts[ZEROS] == 0, "a sequence holds the zeros"
         assert {*self._free} == {slot for slot in range(1, self.num_slots) if not counts[slot]}, "a slot is lost"
         assert self._snapshots.keys() <= cached_keys, "a snapshot outlives its block"
+        assert self._num_idle == sum(map(self._is_idle, self._snapshots.values())), "idle snapshots are miscounted"
+
+    def _is_idle(self, slot: int) -> bool:
+        """True for a snapshot that no sequence holds."""
+        return self._is_snapshot[slot] and self._num_holders[slot] == 1
 
     def _evict(self) -> None:
-        key = next(key for key, slot in self._snapshots.items() if self._num_holders[slot] == 1)
+        key = next(key for key, slot in self._snapshots.items() if self._is_idle(slot))
         self.forget([key])

@@ -12,13 +12,12 @@ import httpx
 
 from cluster.cli.audit.checks import answers, positions, sampling, speed, ways
 from cluster.cli.audit.checks.context import PROMPTS, Audit, Prompt, all_of
-from cluster.cli.audit.client import Budget, NoVerdictError, RefusedError, Server, explore
+from cluster.cli.audit.client import TIMEOUT_S, Budget, NoVerdictError, RefusedError, Server, explore
 from cluster.cli.audit.trial import Finding, Trial, Verdict
 from protos.errors import ConfigError
 
 ALPHA = 1e-4  # of any false alarm in an audit of a server that does as it reports
 
-_TIMEOUT_S = 60.0
 _OTHER_SEEDS = 1_000_000_000  # equal seeds may give equal texts, which show nothing of a distribution
 
 
@@ -87,7 +86,7 @@ async def connect(
     """
     http = httpx.AsyncClient(
         headers={"Authorization": f"Bearer {key}"},
-        timeout=_TIMEOUT_S,
+        timeout=TIMEOUT_S,
         transport=transport,
         limits=httpx.Limits(max_connections=None),
     )

@@ -17,11 +17,12 @@ from typing import Any
 import httpx
 
 from cluster.cli.audit.prediction import NUM_CELLS, Prediction
+from protos.client_text import for_log
 
 COMPLETIONS, CHAT = "/completions", "/chat/completions"
 Body = dict[str, Any]
 
-_TIMEOUT_S = 60.0
+TIMEOUT_S = 60.0
 _MAX_WAITS = 6  # for a server that limits the rate, each request
 _MAX_WAIT_S = 20.0
 _MAX_ENDS = 4  # asks whose answers end without a token
@@ -290,7 +291,7 @@ class Server:
         raise NoVerdictError(f"the server limits the rate: status {response.status_code} {_MAX_WAITS} times in a row")
 
     async def _try_send(self, path: str, body: Body) -> httpx.Response:
-        timeout_s = max(1.0, min(_TIMEOUT_S, self.budget.until_s - time.monotonic() + 1.0))
+        timeout_s = max(1.0, min(TIMEOUT_S, self.budget.until_s - time.monotonic() + 1.0))
         try:
             response = await self.http.post(f"{self.url}{path}", json=body, timeout=timeout_s)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -409,7 +410,7 @@ def _message(response: httpx.Response) -> str:
         text = error.get("message") if isinstance(error, dict) else error
     except (ValueError, AttributeError):
         text = response.text
-    return " ".join(str(text).split())[:200] or "no reason given"
+    return for_log(" ".join(str(text).split())) or "no reason given"
 
 
 def _retry_after(response: httpx.Response, default_s: float) -> float:

@@ -32,7 +32,7 @@ Probs = NDArray[np.float64]
 
 
 class Evidence(Protocol):
-    """What a check gathers."""
+    """The evidence of one part of a check."""
 
     @property
     def log_evidence(self) -> float:

@@ -16,6 +16,7 @@ from cluster.cli.audit.audit import ALPHA, Result
 from cluster.cli.audit.client import choices_of
 from cluster.cli.audit.evidence import POWER
 from cluster.cli.audit.trial import Verdict
+from protos.client_text import for_log
 from protos.errors import ConfigError
 
 _REPLAY_TIMEOUT_S = 120.0
@@ -107,11 +108,15 @@ def read_findings(file: Path) -> list[dict[str, Any]]:
     return found
 
 
-def replayed(finding: dict[str, Any], key: str) -> str:
-    """Send a finding's request once more; return the command, the expectation, and both answers."""
+def replayed(finding: dict[str, Any], base_url: str, key: str) -> str:
+    """Send a finding's request once more; return the command, the expectation, and both answers.
+
+    A report may be a stranger's: the key goes to the server at `base_url` alone.
+    """
     url, body = finding["request"]["url"], finding["request"]["body"]
+    headers = {"Authorization": f"Bearer {key}"} if url.startswith(f"{base_url}/") else {}
     try:
-        response = httpx.post(url, json=body, headers={"Authorization": f"Bearer {key}"}, timeout=_REPLAY_TIMEOUT_S)
+        response = httpx.post(url, json=body, headers=headers, timeout=_REPLAY_TIMEOUT_S)
         now = _now(response)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         now = f"no answer ({error or type(error).__name__})"
@@ -121,7 +126,7 @@ def replayed(finding: dict[str, Any], key: str) -> str:
 def _now(response: httpx.Response) -> str:
     choices = choices_of(response)
     if not choices:
-        return f"status {response.status_code}: {response.text[:300]}"
+        return f"status {response.status_code}: {for_log(response.text)}"
     texts = Counter(choice.text or str(choice.calls) for choice in choices)
     reasons = Counter(choice.finish_reason for choice in choices)
     shown = ", ".join(f"{text!r} {count}" for text, count in texts.most_common(10))

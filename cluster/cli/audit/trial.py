@@ -15,7 +15,7 @@ from cluster.cli.audit.prediction import Claim
 
 
 class Verdict(StrEnum):
-    """What a check concludes."""
+    """The conclusion of a check."""
 
     HOLDS = "holds"
     FOUND = "found"

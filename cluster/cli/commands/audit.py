@@ -16,6 +16,7 @@ from cluster.cli.audit.report import Report, read_findings, replayed, write_html
 from cluster.cli.audit.trial import Verdict
 from cluster.cli.console import console, report
 from cluster.cli.server import API_KEY, URL, base_url, finite
+from protos.client_text import for_log
 from protos.errors import ConfigError
 
 _NO_VERDICT = 2
@@ -34,7 +35,8 @@ def audit(
     json_file: Annotated[Path | None, Option("--json", help="write the report to this file")] = None,
     html: Annotated[Path | None, Option(help="write a page to this file")] = None,
     replay: Annotated[
-        Path | None, Option(help="repeat the findings of a JSON report, and print their commands")
+        Path | None,
+        Option(help="repeat the findings of a JSON report, those at URL with the key, and print their commands"),
     ] = None,
 ) -> None:
     """Audit an OpenAI server: sampling, drafts, cache, formats, counts and speed, against its own logprobs.
@@ -43,7 +45,7 @@ def audit(
     """
     if replay is not None:
         for check in read_findings(replay):
-            report(f"{check['name']}: {check['claim']}\n{replayed(check['finding'], api_key)}\n")
+            report(f"{check['name']}: {check['claim']}\n{replayed(check['finding'], url, api_key)}\n")
         return
     for file in filter(None, (json_file, html)):
         if file.is_dir() or not file.parent.is_dir():
@@ -105,7 +107,7 @@ def _notes(server: Server) -> list[str]:
     """Return sentences on the server that are no verdicts."""
     notes = []
     if others := server.names - {server.model}:
-        notes.append(f"answers name the model {', '.join(sorted(others))}, not {server.model}")
+        notes.append(f"answers name the model {for_log(', '.join(sorted(others)))}, not {server.model}")
     if missing := [name for name in ("top_k", "min_p", "repetition_penalty") if name not in server.neutral]:
         notes.append(f"the server refuses {', '.join(missing)}")
     return notes

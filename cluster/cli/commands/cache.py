@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Annotated
@@ -12,7 +11,7 @@ from typer import Argument
 
 from cluster.checkpoints.gguf_models import converted_root
 from cluster.cli.console import report
-from engine.model.linear.cache_folder import BOUND, CacheEntry, max_bytes, packed_entries, packed_root
+from engine.model.linear.cache_folder import BOUND, CacheEntry, max_bytes, packed_entries, packed_root, remove_entry
 from protos.errors import ConfigError
 
 cache = typer.Typer(
@@ -43,7 +42,7 @@ def clear(
         models = ", ".join(sorted({entry.model for entry in _entries()})) or "none"
         raise ConfigError(f"the cache has no entry of {name!r}; it has {models}")
     for entry in entries:
-        shutil.rmtree(entry.folder, ignore_errors=True)
+        remove_entry(entry)
     report(f"removed {len(entries)} entries, {_size(sum(entry.num_bytes for entry in entries))}")
 
 

@@ -61,6 +61,7 @@ def _facts(folder: Path, model: ModelConfig, dtype: torch.dtype, kept_as: str) -
         "index": tensors,
         "quantization": Quantization(model.quantization).value,
         "dtype": str(dtype),
+        "deterministic": str(model.deterministic),
         "kept as": kept_as,
         "kernels": native_digest(),
         "instructions": "none" if instructions is None else instructions.name,

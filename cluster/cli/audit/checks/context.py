@@ -1,4 +1,4 @@
-"""What all checks of an audit share."""
+"""The prompts, the servers and the draws that the checks of an audit share."""
 
 from __future__ import annotations
 

@@ -10,10 +10,11 @@ from cluster.cli.audit.checks.context import NUM_POSITIONS, Audit, add_path_draw
 from cluster.cli.audit.checks.sampling import top_sentence
 from cluster.cli.audit.client import Answer, NoVerdictError, Server
 from cluster.cli.audit.evidence import HitEvidence
+from cluster.cli.audit.prediction import Prediction
 from cluster.cli.audit.trial import Trial
 
 FAR = 0.1  # total variation between two asks that rounding does not explain
-MAX_TRIED = 400  # prefixes; a server that takes none of them takes no prefix
+_MAX_TRIED = 400  # prefixes that a server may refuse before the check gives up
 NEAR_TIE = 0.25  # nats between two tokens that rounding may exchange
 _NUM_COMPANIONS = 16
 _COMPANION_TOKENS = 64
@@ -63,17 +64,26 @@ async def forced_prefixes(audit: Audit, trial: Trial) -> None:
             for position in range(1, min(NUM_POSITIONS, len(choice.predictions))):
                 num_tried += 1
                 again = await audit.server.forced(prompt.text, choice, position)
-                if again is None:
-                    continue
-                distance = again.distance(choice.predictions[position])
                 prefix = "".join(choice.tokens[:position])
                 expected = f"after {prefix!r} the distribution that the prompt with this text has"
-                trial.hit(part, answer, expected, f"{distance:.2f} away from it" if distance > FAR else None)
-        if num_tried > MAX_TRIED and not part.num_draws:
-            raise NoVerdictError(
-                "the server reads the text of its own tokens as other tokens, so no prefix can be given"
-            )
+                compare_prediction(trial, part, answer, expected, choice.predictions[position], again)
+        check_prefixes(part, num_tried)
     trial.sentence = f"{part.num_hits} of {part.num_draws} distributions differ by more than {FAR:.0%}"
+
+
+def compare_prediction(
+    trial: Trial, part: HitEvidence, answer: Answer, expected: str, prediction: Prediction, again: Prediction | None
+) -> None:
+    """Compare the distribution reported in an answer with one after the same tokens; None could not be asked for."""
+    if again is not None:
+        distance = again.distance(prediction)
+        trial.hit(part, answer, expected, f"{distance:.2f} away from it" if distance > FAR else None)
+
+
+def check_prefixes(part: HitEvidence, num_tried: int) -> None:
+    """Raise NoVerdictError if many prefixes were tried and the server took none."""
+    if num_tried > _MAX_TRIED and not part.num_draws:
+        raise NoVerdictError("the server reads the text of its own tokens as other tokens, so no prefix can be given")
 
 
 async def second_ask(audit: Audit, trial: Trial) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cluster.cli.audit.checks.context import NUM_POSITIONS, PROMPTS, Audit, all_of
-from cluster.cli.audit.checks.positions import FAR, MAX_TRIED, compare_greedy
+from cluster.cli.audit.checks.positions import check_prefixes, compare_greedy, compare_prediction
 from cluster.cli.audit.client import CHAT, COMPLETIONS, Answer, Body, NoVerdictError, RefusedError, Server
 from cluster.cli.audit.trial import Trial
 
@@ -81,15 +81,9 @@ async def distributions(audit: Audit, trial: Trial) -> None:
         for position, prediction in enumerate(choice.predictions[:NUM_POSITIONS]):
             num_tried += 1
             other = await ways.two.forced(text, choice, position)
-            if other is None:
-                continue
-            distance = other.distance(prediction)
             expected = f"token {position + 1} has the distribution of the other way"
-            trial.hit(part, answer, expected, f"{distance:.2f} away from it" if distance > FAR else None)
-        if num_tried > MAX_TRIED and not part.num_draws:
-            raise NoVerdictError(
-                "the server reads the text of its own tokens as other tokens, so no prefix can be given"
-            )
+            compare_prediction(trial, part, answer, expected, prediction, other)
+        check_prefixes(part, num_tried)
     trial.sentence = f"{part.num_hits} of {part.num_draws} distributions differ, {ways.text}"
 
 

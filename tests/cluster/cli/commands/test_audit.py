@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 import uvicorn
 
@@ -96,6 +97,25 @@ def test_a_file_that_is_no_report_is_refused(text: str, tmp_path: Path, capsys: 
     file.write_text(text)
     assert main(["audit", "--replay", str(file)]) == 1
     assert "is not a report of --json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("server", "keys"), [("http://mine", ["Bearer secret"]), ("http://mine.example", [None])])
+def test_a_replay_sends_the_key_to_the_given_server_alone(
+    server: str, keys: list[str | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """A report may come from a stranger, who would get the key."""
+    request = {"url": f"{server}/v1/completions", "body": {"prompt": "x"}}
+    check = {"name": "n", "claim": "c", "finding": {"request": request, "expected": "e", "seen": "s"}}
+    (tmp_path / "report.json").write_text(json.dumps({"checks": [check]}))
+    sent: list[str | None] = []
+
+    def post(url: str, headers: dict[str, str], **_: object) -> httpx.Response:
+        sent.append(headers.get("Authorization"))
+        return httpx.Response(401, text="\x1b]0;title\x07no")
+
+    monkeypatch.setattr(httpx, "post", post)
+    assert main(["audit", "http://mine", "--replay", str(tmp_path / "report.json"), "--key", "secret"]) == 0
+    assert sent == keys
 
 
 def test_a_renamed_model_is_a_sentence(capsys: pytest.CaptureFixture[str]):

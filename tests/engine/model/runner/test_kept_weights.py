@@ -63,11 +63,22 @@ def written(folder: Path, family: str) -> Path:
 
 
 def started(
-    model: Path, quantization: str = "int4", head: HeadConfig | None = None, *, repeats_checks: bool = False
+    model: Path,
+    quantization: str = "int4",
+    head: HeadConfig | None = None,
+    *,
+    repeats_checks: bool = False,
+    deterministic: bool = False,
 ) -> ModelRunner:
     """A runner whose weights are kept, or known not to be."""
     runner = ModelRunner(
-        ModelConfig(str(model), ModelDtype.FLOAT32, "cpu", quantization=Quantization(quantization)),
+        ModelConfig(
+            str(model),
+            ModelDtype.FLOAT32,
+            "cpu",
+            quantization=Quantization(quantization),
+            deterministic=deterministic,
+        ),
         CacheConfig(num_blocks=4),
         head=head,
         repeats_checks=repeats_checks,
@@ -203,6 +214,14 @@ def test_other_kernels_or_code_pack_anew(
     other = Instructions.AMX if part == "native_instructions" else "another"
     monkeypatch.setattr(kept_weights, part, lambda: other)
     started(model)
+    assert packings
+
+
+def test_a_deterministic_model_has_products_of_its_own(model: Path, packings: list[Tensor]) -> None:
+    """Other kernels may compute them."""
+    started(model)
+    packings.clear()
+    started(model, deterministic=True)
     assert packings
 
 
