@@ -7,4 +7,5 @@
 #include "attention/tiles.c"
 #include "attention/unit.c"
 #include "logits.c"
+#include "recurrent.c"
 #include "rows.c"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from engine.batch.indexing import index_tensor
 from engine.batch.span import Span, SpanStates
 from engine.kv_cache.state_pool import StatePool, StateShape
+from engine.recurrent.native_scan import ScanSlots, scan
 from engine.sequence.token_blocks import ZEROS
 
 
@@ -28,6 +30,11 @@ class PooledStates:
         self.ends = list(accumulate(len(span.token_ids) for span in spans))
         self.starts = [0, *self.ends[:-1]]
         self._windows: dict[int, _Window] = {}
+
+    @cached_property
+    def scan_slots(self) -> ScanSlots:
+        """The spans, for the kernel."""
+        return ScanSlots(self.states, self.starts, self.ends)
 
     def at(self, layer: int) -> PooledLayer:
         return PooledLayer(self, layer)
@@ -70,7 +77,7 @@ class _Window:
 
 
 class PooledLayer:
-    """`LayerStates` of one layer over the pool, in torch."""
+    """`LayerStates` of one layer over the pool: scans by our kernel, the rest in torch."""
 
     def __init__(self, states: PooledStates, layer: int) -> None:
         self._states = states
@@ -89,6 +96,8 @@ class PooledLayer:
         return out if bias is None else out + bias
 
     def scan_mamba2(self, x: Tensor, steps: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        if (computed := self._native_scan(x, steps, decay, b, c, is_delta=False)) is not None:
+            return computed
         group = x.shape[1] // b.shape[1]
         b, c = (each.repeat_interleave(group, dim=1)[:, :, None] for each in (b, c))  # [T, H, 1, N]
         written, decay, out = (x * steps[:, :, None])[..., None], decay[..., None, None], torch.empty_like(x)
@@ -98,6 +107,8 @@ class PooledLayer:
         return out
 
     def scan_delta(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        if (computed := self._native_scan(value, beta, decay, key, query, is_delta=True)) is not None:
+            return computed
         decay, out = decay[..., None, None], torch.empty_like(value)
         key, query = key[..., None], query[..., None]  # [T, H, K, 1]
         for row, state in self._scan():
@@ -106,6 +117,10 @@ class PooledLayer:
             state.add_(key[row] * ((value[row] - known) * beta[row, :, None])[:, None])
             out[row] = (state * query[row]).sum(dim=-2)
         return out
+
+    def _native_scan(self, *rows: Tensor, is_delta: bool) -> Tensor | None:
+        assert self._matrices is not None, "the probe found matrices in this layer"
+        return scan(*rows, matrices=self._matrices, slots=self._states.scan_slots, is_delta=is_delta)
 
     def _scan(self) -> Iterator[tuple[int, Tensor]]:
         """Yield each row of the pass with its sequence's state before it, to be advanced in place."""

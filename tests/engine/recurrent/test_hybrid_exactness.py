@@ -177,6 +177,12 @@ def test_greedy_texts_are_transformers(family: Family):
             assert family.texts[each.request_id] == output[0, len(each.prompt_token_ids) :].tolist()
 
 
+def test_a_request_goes_on_elsewhere_with_the_same_text(family: Family):
+    core = build(family.folder, WAYS["3 drafts, odd chunks, prefix hits"], family.texts)
+    moved = [replace(each, output_token_ids=tuple(family.texts[each.request_id][:5])) for each in requests()]
+    assert run(core, moved) == {name: text[5:] for name, text in family.texts.items()}
+
+
 @pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
 def test_greedy_texts_need_no_verification_of_one_kind(lfm2: Family, verify: VerifyMode):
     plain = run(build(lfm2.folder, Way()), requests(temperature=0.0))
