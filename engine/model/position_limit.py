@@ -10,10 +10,12 @@ from transformers import PreTrainedConfig
 _SIZES = ("max_position_embeddings", "n_positions")
 _OTHER_SIZES = ("max_target_positions", "max_seq_len", "max_sequence_length", "model_max_length", "seq_length", "n_ctx")
 _LENGTH = re.compile(r"window|length|position|chunk|max_seq|seq_len|n_ctx|floor_scale|context")
-# Names that look like lengths. Windows are read from masks, positions are limited; the others count no text tokens.
+# Names that look like lengths. Windows are read from masks, positions are limited, recurrent layers are computed by row
+# and not in chunks; the others count no text tokens.
 _READ = re.compile(
     r".*window.*|(original_)?max_position_embeddings|n_positions|attention_chunk_size|floor_scale|(max|min)_length"
-    r"|chunk_size_feed_forward|prompt_length|position_embedding_type|cross_.*|vision_.*|image_.*|audio_.*|mask_.*"
+    r"|(mamba_)?chunk_size|chunk_size_feed_forward|prompt_length|position_embedding_type"
+    r"|cross_.*|vision_.*|image_.*|audio_.*|mask_.*"
 )
 
 

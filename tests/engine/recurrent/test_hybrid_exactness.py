@@ -25,6 +25,7 @@ from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.kv_cache.block_manager import BlockManager
 from engine.kv_cache.state_slots import StateSlots
+from engine.model.position_limit import unread_warning
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.sequence.token_blocks import TokenBlocks
@@ -175,6 +176,11 @@ def test_greedy_texts_are_transformers(family: Family):
             with torch.inference_mode():
                 output = family.model.generate(inputs, max_new_tokens=MAX_TOKENS, do_sample=False, use_cache=False)
             assert family.texts[each.request_id] == output[0, len(each.prompt_token_ids) :].tolist()
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_no_length_of_a_config_is_taken_for_unread(name: str):
+    assert unread_warning(HYBRIDS[name]()) is None
 
 
 def test_a_request_goes_on_elsewhere_with_the_same_text(family: Family):
