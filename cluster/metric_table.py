@@ -17,9 +17,8 @@ from engine.accounting.step_times import StepTimes
 from protos.messages import SpeculationStats
 from protos.served_draft import CanaryOutcome, CanaryReport, DraftReport
 from router.backend.replica_texts import up_text
-from router.metrics.ingress_metrics import IngressMetrics
-from router.metrics.proxy_answers import proxy_text
-from router.metrics.traffic_metrics import Traffic
+from router.metrics.exposition import proxy_text
+from router.metrics.ingress_metrics import IngressMetrics, Traffic
 from router.routing.routed_call import Route
 
 _OF_BUCKETS = "le"

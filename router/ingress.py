@@ -19,7 +19,7 @@ from protos import outrider_pb2 as pb2
 from protos.linux import wait_for_cores
 from router.api_keys import ApiKeys
 from router.backend.application_watch import INGRESS, ApplicationWatch
-from router.backend.frontend_metrics import FrontendMetrics
+from router.backend.replica_texts import FrontendMetrics
 from router.backend.serve_backend import ServeBackend
 from router.config import IngressConfig
 from router.generation.generation_service import GenerationService

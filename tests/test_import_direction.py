@@ -27,7 +27,7 @@ HOMES = {
         "cluster/",
         "router/ingress.py",
         "router/backend/application_watch.py",
-        "router/backend/frontend_metrics.py",
+        "router/backend/replica_texts.py",
         "router/backend/serve_backend.py",
         "router/grpc_api/serve_gate.py",
         "router/routing/index/index_actor.py",

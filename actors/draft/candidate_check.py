@@ -3,11 +3,55 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
+from actors.draft.draft_actor import with_draft_at
+from actors.draft.draft_process import load_draft
 from actors.settings import PairSettings
 from engine.model.checkpoint.finiteness import refuse_not_finite
+from engine.model.loader import load_config
+from engine.proposer.vocab_mapping.choice import choose_vocabulary
 from protos.errors import ConfigError, RequestError
+
+_NUM_BLOCKS = 8  # of the KV pool: nothing is drafted here
+_GPU = "cuda"
+
+
+def _refuse_other_vocabulary(settings: PairSettings, path: str) -> None:
+    """Raise ConfigError unless the candidate's tokens map to the target's as the present draft's tokens do."""
+    target, draft = settings.engine.model.path, settings.draft
+    assert draft.model is not None, "the pair has a draft model"
+    config = load_config(path)
+    usual = choose_vocabulary(target, draft.model.path, draft.vocabulary)
+    found = choose_vocabulary(target, path, draft.vocabulary)
+    if usual.pair is None:
+        draft_size, target_size = int(config.get_text_config().vocab_size), usual.target_tokens.vocab_size
+        if found.pair is not None:
+            raise ConfigError(
+                f"its vocabulary ({draft_size} tokens) differs from the target's ({target_size}); give a draft with "
+                "the target's tokenizer, or set draft.path in deploy.yaml and deploy again"
+            )
+    elif found.vocabulary is not usual.vocabulary:
+        raise ConfigError(
+            f"it needs the vocabulary translation {str(found.vocabulary)!r}, and the present draft uses "
+            f"{str(usual.vocabulary)!r}; set draft.path in deploy.yaml and deploy again"
+        )
+
+
+def _refuse_unloadable(settings: PairSettings, path: str) -> None:
+    """Load the candidate as a draft process would, with a small pool.
+
+    A GPU has no room for two drafts, so there the candidate's start is the check.
+    """
+    model, cache = settings.draft.model, settings.draft.cache
+    assert model is not None, "as above"
+    assert cache is not None, "a draft model has a pool"
+    if model.device.startswith(_GPU):
+        return
+    pool = replace(cache, num_blocks=_NUM_BLOCKS, memory_bytes=None, gpu_memory_utilization=None)
+    chosen = with_draft_at(settings, path)
+    load_draft(replace(chosen, draft=replace(chosen.draft, cache=pool)))
 
 
 def check_candidate(settings: PairSettings, path: str) -> None:
@@ -27,10 +71,7 @@ def check_candidate(settings: PairSettings, path: str) -> None:
         )
     try:
         refuse_not_finite(folder)
-        # Imported here: it takes seconds, and the check of the files does not need it.
-        from actors.draft.candidate_load import refuse_other_vocabulary, refuse_unloadable
-
-        refuse_other_vocabulary(settings, path)
-        refuse_unloadable(settings, path)
+        _refuse_other_vocabulary(settings, path)
+        _refuse_unloadable(settings, path)
     except ConfigError as error:
         raise RequestError(f"The draft {path!r} is refused: {error.message}.", param="path") from None

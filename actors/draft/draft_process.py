@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from actors.channel.draft_messages import DRAFT_SOCKET
 from actors.draft.draft_server import DraftServer
-from actors.draft_loader import load_draft
 from actors.process.frames import FrameListener
 from actors.settings import PairSettings
+from engine.model.cuda_graphs.buckets import sized
+from engine.proposer.draft_model.loader import Drafter, load_drafter
+
+_PROMPT_SHARE = 4  # times the target's tokens per step: the draft prefills that many, and is still done sooner
+
+
+def load_draft(settings: PairSettings) -> Drafter:
+    """Load the draft model of a pair that has one.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or does not fit the target.
+    """
+    engine, draft = settings.engine, settings.draft
+    assert draft.model is not None, "the pair has a draft model"
+    assert draft.cache is not None, "a draft model has a pool"
+    limits = replace(engine.scheduler, max_tokens_per_step=_PROMPT_SHARE * engine.scheduler.max_tokens_per_step)
+    return load_drafter(
+        replace(draft.model, graphs=sized(draft.model.graphs, limits, engine.speculation)),
+        draft.cache,
+        limits,
+        engine.model.path,
+        draft.vocabulary,
+        engine.speculation.tree,
+        is_ahead=draft.is_ahead,
+    )
 
 
 def serve_draft(settings: PairSettings, folder: Path, is_ready: Callable[[], None]) -> None:

@@ -10,6 +10,13 @@
 
 In the object store the blocks are a read-only view of shared memory, without a copy. On another node the store first
 copies them there.
+
+A prefill replica copies the first blocks of a prompt from another one that holds them, and computes the rest:
+
+                     order, and the replica A that holds its first blocks
+pair  ------------------------------------------------------------------>  replica B  ---- copy ---->  replica A
+pair  <------------------------------------------------------------------  replica B  <-- blocks ----  replica A
+                     A's blocks and the following blocks, which B computes
 """
 
 from __future__ import annotations
@@ -31,7 +38,6 @@ from torch import Tensor
 
 from actors.kv_transfer.direct_blocks import DirectBlocks
 from actors.kv_transfer.nixl_carrier import NixlCarrier
-from actors.kv_transfer.prefill_reply import BlocksReply, PrefillReply
 from engine.remote_prefill.fetch_failure import FetchFailure
 from engine.remote_prefill.kv_transfer import (
     ChunkHeader,
@@ -42,11 +48,21 @@ from engine.remote_prefill.kv_transfer import (
     KVChunk,
     KVLayout,
 )
+from protos.worker_load import PrefixHolder
 
 if TYPE_CHECKING:  # takes a second to import, and not every process calls a deployment
     from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
+
 logger = logging.getLogger(__name__)
+
+# A prefill replica's stream of replies to a `FetchOrder`:
+#     FetchAccepted, then any number of (ChunkHeader, its blocks), then FetchEnd          or one FetchEnd alone
+# Blocks that the replica has sent stay valid until the reader ends the stream. They are separate replies, not
+# references inside one: Ray may free an object that a streamed reply refers to before the reader has it
+# (ray-project/ray pull request 58082), but never the reply itself.
+BlocksReply = np.ndarray | DirectBlocks  # [n, bytes per block] uint8, or a reference to them
+PrefillReply = FetchAccepted | ChunkHeader | BlocksReply | FetchEnd
 
 
 class PrefillTransport:
@@ -168,3 +184,31 @@ def _is_given_up() -> bool:
     """True if `cancel` was called. Serve reports some losses as a cancellation too."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+class PeerTransport(PrefillTransport):
+    """Fetches a prompt's cached blocks from another replica by its method `copy`, which computes nothing.
+
+    `expect` and `forget` may be called from any thread.
+    """
+
+    _method = "copy"
+
+    def __init__(self, peers: DeploymentHandle[Any], carrier: NixlCarrier | None = None) -> None:
+        super().__init__(peers, carrier)
+        self._holders: dict[str, PrefixHolder] = {}
+
+    def expect(self, request_id: str, holder: PrefixHolder) -> None:
+        """Fetch a request's first blocks from `holder`. Call it before the engine gets the request."""
+        self._holders[request_id] = holder
+
+    def forget(self, request_id: str) -> None:
+        """Fetch no more blocks of this request."""
+        self._holders.pop(request_id, None)
+
+    def num_available_blocks(self, request_id: str) -> int:
+        holder = self._holders.get(request_id)
+        return holder.num_blocks if holder else 0
+
+    def _more(self, order: FetchOrder) -> dict[str, Any]:
+        return {"holder_id": self._holders[order.request_id].worker_id}

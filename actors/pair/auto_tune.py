@@ -18,8 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from actors.pair.pair_draft import PairDraft
-from actors.pair.pair_drafts import PairDrafts
+from actors.pair.pair_draft import PairDraft, PairDrafts
 from actors.settings import AutoTuneSettings
 from protos.errors import ServingError
 from protos.served_draft import CheckDraft, TryDraft

@@ -15,8 +15,7 @@ from actors.pair.pair_metrics import PairMetrics
 from actors.pair.pair_shell import PairShell
 from actors.pair.target_client import TargetClient
 from actors.pair.watchdog import Watchdog
-from actors.process.actor_thread import ActorThread
-from actors.process.quick_imports import quick_imports
+from actors.process.actor_thread import ActorThread, quick_imports
 from actors.process.socket_folder import private_folder
 from actors.settings import PairSettings
 from actors.shell_messages import TARGET_SOCKET, Snapshot, Status

@@ -12,19 +12,19 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
+from prometheus_client.registry import Collector
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from ray.util.metrics import Gauge
 
 from actors.engine_loop.index_reporter import IndexReporter, ReportSink
 from actors.pair.admission import PairAdmission
 from actors.pair.auto_tune import AutoTunes
 from actors.pair.drift_alarms import DriftAlarms
 from actors.pair.pair_actors import PairActors
-from actors.pair.pair_draft import OrderSlot, PairDraft
-from actors.pair.pair_drafts import PairDrafts
+from actors.pair.pair_draft import OrderSlot, PairDraft, PairDrafts
 from actors.pair.pair_metrics import PairMetrics
 from actors.pair.pair_shell import PairShell
-from actors.pair.ray_metrics import RayMetrics
 from actors.pair.target_client import TargetClient
 from actors.pair.watchdog import Watchdog, check_running
 from actors.process.process_logging import configure_logging
@@ -36,6 +36,26 @@ from protos.linux import wait_for_cores
 from protos.served_draft import DraftReport
 
 logger = logging.getLogger(__name__)
+
+
+class RayMetrics:
+    """Copies a collector's samples into Ray gauges with their labels and names; counters use the family's name."""
+
+    def __init__(self) -> None:
+        self._gauges: dict[str, Gauge] = {}
+
+    def export(self, collector: Collector) -> None:
+        """Set every gauge to the collector's present value. Ray exports them at its own interval."""
+        for family in collector.collect():
+            for sample in family.samples:
+                name = family.name if family.type == "counter" else sample.name  # each `_bucket` gets its own gauge
+                gauge = self._gauge(name, family.documentation, tuple(sample.labels))
+                gauge.set(sample.value, tags=dict(sample.labels))
+
+    def _gauge(self, name: str, documentation: str, labels: tuple[str, ...]) -> Gauge:
+        if name not in self._gauges:
+            self._gauges[name] = Gauge(name, description=documentation, tag_keys=labels)
+        return self._gauges[name]
 
 
 class Pair(PairShell):

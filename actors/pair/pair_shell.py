@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from actors.pair.admission import PairAdmission
 from actors.pair.drift_alarms import DriftAlarms
-from actors.pair.pair_draft import require_exchangeable
-from actors.pair.pair_drafts import PairDrafts
+from actors.pair.pair_draft import PairDrafts, require_exchangeable
 from actors.pair.pair_metrics import PairMetrics
 from actors.pair.target_client import TargetClient
 from actors.settings import PairSettings

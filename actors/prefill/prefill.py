@@ -11,12 +11,12 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.engine_loop.index_reporter import ReportSink
 from actors.prefill.prefill_metrics import PrefillMetrics
+from actors.process.actor_thread import quick_imports
 from actors.process.process_logging import configure_logging
-from actors.process.quick_imports import quick_imports
 from actors.settings import PrefillSettings
 
 if TYPE_CHECKING:  # Serve's builder imports this class, and must not load torch for it
-    from actors.kv_transfer.prefill_reply import PrefillReply
+    from actors.kv_transfer.kv_transport import PrefillReply
     from engine.remote_prefill.kv_transfer import FetchOrder, KVLayout
     from protos.worker_load import PrefixHolder
 
@@ -47,7 +47,7 @@ class Prefill:
     async def prefill(
         self, order: FetchOrder, layout: KVLayout, use_direct: bool, holder: PrefixHolder | None = None
     ) -> AsyncGenerator[PrefillReply, None]:
-        """Prefill a prompt, and reply with the stream of `actors.kv_transfer.prefill_reply`.
+        """Prefill a prompt, and reply with the stream of `actors.kv_transfer.kv_transport`.
 
         Closing the generator stops the computation and frees its blocks within a step.
 

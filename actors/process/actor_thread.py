@@ -6,12 +6,27 @@ import gc
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from protos.errors import EngineError, ServingError
 from protos.linux import keep_cores
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """Disable garbage collection during imports, and exempt the imported objects from it afterwards.
+
+    Collection takes a fifth of the import time of torch and transformers.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 class ActorThread:

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.process.actor_thread import ActorThread
+from actors.process.actor_thread import ActorThread, quick_imports
 from actors.process.process_logging import configure_logging
-from actors.process.quick_imports import quick_imports
 from actors.settings import PairSettings
 
 if TYPE_CHECKING:  # takes a second to import, and not every process calls a deployment

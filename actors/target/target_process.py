@@ -14,15 +14,14 @@ import torch
 
 from actors.channel.channel_proposer import ChannelProposer
 from actors.channel.draft_messages import DRAFT_SOCKET
+from actors.draft.draft_process import load_draft
 from actors.engine_loop.engine_loop import EngineLoop
-from actors.engine_loop.kv_event_buffer import KVEventBuffer
-from actors.engine_loop.status_reporter import StatusReporter
-from actors.kv_transfer.kv_carrier_choice import choose_carrier
+from actors.engine_loop.status_reporter import KVEventBuffer, StatusReporter
 from actors.kv_transfer.kv_transport import PrefillTransport
+from actors.kv_transfer.nixl_carrier import choose_carrier
 from actors.process.frames import FrameListener
 from actors.settings import PairSettings
 from actors.shell_messages import TARGET_SOCKET, DraftChannelStats, StepOutput
-from actors.target.in_process_draft import InProcessDraft
 from actors.target.shell_server import ShellServer
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
@@ -31,7 +30,9 @@ from engine.model.loader import model_version
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
 from engine.native.library import native_digest, native_instructions
+from engine.proposer.dispatch.guarded_proposer import GuardedProposer
 from engine.proposer.dispatch.methods import proposer_of
+from engine.proposer.draft_model.loader import Drafter
 from engine.sequence.token_blocks import TokenBlocks
 from protos.block_keys import PROBE_SALT, probe_token_ids
 from protos.fingerprint import FingerprintPart, digest, write_fingerprint
@@ -42,7 +43,33 @@ if TYPE_CHECKING:  # takes a second to import, and not every process calls a dep
 
     from actors.engine_loop.kv_event_publisher import KVEventPublisher
 
+
 logger = logging.getLogger(__name__)
+
+
+class InProcessDraft(GuardedProposer):
+    """The draft model of a pair without a `DraftActor`, with the interface of `ChannelProposer`."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__(drafter.proposer)
+        self._drafter = drafter
+
+    @classmethod
+    def load(cls, settings: PairSettings) -> InProcessDraft:
+        """Load the draft.
+
+        Raises:
+            ConfigError: the model cannot be loaded, or does not fit the target.
+        """
+        return cls(load_draft(settings))
+
+    @property
+    def stats(self) -> DraftChannelStats:
+        """Whether it drafts; its time is part of the engine's. May be read from any thread."""
+        return DraftChannelStats(is_connected=self.is_on, num_connections=1, translated=self._drafter.proposer.counts)
+
+    def flush(self) -> None:
+        """Do nothing, since no message is queued."""
 
 
 def serve_target(
@@ -70,7 +97,11 @@ def serve_target(
         publish_kv_events(settings.kv_events, core.blocks)
     if isinstance(core.runner, TensorParallelRunner):
         core.runner.watch(_end_process)
-    server = ShellServer(FrameListener(folder / TARGET_SOCKET), _card(core, settings), lambda: _stats(drafts))
+    server = ShellServer(
+        FrameListener(folder / TARGET_SOCKET),
+        _card(core, settings),
+        lambda: {method: draft.stats for method, draft in drafts.items()},
+    )
     reporter = StatusReporter(server.emit, kv_events, lambda: core.blocks.cached_keys)
     core.on_drafted = lambda drafts: server.emit(StepOutput(tuple(drafts)))
     loop = EngineLoop(core, server.emit, lambda: _flush(drafts), reporter)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from protos.messages import FinishReason, GenerateRequest, TokenChunk
 from router.generation.delta import Delta
-from router.generation.harmony import HarmonyReader
-from router.generation.thoughts import ThoughtReader, Trimmed
+from router.generation.thoughts import HarmonyReader, ThoughtReader, Trimmed
 from router.requests.reasoning_format import HARMONY, Thinking
 from router.tokenizer.detokenizer import Detokenizer, make_detokenizer
 from router.tokenizer.tokenizer import Tokenizer

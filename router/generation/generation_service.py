@@ -30,13 +30,11 @@ from router.requests.completion_request import CompletionRequest
 from router.requests.constraints.structured_output import Constraint
 from router.requests.generate_params import GenerateParams, Prompt
 from router.requests.generation_fields import GenerationFields
-from router.requests.prompted_tools import with_prompted_tools
 from router.requests.reasoning_format import HARMONY, Thinking, find_reasoning, thinking_after
-from router.requests.sampling_params import bad_word_forms
+from router.requests.sampling_params import bad_word_forms, check_token_ids
 from router.requests.sequence_requests import check_num_choices, check_room, generate_requests, truncated
-from router.requests.token_ids import check_token_ids
 from router.requests.tokenize_request import DetokenizeRequest, TokenizeRequest
-from router.requests.tools import ToolUse
+from router.requests.tools import ToolUse, with_prompted_tools
 from router.tokenizer.chat_prompt import chat_prompt
 from router.tokenizer.tokenizer_files import TokenizerFiles
 

@@ -9,8 +9,7 @@ from enum import Enum, auto
 from protos.messages import FinishReason
 from router.generation.delta import Delta, Gain, ToolCallDelta, told_apart
 from router.generation.tool_formats.argument_value import arguments_in
-from router.generation.tool_formats.call_body import CallBody, CallPiece, num_held
-from router.generation.tool_formats.tool_format import LONGEST_HEAD, ToolFormat
+from router.generation.tool_formats.tool_format import LONGEST_HEAD, CallBody, CallPiece, ToolFormat, num_held
 
 _NOTHING = Gain()
 

@@ -27,10 +27,10 @@ from router.generation.generation_service import GenerationService
 from router.grpc_api.callers import Caller, authenticate, leave_place
 from router.grpc_api.messages import choice_message, chunk_message, usage_message
 from router.metrics.tracing import call_span
+from router.requests.body import as_request_error
 from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest
 from router.requests.tokenize_request import TokenizeRequest
-from router.requests.validation_errors import as_request_error
 
 logger = logging.getLogger(__name__)
 

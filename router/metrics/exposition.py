@@ -6,18 +6,29 @@ and `sum(rate(...))` is right regardless of the ingress replica. Sample names fo
 `_total`; Prometheus accepts any counter name, and OpenMetrics parsers add the suffix.
 
 For tools built for vLLM, families that vLLM has too are repeated under its names.
+
+HAProxy's own answers reach no ingress, so HAProxy sends their counts with each scrape (`cluster/proxy/answers.cfg`).
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
+ANSWERS_HEADER = "x-outrider-proxy-answers"
+NAME = "outrider_proxy_answers"
+_HELP = (
+    f"# HELP {NAME} Answers that the scraped HAProxy gave itself: pairs are full (refused), "
+    "a client's mistake or slowness (client), no ingress available or answering (server).\n"
+    f"# TYPE {NAME} counter\n"
+)
+_KINDS = ("refused", "client", "server")
+_COUNTS = re.compile(r"(\d{1,19}) (\d{1,19}) (\d{1,19})")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 _TYPES = {"unknown": "untyped"}
 _REPLICA = "replica"
 _INGRESS = "ingress"
@@ -49,6 +60,16 @@ _VLLM_NAMES = {
         "request_success": "request_success",
     }.items()
 }
+
+
+def proxy_text(header: str) -> str:
+    """Return the family for the header's three counts; empty without HAProxy."""
+    counts = _COUNTS.fullmatch(header)
+    if counts is None:
+        return ""
+    return _HELP + "".join(
+        f'{NAME}{{kind="{kind}"}} {count}\n' for kind, count in zip(_KINDS, counts.groups(), strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)

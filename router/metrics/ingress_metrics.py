@@ -1,20 +1,81 @@
-"""Metrics of an ingress replica: latencies as clients see them, and the outcome of every call."""
+"""Metrics of an ingress replica: latencies as clients see them, each call's outcome, acceptance by tenant and route."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protos.messages import SpeculationStats
 from router.api_keys import ApiKeys
-from router.metrics.traffic_metrics import Traffic, TrafficMetrics
 from router.routing.router_metrics import RouterMetrics
 
+_MOST_TENANTS = 32
+_OTHERS = "other"  # all further tenants
+_NOBODY = "none"  # a client without a key
+_LONGEST_NAME = 32  # a key without a name is its own tenant, named by its digest
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
+BROKEN_STATUS = "broken_status"  # of a request's state: the status of the error that ended its stream
+_ENDPOINTS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages/count_tokens",
+    "/v1/messages",
+    "/v1/models",
+    "/tokenize",
+    "/detokenize",
+    "/health",
+    "/live",
+    "/ready",
+    "/metrics",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The class of a request; `route` must come from a fixed set."""
+
+    tenant: str = ""
+    route: str = "completion"
+
+
+class TrafficMetrics:
+    """The `outrider_spec_decode_traffic_*` families of one ingress replica, counted when a sequence ends."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._tenants: dict[str, str] = {}
+        self._passes = self._counter("passes", "Verification passes of ended sequences, by tenant and route.", registry)
+        self._drafted = self._counter("draft_tokens", "Draft tokens verified in these passes.", registry)
+        self._accepted = self._counter("accepted_tokens", "Draft tokens accepted in these passes.", registry)
+
+    def count(self, traffic: Traffic, stats: SpeculationStats) -> None:
+        """Count the passes of a sequence that has ended."""
+        if stats.num_passes == 0:
+            return
+        labels = (self._label(traffic.tenant), traffic.route)
+        self._passes.labels(*labels).inc(stats.num_passes)
+        self._drafted.labels(*labels).inc(stats.num_draft_tokens)
+        self._accepted.labels(*labels).inc(stats.num_accepted_tokens)
+
+    def _label(self, tenant: str) -> str:
+        """Return a tenant's own name for the first tenants, and one shared label for later ones."""
+        if tenant in self._tenants:
+            return self._tenants[tenant]
+        if len(self._tenants) >= _MOST_TENANTS:
+            return _OTHERS
+        label = tenant or _NOBODY
+        self._tenants[tenant] = label if len(label) <= _LONGEST_NAME else f"key-{label[:8]}"
+        return self._tenants[tenant]
+
+    @staticmethod
+    def _counter(name: str, text: str, registry: CollectorRegistry) -> Counter:
+        return Counter(f"outrider_spec_decode_traffic_{name}", text, ("tenant", "route"), registry=registry)
 
 
 class IngressMetrics:
@@ -182,3 +243,36 @@ class TokenClock:
         self._metrics.count_end(reason, elapsed_s, decode_s, self._num_prompt_tokens, self._num_tokens)
         if speculation is not None:
             self._metrics.traffic.count(self._traffic, speculation)
+
+
+class CountRequests:
+    """ASGI middleware; counts an answer when it ends, a stream that an error ended by the status of the error."""
+
+    def __init__(self, app: ASGIApp, metrics: IngressMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        status = None
+
+        async def noting_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting_send)
+        finally:
+            if status is not None:
+                status = scope.get("state", {}).get(BROKEN_STATUS, status)
+                self._metrics.count_request("http", _endpoint(scope["path"]), str(status))
+
+
+def _endpoint(path: str) -> str:
+    """Return the endpoint of a path; all unknown paths share one, so that they cannot grow the metrics."""
+    return next((endpoint for endpoint in _ENDPOINTS if path == endpoint or path.startswith(endpoint + "/")), "other")

@@ -21,26 +21,40 @@ from router.api_keys import ApiKeys, Client
 from router.backend.shared_answer import SharedAnswer
 from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
-from router.metrics.exposition import CONTENT_TYPE, merge_metrics
-from router.metrics.http_metrics import CountRequests
-from router.metrics.proxy_answers import ANSWERS_HEADER, proxy_text
+from router.metrics.exposition import ANSWERS_HEADER, CONTENT_TYPE, merge_metrics, proxy_text
+from router.metrics.ingress_metrics import CountRequests
 from router.metrics.tracing import TraceRequests
-from router.openai.answers import DetokenizeAnswer, HealthAnswer, InputTokens, KilledDrafts, ServedModel, TokenizeAnswer
+from router.openai.answers import (
+    DetokenizeAnswer,
+    HealthAnswer,
+    InputTokens,
+    KilledDrafts,
+    ServedModel,
+    TokenizeAnswer,
+    drafts_answer,
+    running_draft,
+)
 from router.openai.chat_writer import ChatWriter
 from router.openai.completion_writer import CompletionWriter
 from router.openai.disconnect import CloseUnread, unless_disconnected
-from router.openai.draft_answers import drafts_answer, running_draft
 from router.openai.errors import add_error_handlers
 from router.openai.event_stream import start_stream
-from router.openai.headers import NameIgnoredFields, add_cors, origins_pattern
 from router.openai.http_body import BodyReader, ignore_fields
-from router.openai.messages.messages_request import MessagesRequest
-from router.openai.messages.messages_writer import MessagesWriter
+from router.openai.messages_request import MessagesRequest
+from router.openai.messages_writer import MessagesWriter
 from router.openai.openapi import openapi_document
-from router.openai.request_head import BeginInTurn, CheckHost, OneSlash, names_of_server
+from router.openai.request_head import (
+    BeginInTurn,
+    CheckHost,
+    NameIgnoredFields,
+    OneSlash,
+    add_cors,
+    names_of_server,
+    origins_pattern,
+)
 from router.openai.response_writer import ResponseWriter
-from router.openai.responses.responses_request import ResponsesRequest
-from router.openai.responses.responses_writer import ResponsesWriter
+from router.openai.responses_request import ResponsesRequest
+from router.openai.responses_writer import ResponsesWriter
 from router.openai.static_page import PAGE_PREFIX, StaticPage
 from router.requests.admin_request import KillDrafts, StopCanaries, SwapDrafts, TryDrafts
 from router.requests.chat_request import ChatCompletionRequest, unread_parts

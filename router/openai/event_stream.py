@@ -15,7 +15,7 @@ from protos.errors import EngineError, ServingError
 from router.generation.delta import Delta
 from router.generation.fan_in import ClosableStream
 from router.generation.generation import Generation
-from router.metrics.http_metrics import BROKEN_STATUS
+from router.metrics.ingress_metrics import BROKEN_STATUS
 from router.openai.response_writer import ResponseWriter
 
 logger = logging.getLogger(__name__)

@@ -26,9 +26,8 @@ from router.api_keys import current_client
 from router.client_limits import BODY_GRACE_S, MIN_BODY_BYTES_PER_S, REQUEST_TIMEOUT_S
 from router.config import IngressLimits
 from router.metrics.ingress_metrics import IngressMetrics
-from router.requests.body import BodyWork
+from router.requests.body import BodyWork, as_request_error
 from router.requests.constraints.foreign_fields import known_fields
-from router.requests.validation_errors import as_request_error
 
 logger = logging.getLogger(__name__)
 

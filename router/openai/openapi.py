@@ -25,8 +25,8 @@ from router.openai.answers import (
 )
 from router.openai.chat_writer import Chat, ChatChunk
 from router.openai.completion_writer import TextCompletion
-from router.openai.messages.messages_request import MessagesRequest
-from router.openai.responses.responses_request import ResponsesRequest
+from router.openai.messages_request import MessagesRequest
+from router.openai.responses_request import ResponsesRequest
 from router.requests.admin_request import KillDrafts, StopCanaries, SwapDrafts, TryDrafts
 from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest

@@ -1,4 +1,4 @@
-"""The head of a request before any endpoint sees it: its id, its path, and the server that it means."""
+"""Heads of requests before any endpoint sees them, and of answers: ids, paths, hosts, origins, ignored fields."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ import re
 import uuid
 from collections.abc import Sequence
 from fnmatch import fnmatch
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protos.errors import MisdirectedRequestError, PermissionDeniedError, ServingError
 from router.openai.disconnect import has_body
 from router.openai.errors import error_response
+from router.openai.http_body import IGNORED_FIELDS
+
+_IGNORED_HEADER = "X-Ignored-Fields"
+_MAX_HEADER_CHARACTERS = 2048
 
 _HEADER = "x-request-id"
 _ID = re.compile(r"[!-~]{1,128}")  # goes into logs and back to the client
@@ -22,6 +28,46 @@ _HOST = re.compile(r"[^\s/?#@\\]+")  # a name and a port: nothing that an addres
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _MAX_BEGUN = 8  # requests that begin in one turn of the event loop
+
+
+class NameIgnoredFields:
+    """ASGI middleware; an answer names the fields of its request that were read past, escaped as in a URL."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+
+        async def naming_send(message: Message) -> None:
+            if message["type"] == "http.response.start" and (names := state.get(IGNORED_FIELDS)):
+                value = ", ".join(quote(name, errors="replace") for name in names)
+                MutableHeaders(scope=message)[_IGNORED_HEADER] = value[:_MAX_HEADER_CHARACTERS]
+            await send(message)
+
+        await self._app(scope, receive, naming_send)
+
+
+def add_cors(app: FastAPI, origins: Sequence[str]) -> None:
+    """Let pages of these origins call; a star matches anything, as in `http://localhost:*`."""
+    if not origins:
+        return
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origin_regex=origins_pattern(origins).pattern,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=[_IGNORED_HEADER, "X-Request-Id", "Retry-After"],
+    )
+
+
+def origins_pattern(origins: Sequence[str]) -> re.Pattern[str]:
+    """Return the pattern of these origins."""
+    patterns = [re.escape(origin).replace(r"\*", ".*" if origin == "*" else "[^/@]*") for origin in origins]
+    return re.compile("|".join(patterns) if patterns else "(?!)")
 
 
 class BeginInTurn:

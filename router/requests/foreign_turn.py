@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from protos.errors import RequestError
+from router.requests.body import as_request_error
 from router.requests.chat_request import ChatCompletionRequest, UnreadPartError, unread_parts
-from router.requests.validation_errors import as_request_error
 
 
 @dataclass(slots=True)

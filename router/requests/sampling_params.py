@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from protos.errors import RequestError
 from protos.messages import ModelCard, SamplingParams
 from router.requests.generate_params import GenerateParams
 from router.requests.generation_fields import GenerationFields
-from router.requests.token_ids import check_token_ids
 from router.tokenizer.tokenizer import Tokenizer
 
 Number = TypeVar("Number", int, float)
-
 _SMALLEST_TOP_P = 1e-9  # keeps one token, as 0 asks for
 _TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
+
+
+def check_token_ids(token_ids: Sequence[int], card: ModelCard, name: str) -> None:
+    """Raise `RequestError` if the list is empty or an id is not in the vocabulary; `name` is its parameter."""
+    if not token_ids:
+        raise RequestError(f"{name} is empty; send at least one token.", param=name)
+    for worst in (min(token_ids), max(token_ids)):
+        if not 0 <= worst < card.vocab_size:
+            raise RequestError(
+                f"{name} holds token id {worst}; this model's vocabulary is [0, {card.vocab_size}).", param=name
+            )
 
 
 def sampling_params(

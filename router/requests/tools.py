@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal
@@ -11,10 +12,22 @@ from pydantic import Field, model_validator
 
 from protos.errors import RequestError
 from router.requests.body import Body
+from router.tokenizer.written_calls import Message, with_written_calls
 
 # Of a function's name: letters, digits and the marks that MCP servers put between their names and their tools'.
 NAME_PATTERN = "[a-zA-Z0-9_.:/-]{1,128}"
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_INSTRUCTIONS = """\
+# Tools
+You may call these functions to help the user:
+<tools>
+{tools}
+</tools>
+To call a function, write a JSON object with its name and its arguments between two marks. For example:
+<tool_call>
+{example}
+</tool_call>
+The results come in the next message, between <tool_response> and </tool_response>."""
 
 
 class ToolChoice(StrEnum):
@@ -149,3 +162,20 @@ def _check_choice(mode: ToolChoice, names: list[str], choice: object, offered: d
             raise RequestError(
                 f"tool_choice names {name!r}; the tools are {', '.join(offered)}.", param="tool_choice.function.name"
             )
+
+
+def with_prompted_tools(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[Message]:
+    """Return an equivalent chat without tools: tools, earlier calls and their results become text."""
+    written = with_written_calls(messages)
+    return written if use is None else _with_instructions(written, use)
+
+
+def _with_instructions(messages: list[Message], use: ToolUse) -> list[Message]:
+    text = _INSTRUCTIONS.format(
+        tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in use.for_template),
+        example=json.dumps({"name": use.callable_[0].name, "arguments": {}}, ensure_ascii=False),
+    )
+    if messages and messages[0]["role"] == "system":
+        first = messages[0]
+        return [first | {"content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]

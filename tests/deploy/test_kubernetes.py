@@ -21,8 +21,7 @@ from cluster.placement.topology import NodeTopology
 from cluster.replica_settings import placement_request
 from protos import outrider_pb2
 from router.backend import migration
-from router.metrics.exposition import merge_metrics
-from router.metrics.proxy_answers import NAME
+from router.metrics.exposition import NAME, merge_metrics
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"

@@ -26,7 +26,7 @@ from router.generation.delta import Delta, ToolCallDelta
 from router.generation.generation_service import GenerationService
 from router.generation.usage import PredictionUsage, Usage
 from router.grpc_api.messages import choice_message, chunk_message, usage_message
-from router.openai.draft_answers import drafts_answer
+from router.openai.answers import drafts_answer
 from router.openai.usage import explanation_object, usage_object
 from tests.filled import at_default, filled
 from tests.router.grpc_channel import grpc_channel

@@ -15,14 +15,16 @@ from router.generation.tool_formats.argument_value import (
     types_of,
     with_definitions,
 )
-from router.generation.tool_formats.call_body import BodyStep, CallPiece, num_held
 from router.generation.tool_formats.tool_format import (
     LONGEST_HEAD,
     NAME,
+    BodyStep,
+    CallPiece,
     ToolFormat,
     arguments_schema,
     json_rule,
     literal,
+    num_held,
 )
 from router.requests.tools import NAME_PATTERN, Function, ToolUse
 

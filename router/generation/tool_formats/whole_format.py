@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from router.generation.tool_formats.argument_value import argument_value, properties
-from router.generation.tool_formats.call_body import BodyStep, CallPiece
-from router.generation.tool_formats.tool_format import ToolFormat
+from router.generation.tool_formats.tool_format import BodyStep, CallPiece, ToolFormat
 
 Calls = list[tuple[str, Mapping[str, object]]]
 _BRACKETS = {"]": "[", ")": "(", "}": "{"}

@@ -5,19 +5,108 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import zlib
+from dataclasses import replace
+from functools import partial
 
 import ray
 
+from protos.block_keys import split_keys
 from protos.linux import wait_for_cores
+from protos.worker_load import PrefixHolder
 from protos.worker_report import WorkerReport
 from router.config import RouterConfig
 from router.routing.index.index_messages import RouteQuery, RouteReply
-from router.routing.index.index_state import IndexState
+from router.routing.load import LoadTable
+from router.routing.policy import CostConfig, Decision, Policy, rank
+from router.routing.prefix_index import PrefixIndex
+from router.routing.selector import RouteRequest, Selector
 
+SILENCE_S = 10.0  # a worker silent for this long has left: live ones report every second
 logger = logging.getLogger(__name__)
-
 _SWEEP_S = 1.0
 _LEAVE_AFTER_S = 30.0  # without a report: the application has ended
+
+
+class IndexState:
+    """The knowledge of one application's index, without Ray and clock: a `Selector` fed by `WorkerReport`s."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._block_size = config.block_size
+        self._index = PrefixIndex()
+        self._loads = LoadTable()
+        ranker = partial(rank, Policy(config.policy), config=CostConfig(fetch_share=config.fetch_share))
+        self._selector = Selector(ranker, config.block_size, self._index, self._loads)
+        self._reported_s: dict[str, float] = {}
+        self._not_serving: set[str] = set()
+
+    def report(self, report: WorkerReport, now_s: float) -> bool:
+        """Apply a worker's report; return True to request a snapshot."""
+        load, worker_id = report.load, report.load.worker_id
+        self._reported_s[worker_id] = now_s
+        (self._not_serving.discard if report.is_serving else self._not_serving.add)(worker_id)
+        self._loads.update(replace(load, measured_at_s=now_s - report.load_age_s))
+        if report.snapshot is not None:
+            self._index.resync(worker_id, load.epoch, report.sequence - 1, report.snapshot)
+        self._index.apply(worker_id, load.epoch, report.sequence, report.deltas)
+        return self._index.is_in_doubt(worker_id)
+
+    def select(self, query: RouteQuery, now_s: float) -> RouteReply:
+        """Choose and reserve; candidates without a serving target are used only if no other is left."""
+        if query.refused_by is not None:
+            self._loads.withdraw(query.refused_by, query.request_id)
+        serving = [worker_id for worker_id in query.candidates if worker_id not in self._not_serving]
+        request = RouteRequest(
+            query.request_id,
+            query.num_tokens,
+            split_keys(query.keys),
+            zlib.crc32(query.request_id.encode()),
+            query.session_id,
+        )
+        decision = self._selector.select(request, serving or query.candidates, now_s)
+        self._reported_s.setdefault(decision.worker_id, now_s)
+        reply = self._reply(decision, query.is_explained)
+        return replace(reply, holder=self._holder(request, decision)) if query.wants_holder else reply
+
+    def withdraw(self, worker_id: str, request_id: str) -> None:
+        """End the reservation of a request that the worker did not take."""
+        self._loads.withdraw(worker_id, request_id)
+
+    def forget(self, worker_id: str) -> None:
+        """Drop a worker that has left; if it reports again, it must send a snapshot."""
+        self._index.forget(worker_id)
+        self._loads.forget(worker_id)
+        self._reported_s.pop(worker_id, None)
+        self._not_serving.discard(worker_id)
+
+    def forget_silent(self, now_s: float) -> list[str]:
+        """Forget the workers that have been silent for ten seconds, and return their ids."""
+        silent = [worker_id for worker_id, reported_s in self._reported_s.items() if now_s - reported_s > SILENCE_S]
+        for worker_id in silent:
+            self.forget(worker_id)
+        return silent
+
+    def _holder(self, request: RouteRequest, decision: Decision) -> PrefixHolder | None:
+        """Find the candidate that has reported more of the prefix than the chosen worker is expected to hold."""
+        num_known = decision.ranked(1)[0].cached_tokens // self._block_size
+        others = [worker_id for worker_id in decision.fleet.worker_ids if worker_id != decision.worker_id]
+        return self._index.longest_held(request.keys, others, num_known)
+
+    def _reply(self, decision: Decision, is_explained: bool) -> RouteReply:
+        costs = decision.ranked()
+        chosen = costs[0]
+        rate = float(decision.fleet.prefill_tokens_per_s[decision.order[0]])
+        return RouteReply(
+            worker_ids=tuple(cost.worker_id for cost in costs),
+            predicted_blocks=chosen.cached_tokens // self._block_size,
+            achievable_blocks=max(cost.cached_tokens for cost in costs) // self._block_size,
+            cost_s=chosen.total_s,
+            runner_up_cost_s=min((cost.total_s for cost in costs[1:]), default=float("inf")),
+            block_prefill_s=self._block_size / rate,
+            formula=decision.explain() if is_explained else "",
+            num_known_blocks=len(self._index),
+            num_doubtful_workers=len(self._index.needs_snapshot()),
+        )
 
 
 class IndexActor:

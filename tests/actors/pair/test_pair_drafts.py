@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from actors.pair.auto_tune import AutoTunes
-from actors.pair.pair_draft import OrderSlot, PairDraft
-from actors.pair.pair_drafts import PairDrafts
+from actors.pair.pair_draft import OrderSlot, PairDraft, PairDrafts
 from protos.errors import ConflictError, RequestError
 from protos.served_draft import CheckDraft, ShowDraft, StopCanary, SwapDraft
 from tests.actors.pair.simulated_pair import OLD, SimulatedTrialPair

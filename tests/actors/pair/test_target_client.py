@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from actors.engine_loop.engine_loop import EngineLoop
-from actors.engine_loop.kv_event_buffer import KVEventBuffer
-from actors.engine_loop.status_reporter import StatusReporter
+from actors.engine_loop.status_reporter import KVEventBuffer, StatusReporter
 from actors.pair.target_client import TargetClient
 from actors.pair.token_stream import TokenStream
 from actors.process.frames import FrameListener

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import actors.prefill.prefill_engine
 from actors.kv_transfer.direct_blocks import DirectBlocks, DirectStats
-from actors.kv_transfer.prefill_reply import PrefillReply
+from actors.kv_transfer.kv_transport import PrefillReply
 from actors.prefill.prefill_engine import PrefillEngine
 from actors.settings import PrefillSettings
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig

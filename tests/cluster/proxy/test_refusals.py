@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.proxy import haproxy_config
 from cluster.proxy.haproxy_config import ProxySettings
-from router.metrics.proxy_answers import ANSWERS_HEADER, proxy_text
+from router.metrics.exposition import ANSWERS_HEADER, proxy_text
 from tests.cluster.proxy.test_haproxy_config import Proxy, start, status_of, wait_for
 
 __all__ = ["start"]  # the fixture

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from protos.messages import SpeculationStats
 from router.generation.generation_service import GenerationService
-from router.metrics.traffic_metrics import Traffic, TrafficMetrics
+from router.metrics.ingress_metrics import Traffic, TrafficMetrics
 from router.openai.api import build_app
 from tests.router.key_files import api_keys
 

@@ -20,9 +20,9 @@ from router.config import IngressLimits
 from router.generation.generation_service import GenerationService
 from router.openai import http_body
 from router.openai.api import build_app
+from router.requests.body import as_request_error
 from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest
-from router.requests.validation_errors import as_request_error
 from tests.router.fake_backend import FakeBackend
 from tests.router.key_files import api_keys
 

@@ -20,8 +20,8 @@ from protos import outrider_pb2 as pb2
 from protos.messages import GenerateRequest, Grammar, GrammarKind, SamplingParams, SpeculationParams, VerifyMode
 from router.api_keys import current_client, digest
 from router.generation.generation_service import GenerationService
-from router.openai.messages.messages_request import MessagesRequest
-from router.openai.responses.responses_request import ResponsesRequest
+from router.openai.messages_request import MessagesRequest
+from router.openai.responses_request import ResponsesRequest
 from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest
 from router.requests.tokenize_request import TokenizeRequest

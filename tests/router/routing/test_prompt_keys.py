@@ -9,7 +9,7 @@ from engine.kv_cache.block_manager import BlockManager
 from engine.sequence.token_blocks import TokenBlocks
 from protos.block_keys import PROBE_SALT, probe_token_ids, split_keys
 from protos.messages import GenerateRequest, ModelCard
-from router.routing.prompt_keys import PromptKeys
+from router.routing.request_routing import PromptKeys
 
 
 def engine_keys(card: ModelCard, request: GenerateRequest) -> tuple[bytes, ...]:
@@ -48,7 +48,7 @@ def test_keys_of_one_prompts_samples_are_computed_once(monkeypatch: pytest.Monke
     prompt_keys = PromptKeys()
     prompt_keys.learn(make_card())
     first = prompt_keys.keys_of(REQUEST)
-    monkeypatch.setattr("router.routing.prompt_keys.block_keys", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr("router.routing.request_routing.block_keys", lambda *_: pytest.fail("computed again"))
     assert prompt_keys.keys_of(replace(REQUEST, request_id="r-1", sample_index=1)) == first
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from actors.pair.ray_metrics import RayMetrics
+from actors.pair.pair import RayMetrics
 
 Family = CounterMetricFamily | HistogramMetricFamily
 

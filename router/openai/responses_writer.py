@@ -13,7 +13,7 @@ from protos.messages import FinishReason
 from router.generation.delta import Delta
 from router.generation.generation import Generation
 from router.openai.response_writer import ResponseWriter
-from router.openai.responses.responses_request import ResponsesRequest
+from router.openai.responses_request import ResponsesRequest
 from router.tokenizer.tokenizer import Tokenizer
 
 

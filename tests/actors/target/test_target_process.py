@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from actors.settings import DraftSettings, PairSettings
-from actors.target.in_process_draft import InProcessDraft
+from actors.target.target_process import InProcessDraft
 from engine.accounting.engine_stats import DraftStats
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine_core.loading import load_engine

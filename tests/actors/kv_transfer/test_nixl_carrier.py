@@ -5,8 +5,7 @@ import logging
 import pytest
 import torch
 
-from actors.kv_transfer.kv_carrier_choice import choose_carrier
-from actors.kv_transfer.nixl_carrier import NixlCarrier
+from actors.kv_transfer.nixl_carrier import NixlCarrier, choose_carrier
 from actors.settings import KVTransportKind
 from protos.errors import ConfigError
 
