@@ -14,7 +14,6 @@ from typing import Any
 
 import psutil
 
-from cluster.cache_budget import draft_cache_config, prefill_cache_config
 from cluster.checkpoints.gguf_models import convert_gguf_models
 from cluster.checkpoints.model_files import check_models, weight_bytes
 from cluster.checkpoints.model_path import resolve_model_path
@@ -23,6 +22,7 @@ from cluster.deploy_file import DeployFile
 from cluster.local.ports import is_free
 from cluster.placement.topology import NodeTopology, read_topology
 from cluster.planning.model_shape import ModelShape
+from cluster.replica_settings import draft_cache_config, prefill_cache_config
 from cluster.schema.frontends import IngressSection
 from cluster.schema.models import DraftProcess
 from cluster.schema.replicas import PairSection, PrefillSection

@@ -14,18 +14,30 @@ from actors.settings import (
     PrefillSettings,
     ProcessShare,
 )
-from cluster.cache_budget import draft_cache_config, draft_part, prefill_cache_config, target_cache_config
 from cluster.checkpoints.model_files import weight_bytes
 from cluster.checkpoints.model_path import resolve_model_path
 from cluster.config import DeployConfig
 from cluster.placement.placement import GpuDemand, PairPlacement, PlacementRequest
 from cluster.schema.frontends import IngressSection
 from cluster.schema.models import NamedDraftSection
+from cluster.schema.replicas import GIB, CacheSection
 from cluster.schema.speculation import DraftMode
-from engine.config import EngineConfig, GraphConfig, GraphKind, HeadConfig, ModelConfig, SamplingSource
+from engine.config import (
+    CacheConfig,
+    EngineConfig,
+    GraphConfig,
+    GraphKind,
+    HeadConfig,
+    KVDtype,
+    ModelConfig,
+    SamplingSource,
+)
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
 from router.config import IngressConfig
+
+_MIN_DRAFT_PART = 0.1  # of a GPU that it shares with its target
+_TARGET_BYTES_PER_DRAFT_BYTE = 4  # a draft's token takes a fifth of the target's or less
 
 # On nodes without GPUs: frontends first, since streams wait for their milliseconds; then decoding, then prompts.
 _PAIR_NICENESS = 5
@@ -34,6 +46,45 @@ PREFILL_CHUNK_TOKENS = 512  # between two transfers of KV blocks
 _TUNE_MINUTES = 10.0
 _INGRESS_KEYS = {each.name for each in fields(IngressConfig)} & IngressSection.model_fields.keys()
 _FRESH = "20000"  # positions logged after the alarm; the draft knows the earlier traffic
+
+
+def target_cache_config(section: CacheSection, shared_part: float | None = None) -> CacheConfig:
+    """Return the target's pool, less `shared_part` of the GPU's budget if a draft shares that GPU."""
+    target = section.to_engine()
+    if shared_part is None or target.gpu_memory_utilization is None:
+        return target
+    share = (1 - shared_part) * target.gpu_memory_utilization
+    return replace(target, gpu_memory_utilization=share, counts_own_use=True)
+
+
+def prefill_cache_config(config: DeployConfig) -> CacheConfig:
+    """Return a prefill replica's pool: the configured size, or a pair's."""
+    target = config.cache.to_engine()
+    if config.prefill.memory_gib is None:
+        return target
+    num_bytes = int(config.prefill.memory_gib * GIB)
+    return replace(target, num_blocks=None, memory_bytes=num_bytes, gpu_memory_utilization=None)
+
+
+def draft_cache_config(section: CacheSection, shared_part: float | None = None) -> CacheConfig:
+    """Return the draft's pool, on top of the target's: as many blocks if their number is set, else part of its budget.
+
+    A draft with too small a pool drafts for fewer sequences at a time. Its KV is small, so it is never quantised.
+    `shared_part` is the draft's part of the GPU's budget, or None if the draft has a GPU of its own.
+    """
+    target = replace(section.to_engine(), dtype=KVDtype.AUTO)
+    if target.memory_bytes is None:
+        return target
+    target = replace(target, memory_bytes=target.memory_bytes // _TARGET_BYTES_PER_DRAFT_BYTE)
+    if shared_part is None or target.gpu_memory_utilization is None:
+        return target
+    share = shared_part * target.gpu_memory_utilization
+    return replace(target, gpu_memory_utilization=share, counts_own_use=True)
+
+
+def draft_part(target_bytes: int, draft_bytes: int) -> float:
+    """Return the draft's part of a shared GPU: its share of all weights, at least a tenth."""
+    return max(_MIN_DRAFT_PART, draft_bytes / max(1, target_bytes + draft_bytes))
 
 
 def placement_request(config: DeployConfig) -> PlacementRequest:

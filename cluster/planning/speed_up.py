@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.planning.hardware import DeviceSpec
 from cluster.planning.model_shape import ModelShape
-from cluster.planning.roofline import PassCost, pass_cost
+from cluster.planning.roofline import DeviceSpec, PassCost, pass_cost
 from engine.accounting.length_allocation import allocate
 from protos.errors import ConfigError
 

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.cache_budget import draft_cache_config, draft_part, prefill_cache_config, target_cache_config
 from cluster.cli.__main__ import main
 from cluster.config import parse_config
-from cluster.deploy_keys import key_names
+from cluster.replica_settings import draft_cache_config, draft_part, prefill_cache_config, target_cache_config
 from cluster.schema.removed import REMOVED
 from engine.config import (
     EngineConfig,
@@ -23,6 +22,7 @@ from engine.config import (
 )
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
+from tests.generated_tables import key_names
 
 MINIMAL: dict[str, Any] = {"model_id": "demo", "target": {"path": "models/demo/target"}}
 

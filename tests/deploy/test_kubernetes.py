@@ -15,13 +15,13 @@ from grpc_health.v1 import health_pb2
 from cluster.config import DeployConfig
 from cluster.deploy_file import checked_deployment
 from cluster.local.serve_environment import CONNECTION_DRAIN_S
-from cluster.metric_table import sample_metrics
 from cluster.placement.placement import NodeResources, plan_pair
 from cluster.placement.topology import NodeTopology
 from cluster.replica_settings import placement_request
 from protos import outrider_pb2
 from router.backend import migration
 from router.metrics.exposition import NAME, merge_metrics
+from tests.generated_tables import sample_metrics
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"

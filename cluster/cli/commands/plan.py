@@ -10,9 +10,8 @@ from typer import Argument, Option
 
 from cluster.cli.console import console, report
 from cluster.planning.capacity import Capacity, Memory, capacity_of, memory_of
-from cluster.planning.hardware import DeviceSpec
 from cluster.planning.model_shape import ModelShape
-from cluster.planning.roofline import PassCost
+from cluster.planning.roofline import DeviceSpec, PassCost
 from cluster.planning.speed_up import ReplicaPlan, SpeedUp, acceptance_per_position, best_speed_up
 from protos.errors import ConfigError
 

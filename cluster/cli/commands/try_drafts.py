@@ -19,10 +19,9 @@ from typer import Argument, Option
 from cluster.checkpoints.model_path import resolve_model_path
 from cluster.cli.console import console, report
 from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, to_yaml
-from cluster.cli.trial.replay_traffic import Trial, TrialFigures, run_trial
-from cluster.cli.trial.traffic import TrafficRequest, read_traffic
-from cluster.planning.hardware import DeviceSpec
+from cluster.cli.replay_traffic import TrafficRequest, Trial, TrialFigures, read_traffic, run_trial
 from cluster.planning.model_shape import ModelShape
+from cluster.planning.roofline import DeviceSpec
 from cluster.planning.speed_up import ReplicaPlan, replayed_speed_up
 from protos.errors import ConfigError, RequestError, ServingError
 from protos.messages import VerifyMode

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from cluster.cli.__main__ import main
-from cluster.cli.load import Objective, Timing, due_times, quantile
+from cluster.cli.commands.bench import Objective, Timing, due_times, quantile
 
 
 def test_arrivals_have_the_rate_and_repeat_with_their_seed():

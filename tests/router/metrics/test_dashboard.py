@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.metric_table import sample_metrics
 from router.metrics.exposition import merge_metrics
+from tests.generated_tables import sample_metrics
 
 FOLDER = Path(__file__).parents[3] / "docs" / "watch"
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text())

@@ -12,8 +12,7 @@ import yaml
 from cluster.cli.__main__ import main
 from cluster.cli.commands import try_drafts as try_module
 from cluster.cli.commands.try_drafts import best_choice
-from cluster.cli.trial.replay_traffic import TrialFigures
-from cluster.cli.trial.traffic import read_traffic
+from cluster.cli.replay_traffic import TrialFigures, read_traffic
 from protos.errors import ConfigError
 from tests.serve.tiny_models import write_pair
 

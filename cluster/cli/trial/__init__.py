@@ -1,1 +1,0 @@
-"""A user's own traffic, replayed through drafts in processes of this machine."""
