@@ -66,7 +66,7 @@ def check_files(config: DeployConfig, report: Callable[[str], None]) -> DeployCo
     config = convert_gguf_models(config, report)
     for note in check_models(config):
         report(f"note: {note}")
-    ApiKeys.from_file(config.ingress.api_keys_file)
+    ApiKeys(config.ingress.api_keys_file)
     check_certificates(config.ingress)
     if (template := config.ingress.chat_template_text) is not None:
         ChatTemplate(template, {})

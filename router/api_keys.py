@@ -130,7 +130,8 @@ class ApiKeys:
     """The clients by the hash of their key; without any every client is admitted.
 
     Args:
-        path: of the file; None admits every client.
+        path: of the file, one key per line (`_client_of`); empty lines and lines that start with # do not count. None
+            admits every client.
         clock: seconds.
         is_open_admin: clients of a server without keys may do what needs an admin's key elsewhere.
 
@@ -154,11 +155,6 @@ class ApiKeys:
             self._read(self._path)
             if self._wrong_lines:
                 raise ConfigError(self._wrong_lines[0])
-
-    @classmethod
-    def from_file(cls, path: str | None) -> ApiKeys:
-        """Read one key per line (`_client_of`); empty lines and lines that start with # do not count."""
-        return cls(path)
 
     def check(self, authorization: str | None, x_api_key: str | None = None) -> Client:
         """Return the client of an `Authorization` or `x-api-key` header, and remember it as the current one.

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
 from typing import Any
 
 import ray
 from fastapi import FastAPI
-from grpc_health.v1 import health_pb2
 from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.grpc_util import RayServegRPCContext
@@ -64,14 +61,15 @@ class Ingress:
             backend, load_tokenizer_files(config.model_path, config.chat_template), config, metrics
         )
         self._service.peers = FrontendMetrics().read
-        self._grpc = GrpcApi(self._service, self._api_keys, application.stay)
+        calls = GrpcApi(self._service, self._api_keys, application.stay).calls()
+        self._generate = calls.pop("Generate")
         gate_serve(ReadingGate(self._api_keys, metrics.count_request, has_proxy=True))
         if config.vllm_grpc:
             from router.grpc_api.vllm_engine import VllmEngineApi  # its messages are in a package of their own
 
-            calls = VllmEngineApi(self._service, self._api_keys).calls()
-            self._vllm_generate: Callable[..., Any] = calls.pop("Generate")
-            vars(self).update(calls)
+            calls |= VllmEngineApi(self._service, self._api_keys).calls()
+            self._vllm_generate = calls.pop("Generate")
+        vars(self).update(calls)
 
     async def metrics_text(self) -> tuple[str, str]:
         """Return the name of this replica and its own metrics; called by the replica that answers `/metrics`."""
@@ -84,39 +82,7 @@ class Ingress:
         """Return the answer; for vLLM's call of the same name, whose request is serialized, return its stream."""
         if isinstance(request, bytes):
             return await self._vllm_generate(request, grpc_context)
-        return await self._grpc.generate(request, grpc_context)
-
-    async def GenerateStream(
-        self, request: pb2.GenerateRequest, grpc_context: RayServegRPCContext
-    ) -> AsyncGenerator[pb2.GenerateChunk, None]:
-        stream = self._grpc.generate_stream(request, grpc_context)
-        async with aclosing(stream):
-            async for chunk in stream:
-                yield chunk
-
-    async def Tokenize(self, request: pb2.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb2.TokenizeResponse:
-        return await self._grpc.tokenize(request, grpc_context)
-
-    async def GetModel(self, request: pb2.GetModelRequest, grpc_context: RayServegRPCContext) -> pb2.Model:
-        return await self._grpc.get_model(request, grpc_context)
-
-    async def Check(
-        self, request: health_pb2.HealthCheckRequest, grpc_context: RayServegRPCContext
-    ) -> health_pb2.HealthCheckResponse:
-        return await self._grpc.check(request, grpc_context)
-
-    async def List(
-        self, request: health_pb2.HealthListRequest, grpc_context: RayServegRPCContext
-    ) -> health_pb2.HealthListResponse:
-        return await self._grpc.list_health(request, grpc_context)
-
-    async def Watch(
-        self, request: health_pb2.HealthCheckRequest, grpc_context: RayServegRPCContext
-    ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
-        stream = self._grpc.watch(request, grpc_context)
-        async with aclosing(stream):
-            async for answer in stream:
-                yield answer
+        return await self._generate(request, grpc_context)
 
 
 def _http_host() -> str | None:

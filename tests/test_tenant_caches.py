@@ -33,8 +33,8 @@ from protos.messages import GenerateRequest, Grammar, GrammarKind, ModelCard, Sa
 from protos.predicted_text import Prediction
 from router.api_keys import Client
 from router.config import RouterConfig
-from router.routing.index.index_actor import IndexState
-from router.routing.index.index_messages import RouteQuery
+from router.routing.index_actor import IndexState
+from router.routing.index_messages import RouteQuery
 from router.routing.request_routing import PromptKeys
 from tests.builders import sequence_of
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, END_ID, write_tokenizer

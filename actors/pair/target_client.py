@@ -10,8 +10,7 @@ from collections import deque
 from pathlib import Path
 from typing import Protocol
 
-from actors.pair.token_feed import TokenFeed, TokenFeeds
-from actors.pair.token_stream import TokenStream
+from actors.pair.token_feed import TokenFeed, TokenFeeds, TokenStream
 from actors.shell_messages import (
     Abort,
     Add,

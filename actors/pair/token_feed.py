@@ -1,4 +1,4 @@
-"""Sends tokens to an ingress on this node: one connection for all its streams, one frame per step.
+"""Streams of tokens out of the shell; to an ingress on this node one connection for all, one frame per step.
 
 A chunk in a stream of Serve's is a gRPC message in Python. Without these, pair and ingress take less than half the
 processor time per chunk. Serve's streams remain for refusals, errors and signs of life.
@@ -7,11 +7,12 @@ processor time per chunk. Serve's streams remain for refusals, errors and signs 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
+from collections.abc import Callable
 
-from actors.pair.token_stream import TokenStream
-from protos.errors import UnavailableError
+from protos.errors import ServingError, UnavailableError
 from protos.frames import FrameCodec
 from protos.linux import is_own
 from protos.messages import TokenChunk
@@ -19,6 +20,60 @@ from protos.messages import TokenChunk
 logger = logging.getLogger(__name__)
 
 _MAX_BACKLOG_BYTES = 32 << 20  # that an ingress may leave unread
+
+
+class TokenStream:
+    """One request's chunks, filled by the socket's reader and drained by the request's generator, on one event loop."""
+
+    def __init__(self) -> None:
+        self._chunks: list[TokenChunk] = []
+        self._divert: Callable[[TokenChunk], None] | None = None
+        self._is_complete = False
+        self._failure: ServingError | None = None
+        self._has_news = asyncio.Event()
+
+    @property
+    def is_finished(self) -> bool:
+        """True once the last chunk was taken, here or by the function that chunks are diverted to."""
+        return self._is_complete and not self._chunks
+
+    def divert(self, take: Callable[[TokenChunk], None]) -> None:
+        """Pass each chunk to `take` instead. `next` then returns only at the end, and without chunks."""
+        self._divert = take
+
+    def push(self, chunk: TokenChunk) -> None:
+        self._is_complete = chunk.finish_reason is not None
+        if self._divert is None:
+            self._chunks.append(chunk)
+            self._has_news.set()
+            return
+        self._divert(chunk)
+        if self._is_complete:
+            self._has_news.set()
+
+    def fail(self, error: ServingError) -> None:
+        """End the stream with an error. Queued chunks are still delivered."""
+        self._failure = error
+        self._has_news.set()
+
+    async def next(self, timeout_s: float | None = None) -> list[TokenChunk]:
+        """Wait for a chunk, and return all queued chunks; an empty list after `timeout_s`.
+
+        Raises:
+            ServingError: the stream has failed, and its last chunk was taken.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._has_news.wait()
+        if not self._has_news.is_set():
+            return []
+        if not self._chunks and not self._is_complete:
+            assert self._failure is not None, "woken without a reason"
+            raise self._failure
+        chunks, self._chunks = self._chunks, []
+        if self._failure is None:
+            self._has_news.clear()
+        return chunks
 
 
 class TokenFeed:

@@ -12,8 +12,8 @@ from protos.messages import GenerateRequest, ModelCard, TokenChunk
 from protos.served_draft import DraftOrder, DraftReport
 
 
-class Backend(Protocol):
-    """All pairs, seen as one machine that turns token ids into token ids."""
+class TokenStreams(Protocol):
+    """The part of a `Backend` that turns token ids into token ids."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:
         """Yield the chunks of one sequence, one batch per engine step or several; the last has a finish reason.
@@ -26,6 +26,10 @@ class Backend(Protocol):
             ServingError: others, as the pair raised them.
         """
         ...
+
+
+class Backend(TokenStreams, Protocol):
+    """All pairs, seen as one machine."""
 
     async def describe(self) -> ModelCard:
         """Return the card of the model that is served. Raises `UnavailableError` while no pair answers."""

@@ -28,9 +28,8 @@ from protos.errors import (
     ServingError,
     UnavailableError,
 )
-from protos.messages import FinishReason, GenerateRequest, ModelCard, SpeculationStats, TokenChunk
-from protos.served_draft import DraftOrder, DraftReport
-from router.backend.backend import Backend
+from protos.messages import FinishReason, GenerateRequest, SpeculationStats, TokenChunk
+from router.backend.backend import TokenStreams
 from router.backend.refusal_gate import RefusalGate
 
 logger = logging.getLogger(__name__)
@@ -45,8 +44,8 @@ _MOST_LOST_ENGINES = 3  # without a token in between: a request that crashes eng
 _APART_S = 3.0  # at most; requests that crashed together twice are separated
 
 
-class MigratingBackend:
-    """A `Backend` whose streams survive `UnavailableError`, silence included, of the backend inside.
+class MigratingStreams:
+    """`TokenStreams` that survive `UnavailableError`, silence included, of the backend inside.
 
     A request that was never accepted is refused at once (`OverloadedError` passes through). An accepted one is moved
     until it finishes, it got no token for `DEADLINE_S`, three engines in a row ended while computing it, or its own
@@ -56,7 +55,7 @@ class MigratingBackend:
 
     def __init__(
         self,
-        inner: Backend,
+        inner: TokenStreams,
         on_move: Callable[[], None] = lambda: None,
         on_model_change: Callable[[], None] = lambda: None,
     ) -> None:
@@ -64,18 +63,6 @@ class MigratingBackend:
         self._inner = inner
         self._on_move = on_move
         self._on_model_change = on_model_change
-
-    async def describe(self) -> ModelCard:
-        return await self._inner.describe()
-
-    async def kill_drafts(self) -> int:
-        return await self._inner.kill_drafts()
-
-    async def order_drafts(self, order: DraftOrder) -> Sequence[DraftReport]:
-        return await self._inner.order_drafts(order)
-
-    async def metrics_texts(self) -> Sequence[str]:
-        return await self._inner.metrics_texts()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:
         """Yield the inner backend's chunks; a chunk is never yielded twice.

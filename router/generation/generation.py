@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 from protos.errors import GrammarError
 from protos.messages import FinishReason, GenerateRequest, StepStats, TokenChunk, TokenSource
 from router.api_keys import current_client
-from router.backend.backend import Backend
+from router.backend.backend import TokenStreams
 from router.generation.choice_text import ChoiceText, DetokenizerMaker
 from router.generation.delta import Delta, DeltaReader, join_deltas
 from router.generation.fan_in import ClosableStream, fan_in, following, leading
@@ -117,7 +117,7 @@ class Generation:
         params: GenerateParams,
         requests: list[GenerateRequest],
         *,
-        backend: Backend,
+        streams: TokenStreams,
         tokenizer: Tokenizer,
         metrics: IngressMetrics,
         system_fingerprint: str,
@@ -133,7 +133,7 @@ class Generation:
         self.created_s = int(time.time())
         self._params = params
         self._requests = requests
-        self._backend = backend
+        self._streams = streams
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._tool_format = answers if isinstance(answers, ToolFormat) else None
@@ -181,7 +181,7 @@ class Generation:
             thinking=self._params.thinking,
             new_detokenizer=self._new_detokenizer(),
         )
-        batches = self._backend.generate(request)
+        batches = self._streams.generate(request)
         if self.num_choices > 1:
             batches = leading(batches, is_admitted) if index == 0 else following(batches, is_admitted)
         return Choice(

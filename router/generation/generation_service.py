@@ -14,8 +14,8 @@ from protos.errors import ContextLengthError, ModelNotFoundError, RequestError, 
 from protos.fingerprint import with_tokenizer
 from protos.messages import Grammar, ModelCard
 from router.api_keys import current_client
-from router.backend.backend import Backend
-from router.backend.migration import MigratingBackend
+from router.backend.backend import Backend, TokenStreams
+from router.backend.migration import MigratingStreams
 from router.backend.shared_answer import SharedAnswer
 from router.config import IngressConfig
 from router.generation.draft_admin import DraftAdmin
@@ -23,7 +23,7 @@ from router.generation.generation import Generation
 from router.generation.tool_formats.find_format import find_format
 from router.generation.tool_formats.tool_format import HERMES
 from router.metrics.ingress_metrics import IngressMetrics
-from router.metrics.tracing import TracedBackend, tracer_from_environment
+from router.metrics.tracing import TracedStreams, tracer_from_environment
 from router.requests.body import BodyWork
 from router.requests.chat_request import ChatCompletionRequest, ChatPromptFields
 from router.requests.completion_request import CompletionRequest
@@ -68,10 +68,13 @@ class GenerationService:
         self.metrics = metrics
         metrics.set_wanted_pairs(config.min_pairs)
         self.tracer = tracer_from_environment() if tracer is None else tracer
-        migrating = MigratingBackend(backend, metrics.count_migration, self._forget_card)
+        migrating = MigratingStreams(backend, metrics.count_migration, self._forget_card)
         self._gate = migrating.gate
-        self.backend = self._traced(migrating)
-        self.drafts = DraftAdmin(self.backend, self._forget_card)
+        self._streams: TokenStreams = (
+            TracedStreams(migrating, self.tracer, config.model_id) if self.tracer else migrating
+        )
+        self._backend = backend
+        self.drafts = DraftAdmin(backend, self._forget_card)
         self.peers: Callable[[], Awaitable[Mapping[str, str]]] | None = None  # all ingress replicas' metrics, by name
         self.created_s = int(time.time())
         template = files.chat_template.source if files.chat_template else ""
@@ -89,9 +92,6 @@ class GenerationService:
         self._card: ModelCard | None = None
         self._card_read_s = 0.0
         self.fresh_card = SharedAnswer(self._read_card).get
-
-    def _traced(self, backend: Backend) -> Backend:
-        return backend if self.tracer is None else TracedBackend(backend, self.tracer, self.config.model_id)
 
     def _read_response_template(self) -> ResponseTemplate | None:
         """Return the tokenizer's own description of answers, where the form of their calls is not read here."""
@@ -134,7 +134,7 @@ class GenerationService:
         """
         current_client.get().require_admin()
         async with asyncio.timeout(_CARD_TIMEOUT_S):
-            num_killed = await self.backend.kill_drafts()
+            num_killed = await self._backend.kill_drafts()
         if not num_killed:
             raise RequestError("No draft has a process of its own here: there is nothing to kill.")
         logger.warning("an admin killed %d drafts", num_killed)
@@ -144,7 +144,7 @@ class GenerationService:
         """Return the model card, read now. Raises `UnavailableError` if no pair answers in time."""
         try:
             async with asyncio.timeout(_CARD_TIMEOUT_S):
-                card = await self.backend.describe()
+                card = await self._backend.describe()
         except TimeoutError:
             raise UnavailableError(f"No pair has answered within {_CARD_TIMEOUT_S} s.") from None
         self._card_read_s = time.monotonic()
@@ -154,7 +154,7 @@ class GenerationService:
         """Return the metrics of every pair replica. Raises `UnavailableError` if they do not answer in time."""
         try:
             async with asyncio.timeout(_METRICS_TIMEOUT_S):
-                return await self.backend.metrics_texts()
+                return await self._backend.metrics_texts()
         except TimeoutError:
             raise UnavailableError(f"The pairs have not sent their metrics within {_METRICS_TIMEOUT_S} s.") from None
 
@@ -355,7 +355,7 @@ class GenerationService:
         return Generation(
             params,
             requests,
-            backend=self.backend,
+            streams=self._streams,
             tokenizer=self.files.tokenizer,
             answers=self._format or self._response_template,
             metrics=self.metrics,

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 _HEALTH_NAMES = ("", SERVICE_NAME)  # everything with a health status; the whole server has an empty name
 _HEALTH_PERIOD_S = 5.0
+_CALLS = ("Generate", "GenerateStream", "Tokenize", "GetModel", "Check", "List", "Watch")
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -56,123 +57,12 @@ async def _never() -> bool:
     return False
 
 
-class GrpcApi:
-    """The calls as methods over one service. Errors become status codes with the error's own message.
+class GrpcCalls:
+    """Calls over one service, each ended by its outcome. Errors become status codes with the error's own message."""
 
-    For an endless stream, `open_stay` returns a predicate that is true once the stream has to end.
-    """
-
-    def __init__(
-        self, service: GenerationService, api_keys: ApiKeys, open_stay: Callable[[], Stay] = lambda: _never
-    ) -> None:
+    def __init__(self, service: GenerationService, api_keys: ApiKeys) -> None:
         self._service = service
         self._api_keys = api_keys
-        self._open_stay = open_stay
-
-    async def generate(self, request: pb2.GenerateRequest, context: CallContext) -> pb2.GenerateResponse:
-        """Answer in full."""
-        async with self._call("Generate", context):
-            generation = await self._start(request, context)
-            leave_place.get()()
-            choices = await generation.choices()
-            steps = generation.steps
-            return pb2.GenerateResponse(
-                id=generation.id,
-                created=generation.created_s,
-                model=generation.model_id,
-                choices=[choice_message(choice, generation) for choice in choices],
-                usage=usage_message(generation.usage),
-                x_speculation=None if steps is None else pb2.ApproximateSpeculation(**steps.figures()),
-                system_fingerprint=generation.system_fingerprint,
-            )
-
-    async def generate_stream(
-        self, request: pb2.GenerateRequest, context: CallContext
-    ) -> AsyncGenerator[pb2.GenerateChunk, None]:
-        """Yield the answer as it grows; usage comes with the last message."""
-        async with self._call("GenerateStream", context):
-            generation = await self._start(request, context)
-            leave_place.get()()
-            num_open = generation.num_choices
-            async with aclosing(generation.deltas()) as deltas:
-                async for delta in deltas:
-                    chunk = chunk_message(delta, generation)
-                    num_open -= delta.finish_reason is not None
-                    if num_open == 0:
-                        chunk.usage.CopyFrom(usage_message(generation.usage))
-                    yield chunk
-
-    async def tokenize(self, request: pb2.TokenizeRequest, context: CallContext) -> pb2.TokenizeResponse:
-        """Return the token ids of a text or a chat."""
-        async with self._call("Tokenize", context):
-            with charged(request, authenticate(self._api_keys, context)):
-                read = partial(_tokenize_body, request)
-                body = await self._service.body_work.run(request.ByteSize(), read)
-                tokens = await self._service.tokenize(body)
-            card = await self._service.card()
-            return pb2.TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=card.max_model_len)
-
-    async def get_model(self, request: pb2.GetModelRequest, context: CallContext) -> pb2.Model:
-        """Describe the served model."""
-        async with self._call("GetModel", context):
-            authenticate(self._api_keys, context)
-            self._service.check_model(request.model or None)
-            card = await self._service.card()
-            return pb2.Model(
-                id=self._service.config.model_id,
-                created=self._service.created_s,
-                owned_by="outrider",
-                max_model_len=card.max_model_len,
-                vocab_size=card.vocab_size,
-            )
-
-    async def check(
-        self, request: health_pb2.HealthCheckRequest, context: CallContext
-    ) -> health_pb2.HealthCheckResponse:
-        """Return the health of the server, or of a service by name."""
-        async with self._call("Check", context):
-            if request.service not in _HEALTH_NAMES:
-                raise NotFoundError(f"There is no service {request.service!r} here.")
-            return health_pb2.HealthCheckResponse(status=await self._health())
-
-    async def list_health(
-        self, request: health_pb2.HealthListRequest, context: CallContext
-    ) -> health_pb2.HealthListResponse:
-        """Return the health of the server and of its service by their names."""
-        async with self._call("List", context):
-            health = health_pb2.HealthCheckResponse(status=await self._health())
-            return health_pb2.HealthListResponse(statuses=dict.fromkeys(_HEALTH_NAMES, health))
-
-    async def watch(
-        self, request: health_pb2.HealthCheckRequest, context: CallContext
-    ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
-        """Yield the health now, and again at every change."""
-        last = None
-        is_over = self._open_stay()
-        while not await is_over():
-            is_known = request.service in _HEALTH_NAMES
-            status = await self._health() if is_known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-            if status != last:
-                last = status
-                yield health_pb2.HealthCheckResponse(status=status)
-            await asyncio.sleep(_HEALTH_PERIOD_S)
-
-    async def _health(self) -> health_pb2.HealthCheckResponse.ServingStatus:
-        try:
-            await self._service.fresh_card()
-        except OverloadedError:  # busy is healthy
-            pass
-        except ServingError:
-            return health_pb2.HealthCheckResponse.NOT_SERVING
-        return health_pb2.HealthCheckResponse.SERVING
-
-    async def _start(self, request: pb2.GenerateRequest, context: CallContext) -> Generation:
-        with charged(request, authenticate(self._api_keys, context)):
-            read = partial(_body, request, _remaining_s(context))
-            body = await self._service.body_work.run(request.ByteSize(), read)
-            if isinstance(body, ChatCompletionRequest):
-                return await self._service.chat(body)
-            return await self._service.complete(body)
 
     @asynccontextmanager
     async def _call(self, operation: str, context: CallContext) -> AsyncIterator[None]:
@@ -201,6 +91,128 @@ class GrpcApi:
         context.set_code(code)
         context.set_details(error.message)
         raise error
+
+
+class GrpcApi(GrpcCalls):
+    """The calls, named as in the stubs, with the context argument named as Serve passes it.
+
+    For an endless stream, `open_stay` returns a predicate that is true once the stream has to end.
+    """
+
+    def __init__(
+        self, service: GenerationService, api_keys: ApiKeys, open_stay: Callable[[], Stay] = lambda: _never
+    ) -> None:
+        super().__init__(service, api_keys)
+        self._open_stay = open_stay
+
+    def calls(self) -> dict[str, Callable[..., Any]]:
+        """Return the calls by name."""
+        return {name: getattr(self, name) for name in _CALLS}
+
+    async def Generate(self, request: pb2.GenerateRequest, grpc_context: CallContext) -> pb2.GenerateResponse:
+        """Answer in full."""
+        async with self._call("Generate", grpc_context):
+            generation = await self._start(request, grpc_context)
+            leave_place.get()()
+            choices = await generation.choices()
+            steps = generation.steps
+            return pb2.GenerateResponse(
+                id=generation.id,
+                created=generation.created_s,
+                model=generation.model_id,
+                choices=[choice_message(choice, generation) for choice in choices],
+                usage=usage_message(generation.usage),
+                x_speculation=None if steps is None else pb2.ApproximateSpeculation(**steps.figures()),
+                system_fingerprint=generation.system_fingerprint,
+            )
+
+    async def GenerateStream(
+        self, request: pb2.GenerateRequest, grpc_context: CallContext
+    ) -> AsyncGenerator[pb2.GenerateChunk, None]:
+        """Yield the answer as it grows; usage comes with the last message."""
+        async with self._call("GenerateStream", grpc_context):
+            generation = await self._start(request, grpc_context)
+            leave_place.get()()
+            num_open = generation.num_choices
+            async with aclosing(generation.deltas()) as deltas:
+                async for delta in deltas:
+                    chunk = chunk_message(delta, generation)
+                    num_open -= delta.finish_reason is not None
+                    if num_open == 0:
+                        chunk.usage.CopyFrom(usage_message(generation.usage))
+                    yield chunk
+
+    async def Tokenize(self, request: pb2.TokenizeRequest, grpc_context: CallContext) -> pb2.TokenizeResponse:
+        """Return the token ids of a text or a chat."""
+        async with self._call("Tokenize", grpc_context):
+            with charged(request, authenticate(self._api_keys, grpc_context)):
+                read = partial(_tokenize_body, request)
+                body = await self._service.body_work.run(request.ByteSize(), read)
+                tokens = await self._service.tokenize(body)
+            card = await self._service.card()
+            return pb2.TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=card.max_model_len)
+
+    async def GetModel(self, request: pb2.GetModelRequest, grpc_context: CallContext) -> pb2.Model:
+        """Describe the served model."""
+        async with self._call("GetModel", grpc_context):
+            authenticate(self._api_keys, grpc_context)
+            self._service.check_model(request.model or None)
+            card = await self._service.card()
+            return pb2.Model(
+                id=self._service.config.model_id,
+                created=self._service.created_s,
+                owned_by="outrider",
+                max_model_len=card.max_model_len,
+                vocab_size=card.vocab_size,
+            )
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, grpc_context: CallContext
+    ) -> health_pb2.HealthCheckResponse:
+        """Return the health of the server, or of a service by name."""
+        async with self._call("Check", grpc_context):
+            if request.service not in _HEALTH_NAMES:
+                raise NotFoundError(f"There is no service {request.service!r} here.")
+            return health_pb2.HealthCheckResponse(status=await self._health())
+
+    async def List(
+        self, request: health_pb2.HealthListRequest, grpc_context: CallContext
+    ) -> health_pb2.HealthListResponse:
+        """Return the health of the server and of its service by their names."""
+        async with self._call("List", grpc_context):
+            health = health_pb2.HealthCheckResponse(status=await self._health())
+            return health_pb2.HealthListResponse(statuses=dict.fromkeys(_HEALTH_NAMES, health))
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, grpc_context: CallContext
+    ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
+        """Yield the health now, and again at every change."""
+        last = None
+        is_over = self._open_stay()
+        while not await is_over():
+            is_known = request.service in _HEALTH_NAMES
+            status = await self._health() if is_known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            if status != last:
+                last = status
+                yield health_pb2.HealthCheckResponse(status=status)
+            await asyncio.sleep(_HEALTH_PERIOD_S)
+
+    async def _health(self) -> health_pb2.HealthCheckResponse.ServingStatus:
+        try:
+            await self._service.fresh_card()
+        except OverloadedError:  # busy is healthy
+            pass
+        except ServingError:
+            return health_pb2.HealthCheckResponse.NOT_SERVING
+        return health_pb2.HealthCheckResponse.SERVING
+
+    async def _start(self, request: pb2.GenerateRequest, context: CallContext) -> Generation:
+        with charged(request, authenticate(self._api_keys, context)):
+            read = partial(_body, request, _remaining_s(context))
+            body = await self._service.body_work.run(request.ByteSize(), read)
+            if isinstance(body, ChatCompletionRequest):
+                return await self._service.chat(body)
+            return await self._service.complete(body)
 
 
 @contextmanager

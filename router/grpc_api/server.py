@@ -21,19 +21,6 @@ _MAX_CALLS = 4096  # at once; more are refused as RESOURCE_EXHAUSTED
 _SERVICES = (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)
 
 
-class _Servicer:
-    """The calls under the names that the stubs register."""
-
-    def __init__(self, api: GrpcApi) -> None:
-        self.Generate = api.generate
-        self.GenerateStream = api.generate_stream
-        self.Tokenize = api.tokenize
-        self.GetModel = api.get_model
-        self.Check = api.check
-        self.Watch = api.watch
-        self.List = api.list_health
-
-
 def connection_limits(max_connections: int) -> list[tuple[str, int]]:
     """Return the options of a server without a proxy in front; it allows as many streams as HAProxy does."""
     return [
@@ -62,9 +49,8 @@ async def start_grpc_server(
         ConfigError: the address is not available.
     """
     server = grpc.aio.server(interceptors=[gate], options=[*_OPTIONS, *limits], maximum_concurrent_rpcs=_MAX_CALLS)
-    servicer = _Servicer(api)
-    outrider_pb2_grpc.add_GenerationServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    outrider_pb2_grpc.add_GenerationServicer_to_server(api, server)  # type: ignore[no-untyped-call]
+    health_pb2_grpc.add_HealthServicer_to_server(api, server)
     names = _SERVICES if add_more is None else (*_SERVICES, add_more(server))
     reflection.enable_server_reflection(names, server)
     try:

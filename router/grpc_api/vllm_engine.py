@@ -32,7 +32,7 @@ from router.generation.delta import Delta, join_deltas
 from router.generation.fan_in import ClosableStream
 from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
-from router.grpc_api.api import CallContext, GrpcApi, charged, validated
+from router.grpc_api.api import CallContext, GrpcCalls, charged, validated
 from router.grpc_api.callers import authenticate
 from router.requests.completion_request import CompletionRequest
 
@@ -58,7 +58,7 @@ class _UnimplementedError(RequestError):
     grpc_code = "UNIMPLEMENTED"
 
 
-class VllmEngineApi(GrpcApi):
+class VllmEngineApi(GrpcCalls):
     """The calls, named as in the stubs, with the context argument named as Serve passes it."""
 
     def __init__(self, service: GenerationService, api_keys: ApiKeys) -> None:

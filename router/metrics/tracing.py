@@ -21,9 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protos.client_text import for_log
 from protos.errors import ConfigError
-from protos.messages import FirstTokenTimes, GenerateRequest, ModelCard, TokenChunk
-from protos.served_draft import DraftOrder, DraftReport
-from router.backend.backend import Backend
+from protos.messages import FirstTokenTimes, GenerateRequest, TokenChunk
+from router.backend.backend import TokenStreams
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
@@ -138,25 +137,13 @@ def _route(path: str) -> str:
     return "/v1/models" if path.startswith("/v1/models") else path
 
 
-class TracedBackend:
-    """A backend that traces each sequence with a span, over another backend."""
+class TracedStreams:
+    """`TokenStreams` with a span for each sequence, over others."""
 
-    def __init__(self, backend: Backend, tracer: Tracer, model_id: str) -> None:
-        self._backend = backend
+    def __init__(self, inner: TokenStreams, tracer: Tracer, model_id: str) -> None:
+        self._inner = inner
         self._tracer = tracer
         self._model_id = model_id
-
-    async def describe(self) -> ModelCard:
-        return await self._backend.describe()
-
-    async def kill_drafts(self) -> int:
-        return await self._backend.kill_drafts()
-
-    async def order_drafts(self, order: DraftOrder) -> Sequence[DraftReport]:
-        return await self._backend.order_drafts(order)
-
-    async def metrics_texts(self) -> Sequence[str]:
-        return await self._backend.metrics_texts()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Sequence[TokenChunk], None]:
         operation = "chat" if request.request_id.startswith("chatcmpl") else "text_completion"
@@ -166,7 +153,7 @@ class TracedBackend:
         )
         record = _SequenceRecord(self._tracer, span)
         try:
-            async with aclosing(self._backend.generate(replace(request, is_traced=True))) as batches:
+            async with aclosing(self._inner.generate(replace(request, is_traced=True))) as batches:
                 async for batch in batches:
                     record.add(batch)
                     yield batch

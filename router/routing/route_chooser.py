@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from protos.errors import UnavailableError
-from router.routing.index.index_client import IndexTimeoutError
-from router.routing.index.index_messages import RouteQuery, RouteReply
+from router.routing.index_client import IndexTimeoutError
+from router.routing.index_messages import RouteQuery, RouteReply
 from router.routing.routed_call import Route, RoutedCall
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ Ranks = list[list[str]]  # worker ids; the workers of one rank are tried togethe
 
 
 class RouteIndex(Protocol):
-    """The part of `router.routing.index.index_client.IndexClient` that the choice needs."""
+    """The part of `router.routing.index_client.IndexClient` that the choice needs."""
 
     async def select(self, query: RouteQuery) -> RouteReply: ...
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from protos.messages import GenerateRequest
-from router.routing.index.index_messages import RouteReply
+from router.routing.index_messages import RouteReply
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from protos.block_keys import block_keys, join_keys, root_key
 from protos.messages import GenerateRequest
 from router.config import RouterConfig
-from router.routing.index.index_client import IndexClient, open_prefill_index
+from router.routing.index_client import IndexClient, open_prefill_index
 from router.routing.route_chooser import RouteChooser
 from router.routing.routed_call import RoutedCall
 

@@ -14,7 +14,7 @@ import pytest
 from actors.engine_loop.engine_loop import EngineLoop
 from actors.engine_loop.status_reporter import KVEventBuffer, StatusReporter
 from actors.pair.target_client import TargetClient
-from actors.pair.token_stream import TokenStream
+from actors.pair.token_feed import TokenStream
 from actors.process.frames import FrameListener
 from actors.shell_messages import Refused
 from actors.target.shell_server import ShellServer
@@ -23,7 +23,7 @@ from engine.accounting.step_times import StepTimes
 from protos.errors import EngineError, ModelChangedError, RequestError, UnavailableError
 from protos.messages import FinishReason, GenerateRequest, ModelCard, SamplingParams, TokenChunk
 from router.backend import migration
-from router.backend.migration import MigratingBackend
+from router.backend.migration import MigratingStreams
 from router.backend.token_feed import TokenListener as IngressFeed
 from tests.actors.target_events import TargetEvents
 
@@ -242,7 +242,7 @@ async def test_a_pair_asked_again_during_a_long_step_delivers_each_token_once(ta
     backend = ClientBackend(client)
     monkeypatch.setattr(migration, "SILENCE_S", 0.1)
     monkeypatch.setattr(migration, "FIRST_TOKEN_S", 1.0)
-    migrating = MigratingBackend(backend)  # type: ignore[arg-type]  # it generates, and nothing else
+    migrating = MigratingStreams(backend)
     stream = migrating.generate(request(max_tokens=4))
     tokens = []
     async for batch in stream:
@@ -257,7 +257,7 @@ async def test_signs_of_life_keep_a_stream_with_its_pair_through_a_long_step(tar
     target.engine.step_s = 0.3
     backend = ClientBackend(client, sign_of_life_s=0.02)
     monkeypatch.setattr(migration, "SILENCE_S", 0.15)
-    migrating = MigratingBackend(backend)  # type: ignore[arg-type]
+    migrating = MigratingStreams(backend)
     chunks = [chunk async for batch in migrating.generate(request(max_tokens=3)) for chunk in batch]
     assert [chunk.token_ids for chunk in chunks] == [(0,), (1,), (2,)]
     assert backend.request_ids == ["a"]

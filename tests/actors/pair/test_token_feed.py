@@ -9,8 +9,7 @@ import socket
 import pytest
 
 from actors.pair import token_feed
-from actors.pair.token_feed import TokenFeeds
-from actors.pair.token_stream import TokenStream
+from actors.pair.token_feed import TokenFeeds, TokenStream
 from protos.errors import UnavailableError
 from protos.messages import FinishReason, TokenChunk
 from router.backend.token_feed import TokenListener

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from protos.errors import ModelChangedError, OverloadedError, UnavailableError
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, SpeculationStats, TokenChunk
 from router.backend import migration
-from router.backend.migration import MigratingBackend
+from router.backend.migration import MigratingStreams
 
 MAX_TOKENS = 12
 REQUEST = GenerateRequest("r", (1,), SamplingParams(max_tokens=MAX_TOKENS), model_version="v1")
@@ -90,7 +90,7 @@ def short_pauses() -> Iterator[None]:
 @given(st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 4), st.integers(1, 5)), max_size=8))
 def test_each_token_is_delivered_once_and_in_order(faults: list[tuple[str, int, int]]) -> None:
     async def read() -> list[TokenChunk]:
-        backend = MigratingBackend(FaultyPairs(faults))  # type: ignore[arg-type]  # it generates, and that is all
+        backend = MigratingStreams(FaultyPairs(faults))
         return [chunk async for batch in backend.generate(REQUEST) for chunk in batch]
 
     chunks = asyncio.run(read())
@@ -99,7 +99,7 @@ def test_each_token_is_delivered_once_and_in_order(faults: list[tuple[str, int, 
 
 
 async def test_drafts_of_all_attempts_are_summed() -> None:
-    backend = MigratingBackend(FaultyPairs([("death", 2, 3)]))  # type: ignore[arg-type]
+    backend = MigratingStreams(FaultyPairs([("death", 2, 3)]))
     chunks = [chunk async for batch in backend.generate(REQUEST) for chunk in batch]
     assert chunks[-1].speculation == SpeculationStats(6, 0, (2,))
 
@@ -114,7 +114,7 @@ async def test_a_changed_model_ends_the_stream_by_name() -> None:
 
     changes: list[bool] = []
     pairs = Redeployed([("death", 2, 3)])
-    backend = MigratingBackend(pairs, on_model_change=lambda: changes.append(True))  # type: ignore[arg-type]
+    backend = MigratingStreams(pairs, on_model_change=lambda: changes.append(True))
     delivered = []
     try:
         async for batch in backend.generate(REQUEST):

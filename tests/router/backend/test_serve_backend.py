@@ -12,8 +12,7 @@ from ray import serve
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
-from actors.pair.token_feed import TokenFeeds
-from actors.pair.token_stream import TokenStream
+from actors.pair.token_feed import TokenFeeds, TokenStream
 from protos.errors import EngineError, OverloadedError, RequestError, ServingError, ShuttingDownError, UnavailableError
 from protos.messages import FinishReason, GenerateRequest, ModelCard, TokenChunk
 from router.backend import serve_backend

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from actors.pair.admission import PairAdmission
 from actors.pair.pair_shell import PairShell
-from actors.pair.token_stream import TokenStream
+from actors.pair.token_feed import TokenStream
 from protos.errors import EngineLostError, GrammarError, ModelChangedError, RequestError, UnavailableError
 from protos.messages import FinishReason, GenerateRequest, ModelCard, TokenChunk
 from router.api_keys import ApiKeys
@@ -25,7 +25,7 @@ from router.backend.serve_backend import ServeBackend
 from router.config import IngressConfig, IngressLimits
 from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import IngressMetrics
-from router.routing.index.index_messages import RouteQuery, RouteReply
+from router.routing.index_messages import RouteQuery, RouteReply
 from router.routing.request_routing import RequestRouting
 from router.routing.route_chooser import RouteChooser
 from router.routing.routed_call import RoutedCall

@@ -235,7 +235,7 @@ async def test_a_health_watch_ends_before_the_process_does(
     async def is_over() -> bool:
         return next(answers)
 
-    watching = GrpcApi(service, ApiKeys(), lambda: is_over).watch(health_pb2.HealthCheckRequest(), context=None)
+    watching = GrpcApi(service, ApiKeys(), lambda: is_over).Watch(health_pb2.HealthCheckRequest(), grpc_context=None)
     assert [answer.status async for answer in watching] == [health_pb2.HealthCheckResponse.SERVING]
 
 
@@ -296,7 +296,7 @@ async def test_under_serve_the_status_is_set_and_the_error_raised(
     backend.failures = [OverloadedError("full", retry_after_s=2.0)]
     context = ServeContext()
     with pytest.raises(OverloadedError):
-        await GrpcApi(service, ApiKeys()).generate(pb2.GenerateRequest(model="fake", prompt="a"), context)
+        await GrpcApi(service, ApiKeys()).Generate(pb2.GenerateRequest(model="fake", prompt="a"), context)
     assert (context.code, context.details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
     assert context.trailing == (("retry-after", "2.0"),)
 
@@ -306,7 +306,7 @@ async def test_behind_a_proxy_of_the_same_machine_other_machines_are_refused(
     service: GenerationService, monkeypatch: pytest.MonkeyPatch, peer: str
 ) -> None:
     monkeypatch.setenv(LOCAL_PROXY, "1")
-    call = GrpcApi(service, ApiKeys()).get_model(pb2.GetModelRequest(), ServeContext(peer))
+    call = GrpcApi(service, ApiKeys()).GetModel(pb2.GetModelRequest(), ServeContext(peer))
     if not peer.startswith("ipv4:192"):
         assert (await call).id == "fake"
         return

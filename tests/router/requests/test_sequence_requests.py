@@ -37,7 +37,7 @@ BODY = {
     "user": "someone",
     "speculation": {"enabled": False, "num_tokens": 3, "verify": "block", "method": "ngram", "explain": True},
 }
-# Set on the way to the pair, by `MigratingBackend` and the ingress's own process.
+# Set on the way to the pair, by `MigratingStreams` and the ingress's own process.
 SET_LATER = {"output_token_ids", "is_moved", "is_traced", "feed_address"}
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from protos.errors import UnavailableError
 from protos.messages import GenerateRequest
-from router.routing.index.index_client import IndexTimeoutError
-from router.routing.index.index_messages import RouteQuery, RouteReply
+from router.routing.index_client import IndexTimeoutError
+from router.routing.index_messages import RouteQuery, RouteReply
 from router.routing.route_chooser import RouteChooser
 from router.routing.routed_call import RoutedCall
 

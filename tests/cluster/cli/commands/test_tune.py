@@ -11,7 +11,6 @@ import pytest
 
 from cluster.cli.__main__ import main
 from cluster.cli.commands.tune import NO_GAIN
-from cluster.cli.trial import log_traffic as traffic_module
 from tests.serve.tiny_models import write_pair
 from tuning import tune
 
@@ -51,7 +50,7 @@ def one_thread(max_workers: int, mp_context: object) -> ThreadPoolExecutor:
 def test_requests_become_a_log_and_a_draft_that_is_better(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(traffic_module, "ProcessPoolExecutor", one_thread)
+    monkeypatch.setattr("cluster.cli.commands.tune.ProcessPoolExecutor", one_thread)
     monkeypatch.setattr(os, "setpriority", lambda *_: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     write_pair(tmp_path)

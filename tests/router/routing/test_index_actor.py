@@ -9,8 +9,8 @@ from protos.cache_delta import CacheDelta
 from protos.worker_load import PrefixHolder, WorkerLoad
 from protos.worker_report import WorkerReport
 from router.config import RouterConfig
-from router.routing.index.index_actor import SILENCE_S, IndexState
-from router.routing.index.index_messages import RouteQuery
+from router.routing.index_actor import SILENCE_S, IndexState
+from router.routing.index_messages import RouteQuery
 
 KEYS = [bytes([n]) * 16 for n in range(20)]
 WORKERS = ("a", "b", "c")

@@ -16,7 +16,7 @@ from protos.linux import wait_for_cores
 from protos.worker_load import PrefixHolder
 from protos.worker_report import WorkerReport
 from router.config import RouterConfig
-from router.routing.index.index_messages import RouteQuery, RouteReply
+from router.routing.index_messages import RouteQuery, RouteReply
 from router.routing.load import LoadTable
 from router.routing.policy import CostConfig, Decision, Policy, rank
 from router.routing.prefix_index import PrefixIndex

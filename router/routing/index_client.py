@@ -19,8 +19,8 @@ from protos.backoff import BackoffGate
 from protos.errors import UnavailableError
 from protos.worker_report import WorkerReport
 from router.config import RouterConfig
-from router.routing.index.index_actor import IndexActor
-from router.routing.index.index_messages import RouteQuery, RouteReply
+from router.routing.index_actor import IndexActor
+from router.routing.index_messages import RouteQuery, RouteReply
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from ray.exceptions import ActorDiedError
 
 from protos.errors import UnavailableError
 from router.config import RouterConfig
-from router.routing.index.index_client import IndexClient, IndexTimeoutError
-from router.routing.index.index_messages import RouteQuery, RouteReply
+from router.routing.index_client import IndexClient, IndexTimeoutError
+from router.routing.index_messages import RouteQuery, RouteReply
 
 QUERY = RouteQuery("r", 16, b"", "", ("a",))
 
