@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -118,7 +118,7 @@ class PrefillEngine:
                 f"{self._settings.step_timeout_s:.0f} s; the replica is replaced"
             )
 
-    async def prefill(
+    def prefill(
         self, order: FetchOrder, layout: KVLayout, use_direct: bool, holder: PrefixHolder | None = None
     ) -> AsyncGenerator[PrefillReply, None]:
         """Compute an order's tokens, and send blocks as they are computed. Closing the generator frees everything.
@@ -132,20 +132,16 @@ class PrefillEngine:
             self._exporter.watch(request_id, order.first_block)
             self._loop.submit(Add(_request(request_id, order)))
 
-        async with aclosing(self._answer(order, layout, use_direct, begin, self._load)) as replies:
-            async for reply in replies:
-                yield reply
+        return self._answer(order, layout, use_direct, begin, self._load)
 
-    async def copy(self, order: FetchOrder, layout: KVLayout, use_direct: bool) -> AsyncGenerator[PrefillReply, None]:
+    def copy(self, order: FetchOrder, layout: KVLayout, use_direct: bool) -> AsyncGenerator[PrefillReply, None]:
         """Send an order's cached blocks, as `prefill` does. Nothing is computed, and nothing queues."""
 
         def begin(request_id: str) -> None:
             self._loop.submit(Do(lambda: self._copy(request_id, order)))
 
         load = RemoteLoad(self._replica_id, 0, 0.0)  # a copy never waits for a prompt
-        async with aclosing(self._answer(order, layout, use_direct, begin, lambda: load)) as replies:
-            async for reply in replies:
-                yield reply
+        return self._answer(order, layout, use_direct, begin, lambda: load)
 
     async def _answer(
         self,
