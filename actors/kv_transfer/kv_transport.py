@@ -57,11 +57,12 @@ if TYPE_CHECKING:  # takes a second to import, and not every process calls a dep
 logger = logging.getLogger(__name__)
 
 # A prefill replica's stream of replies to a `FetchOrder`:
-#     FetchAccepted, then any number of (ChunkHeader, its blocks), then FetchEnd          or one FetchEnd alone
+#     FetchAccepted, then any number of (ChunkHeader, its blocks, its state if it has one), then FetchEnd
+#     or one FetchEnd alone
 # Blocks that the replica has sent stay valid until the reader ends the stream. They are separate replies, not
 # references inside one: Ray may free an object that a streamed reply refers to before the reader has it
 # (ray-project/ray pull request 58082), but never the reply itself.
-BlocksReply = np.ndarray | DirectBlocks  # [n, bytes per block] uint8, or a reference to them
+BlocksReply = np.ndarray | DirectBlocks  # [n, bytes per block] or [bytes per state] uint8, or a reference to them
 PrefillReply = FetchAccepted | ChunkHeader | BlocksReply | FetchEnd
 
 
@@ -155,7 +156,8 @@ class PrefillTransport:
     async def _chunk(self, header: ChunkHeader, replies: AsyncIterator[PrefillReply], timeout_s: float) -> KVChunk:
         began_s = time.perf_counter()
         blocks = await self._tensor(cast(BlocksReply, await anext(replies)), timeout_s)
-        return KVChunk(header, blocks, time.perf_counter() - began_s)
+        state = await self._tensor(cast(BlocksReply, await anext(replies)), timeout_s) if header.has_state else None
+        return KVChunk(header, blocks, time.perf_counter() - began_s, state)
 
     async def _tensor(self, blocks: BlocksReply, timeout_s: float) -> Tensor:
         if not isinstance(blocks, DirectBlocks):

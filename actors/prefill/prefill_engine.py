@@ -127,7 +127,8 @@ class PrefillEngine:
         """
 
         def begin(request_id: str) -> None:
-            if holder is not None and holder.worker_id != self._replica_id:
+            is_copied = not self._layout.states  # a prefix's end has a snapshot of recurrent layers only by chance
+            if is_copied and holder is not None and holder.worker_id != self._replica_id:
                 self._peers.expect(request_id, holder)
             self._exporter.watch(request_id, order.first_block)
             self._loop.submit(Add(_request(request_id, order)))
@@ -180,9 +181,11 @@ class PrefillEngine:
     ) -> AsyncGenerator[PrefillReply, None]:
         while True:
             match await events.get():
-                case ExportedBlocks(_, first_block, blocks):
-                    yield ChunkHeader(fetch_id, first_block, load_of())
+                case ExportedBlocks(_, first_block, blocks, state):
+                    yield ChunkHeader(fetch_id, first_block, load_of(), has_state=state is not None)
                     yield await self._parcel(blocks, use_direct)
+                    if state is not None:
+                        yield await self._parcel(state, use_direct)
                 case Refused() as refused:
                     yield FetchEnd(fetch_id, FetchFailure.REFUSED, refused.message)
                     return
@@ -199,7 +202,7 @@ class PrefillEngine:
 
     async def _parcel(self, blocks: Tensor, use_direct: bool) -> BlocksReply:
         """Copy the blocks, or register them for reading, outside the event loop."""
-        if not use_direct or self._carrier is None:
+        if not use_direct or self._carrier is None or not blocks.numel():
             return await asyncio.to_thread(lambda: blocks.cpu().numpy())
         sending = asyncio.create_task(asyncio.to_thread(self._carrier.send, blocks))
         try:

@@ -72,11 +72,7 @@ def load_engine(
     )
     rates = RateMeter()
     source = None
-    if transport is not None and states is not None:
-        logger.warning(
-            "prefill replicas are not used: %s has recurrent layers, so pairs read prompts", config.model.path
-        )
-    elif transport is not None:
+    if transport is not None:
         source = RemotePrefill(transport, runner, blocks, rates, config.min_remote_prefill_tokens)
     tree = config.speculation.tree
     scheduler = Scheduler(config.scheduler, blocks, runner.max_model_len, source, tree, rates=rates)

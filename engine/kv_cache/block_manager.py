@@ -155,17 +155,21 @@ class BlockManager:
     def catch_up(self, tokens: TokenBlocks) -> None:
         """Switch to blocks that others published after a sequence's computed tokens, which end at a block boundary.
 
-        Advances `num_computed_tokens`; the last token is left to compute.
+        Advances `num_computed_tokens`; the last token is left to compute. Recurrent layers continue from the snapshot
+        of the last block, or not at all.
         """
-        index = tokens.num_computed_tokens // self.block_size
-        while (
-            index == tokens.num_keyed_blocks < self._num_adoptable(tokens)
-            and self._pool.find(self._content(tokens, index)) is not None
-        ):
-            tokens.num_computed_tokens += self.block_size
-            self.num_hit_tokens += self.block_size
-            self.publish(tokens, tokens.num_computed_tokens)
-            index += 1
+        first = tokens.num_computed_tokens // self.block_size
+        if first != tokens.num_keyed_blocks:
+            return
+        end = len(self._with_snapshot(tokens, self._match(tokens, self._num_adoptable(tokens))))
+        if end <= first:
+            return
+        tokens.num_computed_tokens = end * self.block_size
+        self.num_hit_tokens += (end - first) * self.block_size
+        self.publish(tokens, tokens.num_computed_tokens)
+        if self._states is not None:
+            tokens.states[tokens.num_computed_tokens] = self._states.adopt(tokens.block_keys[end - 1])
+            self._drop_states(tokens, keep=tokens.num_computed_tokens)
 
     def is_equal_block(self, first: TokenBlocks, second: TokenBlocks, index: int) -> bool:
         """True if full block `index` of both is equal and would be shared."""
@@ -184,7 +188,7 @@ class BlockManager:
         """
         if self._states is None:
             return
-        tokens.states[end] = self._required_slot()
+        self.reserve_state(tokens, end)
         last = min(end, len(tokens.token_ids) - 1) // self.block_size * self.block_size
         for boundary in {last, tokens.num_shared_tokens}:
             if tokens.num_computed_tokens < boundary < end and self._is_caching:
@@ -198,11 +202,16 @@ class BlockManager:
         if self._states is None:
             return num_drafts
         end = len(tokens.token_ids)
-        tokens.states[end] = self._required_slot()
+        self.reserve_state(tokens, end)
         for count in range(num_drafts):
             if not self._take_slot(tokens, end + count + 1):
                 return count
         return num_drafts
+
+    def reserve_state(self, tokens: TokenBlocks, num_tokens: int) -> int:
+        """Give the state after the first `num_tokens` tokens a slot, and return it."""
+        tokens.states[num_tokens] = slot = self._required_slot()
+        return slot
 
     def settle_states(self, tokens: TokenBlocks) -> None:
         """Keep the state after the computed tokens, and snapshots at their block boundaries; free all others."""
@@ -270,9 +279,12 @@ class BlockManager:
     def _match_prefix(self, tokens: TokenBlocks) -> list[int]:
         matched = self._match(tokens, self._num_adoptable(tokens))
         tokens.num_shared_tokens = len(matched) * self.block_size
-        if self._states is not None:
-            while matched and not self._states.has(tokens.block_keys[len(matched) - 1]):
-                matched.pop()
+        return self._with_snapshot(tokens, matched)
+
+    def _with_snapshot(self, tokens: TokenBlocks, matched: list[int]) -> list[int]:
+        """Return the leading blocks up to the last with a snapshot; all of them if the model keeps no states."""
+        while self._states is not None and matched and not self._states.has(tokens.block_keys[len(matched) - 1]):
+            matched.pop()
         return matched
 
     def _match(self, tokens: TokenBlocks, num_blocks: int) -> list[int]:

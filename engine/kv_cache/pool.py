@@ -124,11 +124,15 @@ class KVCache:
         A row has each layer's keys, then its values. No pass may write to these blocks during the copy.
         """
         index = index_of(block_ids, self.device)
+        if not self._pools:
+            return torch.empty(len(block_ids), 0, dtype=torch.uint8)
         parts = [pool[index].flatten(1) for pool in chain.from_iterable(self._pools)]
         return torch.cat(parts, dim=1).view(torch.uint8)
 
     def import_blocks(self, block_ids: Seq[int], blocks: Tensor) -> None:
         """Overwrite these blocks with `blocks`, in the layout of `export_blocks`."""
+        if not self._pools:
+            return
         index = index_of(block_ids, self.device)
         rows = blocks.to(self.device).view(self._memory_dtype)  # [n, elements of a block]
         start = 0

@@ -46,6 +46,20 @@ class StatePool:
             zeros((num_slots, *each.matrices), torch.float32, device) if each.matrices else None for each in shapes
         ]
 
+    def export_state(self, slot: int) -> Tensor:
+        """Return a copy of a slot's state in all layers, [bytes of a state] uint8 on the pool's device."""
+        return torch.cat([part[slot].flatten().view(torch.uint8) for part in self._parts])
+
+    def import_state(self, slot: int, state: Tensor) -> None:
+        """Overwrite a slot's state, in the layout of `export_state`."""
+        parts = state.to(self.device).split([part[slot].nbytes for part in self._parts])
+        for part, new in zip(self._parts, parts, strict=True):
+            part[slot] = new.view(part.dtype).view(part.shape[1:])
+
+    @property
+    def _parts(self) -> list[Tensor]:
+        return [*self.rows, *(each for each in self.matrices if each is not None)]
+
 
 def num_slots(config: CacheConfig, bytes_per_state: int) -> int:
     """Return the number of slots: those that the engine asks for, at most half of a budget of bytes.

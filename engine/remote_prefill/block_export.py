@@ -14,11 +14,15 @@ from engine.sequence.batch import Batch, ScheduledSequence
 
 @dataclass(frozen=True, slots=True)
 class ExportedBlocks:
-    """Blocks [first_block, first_block + n) of a sequence; `blocks` [n, bytes per block] uint8 is a copy."""
+    """Blocks [first_block, first_block + n) of a sequence; `blocks` [n, bytes per block] uint8 is a copy.
+
+    `state` is a copy of the recurrent layers' state after the last block, [bytes per state] uint8.
+    """
 
     request_id: str
     first_block: int
     blocks: Tensor
+    state: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -56,13 +60,16 @@ class BlockExporter:
             if progress := self._watched.get(scheduled.sequence.request_id):
                 self._export(scheduled, progress)
 
-    def export(self, request_id: str, first_block: int, block_ids: Seq[int]) -> None:
-        """Export blocks of the pool as blocks `first_block` onwards of a request."""
+    def export(self, request_id: str, first_block: int, block_ids: Seq[int], state_slot: int | None = None) -> None:
+        """Export blocks of the pool as blocks `first_block` onwards of a request, and the state after the last."""
         for start in range(0, len(block_ids), self._max_blocks):
             blocks = self._pool.export_blocks(block_ids[start : start + self._max_blocks])
-            self._sink(ExportedBlocks(request_id, first_block + start, blocks))
+            is_last = start + len(blocks) == len(block_ids)
+            state = self._pool.export_state(state_slot) if is_last and state_slot is not None else None
+            self._sink(ExportedBlocks(request_id, first_block + start, blocks, state))
 
     def _export(self, scheduled: ScheduledSequence, progress: _ExportProgress) -> None:
-        first, table = progress.next_block, scheduled.sequence.block_table
-        progress.next_block = max(first, (scheduled.start + scheduled.num_tokens) // self._block_size)
-        self.export(scheduled.sequence.request_id, first, table[first : progress.next_block])
+        sequence, first = scheduled.sequence, progress.next_block
+        progress.next_block = end = max(first, (scheduled.start + scheduled.num_tokens) // self._block_size)
+        state_slot = sequence.states.get(end * self._block_size)
+        self.export(sequence.request_id, first, sequence.block_table[first:end], state_slot)

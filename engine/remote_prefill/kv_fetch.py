@@ -29,7 +29,7 @@ class KVFetch:
     def num_missing_blocks(self) -> int:
         return self.end_block - self.next_block
 
-    def mistake(self, chunk: KVChunk, bytes_per_block: int) -> str | None:
+    def mistake(self, chunk: KVChunk, bytes_per_block: int, bytes_per_state: int) -> str | None:
         """Describe why `chunk` is not the next blocks of this fetch; None if it is."""
         if chunk.header.first_block != self.next_block:
             return f"received block {chunk.header.first_block}, expected block {self.next_block}"
@@ -37,4 +37,6 @@ class KVFetch:
             return f"received {len(chunk.blocks)} blocks, but only {self.num_missing_blocks} were missing"
         if chunk.blocks.shape[1:] != (bytes_per_block,):
             return f"received blocks of shape {tuple(chunk.blocks.shape[1:])}, expected {bytes_per_block} bytes each"
+        if chunk.state is not None and chunk.state.shape != (bytes_per_state,):
+            return f"received a state of shape {tuple(chunk.state.shape)}, expected {bytes_per_state} bytes"
         return None

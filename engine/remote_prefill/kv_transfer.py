@@ -2,7 +2,7 @@
 
 The same messages go from a prefill replica to a pair's transport and from there to its engine. The engine does not know
 the network: `actors.kv_transfer.kv_transport` uses Ray, tests use one process. A block is a row of bytes: for each
-layer its keys [P, H, D], then its values.
+layer its keys [P, H, D], then its values. A model with recurrent layers sends the state after a chunk's last block too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.kv_cache.pool import LayerShape
+from engine.kv_cache.state_pool import StateShape
 from engine.remote_prefill.fetch_failure import FetchFailure
 
 
@@ -25,6 +26,7 @@ class KVLayout:
     block_size: int
     layers: tuple[LayerShape, ...]
     model_version: str
+    states: tuple[StateShape, ...] = ()  # of recurrent layers
     head_version: str = ""  # of a head with its own files, whose layers are in the block
     rounding: str = "any"  # names the kernels that computed the blocks, if their last bits must agree
 
@@ -68,20 +70,25 @@ class FetchAccepted:
 
 @dataclass(frozen=True, slots=True)
 class ChunkHeader:
-    """The fetch's blocks from `first_block` on are computed and follow."""
+    """The fetch's blocks from `first_block` on are computed and follow, then perhaps the state after them."""
 
     fetch_id: int
     first_block: int
     load: RemoteLoad
+    has_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class KVChunk:
-    """The next blocks of a fetch, [n, bytes per block] uint8, and the seconds between header and blocks."""
+    """The next blocks of a fetch, [n, bytes per block] uint8, and the seconds between header and blocks.
+
+    `state` is the state of recurrent layers after the last of them, [bytes per state] uint8.
+    """
 
     header: ChunkHeader
     blocks: Tensor
     transfer_s: float
+    state: Tensor | None = None
 
     @property
     def fetch_id(self) -> int:
@@ -137,3 +144,13 @@ class KVPool(Protocol):
 
     def import_blocks(self, block_ids: Seq[int], blocks: Tensor) -> None:
         """Overwrite these blocks with `blocks` [n, bytes per block] uint8, on any device."""
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of one state of the recurrent layers; 0 for models without any."""
+
+    def export_state(self, slot: int) -> Tensor:
+        """Return a copy of the state in a slot, [bytes per state] uint8 on the pool's device."""
+
+    def import_state(self, slot: int, state: Tensor) -> None:
+        """Overwrite the state in a slot with `state` [bytes per state] uint8, on any device."""

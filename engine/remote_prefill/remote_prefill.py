@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import count
 
+from torch import Tensor
+
 from engine.accounting.engine_stats import RemotePrefillStats
 from engine.accounting.rates import RateMeter
 from engine.kv_cache.block_manager import BlockManager
@@ -186,18 +188,26 @@ class RemotePrefill:
 
     def _take(self, fetch: KVFetch, chunk: KVChunk) -> None:
         """Store a chunk; advance its sequence and followers."""
-        if mistake := fetch.mistake(chunk, self._pool.bytes_per_block):
+        if mistake := fetch.mistake(chunk, self._pool.bytes_per_block, self._pool.bytes_per_state):
             self._give_up(fetch, FetchFailure.GARBLED, mistake)
             return
         sequence, num_tokens = fetch.sequence, len(chunk.blocks) * self._blocks.block_size
         fetch.next_block += len(chunk.blocks)
         self._pool.import_blocks(sequence.block_table[chunk.header.first_block : fetch.next_block], chunk.blocks)
-        sequence.num_computed_tokens = fetch.next_block * self._blocks.block_size
-        self._blocks.publish(sequence, sequence.num_computed_tokens)
-        self._fetches.advance_followers(fetch)
+        if chunk.state is not None or not self._pool.bytes_per_state:
+            self._advance(sequence, fetch.next_block * self._blocks.block_size, chunk.state)
+            self._fetches.advance_followers(fetch)
         self._meter.arrived(chunk, num_tokens)
         self._num_tokens += num_tokens
         self._transfer_s += chunk.transfer_s
+
+    def _advance(self, sequence: Sequence, num_tokens: int, state: Tensor | None) -> None:
+        """Count the leading tokens as computed. Recurrent layers need the state after them too."""
+        if state is not None:
+            self._pool.import_state(self._blocks.reserve_state(sequence, num_tokens), state)
+        sequence.num_computed_tokens = num_tokens
+        self._blocks.publish(sequence, num_tokens)
+        self._blocks.settle_states(sequence)
 
     def _end(self, fetch: KVFetch, end: FetchEnd) -> None:
         if end.failure is not None:

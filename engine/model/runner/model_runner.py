@@ -32,7 +32,7 @@ from engine.kv_cache.compaction import KVMove
 from engine.kv_cache.kv_dtype import kv_name
 from engine.kv_cache.pool import LayerShape, block_bytes, pool_size
 from engine.kv_cache.sharded_layout import ShardedKVLayout
-from engine.kv_cache.state_pool import num_slots, state_bytes
+from engine.kv_cache.state_pool import StatePool, num_slots, state_bytes
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.vocabulary import ids_without_token, refuse_tokens_without_rows
 from engine.model.cuda_graphs.buckets import graph_buckets
@@ -75,6 +75,7 @@ class ModelRunner:
         num_blocks, block_size: the pool.
         num_states: slots for states of recurrent layers; 0 for models without such layers.
         bytes_per_block: size of an exported block, all layers together.
+        bytes_per_state: size of a state of the recurrent layers; 0 for models without any.
         kv_layout: describes a block of the pool to engines that exchange blocks.
         model_version: digest of weights and compute dtypes; equal on every machine with the same files and
             dtypes.
@@ -286,10 +287,10 @@ class ModelRunner:
         self.block_size = cache.block_size
         self.bytes_per_block = block_bytes(shapes, cache.block_size, self._dtype, kind)
         self._bytes_per_rank_block = block_bytes(rank_shapes, cache.block_size, self._dtype, kind)
-        bytes_per_state = state_bytes(self._model.state_shapes, self._dtype)
-        self.num_states = num_slots(cache, bytes_per_state) if bytes_per_state else 0
+        self.bytes_per_state = state_bytes(self._model.state_shapes, self._dtype)
+        self.num_states = num_slots(cache, self.bytes_per_state) if self.bytes_per_state else 0
         if cache.memory_bytes is not None:
-            cache = replace(cache, memory_bytes=cache.memory_bytes - self.num_states * bytes_per_state)
+            cache = replace(cache, memory_bytes=cache.memory_bytes - self.num_states * self.bytes_per_state)
         self.num_blocks = pool_size(cache, num_ranks * self._bytes_per_rank_block) - (
             has_padding and cache.num_blocks is None
         )
@@ -305,6 +306,7 @@ class ModelRunner:
             block_size=self.block_size,
             layers=(*self._model.layer_shapes, *self._head_layers),
             model_version=self.model_version,
+            states=tuple(self._model.state_shapes),
             head_version=model_version(head_path) if head_path is not None else "",
             rounding=_rounding(model, device),
         )
@@ -400,6 +402,19 @@ class ModelRunner:
         if self._rank.size > 1:
             blocks = self._kv_sharding.of_rank(self._rank.broadcast(blocks.cpu()), self._rank.index)
         self._cache.import_blocks(block_ids, blocks)
+
+    def export_state(self, slot: int) -> Tensor:
+        """Return a copy of a slot's state of the recurrent layers, [bytes_per_state] uint8, on its device."""
+        return self._states.export_state(slot)
+
+    def import_state(self, slot: int, state: Tensor) -> None:
+        """Overwrite a slot with a state exported by an engine with the same `kv_layout`."""
+        self._states.import_state(slot, state)
+
+    @property
+    def _states(self) -> StatePool:
+        assert self._cache.states is not None, "the model has no recurrent layers"
+        return self._cache.states
 
     def copy_blocks(self, source_ids: Seq[int], block_ids: Seq[int]) -> None:
         """Copy each source's KV into the block at the same index, for branches that part within a block."""
