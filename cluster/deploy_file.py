@@ -87,7 +87,6 @@ def checked_deployment(deployment: dict[str, Any], source: str) -> DeployFile:
             "remove it and set ingress.api_keys_file"
         )
     _check_servicers(grpc.grpc_servicer_functions, source)
-    _check_vllm_grpc(grpc.grpc_servicer_functions, source, is_wanted=config.ingress.vllm_grpc)
     return DeployFile(
         deployment=deployment,
         http_host=schema.http_options.host,
@@ -121,21 +120,13 @@ def _check_servicers(servicer_functions: list[str], source: str) -> None:
         except (ImportError, AttributeError, ValueError):
             is_there = False
         if not is_there:
-            raise ConfigError(
-                f"{source}: grpc_options.grpc_servicer_functions has {name!r}, and there is no such function; "
-                "the project's deploy.yaml lists the existing ones"
+            is_vllms = name == VLLM_SERVICER_FUNCTION and find_spec("smg_grpc_proto") is None
+            reason = (
+                "its messages are not installed; pip install 'outrider[smg]', or remove it"
+                if is_vllms
+                else "there is no such function; the project's deploy.yaml lists the existing ones"
             )
-
-
-def _check_vllm_grpc(servicer_functions: list[str], source: str, *, is_wanted: bool) -> None:
-    """Raise ConfigError if only one of Serve and the ingress offers vLLM's service."""
-    if is_wanted != (VLLM_SERVICER_FUNCTION in servicer_functions):
-        raise ConfigError(
-            f"{source}: ingress.vllm_grpc is {str(is_wanted).lower()}, and grpc_options.grpc_servicer_functions "
-            f"{'lacks' if is_wanted else 'has'} {VLLM_SERVICER_FUNCTION}; have both, or neither"
-        )
-    if is_wanted and find_spec("smg_grpc_proto") is None:
-        raise ConfigError(f"{source}: ingress.vllm_grpc needs the package smg-grpc-proto; pip install 'outrider[smg]'")
+            raise ConfigError(f"{source}: grpc_options.grpc_servicer_functions has {name!r}, and {reason}")
 
 
 def with_absolute_paths(deployment: dict[str, Any]) -> dict[str, Any]:

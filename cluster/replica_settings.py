@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from cluster.checkpoints.model_files import weight_bytes
 from cluster.checkpoints.model_path import resolve_model_path
 from cluster.config import DeployConfig
 from cluster.placement.placement import GpuDemand, PairPlacement, PlacementRequest
-from cluster.schema.frontends import IngressSection
 from cluster.schema.models import NamedDraftSection
 from cluster.schema.replicas import GIB, CacheSection
 from cluster.schema.speculation import DraftMode
@@ -34,7 +33,7 @@ from engine.config import (
 )
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
-from router.config import IngressConfig
+from router.config import IngressConfig, IngressSettings
 
 _MIN_DRAFT_PART = 0.1  # of a GPU that it shares with its target
 _TARGET_BYTES_PER_DRAFT_BYTE = 4  # a draft's token takes a fifth of the target's or less
@@ -44,7 +43,6 @@ _PAIR_NICENESS = 5
 _PREFILL_NICENESS = 15
 PREFILL_CHUNK_TOKENS = 512  # between two transfers of KV blocks
 _TUNE_MINUTES = 10.0
-_INGRESS_KEYS = {each.name for each in fields(IngressConfig)} & IngressSection.model_fields.keys()
 _FRESH = "20000"  # positions logged after the alarm; the draft knows the earlier traffic
 
 
@@ -221,9 +219,9 @@ def _shared_part(config: DeployConfig, placement: PairPlacement) -> float | None
 def ingress_config(config: DeployConfig) -> IngressConfig:
     """Return the configuration of each ingress replica."""
     section = config.ingress
-    shared: dict[str, Any] = {name: getattr(section, name) for name in _INGRESS_KEYS}
+    shared: dict[str, Any] = {name: getattr(section, name) for name in IngressSettings.model_fields}
     shared["chat_template"] = section.chat_template_text
     if section.api_keys_file is not None:
         shared["api_keys_file"] = str(Path(section.api_keys_file).expanduser().absolute())
     model_path = resolve_model_path(config.target.path)
-    return IngressConfig(config.model_id, model_path, min_pairs=config.pair.min_replicas, **shared)
+    return IngressConfig(model_id=config.model_id, model_path=model_path, min_pairs=config.pair.min_replicas, **shared)

@@ -2,56 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+_CHECKED = ConfigDict(extra="forbid", frozen=True, strict=True)
+_Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
+_THIS_MACHINE = ("http://localhost", "http://localhost:*", "http://127.0.0.1", "http://127.0.0.1:*")
+
 
 class IngressLimits(BaseModel):
-    """Bounds of one client request.
+    """Bounds of one client request."""
 
-    `max_choices` bounds prompts times n. If `max_tokens` exceeds the room in the context, a request gets what fits;
-    with `strict_max_tokens` it is refused.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = _CHECKED
 
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
-    max_choices: int = Field(default=128, ge=1)
-    strict_max_tokens: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class IngressConfig:
-    """Everything that an ingress replica is configured by.
+class IngressSettings(BaseModel):
+    """The keys of deploy.yaml's `ingress` that an ingress replica reads; `IngressSection` explains them."""
 
-    `model_aliases` are more names of the model, for clients that ask for one of their own.
-    `tool_format` and `reasoning_format` name the forms of the model's tool calls and thoughts; auto takes the form in
-    its chat template. `chat_template` is a text that replaces the model's own template.
-    `prompt_tools` describes tools in the system message where the template has none. `model_path` is the folder or
-    Hub id of the tokenizer, the target's. `api_keys_file` holds one key per line; None serves every client.
-    `open_admin` gives every client of a server without keys an admin's rights. `vllm_grpc` adds the service of vLLM's
-    engine to ours. `strict_fields` refuses fields that no schema has; else they are ignored and named in a header.
-    `cors_origins` are the origins of web pages that may call; a star matches anything. `allowed_hosts` are the names
-    that the server answers to (on loopback, in addition to its own); if empty, it answers to any name elsewhere.
-    `min_pairs` is the expected number of pairs, the minimum if it autoscales.
-    """
+    model_config = _CHECKED
 
-    model_id: str
-    model_path: str
-    model_aliases: tuple[str, ...] = ()
+    model_aliases: _Names = ()
     api_keys_file: str | None = None
     open_admin: bool = False
     tool_format: str = "auto"
     reasoning_format: str = "auto"
     chat_template: str | None = None
-    prompt_tools: bool = False
-    vllm_grpc: bool = False
     strict_fields: bool = False
-    cors_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: Annotated[tuple[str, ...], Field(strict=False)] = _THIS_MACHINE
+    allowed_hosts: _Names = ()
+    limits: IngressLimits = IngressLimits()
+
+
+class IngressConfig(IngressSettings):
+    """Everything that an ingress replica is configured by.
+
+    `chat_template` is a text. `model_path` is the folder or Hub id of the tokenizer, the target's. `min_pairs` is the
+    expected number of pairs, the minimum if it autoscales.
+    """
+
+    model_id: str
+    model_path: str
     min_pairs: int = 1
-    limits: IngressLimits = field(default_factory=IngressLimits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from typing import Any
 
 import ray
@@ -64,8 +65,8 @@ class Ingress:
         calls = GrpcApi(self._service, self._api_keys, application.stay).calls()
         self._generate = calls.pop("Generate")
         gate_serve(ReadingGate(self._api_keys, metrics.count_request, has_proxy=True))
-        if config.vllm_grpc:
-            from router.grpc_api.vllm_engine import VllmEngineApi  # its messages are in a package of their own
+        if find_spec("smg_grpc_proto"):  # vLLM's messages; Serve offers the service if deploy.yaml lists it
+            from router.grpc_api.vllm_engine import VllmEngineApi
 
             calls |= VllmEngineApi(self._service, self._api_keys).calls()
             self._vllm_generate = calls.pop("Generate")

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from cluster.checkpoints.model_path import resolve_model_path
-from cluster.deploy_file import LOOPBACK, VLLM_SERVICER_FUNCTION, read_yaml
+from cluster.deploy_file import LOOPBACK, read_yaml
 from protos.errors import ConfigError
 from router.ingress import GRPC_SERVICER_FUNCTIONS
 
@@ -81,7 +81,7 @@ def deployment_of(model: str, options: ServeOptions) -> dict[str, Any]:
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": options.host, "port": options.port},
-        **_grpc_options(options.grpc_port, has_vllm=ingress.get("vllm_grpc") is True),
+        **_grpc_options(options.grpc_port),
         "applications": [application],
     }
 
@@ -91,10 +91,10 @@ def to_yaml(deployment: dict[str, Any]) -> str:
     return yaml.safe_dump(deployment, sort_keys=False, width=120)
 
 
-def _grpc_options(port: int | None, *, has_vllm: bool) -> dict[str, Any]:
+def _grpc_options(port: int | None) -> dict[str, Any]:
     if port is None:
         return {}
-    functions = [*GRPC_SERVICER_FUNCTIONS, *([VLLM_SERVICER_FUNCTION] if has_vllm else [])]
+    functions = list(GRPC_SERVICER_FUNCTIONS)
     return {"grpc_options": {"port": port, "grpc_servicer_functions": functions, "enable_reflection": True}}
 
 

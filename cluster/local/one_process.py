@@ -55,12 +55,17 @@ def serve_in_process(file: DeployFile, on_ready: Callable[[], None]) -> None:
 def refuse_serves_options(file: DeployFile) -> None:
     """Raise ConfigError for an option of Serve: a server in one process has no Serve."""
     obstacles = list(refusals_without_ray(file.deployment))
-    functions = (file.deployment.get("grpc_options") or {}).get("grpc_servicer_functions") or []
-    offered = [*GRPC_SERVICER_FUNCTIONS, *([VLLM_SERVICER_FUNCTION] if file.config.ingress.vllm_grpc else [])]
-    if functions and sorted(functions) != sorted(offered):
-        obstacles.append(f"grpc_options.grpc_servicer_functions lacks some of the {len(offered)} services here")
+    functions = _servicer_functions(file)
+    if functions and not set(functions) >= set(GRPC_SERVICER_FUNCTIONS):
+        obstacles.append(f"grpc_options.grpc_servicer_functions lacks {' or '.join(GRPC_SERVICER_FUNCTIONS)}")
+    if strange := set(functions) - {*GRPC_SERVICER_FUNCTIONS, VLLM_SERVICER_FUNCTION}:
+        obstacles.append(f"grpc_options.grpc_servicer_functions has {', '.join(sorted(strange))}")
     if obstacles:
         raise ConfigError(f"without Ray there is no Ray Serve: {'; '.join(obstacles)}; remove it, or --no-ray")
+
+
+def _servicer_functions(file: DeployFile) -> list[str]:
+    return (file.deployment.get("grpc_options") or {}).get("grpc_servicer_functions") or []
 
 
 async def _serve(file: DeployFile, config: DeployConfig, settings: PairSettings, on_ready: Callable[[], None]) -> None:
@@ -76,7 +81,7 @@ async def _grpc(service: GenerationService, api_keys: ApiKeys, file: DeployFile)
         yield
         return
     add_more = None
-    if service.config.vllm_grpc:
+    if VLLM_SERVICER_FUNCTION in _servicer_functions(file):
         from router.grpc_api.vllm_engine import VllmEngineApi  # its messages are in a package of their own
 
         add_more = VllmEngineApi(service, api_keys).add_to

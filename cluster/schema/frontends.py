@@ -10,8 +10,8 @@ from typing import Annotated
 from pydantic import Field
 
 from cluster.schema.section import Section, one_of
-from router.config import IngressLimits
-from router.generation.tool_formats.find_format import FORMATS
+from router.config import IngressSettings
+from router.generation.tool_formats.find_format import FORMATS, PROMPTED
 from router.requests.reasoning_format import MARKS
 from router.routing.policy import Policy
 
@@ -32,7 +32,7 @@ class RouterSection(Section):
     index_timeout_ms: float = Field(default=50.0, gt=0, le=10_000, strict=False)
 
 
-class IngressSection(Section):
+class IngressSection(IngressSettings, Section):
     """The HTTP and gRPC frontends.
 
     `model_aliases` are more names of the model, for clients with fixed model names (docs/requests.md).
@@ -41,12 +41,11 @@ class IngressSection(Section):
     `open_admin`, for loopback without keys, lets every client kill the draft and see the router's reasons.
 
     `tool_format` is how the model writes tool calls, and `reasoning_format` how it marks its reasoning; auto follows
-    its chat template. `chat_template` replaces that template: a file's path, or the template itself. `prompt_tools`
-    describes tools in the system message, for a model whose template has no tools.
+    its chat template. prompted describes tools in the system message, for a model whose template has no tools.
+    `chat_template` replaces that template: a file's path, or the template itself.
 
-    `vllm_grpc` adds vLLM's engine service to the gRPC port, for the smg router; list it in
-    grpc_options.grpc_servicer_functions too (docs/requests.md). `strict_fields` refuses a request with an unknown
-    field; otherwise the field is ignored and named in the answer's header X-Ignored-Fields.
+    `strict_fields` refuses a request with an unknown field, and one whose `max_tokens` does not fit the context.
+    Otherwise the field is ignored and named in the answer's header X-Ignored-Fields, and the output gets what fits.
 
     `cors_origins` are the web pages that may call, as scheme://host:port with * for anything. The default is this
     machine's pages. A server on loopback accepts its own host names and `allowed_hosts` (* matches any part). Another
@@ -57,25 +56,10 @@ class IngressSection(Section):
     """
 
     num_replicas: int = Field(default=1, ge=1, le=1000)
-    model_aliases: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
-    api_keys_file: str | None = None
-    open_admin: bool = False
-    tool_format: Annotated[str, one_of("auto", *FORMATS)] = "auto"
+    tool_format: Annotated[str, one_of("auto", PROMPTED, *FORMATS)] = "auto"
     reasoning_format: Annotated[str, one_of("auto", "none", *MARKS)] = "auto"
-    chat_template: str | None = None
-    prompt_tools: bool = False
-    vllm_grpc: bool = False
-    strict_fields: bool = False
-    cors_origins: Annotated[tuple[str, ...], Field(strict=False)] = (
-        "http://localhost",
-        "http://localhost:*",
-        "http://127.0.0.1",
-        "http://127.0.0.1:*",
-    )
-    allowed_hosts: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
     tls_certificate_file: str | None = None
     tls_client_ca_file: str | None = None
-    limits: IngressLimits = IngressLimits()
 
     def conflicts(self) -> Iterable[str]:
         if self.open_admin and self.api_keys_file is not None:
@@ -93,8 +77,6 @@ class IngressSection(Section):
             if path is not None and not os.path.isfile(os.path.expanduser(path)):
                 yield f"{name} {path!r} is no file; give the path of {kind}"
         yield from self._template_conflicts()
-        if self.prompt_tools and self.tool_format not in {"auto", "hermes"}:
-            yield f"prompt_tools writes tool calls in the format hermes, tool_format is {self.tool_format}; remove one"
 
     @property
     def chat_template_text(self) -> str | None:

@@ -20,8 +20,7 @@ from router.backend.shared_answer import SharedAnswer
 from router.config import IngressConfig
 from router.generation.draft_admin import DraftAdmin
 from router.generation.generation import Generation
-from router.generation.tool_formats.find_format import find_format
-from router.generation.tool_formats.tool_format import HERMES
+from router.generation.tool_formats.find_format import PROMPTED, find_format
 from router.metrics.ingress_metrics import IngressMetrics
 from router.metrics.tracing import TracedStreams, tracer_from_environment
 from router.requests.body import BodyWork
@@ -78,11 +77,11 @@ class GenerationService:
         self.peers: Callable[[], Awaitable[Mapping[str, str]]] | None = None  # all ingress replicas' metrics, by name
         self.created_s = int(time.time())
         template = files.chat_template.source if files.chat_template else ""
-        self._prompts_tools = config.prompt_tools and "tools" not in template
+        self._prompts_tools = config.tool_format == PROMPTED and "tools" not in template
         self._reasoning = find_reasoning(files.tokenizer, template, config.reasoning_format)
         if files.chat_template is not None:
             chat_prompt(files.chat_template)  # learns its rules now, and not in the first request
-        format_ = HERMES if self._prompts_tools else find_format(template, config.tool_format)
+        format_ = find_format(template, config.tool_format)
         has_messages = self._reasoning is not None and self._reasoning.name == HARMONY
         is_read = format_ is not None and (has_messages or not format_.covers_thoughts)
         self._format = format_.with_tokens(files.tokenizer) if format_ is not None and is_read else None
@@ -172,7 +171,7 @@ class GenerationService:
     async def complete(self, body: CompletionRequest) -> Generation:
         """Prepare a request of `/v1/completions`; it runs when its deltas are iterated."""
         self.check_model(body.model)
-        check_num_choices(len(body.prompts), body.n or 1, self.config.limits)
+        check_num_choices(len(body.prompts), body.n or 1)
         self._gate.check(current_client.get().tenant_id, len(body.prompts) * (body.n or 1))
         prompts = [await self._prompt(prompt, body) for prompt in body.prompts]
         return await self._start(
@@ -308,8 +307,7 @@ class GenerationService:
         if self._format is None and (self._response_template is None or "tools" not in template):
             raise RequestError(
                 f"The chat template of {self.config.model_id!r} has no tools, or calls in a form that is not "
-                "read here; leave tools out, or set ingress.tool_format, or ingress.prompt_tools for a template that "
-                "has none.",
+                "read here; leave tools out, or set ingress.tool_format: to 'prompted' if the template has none.",
                 param="tools",
             )
 
@@ -351,7 +349,9 @@ class GenerationService:
 
     async def _start(self, params: GenerateParams) -> Generation:
         card = await self.card()
-        requests = generate_requests(params, card, await self._bad_words(params.fields), self.config.limits)
+        requests = generate_requests(
+            params, card, await self._bad_words(params.fields), is_strict=self.config.strict_fields
+        )
         return Generation(
             params,
             requests,

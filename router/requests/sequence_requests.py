@@ -9,29 +9,29 @@ from dataclasses import replace
 from protos.errors import ContextLengthError, RequestError
 from protos.messages import GenerateRequest, ModelCard, SamplingParams
 from router.api_keys import Client, current_client, digest
-from router.config import IngressLimits
 from router.requests.generate_params import GenerateParams, Prompt
 from router.requests.sampling_params import check_token_ids, sampling_params
 from router.requests.speculation_params import check_approximate, check_prediction, speculation_params
 
 # Logprobs of one prompt, which leave its pair in one message: 15 bytes each, of 64 MiB for a message.
 MAX_PROMPT_LOGPROBS = 2_000_000
+MAX_CHOICES = 128
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may fill the context
 
 
-def check_num_choices(num_prompts: int, num_per_prompt: int, limits: IngressLimits) -> None:
+def check_num_choices(num_prompts: int, num_per_prompt: int) -> None:
     """Raise RequestError for too many choices; called before a prompt is tokenized too."""
     num_choices = num_prompts * num_per_prompt
-    if num_choices > limits.max_choices:
+    if num_choices > MAX_CHOICES:
         raise RequestError(
             f"{num_prompts} prompts with n = {num_per_prompt} ask for {num_choices} choices; "
-            f"one request may have {limits.max_choices}.",
+            f"one request may have {MAX_CHOICES}.",
             param="n",
         )
 
 
 def generate_requests(
-    params: GenerateParams, card: ModelCard, bad_words: tuple[tuple[int, ...], ...], limits: IngressLimits
+    params: GenerateParams, card: ModelCard, bad_words: tuple[tuple[int, ...], ...], *, is_strict: bool = False
 ) -> list[GenerateRequest]:
     """Return the sequences of one client request: choice i is sample i mod n of prompt i div n.
 
@@ -43,7 +43,7 @@ def generate_requests(
         RateLimitError: the tenant's rate is used up.
     """
     num_choices = len(params.prompts) * params.num_choices_per_prompt
-    check_num_choices(len(params.prompts), params.num_choices_per_prompt, limits)
+    check_num_choices(len(params.prompts), params.num_choices_per_prompt)
     if params.fields.prediction is not None:
         check_prediction(params, card)
     check_approximate(params, card, num_choices)
@@ -54,7 +54,7 @@ def generate_requests(
         prompt = _truncated(whole, params, card)
         check_token_ids(prompt.token_ids, card, "prompt")
         _check_prompt_logprobs(len(prompt.token_ids), common.num_prompt_logprobs)
-        sampling = _within_length(common, params, len(prompt.token_ids), card, limits)
+        sampling = _within_length(common, params, len(prompt.token_ids), card, is_strict=is_strict)
         for sample in range(params.num_choices_per_prompt):
             requests.append(_request(params, prompt, sampling, sample, len(requests), card))
     current_client.get().take(_cost(requests))
@@ -141,11 +141,11 @@ def check_room(num_prompt_tokens: int, card: ModelCard, name: str) -> int:
 
 
 def _within_length(
-    sampling: SamplingParams, params: GenerateParams, num_prompt_tokens: int, card: ModelCard, limits: IngressLimits
+    sampling: SamplingParams, params: GenerateParams, num_prompt_tokens: int, card: ModelCard, *, is_strict: bool
 ) -> SamplingParams:
     """Return the parameters with the output's limits, which the room left in the context bounds.
 
-    A max_tokens that does not fit is refused with `limits.strict_max_tokens`.
+    A max_tokens that does not fit is refused with `is_strict`, and otherwise bounded.
     """
     room = check_room(num_prompt_tokens, card, "messages" if params.is_chat else "prompt")
     limit = _token_limit(params)
@@ -154,7 +154,7 @@ def _within_length(
             f"min_tokens is {sampling.min_tokens}; it must be at most max_tokens, {limit}.", param="min_tokens"
         )
     asked = max(params.max_tokens or 0, sampling.min_tokens)
-    if asked > room and limits.strict_max_tokens:
+    if asked > room and is_strict:
         param = "min_tokens" if sampling.min_tokens == asked else "max_tokens"
         raise _no_room(param, num_prompt_tokens, asked, card.max_model_len)
     most = room if limit is None else min(limit, room)

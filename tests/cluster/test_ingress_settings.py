@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 
 from cluster.config import parse_config
@@ -13,19 +12,13 @@ from router.config import IngressConfig, IngressLimits
 def test_each_setting_arrives(tmp_path: Path) -> None:
     """No setting keeps its default: a default would hide a setting that is lost on its way."""
     (tmp_path / "config.json").write_text("{}")
-    limits = {
-        "max_body_bytes": 2048,
-        "max_choices": 3,
-        "strict_max_tokens": True,
-    }
+    limits = {"max_body_bytes": 2048}
     settings = {
         "model_aliases": ("first", "second"),
         "open_admin": True,
-        "tool_format": "hermes",
+        "tool_format": "prompted",
         "reasoning_format": "think",
         "chat_template": "{{ messages }}",
-        "prompt_tools": True,
-        "vllm_grpc": True,
         "strict_fields": True,
         "cors_origins": ("https://a.example",),
         "allowed_hosts": ("b.example",),
@@ -40,8 +33,8 @@ def test_each_setting_arrives(tmp_path: Path) -> None:
     assert config.limits == IngressLimits(**limits)
     assert {name: getattr(config, name) for name in settings} == settings
     assert (config.model_id, config.model_path) == ("model", str(tmp_path))
-    unset = IngressConfig("", "")
-    left = {each.name for each in fields(unset) if getattr(config, each.name) == getattr(unset, each.name)}
+    unset = IngressConfig(model_id="", model_path="")
+    left = {name for name in IngressConfig.model_fields if getattr(config, name) == getattr(unset, name)}
     assert left == {"api_keys_file"}, "of this file alone open_admin is refused; below it arrives"
     assert not [name for name in limits if getattr(config.limits, name) == getattr(unset.limits, name)]
     keys = tmp_path / "keys"

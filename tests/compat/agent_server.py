@@ -51,7 +51,7 @@ def main() -> None:
     """Serve until the process is ended."""
     backend = FakeBackend(next_token, tokens_per_step=64, card=replace(CARD, max_model_len=1 << 20))
     files = TokenizerFiles(Tokenizer(byte_tokenizer_core()), ChatTemplate(TEMPLATE, {}))
-    service = GenerationService(backend, files, IngressConfig("fake", "nowhere"), IngressMetrics())
+    service = GenerationService(backend, files, IngressConfig(model_id="fake", model_path="nowhere"), IngressMetrics())
     uvicorn.run(build_app(service, ApiKeys()), host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
 
 

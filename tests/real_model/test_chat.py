@@ -69,7 +69,9 @@ def service(core: EngineCore, tokenizer_files: TokenizerFiles, template: str | N
     runner = core.runner
     card = ModelCard(runner.vocab_size, 2048, runner.eos_token_ids, runner.model_version, runner.block_size)
     backend = EngineBackend(core, card)
-    return GenerationService(backend, tokenizer_files, IngressConfig("smollm2", "nowhere"), IngressMetrics())
+    return GenerationService(
+        backend, tokenizer_files, IngressConfig(model_id="smollm2", model_path="nowhere"), IngressMetrics()
+    )
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def backend() -> FakeBackend:
 
 @pytest.fixture
 def limits() -> IngressLimits:
-    return IngressLimits(max_body_bytes=20_000, max_choices=8)
+    return IngressLimits(max_body_bytes=20_000)
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,9 @@ def short_outage(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def service(backend: FakeBackend, tokenizer: Tokenizer, limits: IngressLimits) -> GenerationService:
     files = TokenizerFiles(tokenizer, ChatTemplate(TEMPLATE, {}))
-    return GenerationService(backend, files, IngressConfig("fake", "nowhere", limits=limits), IngressMetrics())
+    return GenerationService(
+        backend, files, IngressConfig(model_id="fake", model_path="nowhere", limits=limits), IngressMetrics()
+    )
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ ROWS = [
     f"| {max(OPEN_SIZES[:3])} bytes, for reflection {max(OPEN_SIZES) // KIB} KiB |",
     f"at once | {reading_gate._MAX_ENDLESS_OF_CALLER} of one address, {reading_gate._MAX_ENDLESS} of all |",
     f"| gRPC calls of one connection | {server.MAX_STREAMS} |",
-    f"| choices of one request | {HTTP.max_choices} |",
+    f"| choices of one request | {sequence_requests.MAX_CHOICES} |",
     f"| {completion_request.MAX_PROMPTS:,} and {chat_request.MAX_TOOLS:,} |",
     f"of more than {json_parts.LARGE_BYTES // KIB} KiB | {json_parts._MAX_PARTS:,} lists, objects, fields and "
     f"texts; {json_parts._MAX_VALUES:,} values |",

@@ -43,7 +43,7 @@ class FakePair:
 @pytest.fixture
 def handle(tmp_path: Path) -> DeploymentHandle:
     byte_tokenizer_core().save(str(tmp_path / "tokenizer.json"))
-    config = IngressConfig("fake", str(tmp_path))
+    config = IngressConfig(model_id="fake", model_path=str(tmp_path))
     return serve.run(Ingress.bind(FakePair.bind(), config), _local_testing_mode=True)
 
 
@@ -63,7 +63,7 @@ def test_a_grpc_call_reaches_the_pair_and_comes_back(handle: DeploymentHandle) -
 def test_both_services_have_a_call_of_the_same_name(tmp_path: Path) -> None:
     vllm = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2", reason="pip install 'outrider[smg]'")
     byte_tokenizer_core().save(str(tmp_path / "tokenizer.json"))
-    config = IngressConfig("fake", str(tmp_path), vllm_grpc=True)
+    config = IngressConfig(model_id="fake", model_path=str(tmp_path))
     handle = serve.run(Ingress.bind(FakePair.bind(), config), _local_testing_mode=True)
     tokens = vllm.TokenizedInput(input_ids=[98, 99])
     request = vllm.GenerateRequest(tokenized=tokens, sampling_params=vllm.SamplingParams(max_tokens=5))

@@ -175,10 +175,7 @@ def write_deploy_file(folder: Path, ports: tuple[int, int], **changes: Any) -> D
         "draft": {"kind": "model", "path": str(folder / "draft"), "dtype": "float32", "num_threads": 1},
         "speculation": {"adaptive": False},  # so small a target gains nothing by its draft
         "cache": {"num_blocks": 512},
-        "ingress": {
-            "open_admin": True,
-            "vllm_grpc": True,
-        },
+        "ingress": {"open_admin": True},
         **changes,
     }
     overrides = [{"name": "Pair", "graceful_shutdown_timeout_s": 1.0}]  # streams move, they do not end there

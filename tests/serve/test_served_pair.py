@@ -333,7 +333,7 @@ def bad_deployments(good: Path, folder: Path) -> Iterator[tuple[dict[str, object
     yield {"target": {"path": "modls/target"}}, "'modls/target' is not a local folder, and the Hub does not provide it"
     yield spoilt("header", "model.safetensors", "no header"), "is not a whole safetensors file"
     yield spoilt("tokenizer", "tokenizer.json", "{}"), "tokenizer"
-    yield {"ingress": {"open_admin": True, "vllm_grpc": True, "chat_template": "{% if %}"}}, "is not valid Jinja"
+    yield {"ingress": {"open_admin": True, "chat_template": "{% if %}"}}, "is not valid Jinja"
     yield {"ingress": {"api_keys_file": str(folder / "keys")}}, "there is no such file"
     yield {"cache": {"memory_gib": 4000}}, "may get a replica of pair, which takes about 50"
     yield {"cache": {"num_blocks": 64, "dtype": "fp8"}}, "cache.dtype is 'fp8'"

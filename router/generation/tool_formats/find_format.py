@@ -49,13 +49,14 @@ _SIGNS: tuple[tuple[ToolFormat | None, tuple[str | re.Pattern[str], ...]], ...] 
     (LLAMA, (_LLAMAS_CALL,)),
 )
 FORMATS = {format_.name: format_ for format_, _ in _SIGNS if format_ is not None}
+PROMPTED = "prompted"  # HERMES, described in the system message if the template has no tools
 
 
 def find_format(template: str, wanted: str = "auto") -> ToolFormat | None:
     """Return the `wanted` format, or the one found in a chat template; None if no format matches."""
     if "tools" not in template:
-        return None
-    if wanted != "auto":
+        return HERMES if wanted == PROMPTED else None
+    if wanted not in ("auto", PROMPTED):
         return FORMATS[wanted]
     return next((format_ for format_, signs in _SIGNS if all(_stands_in(template, sign) for sign in signs)), None)
 

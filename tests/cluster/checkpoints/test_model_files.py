@@ -86,8 +86,3 @@ def test_a_model_without_an_end_token_is_noted(folder: Path):
     assert any(note.startswith("'m' names no end token: texts end at max_tokens") for note in check_models(config))
     (folder / "generation_config.json").write_text('{"eos_token_id": [7]}')
     assert not any("end token" in note for note in check_models(config))
-
-
-def test_prompted_tools_have_one_form(folder: Path):
-    with pytest.raises(ConfigError, match="writes tool calls in the format hermes, tool_format is llama"):
-        check(folder, ingress={"prompt_tools": True, "tool_format": "llama"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import yaml
 from cluster.cli.__main__ import main
 from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, to_yaml
 from cluster.config import parse_config
-from cluster.deploy_file import checked_deployment
+from cluster.deploy_file import VLLM_SERVICER_FUNCTION, checked_deployment
+from cluster.local.one_process import refuse_serves_options
 from protos.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -36,13 +38,15 @@ def test_options_become_keys():
     assert (config.pair.num_replicas, config.scheduler.max_model_len) == (2, 99)
 
 
-def test_vllms_service_is_listed_for_serve_where_it_is_wanted():
-    wanted = deployment_of("demo", ServeOptions(settings=("ingress.vllm_grpc=true",)))
-    assert checked_deployment(wanted, "demo").config.ingress.vllm_grpc
-    with pytest.raises(ConfigError, match=r"vllm_grpc is true, and .* lacks router.* have both, or neither"):
-        checked_deployment(wanted | {"grpc_options": {"port": 9000}}, "demo")
-    with pytest.raises(ConfigError, match=r"vllm_grpc is false, and .* has router.grpc_api"):
-        checked_deployment(deployment_of("demo", ServeOptions()) | {"grpc_options": wanted["grpc_options"]}, "demo")
+def test_vllms_service_needs_its_messages(monkeypatch: pytest.MonkeyPatch):
+    deployment = deployment_of("demo", ServeOptions())
+    deployment["grpc_options"]["grpc_servicer_functions"].append(VLLM_SERVICER_FUNCTION)
+    refuse_serves_options(checked_deployment(deployment, "demo"))  # without Ray it is served too
+    for name in ("smg_grpc_proto", "router.grpc_api.vllm_servicer"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr("cluster.deploy_file.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"vllm_engine_to_server', and its messages are not installed; pip install"):
+        checked_deployment(deployment, "demo")
 
 
 def test_gpus_are_demanded_and_a_machine_without_them_starts_nothing(capsys: pytest.CaptureFixture[str]):

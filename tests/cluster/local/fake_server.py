@@ -23,7 +23,9 @@ from tests.router.fake_backend import FakeBackend
 
 def fake_service(config: IngressConfig | None = None) -> GenerationService:
     files = TokenizerFiles(Tokenizer(byte_tokenizer_core()), ChatTemplate(TEMPLATE, {}))
-    return GenerationService(FakeBackend(), files, config or IngressConfig("fake", "nowhere"), IngressMetrics())
+    return GenerationService(
+        FakeBackend(), files, config or IngressConfig(model_id="fake", model_path="nowhere"), IngressMetrics()
+    )
 
 
 @asynccontextmanager

@@ -36,7 +36,7 @@ from tests.cluster.local.fake_server import serving
 from tests.router.fake_backend import CARD
 
 NUM_PLACES = 4
-LIMITS = IngressLimits(max_body_bytes=20_000, max_choices=8)
+LIMITS = IngressLimits(max_body_bytes=20_000)
 
 
 @dataclass
@@ -279,7 +279,7 @@ WAYS: dict[str, tuple[Way, int]] = {
     "a wrong value": (posting(temperature=-1), 400),
     "a value that the engine refuses": (posting(prompt=[5000]), 400),
     "another model": (posting(model="other"), 404),
-    "too many choices": (posting(n=99), 400),
+    "too many choices": (posting(n=129), 400),
     "no JSON": (sending(b"{"), 400),
     "a compressed body that breaks off": (sending(CUT_GZIP, {"content-encoding": "gzip"}), 400),
     "a body that is too long": (sending(b" " * 30_000), 413),
@@ -305,7 +305,7 @@ WAYS: dict[str, tuple[Way, int]] = {
 async def test_what_a_request_took_is_free_whatever_ends_it(tokenizer: Tokenizer, name: str) -> None:
     world, metrics = FailingService(), IngressMetrics()
     backend = ServeBackend(Handle(world), RequestRouting(RouterMetrics(CollectorRegistry())), _no)  # type: ignore[arg-type]
-    config = IngressConfig("fake", "nowhere", limits=LIMITS)
+    config = IngressConfig(model_id="fake", model_path="nowhere", limits=LIMITS)
     service = GenerationService(backend, TokenizerFiles(tokenizer, None), config, metrics)
     way, wanted = WAYS[name]
     async with (

@@ -6,7 +6,6 @@ import hashlib
 import io
 import zipfile
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -31,7 +30,7 @@ async def stub(
 ) -> AsyncIterator[Any]:
     folder = tmp_path_factory.mktemp("model")
     (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
-    config = replace(service.config, model_path=str(folder))
+    config = service.config.model_copy(update={"model_path": str(folder)})
     own = GenerationService(backend, service.files, config, service.metrics)
     async with grpc_channel(own, add_more=engine.VllmEngineApi(own, ApiKeys()).add_to) as channel:
         yield stubs.VllmEngineStub(channel)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import json
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -125,7 +124,7 @@ async def test_another_charset_is_refused_by_name(http: httpx.AsyncClient) -> No
 
 
 async def test_a_model_answers_to_its_aliases_by_the_name_that_was_asked(service: GenerationService) -> None:
-    service.config = replace(service.config, model_aliases=("gpt-4o", "claude/sonnet"))
+    service.config = service.config.model_copy(update={"model_aliases": ("gpt-4o", "claude/sonnet")})
     transport = httpx.ASGITransport(build_app(service, ApiKeys()))
     async with httpx.AsyncClient(transport=transport, base_url="http://outrider") as http:
         listed = [entry["id"] for entry in (await http.get("/v1/models")).json()["data"]]

@@ -36,7 +36,7 @@ LISTS = {"enum": [[]] * 340_000}
 
 def service_of(backend: FakeBackend, tokenizer: Tokenizer) -> GenerationService:
     files = TokenizerFiles(tokenizer, ChatTemplate(TEMPLATE, {}))
-    return GenerationService(backend, files, IngressConfig("fake", "nowhere"), IngressMetrics())
+    return GenerationService(backend, files, IngressConfig(model_id="fake", model_path="nowhere"), IngressMetrics())
 
 
 def client_of(backend: FakeBackend, tokenizer: Tokenizer, keys: ApiKeys | None = None) -> httpx.AsyncClient:

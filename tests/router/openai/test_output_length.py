@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -11,7 +10,6 @@ import pytest
 
 from protos import outrider_pb2 as pb2
 from protos import outrider_pb2_grpc
-from router.config import IngressLimits
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
 from tests.router.fake_backend import CARD, FakeBackend
@@ -99,7 +97,7 @@ async def test_the_least_number_of_tokens_is_bounded_likewise(
 
 @pytest.mark.parametrize("path", LIMITS)
 async def test_a_setting_refuses_what_does_not_fit(service: GenerationService, path: str) -> None:
-    service.config = replace(service.config, limits=IngressLimits(strict_max_tokens=True))
+    service.config = service.config.model_copy(update={"strict_fields": True})
     transport = httpx.ASGITransport(build_app(service, api_keys("secret")))
     async with httpx.AsyncClient(
         transport=transport, base_url="http://outrider", headers={"x-api-key": "secret"}

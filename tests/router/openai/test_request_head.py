@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import httpx
 import pytest
@@ -23,7 +22,7 @@ FOREIGN = ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0
 def client(
     service: GenerationService, keys: ApiKeys, http_host: str | None, **settings: tuple[str, ...] | str
 ) -> httpx.AsyncClient:
-    service.config = replace(service.config, **settings)
+    service.config = service.config.model_copy(update=settings)
     transport = httpx.ASGITransport(build_app(service, keys, http_host))
     return httpx.AsyncClient(transport=transport, base_url="http://localhost")
 

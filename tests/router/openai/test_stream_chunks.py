@@ -80,7 +80,9 @@ def ask(steps: Sequence[int], path: str, ids: Sequence[int] = IDS, **fields: Any
     async def post() -> httpx.Response:
         backend = SteppedBackend(say(*ids), steps=steps, card=ModelCard(300, 1000, (0,), "v1", 16, 4))
         files = TokenizerFiles(TOKENIZER, ChatTemplate(TEMPLATE, {}))
-        service = GenerationService(backend, files, IngressConfig("fake", "nowhere"), IngressMetrics())
+        service = GenerationService(
+            backend, files, IngressConfig(model_id="fake", model_path="nowhere"), IngressMetrics()
+        )
         transport = httpx.ASGITransport(build_app(service, ApiKeys()), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://outrider") as http:
             return await http.post(path, json={"max_tokens": 400, **fields})

@@ -79,7 +79,9 @@ def format_name() -> str:
 def service(backend: EngineBackend, folder: Path, format_name: str, limits: IngressLimits) -> GenerationService:
     files = load_tokenizer_files(str(folder))
     files = TokenizerFiles(files.tokenizer, ChatTemplate(TEMPLATES[format_name] + MESSAGES, {}))
-    return GenerationService(backend, files, IngressConfig("fake", "nowhere", limits=limits), IngressMetrics())
+    return GenerationService(
+        backend, files, IngressConfig(model_id="fake", model_path="nowhere", limits=limits), IngressMetrics()
+    )
 
 
 def prompt_of(backend: EngineBackend, service: GenerationService) -> str:

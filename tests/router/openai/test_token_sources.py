@@ -61,7 +61,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> EngineCore:
 def service(core: EngineCore) -> GenerationService:
     backend = ChunkByChunk(core, replace(CARD, fingerprint="or_1", max_draft_tokens=4))
     files = load_tokenizer_files(str(Path(core.folder)))
-    return GenerationService(backend, files, IngressConfig("tiny", "nowhere"), IngressMetrics())
+    return GenerationService(backend, files, IngressConfig(model_id="tiny", model_path="nowhere"), IngressMetrics())
 
 
 @pytest.fixture

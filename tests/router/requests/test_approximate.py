@@ -149,7 +149,9 @@ async def served(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
         write_checkpoint(tmp_path / name, seed=0, noise=noise, vocab_size=BYTE_VOCAB_SIZE)
         write_tokenizer(tmp_path / name)
     files = load_tokenizer_files(str(tmp_path / "target"))
-    service = GenerationService(StepBackend(tmp_path), files, IngressConfig("tiny", ""), IngressMetrics())
+    service = GenerationService(
+        StepBackend(tmp_path), files, IngressConfig(model_id="tiny", model_path=""), IngressMetrics()
+    )
     transport = httpx.ASGITransport(build_app(service, ApiKeys()), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://outrider") as client:
         yield client

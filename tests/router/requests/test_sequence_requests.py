@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from protos.messages import GenerateRequest, ModelCard, SamplingParams, SpeculationParams, VerifyMode
 from router.api_keys import Client, current_client
-from router.config import IngressLimits
 from router.requests.completion_request import CompletionRequest
 from router.requests.generate_params import GenerateParams, Prompt
 from router.requests.sequence_requests import generate_requests
@@ -55,7 +54,7 @@ def test_a_request_has_every_field_of_its_body() -> None:
             grammar=filled(SamplingParams).grammar,
             prediction_token_ids=(5, 6),
         )
-        sent = generate_requests(params, CARD, ((8, 9),), IngressLimits())
+        sent = generate_requests(params, CARD, ((8, 9),))
     finally:
         current_client.reset(token)
     first, last = sent[0], sent[-1]
@@ -108,13 +107,13 @@ def test_a_request_has_every_field_of_its_body() -> None:
 def test_approximate_speculation_has_its_threshold() -> None:
     wishes = {"mode": "approximate", "threshold": 5.0}
     body = CompletionRequest.model_validate({"model": "m", "prompt": "a", "speculation": wishes})
-    [sent] = generate_requests(GenerateParams("r", body, (Prompt((1,)),), 4), CARD, (), IngressLimits())
+    [sent] = generate_requests(GenerateParams("r", body, (Prompt((1,)),), 4), CARD, ())
     assert sent.speculation == SpeculationParams(is_approximate=True, threshold=5.0)
 
 
 def sent_of(**fields: object) -> GenerateRequest:
     body = CompletionRequest.model_validate({"model": "m", "prompt": "a", **fields})
-    [sent] = generate_requests(GenerateParams("r", body, (Prompt((1,)),), 4), CARD, (), IngressLimits())
+    [sent] = generate_requests(GenerateParams("r", body, (Prompt((1,)),), 4), CARD, ())
     return sent
 
 

@@ -62,7 +62,9 @@ async def http(backend: FakeBackend) -> AsyncIterator[httpx.AsyncClient]:
 
 def client(backend: FakeBackend, tokenizer: Tokenizer, **settings: Any) -> httpx.AsyncClient:
     files = TokenizerFiles(tokenizer, ChatTemplate(TEMPLATE, {}))
-    service = GenerationService(backend, files, IngressConfig("fake", "nowhere", **settings), IngressMetrics())
+    service = GenerationService(
+        backend, files, IngressConfig(model_id="fake", model_path="nowhere", **settings), IngressMetrics()
+    )
     transport = httpx.ASGITransport(build_app(service, ApiKeys()), raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://outrider")
 

@@ -37,7 +37,7 @@ def backend() -> FakeBackend:
 @pytest.fixture
 async def http(backend: FakeBackend, request: pytest.FixtureRequest) -> AsyncIterator[httpx.AsyncClient]:
     files = TokenizerFiles(TOKENIZER, ChatTemplate(TEMPLATE, {}))
-    config = IngressConfig("fake", "nowhere", prompt_tools=getattr(request, "param", True))
+    config = IngressConfig(model_id="fake", model_path="nowhere", tool_format=getattr(request, "param", "prompted"))
     service = GenerationService(backend, files, config, IngressMetrics())
     transport = httpx.ASGITransport(build_app(service, ApiKeys()), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://outrider") as client:
@@ -83,8 +83,8 @@ async def test_a_required_call_is_a_grammar(http: httpx.AsyncClient, backend: Fa
     assert "<tool_call>" in backend.requests[-1].sampling.grammar.source
 
 
-@pytest.mark.parametrize("http", [False], indirect=True)
+@pytest.mark.parametrize("http", ["auto"], indirect=True)
 async def test_without_the_setting_tools_are_refused(http: httpx.AsyncClient) -> None:
     answer = await ask(http, [USER])
     assert answer.status_code == 400
-    assert "ingress.prompt_tools" in answer.json()["error"]["message"]
+    assert "ingress.tool_format: to 'prompted'" in answer.json()["error"]["message"]

@@ -48,7 +48,7 @@ def backend() -> FakeBackend:
 @pytest.fixture
 async def http(backend: FakeBackend) -> AsyncIterator[httpx.AsyncClient]:
     files = TokenizerFiles(TOKENIZER, ChatTemplate(TEMPLATE, {}))
-    service = GenerationService(backend, files, IngressConfig("fake", "nowhere"), IngressMetrics())
+    service = GenerationService(backend, files, IngressConfig(model_id="fake", model_path="nowhere"), IngressMetrics())
     transport = httpx.ASGITransport(build_app(service, ApiKeys()), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://outrider") as client:
         yield client

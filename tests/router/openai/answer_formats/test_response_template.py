@@ -48,7 +48,9 @@ def write(folder: Path, response_template: object) -> str:
 
 
 def service(backend: FakeBackend, folder: str) -> GenerationService:
-    return GenerationService(backend, load_tokenizer_files(folder), IngressConfig("fake", folder), IngressMetrics())
+    return GenerationService(
+        backend, load_tokenizer_files(folder), IngressConfig(model_id="fake", model_path=folder), IngressMetrics()
+    )
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ async def test_a_key_may_come_as_anthropic_s_clients_send_it(service: Generation
 
 
 async def test_pages_of_known_origins_may_call(service: GenerationService) -> None:
-    service.config = replace(service.config, cors_origins=("http://localhost:*", "https://chat.example"))
+    service.config = service.config.model_copy(update={"cors_origins": ("http://localhost:*", "https://chat.example")})
     transport = httpx.ASGITransport(build_app(service, api_keys("sesame")))
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
     async with httpx.AsyncClient(transport=transport, base_url="http://outrider") as http:
