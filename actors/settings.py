@@ -113,7 +113,6 @@ class PairSettings:
     step_timeout_s: float = 120.0
     restart_timeout_s: float = 300.0
     kv_events: str | None = None  # address where changes of the prefix cache are published
-    alarm_webhook: str | None = None  # gets a POST for each new alarm
     auto_tune: AutoTuneSettings | None = None  # an alarm starts the training of a new draft
     more_drafts: tuple[DraftSettings, ...] = ()
 

@@ -24,6 +24,8 @@ from engine.config import DraftVocabulary, EngineConfig, StepConfig, check_text_
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
 
+_CORES_PER_GPU = 4
+
 
 class DeployConfig(EngineSection):
     """All of deploy.yaml's `args`."""
@@ -52,6 +54,11 @@ class DeployConfig(EngineSection):
             min_remote_prefill_tokens=self.prefill.min_remote_prefill_tokens,
             log=self.tune.to_engine(),
         )
+
+    @property
+    def cores_per_gpu(self) -> int:
+        """The cores that a pair gets for each GPU that it demands."""
+        return self.target.num_threads or _CORES_PER_GPU
 
     def conflicts(self) -> Iterator[str]:
         num_ranks, gpu = self.target.tensor_parallel_size, self.draft.gpu

@@ -22,10 +22,11 @@ from cluster.deploy_file import DeployFile
 from cluster.local.ports import is_free
 from cluster.placement.topology import NodeTopology, read_topology
 from cluster.planning.model_shape import ModelShape
-from cluster.replica_settings import draft_cache_config, prefill_cache_config
+from cluster.replica_settings import draft_cache_config
 from cluster.schema.frontends import IngressSection
 from cluster.schema.models import DraftProcess
 from cluster.schema.replicas import PairSection, PrefillSection
+from cluster.schema.tune import MAX_LOG_BYTES
 from engine.config import CacheConfig, KVDtype, ModelDtype
 from engine.model.checkpoint.node_memory import available_bytes
 from protos.errors import ConfigError
@@ -99,7 +100,7 @@ def check_certificates(section: IngressSection) -> None:
 
 def check_log(config: DeployConfig) -> None:
     """Create the folder of the log that drafts are tuned on; raise ConfigError if it or its disk space is missing."""
-    folder, section = config.tune.folder, config.tune
+    folder = config.tune.folder
     if folder is None:
         return
     try:
@@ -107,10 +108,10 @@ def check_log(config: DeployConfig) -> None:
         free = shutil.disk_usage(folder).free + sum(file.stat().st_size for file in folder.iterdir())
     except (OSError, ValueError) as error:
         raise ConfigError(f"tune.log {str(folder)!r} cannot be used: {error}; give another folder") from error
-    if free < section.max_gib * _GIB:
+    if free < MAX_LOG_BYTES:
         raise ConfigError(
-            f"tune.max_gib is {section.max_gib:g}, and the disk of tune.log {str(folder)!r} has {free / _GIB:.2f} GiB "
-            "for it; lower tune.max_gib, or give a folder on another disk"
+            f"the disk of tune.log {str(folder)!r} has {free / _GIB:.2f} GiB for it, and the log grows to "
+            f"{MAX_LOG_BYTES / _GIB:g} GiB; free some, or give a folder on another disk"
         )
 
 
@@ -227,11 +228,11 @@ def check_gpus(config: DeployConfig, topology: NodeTopology | None = None) -> No
             f"pair.gpus and prefill demand {needed} GPUs, and this machine has {len(topology.devices)}; deploy to a "
             f"cluster by `serve deploy`, where replicas wait for nodes, or lower the demand (seen: {topology})"
         )
-    num_cores = needed * demand.cpus_per_gpu
+    num_cores = needed * config.cores_per_gpu
     if num_cores > (available := os.cpu_count() or 1):
         raise ConfigError(
-            f"{needed} GPUs with {demand.cpus_per_gpu} cores each (pair.gpus.cpus_per_gpu) need {num_cores} cores, and "
-            f"this machine has {available}; lower it, for instance by --set pair.gpus.cpus_per_gpu=1"
+            f"{needed} GPUs with {config.cores_per_gpu} cores each need {num_cores} cores, and this machine has "
+            f"{available}; set target.num_threads, the cores of each, for instance by --set target.num_threads=1"
         )
 
 
@@ -322,7 +323,7 @@ def _pair_bytes(config: DeployConfig) -> int:
 
 def _prefill_bytes(config: DeployConfig) -> int:
     rank = _LOADING_FACTOR * weight_bytes(config.target.path) + _PROCESS_BYTES
-    pool = _pool_bytes(prefill_cache_config(config), config.target.path, config.target.dtype)
+    pool = _pool_bytes(config.cache.to_engine(), config.target.path, config.target.dtype)
     return config.target.tensor_parallel_size * rank + pool
 
 

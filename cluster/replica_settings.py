@@ -19,7 +19,7 @@ from cluster.checkpoints.model_path import resolve_model_path
 from cluster.config import DeployConfig
 from cluster.placement.placement import GpuDemand, PairPlacement, PlacementRequest
 from cluster.schema.models import NamedDraftSection
-from cluster.schema.replicas import GIB, CacheSection
+from cluster.schema.replicas import CacheSection
 from cluster.schema.speculation import DraftMode
 from engine.config import (
     CacheConfig,
@@ -53,15 +53,6 @@ def target_cache_config(section: CacheSection, shared_part: float | None = None)
         return target
     share = (1 - shared_part) * target.gpu_memory_utilization
     return replace(target, gpu_memory_utilization=share, counts_own_use=True)
-
-
-def prefill_cache_config(config: DeployConfig) -> CacheConfig:
-    """Return a prefill replica's pool: the configured size, or a pair's."""
-    target = config.cache.to_engine()
-    if config.prefill.memory_gib is None:
-        return target
-    num_bytes = int(config.prefill.memory_gib * GIB)
-    return replace(target, num_blocks=None, memory_bytes=num_bytes, gpu_memory_utilization=None)
 
 
 def draft_cache_config(section: CacheSection, shared_part: float | None = None) -> CacheConfig:
@@ -100,7 +91,7 @@ def placement_request(config: DeployConfig) -> PlacementRequest:
         num_ranks=config.target.tensor_parallel_size,
         draft_gpu=config.draft.gpu,
         draft_process=config.draft.process,
-        gpus=None if demand is None else GpuDemand(demand.count, demand.cpus_per_gpu, demand.kind),
+        gpus=None if demand is None else GpuDemand(demand.count, config.cores_per_gpu, demand.kind),
         pair_resources=config.pair.resources,
         prefill_resources=config.prefill.resources,
     )
@@ -126,7 +117,6 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
         kv_transport=config.prefill.kv_transport,
         max_requests=config.scheduler.max_num_sequences + config.pair.max_queued_requests,
         kv_events=None if config.pair.kv_events is None else config.pair.kv_events.endpoint,
-        alarm_webhook=config.pair.alarm_webhook,
         auto_tune=_auto_tune(config, placement),
     )
 
@@ -145,7 +135,7 @@ def prefill_settings(config: DeployConfig, engine: EngineConfig, placement: Pair
         engine=replace(
             engine,
             model=replace(engine.model, num_threads=placement.prefill.num_threads, graphs=GraphConfig(GraphKind.OFF)),
-            cache=prefill_cache_config(config),
+            cache=config.cache.to_engine(),
             head=engine.head if keeps_head else None,
             scheduler=replace(engine.scheduler, max_tokens_per_step=PREFILL_CHUNK_TOKENS),
             log=None,

@@ -238,7 +238,7 @@ class GenerateRequest:
     weight: float = 1.0
     model_version: str = ""  # of the `ModelCard` it was made for; a pair with another one refuses it. Empty matches any
     is_traced: bool = False  # the chunk of its first tokens reports the phases before them
-    is_logged: bool = False  # client and tenant allow its tokens in the log of verified positions, if there is one
+    is_logged: bool = False  # its tokens go into the log of verified positions, if there is one
     feed_address: str = ""  # the ingress's abstract Unix socket for tokens, used by pairs on the same node
 
     @property

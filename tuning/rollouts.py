@@ -86,7 +86,7 @@ def _write(
             ModelConfig(target, num_threads=torch.get_num_threads()),
             CacheConfig(memory_bytes=_POOL_BYTES),
             SchedulerConfig(max_num_sequences=_NUM_STREAMS),
-            log=PositionLogConfig(str(folder), _MAX_LOG_BYTES, share=1.0),
+            log=PositionLogConfig(str(folder), _MAX_LOG_BYTES),
         )
     )
     runner = core.runner

@@ -35,7 +35,7 @@ class LocalPair(PairShell):
         self._settings = settings
         self._admission = PairAdmission(settings.max_requests)
         self._metrics = PairMetrics()
-        self._drift_alarms = DriftAlarms(settings.alarm_webhook, "0")
+        self._drift_alarms = DriftAlarms()
         self._ping_timeout_s = settings.pong_timeout_s
         self._folder = private_folder()
         self._watching: asyncio.Task[None] | None = None

@@ -81,7 +81,7 @@ class Pair(PairShell):
         self._admission = PairAdmission(settings.max_requests)
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._metrics = PairMetrics(replica_id)
-        self._drift_alarms = DriftAlarms(settings.alarm_webhook, replica_id)
+        self._drift_alarms = DriftAlarms()
         self._ray_metrics = RayMetrics()
         self._actors = PairActors(settings, private_folder(), pin_devices(_assigned_gpus()), prefill)
         await self._actors.start()

@@ -118,13 +118,12 @@ class GpusSection(Section):
     """The GPUs that each pair demands. A pair waits for a node with them, and never computes on a processor instead.
 
     `count` is one per rank of the target, and one more for a draft model with a GPU of its own. `kind` is Ray's name of
-    an accelerator type (H100, A100-80G, L4). A pair also gets `cpus_per_gpu` cores per GPU. Prefill replicas demand
-    the same kind, one GPU per rank.
+    an accelerator type (H100, A100-80G, L4). A pair also gets 4 cores per GPU, or
+    `target.num_threads`. Prefill replicas demand the same kind, one GPU per rank.
     """
 
     count: int = Field(ge=1, le=65)
     kind: str | None = Field(default=None, min_length=1)
-    cpus_per_gpu: int = Field(default=4, ge=1, le=256)
 
 
 class Scaled(Section):
@@ -164,17 +163,13 @@ class KVEventsSection(Section):
 
 
 class PairSection(Scaled):
-    """The number of draft-target pairs, and of requests that may wait in each before it answers 503.
-
-    `alarm_webhook` gets a POST with a JSON object when the acceptance of a class of requests falls.
-    """
+    """The number of draft-target pairs, and of requests that may wait in each before it answers 503."""
 
     num_replicas: int | None = Field(default=None, ge=1, le=_MOST_REPLICAS)
     autoscaling: AutoscalingSection | None = None
     max_queued_requests: int = Field(default=256, ge=0)
     gpus: GpusSection | None = None
     kv_events: KVEventsSection | None = None
-    alarm_webhook: str | None = Field(default=None, pattern=r"^https?://[^/]")
 
     @property
     def max_replicas(self) -> int:
@@ -187,14 +182,13 @@ class PrefillSection(Scaled):
 
     Prompts with fewer than `min_remote_prefill_tokens` uncached tokens stay with the pair. KV blocks come back every
     512 tokens by `kv_transport`: through Ray's object store, or by NIXL; auto is NIXL on GPUs if it is installed. Each
-    replica has a KV pool as large as a pair's, unless `memory_gib` is set.
+    replica has a KV pool as large as a pair's.
     """
 
     num_replicas: int | None = Field(default=None, ge=0, le=_MOST_REPLICAS)
     autoscaling: PrefillAutoscalingSection | None = None
     min_remote_prefill_tokens: int = Field(default=512, ge=1)
     kv_transport: Annotated[KVTransportKind, one_of(*KVTransportKind)] = KVTransportKind.AUTO
-    memory_gib: float | None = Field(default=None, gt=0, le=_MOST_GIB, strict=False)
 
     @property
     def max_replicas(self) -> int:

@@ -11,23 +11,21 @@ from pydantic import Field
 from cluster.schema.section import Section
 from engine.config import PositionLogConfig
 
-_GIB = 1 << 30
+MAX_LOG_BYTES = 1 << 30  # 2.7 million positions; a training reads the latest million
 
 
 class TuneSection(Section):
     """The log of verified positions that `outrider tune` trains on: token ids and the target's likeliest tokens.
 
     Setting `log`, a folder on every node with pairs, is the deployment's consent. Requests with `store: false`, and
-    tenants with `tune_log=false` after their key (docs/security.md), are never logged. A `share` of the other requests
-    is logged. Beyond `max_gib` the oldest files are deleted.
+    tenants with `tune_log=false` after their key (docs/security.md), are never logged. Of the other requests those with
+    `store: true` are logged, and a tenth of those without `store`. Beyond 1 GiB the oldest files are deleted.
 
     With `auto`, a drift alarm starts ten minutes of training on the pair's node with its log, next to the running pair.
     A trial then keeps the new draft if it is faster. New drafts are written to the folder `LOG.drafts`.
     """
 
     log: str | None = Field(default=None, min_length=1)
-    max_gib: float = Field(default=1.0, ge=0.1, le=1024, strict=False)
-    share: float = Field(default=0.1, gt=0, le=1, strict=False)
     auto: bool = False
 
     @property
@@ -38,7 +36,7 @@ class TuneSection(Section):
     def to_engine(self) -> PositionLogConfig | None:
         """Return the engine's log, or None without one."""
         folder = self.folder
-        return None if folder is None else PositionLogConfig(str(folder), int(self.max_gib * _GIB), self.share)
+        return None if folder is None else PositionLogConfig(str(folder), MAX_LOG_BYTES)
 
     def conflicts(self) -> Iterator[str]:
         if self.log is None and (given := self.model_fields_set - {"log"}):

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PositionLogConfig:
-    """A folder of at most `max_bytes`, and the share of requests that are logged, 0 to 1."""
+    """A folder of at most `max_bytes`."""
 
     folder: str
     max_bytes: int
-    share: float

@@ -97,7 +97,7 @@ class LogWriter:
         try:
             self._write_until_closed()
         except OSError as error:
-            self._stop(f"{error}; free room or lower tune.max_gib, and restart the deployment")
+            self._stop(f"{error}; free room, and restart the deployment")
         except Exception:
             logger.exception("the log's thread failed")
             self._stop("see the error above")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,14 +37,13 @@ class _CopiedRows:
 
 
 class PositionLog:
-    """Logs the target's likeliest tokens at verified positions, for a share of the requests that allow it.
+    """Logs the target's likeliest tokens at verified positions, for requests that are to be logged.
 
     Only `stats` may be used outside the engine's thread. A log that stops or is late loses positions and has no
     other effect.
     """
 
     def __init__(self, config: PositionLogConfig, model: LoggedModel) -> None:
-        self._share = config.share
         self._model = model
         self._writer = LogWriter(LogFolder(Path(config.folder), config.max_bytes), model)
         self._sequences: dict[str, Sequence] = {}
@@ -119,10 +117,5 @@ class PositionLog:
         self._writer.close()
 
     def _is_logged(self, sequence: Sequence) -> bool:
-        request = sequence.request
-        return (
-            request.is_logged
-            and not self._writer.is_stopped
-            and sequence.num_output_tokens < _MAX_POSITIONS
-            and zlib.crc32(request.request_id.encode()) < self._share * (1 << 32)
-        )
+        has_room = not self._writer.is_stopped and sequence.num_output_tokens < _MAX_POSITIONS
+        return sequence.request.is_logged and has_room

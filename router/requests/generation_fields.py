@@ -162,7 +162,7 @@ class GenerationFields(Constraints):
     user: Text | None = None
 
     # Accepted, because they change nothing in the answer.
-    store: bool | None = None  # false: nothing of it goes into the log that drafts are tuned on
+    store: bool | None = None  # for the log that drafts are tuned on; a tenth of requests without it goes there
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None

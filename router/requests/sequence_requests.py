@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from router.requests.speculation_params import check_approximate, check_predicti
 # Logprobs of one prompt, which leave its pair in one message: 15 bytes each, of 64 MiB for a message.
 MAX_PROMPT_LOGPROBS = 2_000_000
 MAX_CHOICES = 128
+_LOGGED_SHARE = 0.1  # of requests without `store`
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may fill the context
 
 
@@ -115,8 +117,13 @@ def _request(
         returns_sources=bool(params.fields.return_token_sources),
         returns_drafts=params.fields.has_draft_events,
         model_version=card.model_version,
-        is_logged=client.is_logged and params.fields.store is not False,
+        is_logged=client.is_logged and _is_logged(params),
     )
+
+
+def _is_logged(params: GenerateParams) -> bool:
+    store = params.fields.store
+    return zlib.crc32(params.request_id.encode()) < _LOGGED_SHARE * (1 << 32) if store is None else store
 
 
 def _priority(asked: int | None, client: Client) -> int:

@@ -176,7 +176,6 @@ def test_prefill_replicas_have_the_engine_of_the_pairs_in_smaller_steps(model: s
         "prefill": {
             "autoscaling": {"max_replicas": 2},
             "min_remote_prefill_tokens": 300,
-            "memory_gib": 3,
             "kv_transport": "object_store",
         },
     }
@@ -187,7 +186,7 @@ def test_prefill_replicas_have_the_engine_of_the_pairs_in_smaller_steps(model: s
     assert prefill._deployment_config.autoscaling_config.max_replicas == 2
     assert settings.engine.model.path == settings_of(pair).engine.model.path
     assert settings.engine.model.num_threads == 1
-    assert settings.engine.cache.memory_bytes == 3 << 30
+    assert settings.engine.cache.memory_bytes == 2 << 30
     assert settings.engine.scheduler.max_tokens_per_step == 512
     assert settings.engine.scheduler.max_model_len == 100
     assert settings.kv_transport == settings_of(pair).kv_transport == "object_store"

@@ -8,7 +8,7 @@ import yaml
 
 from cluster.cli.__main__ import main
 from cluster.config import parse_config
-from cluster.replica_settings import draft_cache_config, draft_part, prefill_cache_config, target_cache_config
+from cluster.replica_settings import draft_cache_config, draft_part, target_cache_config
 from cluster.schema.removed import REMOVED
 from engine.config import (
     EngineConfig,
@@ -51,7 +51,7 @@ def test_every_key_of_the_public_contract_is_known():
             "prefill": {"num_replicas": 0, "kv_transport": "object_store"},
             "router": {"policy": "round_robin", "index_timeout_ms": 20},
             "ingress": {"num_replicas": 2, "api_keys_file": "keys", "limits": {"max_body_bytes": 65536}},
-            "tune": {"log": "positions", "max_gib": 2, "share": 0.5},
+            "tune": {"log": "positions", "auto": False},
         }
     )
     assert config.pair.max_replicas == 3
@@ -289,9 +289,9 @@ def test_two_sizes_of_one_cache_are_refused():
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
-def test_the_pools_of_target_and_prefill_are_of_one_kind_and_the_drafts_is_not_quantised(dtype: str):
-    config = parse_config(MINIMAL | {"cache": {"dtype": dtype}, "prefill": {"memory_gib": 2}})
-    assert config.cache.to_engine().dtype == prefill_cache_config(config).dtype == dtype
+def test_the_target_s_pool_may_be_quantised_and_the_draft_s_is_not(dtype: str):
+    config = parse_config(MINIMAL | {"cache": {"dtype": dtype}})
+    assert config.cache.to_engine().dtype == dtype
     assert draft_cache_config(config.cache).dtype == "auto"
     assert "args.cache.dtype: 'fp4' is not available; this version offers auto, int8, fp8" in error_of(
         cache={"dtype": "fp4"}
@@ -389,10 +389,8 @@ def test_off_without_quotes_is_the_word():
 
 def test_a_log_is_off_unless_it_has_a_folder(tmp_path: Path):
     assert parse_config(MINIMAL).to_engine().log is None
-    log = parse_config(MINIMAL | {"tune": {"log": str(tmp_path), "max_gib": 0.5}}).to_engine().log
-    assert log == PositionLogConfig(str(tmp_path), 1 << 29, share=0.1)
-    assert "share needs a log, and no log is set" in error_of(tune={"share": 0.5})
-    assert "args.tune.share" in error_of(tune={"log": "here", "share": 1.5})
+    log = parse_config(MINIMAL | {"tune": {"log": str(tmp_path)}}).to_engine().log
+    assert log == PositionLogConfig(str(tmp_path), 1 << 30)
     file = tmp_path / "file"
     file.write_text("")
     assert "is a file; give a folder" in error_of(tune={"log": str(file)})

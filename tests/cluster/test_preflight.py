@@ -192,10 +192,14 @@ def test_a_log_needs_a_folder_and_room(model: Path, tmp_path: Path):
         check_log(parse_config({"model_id": "m", "target": {"path": str(model)}, "tune": tune}))
 
     check()
-    check(log=str(tmp_path / "new" / "log"), max_gib=0.1)
+    check(log=str(tmp_path / "new" / "log"))
     assert (tmp_path / "new" / "log").is_dir()
-    with pytest.raises(ConfigError, match=r"tune.max_gib is 1024, and the disk of tune.log .* lower tune.max_gib"):
-        check(log=str(tmp_path / "new" / "log"), max_gib=1024)
+    usage = SimpleNamespace(free=1 << 29)
+    with (
+        patch("shutil.disk_usage", lambda folder: usage),
+        pytest.raises(ConfigError, match=r"has 0\.50 GiB for it, and the log grows to 1 GiB; free some"),
+    ):
+        check(log=str(tmp_path / "new" / "log"))
     with pytest.raises(ConfigError, match=r"tune.log .* cannot be used"):
         check(log=str(model / "config.json" / "below"))
 
@@ -225,7 +229,7 @@ def test_a_node_that_may_get_a_pair_and_has_no_memory_for_one_is_named(model: Pa
         ConfigError, match=r"node b may get a replica of pair, .* 4\.9 GiB .* has 2\.0 .* pair\.resources"
     ):
         check_room(pairs_of(model, 4), [room("a", 100), room("b", 2)], is_on_gpu=False)
-    config = pairs_of(model, 1, prefill={"num_replicas": 1, "memory_gib": 8})
+    config = pairs_of(model, 8, prefill={"num_replicas": 1})
     rooms = [room("a", 100), room("b", 4, num_pairs=0, num_prefills=1)]
     with pytest.raises(ConfigError, match=r"node b may get a replica of prefill, .* prefill\.resources"):
         check_room(config, rooms, is_on_gpu=False)

@@ -14,13 +14,12 @@ from tests.serve.test_served_pair import plain_tokens
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 OWN_TOKENS = 400
-MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
 def served(cluster: SharedCluster, tiny_pair: Path) -> ServedPair:
     """Orders go to either replica by chance; the pair has room for one prompt, so each evicts its predecessor."""
-    prefill = {**PREFILL, "num_replicas": 2, "memory_gib": 64 * MIB / (1 << 30)}
+    prefill = {**PREFILL, "num_replicas": 2}
     return cluster.serve(tiny_pair, prefill=prefill, cache={"num_blocks": 160}, router={"policy": "random"})
 
 

@@ -29,7 +29,7 @@ from tests.serve.test_prefill import PREFILL, PROMPT_TOKENS, failures, texts
 from tests.serve.tiny_models import write_pair
 
 NODE = "prefill_node"
-GPUS = {"count": 2, "kind": "H100", "cpus_per_gpu": 1}
+GPUS = {"count": 2, "kind": "H100"}
 
 
 class TwoNodes(LocalCluster):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,7 +52,8 @@ def log_traffic(deployment: dict[str, Any], requests: list[TrafficRequest], fold
         return
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    deployment["applications"][0]["args"]["tune"] = {"log": str(partial), "share": 1.0}
+    deployment["applications"][0]["args"]["tune"] = {"log": str(partial)}
+    requests = [replace(each, body={"store": True, **each.body}) for each in requests]
     report(f"the target answers {len(requests)} requests")
     try:
         with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:

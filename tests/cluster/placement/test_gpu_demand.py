@@ -101,8 +101,12 @@ def test_gpus_of_this_machine_need_cores_for_them(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "cpu_count", lambda: 24)
     check_gpus(config(tmp_path), topology)
     monkeypatch.setattr(os, "cpu_count", lambda: 23)
-    with pytest.raises(ConfigError, match=r"6 GPUs with 4 cores each .* need 24 cores, and this machine has 23"):
+    with pytest.raises(ConfigError, match=r"6 GPUs with 4 cores each need 24 cores, and this machine has 23"):
         check_gpus(config(tmp_path), topology)
+    args = {"model_id": "m", "target": {"path": str(tmp_path), "num_threads": 3}, "draft": {"path": str(tmp_path)}}
+    fewer = parse_config({**args, "pair": {"num_replicas": 3, "gpus": {"count": 2, "kind": "H100"}}})
+    check_gpus(fewer, topology)
+    assert plan_pair(placement_request(fewer), NO_NODES, NodeTopology()).demand["CPU"] <= 6
 
 
 def test_resources_that_ray_counts_itself_are_refused(tmp_path: Path):

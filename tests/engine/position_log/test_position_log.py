@@ -41,14 +41,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_pair(tmp_path_factory.mktemp("pair"), noise=0.3).target
 
 
-def engine(model: Path, log: Path | None, share: float = 1.0) -> EngineCore:
+def engine(model: Path, log: Path | None) -> EngineCore:
     methods = (SpeculationMethod.MODEL,)
     draft = ModelConfig(str(model.parent / "draft"), dtype="float32", device="cpu")
     config = EngineConfig(
         replace(draft, path=str(model)),
         CacheConfig(num_blocks=64),
         speculation=SpeculationConfig(3, methods=methods),
-        log=None if log is None else PositionLogConfig(str(log), 64 * MIB, share),
+        log=None if log is None else PositionLogConfig(str(log), 64 * MIB),
     )
     return load_engine(config, ModelProposer.from_config(draft, config.cache, config.scheduler))
 
@@ -105,11 +105,9 @@ def test_no_other_user_can_read_what_clients_wrote(model: Path, tmp_path: Path) 
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-def test_requests_that_say_no_and_those_beyond_the_share_leave_nothing(model: Path, tmp_path: Path) -> None:
+def test_requests_that_are_not_to_be_logged_leave_nothing(model: Path, tmp_path: Path) -> None:
     texts(engine(model, tmp_path / "no"), tuple(replace(request, is_logged=False) for request in REQUESTS))
     assert not (tmp_path / "no").exists()
-    texts(engine(model, tmp_path / "few", share=1e-9))
-    assert not (tmp_path / "few").exists()
 
 
 def test_an_aborted_request_leaves_what_was_committed(model: Path, tmp_path: Path) -> None:

@@ -30,16 +30,16 @@ CHAT = [{"role": "user", "content": "abc"}]
 async def test_a_request_says_if_it_may_be_logged(
     http: httpx.AsyncClient, backend: FakeBackend, path: str, body: dict[str, Any]
 ) -> None:
-    for store in (None, True, False):
+    for store in (True, False):
         response = await http.post(path, json={**body, "model": "fake", "store": store})
         assert response.status_code == 200, response.text
-    assert [request.is_logged for request in backend.requests] == [True, True, False]
+    assert [request.is_logged for request in backend.requests] == [True, False]
 
 
 async def test_grpc_requests_say_it_too(service: GenerationService, backend: FakeBackend) -> None:
     async with grpc_channel(service) as channel:
         stub = outrider_pb2_grpc.GenerationStub(channel)
-        await stub.Generate(pb2.GenerateRequest(prompt="abc", max_tokens=2))
+        await stub.Generate(pb2.GenerateRequest(prompt="abc", max_tokens=2, store=True))
         await stub.Generate(pb2.GenerateRequest(prompt="abc", max_tokens=2, store=False))
     assert [request.is_logged for request in backend.requests] == [True, False]
 

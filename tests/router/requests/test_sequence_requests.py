@@ -16,6 +16,7 @@ CARD = ModelCard(
 )
 BODY = {
     "n": 2,
+    "store": True,
     "seed": 7,
     "temperature": 0.5,
     "top_p": 0.9,
@@ -111,16 +112,18 @@ def test_approximate_speculation_has_its_threshold() -> None:
     assert sent.speculation == SpeculationParams(is_approximate=True, threshold=5.0)
 
 
-def sent_of(**fields: object) -> GenerateRequest:
+def sent_of(request_id: str = "r", **fields: object) -> GenerateRequest:
     body = CompletionRequest.model_validate({"model": "m", "prompt": "a", **fields})
-    [sent] = generate_requests(GenerateParams("r", body, (Prompt((1,)),), 4), CARD, ())
+    [sent] = generate_requests(GenerateParams(request_id, body, (Prompt((1,)),), 4), CARD, ())
     return sent
 
 
-def test_a_client_may_keep_its_request_out_of_the_log() -> None:
+def test_a_client_decides_if_its_request_is_logged_and_a_tenth_of_the_others_is() -> None:
     token = current_client.set(Client("tenant", is_logged=True))
     try:
-        assert [sent_of(store=store).is_logged for store in (None, True, False)] == [True, True, False]
+        assert all(sent_of(f"r{number}", store=True).is_logged for number in range(20))
+        assert not any(sent_of(f"r{number}", store=False).is_logged for number in range(20))
+        assert 50 < sum(sent_of(f"r{number}").is_logged for number in range(1000)) < 150
     finally:
         current_client.reset(token)
 
