@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from engine.config import CacheConfig, DraftVocabulary, EngineConfig, ModelConfig
+from engine.config import CacheConfig, EngineConfig, ModelConfig
 from protos.messages import SpeculationMethod
 
 
@@ -22,15 +22,14 @@ class DraftSettings:
     """The deployment's own source of drafts, of any method except hybrid; or an additional draft model with a `name`.
 
     `model` and `cache` are set if the kind is a model. It runs in a `DraftActor` if the pair has a share for one, else
-    in the target's process. A head's files are in the engine's configuration. `vocabulary` is how the draft's tokens
-    map to the target's. With `is_ahead` it also drafts ahead of verification.
+    in the target's process. A head's files are in the engine's configuration. With `is_ahead` it also drafts ahead of
+    verification.
     """
 
     kind: SpeculationMethod = SpeculationMethod.NONE
     model: ModelConfig | None = None
     cache: CacheConfig | None = None
     is_ahead: bool = False
-    vocabulary: DraftVocabulary = DraftVocabulary.AUTO
     name: str = ""
 
     @property

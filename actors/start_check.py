@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from actors.settings import DraftSettings, PairSettings
-from engine.config import DraftVocabulary, check_text_drafts
 from engine.model.loader import load_config
 from engine.model.runner.outline import check_outline
 from engine.proposer.vocab_mapping.choice import choose_vocabulary
@@ -28,9 +27,7 @@ def _check_draft(settings: PairSettings, draft: DraftSettings, *, is_on_gpu: boo
     assert draft.model is not None, "the draft is a model"
     assert draft.cache is not None, "a draft model has a pool"
     check_outline(draft.model, draft.cache, is_on_gpu=is_on_gpu)
-    choice = choose_vocabulary(settings.engine.model.path, draft.model.path, draft.vocabulary)
-    if choice.vocabulary is DraftVocabulary.TEXT:
-        check_text_drafts(settings.engine.speculation.tree, is_ahead=draft.is_ahead)
-    elif choice.pair is None:
+    choice = choose_vocabulary(settings.engine.model.path, draft.model.path)
+    if choice.pair is None:
         draft_size = int(load_config(draft.model.path).get_text_config().vocab_size)
         SameVocabulary(draft_size, choice.target_tokens.vocab_size)

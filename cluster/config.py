@@ -14,13 +14,13 @@ from typing import Any, get_args
 from pydantic import BaseModel, Field, ValidationError
 
 from cluster.schema.frontends import IngressSection, RouterSection
-from cluster.schema.models import MODEL_KINDS, DraftProcess, DraftSection, NamedDraftSection, TargetSection, quoted
+from cluster.schema.models import MODEL_KINDS, DraftSection, NamedDrafts, TargetSection, quoted
 from cluster.schema.removed import REMOVED
 from cluster.schema.replicas import CacheSection, PairSection, PrefillSection, SchedulerSection
-from cluster.schema.section import EngineSection, reported
+from cluster.schema.section import EngineSection
 from cluster.schema.speculation import DraftMode, SpeculationSection
 from cluster.schema.tune import TuneSection
-from engine.config import DraftVocabulary, EngineConfig, StepConfig, check_text_drafts
+from engine.config import EngineConfig, StepConfig
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
 
@@ -28,12 +28,15 @@ _CORES_PER_GPU = 4
 
 
 class DeployConfig(EngineSection):
-    """All of deploy.yaml's `args`."""
+    """All of deploy.yaml's `args`.
+
+    `drafts` are additional draft models by name, computed by the settings of `draft`. The name is a method of requests.
+    """
 
     model_id: str = Field(min_length=1)
     target: TargetSection
     draft: DraftSection = DraftSection(kind=SpeculationMethod.NONE)
-    drafts: list[NamedDraftSection] = Field(default_factory=list)
+    drafts: NamedDrafts = Field(default={})
     speculation: SpeculationSection = SpeculationSection()
     cache: CacheSection = CacheSection()
     scheduler: SchedulerSection = SchedulerSection()
@@ -67,16 +70,19 @@ class DeployConfig(EngineSection):
                 f"draft.gpu is {gpu}, and the target's ranks are 0 to {num_ranks - 1} "
                 f"(target.tensor_parallel_size {num_ranks}); name one of them, 'own' or 'auto'"
             )
-        if self.tune.auto and (
-            self.draft.kind is not SpeculationMethod.MODEL or self.draft.process is DraftProcess.TARGET
-        ):
+        if self.tune.auto and self.draft.kind is not SpeculationMethod.MODEL:
             yield (
-                f"tune.auto exchanges a draft model in a process of its own, and draft.kind is '{self.draft.kind}', "
-                f"draft.process '{self.draft.process}'; set them to 'model' and 'own', or remove auto"
+                f"tune.auto exchanges a draft model, and draft.kind is '{self.draft.kind}'; "
+                "set draft.kind to 'model', or remove auto"
             )
-        yield from self._process_conflicts()
-        yield from self._draft_conflicts()
-        yield from self._method_conflicts()
+        if self.drafts and self.draft.kind is SpeculationMethod.NONE:
+            yield "drafts are additional to draft, and draft.kind is 'none'; move the first of them to draft"
+        default = self.speculation.method
+        if default not in (None, SpeculationMethod.AUTO, *self._possible_methods):
+            yield (
+                f"speculation.method is '{default}', which draft.kind '{self.draft.kind}' does not give, nor is it one "
+                f"of drafts; there is {', '.join(self._possible_methods)}"
+            )
         if self.speculation.tree is not None and not self.draft.kind.can_branch:
             yield (
                 f"speculation.tree needs a draft model or head, and draft.kind is '{self.draft.kind}'; "
@@ -94,64 +100,22 @@ class DeployConfig(EngineSection):
                 f"{self.scheduler.max_tokens_per_step}; raise it, or remove the steps"
             )
         is_ahead = self.speculation.mode is DraftMode.ASYNC
-        if self.draft.vocabulary is DraftVocabulary.TEXT:
-            with reported():
-                check_text_drafts(self.to_engine().speculation.tree, is_ahead=is_ahead)
+        if is_ahead and isinstance(gpu, int) and num_ranks == 1:
+            yield (
+                f"speculation.mode 'async' drafts while the target verifies, and draft.gpu {gpu} is the target's, "
+                "where they take turns in one process; set draft.gpu to 'own', or the mode to 'sync'"
+            )
         if is_ahead and self.draft.kind is not SpeculationMethod.MODEL:
             yield (
                 f"speculation.mode 'async' needs a draft in its own process, and draft.kind is '{self.draft.kind}'; "
                 "set draft.kind to 'model', or the mode to 'sync'"
             )
 
-    def _draft_conflicts(self) -> Iterator[str]:
-        names = [each.name for each in self.drafts]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            yield f"drafts has {names.count(twice)} of the name {twice!r}; give each a name of its own"
-        if names and self.draft.kind is SpeculationMethod.NONE:
-            yield "drafts are additional to draft, and draft.kind is 'none'; move the first of them to draft"
-
-    def _process_conflicts(self) -> Iterator[str]:
-        draft, num_ranks = self.draft, self.target.tensor_parallel_size
-        if draft.process is DraftProcess.TARGET and num_ranks > 1:
-            yield (
-                f"draft.process is 'target', and target.tensor_parallel_size {num_ranks} makes that {num_ranks} "
-                "processes; set draft.process to 'own'"
-            )
-        if self.speculation.mode is not DraftMode.ASYNC:
-            return
-        if draft.process is DraftProcess.TARGET:
-            yield (
-                "speculation.mode 'async' drafts while the target verifies, and draft.process is 'target', where they "
-                "take turns; set draft.process to 'own', or the mode to 'sync'"
-            )
-        elif draft.process is DraftProcess.AUTO and isinstance(draft.gpu, int) and num_ranks == 1:
-            yield (
-                f"speculation.mode 'async' drafts while the target verifies, and draft.gpu {draft.gpu} is the "
-                "target's, where they take turns in one process; set draft.gpu to 'own', or the mode to 'sync'"
-            )
-
-    def _method_conflicts(self) -> Iterator[str]:
-        possible = self._possible_methods
-        wanted = self.speculation.methods or []
-        default = self.speculation.method
-        named = [] if default is None or default == SpeculationMethod.AUTO else [default]
-        for method in (*wanted, *named):
-            if method not in possible:
-                yield (
-                    f"speculation names method '{method}', which draft.kind '{self.draft.kind}' does not give, nor is "
-                    f"it one of drafts; there is {', '.join(possible)}"
-                )
-        if self.speculation.methods is not None and not set(named) <= set(wanted):
-            yield f"speculation.method '{self.speculation.method}' is not among speculation.methods; add it"
-
     @property
     def offered_methods(self) -> tuple[str, ...]:
         """The methods that a request may choose, the default first; plain decoding is always among them."""
-        possible = self._possible_methods
-        limit = possible if self.speculation.methods is None else self.speculation.methods
-        default = self.speculation.method or (self.draft.kind if self.draft.kind in limit or not limit else limit[0])
-        others = (method for method in possible if method in limit and method != default)
-        return tuple(dict.fromkeys((default, *others, SpeculationMethod.NONE)))
+        default = self.speculation.method or self.draft.kind
+        return tuple(dict.fromkeys((default, *self._possible_methods)))
 
     @property
     def _possible_methods(self) -> tuple[str, ...]:
@@ -159,19 +123,19 @@ class DeployConfig(EngineSection):
         kind = self.draft.kind
         hybrid = (SpeculationMethod.HYBRID,) if kind.can_branch else ()
         free = (SpeculationMethod.SUFFIX, SpeculationMethod.NGRAM, SpeculationMethod.NONE)
-        return tuple(dict.fromkeys((kind, *(each.name for each in self.drafts), *hybrid, *free)))
+        return tuple(dict.fromkeys((kind, *self.drafts, *hybrid, *free)))
 
     @property
-    def draft_models(self) -> tuple[DraftSection | NamedDraftSection, ...]:
-        """The drafts that are models, with weights and a KV pool of their own."""
-        own = (self.draft,) if self.draft.kind is SpeculationMethod.MODEL else ()
-        return (*own, *self.drafts)
+    def draft_models(self) -> dict[str, str]:
+        """The paths, by method, of the drafts that are models, with weights and a KV pool of their own."""
+        own = {str(self.draft.kind): str(self.draft.path)} if self.draft.kind is SpeculationMethod.MODEL else {}
+        return own | self.drafts
 
     @property
     def draft_paths(self) -> tuple[str, ...]:
         """The checkpoints of all drafts, heads included."""
         own = () if self.draft.path is None else (self.draft.path,)
-        return (*own, *(each.path for each in self.drafts))
+        return (*own, *self.drafts.values())
 
 
 def parse_config(args: dict[str, Any]) -> DeployConfig:

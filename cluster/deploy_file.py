@@ -135,8 +135,7 @@ def with_absolute_paths(deployment: dict[str, Any]) -> dict[str, Any]:
     for args in (application.get("args", {}) for application in changed["applications"]):
         for name, keys in (_PATHS | _MADE_PATHS).items():
             _make_absolute(args.get(name) or {}, keys, is_made=name in _MADE_PATHS)
-        for draft in args.get("drafts") or ():
-            _make_absolute(draft, ("path",))
+        _make_absolute(drafts := args.get("drafts") or {}, drafts)
     return changed
 
 

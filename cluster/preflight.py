@@ -24,7 +24,6 @@ from cluster.placement.topology import NodeTopology, read_topology
 from cluster.planning.model_shape import ModelShape
 from cluster.replica_settings import draft_cache_config
 from cluster.schema.frontends import IngressSection
-from cluster.schema.models import DraftProcess
 from cluster.schema.replicas import PairSection, PrefillSection
 from cluster.schema.tune import MAX_LOG_BYTES
 from engine.config import CacheConfig, KVDtype, ModelDtype
@@ -286,7 +285,7 @@ def check_gpu_memory(config: DeployConfig, topology: NodeTopology, num_pairs: in
 def _shares_gpu(config: DeployConfig, gpus_per_pair: int) -> bool:
     """True if the draft model computes on a GPU of the target."""
     draft = config.draft
-    is_asked = isinstance(draft.gpu, int) or draft.process is DraftProcess.TARGET
+    is_asked = isinstance(draft.gpu, int)
     return is_asked or (draft.gpu != "own" and gpus_per_pair <= config.target.tensor_parallel_size)
 
 
@@ -316,8 +315,8 @@ def _pair_bytes(config: DeployConfig) -> int:
     paths = [*targets, *config.draft_paths]
     weights = sum(_LOADING_FACTOR * weight_bytes(path) for path in paths)
     caches = _pool_bytes(config.cache.to_engine(), config.target.path, config.target.dtype)
-    for draft in config.draft_models:
-        caches += _pool_bytes(draft_cache_config(config.cache), str(draft.path), config.draft.dtype)
+    for path in config.draft_models.values():
+        caches += _pool_bytes(draft_cache_config(config.cache), path, config.draft.dtype)
     return weights + caches + (1 + len(paths)) * _PROCESS_BYTES
 
 

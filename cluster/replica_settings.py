@@ -18,7 +18,6 @@ from cluster.checkpoints.model_files import weight_bytes
 from cluster.checkpoints.model_path import resolve_model_path
 from cluster.config import DeployConfig
 from cluster.placement.placement import GpuDemand, PairPlacement, PlacementRequest
-from cluster.schema.models import NamedDraftSection
 from cluster.schema.replicas import CacheSection
 from cluster.schema.speculation import DraftMode
 from engine.config import (
@@ -90,7 +89,6 @@ def placement_request(config: DeployConfig) -> PlacementRequest:
         num_prefills=config.prefill.max_replicas,
         num_ranks=config.target.tensor_parallel_size,
         draft_gpu=config.draft.gpu,
-        draft_process=config.draft.process,
         gpus=None if demand is None else GpuDemand(demand.count, config.cores_per_gpu, demand.kind),
         pair_resources=config.pair.resources,
         prefill_resources=config.prefill.resources,
@@ -152,8 +150,8 @@ def _auto_tune(config: DeployConfig, placement: PairPlacement) -> AutoTuneSettin
         return None
     if placement.draft is None:
         raise ConfigError(
-            "tune.auto exchanges a draft in a process of its own, and here it is in the target's; set draft.process to "
-            "'own' (and draft.gpu), or remove tune.auto"
+            "tune.auto exchanges a draft in a process of its own, and here it shares the target's GPU and process; "
+            "set draft.gpu to 'own', or remove tune.auto"
         )
     target = resolve_model_path(config.target.path)
     options = ("--log", str(tune.folder), "--target", target, "--minutes", f"{_TUNE_MINUTES:g}", "--fresh", _FRESH)
@@ -171,9 +169,9 @@ def _draft_settings(config: DeployConfig, placement: PairPlacement) -> Iterator[
     parts = iter(_draft_parts(config, placement))
     if config.draft.kind is not SpeculationMethod.MODEL:
         yield DraftSettings(config.draft.kind)
-    for draft in config.draft_models:
+    for method, path in config.draft_models.items():
         model = ModelConfig(
-            resolve_model_path(str(draft.path)),
+            resolve_model_path(path),
             config.draft.dtype,
             quantization=config.draft.quantization,
             num_threads=None if placement.draft is None else placement.draft.num_threads,
@@ -182,14 +180,14 @@ def _draft_settings(config: DeployConfig, placement: PairPlacement) -> Iterator[
             graphs=GraphConfig(config.target.cuda_graphs),
         )
         cache = draft_cache_config(config.cache, next(parts))
-        name = draft.name if isinstance(draft, NamedDraftSection) else ""
+        name = method if method in config.drafts else ""
         is_ahead = config.speculation.mode is DraftMode.ASYNC
-        yield DraftSettings(SpeculationMethod.MODEL, model, cache, is_ahead, config.draft.vocabulary, name)
+        yield DraftSettings(SpeculationMethod.MODEL, model, cache, is_ahead, name)
 
 
 def _draft_parts(config: DeployConfig, placement: PairPlacement) -> list[float | None]:
     """Return each draft model's part of a shared GPU; None for a GPU of its own."""
-    weights = [weight_bytes(str(draft.path)) for draft in config.draft_models]
+    weights = [weight_bytes(path) for path in config.draft_models.values()]
     part = _shared_part(config, placement)
     if part is None and len(weights) == 1:
         return [None]
@@ -202,7 +200,7 @@ def _shared_part(config: DeployConfig, placement: PairPlacement) -> float | None
     num_ranks, drafts = config.target.tensor_parallel_size, config.draft_models
     if not drafts or placement.num_gpus != num_ranks:
         return None
-    weights = sum(weight_bytes(str(draft.path)) for draft in drafts)
+    weights = sum(map(weight_bytes, drafts.values()))
     return draft_part(weight_bytes(config.target.path) // num_ranks, weights)
 
 

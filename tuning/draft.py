@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.config import DraftVocabulary
 from engine.proposer.vocab_mapping.choice import choose_vocabulary
 from protos.errors import ConfigError
 from tuning.student import LanguageModel, Student
@@ -85,7 +84,7 @@ class DraftFolder(TunableDraft):
             raise ConfigError(f"--draft {path} holds {config.architectures}; tuned are draft models and heads")
         if getattr(config, "quantization_config", None) is not None:
             raise ConfigError(f"--draft {path} has quantized weights; tune the checkpoint that they were made of")
-        if choose_vocabulary(target, str(path), DraftVocabulary.AUTO).vocabulary is not DraftVocabulary.SAME:
+        if choose_vocabulary(target, str(path)).pair is not None:
             raise ConfigError(f"--draft {path} has another vocabulary than --target; only one of its tokens is tuned")
         self._dtype: torch.dtype = config.dtype or torch.float32
 

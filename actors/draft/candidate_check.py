@@ -23,8 +23,9 @@ def _refuse_other_vocabulary(settings: PairSettings, path: str) -> None:
     target, draft = settings.engine.model.path, settings.draft
     assert draft.model is not None, "the pair has a draft model"
     config = load_config(path)
-    usual = choose_vocabulary(target, draft.model.path, draft.vocabulary)
-    found = choose_vocabulary(target, path, draft.vocabulary)
+    needs_ids = draft.is_ahead or settings.engine.speculation.tree is not None
+    usual = choose_vocabulary(target, draft.model.path, needs_ids=needs_ids)
+    found = choose_vocabulary(target, path, needs_ids=needs_ids)
     if usual.pair is None:
         draft_size, target_size = int(config.get_text_config().vocab_size), usual.target_tokens.vocab_size
         if found.pair is not None:

@@ -31,7 +31,6 @@ def load_draft(settings: PairSettings) -> Drafter:
         draft.cache,
         limits,
         engine.model.path,
-        draft.vocabulary,
         engine.speculation.tree,
         is_ahead=draft.is_ahead,
     )

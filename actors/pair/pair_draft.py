@@ -220,7 +220,7 @@ def require_exchangeable(draft: DraftSettings, *, has_process: bool) -> None:
     if draft.kind is SpeculationMethod.MODEL:
         raise RequestError(
             "The draft model runs in the target's process here, so it cannot be replaced alone; deploy with "
-            "draft.process: own (and without --no-ray) to replace it while the pair serves."
+            "draft.gpu: own (and without --no-ray) to replace it while the pair serves."
         )
     if draft.kind.can_branch:
         raise RequestError(

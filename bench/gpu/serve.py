@@ -27,7 +27,7 @@ import uvicorn
 
 from bench.gpu.table import NOT_MEASURED
 from cluster.config import DeployConfig
-from cluster.local.local_service import in_one_process, local_settings, running_service
+from cluster.local.local_service import local_settings, running_service
 from models.fixtures.wide_fixture import LLAMA_3_1B, LLAMA_3_8B, WideShape, build_wide_fixture
 from router.api_keys import ApiKeys
 from router.openai.api import build_app
@@ -90,7 +90,7 @@ def _config(args: argparse.Namespace) -> DeployConfig:
     target, draft = ({"path": str(folder), "dtype": str(dtype).removeprefix("torch.")} for folder in folders)
     speculation = {"num_tokens": 4}
     section = {"model_id": "pair", "target": target, "draft": draft, "speculation": speculation}
-    return in_one_process(DeployConfig.model_validate(section))
+    return DeployConfig.model_validate(section)
 
 
 async def _measure(config: DeployConfig, streams: list[int], max_tokens: int) -> list[dict[str, object]]:

@@ -33,7 +33,7 @@ def convert_gguf_models(config: DeployConfig, report: Callable[[str], None] = lo
     draft = config.draft
     if draft.path is not None:
         draft = draft.model_copy(update={"path": _folder_of(draft.path, draft.dtype, report)})
-    drafts = [each.model_copy(update={"path": _folder_of(each.path, draft.dtype, report)}) for each in config.drafts]
+    drafts = {name: _folder_of(path, draft.dtype, report) for name, path in config.drafts.items()}
     return config.model_copy(update={"target": target, "draft": draft, "drafts": drafts})
 
 

@@ -40,8 +40,8 @@ def check_models(config: DeployConfig) -> list[str]:
                 f"{config.model_id!r} has no chat template: chat requests get a 400. A template for it goes into "
                 f"{target / 'chat_template.jinja'}"
             )
-    for each in config.draft_models:
-        draft = Path(resolve_model_path(str(each.path)))
+    for path in config.draft_models.values():
+        draft = Path(resolve_model_path(path))
         if draft.is_dir():
             _check_weights(draft)
     for model_id in hub_models(config):
@@ -95,7 +95,7 @@ def _check_head(path: str) -> None:
 
 def hub_models(config: DeployConfig) -> list[str]:
     """Return the Hub ids among a deployment's models, without heads."""
-    paths = (config.target.path, *(str(draft.path) for draft in config.draft_models))
+    paths = (config.target.path, *config.draft_models.values())
     return [path for path in paths if not Path(resolve_model_path(path)).exists()]
 
 

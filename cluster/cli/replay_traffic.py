@@ -19,7 +19,7 @@ from cluster.checkpoints.gguf_models import convert_gguf_models
 from cluster.cli.figures import ClassFigures, Reading, drafts_between, figures_between, read_metrics
 from cluster.config import DeployConfig
 from cluster.deploy_file import checked_deployment
-from cluster.local.local_service import in_one_process, local_settings, running_service
+from cluster.local.local_service import local_settings, running_service
 from protos.errors import ConfigError, RequestError
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
@@ -144,7 +144,7 @@ def run_trial(trial: Trial) -> list[TrialFigures]:
         ServingError: the deployment cannot run here.
         RequestError: a request is refused; the message names its line.
     """
-    config = convert_gguf_models(in_one_process(checked_deployment(trial.deployment, trial.draft).config))
+    config = convert_gguf_models(checked_deployment(trial.deployment, trial.draft).config)
     settings = local_settings(config)
     os.environ["OMP_NUM_THREADS"] = str(settings.target_share.num_threads)  # before torch is loaded
     return asyncio.run(_measure(trial, config, settings))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from actors.pair.local_pair import LocalPair
 from actors.settings import PairSettings
@@ -13,7 +14,6 @@ from cluster.placement.placement import NodeResources, plan_pair
 from cluster.placement.topology import read_topology
 from cluster.replica_settings import ingress_config, pair_settings, placement_request
 from cluster.schema.frontends import RouterSection
-from cluster.schema.models import DraftProcess
 from cluster.schema.replicas import PrefillSection
 from cluster.schema.section import Section
 from cluster.schema.speculation import DraftMode
@@ -30,17 +30,10 @@ WITHOUT_EFFECT = (
 )
 
 
-def in_one_process(config: DeployConfig) -> DeployConfig:
-    """Return the deployment with its draft models in the target's process.
-
-    Raises:
-        ConfigError: it asks for more than one process.
-    """
+def check_one_process(config: DeployConfig) -> None:
+    """Raise ConfigError if the deployment asks for more than one process."""
     if obstacles := list(_obstacles(config)):
         raise ConfigError(f"without Ray there is one process: {'; '.join(obstacles)}; remove it, or --no-ray")
-    if not config.draft_models:
-        return config
-    return config.model_copy(update={"draft": config.draft.model_copy(update={"process": DraftProcess.TARGET})})
 
 
 def _obstacles(config: DeployConfig) -> Iterator[str]:
@@ -51,8 +44,6 @@ def _obstacles(config: DeployConfig) -> Iterator[str]:
     yield from _without_effect(config)
     if config.target.tensor_parallel_size > 1:
         yield f"target.tensor_parallel_size is {config.target.tensor_parallel_size}"
-    if config.draft.process is DraftProcess.OWN:
-        yield "draft.process is 'own'"
     if config.draft.gpu == "own":
         yield "draft.gpu is 'own'"
     if config.tune.auto:
@@ -74,10 +65,16 @@ def _without_effect(config: DeployConfig) -> Iterator[str]:
 
 
 def local_settings(config: DeployConfig) -> PairSettings:
-    """Return the settings of the one pair, placed on this machine."""
+    """Return the settings of the one pair on this machine, in one process.
+
+    Raises:
+        ConfigError: the deployment asks for more than one process.
+    """
+    check_one_process(config)
+    request = replace(placement_request(config), is_one_process=True)
     topology = read_topology()
     node = NodeResources(len(os.sched_getaffinity(0)), len(topology.devices))
-    return pair_settings(config, plan_pair(placement_request(config), [node], topology))
+    return pair_settings(config, plan_pair(request, [node], topology))
 
 
 @asynccontextmanager

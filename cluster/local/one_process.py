@@ -15,7 +15,7 @@ from cluster.checkpoints.gguf_models import convert_gguf_models
 from cluster.config import DeployConfig
 from cluster.deploy_file import VLLM_SERVICER_FUNCTION, DeployFile, in_url
 from cluster.local.http_server import HttpServer, MetricsForOperators, Places, share_of_files
-from cluster.local.local_service import in_one_process, local_settings, running_service
+from cluster.local.local_service import local_settings, running_service
 from cluster.local.own_files import PRIVATE
 from cluster.local.serve_environment import tls_variables
 from cluster.proxy.haproxy_config import ProxySettings
@@ -46,7 +46,7 @@ def serve_in_process(file: DeployFile, on_ready: Callable[[], None]) -> None:
         configure_logging()
     os.umask(PRIVATE)
     refuse_serves_options(file)
-    config = convert_gguf_models(in_one_process(file.config))
+    config = convert_gguf_models(file.config)
     settings = local_settings(config)
     os.environ["OMP_NUM_THREADS"] = str(settings.target_share.num_threads)  # before torch is loaded
     asyncio.run(_serve(file, config, settings, on_ready))

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 
 from actors.settings import ProcessShare
 from cluster.placement.topology import NodeTopology
-from cluster.schema.models import DraftProcess
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -60,8 +59,9 @@ class GpuDemand:
 class PlacementRequest:
     """The processes to place. A thread count is None if the user has not set it.
 
-    `draft_gpu` and `draft_process` are deploy.yaml's values, for each of `num_drafts` draft models; each has
-    `draft_threads`. A target and its draft models compute in turn, or at the same time if `is_side_by_side`.
+    `draft_gpu` is deploy.yaml's value, for each of `num_drafts` draft models; each has `draft_threads`. With
+    `is_one_process` the draft models are in the target's process. A target and its draft models compute in turn, or at
+    the same time if `is_side_by_side`.
 
     Without `gpus` a pair gets GPUs of the present nodes. `resources` are custom Ray resources that select nodes.
     """
@@ -76,7 +76,7 @@ class PlacementRequest:
     num_ranks: int = 1
     num_drafts: int = 1
     draft_gpu: str | int = "auto"
-    draft_process: DraftProcess = DraftProcess.AUTO
+    is_one_process: bool = False
     gpus: GpuDemand | None = None
     pair_resources: Mapping[str, float] = field(default_factory=dict)
     prefill_resources: Mapping[str, float] = field(default_factory=dict)
@@ -212,10 +212,8 @@ def _plan_on(request: PlacementRequest, nodes: list[NodeResources], topology: No
 
 
 def _is_in_target(request: PlacementRequest, num_gpus: int) -> bool:
-    """True if the draft model runs in the target's process: if configured, or by default with one GPU for both."""
-    if request.draft_process is not DraftProcess.AUTO:
-        return request.draft_process is DraftProcess.TARGET
-    return num_gpus == request.num_ranks == 1
+    """True if the draft model runs in the target's process, as with one GPU for both."""
+    return request.is_one_process or num_gpus == request.num_ranks == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,16 +279,14 @@ def most_gpus(request: PlacementRequest) -> int:
 def _wanted_gpus(request: PlacementRequest) -> tuple[int, ...]:
     """Devices per pair, the best number first."""
     num_ranks = request.num_ranks
-    is_in_target = request.draft_process is DraftProcess.TARGET
-    if not request.has_draft_model or is_in_target or isinstance(request.draft_gpu, int):
+    if not request.has_draft_model or request.is_one_process or isinstance(request.draft_gpu, int):
         return (num_ranks,)
     return (num_ranks + 1,) if request.draft_gpu == "own" or _has_to_part(request) else (num_ranks + 1, num_ranks)
 
 
 def _has_to_part(request: PlacementRequest) -> bool:
     """True if the draft needs its own GPU: side by side with a target of one rank it cannot share the process."""
-    is_left_open = request.draft_process is DraftProcess.AUTO
-    return request.is_side_by_side and is_left_open and request.num_ranks == 1
+    return request.is_side_by_side and request.num_ranks == 1
 
 
 def _check_links(num_ranks: int, topology: NodeTopology) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from cluster.schema.section import EngineSection, Section, one_of
 from engine.batch.draft import DraftSource
 from engine.config import (
     AttentionKind,
-    DraftVocabulary,
     GraphConfig,
     GraphKind,
     HeadConfig,
@@ -25,7 +24,7 @@ from engine.config import (
 from protos.messages import SpeculationMethod
 
 MODEL_KINDS = tuple(method for method in SpeculationMethod if method.can_branch)  # a second model, and heads
-NAME_PATTERN = "^[a-z][a-z0-9_]{0,31}$"  # no hyphen: it parts a method from a class of requests
+NAME_PATTERN = "[a-z][a-z0-9_]{0,31}"  # no hyphen: it parts a method from a class of requests
 _OWN_WEIGHTS = (SpeculationMethod.MTP, SpeculationMethod.SELF)
 _KINDS_WITH_PATH = tuple(kind for kind in MODEL_KINDS if kind not in _OWN_WEIGHTS)
 _SELF_KEYS = {"quantization", "num_layers"}
@@ -63,14 +62,6 @@ class TargetSection(EngineSection):
         return ModelConfig(**self.model_dump(exclude={"cuda_graphs"}), graphs=GraphConfig(self.cuda_graphs))
 
 
-class DraftProcess(StrEnum):
-    """The process that computes a draft model."""
-
-    AUTO = "auto"  # the target's where they share a GPU, else its own
-    OWN = "own"
-    TARGET = "target"
-
-
 class DraftSection(Section):
     """The source of drafts.
 
@@ -80,24 +71,19 @@ class DraftSection(Section):
     is the target's own weights in its process, over its own KV: in `quantization` (int4 if neither key is set), only
     the first `num_layers` layers, or both. none is plain decoding.
 
-    `vocabulary` is how a model's tokens become the target's: same (one tokenizer), intersection (drafts use the tokens
-    that both have), text (the draft's text is encoded again), or auto, which compares the two tokenizers.
-
-    `process` is the process of a draft model: own, target (the two take turns on the target's GPU or threads), or auto:
-    target if they share a GPU, else own.
+    A draft model may have another tokenizer (docs/speculation.md).
 
     `gpu` is the GPU of a draft model on GPU nodes: `own` is an additional one, a number is the GPU of that rank of the
-    target (0 for the only one), and auto is an additional one if every pair can have it, else the target's last.
+    target (0 for the only one), and auto is an additional one if every pair can have it, else the target's last. On the
+    only GPU of a target the draft is in the target's process and they take turns; otherwise it has its own process.
     """
 
     kind: Annotated[SpeculationMethod, one_of(*_KINDS)] = SpeculationMethod.MODEL
     path: str | None = None
-    vocabulary: Annotated[DraftVocabulary, one_of(*DraftVocabulary)] = DraftVocabulary.AUTO
     dtype: Annotated[ModelDtype, one_of(*ModelDtype)] = ModelDtype.AUTO
     quantization: Annotated[Quantization, one_of(*Quantization)] = Quantization.NONE
     num_layers: int | None = Field(default=None, ge=1)
     num_threads: int | None = Field(default=None, ge=1, le=1024)
-    process: Annotated[DraftProcess, one_of(*DraftProcess)] = DraftProcess.AUTO
     gpu: Literal["auto", "own"] | Annotated[int, Field(ge=0)] = "auto"
 
     @property
@@ -123,27 +109,20 @@ class DraftSection(Section):
             yield f"kind '{self.kind}' computes as its target does; remove {', '.join(sorted(own))}"
         if self.num_layers is not None and not is_self:
             yield f"num_layers is for kind 'self', and the kind is '{self.kind}'; remove one of the two"
-        for name in ("vocabulary", "process"):
-            if self.kind is not SpeculationMethod.MODEL and name in self.model_fields_set:
-                yield f"{name} is for kind 'model', and the kind is '{self.kind}'; remove one of the two"
-        if self.process is DraftProcess.TARGET and self.gpu == "own":
-            yield "process 'target' has only the target's GPUs, and gpu is 'own'; remove one of the two"
-        if self.process is DraftProcess.TARGET and self.num_threads is not None:
-            yield "process 'target' computes on the target's threads; remove num_threads, or set process to 'own'"
 
 
-class NamedDraftSection(Section):
-    """An additional draft model, for requests whose `speculation.method` is its name.
+def _checked_drafts(value: Any) -> Any:
+    if isinstance(value, list):
+        raise ValueError("a list of name and path is now a mapping; write drafts: {code: /models/draft-code}")
+    for name in value if isinstance(value, dict) else ():
+        if not isinstance(name, str) or re.fullmatch(NAME_PATTERN, name) is None:
+            raise ValueError(f"the name {name!r} is not one of up to 32 letters a-z, digits and _; choose another")
+        if name in (*SpeculationMethod, *DraftSource):
+            raise ValueError(f"the name {name!r} names another source of drafts; choose another")
+    return value
 
-    It is computed by the settings of `draft` (dtype, quantization, vocabulary, process, threads, GPU).
-    """
 
-    name: Annotated[str, Field(pattern=NAME_PATTERN)]
-    path: str
-
-    def conflicts(self) -> Iterator[str]:
-        if self.name in (*SpeculationMethod, *DraftSource):
-            yield f"name {self.name!r} names another source of drafts; choose another name"
+NamedDrafts = Annotated[dict[str, str], BeforeValidator(_checked_drafts)]  # name: path
 
 
 def quoted(kinds: tuple[SpeculationMethod, ...]) -> str:

@@ -8,7 +8,6 @@ _SCALING = {
     "downscale_delay_s": "it is always 600",
 }
 
-_DRAFTS = "each of drafts takes draft.{}"
 _TREE = "a tree is dynamic, in passes of at most 4 sequences; num_nodes sets its size"
 
 # What holds now, or what to set, by the path of the key.
@@ -17,9 +16,10 @@ REMOVED = {
     "target.cuda_graph_batches": "passes are recorded for any number of sequences",
     "target.overlapped_passes": "passes overlap where they can",
     "draft.attention": "a draft has the target's attention",
-    **{f"drafts.{key}": _DRAFTS.format(key) for key in ("vocabulary", "dtype", "quantization")},
-    "drafts.attention": "a draft has the target's attention",
+    "draft.process": "it is the target's if both share the only GPU, and otherwise its own; draft.gpu chooses",
+    "draft.vocabulary": "it follows from the two tokenizers (docs/speculation.md)",
     "speculation.num_guess_tokens": "it is always max_num_tokens",
+    "speculation.methods": "requests may choose every method that the deployment can run",
     "speculation.fan_out": "it is always 3",
     **{f"speculation.tree.{key}": _TREE for key in ("kind", "parents", "max_batch")},
     "speculation.steps.rating_prompt": "the question is fixed (docs/speculation.md)",

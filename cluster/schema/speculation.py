@@ -78,10 +78,10 @@ class SpeculationSection(Section):
     With `adaptive`, every pass of every request gets its own K, from 0 to the request's limit; `num_tokens` is the
     first. Otherwise K is `num_tokens`. The default is true for chains in mode sync.
 
-    A request may choose among `methods`, which may name `drafts`. The default is every method that the deployment can
-    run. A request without a choice gets `method`. Its default is the draft's kind, or the first of `methods` if they
-    lack it. `auto` takes the method that was measured to be the fastest for greedy or for sampled requests; one request
-    in 16 gets another method, to keep the measurements current. It needs adaptive lengths.
+    A request may choose any method that the deployment can run, one of `drafts` by its name. A request without a choice
+    gets `method`, by default the draft's kind. `auto` takes the method that was measured to be the fastest for greedy
+    or for sampled requests; one request in 16 gets another method, to keep the measurements current. It needs adaptive
+    lengths.
 
     `target_itl_ms` bounds the time of a pass under adaptive lengths: drafts never make a pass longer than this.
 
@@ -96,7 +96,6 @@ class SpeculationSection(Section):
     mode: Annotated[DraftMode, one_of(*DraftMode)] = DraftMode.SYNC
     verify: Annotated[VerifyMode, one_of(*VerifyMode)] = VerifyMode.COUPLED
     method: _Method | None = None
-    methods: list[_Method] | None = None
     adaptive: bool | None = None
     target_itl_ms: float | None = Field(default=None, gt=0, strict=False)
     tree: TreeSection | None = None

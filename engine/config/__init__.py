@@ -16,11 +16,9 @@ from engine.config.model_config import (
 from engine.config.speculation_config import (
     MAX_DRAFT_TOKENS,
     MAX_TREE_NODES,
-    DraftVocabulary,
     SpeculationConfig,
     TreeConfig,
     TreeKind,
-    check_text_drafts,
 )
 from engine.config.step_config import DEFAULT_RATING_PROMPT, ScorerKind, StepConfig
 
@@ -30,7 +28,6 @@ __all__ = [
     "MAX_TREE_NODES",
     "AttentionKind",
     "CacheConfig",
-    "DraftVocabulary",
     "EngineConfig",
     "GraphConfig",
     "GraphKind",
@@ -48,5 +45,4 @@ __all__ = [
     "StepConfig",
     "TreeConfig",
     "TreeKind",
-    "check_text_drafts",
 ]

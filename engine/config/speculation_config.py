@@ -13,15 +13,6 @@ MAX_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 64
 
 
-class DraftVocabulary(StrEnum):
-    """The mapping of a draft model's tokens to the target's (`engine.proposer.vocab_mapping`)."""
-
-    AUTO = "auto"  # chosen by comparing the two tokenizers
-    SAME = "same"  # one tokenizer, equal ids
-    INTERSECTION = "intersection"  # draft only tokens that both vocabularies have
-    TEXT = "text"  # decode the draft's text and encode it again
-
-
 class TreeKind(StrEnum):
     """The shape of a tree: DYNAMIC follows the draft's probabilities, STATIC is the same in every pass."""
 
@@ -64,23 +55,6 @@ class TreeConfig:
     def num_nodes_for(self, num_sequences: int, verify: VerifyMode) -> int:
         """Return the nodes per tree while `num_sequences` decode; 0 for a chain, as in block verification."""
         return self.num_nodes if num_sequences <= self.max_batch and verify is not VerifyMode.BLOCK else 0
-
-
-def check_text_drafts(tree: TreeConfig | None, *, is_ahead: bool, reason: str = "draft.vocabulary is 'text'") -> None:
-    """Raise ConfigError if drafts are trees or made ahead: drafts that go through text are chains in mode 'sync'.
-
-    Args:
-        tree: The shape of tree drafts; None for chains.
-        is_ahead: True in mode 'async'.
-        reason: Why drafts go through text.
-    """
-    if tree is None and not is_ahead:
-        return
-    conflict = "speculation.tree is set" if tree is not None else "speculation.mode is 'async'"
-    raise ConfigError(
-        f"{reason}, which allows only chains in mode 'sync', but {conflict}; remove it, "
-        "or set draft.vocabulary to 'intersection'"
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,11 +64,10 @@ def test_unknown_key_is_named_with_the_nearest_one():
 
 def test_a_removed_key_is_refused_by_check_with_what_holds_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert not REMOVED.keys() & key_names()
-    args: dict[str, Any] = {"model_id": "demo", "target": {"path": "t"}, "drafts": [{"name": "d", "path": "d"}]}
+    args: dict[str, Any] = {"model_id": "demo", "target": {"path": "t"}, "drafts": {"d": "d"}}
     for path in REMOVED:
         *sections, key = path.split(".")
-        place = args["drafts"][0] if sections == ["drafts"] else args
-        sections = [each for each in sections if each != "drafts"]
+        place = args
         for section in sections:
             place = place.setdefault(section, {"max_replicas": 1} if section == "autoscaling" else {})
         place[key] = 1
@@ -77,7 +76,7 @@ def test_a_removed_key_is_refused_by_check_with_what_holds_now(tmp_path: Path, c
     assert main(["check", str(file)]) == 1
     lines = capsys.readouterr().err
     for path, instead in REMOVED.items():
-        assert f"args.{path.replace('drafts.', 'drafts.0.')}: removed in 0.3.0: {instead}; delete the line" in lines
+        assert f"args.{path}: removed in 0.3.0: {instead}; delete the line" in lines
 
 
 def test_unknown_top_level_key_is_named():
@@ -148,7 +147,6 @@ def test_async_drafting_needs_a_draft_in_a_process_of_its_own():
     config = parse_config({**MINIMAL, "draft": draft, "speculation": {"mode": "async"}})
     assert config.speculation.mode == "async"
     assert "set draft.kind to 'model'" in error_of(speculation={"mode": "async"}, draft={"kind": "suffix"})
-    assert "set draft.process to 'own'" in error_of(speculation={"mode": "async"}, draft={**draft, "process": "target"})
     assert "set draft.gpu to 'own'" in error_of(speculation={"mode": "async"}, draft={**draft, "gpu": 0})
 
 
@@ -171,16 +169,6 @@ def test_a_target_that_drafts_for_itself_does_so_in_int4_unless_it_is_told_other
     assert "needs a draft in its own process" in error_of(draft={"kind": "self"}, speculation={"mode": "async"})
 
 
-def test_a_draft_in_the_targets_process_has_nothing_of_its_own():
-    draft = {"kind": "model", "path": "d", "process": "target"}
-    parse_config({**MINIMAL, "draft": draft})
-    assert "gpu is 'own'" in error_of(draft={**draft, "gpu": "own"})
-    assert "remove num_threads" in error_of(draft={**draft, "num_threads": 1})
-    assert "makes that 2 processes" in error_of(draft=draft, target={"path": "t", "tensor_parallel_size": 2})
-    assert "process is for kind 'model'" in error_of(draft={"kind": "ngram", "process": "target"})
-    assert "own, target" in error_of(draft={**draft, "process": "actor"})
-
-
 def test_model_draft_needs_a_path_and_ngram_takes_none():
     assert "needs path" in error_of(draft={"kind": "model"})
     assert "loads no model" in error_of(draft={"kind": "ngram", "path": "d"})
@@ -192,17 +180,6 @@ def test_a_head_has_the_files_that_its_kind_needs_and_computes_as_its_target():
     assert "remove dtype" in error_of(draft={"kind": "mtp", "dtype": "float32"})
     offered = parse_config(MINIMAL | {"draft": {"kind": "mtp"}, "speculation": {"tree": {}}}).offered_methods
     assert offered == ("mtp", "hybrid", "suffix", "ngram", "none")
-
-
-def test_a_foreign_tokenizer_is_found_out_unless_the_way_is_named() -> None:
-    model = {"kind": "model", "path": "d"}
-    assert parse_config({**MINIMAL, "draft": model}).draft.vocabulary == "auto"
-    assert parse_config({**MINIMAL, "draft": {**model, "vocabulary": "text"}}).draft.vocabulary == "text"
-    assert "this version offers auto, same, intersection, text" in error_of(draft={**model, "vocabulary": "other"})
-    assert "vocabulary is for kind 'model'" in error_of(draft={"kind": "ngram", "vocabulary": "text"})
-    through_text = {**model, "vocabulary": "text"}
-    assert "but speculation.mode is 'async'" in error_of(draft=through_text, speculation={"mode": "async"})
-    assert "but speculation.tree is set" in error_of(draft=through_text, speculation={"tree": {}})
 
 
 @pytest.mark.parametrize("kind", sorted(set(SpeculationMethod) - {SpeculationMethod.HYBRID, SpeculationMethod.AUTO}))
@@ -222,21 +199,17 @@ def test_a_deployment_offers_its_draft_first_and_what_needs_only_the_text():
     assert parse_config(MINIMAL).offered_methods == ("none", "suffix", "ngram")
 
 
-def test_the_methods_on_offer_can_be_limited_and_the_default_chosen():
+def test_the_default_method_can_be_chosen():
     config = MINIMAL | {"draft": {"kind": "model", "path": "d"}}
-    limited = parse_config(config | {"speculation": {"methods": []}})
-    assert limited.offered_methods == ("model", "none")
-    without_model = parse_config(config | {"speculation": {"methods": ["ngram", "suffix"]}})
-    assert without_model.offered_methods == ("ngram", "suffix", "none")
-    chosen = parse_config(config | {"speculation": {"method": "suffix", "methods": ["model", "suffix"]}})
-    assert chosen.offered_methods == ("suffix", "model", "none")
+    chosen = parse_config(config | {"speculation": {"method": "suffix"}})
+    assert chosen.offered_methods == ("suffix", "model", "hybrid", "ngram", "none")
 
 
 def test_the_method_may_be_left_to_what_is_measured_and_the_pass_bounded_where_lengths_adapt():
     config = MINIMAL | {"draft": {"kind": "model", "path": "d"}}
-    chosen = parse_config(config | {"speculation": {"method": "auto", "methods": ["model", "suffix"]}})
-    assert chosen.offered_methods == ("auto", "model", "suffix", "none")
-    assert chosen.to_engine().speculation.choices == ("model", "suffix")
+    chosen = parse_config(config | {"speculation": {"method": "auto"}})
+    assert chosen.offered_methods == ("auto", "model", "hybrid", "suffix", "ngram", "none")
+    assert chosen.to_engine().speculation.choices == ("model", "hybrid", "suffix", "ngram")
     assert parse_config(config | {"speculation": {"target_itl_ms": 40}}).to_engine().speculation.target_itl_s == 0.04
     assert "set adaptive to true" in error_of(speculation={"method": "auto", "adaptive": False})
     assert "target_itl_ms 40 bounds" in error_of(
@@ -247,10 +220,7 @@ def test_the_method_may_be_left_to_what_is_measured_and_the_pass_bounded_where_l
 
 def test_a_method_that_cannot_be_had_is_refused():
     assert "which draft.kind 'ngram' does not give" in error_of(
-        draft={"kind": "ngram"}, speculation={"methods": ["model"]}
-    )
-    assert "is not among speculation.methods" in error_of(
-        draft={"kind": "ngram"}, speculation={"method": "suffix", "methods": ["ngram"]}
+        draft={"kind": "ngram"}, speculation={"method": "model"}
     )
 
 
@@ -396,10 +366,9 @@ def test_a_log_is_off_unless_it_has_a_folder(tmp_path: Path):
     assert "is a file; give a folder" in error_of(tune={"log": str(file)})
 
 
-def test_alarms_are_answered_where_there_is_a_log_and_a_draft_process():
+def test_alarms_are_answered_where_there_is_a_log_and_a_draft_model():
     log = {"log": "positions", "auto": True}
     draft = {"kind": "model", "path": "a/b"}
     assert parse_config(MINIMAL | {"tune": log, "draft": draft}).tune.auto
     assert "auto needs a log, and no log is set" in error_of(tune={"auto": True})
     assert "draft.kind is 'suffix'" in error_of(tune=log, draft={"kind": "suffix"})
-    assert "draft.process 'target'" in error_of(tune=log, draft={**draft, "process": "target"})

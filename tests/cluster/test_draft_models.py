@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.config import DeployConfig, parse_config
-from cluster.local.local_service import in_one_process
+from cluster.local.local_service import local_settings
 from cluster.placement.placement import NodeResources, plan_pair
 from cluster.placement.topology import NodeTopology
 from cluster.replica_settings import pair_settings, placement_request
@@ -29,42 +29,36 @@ def refusal(**args: Any) -> str:
 
 
 def test_each_name_is_a_method_that_requests_may_choose() -> None:
-    drafts = [{"name": "prose", "path": "p"}, {"name": "code", "path": "c"}]
+    drafts = {"prose": "p", "code": "c"}
     config = config_of(drafts=drafts)
     assert config.offered_methods == ("model", "prose", "code", "hybrid", "suffix", "ngram", "none")
     assert config.to_engine().speculation.methods == config.offered_methods
-    limited = config_of(drafts=drafts, speculation={"method": "auto", "methods": ["code", "model"]})
-    assert limited.offered_methods == ("auto", "model", "code", "none")
-    assert limited.to_engine().speculation.choices == ("model", "code")
     first = config_of(drafts=drafts, speculation={"method": "code"})
     assert first.offered_methods[0] == "code"
 
 
 def test_a_head_may_have_models_beside_it() -> None:
-    config = config_of(draft={"kind": "mtp"}, drafts=[{"name": "prose", "path": "p"}])
+    config = config_of(draft={"kind": "mtp"}, drafts={"prose": "p"})
     assert config.offered_methods == ("mtp", "prose", "hybrid", "suffix", "ngram", "none")
-    assert [draft.path for draft in config.draft_models] == ["p"]
+    assert config.draft_models == {"prose": "p"}
 
 
 def test_what_is_wrong_with_drafts_is_named() -> None:
-    prose = {"name": "prose", "path": "p"}
-    assert "drafts has 2 of the name 'prose'" in refusal(drafts=[prose, prose])
-    assert "args.drafts.0: name 'suffix' names another source of drafts" in refusal(
-        drafts=[{"name": "suffix", "path": "p"}]
+    prose = {"prose": "p"}
+    assert "args.drafts: a list of name and path is now a mapping; write drafts: {code: " in refusal(
+        drafts=[{"name": "prose", "path": "p"}]
     )
-    assert "name 'prediction' names another" in refusal(drafts=[{"name": "prediction", "path": "p"}])
-    assert "args.drafts.0.name: string should match pattern" in refusal(drafts=[{"name": "a-b", "path": "p"}])
-    assert "args.drafts.0.path: missing" in refusal(drafts=[{"name": "prose"}])
-    assert "args.drafts.0.nme: unknown key; did you mean 'name'?" in refusal(drafts=[{"nme": "prose", "path": "p"}])
-    assert "draft.kind is 'none'; move the first of them to draft" in refusal(draft={"kind": "none"}, drafts=[prose])
+    assert "args.drafts: the name 'suffix' names another source of drafts" in refusal(drafts={"suffix": "p"})
+    assert "the name 'prediction' names another" in refusal(drafts={"prediction": "p"})
+    assert "args.drafts: the name 'a-b' is not one of up to 32 letters" in refusal(drafts={"a-b": "p"})
+    assert "the name 3 is not one of" in refusal(drafts={3: "p"})
+    assert "args.drafts.prose: input should be a valid string, and it is None" in refusal(drafts={"prose": None})
+    assert "draft.kind is 'none'; move the first of them to draft" in refusal(draft={"kind": "none"}, drafts=prose)
     assert (
-        "speculation names method 'prosa', which draft.kind 'model' does not give, nor is it one of drafts; there is "
-        in (refusal(drafts=[prose], speculation={"method": "prosa"}))
+        "speculation.method is 'prosa', which draft.kind 'model' does not give, nor is it one of drafts; there is "
+        in (refusal(drafts=prose, speculation={"method": "prosa"}))
     )
-    assert "'Big Draft' is no method" in refusal(speculation={"methods": ["Big Draft"]})
-    assert "speculation.mode is 'async'" in refusal(
-        draft={"kind": "model", "path": "d", "vocabulary": "text"}, drafts=[prose], speculation={"mode": "async"}
-    )
+    assert "'Big Draft' is no method" in refusal(speculation={"method": "Big Draft"})
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +73,7 @@ def served_config(folder: Path, **args: Any) -> DeployConfig:
     return config_of(
         target={"path": str(folder / "t")},
         draft={"kind": "model", "path": str(folder / "own"), "quantization": "int8"},
-        drafts=[{"name": "prose", "path": str(folder / "p")}],
+        drafts={"prose": str(folder / "p")},
         **args,
     )
 
@@ -98,11 +92,9 @@ def test_each_draft_has_a_process_and_threads_of_its_own(folder: Path) -> None:
 
 
 def test_without_ray_all_drafts_are_in_the_targets_process(folder: Path) -> None:
-    config = in_one_process(served_config(folder))
-    placement = plan_pair(placement_request(config), [NodeResources(8)], NodeTopology())
-    assert placement.draft is None
-    assert len(placement.bundles) == 2
-    assert list(pair_settings(config, placement).of_drafts) == ["model", "prose"]
+    settings = local_settings(served_config(folder))
+    assert settings.draft_share is None
+    assert list(settings.of_drafts) == ["model", "prose"]
 
 
 @pytest.mark.parametrize(("num_gpus", "parts"), [(2, [0.45, 0.45]), (1, None)])

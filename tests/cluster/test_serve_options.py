@@ -13,7 +13,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.cli.deployment import ServeOptions, deployment_of
 from cluster.deploy_file import checked_deployment
-from cluster.local.local_service import WITHOUT_EFFECT, in_one_process
+from cluster.local.local_service import WITHOUT_EFFECT, check_one_process
 from cluster.local.one_process import refuse_serves_options
 from cluster.serve_options import HONOURED, INGRESS_ALONE, REFUSED, WITHOUT_RAY, model_of
 from protos.errors import ConfigError
@@ -250,4 +250,4 @@ def test_a_key_of_ours_that_needs_ray_is_refused_without(path: str):
     settings = (f"{path}={values.get(path, 3)}", *(["pair.num_replicas=null"] if path == "pair.autoscaling" else []))
     file = checked_deployment(deployment_of("demo", ServeOptions(settings=settings)), "demo")
     with pytest.raises(ConfigError, match=f"{path.rpartition('.')[0] or path}.* is|prefill asks for"):
-        in_one_process(file.config)
+        check_one_process(file.config)

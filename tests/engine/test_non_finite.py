@@ -16,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.batch.draft import Draft
 from engine.config import (
     CacheConfig,
-    DraftVocabulary,
     EngineConfig,
     KVDtype,
     ModelConfig,
@@ -299,9 +298,7 @@ def test_a_draft_model_that_overflows_drafts_nothing_and_is_counted(
 ) -> None:
     target, draft = folders("float32", 0.4), folders("float32")
     config = ModelConfig(str(draft), dtype=ModelDtype.FLOAT32, device="cpu")
-    drafter = load_drafter(
-        config, CacheConfig(num_blocks=24), SchedulerConfig(), str(target), DraftVocabulary.AUTO, tree
-    )
+    drafter = load_drafter(config, CacheConfig(num_blocks=24), SchedulerConfig(), str(target), tree)
     asked = [
         request(name, prompt, temperature=1.0, seed=3, speculation=SpeculationParams(verify=verify))
         for name, prompt in (("sound", CLEAN), ("poisoned", POISONED))

@@ -31,7 +31,7 @@ def pair(cluster: SharedCluster, tmp_path_factory: pytest.TempPathFactory) -> Se
     shutil.copy(target / "tokenizer.json", folder / "near")
     served_pair = cluster.serve(
         folder,
-        drafts=[{"name": "near", "path": str(folder / "near")}],
+        drafts={"near": str(folder / "near")},
         speculation={
             "adaptive": True,
             "num_tokens": 3,

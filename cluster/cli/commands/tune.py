@@ -25,7 +25,7 @@ from cluster.cli.console import console, report
 from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, located
 from cluster.cli.replay_traffic import Replay, TrafficRequest, read_traffic
 from cluster.deploy_file import checked_deployment
-from cluster.local.local_service import in_one_process, local_settings, running_service
+from cluster.local.local_service import local_settings, running_service
 from protos.errors import ConfigError
 
 _NUM_STREAMS = 8
@@ -66,7 +66,7 @@ def log_traffic(deployment: dict[str, Any], requests: list[TrafficRequest], fold
 
 
 def _answer(deployment: dict[str, Any], requests: list[TrafficRequest]) -> int:
-    config = convert_gguf_models(in_one_process(checked_deployment(deployment, "outrider tune").config))
+    config = convert_gguf_models(checked_deployment(deployment, "outrider tune").config)
     settings = local_settings(config)
     os.environ["OMP_NUM_THREADS"] = str(settings.target_share.num_threads)  # before torch is loaded
 

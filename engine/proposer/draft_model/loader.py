@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config import (
-    CacheConfig,
-    DraftVocabulary,
-    ModelConfig,
-    SchedulerConfig,
-    TreeConfig,
-    check_text_drafts,
-)
+from engine.config import CacheConfig, ModelConfig, SchedulerConfig, TreeConfig
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.draft_model.text_proposer import TextProposer
-from engine.proposer.vocab_mapping.choice import VocabularyChoice, choose_vocabulary
+from engine.proposer.vocab_mapping.choice import DraftVocabulary, choose_vocabulary
 from engine.proposer.vocab_mapping.translation import SharedTokens
 
 
@@ -32,7 +25,6 @@ def load_drafter(
     cache: CacheConfig,
     scheduler: SchedulerConfig,
     target_path: str,
-    vocabulary: DraftVocabulary = DraftVocabulary.AUTO,
     tree: TreeConfig | None = None,
     *,
     is_ahead: bool = False,
@@ -42,11 +34,10 @@ def load_drafter(
     With `is_ahead` it also drafts ahead of verification.
 
     Raises:
-        ConfigError: the model cannot be served, does not fit the target, or cannot draft with these settings.
+        ConfigError: the model cannot be served, or does not fit the target.
     """
-    choice = choose_vocabulary(target_path, model.path, vocabulary)
+    choice = choose_vocabulary(target_path, model.path, needs_ids=is_ahead or tree is not None)
     if choice.vocabulary is DraftVocabulary.TEXT:
-        check_text_drafts(tree, is_ahead=is_ahead, reason=_why_text(choice, vocabulary))
         return Drafter(TextProposer(ModelProposer.from_config(model, cache, scheduler), choice.require_pair()))
     translation, tokenizer_path = None, None
     if choice.vocabulary is DraftVocabulary.INTERSECTION:
@@ -56,10 +47,3 @@ def load_drafter(
         model, cache, scheduler, vocab_size, tree, translation=translation, tokenizer_path=tokenizer_path
     )
     return Drafter(proposer, proposer.ahead_drafter() if is_ahead else None)
-
-
-def _why_text(choice: VocabularyChoice, wanted: DraftVocabulary) -> str:
-    if wanted is DraftVocabulary.TEXT:
-        return "draft.vocabulary is 'text'"
-    coverage = choice.require_pair().coverage()
-    return f"the tokenizers of draft and target differ so much (coverage {coverage:.2f}) that drafts go through text"

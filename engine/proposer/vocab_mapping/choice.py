@@ -1,12 +1,12 @@
-"""Chooses the vocabulary mapping of a deployment's draft: as configured, or by the share of common tokens."""
+"""Chooses the mapping of a draft model's tokens to the target's, by the share of common tokens."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
-from engine.config import DraftVocabulary
 from engine.model.checkpoint.end_tokens import find_end_tokens
 from engine.model.loader import load_config, model_folder, tokenizer_file
 from engine.proposer.vocab_mapping.byte_vocabulary import ByteVocabulary, names_of, read_tokenizer
@@ -23,9 +23,17 @@ logger = logging.getLogger(__name__)
 _LEAST_COVERAGE = 0.6  # above it, drafts of shared tokens are at least as fast as text (bench/EXPERIMENTS.md)
 
 
+class DraftVocabulary(StrEnum):
+    """The mapping of a draft model's tokens to the target's."""
+
+    SAME = "same"  # one tokenizer, equal ids
+    INTERSECTION = "intersection"  # draft only tokens that both vocabularies have
+    TEXT = "text"  # decode the draft's text and encode it again
+
+
 @dataclass(frozen=True, slots=True)
 class VocabularyChoice:
-    """The chosen vocabulary, never `auto`; `pair` is None if both models have one tokenizer."""
+    """The chosen vocabulary; `pair` is None if both models have one tokenizer."""
 
     vocabulary: DraftVocabulary
     target_tokens: ModelTokens
@@ -63,28 +71,28 @@ class _TokenizedModel:
         return self.file
 
 
-def choose_vocabulary(target_path: str, draft_path: str, wanted: DraftVocabulary) -> VocabularyChoice:
+def choose_vocabulary(target_path: str, draft_path: str, *, needs_ids: bool = False) -> VocabularyChoice:
     """Compare the tokenizers of two models, choose the mapping, and log the figures.
 
-    If one model has no tokenizer.json, equal ids are assumed to be equal tokens.
+    Drafts of shared tokens alone are chosen if those cover most texts, or if the draft `needs_ids`: only chains in mode
+    `sync` go through text. If one model has no tokenizer.json, equal ids are assumed to be equal tokens.
 
     Raises:
-        ConfigError: the tokenizers do not allow `wanted`, or cannot be compared.
+        ConfigError: the tokenizers cannot be compared.
     """
     target, draft = _TokenizedModel.at(target_path), _TokenizedModel.at(draft_path)
-    is_to_translate = wanted in (DraftVocabulary.INTERSECTION, DraftVocabulary.TEXT)
-    if is_to_translate:
-        _require_tokenizers(target, draft, wanted)
-    elif _is_one_vocabulary(target, draft):
+    if _is_one_vocabulary(target, draft):
         return VocabularyChoice(DraftVocabulary.SAME, target.tokens)
     pair = VocabularyPair(target.vocabulary, draft.vocabulary, target.tokens, draft.tokens)
-    return VocabularyChoice(_choose(pair, wanted), target.tokens, pair)
-
-
-def _require_tokenizers(target: _TokenizedModel, draft: _TokenizedModel, wanted: DraftVocabulary) -> None:
-    path = next((model.path for model in (target, draft) if model.file is None), None)
-    if path is not None:
-        raise ConfigError(f"draft.vocabulary is {str(wanted)!r}, but {path!r} has no tokenizer.json to translate by")
+    coverage = pair.coverage()
+    has_ids = needs_ids or coverage >= _LEAST_COVERAGE
+    chosen = DraftVocabulary.INTERSECTION if has_ids else DraftVocabulary.TEXT
+    logger.info(
+        "the draft has another tokenizer, translated by %s: tokens target=%d draft=%d shared=%d, coverage=%.3f, "
+        "intersection from %.2f on, or for trees and mode async",
+        *(chosen, len(pair.target.names), len(pair.draft.names), len(pair.shared_ids()), coverage, _LEAST_COVERAGE),
+    )
+    return VocabularyChoice(chosen, target.tokens, pair)
 
 
 def _is_one_vocabulary(target: _TokenizedModel, draft: _TokenizedModel) -> bool:
@@ -102,32 +110,6 @@ def _is_one_vocabulary(target: _TokenizedModel, draft: _TokenizedModel) -> bool:
             )
         return True
     return target.file.read_bytes() == draft.file.read_bytes() or are_names_of_one(draft.names, target.names)
-
-
-def _choose(pair: VocabularyPair, wanted: DraftVocabulary) -> DraftVocabulary:
-    """Choose for two vocabularies that differ, or that the configuration treats as different."""
-    num_shared, coverage = len(pair.shared_ids()), pair.coverage()
-    if wanted is DraftVocabulary.SAME:
-        raise ConfigError(
-            f"draft.vocabulary is 'same', but of the target's {len(pair.target.names)} tokens and the draft's "
-            f"{len(pair.draft.names)} only {num_shared} are the same; set it to 'intersection', 'text' or 'auto'"
-        )
-    # Drafts of shared tokens only, if those cover most texts; else drafts of text.
-    chosen = wanted
-    if wanted is DraftVocabulary.AUTO:
-        is_covered = coverage >= _LEAST_COVERAGE
-        chosen = DraftVocabulary.INTERSECTION if is_covered else DraftVocabulary.TEXT
-    logger.info(
-        "draft.vocabulary %s, wanted %s: tokens target=%d draft=%d shared=%d, coverage=%.3f, intersection from %.2f on",
-        chosen,
-        wanted,
-        len(pair.target.names),
-        len(pair.draft.names),
-        num_shared,
-        coverage,
-        _LEAST_COVERAGE,
-    )
-    return chosen
 
 
 def _model_tokens(path: str) -> ModelTokens:

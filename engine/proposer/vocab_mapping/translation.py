@@ -84,7 +84,7 @@ class SharedTokens:
         self._draft_size = pair.draft_tokens.vocab_size
         shared = pair.shared_ids()
         if not shared:
-            raise ConfigError("draft and target have no token in common; set draft.vocabulary to 'text'")
+            raise ConfigError("draft and target have no token in common, as trees and mode 'async' need; remove them")
         self._draft_ids = torch.tensor(list(shared.keys()))
         self._target_ids = torch.tensor(list(shared.values()))
         self._fed = torch.zeros(self._target_size, dtype=torch.int64)

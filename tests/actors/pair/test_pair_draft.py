@@ -90,7 +90,7 @@ async def test_a_second_order_is_a_conflict_and_the_first_ends_without_its_calle
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (SpeculationMethod.MODEL, "draft.process: own"),
+        (SpeculationMethod.MODEL, "draft.gpu: own"),
         (SpeculationMethod.EAGLE3, "'eagle3'.*target's process"),
         (SpeculationMethod.SELF, "'self'.*target's process"),
         (SpeculationMethod.SUFFIX, "'suffix', which has no weights"),

@@ -61,7 +61,7 @@ def test_an_address_can_be_copied_whatever_the_host_is(host: str, address: str):
 def test_relative_paths_are_those_of_the_folder_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small").mkdir()
-    args = {"tune": {"log": "my log"}, "drafts": [{"name": "a", "path": "small"}, {"name": "b", "path": "org/b"}]}
+    args = {"tune": {"log": "my log"}, "drafts": {"a": "small", "b": "org/b"}}
     changed = with_absolute_paths({"applications": [{"args": args}]})["applications"][0]["args"]
     assert changed["tune"] == {"log": str(tmp_path / "my log")}
-    assert [each["path"] for each in changed["drafts"]] == [str(tmp_path / "small"), "org/b"]
+    assert changed["drafts"] == {"a": str(tmp_path / "small"), "b": "org/b"}

@@ -18,7 +18,7 @@ import pytest
 from cluster.cli.__main__ import main
 from cluster.cli.deployment import ServeOptions, deployment_of
 from cluster.deploy_file import checked_deployment
-from cluster.local.local_service import in_one_process
+from cluster.local.local_service import check_one_process
 from cluster.local.ports import free_ports
 from protos import outrider_pb2, outrider_pb2_grpc
 from protos.errors import ConfigError
@@ -113,14 +113,14 @@ def test_a_server_without_the_model_is_refused_by_name(ports: range, capsys: pyt
         ("pair.num_replicas=2", "pair asks for 2 replicas"),
         ("prefill.num_replicas=1", "prefill asks for 1 replicas"),
         ("speculation.mode=async", "speculation.mode is 'async'"),
-        ("draft.process=own", "draft.process is 'own'"),
+        ("draft.gpu=own", "draft.gpu is 'own'"),
         ("target.tensor_parallel_size=2", "tensor_parallel_size is 2"),
     ],
 )
 def test_more_than_one_process_is_refused(setting: str, message: str):
     deployment = deployment_of("demo", ServeOptions(settings=(setting,)))
     with pytest.raises(ConfigError, match=message):
-        in_one_process(checked_deployment(deployment, "demo").config)
+        check_one_process(checked_deployment(deployment, "demo").config)
 
 
 def test_a_stored_answer_is_proved_again_and_a_forged_one_is_not(

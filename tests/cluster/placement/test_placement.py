@@ -6,7 +6,6 @@ from actors.settings import PairDevices
 from cluster.placement.devices import choose_devices, pin_devices
 from cluster.placement.placement import NodeResources, PairPlacement, PlacementRequest, plan_pair
 from cluster.placement.topology import NodeTopology, read_topology
-from cluster.schema.models import DraftProcess
 from protos.errors import ConfigError
 from tests.cluster.recorded_nvml import RecordedNvml
 
@@ -65,25 +64,20 @@ def test_a_draft_that_shares_the_targets_gpu_shares_its_process_too():
     assert plan([two], recorded("nvswitch_8")).draft is not None
     assert plan([one], recorded("nvswitch_8")).draft is None
     assert plan([two], recorded("nvswitch_8"), draft_gpu=0).draft is None
-    own = plan([two], recorded("nvswitch_8"), draft_gpu=0, draft_process=DraftProcess.OWN)
-    assert (own.num_gpus, own.draft is None) == (1, False)
-    within = plan([two], recorded("nvswitch_8"), draft_process=DraftProcess.TARGET)
+    within = plan([two], recorded("nvswitch_8"), is_one_process=True)
     assert (within.num_gpus, within.draft) == (1, None)
-    assert plan([one], recorded("nvswitch_8"), draft_process=DraftProcess.OWN).draft is not None
     ranks = plan([two], recorded("nvswitch_8"), num_ranks=2)
     assert ranks.draft is not None
 
 
 def test_a_draft_in_the_targets_process_leaves_it_every_core():
-    placement = plan([NodeResources(8)], draft_process=DraftProcess.TARGET)
+    placement = plan([NodeResources(8)], is_one_process=True)
     assert (placement.target.num_threads, placement.draft, len(placement.bundles)) == (8, None, 2)
 
 
-def test_drafting_ahead_needs_a_gpu_of_its_own_or_a_process_of_its_own():
+def test_drafting_ahead_needs_a_gpu_of_its_own():
     with pytest.raises(ConfigError, match=r"1 pairs need 2 GPUs each.*set speculation.mode to 'sync'"):
         plan([NodeResources(64, 1)], recorded("nvswitch_8"), is_side_by_side=True)
-    apart = {"is_side_by_side": True, "draft_process": DraftProcess.OWN}
-    assert plan([NodeResources(64, 1)], recorded("nvswitch_8"), **apart).num_gpus == 1
 
 
 def test_a_plain_target_takes_one_gpu():

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from engine.batch.draft import Draft
 from engine.config import (
     CacheConfig,
-    DraftVocabulary,
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
@@ -29,12 +29,11 @@ from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.draft_model.text_proposer import TextProposer
 from engine.sampling.noise import gumbel
 from engine.sampling.sampler import Purpose, row_keys
-from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
 from tests.builders import make_scheduled, make_sequence, sequence_of
 from tests.engine.fixtures.ahead_proposer import AheadProposer
 from tests.engine.fixtures.checkpoints import Folders
-from tests.engine.fixtures.foreign_pair import write_foreign_pair, write_small_pair
+from tests.engine.fixtures.foreign_pair import COVERAGE, write_foreign_pair, write_small_pair
 from tests.engine.fixtures.tabular import chi_square_tail
 from tests.serve.reference_probs import probs_of_first_tokens
 
@@ -62,13 +61,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return write_small_pair(tmp_path_factory.mktemp("small"))
 
 
-def new_proposer(folders: Folders, vocabulary: DraftVocabulary, tree: TreeConfig | None = None) -> Proposer:
+def intersection(folders: Folders, tree: TreeConfig | None = None) -> Proposer:
     model = ModelConfig(str(folders.draft), dtype="float32", num_threads=1)
-    return load_drafter(model, CACHE, SchedulerConfig(), str(folders.target), vocabulary, tree).proposer
-
-
-def intersection(folders: Folders) -> Proposer:
-    return new_proposer(folders, DraftVocabulary.INTERSECTION)
+    return load_drafter(model, CACHE, SchedulerConfig(), str(folders.target), tree).proposer
 
 
 def ahead(folders: Folders) -> Proposer:
@@ -78,11 +73,12 @@ def ahead(folders: Folders) -> Proposer:
 
 
 def trees(folders: Folders) -> Proposer:
-    return new_proposer(folders, DraftVocabulary.INTERSECTION, TreeConfig(max_batch=64))
+    return intersection(folders, TreeConfig(max_batch=64))
 
 
 def text(folders: Folders) -> Proposer:
-    return new_proposer(folders, DraftVocabulary.TEXT)
+    with patch(COVERAGE, 1.1):
+        return intersection(folders)
 
 
 def new_engine(
@@ -152,10 +148,12 @@ def sample_by_other_ids(scores: torch.Tensor, rows: Seq) -> torch.Tensor:
     return (scores + noise.roll(1, dims=1)).argmax(dim=1)
 
 
-@pytest.mark.parametrize("vocabulary", [DraftVocabulary.INTERSECTION, DraftVocabulary.TEXT])
-def test_a_draft_depends_on_nothing_but_what_is_committed(folders: Folders, vocabulary: DraftVocabulary) -> None:
+@pytest.mark.parametrize("new_proposer", [intersection, text])
+def test_a_draft_depends_on_nothing_but_what_is_committed(
+    folders: Folders, new_proposer: Callable[[Folders], Proposer]
+) -> None:
     """Rounds with every outcome; each draft equals a fresh model's."""
-    proposer, fresh = new_proposer(folders, vocabulary), new_proposer(folders, vocabulary)
+    proposer, fresh = new_proposer(folders), new_proposer(folders)
     dice = random.Random(3)
     sequence = sequence_of(requests()[1], 5)
     proposer.open(sequence)
@@ -201,12 +199,14 @@ def test_a_draft_through_text_is_what_the_draft_model_says_next(folders: Folders
         assert said.startswith(drafted)
 
 
-def test_text_offers_chains_when_asked_and_nothing_else(folders: Folders) -> None:
+def test_trees_and_drafts_made_ahead_do_not_go_through_text(folders: Folders) -> None:
     model = ModelConfig(str(folders.draft), dtype="float32")
-    with pytest.raises(ConfigError, match=r"allows only chains in mode 'sync', but speculation.tree is set"):
-        new_proposer(folders, DraftVocabulary.TEXT, TreeConfig())
-    with pytest.raises(ConfigError, match=r"but speculation.mode is 'async'"):
-        load_drafter(model, CACHE, SchedulerConfig(), str(folders.target), DraftVocabulary.TEXT, is_ahead=True)
+    with patch(COVERAGE, 1.1):
+        assert isinstance(intersection(folders), TextProposer)
+        assert isinstance(intersection(folders, TreeConfig()), ModelProposer)
+        drafter = load_drafter(model, CACHE, SchedulerConfig(), str(folders.target), is_ahead=True)
+    assert isinstance(drafter.proposer, ModelProposer)
+    assert drafter.ahead is not None
 
 
 # ---- verification by ratios: samples against the exact distribution -------------------------------------------------

@@ -13,17 +13,16 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.config import DraftVocabulary
 from engine.proposer.common_prefix import num_equal
 from engine.proposer.vocab_mapping.byte_vocabulary import ByteVocabulary, names_of
-from engine.proposer.vocab_mapping.choice import choose_vocabulary
+from engine.proposer.vocab_mapping.choice import DraftVocabulary, choose_vocabulary
 from engine.proposer.vocab_mapping.text_reader import TextReader
 from engine.proposer.vocab_mapping.translation import SameVocabulary, SharedTokens
 from engine.proposer.vocab_mapping.vocabulary_pair import ModelTokens, VocabularyPair, are_names_of_one
 from protos.errors import ConfigError
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, write_tokenizer
 from tests.engine.fixtures.checkpoints import Folders, write_checkpoint
-from tests.engine.fixtures.foreign_pair import DRAFT_TEXTS, TARGET_TEXTS, new_tokenizer, write_foreign_pair
+from tests.engine.fixtures.foreign_pair import COVERAGE, DRAFT_TEXTS, TARGET_TEXTS, new_tokenizer, write_foreign_pair
 
 TEXT = (
     "The draft's na\u00efve \u2014 word: \U0001f600\U0001f600 \u4f60\u597d,\n\n    def f(x):\n"
@@ -150,7 +149,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 def test_drafts_are_made_of_the_tokens_that_spell_the_same(folders: Folders) -> None:
-    pair = choose_vocabulary(str(folders.target), str(folders.draft), DraftVocabulary.INTERSECTION).require_pair()
+    pair = choose_vocabulary(str(folders.target), str(folders.draft)).require_pair()
     translation = SharedTokens(pair)
     logits = torch.randn(3, pair.draft_tokens.vocab_size)
     aligned = translation.align(logits)
@@ -183,7 +182,7 @@ class Copies(TorchDispatchMode):
 
 def test_the_tables_go_to_the_device_of_the_logits_once(folders: Folders) -> None:
     """The device `meta` replaces a GPU: nothing can be copied from it. The first ids of a round may be on the host."""
-    pair = choose_vocabulary(str(folders.target), str(folders.draft), DraftVocabulary.INTERSECTION).require_pair()
+    pair = choose_vocabulary(str(folders.target), str(folders.draft)).require_pair()
     translation = SharedTokens(pair)
     logits = torch.empty(3, pair.draft_tokens.vocab_size, device="meta")
     translation.align(logits)
@@ -196,7 +195,7 @@ def test_the_tables_go_to_the_device_of_the_logits_once(folders: Folders) -> Non
 
 
 def test_what_the_target_has_no_token_for_is_counted(folders: Folders) -> None:
-    pair = choose_vocabulary(str(folders.target), str(folders.draft), DraftVocabulary.INTERSECTION).require_pair()
+    pair = choose_vocabulary(str(folders.target), str(folders.draft)).require_pair()
     translation = SharedTokens(pair)
     shared = set(pair.shared_ids())
     lone = next(each for each in range(pair.draft_tokens.vocab_size) if each not in shared)
@@ -210,23 +209,19 @@ def test_what_the_target_has_no_token_for_is_counted(folders: Folders) -> None:
 def test_the_choice_follows_what_the_tokenizers_share(
     folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def chosen(draft: Path, wanted: DraftVocabulary = DraftVocabulary.AUTO) -> DraftVocabulary:
-        return choose_vocabulary(str(folders.target), str(draft), wanted).vocabulary
+    def chosen(draft: Path, **options: bool) -> DraftVocabulary:
+        return choose_vocabulary(str(folders.target), str(draft), **options).vocabulary
 
     assert chosen(folders.target) is DraftVocabulary.SAME
     assert chosen(folders.draft) is DraftVocabulary.INTERSECTION
-    monkeypatch.setattr("engine.proposer.vocab_mapping.choice._LEAST_COVERAGE", 0.99)
+    monkeypatch.setattr(COVERAGE, 0.99)
     assert chosen(folders.draft) is DraftVocabulary.TEXT
-    assert chosen(folders.draft, DraftVocabulary.TEXT) is DraftVocabulary.TEXT
-    with pytest.raises(ConfigError, match=r"draft.vocabulary is 'same', but of the target's \d+ tokens .* only \d+"):
-        chosen(folders.draft, DraftVocabulary.SAME)
+    assert chosen(folders.draft, needs_ids=True) is DraftVocabulary.INTERSECTION
     (tmp_path / "config.json").write_text((folders.draft / "config.json").read_text())
     with pytest.raises(ConfigError, match=r"without a tokenizer\.json of both they cannot be compared"):
         chosen(tmp_path)
     (tmp_path / "config.json").write_text((folders.target / "config.json").read_text())
     assert chosen(tmp_path) is DraftVocabulary.SAME  # no tokenizer: equal ids are assumed to be equal tokens
-    with pytest.raises(ConfigError, match=r"has no tokenizer.json to translate by"):
-        chosen(tmp_path, DraftVocabulary.TEXT)
 
 
 def test_a_few_other_names_are_still_the_same_vocabulary() -> None:
@@ -246,9 +241,9 @@ def test_tokens_that_spell_nothing_will_do_where_they_are_the_same(folders: Fold
         core.decoder = decoders.WordPiece()
         core.save(str(tmp_path / name / "tokenizer.json"), pretty=name == "draft")
     paths = str(tmp_path / "target"), str(tmp_path / "draft")
-    assert choose_vocabulary(*paths, DraftVocabulary.AUTO).vocabulary is DraftVocabulary.SAME
+    assert choose_vocabulary(*paths).vocabulary is DraftVocabulary.SAME
     with pytest.raises(ConfigError, match="its tokens have no fixed bytes"):
-        choose_vocabulary(*paths, DraftVocabulary.TEXT)
+        choose_vocabulary(paths[0], str(folders.draft))
     size = len(names_of(Tokenizer.from_file(str(folders.target / "tokenizer.json")), 1000))
     ours = ByteVocabulary.from_file(folders.target / "tokenizer.json", size)
     assert VocabularyPair(ours, ours, ModelTokens(size), ModelTokens(size)).coverage() == pytest.approx(1.0)
@@ -269,7 +264,7 @@ def test_one_tokenizer_is_one_whatever_the_padding(draft_size: int, target_size:
         write_checkpoint(tmp_path / name, seed=0, vocab_size=size)
         core = write_tokenizer(tmp_path / name)
         core.save(str(tmp_path / name / "tokenizer.json"), pretty=name == "draft")
-    choice = choose_vocabulary(str(tmp_path / "target"), str(tmp_path / "draft"), DraftVocabulary.AUTO)
+    choice = choose_vocabulary(str(tmp_path / "target"), str(tmp_path / "draft"))
     assert choice.vocabulary is DraftVocabulary.SAME
     translation = SameVocabulary(draft_size, target_size)
     assert translation.align(torch.zeros(1, draft_size)).shape == (1, target_size)
@@ -280,4 +275,4 @@ def test_models_without_a_tokenizer_are_compared_by_their_sizes(tmp_path: Path) 
         (tmp_path / name).mkdir()
         write_checkpoint(tmp_path / name, seed=0, vocab_size=size)
     with pytest.raises(ConfigError, match="draft's vocabulary has 400 tokens and the target's 300; without"):
-        choose_vocabulary(str(tmp_path / "target"), str(tmp_path / "draft"), DraftVocabulary.AUTO)
+        choose_vocabulary(str(tmp_path / "target"), str(tmp_path / "draft"))
