@@ -29,10 +29,13 @@ from engine.config import (
     KVDtype,
     ModelConfig,
     SamplingSource,
+    SpeculationConfig,
 )
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
 from router.config import IngressConfig, IngressSettings
+from router.requests.reasoning_format import HARMONY, MARKS, find_reasoning
+from router.tokenizer.tokenizer_files import load_tokenizer_files
 
 _MIN_DRAFT_PART = 0.1  # of a GPU that it shares with its target
 _TARGET_BYTES_PER_DRAFT_BYTE = 4  # a draft's token takes a fifth of the target's or less
@@ -106,6 +109,7 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
             model=target,
             head=_located(engine.head),
             cache=target_cache_config(config.cache, _shared_part(config, placement)),
+            speculation=_within_thoughts(config, engine.speculation),
         ),
         draft=own,
         more_drafts=tuple(more),
@@ -141,6 +145,19 @@ def prefill_settings(config: DeployConfig, engine: EngineConfig, placement: Pair
         niceness=0 if placement.num_gpus else _PREFILL_NICENESS,
         kv_transport=config.prefill.kv_transport,
     )
+
+
+def _within_thoughts(config: DeployConfig, speculation: SpeculationConfig) -> SpeculationConfig:
+    """Limit reasoning steps to the model's thoughts if it marks them with a pair of tokens."""
+    if speculation.steps is None:
+        return speculation
+    files = load_tokenizer_files(resolve_model_path(config.target.path), config.ingress.chat_template_text)
+    template = files.chat_template.source if files.chat_template else ""
+    found = find_reasoning(files.tokenizer, template, config.ingress.reasoning_format)
+    if found is None or found.name == HARMONY:
+        return speculation
+    begin, end = MARKS[found.name]
+    return replace(speculation, steps=replace(speculation.steps, think=(begin, end)))
 
 
 def _auto_tune(config: DeployConfig, placement: PairPlacement) -> AutoTuneSettings | None:

@@ -22,6 +22,8 @@ REMOVED = {
     "speculation.methods": "requests may choose every method that the deployment can run",
     "speculation.fan_out": "it is always 3",
     **{f"speculation.tree.{key}": _TREE for key in ("kind", "parents", "max_batch")},
+    "speculation.steps.threshold": "it is 7, or a request's own",
+    "speculation.steps.think": "steps are drafted between the marks of ingress.reasoning_format, anywhere without them",
     "speculation.steps.rating_prompt": "the question is fixed (docs/speculation.md)",
     "speculation.steps.step_end": "a step ends at a blank line",
     "speculation.steps.max_step_tokens": "it is always 64",

@@ -36,9 +36,6 @@ class TreeSection(EngineSection):
         return TreeConfig(num_nodes=self.num_nodes)
 
 
-_STEPS = StepConfig()
-
-
 def _as_method(value: Any) -> SpeculationMethod | str:
     """Return the method with this name, or the name itself, for a member of `drafts`."""
     if not isinstance(value, str) or re.fullmatch(NAME_PATTERN, value) is None:
@@ -53,19 +50,16 @@ class StepsSection(EngineSection):
     """Permission for requests to ask for reasoning steps that are NOT exact (`speculation: {"mode": "approximate"}`).
 
     The draft writes a step, up to a blank line or 64 tokens. The target scores it from 0 to 9 in one pass, and commits
-    it unchanged if the score is at least `threshold`. `judge` rating is the digit that the target expects after a
-    question; likelihood compares the step's tokens with the target's likeliest ones. Steps are drafted between the two
-    markers `think` (anywhere if null), at most 256 per request.
+    it unchanged if the score is at least 7, or the request's `threshold`. `judge` rating is the digit that the target
+    expects after a question; likelihood compares the step's tokens with the target's likeliest ones. Steps are drafted
+    between the marks of the model's reasoning (anywhere if it has none), at most 256 per request.
     """
 
-    threshold: float = Field(default=_STEPS.threshold, strict=False)
-    judge: Annotated[ScorerKind, one_of(*ScorerKind)] = _STEPS.judge
-    think: list[str] | None = Field(default=list(_STEPS.think or ()), min_length=2, max_length=2)
+    judge: Annotated[ScorerKind, one_of(*ScorerKind)] = ScorerKind.RATING
 
     def to_engine(self) -> StepConfig:
         """Return the steps that the engine allows."""
-        think = None if self.think is None else (self.think[0], self.think[1])
-        return StepConfig(**{**self.model_dump(), "think": think})
+        return StepConfig(judge=self.judge)
 
 
 class SpeculationSection(Section):

@@ -36,7 +36,7 @@ class StepConfig:
     judge: ScorerKind = ScorerKind.RATING
     rating_prompt: str = DEFAULT_RATING_PROMPT
     step_end: str = "\n\n"
-    think: tuple[str, str] | None = ("<think>", "</think>")
+    think: tuple[str, str] | None = None
     max_step_tokens: int = 64
     max_steps: int = 256
 

@@ -17,6 +17,7 @@ from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
 from router.backend import migration
 from router.config import IngressConfig
+from tests.router.conftest import byte_tokenizer_core
 
 
 @pytest.fixture
@@ -51,6 +52,35 @@ def test_connections_outlast_the_pairs_that_served_them(model: str, monkeypatch:
     drains_s = [each._deployment_config.graceful_shutdown_timeout_s for each in (pair, ingress)]
     assert drains_s[0] + migration.DEADLINE_S < drains_s[1]
     assert drains_s[1] < float(os.environ["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"])
+
+
+@pytest.mark.parametrize(
+    ("format_name", "template", "think"),
+    [
+        ("auto", "{{ messages }}<seed:think>", ("<seed:think>", "</seed:think>")),
+        ("auto", "{{ messages }}", None),
+        ("seed", "{{ messages }}", ("<seed:think>", "</seed:think>")),
+        ("none", "{{ messages }}<seed:think>", None),
+    ],
+)
+def test_steps_are_drafted_between_the_marks_of_the_models_reasoning(
+    model: str, format_name: str, template: str, think: tuple[str, str] | None
+):
+    core = byte_tokenizer_core()
+    core.add_tokens(["<seed:think>", "</seed:think>"])
+    core.save(f"{model}/tokenizer.json")
+    _, pair = deployments(
+        {
+            "model_id": "m",
+            "target": {"path": model},
+            "draft": {"kind": "model", "path": model},
+            "speculation": {"steps": {}},
+            "ingress": {"chat_template": template, "reasoning_format": format_name},
+        }
+    )
+    steps = settings_of(pair).engine.speculation.steps
+    assert steps is not None
+    assert steps.think == think
 
 
 def test_a_pair_is_packed_on_one_node_with_a_bundle_for_each_process(model: str):

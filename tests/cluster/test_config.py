@@ -16,6 +16,7 @@ from engine.config import (
     HeadKind,
     ModelConfig,
     PositionLogConfig,
+    ScorerKind,
     StepConfig,
     TreeConfig,
     TreeKind,
@@ -301,17 +302,15 @@ def test_a_tree_that_cannot_be_grown_is_refused(speculation: dict[str, Any], rea
 def test_reasoning_steps_are_off_unless_the_operator_asks_for_them():
     draft = {"kind": "model", "path": "d"}
     assert parse_config(MINIMAL | {"draft": draft}).speculation.steps is None
-    config = parse_config(MINIMAL | {"draft": draft, "speculation": {"steps": {"threshold": 8, "think": None}}})
+    config = parse_config(MINIMAL | {"draft": draft, "speculation": {"steps": {"judge": "likelihood"}}})
     assert config.speculation.steps is not None
-    assert config.speculation.steps.to_engine() == StepConfig(threshold=8, think=None)
+    assert config.speculation.steps.to_engine() == StepConfig(judge=ScorerKind.LIKELIHOOD)
 
 
 @pytest.mark.parametrize(
     ("steps", "others", "words"),
     [
-        ({"threshold": 10}, {}, "threshold is 10.0; scores are 0 to 9"),
         ({"judge": "draft"}, {}, "'draft' is not available; this version offers rating, likelihood"),
-        ({"think": ["<think>"]}, {}, "args.speculation.steps.think"),
         ({"exact": False}, {}, "unknown key"),
         ({}, {"draft": {"kind": "ngram"}}, "speculation.steps needs a draft model, and draft.kind is 'ngram'"),
         (

@@ -12,7 +12,7 @@ from cluster.local.local_cluster import LocalCluster
 from tests.serve.served_pair import ServedPair, SharedCluster
 from tests.serve.tiny_models import write_pair
 
-STEPS = {"judge": "likelihood", "think": None}  # for requests that ask
+STEPS = {"judge": "likelihood"}  # for requests that ask
 
 
 @pytest.fixture(scope="session")

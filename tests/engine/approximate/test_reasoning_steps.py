@@ -32,7 +32,8 @@ from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, write_tokenize
 from tests.engine.fixtures.checkpoints import Folders, write_checkpoint
 
 K = 3
-ANYWHERE = StepConfig(threshold=0.0, judge=ScorerKind.LIKELIHOOD, think=None, max_step_tokens=8)
+ANYWHERE = StepConfig(threshold=0.0, judge=ScorerKind.LIKELIHOOD, max_step_tokens=8)
+THINKING = StepConfig(think=("<think>", "</think>"))
 BEST_ONLY = replace(ANYWHERE, threshold=9.0)
 PROMPTS = ((5, 9, 33, 7), (60, 61, 62, 63, 64, 65), (8,) * 20)
 CACHE = CacheConfig(num_blocks=64, memory_bytes=None, block_size=4)
@@ -288,7 +289,7 @@ def test_a_step_ends_behind_its_mark_and_before_the_end_of_reasoning(
     tokenizer: Tokenizer, text: str, step: str | None, is_ending: bool
 ):
     token_ids = ids(tokenizer, text)
-    end = StepText(tokenizer, StepConfig()).find_end(token_ids, 0)
+    end = StepText(tokenizer, THINKING).find_end(token_ids, 0)
     if step is None:
         assert end is None
     else:
@@ -296,11 +297,11 @@ def test_a_step_ends_behind_its_mark_and_before_the_end_of_reasoning(
 
 
 def test_a_step_ends_before_a_stop_token(tokenizer: Tokenizer):
-    assert StepText(tokenizer, StepConfig()).find_end([40, 41, 0, 42], 0, {0}) == StepEnd(2, is_ending=True)
+    assert StepText(tokenizer, THINKING).find_end([40, 41, 0, 42], 0, {0}) == StepEnd(2, is_ending=True)
 
 
 def test_the_last_marker_says_whether_the_text_is_reasoning(tokenizer: Tokenizer):
-    text = StepText(tokenizer, StepConfig())
+    text = StepText(tokenizer, THINKING)
     for written, expected in (("<think>a", True), ("<think>a</think>b", False), ("</think><think>", True)):
         token_ids = ids(tokenizer, written)
         assert text.is_thinking(token_ids, len(token_ids), False) is expected

@@ -131,7 +131,7 @@ class StepBackend(EngineBackend):
     """A real engine with a draft that may write steps."""
 
     def __init__(self, folder: Path) -> None:
-        steps = StepConfig(0.0, ScorerKind.LIKELIHOOD, think=None, max_step_tokens=8)
+        steps = StepConfig(0.0, ScorerKind.LIKELIHOOD, max_step_tokens=8)
         cache = CacheConfig(num_blocks=64, memory_bytes=None)
         config = EngineConfig(
             ModelConfig(str(folder / "target"), dtype="float32"), cache, speculation=SpeculationConfig(3, steps=steps)
