@@ -63,7 +63,7 @@ def error_of(response: httpx.Response, status: int) -> dict:
         ({"presence_penalty": 3}, "presence_penalty", ["at most 2"]),
         ({"n": 0}, "n", ["at least 1"]),
         ({"n": 129}, "n", ["129", "128"]),
-        ({"n": 3, "prompt": ["a", "b", "c"]}, "n", ["9 choices", "8"]),
+        ({"n": 43, "prompt": ["a", "b", "c"]}, "n", ["129 choices", "128"]),
         ({"best_of": 3}, "best_of", ["3"]),
         ({"suffix": "x"}, "suffix", ["not supported"]),
         ({"response_format": {"type": "json"}}, "response_format.type", ["json_object"]),
