@@ -138,7 +138,7 @@ def read_log(folder: Path, target: LoggedModel, report: Callable[[str], None], e
         raise ConfigError(
             f"{folder} has {log.num_positions} positions in all, which is too "
             f"little to train on and measure; wait for at least {_MIN_POSITIONS} of some dozens of requests, or "
-            "raise tune.share"
+            "send store: true with the requests"
         )
     return log
 

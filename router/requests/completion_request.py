@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from protos.errors import RequestError
 from router.requests.generation_fields import MAX_LOGPROBS, GenerationFields, Int, TokenLimitOrZero
 
-MAX_PROMPTS = 4096  # that are looked at; the operator's `max_choices` may be less
+MAX_PROMPTS = 4096  # that are looked at; fewer are answered
 
 _TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
 _TOKENS_SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
