@@ -16,7 +16,7 @@ from typing import Any, get_args
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic_core import PydanticUndefined
 
-from actors.kv_transfer.direct_blocks import DirectStats
+from actors.kv_transfer.nixl_carrier import DirectStats
 from actors.pair.pair_metrics import PairMetrics
 from actors.prefill.prefill import PrefillMetrics
 from actors.shell_messages import DraftChannelStats, Pong

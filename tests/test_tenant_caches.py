@@ -16,8 +16,7 @@ import torch
 
 from actors.channel.channel_proposer import ChannelProposer
 from actors.draft.draft_server import DraftServer
-from actors.process.frames import FrameListener
-from actors.process.socket_folder import private_folder
+from actors.process.frames import FrameListener, private_folder
 from engine.batch.draft import Draft
 from engine.kv_cache.block_manager import BlockManager
 from engine.proposer.draft_model.draft_sequences import DraftSequences
@@ -34,8 +33,8 @@ from protos.predicted_text import Prediction
 from router.api_keys import Client
 from router.config import RouterConfig
 from router.routing.index_actor import IndexState
-from router.routing.index_messages import RouteQuery
 from router.routing.request_routing import PromptKeys
+from router.routing.routed_call import RouteQuery
 from tests.builders import sequence_of
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, END_ID, write_tokenizer
 

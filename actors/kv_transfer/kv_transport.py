@@ -36,8 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.kv_transfer.direct_blocks import DirectBlocks
-from actors.kv_transfer.nixl_carrier import NixlCarrier
+from actors.kv_transfer.nixl_carrier import DirectBlocks, NixlCarrier
 from engine.remote_prefill.fetch_failure import FetchFailure
 from engine.remote_prefill.kv_transfer import (
     ChunkHeader,

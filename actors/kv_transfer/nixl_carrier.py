@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
 from typing import Any
@@ -16,12 +17,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.kv_transfer.direct_blocks import DirectBlocks, DirectStats
 from actors.settings import KVTransportKind
 from protos.errors import ConfigError
 
 _NAME = "NIXL"
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DirectBlocks:
+    """A reference to blocks. `metadata` is Ray's, and is valid until the sender releases the blocks."""
+
+    key: str
+    metadata: Any
+
+
+@dataclass(frozen=True, slots=True)
+class DirectStats:
+    """The number of chunks offered since the start, and the bytes that are not released yet."""
+
+    num_chunks: int = 0
+    kept_bytes: int = 0
 
 
 class NixlCarrier:

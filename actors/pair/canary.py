@@ -35,7 +35,6 @@ class Canary:
         run: makes the pair run the draft at a path; returns once it serves.
         goodput: returns the target's sums.
         report: called with the report so far.
-        noise: the order of each pair's blocks.
         sleep: waits for some seconds.
     """
 
@@ -46,7 +45,6 @@ class Canary:
         run: Callable[[str], Awaitable[None]],
         goodput: Callable[[], Awaitable[Sums]],
         report: Callable[[CanaryReport], None],
-        noise: random.Random | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._order = order
@@ -54,7 +52,7 @@ class Canary:
         self._run = run
         self._goodput = goodput
         self._report = report
-        self._noise = noise or random.Random()
+        self._noise = random.Random()  # the order of each pair's blocks
         self._sleep = sleep
         self._trial = GoodputTrial(order.min_gain, order.false_keep, order.false_rollback, order.max_pairs)
         self._ratios: list[float] = []

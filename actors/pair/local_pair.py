@@ -16,7 +16,7 @@ from actors.pair.pair_shell import PairShell
 from actors.pair.target_client import TargetClient
 from actors.pair.watchdog import Watchdog
 from actors.process.actor_thread import ActorThread, quick_imports
-from actors.process.socket_folder import private_folder
+from actors.process.frames import private_folder
 from actors.settings import PairSettings
 from actors.shell_messages import TARGET_SOCKET, Snapshot, Status
 from protos.served_draft import DraftOrder, DraftReport

@@ -13,7 +13,6 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.engine_loop.index_reporter import ReportSink
-from actors.kv_transfer.direct_blocks import DirectStats
 from actors.process.actor_thread import quick_imports
 from actors.process.process_logging import configure_logging
 from actors.settings import PrefillSettings
@@ -21,6 +20,7 @@ from engine.accounting.engine_stats import EngineStats
 
 if TYPE_CHECKING:  # Serve's builder imports this class, and must not load torch for it
     from actors.kv_transfer.kv_transport import PrefillReply
+    from actors.kv_transfer.nixl_carrier import DirectStats
     from engine.remote_prefill.kv_transfer import FetchOrder, KVLayout
     from protos.worker_load import PrefixHolder
 
@@ -29,12 +29,11 @@ class PrefillMetrics(Collector):
     """All `outrider_prefill_replica_*` metrics."""
 
     def __init__(self) -> None:
-        self._stats: EngineStats | None = None
-        self._direct = DirectStats()
+        self._latest: tuple[EngineStats, DirectStats] | None = None
 
     def update(self, stats: EngineStats, direct: DirectStats) -> None:
         """Take in the present numbers of the engine and of the blocks kept for pairs."""
-        self._stats, self._direct = stats, direct
+        self._latest = stats, direct
 
     def text(self) -> str:
         """Return all metrics in Prometheus text format."""
@@ -42,9 +41,9 @@ class PrefillMetrics(Collector):
 
     def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
         """Yield every metric."""
-        stats = self._stats
-        if stats is None:
+        if self._latest is None:
             return
+        stats, direct = self._latest
         computed = stats.num_prefix_queried_tokens - stats.num_prefix_hit_tokens - stats.remote.num_tokens
         yield _counter("computed_tokens", "Prompt tokens computed.", computed)
         yield _counter("cached_tokens", "Prompt tokens found in its prefix cache.", stats.num_prefix_hit_tokens)
@@ -53,8 +52,8 @@ class PrefillMetrics(Collector):
         )
         yield _gauge("queued_tokens", "Prompt tokens to be computed.", stats.num_queued_prefill_tokens)
         yield _gauge("tokens_per_second", "Measured speed, 0 before that.", stats.prefill_tokens_per_s)
-        yield _counter("direct_chunks", "Chunks left for pairs to read by NIXL.", self._direct.num_chunks)
-        yield _gauge("direct_bytes", "Size of the blocks kept for pairs to read.", self._direct.kept_bytes)
+        yield _counter("direct_chunks", "Chunks left for pairs to read by NIXL.", direct.num_chunks)
+        yield _gauge("direct_bytes", "Size of the blocks kept for pairs to read.", direct.kept_bytes)
         yield _gauge("orders_running", "Orders that hold blocks.", stats.num_running)
         yield _gauge("orders_waiting", "Orders in the queue.", stats.num_waiting)
         yield _gauge("kv_cache_usage", "Share of the KV blocks that orders hold, 0 to 1.", stats.kv_usage)

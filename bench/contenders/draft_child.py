@@ -12,7 +12,7 @@ from pathlib import Path
 from actors.channel.channel_proposer import ChannelProposer
 from actors.channel.draft_messages import DRAFT_SOCKET
 from actors.draft.draft_process import serve_draft
-from actors.process.socket_folder import private_folder
+from actors.process.frames import private_folder
 from actors.settings import PairSettings
 
 CORES = sorted(os.sched_getaffinity(0))  # the last core is the draft's, the others are the target's

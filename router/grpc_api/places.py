@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from protos.errors import OverloadedError
 
+_MAX_WAITING = 1024  # calls of all; beyond it, the longest waiting call of the caller with the most is refused
+
 
 @dataclass(slots=True, eq=False)
 class ReadingPlace:
@@ -37,18 +39,13 @@ class ReadingPlaces:
         num_of_caller: per caller.
         grace_s: time for a message to arrive while others wait.
         wait_s: longest wait for a place.
-        max_waiting: waiting calls of all callers. Beyond it, the longest waiting call of the caller with the most is
-            refused.
     """
 
-    def __init__(
-        self, num_places: int, num_of_caller: int, *, grace_s: float, wait_s: float, max_waiting: int = 1024
-    ) -> None:
+    def __init__(self, num_places: int, num_of_caller: int, *, grace_s: float, wait_s: float) -> None:
         self._num_places = num_places
         self._num_of_caller = num_of_caller
         self._grace_s = grace_s
         self._wait_s = wait_s
-        self._max_waiting = max_waiting
         self._taken: dict[ReadingPlace, None] = {}  # the longest held first
         self._num_taken: Counter[str] = Counter()
         self._waiting: dict[str, list[asyncio.Future[ReadingPlace]]] = {}  # by caller, the latest call last
@@ -64,7 +61,7 @@ class ReadingPlaces:
             return self._taken_by(caller)
         place: asyncio.Future[ReadingPlace] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(caller, []).append(place)
-        if sum(map(len, self._waiting.values())) > self._max_waiting:
+        if sum(map(len, self._waiting.values())) > _MAX_WAITING:
             self._drop_one()
         self._share()
         try:

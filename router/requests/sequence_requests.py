@@ -11,8 +11,13 @@ from protos.errors import ContextLengthError, RequestError
 from protos.messages import GenerateRequest, ModelCard, SamplingParams
 from router.api_keys import Client, current_client, digest
 from router.requests.generate_params import GenerateParams, Prompt
-from router.requests.sampling_params import check_token_ids, sampling_params
-from router.requests.speculation_params import check_approximate, check_prediction, speculation_params
+from router.requests.sampling_params import (
+    check_approximate,
+    check_prediction,
+    check_token_ids,
+    sampling_params,
+    speculation_params,
+)
 
 # Logprobs of one prompt, which leave its pair in one message: 15 bytes each, of 64 MiB for a message.
 MAX_PROMPT_LOGPROBS = 2_000_000

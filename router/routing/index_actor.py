@@ -16,10 +16,10 @@ from protos.linux import wait_for_cores
 from protos.worker_load import PrefixHolder
 from protos.worker_report import WorkerReport
 from router.config import RouterConfig
-from router.routing.index_messages import RouteQuery, RouteReply
 from router.routing.load import LoadTable
 from router.routing.policy import CostConfig, Decision, Policy, rank
 from router.routing.prefix_index import PrefixIndex
+from router.routing.routed_call import RouteQuery, RouteReply
 from router.routing.selector import RouteRequest, Selector
 
 SILENCE_S = 10.0  # a worker silent for this long has left: live ones report every second

@@ -20,7 +20,7 @@ from protos.errors import UnavailableError
 from protos.worker_report import WorkerReport
 from router.config import RouterConfig
 from router.routing.index_actor import IndexActor
-from router.routing.index_messages import RouteQuery, RouteReply
+from router.routing.routed_call import RouteQuery, RouteReply
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ from typing import Protocol
 
 from protos.errors import UnavailableError
 from router.routing.index_client import IndexTimeoutError
-from router.routing.index_messages import RouteQuery, RouteReply
-from router.routing.routed_call import Route, RoutedCall
+from router.routing.routed_call import Route, RoutedCall, RouteQuery, RouteReply
 
 logger = logging.getLogger(__name__)
 

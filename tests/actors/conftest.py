@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.process.socket_folder import private_folder
+from actors.process.frames import private_folder
 
 
 @pytest.fixture

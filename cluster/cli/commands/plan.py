@@ -9,10 +9,18 @@ from rich.table import Table
 from typer import Argument, Option
 
 from cluster.cli.console import console, report
-from cluster.planning.capacity import Capacity, Memory, capacity_of, memory_of
 from cluster.planning.model_shape import ModelShape
+from cluster.planning.replica_plan import (
+    Capacity,
+    Memory,
+    ReplicaPlan,
+    SpeedUp,
+    acceptance_per_position,
+    best_speed_up,
+    capacity_of,
+    memory_of,
+)
 from cluster.planning.roofline import DeviceSpec, PassCost
-from cluster.planning.speed_up import ReplicaPlan, SpeedUp, acceptance_per_position, best_speed_up
 from protos.errors import ConfigError
 
 _GIB = 1 << 30

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import actors.prefill.prefill_engine
-from actors.kv_transfer.direct_blocks import DirectBlocks, DirectStats
 from actors.kv_transfer.kv_transport import PrefillReply
+from actors.kv_transfer.nixl_carrier import DirectBlocks, DirectStats
 from actors.prefill.prefill_engine import PrefillEngine
 from actors.settings import PrefillSettings
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig

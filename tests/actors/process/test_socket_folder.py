@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from actors.channel.draft_messages import DRAFT_SOCKET
-from actors.process.socket_folder import private_folder
+from actors.process.frames import private_folder
 
 MAKE = """
 import sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from actors.process.socket_folder import private_folder
+from actors.process.frames import private_folder
 print(private_folder(), flush=True)
 sys.stdin.read()
 """

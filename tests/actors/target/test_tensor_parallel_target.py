@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from actors.pair.target_client import TargetClient
-from actors.process.socket_folder import private_folder
+from actors.process.frames import private_folder
 from actors.settings import PairSettings
 from actors.shell_messages import TARGET_SOCKET
 from actors.target.target_process import serve_target

@@ -10,10 +10,16 @@ from pathlib import Path
 import pytest
 
 from cluster.cli.__main__ import main
-from cluster.planning.capacity import capacity_of, memory_of
 from cluster.planning.model_shape import ModelShape
+from cluster.planning.replica_plan import (
+    ReplicaPlan,
+    acceptance_per_position,
+    best_speed_up,
+    capacity_of,
+    memory_of,
+    replayed_speed_up,
+)
 from cluster.planning.roofline import DeviceSpec
-from cluster.planning.speed_up import ReplicaPlan, acceptance_per_position, best_speed_up, replayed_speed_up
 from cluster.planning.tables import read_table
 
 ROOT = Path(__file__).parents[3]

@@ -10,7 +10,7 @@ from protos.worker_load import PrefixHolder, WorkerLoad
 from protos.worker_report import WorkerReport
 from router.config import RouterConfig
 from router.routing.index_actor import SILENCE_S, IndexState
-from router.routing.index_messages import RouteQuery
+from router.routing.routed_call import RouteQuery
 
 KEYS = [bytes([n]) * 16 for n in range(20)]
 WORKERS = ("a", "b", "c")

@@ -10,9 +10,8 @@ from prometheus_client import CollectorRegistry
 from protos.block_keys import PROBE_SALT, block_keys, probe_token_ids, root_key
 from protos.messages import GenerateRequest, ModelCard, SpeculationExplanation, TokenChunk
 from router.api_keys import Client, current_client
-from router.routing.index_messages import RouteReply
 from router.routing.request_routing import RequestRouting
-from router.routing.routed_call import Route, RoutedCall
+from router.routing.routed_call import Route, RoutedCall, RouteReply
 from router.routing.router_metrics import RouterMetrics
 
 PROBE = block_keys(probe_token_ids(16), 16, root_key("v1", PROBE_SALT))[-1]

@@ -9,9 +9,8 @@ import pytest
 from protos.errors import UnavailableError
 from protos.messages import GenerateRequest
 from router.routing.index_client import IndexTimeoutError
-from router.routing.index_messages import RouteQuery, RouteReply
 from router.routing.route_chooser import RouteChooser
-from router.routing.routed_call import RoutedCall
+from router.routing.routed_call import RoutedCall, RouteQuery, RouteReply
 
 WORKERS = ("a", "b", "c", "d", "e")
 

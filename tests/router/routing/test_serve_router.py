@@ -14,8 +14,7 @@ from protos.block_keys import block_keys, join_keys, root_key
 from protos.errors import UnavailableError
 from protos.messages import GenerateRequest
 from protos.worker_load import PrefixHolder
-from router.routing.index_messages import RouteQuery, RouteReply
-from router.routing.routed_call import RoutedCall
+from router.routing.routed_call import RoutedCall, RouteQuery, RouteReply
 from router.routing.serve_router import PrefillRouter, PrefixAwareRouter
 
 PAIR = DeploymentID("Pair", "app")
