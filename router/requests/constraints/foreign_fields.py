@@ -39,70 +39,47 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 _FORMAT = "send response_format"
 
-# Unsupported fields: the values that ask for nothing (so do zero and false), and the remedy.
+# Unsupported fields by what to do instead.
+_REMEDIES: Mapping[str, str] = {
+    _FORMAT: (
+        "response_schema response_json_schema response_mime_type output_schema output_format output_config json_mode "
+        "guided_json_object guided_options_request guided_decoding guided_decoding_params structured_output schema "
+        "json text"
+    ),
+    "send guided_grammar": "gbnf lark grammar_string",
+    "send guided_choice": "choice choices",
+    "send response_format or tools": "structural_tag",
+    "put x-guidance into the schema": "guided_whitespace_pattern whitespace_pattern",
+    "send its fields in the body itself": "generation_config extra_body options parameters sampling_params",
+    "send max_tokens, which counts the answer alone": "max_length",
+    "send min_tokens, which counts the answer alone": "min_length",
+    "send repetition_penalty, which counts prompt and answer": "repeat_penalty",
+    "leave it out": "encoder_repetition_penalty no_repeat_ngram_size guidance_scale cfg_scale",
+    "ask for n: there are no beams here": "length_penalty early_stopping num_beams",
+    "ask for n": "best_of",
+    "send temperature 0": "do_sample",
+    "send ignore_eos": "ban_eos_token ignore_eos_token",
+    "send bad_words": "bad_words_ids bad_words_token_ids",
+    "send logit_bias or bad_words": "banned_tokens",
+    "send guided_regex or guided_grammar": "force_words_ids",
+    "send logprobs": "n_probs return_logprob",
+    "leave it out: temperature comes before top_k, top_p and min_p": "temperature_last",
+    "leave it out: top_k, top_p and min_p are applied in this order": "samplers sampler_order",
+    "send top_p or min_p": (
+        "typical_p typ_p typical tfs_z tfs mirostat mirostat_mode top_a top_n_sigma dry_multiplier xtc_probability "
+        "dynatemp_range dynamic_temperature smoothing_factor epsilon_cutoff eta_cutoff penalty_alpha"
+    ),
+}
+# Values that ask for nothing; so do zero and false.
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "response_mime_type": ("text/plain",),
+    "do_sample": (True,),
+    "top_n_sigma": (-1,),
+    **dict.fromkeys(("repeat_penalty", "encoder_repetition_penalty", "length_penalty", "num_beams", "best_of"), (1,)),
+    **dict.fromkeys(("guidance_scale", "cfg_scale", "typical_p", "typ_p", "typical", "tfs_z", "tfs"), (1,)),
+}
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
-    **dict.fromkeys(
-        (
-            "response_schema",
-            "response_json_schema",
-            "output_schema",
-            "output_format",
-            "json_mode",
-            "guided_json_object",
-            "guided_options_request",
-            "guided_decoding",
-            "guided_decoding_params",
-            "structured_output",
-            "schema",
-            "json",
-        ),
-        ((), _FORMAT),
-    ),
-    **dict.fromkeys(("gbnf", "lark", "grammar_string"), ((), "send guided_grammar")),
-    **dict.fromkeys(("choice", "choices"), ((), "send guided_choice")),
-    "response_mime_type": (("text/plain",), _FORMAT),
-    "structural_tag": ((), "send response_format or tools"),
-    "guided_whitespace_pattern": ((), "put x-guidance into the schema"),
-    "whitespace_pattern": ((), "put x-guidance into the schema"),
-    "text": ((), _FORMAT),
-    "output_config": ((), _FORMAT),
-    "generation_config": ((), "send its fields in the body itself"),
-    "extra_body": ((), "send its fields in the body itself"),
-    "options": ((), "send its fields in the body itself"),
-    "parameters": ((), "send its fields in the body itself"),
-    "sampling_params": ((), "send its fields in the body itself"),
-    "max_length": ((), "send max_tokens, which counts the answer alone"),
-    "min_length": ((), "send min_tokens, which counts the answer alone"),
-    "repeat_penalty": ((1,), "send repetition_penalty, which counts prompt and answer"),
-    "encoder_repetition_penalty": ((1,), "leave it out"),
-    "no_repeat_ngram_size": ((), "leave it out"),
-    "length_penalty": ((1,), "ask for n: there are no beams here"),
-    "early_stopping": ((), "ask for n: there are no beams here"),
-    "num_beams": ((1,), "ask for n: there are no beams here"),
-    "best_of": ((1,), "ask for n"),
-    "do_sample": ((True,), "send temperature 0"),
-    "ban_eos_token": ((), "send ignore_eos"),
-    "ignore_eos_token": ((), "send ignore_eos"),
-    "bad_words_ids": ((), "send bad_words"),
-    "bad_words_token_ids": ((), "send bad_words"),
-    "banned_tokens": ((), "send logit_bias or bad_words"),
-    "force_words_ids": ((), "send guided_regex or guided_grammar"),
-    "guidance_scale": ((1,), "leave it out"),
-    "cfg_scale": ((1,), "leave it out"),
-    "n_probs": ((), "send logprobs"),
-    "return_logprob": ((), "send logprobs"),
-    "temperature_last": ((), "leave it out: temperature comes before top_k, top_p and min_p"),
-    "samplers": ((), "leave it out: top_k, top_p and min_p are applied in this order"),
-    "sampler_order": ((), "leave it out: top_k, top_p and min_p are applied in this order"),
-    **dict.fromkeys(("typical_p", "typ_p", "typical", "tfs_z", "tfs"), ((1,), "send top_p or min_p")),
-    **dict.fromkeys(
-        (
-            *("mirostat", "mirostat_mode", "top_a", "dry_multiplier", "xtc_probability", "dynatemp_range"),
-            *("dynamic_temperature", "smoothing_factor", "epsilon_cutoff", "eta_cutoff", "penalty_alpha"),
-        ),
-        ((), "send top_p or min_p"),
-    ),
-    "top_n_sigma": ((-1,), "send top_p or min_p"),
+    name: (_NEUTRAL.get(name, ()), remedy) for remedy, names in _REMEDIES.items() for name in names.split()
 }
 # Fields of a chat that affect the answer, for the endpoints that lack them.
 _ANSWER_FIELDS = frozenset(
