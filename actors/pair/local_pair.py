@@ -9,8 +9,6 @@ import shutil
 from collections.abc import Sequence
 from functools import partial
 
-from actors.pair.admission import PairAdmission
-from actors.pair.drift_alarms import DriftAlarms
 from actors.pair.pair_metrics import PairMetrics
 from actors.pair.pair_shell import PairShell
 from actors.pair.target_client import TargetClient
@@ -32,11 +30,7 @@ class LocalPair(PairShell):
 
     def __init__(self, settings: PairSettings) -> None:
         assert settings.draft_share is None, "a draft model runs in the target's process"
-        self._settings = settings
-        self._admission = PairAdmission(settings.max_requests)
-        self._metrics = PairMetrics()
-        self._drift_alarms = DriftAlarms()
-        self._ping_timeout_s = settings.pong_timeout_s
+        super().__init__(settings, PairMetrics())
         self._folder = private_folder()
         self._watching: asyncio.Task[None] | None = None
 

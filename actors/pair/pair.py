@@ -18,9 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.util.metrics import Gauge
 
 from actors.engine_loop.index_reporter import IndexReporter, ReportSink
-from actors.pair.admission import PairAdmission
 from actors.pair.auto_tune import AutoTunes
-from actors.pair.drift_alarms import DriftAlarms
 from actors.pair.pair_actors import PairActors
 from actors.pair.pair_draft import OrderSlot, PairDraft, PairDrafts
 from actors.pair.pair_metrics import PairMetrics
@@ -77,26 +75,22 @@ class Pair(PairShell):
     ) -> None:
         configure_logging(is_replica=True)
         wait_for_cores()
-        self._settings = settings
-        self._admission = PairAdmission(settings.max_requests)
-        replica_id = serve.get_replica_context().replica_id.unique_id
-        self._metrics = PairMetrics(replica_id)
-        self._drift_alarms = DriftAlarms()
+        replica = serve.get_replica_context()
+        replica_id = replica.replica_id.unique_id
+        super().__init__(settings, PairMetrics(replica_id))
         self._ray_metrics = RayMetrics()
         self._actors = PairActors(settings, private_folder(), pin_devices(_assigned_gpus()), prefill)
         await self._actors.start()
         self._drafts = await self._exchangeable_drafts(replica_id)
         if self._drafts is not None and settings.auto_tune is not None:
             self._drift_alarms.on_alarm = AutoTunes(settings.auto_tune, self._drafts).on_drift
-        replica = serve.get_replica_context()
-        self._reporter = IndexReporter(replica.replica_id.unique_id, open_index(replica.app_name))
+        self._reporter = IndexReporter(replica_id, open_index(replica.app_name))
         self._client = TargetClient(self._actors.target_socket, self._reporter)
         self._reporting = asyncio.create_task(self._reporter.run(self._client), name="index-reporter")
         self._watchdog = Watchdog(
             self._client, settings, self._actors.restart_target, self._on_pong, self._actors.restart_draft
         )
         self._watching = asyncio.create_task(self._watchdog.run(), name="watchdog")
-        self._ping_timeout_s = settings.pong_timeout_s
         await self._client.wait_connected(settings.pong_timeout_s)
 
     async def _exchangeable_drafts(self, replica_id: str) -> PairDrafts | None:
@@ -108,7 +102,7 @@ class Pair(PairShell):
         return PairDrafts(drafts) if drafts else None
 
     async def _goodput(self) -> tuple[GoodputStats, ...]:
-        return (await self._client.ping(self._ping_timeout_s)).engine.goodput
+        return (await self._client.ping(self._settings.pong_timeout_s)).engine.goodput
 
     async def kill_draft(self) -> bool:
         for process in self._actors.drafts.values():

@@ -21,15 +21,16 @@ _SIGN_OF_LIFE_S = 5.0
 
 
 class PairShell:
-    """Admits requests and passes their tokens on. A subclass sets the attributes before the first request."""
+    """Admits requests and passes their tokens on."""
 
-    _settings: PairSettings
-    _admission: PairAdmission
-    _client: TargetClient
-    _metrics: PairMetrics
-    _ping_timeout_s: float
-    _drift_alarms: DriftAlarms | None = None
-    _drafts: PairDrafts | None = None  # the drafts that have their own processes
+    _client: TargetClient  # a subclass sets it when its target runs
+
+    def __init__(self, settings: PairSettings, metrics: PairMetrics) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._admission = PairAdmission(settings.max_requests)
+        self._drift_alarms = DriftAlarms()
+        self._drafts: PairDrafts | None = None  # the drafts that have their own processes
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[TokenChunk], None]:
         """Yield the request's chunks, all that are queued at a time; the last chunk has the finish reason.
@@ -62,8 +63,7 @@ class PairShell:
 
     async def describe(self) -> ModelCard:
         """Return the model's card, with the active alarms. Raises UnavailableError without a target."""
-        alarms = () if self._drift_alarms is None else self._drift_alarms.ringing
-        card = replace(self._client.require_card(), alarms=alarms)
+        card = replace(self._client.require_card(), alarms=self._drift_alarms.ringing)
         if self._drafts is None:
             return card
         reports, own = self._drafts.reports, self._settings.draft
@@ -73,7 +73,7 @@ class PairShell:
     async def metrics_text(self) -> str:
         """Return this replica's metrics in Prometheus text format, as they are now."""
         if self._client.is_connected:
-            self._on_pong(await self._client.ping(self._ping_timeout_s))
+            self._on_pong(await self._client.ping(self._settings.pong_timeout_s))
         return self._metrics.text()
 
     async def kill_draft(self) -> bool:
@@ -93,7 +93,6 @@ class PairShell:
         return await self._drafts.carry_out(order)
 
     def _on_pong(self, pong: Pong) -> None:
-        if self._drift_alarms is not None:
-            self._drift_alarms.update(pong.engine.drift)
+        self._drift_alarms.update(pong.engine.drift)
         drafts = () if self._drafts is None else self._drafts.reports
         self._metrics.update(pong, self._admission.num_refused, drafts)

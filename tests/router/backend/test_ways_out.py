@@ -15,9 +15,11 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from actors.pair.admission import PairAdmission
+from actors.pair.pair_metrics import PairMetrics
 from actors.pair.pair_shell import PairShell
 from actors.pair.token_feed import TokenStream
+from actors.settings import PairSettings
+from engine.config import EngineConfig, ModelConfig
 from protos.errors import EngineLostError, GrammarError, ModelChangedError, RequestError, UnavailableError
 from protos.messages import FinishReason, GenerateRequest, ModelCard, TokenChunk
 from router.api_keys import ApiKeys
@@ -120,7 +122,8 @@ class FailingEngine:
 
 class FailingPair(PairShell):
     def __init__(self, world: FailingService) -> None:
-        self._admission = PairAdmission(NUM_PLACES)
+        settings = PairSettings(EngineConfig(ModelConfig("nowhere")), max_requests=NUM_PLACES)
+        super().__init__(settings, PairMetrics())
         self._client = FailingEngine(world)  # type: ignore[assignment]
 
     @property
