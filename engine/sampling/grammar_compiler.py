@@ -10,10 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 
-from engine.sampling.grammar import GrammarMatcher
-from engine.sampling.grammar_trial import STACK_BYTES, GrammarTrial, new_matcher, new_tokenizer
+from engine.sampling.grammar import CompiledGrammar, GrammarMatcher
+from engine.sampling.grammar_trial import STACK_BYTES, GrammarTrial, new_tokenizer
 from engine.sampling.thoughtful_grammar import ThoughtfulMatcher
 from protos.errors import OverloadedError, RateLimitError, RequestError
 from protos.messages import MAX_GRAMMAR_CHARACTERS, GenerateRequest, Grammar, GrammarKind, Thought
@@ -52,12 +52,12 @@ class GrammarCompiler:
         self._eos_token_ids = eos_token_ids
         self._tokenizer: LLTokenizer | None = None
         self._trial: GrammarTrial | None = None
-        self._compiled: OrderedDict[_Key, Future[LLMatcher | str]] = OrderedDict()
-        self._pending: list[tuple[Future[LLMatcher | str], str]] = []  # (future, tenant)
+        self._compiled: OrderedDict[_Key, Future[CompiledGrammar | str]] = OrderedDict()
+        self._pending: list[tuple[Future[CompiledGrammar | str], str]] = []  # (future, tenant)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._lock = threading.Lock()  # never held during compilation
 
-    def prepare(self, request: GenerateRequest) -> Future[LLMatcher | str] | None:
+    def prepare(self, request: GenerateRequest) -> Future[CompiledGrammar | str] | None:
         """Start compiling ahead of `matcher` and return at once. `matcher` reports a grammar's errors.
 
         Returns:
@@ -91,14 +91,10 @@ class GrammarCompiler:
             raise RequestError(f"{grammar.param} forbids the output generated so far", param=grammar.param)
         return matcher
 
-    def _new(self, compiled: LLMatcher, thought: Thought | None) -> GrammarMatcher:
-        def begin() -> LLMatcher:
-            with self._lock:
-                return compiled.deep_copy()
-
+    def _new(self, compiled: CompiledGrammar, thought: Thought | None) -> GrammarMatcher:
         if thought is None:
-            return GrammarMatcher(begin, self._eos_token_ids)
-        return ThoughtfulMatcher(begin, self._eos_token_ids, thought)
+            return GrammarMatcher(compiled, self._eos_token_ids)
+        return ThoughtfulMatcher(compiled, self._eos_token_ids, thought, 4 * -(-self._vocab_size // 32))
 
     def _check(self, grammar: Grammar, request: GenerateRequest) -> None:
         sampling = request.sampling
@@ -124,11 +120,11 @@ class GrammarCompiler:
                 param="ignore_eos",
             )
 
-    def _compile(self, grammar: Grammar, request: GenerateRequest) -> Future[LLMatcher | str]:
-        """Return a future of the compiled grammar, to be copied, or of its error."""
+    def _compile(self, grammar: Grammar, request: GenerateRequest) -> Future[CompiledGrammar | str]:
+        """Return a future of the compiled grammar, or of its error."""
         key = _Key(request.tenant, request.cache_salt, grammar.kind, grammar.source)
         with self._lock:
-            if key not in self._compiled:
+            if key not in self._compiled or _is_spoilt(self._compiled[key]):
                 self._check_pending(request.tenant)
                 self._compiled[key] = self._submit(grammar)
                 self._pending.append((self._compiled[key], request.tenant))
@@ -158,7 +154,7 @@ class GrammarCompiler:
                 "may; send it again later"
             )
 
-    def _submit(self, grammar: Grammar) -> Future[LLMatcher | str]:
+    def _submit(self, grammar: Grammar) -> Future[CompiledGrammar | str]:
         """Compile in the pool's thread. It has a deep stack, since an overflow would end the process."""
         usual_bytes = threading.stack_size(STACK_BYTES)  # applies to all threads started until it is reset
         try:
@@ -166,7 +162,7 @@ class GrammarCompiler:
         finally:
             threading.stack_size(usual_bytes)
 
-    def _new_matcher(self, grammar: Grammar) -> LLMatcher | str:
+    def _new_matcher(self, grammar: Grammar) -> CompiledGrammar | str:
         try:
             if self._tokenizer_file is None:
                 raise ValueError("the model has no tokenizer.json, so the bytes of its tokens are unknown")
@@ -175,13 +171,19 @@ class GrammarCompiler:
             source = self._trial.source(grammar.kind, grammar.source)
             if self._tokenizer is None:
                 self._tokenizer = new_tokenizer(self._tokenizer_file, self._vocab_size, self._eos_token_ids)
-            return new_matcher(self._tokenizer, source)
+            return CompiledGrammar(self._tokenizer, source)
         except ValueError as error:  # the library cannot read the grammar or the tokenizer
             return str(error)
         except BaseException as error:  # a panic of the library must fail this request only
             kind = type(error).__name__  # its message may quote the grammar
             logger.error("a grammar of %d characters could not be compiled: %s", len(grammar.source), kind)
             return f"its compiler failed: {error}"
+
+
+def _is_spoilt(compiled: Future[CompiledGrammar | str]) -> bool:
+    """True if no new sequence can use the grammar, so that it must be compiled again."""
+    grammar = compiled.result() if compiled.done() else ""
+    return not isinstance(grammar, str) and grammar.is_spoilt
 
 
 def _excess(grammar: Grammar) -> str | None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from llguidance import LLMatcher
-
-from engine.sampling.grammar import GrammarMatcher, TokenMask
+from engine.sampling.grammar import CompiledGrammar, GrammarMatcher, TokenMask
 from protos.messages import Thought
 
 
@@ -18,13 +15,13 @@ class ThoughtfulMatcher(GrammarMatcher):
     first position only.
     """
 
-    def __init__(self, begin: Callable[[], LLMatcher], end_ids: Seq[int], thought: Thought) -> None:
-        super().__init__(begin, end_ids)
+    def __init__(self, grammar: CompiledGrammar, end_ids: Seq[int], thought: Thought, num_mask_bytes: int) -> None:
+        super().__init__(grammar, end_ids)
         self._thought = thought
         self._tail: tuple[int, ...] = ()  # the last tokens of the thought, which may be a prefix of its end
         self._is_opening = thought.begin_id is not None  # no token has been read yet
         self._is_bound = False  # the grammar has started
-        self._free_mask = _without(end_ids, b"\xff" * len(self._mask()))
+        self._free_mask = _without(end_ids, b"\xff" * num_mask_bytes)
 
     def read(self, token_ids: Seq[int]) -> bool:
         start = self._start_in(token_ids)
@@ -80,7 +77,7 @@ class ThoughtfulMatcher(GrammarMatcher):
         return (*self._tail, *token_ids[-len(end_ids) :])[-len(end_ids) :] == end_ids
 
     def _opening_mask(self) -> TokenMask:
-        mask, begin_id = bytearray(self._mask()), self._thought.begin_id
+        mask, begin_id = bytearray(super().masks(())[0]), self._thought.begin_id
         assert begin_id is not None
         mask[begin_id // 8] |= 1 << begin_id % 8
         return bytes(mask)

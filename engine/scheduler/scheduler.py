@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from heapq import heappop, heappush
 from itertools import count
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from engine.accounting.histogram import WAIT_BUCKETS_S, Histogram
 from engine.accounting.rates import RateMeter
 from engine.config import SchedulerConfig, TreeConfig
 from engine.kv_cache.block_manager import BlockManager
 from engine.remote_prefill.prefill_source import NoPrefillSource, PrefillLoad, PrefillSource
+from engine.sampling.grammar import DEAR_MASK_S
 from engine.scheduler.ending import KeptTokens, chunk_of, finish, finished_before_start, keep_outcome, with_grammar
 from engine.scheduler.fair_queue import FairQueue
 from engine.scheduler.length_limit import LengthLimit
@@ -36,6 +37,7 @@ from protos.messages import FinishReason, TokenChunk, TokenLogprobs, has_own_wei
 logger = logging.getLogger(__name__)
 
 _MAX_SCORED_TOKENS = 256  # of one prompt in one step, since their logits are all in memory at once
+_MASKS_S = 0.03  # of processor time, for the masks of all grammars in one step
 
 _by_urgency = attrgetter("urgency")
 
@@ -56,7 +58,9 @@ class Scheduler:
        cannot deadlock.
     4. When a slot is missing, blocks reserved for drafts are released first, then the least urgent running sequence is
        preempted. The most urgent one is never preempted, so there is always progress.
-    5. `source` may fetch blocks of a new sequence from a prefill engine. Meanwhile the sequence computes nothing, holds
+    5. A grammar's next mask is computed before its sequence is scheduled. When the masks of a step have taken
+       `_MASKS_S`, the sequences with dearer masks wait, and the longest waiting goes on.
+    6. `source` may fetch blocks of a new sequence from a prefill engine. Meanwhile the sequence computes nothing, holds
        its slots and one token of the budget, and delays no other sequence.
     """
 
@@ -87,6 +91,8 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # most urgent first
         self._running: list[Sequence] = []  # most urgent first
         self._deadlines: list[tuple[float, int, str]] = []  # heap of (time, arrival, request id); may hold ended ones
+        self._num_steps = 0
+        self._masks_s = 0.0  # processor time of this step's masks
         self._ended: list[TokenChunk] = []  # last chunks of sequences that ended outside `commit`
 
     @property
@@ -170,11 +176,13 @@ class Scheduler:
         self._expire()
         ready, prefilling = self._secure_ready()
         is_crowded = self._is_crowded(len(ready), prefilling)
-        decodes = self._schedule_decodes([each for each in ready if not each.is_held], is_crowded=is_crowded)
-        budget = self._max_tokens_per_step - sum([1 + each.max_draft_rows for each in decodes])
+        going_on = self._with_masks([each for each in ready if not each.is_held])
+        decodes = self._schedule_decodes(going_on, is_crowded=is_crowded)
+        budget = self._max_tokens_per_step - len(ready) - sum([each.max_draft_rows for each in decodes])
         if decodes and self._max_stall_passes is not None:
             budget = int(min(budget, self.rates.chunk_tokens(self._max_stall_passes)))
         prefills = self._schedule_prefills(budget, prefilling)
+        prefills.sort(key=lambda each: not each.is_sampled)
         return Batch((*decodes, *prefills), (*decodes, *[each for each in prefills if each.is_sampled]))
 
     def follow(self, batch: Batch) -> Batch | None:
@@ -187,6 +195,8 @@ class Scheduler:
         if len(sequences) < self.num_running or self._has_news():
             return None
         if any(sequence.num_wanted_drafts > 0 for sequence in sequences):
+            return None
+        if sum([each.matcher.grammar.mask_s for each in sequences if each.matcher is not None]) > _MASKS_S:
             return None
         going_on = [sequence for sequence in sequences if sequence.num_remaining_tokens > 1]
         for sequence in going_on:
@@ -268,6 +278,35 @@ class Scheduler:
             if victim is sequence:
                 return
 
+    def _with_masks(self, ready: list[Sequence]) -> list[Sequence]:
+        """Return the sequences whose masks this step has time for, in the same order; cheap masks come first.
+
+        Of the others, the sequence that has waited longest goes on, so each has its turn.
+        """
+        self._num_steps, self._masks_s = self._num_steps + 1, 0.0
+        bound = [(each.matcher.grammar.mask_s, each.last_step, each) for each in ready if each.matcher is not None]
+        waiting = [each for _, _, each in sorted(bound, key=itemgetter(0, 1)) if not self._has_mask(each)]
+        if not waiting:
+            return ready
+        self._compute_mask(min(waiting, key=attrgetter("last_step")))
+        return [each for each in ready if each.matcher is None or each.last_step == self._num_steps]
+
+    def _has_mask(self, sequence: Sequence) -> bool:
+        """Compute the next mask of a sequence's grammar if the step has time for it. True if it may be sampled."""
+        if sequence.matcher is None:
+            return True
+        if self._masks_s >= _MASKS_S:
+            return False
+        self._compute_mask(sequence)
+        return True
+
+    def _compute_mask(self, sequence: Sequence) -> None:
+        assert sequence.matcher is not None
+        mask_s = sequence.matcher.prepare()
+        num_masks = 1 if _has_dear_masks(sequence) else 1 + sequence.num_wanted_drafts
+        self._masks_s += num_masks * mask_s
+        sequence.last_step = self._num_steps
+
     def _is_crowded(self, num_ready: int, prefilling: Seq[Sequence]) -> bool:
         """True if some sequences decode and this step could prefill more than that, running and new ones together."""
         num_prefilling = sum([not sequence.is_fetching for sequence in prefilling])
@@ -282,7 +321,7 @@ class Scheduler:
         for sequence in ready:
             num_tokens = len(sequence.token_ids)
             # A seeded text may depend on K, so a sequence of fixed length drafts even in a crowd.
-            has_none = is_crowded and not sequence.has_fixed_length
+            has_none = (is_crowded or _has_dear_masks(sequence)) and not sequence.has_fixed_length
             num_rows = num_drafts = 0 if has_none else min(sequence.num_wanted_drafts, budget)
             num_nodes = 0
             if self._tree is not None and num_drafts > 0:
@@ -306,8 +345,8 @@ class Scheduler:
 
         Chunks have no drafts: the draft model may still prefill the prompt, and the first token must not wait for it.
 
-        A chunk ends before its sequence's last token only if it uses up the budget (then it is the last chunk) or if
-        its prompt's log-probabilities are requested.
+        A chunk ends before its sequence's last token only if it uses up the budget (then it is the last chunk), if its
+        prompt's log-probabilities are requested, or if the step has no time for its grammar's mask.
         """
         scheduled: list[ScheduledSequence] = []
         candidates = self._prefill_candidates(running)
@@ -319,6 +358,10 @@ class Scheduler:
             if sequence.is_scoring:
                 num_tokens = min(num_tokens, _MAX_SCORED_TOKENS)
             start = sequence.num_computed_tokens
+            if start + num_tokens == len(sequence.token_ids) and not self._has_mask(sequence):
+                num_tokens -= 1
+            if num_tokens == 0:
+                continue
             self.blocks.publish(sequence, start + num_tokens)
             self.blocks.plan_chunk_states(sequence, start + num_tokens)
             scheduled.append(ScheduledSequence(sequence, start, num_tokens, 0))
@@ -410,6 +453,11 @@ class Scheduler:
 
 def _num_tree_nodes(tree: TreeConfig, sequence: Sequence, num_ready: int) -> int:
     return tree.num_nodes_for(num_ready, sequence.verify) if has_own_weights(sequence.method) else 0
+
+
+def _has_dear_masks(sequence: Sequence) -> bool:
+    """True if the sequence gets no drafts, since each would need a mask."""
+    return sequence.matcher is not None and sequence.matcher.grammar.mask_s > DEAR_MASK_S
 
 
 def _is_ready(sequence: Sequence) -> bool:

@@ -40,6 +40,7 @@ class Sequence(RequestTokens):
         self.status = SequenceStatus.WAITING
         self.is_fetching = False  # waits for blocks from a prefill engine and computes nothing
         self.is_held = False  # the draft writes a reasoning step; the sequence keeps its slots and computes nothing
+        self.last_step = 0  # the scheduler's last step that computed the grammar's mask
         self.num_expected_tokens = 0  # committed tokens that were cached when the sequence joined the queue
         self.num_cached_tokens: int | None = None  # prompt tokens found in the cache; None before the first admission
         self.prompt_logprobs: list[TokenLogprobs] = []  # from the second token on, if requested

@@ -16,7 +16,6 @@ from typing import cast
 import jsonschema
 import numpy as np
 import pytest
-from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from actors.engine_loop.engine_loop import AbortAll, EngineLoop
@@ -28,7 +27,7 @@ from engine.proposer import Proposer
 from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.text_match.ngram import NgramProposer
-from engine.sampling.grammar import GrammarMatcher
+from engine.sampling.grammar import CompiledGrammar, GrammarMatcher, TokenMask
 from engine.sampling.grammar_compiler import MAX_RULES, MAX_SOURCE_BYTES, GrammarCompiler
 from engine.sampling.grammar_trial import GrammarTrial
 from protos.errors import OverloadedError, RateLimitError, RequestError
@@ -300,6 +299,7 @@ def nested_schema(depth: int) -> str:
         (GrammarKind.JSON_SCHEMA, '{"$ref": "#"}', "no text matches"),
         (GrammarKind.GRAMMAR, "start: foo", "foo"),
         (GrammarKind.GRAMMAR, 'root ::= "a" | foo', "foo"),
+        (GrammarKind.REGEX, "(a{1000}){1000}", "no token of a text can be read"),
         (GrammarKind.REGEX, "a" * (MAX_SOURCE_BYTES + 1), "at most"),
         (GrammarKind.GRAMMAR, nested_rules(MAX_RULES), "1001 rules or references; at most 1000"),
         (GrammarKind.JSON_SCHEMA, nested_schema(MAX_RULES), "1001 rules or references; at most 1000"),
@@ -508,7 +508,6 @@ def test_a_killed_trial_begins_anew(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "source"),
     [
-        (GrammarKind.REGEX, "(a{1000}){1000}"),  # 0.14 s for each mask with the library's own limits
         (GrammarKind.GRAMMAR, 'root ::= r0\nr0 ::= "a"* | "a"{1,100} [a-z]? r0{1,100}'),  # 0.2 s
         (GrammarKind.GRAMMAR, 'start: e\ne: e e | e "+" e | e? e? "x"? | "a"'),
         (GrammarKind.REGEX, "|".join(f".*a.{{{gap}}}b" for gap in range(60))),
@@ -528,6 +527,67 @@ def test_no_mask_takes_long(kind: GrammarKind, source: str, folder: Path) -> Non
         if not allowed or not matcher.read(allowed[:1]):
             break
     assert max(times) < 0.1  # 9 ms on an idle machine
+
+
+# Texts of z are easy. After five letters b or c, no parser finds the next mask within the limits.
+EASY_OR_HARD = "z{30}|[bc]{5}(a{1000}){1000}"
+
+
+def test_a_text_that_exceeds_the_parser_s_limits_ends_no_other_text(folder: Path, tokenizer: Tokenizer) -> None:
+    """The parsers of a grammar share a lexer, which fails for good: neither other texts nor later ones notice."""
+    grammar = Grammar(GrammarKind.REGEX, EASY_OR_HARD, "guided_regex")
+    easy, hard = (tuple((each, 100.0) for each in tokenizer.encode(text).ids) for text in ("z", "bc"))
+    engine = build(folder)
+    run(engine, [request("first", grammar, max_tokens=1)])
+    whole = run(engine, [request("beside", grammar, logit_bias=easy), request("hard", grammar, logit_bias=hard)])
+    run(engine, [request("alone", grammar, logit_bias=hard)])
+    later = request("later", grammar, logit_bias=easy)
+    assert engine.prepare(later) is not None, "the grammar is compiled again, off the engine's thread"
+    whole |= run(engine, [later])
+    assert whole["hard"].finish_reason is FinishReason.GRAMMAR
+    for name in ("beside", "later"):
+        assert text_of(whole[name], tokenizer) == "z" * 30
+
+
+def test_dear_masks_wait_their_turn_and_hold_up_no_other_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve texts with masks of 20 ms, four of 0.1 ms, one without a grammar; a step has 30 ms for masks."""
+    costs: list[float] = []
+
+    def mask(self: GrammarMatcher) -> TokenMask:
+        costs.append(0.02 if "dear" in self.grammar._compile.args[1] else 0.0001)
+        self._note(costs[-1])
+        return self._matcher.compute_bitmask()
+
+    def grammar(word: str) -> Grammar:
+        return Grammar(GrammarKind.REGEX, f"[ab]{{9}}({word})?", "guided_regex")
+
+    dear = [request(f"dear-{index}", grammar("dear"), seed=index) for index in range(12)]
+    others = [request(f"cheap-{index}", grammar("c"), seed=index) for index in range(4)]
+    others.append(request("free", None, max_tokens=9, stop_token_ids=()))
+    plain = token_ids(run(build(folder, NgramProposer(min_size=1)), [*dear, *others]))
+
+    monkeypatch.setattr(GrammarMatcher, "_mask", mask)
+    engine = build(folder, NgramProposer(min_size=1))
+    for each in [*dear, *others]:
+        engine.add(each)
+    tokens: dict[str, Seq[int]] = dict.fromkeys(plain, ())
+    waits = dict.fromkeys(plain, 0)
+    ended: set[str] = set()
+    num_steps = 0
+    while engine.has_work:
+        costs.clear()
+        chunks = engine.step()
+        assert costs.count(0.02) <= 3, "two fit, and the longest waiting"
+        num_steps += 1
+        for name in waits.keys() - ended:
+            waits[name] = 0 if any(each.request_id == name for each in chunks) else waits[name] + 1
+            is_patient = name.startswith("dear") or (num_steps == 1 and name != "free")  # which are dear shows first
+            assert waits[name] <= (12 / 2 if is_patient else 0), name
+        for chunk in chunks:
+            tokens[chunk.request_id] = (*tokens[chunk.request_id], *chunk.token_ids)
+            ended |= {chunk.request_id} if chunk.finish_reason else set()
+        engine.scheduler.check_integrity()
+    assert tokens == plain
 
 
 NO_KEY_LEFT = {
@@ -634,7 +694,13 @@ def test_an_error_of_the_parser_is_logged_in_one_short_line(caplog: pytest.LogCa
         def get_error(self) -> str:
             return "no token\nERROR forged\x1b[2J" + "a" * 5000
 
-    assert not GrammarMatcher(lambda: cast(LLMatcher, FailedMatcher()), (0,)).read([5])
+    class FailingGrammar:
+        generation = 0
+
+        def begin(self) -> FailedMatcher:
+            return FailedMatcher()
+
+    assert not GrammarMatcher(cast(CompiledGrammar, FailingGrammar()), (0,)).read([5])
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.isprintable()
     assert "no token\\nERROR forged\\x1b[2Ja" in said

@@ -121,3 +121,29 @@ def test_preemption_and_neighbours_change_neither_prompt_logprobs_nor_text(folde
             assert values(first) == pytest.approx(expected, abs=1e-4)
     assert core.stats().num_preemptions > 0
     assert texts[0] == texts[1]
+
+
+def test_a_prompt_that_is_scored_in_parts_changes_no_text_beside_it(
+    folder: Path, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first parts sample nothing, while the prompts after it in the same step do."""
+    monkeypatch.setattr("engine.scheduler.scheduler._MAX_SCORED_TOKENS", 16)
+
+    def plain(seed: int) -> GenerateRequest:
+        return GenerateRequest(f"plain-{seed}", PROMPT[:9], SamplingParams(seed=seed, max_tokens=6))
+
+    def texts(core: EngineCore) -> dict[str, list[int]]:
+        tokens: dict[str, list[int]] = {}
+        for chunk in run(core):
+            tokens.setdefault(chunk.request_id, []).extend(chunk.token_ids)
+        return tokens
+
+    alone: dict[str, list[int]] = {}
+    for request in (plain(1), plain(2), scoring("scored")):
+        core = engine(folder)
+        core.add(request)
+        alone |= texts(core)
+    core = engine(folder)
+    for request in (plain(1), scoring("scored"), plain(2)):
+        core.add(request)
+    assert texts(core) == alone
