@@ -2,10 +2,11 @@
 
     python -m bench.served.abuse --only gRPC "random bodies"
 
-Each attack runs once, while three seeded streams repeat. The promises: no stream's text changes, no stream fails, no
-gap of a stream reaches a second, no answer is a 5xx except 503 with Retry-After, no health check fails, no stalled
-connection stays, no process ends, and memory stays within 300 MB of its size after a first burst has filled the pool.
-The exit status is 1 if a promise is broken.
+Each attack runs once, while three seeded streams repeat; first on a server without keys, then the attacks of tenants on
+a server with keys. The promises: no stream's text changes, no stream fails, no gap of a stream reaches a second, no
+answer is a 5xx except 503 with Retry-After, no health check fails, no stalled connection stays, no tenant learns of
+another, no process ends, and memory stays within 300 MB of its size after a first burst has filled the pool. The exit
+status is 1 if a promise is broken. The first row is the machine without an attack.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ import psutil
 import yaml
 
 from bench.served.application import ServedApplication
-from bench.served.attacks import ATTACKS, HEALTH, STILL_OPEN, Answers, Face
-from bench.served.bystanders import Bystanders, Stay
+from bench.served.attacks import ATTACKS, BROKEN, TENANT_ATTACKS, TENANTS, Answers, Face
+from bench.served.attacks.tenants import key_of, keys_text
+from bench.served.bystanders import Bystanders, Habits, Stay
+from cluster.deploy_file import VLLM_SERVICER_FUNCTION
+from cluster.local.own_files import private_root
 from cluster.local.ports import free_port
 
 MAX_GAP_S = 1.0
@@ -45,7 +49,7 @@ _POOL_GIB = 0.25  # small, so that the first burst fills it: a pool takes memory
 _FILLING = ("n = 128", "twelve grammars", "a prediction of", "200 streams", "30 streams")
 _SETTLE_S = 3.0
 _ATTACK_TIMEOUT_S = 300.0
-_GRPC_FAULTS = {"INTERNAL", "UNKNOWN", "DATA_LOSS"}
+_BYSTANDER = "bystander"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +65,9 @@ class Outcome:
     def faults(self) -> list[str]:
         """The broken promises, except of time."""
         stay = self.stay
-        bad = [status for status in self.answers if _is_fault(status)]
+        bad = [status for status in self.answers if status.startswith(BROKEN)]
         return [
-            *(f"{self.answers[status]} times {status}" for status in bad),
+            *(f"{self.answers[status]} times {status.removeprefix(BROKEN)}" for status in bad),
             *([f"{stay.num_changed} texts changed"] if stay.num_changed else []),
             *([f"{len(stay.failures)} streams failed: {stay.failures[0]}"] if stay.failures else []),
         ]
@@ -73,12 +77,6 @@ class Outcome:
         """The broken promises."""
         gap_s = self.stay.longest_gap_s
         return [*self.faults, *([f"a gap of {gap_s:.2f} s"] if gap_s >= MAX_GAP_S else [])]
-
-
-def _is_fault(status: str) -> bool:
-    if status.startswith(HEALTH):
-        return status != f"{HEALTH}OK"
-    return status in {*_GRPC_FAULTS, STILL_OPEN} or (status.startswith("5") and status != "503")
 
 
 def attack(face: Face, bystanders: Bystanders, names: Sequence[str]) -> Iterator[Outcome]:
@@ -93,7 +91,7 @@ def attack(face: Face, bystanders: Bystanders, names: Sequence[str]) -> Iterator
 async def _bounded(face: Face, name: str) -> Answers:
     # One key per attack: HAProxy refuses a key for seconds after refusals.
     face = replace(face, key=name.replace(" ", "-"))
-    return await asyncio.wait_for(ATTACKS[name](face), _ATTACK_TIMEOUT_S)
+    return await asyncio.wait_for({**ATTACKS, **TENANT_ATTACKS}[name](face), _ATTACK_TIMEOUT_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,30 +120,51 @@ class LastingProcesses:
 
 
 def main() -> None:
-    """Serve the demo, attack it, print the table."""
+    """Serve the demo without keys and with keys, attack it, print the tables."""
     args = _parse_args()
-    names = [name for name in ATTACKS if any(part in name for part in args.only)] if args.only else list(ATTACKS)
     args.folder.mkdir(parents=True, exist_ok=True)
-    deploy = yaml.safe_load(Path("deploy.yaml").read_text())
-    face = Face(
-        "127.0.0.1", free_port(), free_port(), deploy["applications"][0]["args"].get("model_id", "outrider-demo")
-    )
-    deploy["applications"][0]["args"]["cache"]["memory_gib"] = _POOL_GIB
-    deploy["http_options"]["port"], deploy["grpc_options"]["port"] = face.http_port, face.grpc_port
-    path = args.folder / "deploy.yaml"
-    path.write_text(yaml.safe_dump(deploy, sort_keys=False))
-    application = ServedApplication(path, face.url, options=["--no-ray"] if args.no_ray else [])
+    is_kept = [
+        _is_kept(args, names, has_keys=attacks is TENANT_ATTACKS)
+        for attacks in (ATTACKS, TENANT_ATTACKS)
+        if (names := [name for name in attacks if not args.only or any(part in name for part in args.only)])
+    ]
+    sys.exit(not all(is_kept))
+
+
+def _is_kept(args: argparse.Namespace, names: list[str], *, has_keys: bool) -> bool:
+    """Serve the demo, attack it, print the table. Returns whether every promise was kept."""
+    face, deploy = _deployed(args.folder, has_keys=has_keys)
+    application = ServedApplication(deploy, face.url, options=["--no-ray"] if args.no_ray else [])
     try:
         application.wait_until_ready()
-        with Bystanders(face.url, face.model) as bystanders:
-            list(attack(face, bystanders, [name for name in ATTACKS if name.startswith(_FILLING)]))
+        with Bystanders(face.url, face.model, Habits(key=key_of(_BYSTANDER))) as bystanders:
+            list(attack(face, bystanders, [name for name in ATTACKS if name.startswith(_FILLING) and not has_keys]))
             before = LastingProcesses.of(application.pid)
             outcomes = report_each(attack(face, bystanders, names))
             time.sleep(_SETTLE_S)
             after = LastingProcesses.of(application.pid)
     finally:
         application.close()
-    sys.exit(not report(outcomes, before, after))
+    return report(outcomes, before, after)
+
+
+def _deployed(folder: Path, *, has_keys: bool) -> tuple[Face, Path]:
+    """Write a deploy.yaml of the demo on free ports, with keys and vLLM's service if `has_keys`."""
+    deploy = yaml.safe_load(Path("deploy.yaml").read_text())
+    args, grpc_options = deploy["applications"][0]["args"], deploy["grpc_options"]
+    path, keys = folder / ("keyed.yaml" if has_keys else "deploy.yaml"), folder / "keys"
+    logs = (path.with_suffix(".log"), Path(private_root()) / "ray/session_latest/logs")
+    model = args.get("model_id", "outrider-demo")
+    face = Face("127.0.0.1", free_port(), free_port(), model, keys_file=keys if has_keys else None, logs=logs)
+    args["cache"]["memory_gib"] = _POOL_GIB
+    deploy["http_options"]["port"], grpc_options["port"] = face.http_port, face.grpc_port
+    if has_keys:
+        keys.write_text(keys_text((*TENANTS, _BYSTANDER)))
+        args["ingress"] = {**args.get("ingress", {}), "api_keys_file": str(keys.resolve()), "vllm_grpc": True}
+        args["ingress"].pop("open_admin", None)
+        grpc_options["grpc_servicer_functions"].append(VLLM_SERVICER_FUNCTION)
+    path.write_text(yaml.safe_dump(deploy, sort_keys=False))
+    return face, path
 
 
 def report_each(outcomes: Iterator[Outcome]) -> list[Outcome]:

@@ -19,12 +19,16 @@ _PAUSE_S = 0.2  # after a refusal or a failure
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """The requests of bystanders: prompts of `num_lines`, one per seed; if `is_cold`, no cache holds them."""
+    """The requests of bystanders: prompts of `num_lines`, one per seed; if `is_cold`, no cache holds them.
+
+    `key` is their API key; any if the server needs none.
+    """
 
     num_seeds: int = 3
     num_tokens: int = 96
     num_lines: int = 1
     is_cold: bool = False
+    key: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +141,7 @@ class _Seed:
 
     def __init__(self, base_url: str, model: str, seed: int, habits: Habits) -> None:
         self._url = f"{base_url}/v1/completions"
+        self._headers = {"Authorization": f"Bearer {habits.key}"}
         self._seed = seed
         self._habits = habits
         lines = [f"def function_{seed}_{index}(path):\n" for index in range(habits.num_lines - 1)]
@@ -168,7 +173,9 @@ class _Seed:
         self._arrived_s, self._has_begun = sent_s, False
         try:
             # verify=True would load certificates for each stream, on the cores that are measured.
-            with httpx.stream("POST", self._url, json=body, timeout=_TIMEOUT_S, verify=False) as answer:
+            with httpx.stream(
+                "POST", self._url, json=body, headers=self._headers, timeout=_TIMEOUT_S, verify=False
+            ) as answer:
                 if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE and "retry-after" in answer.headers:
                     self._add(Stay(num_refused=1))
                     time.sleep(_PAUSE_S)

@@ -242,7 +242,7 @@ def test_hostile_clients_change_nothing_for_the_streams_beside_them(served: Serv
         "schemathesis",
     )  # minutes
     # A quarter of a minute each: router/backend/test_shared_answer.py and cluster/local/test_http_server.py bound them.
-    long = ("800 probes", "1,800 connections")
+    long = ("no attack", "800 probes", "3,072 connections", "HTTP/2 on")
     names = [name for name in ATTACKS if not any(part in name for part in (*slow, *long))]
     face = Face(served.file.http_host, served.file.http_port, served.file.grpc_port, MODEL)
     with Bystanders(face.url, MODEL) as bystanders:

@@ -7,7 +7,8 @@ import struct
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _MAX_FRAME = 1 << 14
-_SETTINGS, _HEADERS, _DATA, _END_HEADERS = 4, 1, 0, 4
+_SETTINGS, _HEADERS, _DATA, _RESET, _END_HEADERS = 4, 1, 0, 3, 4
+_CANCEL = 8  # the code of a client that cancels
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
@@ -38,6 +39,11 @@ async def half_calls(
             writer.write(_frame(_DATA, 0, stream, data[start : start + _MAX_FRAME]))
     await writer.drain()
     return writer
+
+
+def cancels(number: int) -> bytes:
+    """Return the frames that cancel the calls of `half_calls`."""
+    return b"".join(_frame(_RESET, 0, 2 * index + 1, struct.pack(">I", _CANCEL)) for index in range(number))
 
 
 def first_part(num_bytes: int, of_bytes: int) -> bytes:
