@@ -63,7 +63,7 @@ class ModelShape:
             head_dim=size("head_dim", default=hidden_size // num_heads),
             vocab_size=size("vocab_size"),
             has_tied_head=bool(config.get("tie_word_embeddings", False)),
-            num_experts=size("num_experts", "num_local_experts", default=1),
+            num_experts=size("num_experts", "num_local_experts", "n_routed_experts", default=1),
             num_experts_per_token=size("num_experts_per_tok", default=1),
         )
         if shape.num_experts_per_token > shape.num_experts:

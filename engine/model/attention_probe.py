@@ -28,6 +28,7 @@ from engine.attention.torch_attention import (
 from engine.kv_cache.pool import LayerShape
 from engine.kv_cache.state_pool import StateShape
 from engine.model.checkpoint.reading_errors import READING_ERRORS
+from engine.model.linear.packed_experts import experts_of
 from engine.model.linear.packed_linear import weight_of
 from engine.model.position_limit import max_positions
 from engine.recurrent.state_pass import RecordingStates
@@ -109,21 +110,28 @@ def _window(visible: Callable[..., Tensor], length: int) -> int | None:
 
 @contextmanager
 def hollow(model: nn.Module) -> Iterator[None]:
-    """Within it, plain linear layers return zeros and read no weight."""
+    """Within it, plain linear layers and experts return zeros and read no weight."""
     layers = [module for module in model.modules() if weight_of(module) is not None]
+    experts = [module for _, module in experts_of(model)]
     for layer in layers:
         layer.forward = partial(_zeros, layer)  # shadows the class's until deleted
+    for module in experts:
+        module.forward = _no_experts
     try:
         yield
     finally:
-        for layer in layers:
-            del layer.forward
+        for module in (*layers, *experts):
+            del module.forward
 
 
 def _zeros(layer: nn.Module, x: Tensor) -> Tensor:
     weight = weight_of(layer)
     assert weight is not None, "`hollow` takes plain layers only"
     return x.new_zeros(*x.shape[:-1], weight.shape[0])
+
+
+def _no_experts(hidden_states: Tensor, *routing: Tensor) -> Tensor:
+    return torch.zeros_like(hidden_states)
 
 
 @dataclass(frozen=True, slots=True)

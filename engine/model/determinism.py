@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.batch.span import Span
 from engine.model.attention_probe import LayerRecord
@@ -26,15 +26,20 @@ Forward = Callable[[list[Span]], Tensor]  # logits of the spans' rows
 
 
 def obstacle(
-    model: PreTrainedModel, records: Seq[LayerRecord], *, has_own_kernel: bool, has_own_decoder: bool
+    model: PreTrainedModel,
+    records: Seq[LayerRecord],
+    *,
+    has_own_kernel: bool,
+    has_own_decoder: bool,
+    has_own_experts: bool,
 ) -> str | None:
     """Return why a model cannot be deterministic with our own attention kernel or torch's; None if it can."""
     if model.device.type != "cpu" and not has_own_kernel:
         return f"it runs on {model.device} without our Triton kernel for attention (target.attention)"
     if model.device.type != "cpu" and not has_own_decoder:
         return f"on {model.device} its norms are transformers', which sum in an order that depends on the rows"
-    if has_experts(model):
-        return "how many rows an expert gets depends on the whole pass"
+    if has_experts(model) and not has_own_experts:
+        return "how many rows an expert gets depends on the whole pass, and our kernels cannot multiply by its experts"
     for record in [] if has_own_kernel else records:
         if record.options.softcap is not None or record.options.sinks is not None:
             return f"layer {record.layer} has a softcap or attention sinks: torch has no kernel in fixed units for them"
@@ -47,8 +52,12 @@ def obstacle(
 
 def has_experts(model: PreTrainedModel) -> bool:
     """True for a mixture of experts: an expert's rows depend on the whole pass."""
-    config = model.config.get_text_config()
-    return any(getattr(config, key, None) for key in _EXPERT_KEYS)
+    return config_has_experts(model.config)
+
+
+def config_has_experts(config: PreTrainedConfig) -> bool:
+    """True for the configuration of a mixture of experts."""
+    return any(getattr(config.get_text_config(), key, None) for key in _EXPERT_KEYS)
 
 
 def first_difference(forward: Forward, vocab_size: int) -> str | None:

@@ -42,6 +42,7 @@ from engine.model.determinism import first_difference, has_experts, obstacle
 from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps
 from engine.model.linear.batch_invariant_linear import batch_invariant_factory, batch_invariant_on_gpu
+from engine.model.linear.packed_experts import make_routers_batch_invariant, pack_experts, packs_all_experts
 from engine.model.linear.packed_linear import Linear, pack_linears
 from engine.model.linear.product_check import MAX_RELATIVE_ERROR
 from engine.model.linear.quantized_linear import dequantized, linear_factory
@@ -128,7 +129,10 @@ class PagedModel:
         if is_deterministic:
             has_kernel = is_batch_invariant(plan_attention) or self._is_native(plan_attention)
             fits = LlamaDecoder.fits(model)
-            if reason := obstacle(model, records, has_own_kernel=has_kernel, has_own_decoder=fits):
+            packs = rank.size == 1 and packs_all_experts(model, linear_factory(quantization, self._dtype))
+            if reason := obstacle(
+                model, records, has_own_kernel=has_kernel, has_own_decoder=fits, has_own_experts=packs
+            ):
                 raise _not_deterministic(model, reason)
         self.decoder, self.rank_shapes = _decoder(
             model, records, quantization, taps, rank, self._dtype, is_deterministic=is_deterministic, store=store
@@ -253,7 +257,7 @@ def _decoder(
     make_linear, make_head = (linear_factory(quantization, dtype, is_head=is_head) for is_head in (False, True))
     if is_deterministic and model.device.type == "cuda":
         make_linear = make_head = batch_invariant_on_gpu
-    if LlamaDecoder.fits(model):
+    if LlamaDecoder.fits(model) and (rank.size == 1 or not has_experts(model)):
         options = [record.options for record in records]
         decoder = LlamaDecoder(
             model,
@@ -266,8 +270,12 @@ def _decoder(
             store=store,
         )
         return decoder, [replace(shape, num_kv_heads=shape.num_kv_heads // rank.size) for shape in shapes]
+    if is_deterministic:
+        make_routers_batch_invariant(model, dtype)
     if rank.size > 1:
         shapes = shard_model(model, rank)
+    else:
+        pack_experts(model, make_linear, store)
     if is_deterministic:
         make_linear, make_head = (batch_invariant_factory(each, dtype) for each in (make_linear, make_head))
     set_windows(model, records)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.model.checkpoint.node_memory import drop_pages
+from engine.model.linear.packed_experts import packed_parameters
 from engine.model.linear.packed_linear import LinearFactory, gains
 from engine.model.linear.weight_store import NO_STORE, WeightStore
 
@@ -33,7 +34,7 @@ def leave_checkpoint(
     are unmapped when the last linear layer is packed. Modules that share a parameter (a tied embedding) share its copy.
     `store` may keep the copies of large ones.
     """
-    copied: set[int] = set()
+    copied = packed_parameters(model, make_linear)
     for path, module in model.named_modules():
         is_packed = gains(module, make_linear)
         keeps_dtype = dtype is None or (keeps_embeddings and type(module) is nn.Embedding)

@@ -3,6 +3,7 @@
 
 #include "attention/types.h"
 #include "products/products.h"
+#include "products/weight.h"
 #include "rows.h"
 
 #include <stdlib.h>
@@ -10,24 +11,11 @@
 
 enum { MLP_ROWS = 128 /* rows of the MLP at a time, so that its intermediate results stay in the cache */ };
 
-enum kind { INT4 = 4, INT8 = 8, BFLOAT16 = 16 };
-
-/* A packed weight and the product by it; engine/model/linear/native_product.py has the same fields. */
-struct weight {
-    const void *packed;
-    const uint16_t *tables; /* for INT4 and INT8 */
-    const float *bias;      /* or NULL */
-    int64_t num_inputs, num_outputs;
-    int64_t kind;
-    int64_t group;    /* inputs that share a scale, for INT4 and INT8 */
-    int64_t is_gated; /* the product has half as many outputs */
-};
-
 /* engine/model/decoders/native_layers.py has the same fields here and below. */
 struct layer {
     const void *input_norm, *mlp_norm; /* [hidden] */
     const void *head_norm;             /* [heads + kv heads, D] for queries and keys, or NULL */
-    struct weight qkv, output, gated, down;
+    struct weight qkv, output, gated, down; /* without `gated` the caller computes the rest of the layer */
     int64_t window; /* 0: none */
     float scaling, softcap;
 };
@@ -165,7 +153,7 @@ static void feed_forward(const struct decoder *d, const struct layer *l, const s
 }
 
 /* Runs the layers [first, last) over the rows of a pass. `pass` has its spans and slots; `keys` and `values` are the
-   pool of each layer. Returns 0, or 1 if memory is short. */
+   pool of each layer. If the last one has no MLP, `delta` is the input of that. Returns 0, or 1 if memory is short. */
 int outrider_run_layers(const struct decoder *d, const struct attention *pass, void *const *keys, void *const *values,
                         struct rows *r, int64_t first, int64_t last) {
     struct attention attention = *pass;
@@ -181,8 +169,9 @@ int outrider_run_layers(const struct decoder *d, const struct attention *pass, v
         if (i + 1 == last && r->num_kept < r->num_rows) keep_rows(d, r, &buffers);
         if (!r->num_rows) break;
         multiply(&l->output, buffers.attended, r->delta, r->num_rows, d->is_bf16, buffers.scratch);
-        add_norm(d, r, l->mlp_norm, 1, buffers.normed);
-        feed_forward(d, l, r, &buffers);
+        const int has_mlp = l->gated.packed != NULL;
+        add_norm(d, r, l->mlp_norm, 1, has_mlp ? buffers.normed : r->delta);
+        if (has_mlp) feed_forward(d, l, r, &buffers);
     }
     free(memory);
     return is_short;

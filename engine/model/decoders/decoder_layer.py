@@ -31,5 +31,5 @@ class DecoderLayer:
     head_norm: Tensor | None  # [Hq + H, D] of q and k (Qwen3)
     output: Linear
     mlp_norm: Tensor  # [hidden]
-    mlp: GatedMlp
+    mlp: Linear  # a `GatedMlp`, or a mixture of experts
     options: LayerOptions

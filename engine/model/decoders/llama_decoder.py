@@ -26,6 +26,7 @@ from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps, joined
 from engine.model.linear.batch_invariant_linear import batch_invariant
 from engine.model.linear.gated_linear import GatedProduct, JoinedGate, gated_of
+from engine.model.linear.packed_experts import make_routers_batch_invariant, pack_experts
 from engine.model.linear.packed_linear import Linear, LinearFactory, keeps_numbers, linear_of
 from engine.model.linear.stand_in import halves_of, slices_of, stand_in
 from engine.model.linear.weight_store import NO_STORE, WeightStore
@@ -34,6 +35,7 @@ from engine.model.tensor_parallel.rank import ALONE, Rank
 
 _MLP_ROWS = 128  # of a prefill chunk at a time, so that the MLP's intermediate result stays in the cache
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_EXPERT_FAMILIES = ("mixtral", "qwen3_moe")  # on processors
 
 
 class LlamaDecoder:
@@ -86,6 +88,10 @@ class LlamaDecoder:
         like = self._embedding.new_empty(0, dtype=self._dtype)
         self._rotary = RotaryTable(rotary, like, max_positions(config), is_deterministic)
         self._make_linear, self._store = make_linear, store
+        if is_deterministic:
+            make_routers_batch_invariant(model, self._dtype)
+        if rank.size == 1:
+            pack_experts(model, make_linear, store)
         self._layers = []
         for index, layer_options in enumerate(options):
             self._layers.append(self._take_layer(index, model.model.layers[index], layer_options))
@@ -100,12 +106,13 @@ class LlamaDecoder:
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
         """True if `model` is of a family whose layers are computed here."""
-        return LlamaDecoder.fits_config(model.config)
+        is_elsewhere = model.device.type != "cpu" and model.config.model_type in _EXPERT_FAMILIES
+        return LlamaDecoder.fits_config(model.config) and not is_elsewhere
 
     @staticmethod
     def fits_config(config: Any) -> bool:
         """True for the configuration of a model that `fits`."""
-        return config.model_type in FAMILIES and config.hidden_act == "silu"
+        return config.model_type in (*FAMILIES, *_EXPERT_FAMILIES) and config.hidden_act == "silu"
 
     @property
     def options(self) -> list[LayerOptions]:
@@ -184,7 +191,8 @@ class LlamaDecoder:
         return attended.reshape(num_rows, -1)
 
     def _feed_forward(self, layer: DecoderLayer, normed: Tensor) -> Tensor:
-        if normed.shape[0] <= _MLP_ROWS or normed.device.type != "cpu":
+        is_whole = normed.shape[0] <= _MLP_ROWS or not isinstance(layer.mlp, GatedMlp)
+        if is_whole or normed.device.type != "cpu":
             return self._rank.all_reduce(layer.mlp(normed))
         return self._rank.all_reduce(torch.cat([layer.mlp(rows) for rows in normed.split(_MLP_ROWS)]))
 
@@ -198,10 +206,7 @@ class LlamaDecoder:
         joined_inputs = kept("qkv", lambda: self._joined(*inputs))
         qkv = self._rowwise(joined_inputs, attention.q_proj.in_features)
         output = self._rowwise(kept("output", lambda: self._summed(attention.o_proj)), attention.o_proj.in_features)
-        gated = self._store.product(f"layers.{index}.gated", lambda: self._gated(mlp.gate_proj, mlp.up_proj))
-        down = self._rowwise(kept("down", lambda: self._summed(mlp.down_proj)), mlp.down_proj.in_features)
-        products = zip((mlp.gate_proj, mlp.up_proj), halves_of(gated), strict=True)
-        self._stand_in({attention.o_proj: output, mlp.down_proj: down, **dict(products)})
+        self._stand_in({attention.o_proj: output})
         self._stand_in(dict(zip(inputs, slices_of(qkv, inputs), strict=True)))
         return DecoderLayer(
             input_norm=self._rank.to_device(layer.input_layernorm.weight),
@@ -209,9 +214,21 @@ class LlamaDecoder:
             head_norm=self._head_norm(attention),
             output=output,
             mlp_norm=self._rank.to_device(layer.post_attention_layernorm.weight),
-            mlp=GatedMlp(self._rowwise(gated, mlp.gate_proj.in_features), down),
+            mlp=self._take_mixture(mlp) if hasattr(mlp, "experts") else self._take_mlp(index, mlp),
             options=options,
         )
+
+    def _take_mlp(self, index: int, mlp: Any) -> GatedMlp:
+        gated = self._store.product(f"layers.{index}.gated", lambda: self._gated(mlp.gate_proj, mlp.up_proj))
+        summed = self._store.product(f"layers.{index}.down", lambda: self._summed(mlp.down_proj))
+        down = self._rowwise(summed, mlp.down_proj.in_features)
+        products = zip((mlp.gate_proj, mlp.up_proj), halves_of(gated), strict=True)
+        self._stand_in({mlp.down_proj: down, **dict(products)})
+        return GatedMlp(self._rowwise(gated, mlp.gate_proj.in_features), down)
+
+    def _take_mixture(self, mixture: nn.Module) -> Linear:
+        """Keep the stock module, whose experts are packed."""
+        return lambda rows: mixture(rows[None])[0]
 
     def _one_call(self) -> NativeLayers | None:
         if self._rank.size > 1:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.native import MAX_HEAD_DIM, AttentionCall, NativePass
-from engine.model.decoders.decoder_layer import DecoderLayer
+from engine.model.decoders.decoder_layer import DecoderLayer, GatedMlp
 from engine.model.decoders.row_operations import NativeRows
 from engine.model.forward_batch import ForwardBatch
 from engine.model.linear.native_product import NativeProduct, PackedWeight
@@ -130,6 +130,29 @@ class NativeLayers:
         Raises:
             MemoryError: the buffers between the kernels do not fit.
         """
+        first = layers.start
+        for index in layers:
+            mlp, is_last = self._kept[index].mlp, index == layers[-1]
+            if not is_last and isinstance(mlp, GatedMlp):
+                continue
+            part = range(first, index + 1)
+            hidden, delta = self._run_part(hidden, delta, angles, batch, part, kept if is_last else None)
+            if not isinstance(mlp, GatedMlp):
+                delta = mlp(delta)
+            first = index + 1
+        assert delta is not None, "there is a layer"
+        return hidden, delta
+
+    def _run_part(
+        self,
+        hidden: Tensor,
+        delta: Tensor | None,
+        angles: Tensor,
+        batch: ForwardBatch,
+        layers: range,
+        kept: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`run` layers of which all but the last have an MLP of ours; without one, return the input of the other."""
         attention = batch.attention
         assert isinstance(attention, NativePass), "`take` says so"
         out = torch.empty_like(hidden) if delta is None else delta
@@ -151,7 +174,8 @@ class NativeLayers:
 
 def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
     options, mlp = layer.options, layer.mlp
-    weights = [_packed_weight(product, dtype) for product in (layer.qkv, layer.output, mlp.gated, mlp.down)]
+    products = (layer.qkv, layer.output, *((mlp.gated, mlp.down) if isinstance(mlp, GatedMlp) else ()))
+    weights = [_packed_weight(product, dtype) for product in products]
     if options.sinks is not None or None in weights:
         return None
     return _Layer(
@@ -159,6 +183,7 @@ def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
         layer.mlp_norm.data_ptr(),
         None if layer.head_norm is None else layer.head_norm.data_ptr(),
         *weights,
+        *[PackedWeight()] * (4 - len(weights)),
         options.window or 0,
         options.scaling,
         options.softcap or 0.0,

@@ -83,7 +83,7 @@ def _packed(
 
 def _check(config: HeadConfig, stock: PreTrainedModel, quantization: Quantization) -> None:
     model_type, num_layers = stock.config.model_type, stock.config.num_hidden_layers
-    if not LlamaDecoder.fits(stock):
+    if model_type not in FAMILIES or not LlamaDecoder.fits(stock):
         raise ConfigError(
             f"draft.kind is 'self', which needs a model of type {_listed(FAMILIES)}, but the target's is "
             f"{model_type!r}; choose another draft.kind"

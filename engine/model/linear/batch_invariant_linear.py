@@ -11,6 +11,7 @@ A kernel's order of sums follows from its input shapes, so one trial with random
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
@@ -59,6 +60,26 @@ def batch_invariant(function: Linear, num_inputs: int, dtype: torch.dtype) -> Li
         return result.view(*x.shape[:-1], result.shape[-1])
 
     return compute
+
+
+def batch_invariant_router(
+    router: Callable[[Tensor], tuple[Tensor, ...]], num_inputs: int, dtype: torch.dtype
+) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """`router` of rows [..., num_inputs], which returns tensors [rows, ...]; a row's do not depend on other rows.
+
+    Raises:
+        ConfigError: as in `batch_invariant`.
+    """
+    heights = batch_invariant_heights(
+        lambda rows: torch.cat([result.double() for result in router(rows)], dim=-1), num_inputs, dtype
+    )
+
+    def route(x: Tensor) -> tuple[Tensor, ...]:
+        tiles = _cut(x.reshape(-1, num_inputs), heights)
+        results = [[each[: len(tile)] for each in router(_padded(tile, height))] for tile, height in tiles]
+        return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
+
+    return route
 
 
 @torch.inference_mode()

@@ -13,7 +13,7 @@ from protos.errors import ConfigError
 
 # Of models and products against the stock ones of the same weights; seen: 1e-6, 1e-3, 1e-2.
 MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
-_MAX_ROUNDING_ERROR = 0.5  # of products whose weights are rounded; seen: 0.1. Exchanged weights differ by 1.4
+MAX_ROUNDING_ERROR = 0.5  # of products whose weights are rounded; seen: 0.1. Exchanged weights differ by 1.4
 _NUM_ROWS = 2
 
 
@@ -48,4 +48,4 @@ def compare_product(
     rows = probe_rows(weight.shape[1]).to(weight.device, dtype)
     product = torch.cat(list(converted(lambda part: F.linear(rows, part.to(dtype)), weight)), dim=-1)
     expected = product if bias is None else product + bias.to(dtype)
-    check_product(function(rows), expected, MAX_RELATIVE_ERROR[dtype] if is_exact else _MAX_ROUNDING_ERROR)
+    check_product(function(rows), expected, MAX_RELATIVE_ERROR[dtype] if is_exact else MAX_ROUNDING_ERROR)

@@ -34,7 +34,7 @@ from engine.model.linear.native_quantized import (
 )
 from engine.model.linear.packed_linear import Linear, LinearFactory, linear_of, plain_factory, weight_of
 from engine.model.linear.product_check import check_product, probe_rows
-from engine.model.linear.weight_parts import converted, parts_of
+from engine.model.linear.weight_parts import OUTPUTS, converted, parts_of
 
 _TINY = 2.0**-24  # float16's smallest number: a scale is never zero
 _HUGE = 65504.0
@@ -96,7 +96,8 @@ def quantizer(
         is_head: the weight yields the logits. It would cause most of int4's loss, and more than other weights with
             groups of 64. (It is multiplied by the last rows of a prompt only.)
     """
-    if quantization is Quantization.NONE or not NativeQuantizedProduct.fits(weight):
+    is_narrow = len(weight) < OUTPUTS  # a gate, or a choice of experts: few bytes, and much follows from them
+    if quantization is Quantization.NONE or is_narrow or not NativeQuantizedProduct.fits(weight):
         return None
     if is_head:
         return partial(to_int8_groups, group_size=GROUP_SIZE)

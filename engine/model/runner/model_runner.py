@@ -39,6 +39,7 @@ from engine.model.cuda_graphs.buckets import graph_buckets
 from engine.model.cuda_graphs.graph import ForwardOutput
 from engine.model.cuda_graphs.graph_runner import CudaGraphRunner, RecordedStep
 from engine.model.decoders.llama_decoder import LlamaDecoder
+from engine.model.determinism import config_has_experts
 from engine.model.draft_heads.loader import Head, load_head, whole_lm_head
 from engine.model.draft_heads.self_draft import SelfDraft
 from engine.model.forward_batch import ForwardBatch, plan_steps
@@ -113,7 +114,7 @@ class ModelRunner:
         self._rank = rank
         device = rank.device or resolve_device(model.device)
         meter = memory_meter(cache, device)
-        # Other decoders and heads compute in the dtype of their weights.
+        # Other heads compute in the dtype of their weights.
         is_alone = rank.size == 1 and (head is None or head.kind is HeadKind.SELF)
         self._dtype = resolve_dtype(model.dtype, device)
         self._plan_attention = choose_attention(model.attention, device, is_deterministic=model.deterministic)
@@ -128,7 +129,7 @@ class ModelRunner:
             stock = load_model(
                 model,
                 rank.load_device,
-                keeps_dtype=LlamaDecoder.fits_config if is_alone else None,
+                keeps_dtype=_keeps_dtype if is_alone else None,
                 is_checked=store.is_checked,
             )
             with enough_memory(device, f"the weights of {model.path!r}, packed or sharded", WEIGHTS_REMEDY):
@@ -419,6 +420,11 @@ class ModelRunner:
     def copy_blocks(self, source_ids: Seq[int], block_ids: Seq[int]) -> None:
         """Copy each source's KV into the block at the same index, for branches that part within a block."""
         self._cache.copy_blocks(source_ids, block_ids)
+
+
+def _keeps_dtype(config: PreTrainedConfig) -> bool:
+    """True for models whose weights are packed as the files have them: Llama-shaped ones, and mixtures of experts."""
+    return LlamaDecoder.fits_config(config) or config_has_experts(config)
 
 
 def usable_quantization(model: ModelConfig, device: torch.device) -> Quantization:

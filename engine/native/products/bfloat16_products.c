@@ -293,22 +293,38 @@ struct grid {
     int64_t pairs, rows, row_blocks;
 };
 
-AMX static void multiply_part(const void *work, int64_t part) {
-    const struct grid *grid = work;
-    const struct product *p = &grid->product;
-    const int64_t row = part % grid->row_blocks * grid->rows, pair = part / grid->row_blocks * grid->pairs;
-    const int64_t last = min(pair + grid->pairs, p->num_outputs / OUTPUTS);
+/* Multiplies rows of one block by the pairs [first, last); all rows at once if they are few. */
+AMX static void multiply_rows(const struct product *p, int is_few, int64_t row, int64_t rows, int64_t first,
+                              int64_t last) {
     const unsigned mode = _mm_getcsr();
     if (outrider_splits_pairs) _mm_setcsr(mode | 0x8040); /* flush denormals to zero, as vdpbf16ps does */
-    if (grid->is_few) multiply_few(p, pair, last);
-    else multiply_many(p, row, min(grid->rows, p->num_rows - row), pair, last);
+    if (is_few) multiply_few(p, first, last);
+    else multiply_many(p, row, rows, first, last);
     _mm_setcsr(mode);
     if (outrider_has_tiles) _tile_release();
 }
 
+static void multiply_part(const void *work, int64_t part) {
+    const struct grid *grid = work;
+    const struct product *p = &grid->product;
+    const int64_t row = part % grid->row_blocks * grid->rows, pair = part / grid->row_blocks * grid->pairs;
+    const int64_t last = min(pair + grid->pairs, p->num_outputs / OUTPUTS);
+    multiply_rows(p, grid->is_few, row, min(grid->rows, p->num_rows - row), pair, last);
+}
+
+static int are_few(int64_t num_rows) {
+    return num_rows <= (outrider_has_tiles ? FEW_ROWS : outrider_splits_pairs ? SPLIT_ROWS : VECTOR_ROWS);
+}
+
+void product_part(const bf16 *x, const bf16 *weight, const float *bias, bf16 *out, int64_t num_rows,
+                  int64_t num_inputs, int64_t num_outputs, int64_t first, int64_t last) {
+    const struct product p = {x, weight, bias, out, num_rows, num_inputs, num_outputs, 0};
+    multiply_rows(&p, are_few(num_rows), 0, num_rows, first, last);
+}
+
 static void multiply(struct product p) {
     const int64_t num_pairs = p.num_outputs / OUTPUTS;
-    const int is_few = p.num_rows <= (outrider_has_tiles ? FEW_ROWS : outrider_splits_pairs ? SPLIT_ROWS : VECTOR_ROWS);
+    const int is_few = are_few(p.num_rows);
     /* Parts are small, so that other threads can help a delayed one, and large enough to amortise loading x. */
     int64_t pairs = min((is_few ? 256 << 10 : 1 << 20) / (p.num_inputs * 2 * OUTPUTS), num_pairs / 8);
     if (!is_few) { /* at least BLOCK_PAIRS, or fewer if that balances all threads */

@@ -185,6 +185,12 @@ static void multiply_part(const void *work, int64_t part) {
     multiply_block(p, row, min(BLOCK_ROWS, p->num_rows - row), pair, min(pair + grid->pairs, p->num_outputs / OUTPUTS));
 }
 
+void float_product_part(const float *x, const bf16 *weight, const float *bias, float *out, int64_t num_rows,
+                        int64_t num_inputs, int64_t num_outputs, int64_t first, int64_t last) {
+    const struct float_product p = {x, weight, bias, out, num_rows, num_inputs, num_outputs, 0};
+    multiply_block(&p, 0, num_rows, first, last);
+}
+
 static void multiply(struct float_product p) {
     const int64_t num_pairs = p.num_outputs / OUTPUTS;
     const int64_t pairs = max(1, min((256 << 10) / (p.num_inputs * 2 * OUTPUTS), num_pairs / 8));

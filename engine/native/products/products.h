@@ -19,5 +19,13 @@ void outrider_quantized_float_product(const float *x, const uint8_t *weight, con
                                       float *out, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int bits,
                                       int group, int is_gated, int8_t *scratch);
 
+/* The part of `outrider_product`, or of `outrider_float_product`, that one thread computes: all rows, at most
+   PART_ROWS, by the pairs [first, last) of 32 outputs. */
+enum { PART_ROWS = 128 };
+INTERNAL void product_part(const bf16 *x, const bf16 *weight, const float *bias, bf16 *out, int64_t num_rows,
+                           int64_t num_inputs, int64_t num_outputs, int64_t first, int64_t last);
+INTERNAL void float_product_part(const float *x, const bf16 *weight, const float *bias, float *out, int64_t num_rows,
+                                 int64_t num_inputs, int64_t num_outputs, int64_t first, int64_t last);
+
 /* Returns the bytes of `scratch`. */
 int64_t outrider_quantized_scratch(int64_t num_rows, int64_t num_inputs);

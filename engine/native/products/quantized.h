@@ -47,6 +47,9 @@ struct part {
     int is_first; /* the first inputs: there are no sums yet */
 };
 
+/* Places the quantized rows and their tables in `scratch`, of `outrider_quantized_scratch` bytes. */
+INTERNAL void lay_out_rows(struct quantized *p, int8_t *scratch);
+
 /* Quantizes the rows [first, last) of x to 8 bits, with AVX-512 or AVX2. On AVX2, products by 8-bit weights take the
    low halves of a group's bytes, followed by the high halves. */
 INTERNAL void quantize_wide(const struct quantized *p, const void *x, int64_t first, int64_t last);

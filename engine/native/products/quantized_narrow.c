@@ -5,6 +5,7 @@
    is the sum of the low halves plus 16 times the sum of the high halves. So sums are exactly as with VNNI. */
 
 #include "products/epilogue.h"
+#include "products/numbers.h"
 #include "products/quantized.h"
 
 #include <string.h>
@@ -160,16 +161,6 @@ AVX2 static void add_few(int64_t rows, int bits, int group, struct part part, fl
         else if (rows == 3) add_nibbles(3, part, sums);
         else add_nibbles(4, part, sums);
     }
-}
-
-/* Rounds eight numbers to the nearest bfloat16, ties to even. */
-AVX2 INLINE __m128i to_bf16(__m256 x) {
-    const __m256i bits = _mm256_castps_si256(x);
-    const __m256i is_odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(is_odd, _mm256_set1_epi32(0x7fff)));
-    const __m256i is_none = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-    const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), is_none), 16);
-    return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
 }
 
 AVX2 void finish_narrow(const struct quantized *p, int64_t row, int64_t rows, int64_t pair, const float *sums) {

@@ -45,15 +45,19 @@ static int64_t row_bytes(int64_t num_inputs) { return num_inputs * (outrider_has
 /* Returns an odd number of whole cache lines, so that the groups of a row do not map to the same cache sets. */
 static int64_t table_stride(int64_t num_rows) { return ((num_rows + 15) / 16 | 1) * 16; }
 
+void lay_out_rows(struct quantized *p, int8_t *scratch) {
+    p->num_groups = p->num_inputs / p->group;
+    p->stride = row_bytes(p->num_inputs);
+    p->x = scratch;
+    p->row_scales = (float *)(scratch + p->num_rows * p->stride);
+    p->table_stride = table_stride(p->num_rows);
+    p->row_bases = p->row_scales + p->num_groups * p->table_stride;
+}
+
 static void multiply(struct quantized p, const void *x, int8_t *scratch) {
     const int64_t num_pairs = p.num_outputs / OUTPUTS;
     const int64_t pairs = max(1, min((256 << 10) / (p.num_inputs * OUTPUTS), num_pairs / 8));
-    p.num_groups = p.num_inputs / p.group;
-    p.stride = row_bytes(p.num_inputs);
-    p.x = scratch;
-    p.row_scales = (float *)(scratch + p.num_rows * p.stride);
-    p.table_stride = table_stride(p.num_rows);
-    p.row_bases = p.row_scales + p.num_groups * p.table_stride;
+    lay_out_rows(&p, scratch);
     const int64_t rows = outrider_has_tiles ? TILED_ROWS : BLOCK_ROWS;
     const int64_t quantized = p.num_rows < 2 * LINE_ROWS ? LINE_ROWS / 2 : LINE_ROWS;
     const struct grid grid = {p, x, quantized, pairs, rows, (p.num_rows + rows - 1) / rows};

@@ -2,6 +2,7 @@
    group is not finite, its scale is NaN, and so are the sums of its row. */
 
 #include "lanes/lanes.h"
+#include "products/numbers.h"
 #include "products/quantized.h"
 
 /* Returns a group's scale, which maps `range` in x to `levels`. The lower bound keeps the product with a weight's scale
@@ -59,12 +60,6 @@ AVX INLINE void quantize_rows_wide(const struct quantized *p, const void *x, int
 AVX void quantize_wide(const struct quantized *p, const void *x, int64_t first, int64_t last) {
     if (p->is_bf16) quantize_rows_wide(p, x, first, last, 1);
     else quantize_rows_wide(p, x, first, last, 0);
-}
-
-AVX2 INLINE __m256 load_narrow(const void *from, int64_t index, const int is_bf16) {
-    if (!is_bf16) return _mm256_loadu_ps((const float *)from + index);
-    const __m128i numbers = _mm_loadu_si128((const __m128i *)((const bf16 *)from + index));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(numbers), 16));
 }
 
 AVX2 INLINE float highest(__m256 x) {
@@ -142,7 +137,7 @@ AVX2 INLINE void quantize_rows_narrow(const struct quantized *p, const void *fro
         for (int64_t row = first; row < last; row++) {
             const int64_t at = row * p->num_inputs + group * p->group;
             __m256 x[2 * GROUP / 8];
-            for (int i = 0; i < p->group / 8; i++) x[i] = load_narrow(from, at + i * 8, is_bf16);
+            for (int i = 0; i < p->group / 8; i++) x[i] = load_eight(from, at + i * 8, is_bf16);
             int8_t *to = p->x + row * p->stride + group * p->group * p->bits / 4;
             if (p->bits == 4) quantize_summed_narrow(x, to, scales + row, bases + row);
             else if (p->group == GROUP) quantize_based_narrow(4, x, to, scales + row, bases + row);

@@ -19,6 +19,7 @@ from engine.config import (
     GraphConfig,
     GraphKind,
     ModelConfig,
+    Quantization,
     SchedulerConfig,
     SpeculationConfig,
     TreeConfig,
@@ -40,6 +41,7 @@ from tests.engine.fixtures.native_kernels import needs_float_kernels
 DEMO = Path("models/demo")
 BLOCK_SIZE = 4
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi", "gpt2", "opt")
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v3")
 LENGTH = 60
 TEXT = torch.randint(3, VOCAB_SIZE, (LENGTH,), generator=torch.Generator().manual_seed(1)).tolist()
 OTHER = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -54,15 +56,24 @@ def load(
     deterministic: bool = True,
     attention: str = "auto",
     graphs: GraphConfig = GraphConfig(),
+    quantization: str = "none",
 ) -> ModelRunner:
-    model = ModelConfig(str(folder), dtype, "cpu", deterministic=deterministic, attention=attention, graphs=graphs)
+    model = ModelConfig(
+        str(folder),
+        dtype,
+        "cpu",
+        Quantization(quantization),
+        deterministic=deterministic,
+        attention=attention,
+        graphs=graphs,
+    )
     return ModelRunner(model, CacheConfig(num_blocks=32, block_size=BLOCK_SIZE))
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("families")
-    for name in (*FAMILIES, "gemma2", "gpt_oss", "mixtral", "deepseek_v3"):
+    for name in (*FAMILIES, "gemma2", *EXPERTS):
         write_family(root / name, SERVED[name]())
     return {folder.name: folder for folder in root.iterdir()}
 
@@ -89,6 +100,19 @@ def test_logits_have_the_same_bits_however_the_text_is_cut(folders: dict[str, Pa
     runner = load(folders[family], dtype)
     expected = runner.forward([span(0, LENGTH)])
     for ends in ((LENGTH,), (30, 35, 36, 41, LENGTH), (17, *range(18, LENGTH + 1)), (1, 3, 59, LENGTH)):
+        for beside in (False, True):
+            assert torch.equal(in_pieces(runner, ends, beside=beside), expected)
+
+
+@needs_float_kernels
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_logits_of_experts_have_the_same_bits_however_the_text_is_cut(
+    folders: dict[str, Path], family: str, quantization: str
+) -> None:
+    runner = load(folders[family], "float32", quantization=quantization)
+    expected = runner.forward([span(0, LENGTH)])
+    for ends in ((30, 35, 36, 41, LENGTH), (17, *range(18, LENGTH + 1))):
         for beside in (False, True):
             assert torch.equal(in_pieces(runner, ends, beside=beside), expected)
 

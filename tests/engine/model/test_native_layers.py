@@ -9,7 +9,16 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from engine.attention.native import native_or_torch
 from engine.attention.torch_attention import TorchAttention
@@ -37,11 +46,14 @@ SIZES = {
     "max_position_embeddings": 512,
     "pad_token_id": None,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "mistral": MistralConfig(**SIZES, sliding_window=9),
     "qwen2": Qwen2Config(**{**SIZES, "num_attention_heads": 2, "num_key_value_heads": 1}),
     "qwen3": Qwen3Config(**SIZES),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, mlp_only_layers=[1]),
 }
 TEXT = torch.randint(3, 96, (240,), generator=torch.Generator().manual_seed(1)).tolist()
 FIRST_TABLE, SECOND_TABLE = list(range(20, 0, -1)), [21, 22]

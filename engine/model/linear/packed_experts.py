@@ -1,0 +1,241 @@
+"""Experts of a mixture with packed weights: all products of a layer are two of our kernels over sorted rows.
+
+transformers keeps the experts of a layer in two parameters of three dimensions. Each becomes one packed weight, with
+the outputs of one expert after those of another, by the same functions that pack linear layers. The choice of experts
+stays the stock modules'. Every row has the same bits in whatever company it comes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+from transformers.integrations.moe import _default_apply_gate
+
+from engine.model.checkpoint.node_memory import drop_pages
+from engine.model.linear.batch_invariant_linear import batch_invariant_router
+from engine.model.linear.native_product import NativeProduct, PackedWeight
+from engine.model.linear.native_quantized import NativeQuantizedProduct, has_quantized_kernels
+from engine.model.linear.packed_linear import Linear, LinearFactory, keeps_numbers, rows_dtype
+from engine.model.linear.product_check import MAX_RELATIVE_ERROR, MAX_ROUNDING_ERROR, check_product
+from engine.model.linear.weight_parts import OUTPUTS
+from engine.model.linear.weight_store import NO_STORE, WeightStore
+from engine.native.library import Instructions, native_library
+
+logger = logging.getLogger(__name__)
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float32)
+_NUM_POINTERS = {"outrider_experts": 4, "outrider_experts_in": 3, "outrider_experts_out": 4}
+_TURN = 4096  # pairs of a row and an expert at a time, so that buffers stay small
+_PROBE_EXPERTS = 4  # of a row
+
+
+class _Experts(ctypes.Structure):
+    """`struct experts` of engine/native/products/experts.c."""
+
+    _fields_ = [
+        *((name, PackedWeight) for name in ("input_weight", "output_weight")),
+        *((name, ctypes.c_int64) for name in ("num_experts", "is_bf16")),
+    ]
+
+
+class PackedExperts:
+    """The forward of a stock module of experts that `packs` accepts; it keeps its own copy of the weights."""
+
+    def __init__(
+        self, experts: Any, make_linear: LinearFactory, store: WeightStore = NO_STORE, name: str = "experts"
+    ) -> None:
+        """Pack the weights of `experts` with `make_linear`, or take them from `store`, which has them by `name`."""
+        first, last = expert_weights(experts)
+        dtype = rows_dtype(make_linear) or first.dtype
+        self._dtype = dtype if dtype in _KERNEL_DTYPES else torch.float32
+
+        def packed(weight: Tensor, bias: Tensor | None) -> Linear:
+            return make_linear(_flat(experts, weight), None if bias is None else bias.flatten())
+
+        biases = _biases(experts)
+        self._products = (
+            store.product(f"{name}.inputs", lambda: packed(first, biases[0])),
+            store.product(f"{name}.outputs", lambda: packed(last, biases[1])),
+        )
+        self._call = _Experts(
+            *(_packed_weight(product, self._dtype, len(first)) for product in self._products),
+            len(first),
+            self._dtype is torch.bfloat16,
+        )
+        self._gate = None if _is_silu(experts) else experts._apply_gate if experts.has_gate else experts.act_fn
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sums of the experts of each row, [..., hidden].
+
+        Args:
+            hidden_states: [..., hidden].
+            top_k_index: the experts of each row, [rows, top]; there is none with the number of experts.
+            top_k_weights: the weights of their results, [rows, top].
+
+        Raises:
+            MemoryError: the buffers do not fit.
+        """
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1]).to(self._dtype).contiguous()
+        ids, weights = top_k_index.long().contiguous(), top_k_weights.float().contiguous()
+        out = torch.empty_like(rows)
+        step = max(1, _TURN // ids.shape[-1])
+        for first in range(0, len(rows), step):
+            part = slice(first, first + step)
+            self._compute(rows[part], ids[part], weights[part], out[part])
+        return out.view(hidden_states.shape).to(hidden_states.dtype)
+
+    def _compute(self, rows: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
+        experts, sizes = ctypes.byref(self._call), ids.shape
+        routing = ids.data_ptr(), weights.data_ptr(), out.data_ptr()
+        if self._gate is None:
+            _check_memory(_kernel("outrider_experts")(experts, rows.data_ptr(), *routing, *sizes))
+            return
+        between = rows.new_zeros(ids.numel(), self._call.input_weight.num_outputs)
+        _check_memory(
+            _kernel("outrider_experts_in")(experts, rows.data_ptr(), ids.data_ptr(), between.data_ptr(), *sizes)
+        )
+        between = self._gate(between).contiguous()
+        _check_memory(_kernel("outrider_experts_out")(experts, between.data_ptr(), *routing, *sizes))
+
+
+def experts_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the modules of `model` that hold the experts of a layer as transformers' ExpertsInterface takes them."""
+    for name, module in model.named_modules():
+        if hasattr(module, "has_post_expert_norm") and isinstance(getattr(module, "down_proj", None), nn.Parameter):
+            yield name, module
+
+
+def expert_weights(experts: Any) -> tuple[Tensor, Tensor]:
+    """Return both weights of all experts, [expert, ...]: of the inputs, and of what the gate or function returns."""
+    return experts.gate_up_proj if experts.has_gate else experts.up_proj, experts.down_proj
+
+
+def packing_obstacle(experts: Any, make_linear: LinearFactory) -> str | None:
+    """Return why `experts` cannot be packed with `make_linear`; None if they can."""
+    weights = expert_weights(experts)
+    if experts.has_post_expert_norm:
+        return "a norm follows each expert"
+    if any(size % OUTPUTS for weight in weights for size in weight.shape[1:]):
+        return (
+            f"their sizes are {' and '.join(str(tuple(weight.shape)) for weight in weights)}, no multiples of {OUTPUTS}"
+        )
+    if keeps_numbers(make_linear):
+        dtype = rows_dtype(make_linear)
+        has_kernel = all(NativeProduct.fits(weight.flatten(0, 1), dtype) for weight in weights)
+    else:
+        has_kernel = all(weight.device.type == "cpu" for weight in weights) and has_quantized_kernels()
+    return None if has_kernel else "this processor has no kernel for such weights"
+
+
+def packs_all_experts(model: nn.Module, make_linear: LinearFactory) -> bool:
+    """True if `model` has experts, and `pack_experts` packs those of every layer."""
+    obstacles = [packing_obstacle(experts, make_linear) for _, experts in experts_of(model)]
+    return bool(obstacles) and not any(obstacles)
+
+
+def make_routers_batch_invariant(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let the choice of a row's experts, of rows of `dtype`, not depend on other rows; call it before `pack_experts`.
+
+    Routers are the modules next to experts that hold a weight [expert, hidden]; linear layers have their own functions.
+    """
+    for name, experts in list(experts_of(model)):
+        for router in model.get_submodule(name.rpartition(".")[0]).children():
+            weight: object = getattr(router, "weight", None)
+            if not isinstance(weight, Tensor) or weight.ndim != 2 or type(router) is nn.Linear:
+                continue
+            if len(weight) == experts.num_experts:
+                router.forward = batch_invariant_router(router.forward, weight.shape[1], dtype)
+
+
+def packed_parameters(model: nn.Module, make_linear: LinearFactory) -> set[int]:
+    """Return the ids of the parameters that `pack_experts` frees."""
+    packed = (experts for _, experts in experts_of(model) if packing_obstacle(experts, make_linear) is None)
+    return {id(parameter) for experts in packed for parameter in experts.parameters(recurse=False)}
+
+
+def pack_experts(model: nn.Module, make_linear: LinearFactory, store: WeightStore = NO_STORE) -> None:
+    """Have the experts of each layer of `model` multiply by packed weights, where they can.
+
+    A layer's stored weights are freed when they are packed. Experts that keep their weights although `make_linear`
+    rounds them are named in a warning. `store` may keep the products.
+
+    Raises:
+        ConfigError: packed experts differ from the stock ones by more than roundings.
+    """
+    kept: dict[str, list[str]] = {}
+    for name, experts in list(experts_of(model)):
+        if reason := packing_obstacle(experts, make_linear):
+            kept.setdefault(reason, []).append(name)
+            continue
+        packed = PackedExperts(experts, make_linear, store, name)
+        if not store.is_checked:
+            _compare(experts, packed, is_exact=keeps_numbers(make_linear))
+        experts.forward = packed  # shadows the class's
+        for parameter, stored in list(experts.named_parameters(recurse=False)):
+            drop_pages([stored])
+            setattr(experts, parameter, None)
+    for reason, names in kept.items():
+        if not keeps_numbers(make_linear):
+            logger.warning("%d layers of experts are not quantized, the first is %s: %s", len(names), names[0], reason)
+
+
+@torch.inference_mode()
+def _compare(experts: Any, packed: PackedExperts, *, is_exact: bool) -> None:
+    """Compare with the stock module on rows that use every expert."""
+    num_experts, dtype = len(experts.down_proj), experts.down_proj.dtype
+    hidden_size = expert_weights(experts)[0].shape[1 if experts.is_transposed else 2]
+    top = min(_PROBE_EXPERTS, num_experts)
+    num_rows = -(-num_experts // top)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(num_rows, hidden_size, generator=generator).to(dtype)
+    ids = (torch.arange(num_rows * top) % num_experts).view(num_rows, top)
+    weights = torch.randn(num_rows, top, generator=generator).to(dtype)
+    expected = experts(rows, ids, weights)
+    check_product(packed(rows, ids, weights), expected, MAX_RELATIVE_ERROR[dtype] if is_exact else MAX_ROUNDING_ERROR)
+
+
+def _flat(experts: Any, weight: Tensor) -> Tensor:
+    """Return a weight as [expert and output, input]."""
+    return (weight.transpose(1, 2) if experts.is_transposed else weight).flatten(0, 1)
+
+
+def _biases(experts: Any) -> tuple[Tensor | None, Tensor | None]:
+    if not experts.has_bias:
+        return None, None
+    return experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias, experts.down_proj_bias
+
+
+def _is_silu(experts: Any) -> bool:
+    """True if the module computes silu(gate) * up, of gates before ups."""
+    has_plain_gate = experts.has_gate and type(experts)._apply_gate is _default_apply_gate
+    return has_plain_gate and isinstance(getattr(experts, "act_fn", None), nn.SiLU | SiLUActivation)
+
+
+def _packed_weight(product: Any, dtype: torch.dtype, num_experts: int) -> PackedWeight:
+    assert isinstance(product, NativeProduct | NativeQuantizedProduct), "`packing_obstacle` looks for the kernel"
+    weight = product.packed_weight(dtype)
+    assert weight is not None, "rows have a dtype of the kernel"
+    weight.num_outputs //= num_experts
+    return weight
+
+
+def _check_memory(is_short: int) -> None:
+    if is_short:
+        raise MemoryError("no memory for the rows of a pass")
+
+
+@cache
+def _kernel(name: str) -> Any:
+    library = native_library(Instructions.AVX2)
+    assert library is not None, "`packing_obstacle` looks for the kernel"
+    function = getattr(library, name)
+    function.argtypes = [ctypes.POINTER(_Experts), *[ctypes.c_void_p] * _NUM_POINTERS[name], *[ctypes.c_int64] * 2]
+    function.restype = ctypes.c_int
+    return function

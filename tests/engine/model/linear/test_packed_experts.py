@@ -1,0 +1,157 @@
+"""Packed experts equal the stock modules by the same numbers; a row's result does not depend on other rows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma4TextConfig, GptOssConfig, PreTrainedConfig, Qwen3MoeConfig
+
+from engine.config import Quantization
+from engine.model.linear.packed_experts import PackedExperts, expert_weights, experts_of, pack_experts
+from engine.model.linear.packed_linear import LinearFactory
+from engine.model.linear.quantized_linear import linear_factory, quantizer
+from engine.native.library import Instructions, native_instructions
+from protos.errors import ConfigError
+from tests.engine.fixtures.families import PLAIN
+from tests.engine.fixtures.native_kernels import needs_float_kernels
+
+pytestmark = [needs_float_kernels, pytest.mark.usefixtures("any_instructions")]
+
+NUM_EXPERTS, TOP = 8, 3
+HIDDEN, BETWEEN = 96, 128
+SIZES = {**PLAIN, "hidden_size": HIDDEN, "num_hidden_layers": 1, "head_dim": 8, "num_experts_per_tok": TOP}
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, num_experts=NUM_EXPERTS, moe_intermediate_size=BETWEEN),
+    "gpt_oss": lambda: GptOssConfig(**{**SIZES, "intermediate_size": BETWEEN}, num_local_experts=NUM_EXPERTS),
+    "gemma4_text": lambda: Gemma4TextConfig(
+        **{key: value for key, value in SIZES.items() if key != "num_experts_per_tok"},
+        enable_moe_block=True,
+        num_experts=NUM_EXPERTS,
+        top_k_experts=TOP,
+        moe_intermediate_size=BETWEEN,
+    ),
+}
+MAX_ERROR = {Quantization.NONE: 1e-5, Quantization.INT8: 0.03, Quantization.INT4: 0.03}  # of rows rounded to 8 bits
+NUM_ROWS = (0, 1, 2, 7, 40, 400)
+
+
+def stock_model(family: str) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn(parameter.shape).mul_(0.2).bfloat16())
+    return model
+
+
+def stock_experts(family: str) -> Any:
+    [(_, experts)] = experts_of(stock_model(family))
+    return experts
+
+
+def round_weights(experts: Any, quantization: Quantization) -> None:
+    for weight in expert_weights(experts):
+        matrix = (weight.transpose(1, 2) if experts.is_transposed else weight).flatten(0, 1)
+        if (round_ := quantizer(matrix, quantization)) is not None:
+            rounded = round_(matrix).dequantized().unflatten(0, (NUM_EXPERTS, -1))
+            weight.copy_(rounded.transpose(1, 2) if experts.is_transposed else rounded)
+
+
+def routed(num_rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(num_rows, NUM_EXPERTS, generator=generator).argsort(dim=-1)[:, :TOP]
+    return torch.randn(num_rows, HIDDEN, generator=generator), ids, torch.rand(num_rows, TOP, generator=generator)
+
+
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    return float((result.float() - expected).norm() / expected.norm()) if expected.numel() else 0.0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("quantization", Quantization)
+def test_packed_experts_are_the_stock_ones_of_the_same_numbers(family: str, quantization: Quantization) -> None:
+    experts = stock_experts(family)
+    packed = PackedExperts(experts, linear_factory(quantization, torch.float32))
+    round_weights(experts, quantization)
+    for num_rows in NUM_ROWS:
+        rows = routed(num_rows)
+        assert relative_error(packed(*rows), experts(*rows)) < MAX_ERROR[quantization]
+
+
+@pytest.mark.parametrize("quantization", Quantization)
+def test_bfloat16_rows_cost_their_own_roundings_only(quantization: Quantization) -> None:
+    if quantization is Quantization.NONE and native_instructions() is Instructions.AVX2:
+        pytest.skip("no kernel of bfloat16 rows by bfloat16 weights on AVX2")
+    experts = stock_experts("qwen3_moe")
+    packed = PackedExperts(experts, linear_factory(quantization, torch.bfloat16))
+    round_weights(experts, quantization)
+    rows, ids, weights = routed(40)
+    result = packed(rows.bfloat16(), ids, weights)
+    assert result.dtype is torch.bfloat16
+    assert relative_error(result, experts(rows.bfloat16().float(), ids, weights)) < 0.03
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("quantization", Quantization)
+def test_a_row_does_not_depend_on_the_rows_beside_it(family: str, quantization: Quantization) -> None:
+    packed = PackedExperts(stock_experts(family), linear_factory(quantization, torch.float32))
+    rows = routed(400)
+    together = packed(*rows)
+    for first, last in ((0, 1), (7, 8), (399, 400), (3, 20), (100, 300)):
+        assert torch.equal(packed(*(each[first:last] for each in rows)), together[first:last])
+
+
+def test_experts_of_unknown_numbers_are_skipped() -> None:
+    packed = PackedExperts(stock_experts("qwen3_moe"), linear_factory(Quantization.INT8, torch.float32))
+    rows, ids, weights = routed(20)
+    ids[::2, 1] = NUM_EXPERTS
+    weights_without = weights.clone()
+    weights_without[::2, 1] = 0
+    assert torch.equal(packed(rows, ids, weights), packed(rows, ids.clamp(max=NUM_EXPERTS - 1), weights_without))
+
+
+def _swapped(tables: Tensor) -> None:
+    one = len(tables) // NUM_EXPERTS
+    tables[: 2 * one] = torch.cat((tables[one : 2 * one], tables[:one])).clone()
+
+
+@pytest.mark.parametrize("mutant", ["scales", "weights"])
+def test_a_neighbours_scales_or_row_weights_stop_the_start(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = PackedExperts.__init__
+
+    def pack_wrongly(self: Any, experts: Any, make_linear: LinearFactory) -> None:
+        original(self, experts, make_linear)
+        if mutant == "scales":
+            for product in self._products:
+                _swapped(product._tables)
+
+    def multiply_wrongly(self: Any, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return multiply(self, rows, ids, weights.roll(1, dims=0))
+
+    multiply = PackedExperts.__call__
+    monkeypatch.setattr(PackedExperts, "__init__", pack_wrongly)
+    if mutant == "weights":
+        monkeypatch.setattr(PackedExperts, "__call__", multiply_wrongly)
+    model = stock_model("qwen3_moe")
+    [(_, experts)] = experts_of(model)
+    experts.gate_up_proj[1].mul_(10)  # two experts of unequal size
+    with pytest.raises(ConfigError, match="differ from the plain ones"):
+        pack_experts(model, linear_factory(Quantization.INT8, torch.float32))
+
+
+@pytest.mark.parametrize("quantization", [Quantization.INT8, Quantization.INT4])
+def test_experts_that_cannot_be_quantized_are_named(
+    quantization: Quantization, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Qwen3MoeConfig(**SIZES, num_experts=NUM_EXPERTS, moe_intermediate_size=48)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with caplog.at_level(logging.WARNING):
+        pack_experts(model, linear_factory(quantization, torch.float32))
+    [(_, experts)] = experts_of(model)
+    assert isinstance(experts.gate_up_proj, torch.nn.Parameter)
+    assert "1 layers of experts are not quantized, the first is model.layers.0.mlp.experts: their sizes" in caplog.text
+    assert "(8, 96, 96) and (8, 96, 48)" in caplog.text
