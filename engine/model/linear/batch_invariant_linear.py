@@ -21,6 +21,7 @@ from engine.model.linear.packed_linear import Linear, LinearFactory
 from protos.errors import ConfigError
 
 _HEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)
+_VECTOR_NUMBERS = 32  # that torch computes at a time
 _BASE_HEIGHT = 8  # the others are held to this one: fewer rows are common and must not cost much padding
 
 
@@ -63,15 +64,20 @@ def batch_invariant(function: Linear, num_inputs: int, dtype: torch.dtype) -> Li
 
 
 def batch_invariant_router(
-    router: Callable[[Tensor], tuple[Tensor, ...]], num_inputs: int, dtype: torch.dtype
+    router: Callable[[Tensor], tuple[Tensor, ...]], num_inputs: int, num_experts: int, dtype: torch.dtype
 ) -> Callable[[Tensor], tuple[Tensor, ...]]:
     """`router` of rows [..., num_inputs], which returns tensors [rows, ...]; a row's do not depend on other rows.
+
+    torch computes the last numbers of a tensor that fill no vector with another exp; heights leave no such rest.
 
     Raises:
         ConfigError: as in `batch_invariant`.
     """
     heights = batch_invariant_heights(
-        lambda rows: torch.cat([result.double() for result in router(rows)], dim=-1), num_inputs, dtype
+        lambda rows: torch.cat([result.double() for result in router(rows)], dim=-1),
+        num_inputs,
+        dtype,
+        [height for height in _HEIGHTS if height * num_experts % _VECTOR_NUMBERS == 0],
     )
 
     def route(x: Tensor) -> tuple[Tensor, ...]:
@@ -83,18 +89,21 @@ def batch_invariant_router(
 
 
 @torch.inference_mode()
-def batch_invariant_heights(function: Linear, num_inputs: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """The heights, ascending, whose rows have the same bits as in the base height."""
+def batch_invariant_heights(
+    function: Linear, num_inputs: int, dtype: torch.dtype, heights: Seq[int] = _HEIGHTS
+) -> tuple[int, ...]:
+    """Those of some ascending heights whose rows have the same bits as in the base height."""
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(max(_HEIGHTS), num_inputs, generator=generator).to(dtype)
-    expected = torch.cat([function(tile) for tile in torch.split(rows, _BASE_HEIGHT)])
-    heights = tuple(height for height in _HEIGHTS if _is_batch_invariant(function, rows[:height], expected[:height]))
-    if _BASE_HEIGHT not in heights:
+    rows = torch.randn(heights[-1], num_inputs, generator=generator).to(dtype)
+    base_height = max(_BASE_HEIGHT, heights[0])
+    expected = torch.cat([function(tile) for tile in torch.split(rows, base_height)])
+    found = tuple(height for height in heights if _is_batch_invariant(function, rows[:height], expected[:height]))
+    if base_height not in found:
         raise ConfigError(
             "deterministic is true, but a matrix product of this processor gives a row other bits at another place "
             "among the rows; set it to false"
         )
-    return heights
+    return found
 
 
 def _is_batch_invariant(function: Linear, rows: Tensor, expected: Tensor) -> bool:

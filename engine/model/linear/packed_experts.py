@@ -151,7 +151,7 @@ def make_routers_batch_invariant(model: nn.Module, dtype: torch.dtype) -> None:
             if not isinstance(weight, Tensor) or weight.ndim != 2 or type(router) is nn.Linear:
                 continue
             if len(weight) == experts.num_experts:
-                router.forward = batch_invariant_router(router.forward, weight.shape[1], dtype)
+                router.forward = batch_invariant_router(router.forward, weight.shape[1], len(weight), dtype)
 
 
 def packed_parameters(model: nn.Module, make_linear: LinearFactory) -> set[int]:
