@@ -2,8 +2,8 @@
    is many short kernels, and a call from Python costs as much as some of them. */
 
 #include "attention/types.h"
+#include "products/experts.h"
 #include "products/products.h"
-#include "products/weight.h"
 #include "rows.h"
 
 #include <stdlib.h>
@@ -15,7 +15,8 @@ enum { MLP_ROWS = 128 /* rows of the MLP at a time, so that its intermediate res
 struct layer {
     const void *input_norm, *mlp_norm; /* [hidden] */
     const void *head_norm;             /* [heads + kv heads, D] for queries and keys, or NULL */
-    struct weight qkv, output, gated, down; /* without `gated` the caller computes the rest of the layer */
+    struct weight qkv, output, gated, down;
+    const struct mixture *mixture; /* in place of `gated` and `down`, or NULL */
     int64_t window; /* 0: none */
     float scaling, softcap;
 };
@@ -60,7 +61,8 @@ static char *allocate_buffers(const struct decoder *d, int64_t first, int64_t la
     for (const struct layer *l = d->layers + first; l < d->layers + last; l++) {
         num_gated = max(num_gated, l->down.num_inputs);
         scratch = max_scratch(max_scratch(scratch, &l->qkv, num_rows), &l->output, num_rows);
-        scratch = max_scratch(max_scratch(scratch, &l->gated, mlp_rows), &l->down, mlp_rows);
+        if (l->mixture) scratch = max(scratch, mixture_scratch(l->mixture, num_rows));
+        else scratch = max_scratch(max_scratch(scratch, &l->gated, mlp_rows), &l->down, mlp_rows);
     }
     const int64_t normed = round_up_to_lines(num_rows * d->hidden_size * item);
     const int64_t qkv = round_up_to_lines(num_rows * (d->num_heads + 2 * d->num_kv_heads) * d->head_dim * item);
@@ -144,6 +146,10 @@ static void keep_rows(const struct decoder *d, struct rows *r, const struct buff
 
 static void feed_forward(const struct decoder *d, const struct layer *l, const struct rows *r,
                          const struct buffers *buffers) {
+    if (l->mixture) {
+        run_mixture(l->mixture, buffers->normed, r->delta, r->num_rows, buffers->scratch);
+        return;
+    }
     const int64_t row_bytes = d->hidden_size * (d->is_bf16 ? 2 : 4);
     for (int64_t row = 0; row < r->num_rows; row += MLP_ROWS) {
         const int64_t num_rows = min(MLP_ROWS, r->num_rows - row);
@@ -153,7 +159,7 @@ static void feed_forward(const struct decoder *d, const struct layer *l, const s
 }
 
 /* Runs the layers [first, last) over the rows of a pass. `pass` has its spans and slots; `keys` and `values` are the
-   pool of each layer. If the last one has no MLP, `delta` is the input of that. Returns 0, or 1 if memory is short. */
+   pool of each layer. Returns 0, or 1 if memory is short. */
 int outrider_run_layers(const struct decoder *d, const struct attention *pass, void *const *keys, void *const *values,
                         struct rows *r, int64_t first, int64_t last) {
     struct attention attention = *pass;
@@ -169,9 +175,8 @@ int outrider_run_layers(const struct decoder *d, const struct attention *pass, v
         if (i + 1 == last && r->num_kept < r->num_rows) keep_rows(d, r, &buffers);
         if (!r->num_rows) break;
         multiply(&l->output, buffers.attended, r->delta, r->num_rows, d->is_bf16, buffers.scratch);
-        const int has_mlp = l->gated.packed != NULL;
-        add_norm(d, r, l->mlp_norm, 1, has_mlp ? buffers.normed : r->delta);
-        if (has_mlp) feed_forward(d, l, r, &buffers);
+        add_norm(d, r, l->mlp_norm, 1, buffers.normed);
+        feed_forward(d, l, r, &buffers);
     }
     free(memory);
     return is_short;

@@ -26,7 +26,7 @@ from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps, joined
 from engine.model.linear.batch_invariant_linear import batch_invariant
 from engine.model.linear.gated_linear import GatedProduct, JoinedGate, gated_of
-from engine.model.linear.packed_experts import make_routers_batch_invariant, pack_experts
+from engine.model.linear.packed_experts import NativeMixture, pack_experts
 from engine.model.linear.packed_linear import Linear, LinearFactory, keeps_numbers, linear_of
 from engine.model.linear.stand_in import halves_of, slices_of, stand_in
 from engine.model.linear.weight_store import NO_STORE, WeightStore
@@ -88,8 +88,6 @@ class LlamaDecoder:
         like = self._embedding.new_empty(0, dtype=self._dtype)
         self._rotary = RotaryTable(rotary, like, max_positions(config), is_deterministic)
         self._make_linear, self._store = make_linear, store
-        if is_deterministic:
-            make_routers_batch_invariant(model, self._dtype)
         if rank.size == 1:
             pack_experts(model, make_linear, store)
         self._layers = []
@@ -214,7 +212,7 @@ class LlamaDecoder:
             head_norm=self._head_norm(attention),
             output=output,
             mlp_norm=self._rank.to_device(layer.post_attention_layernorm.weight),
-            mlp=self._take_mixture(mlp) if hasattr(mlp, "experts") else self._take_mlp(index, mlp),
+            mlp=_mixture_of(mlp) if hasattr(mlp, "experts") else self._take_mlp(index, mlp),
             options=options,
         )
 
@@ -225,10 +223,6 @@ class LlamaDecoder:
         products = zip((mlp.gate_proj, mlp.up_proj), halves_of(gated), strict=True)
         self._stand_in({mlp.down_proj: down, **dict(products)})
         return GatedMlp(self._rowwise(gated, mlp.gate_proj.in_features), down)
-
-    def _take_mixture(self, mixture: nn.Module) -> Linear:
-        """Keep the stock module, whose experts are packed."""
-        return lambda rows: mixture(rows[None])[0]
 
     def _one_call(self) -> NativeLayers | None:
         if self._rank.size > 1:
@@ -273,6 +267,11 @@ class LlamaDecoder:
         biases: list[Tensor] = [self._rank.shard_rows(linear.bias) for linear in linears if linear.bias is not None]
         weights: list[Tensor] = [self._rank.shard_rows(linear.weight) for linear in linears]
         return self._make_linear(torch.cat(weights), torch.cat(biases) if biases else None)
+
+
+def _mixture_of(mixture: nn.Module) -> Linear:
+    """Return a stock mixture as one kernel, or as it is if its experts cannot be packed."""
+    return NativeMixture.of(mixture) or (lambda rows: mixture(rows[None])[0])
 
 
 def _row_operations(model: Any, head_dim: int, *, is_deterministic: bool) -> RowOperations:

@@ -22,6 +22,7 @@ from engine.model.decoders.row_operations import NativeRows
 from engine.model.forward_batch import ForwardBatch
 from engine.model.linear.native_product import NativeProduct, PackedWeight
 from engine.model.linear.native_quantized import NativeQuantizedProduct
+from engine.model.linear.packed_experts import NativeMixture
 from engine.model.linear.packed_linear import Linear
 from engine.native.library import Instructions, native_library
 
@@ -44,6 +45,7 @@ class _Layer(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("input_norm", "mlp_norm", "head_norm")),
         *((name, PackedWeight) for name in ("qkv", "output", "gated", "down")),
+        ("mixture", ctypes.c_void_p),
         ("window", ctypes.c_int64),
         ("scaling", ctypes.c_float),
         ("softcap", ctypes.c_float),
@@ -130,29 +132,6 @@ class NativeLayers:
         Raises:
             MemoryError: the buffers between the kernels do not fit.
         """
-        first = layers.start
-        for index in layers:
-            mlp, is_last = self._kept[index].mlp, index == layers[-1]
-            if not is_last and isinstance(mlp, GatedMlp):
-                continue
-            part = range(first, index + 1)
-            hidden, delta = self._run_part(hidden, delta, angles, batch, part, kept if is_last else None)
-            if not isinstance(mlp, GatedMlp):
-                delta = mlp(delta)
-            first = index + 1
-        assert delta is not None, "there is a layer"
-        return hidden, delta
-
-    def _run_part(
-        self,
-        hidden: Tensor,
-        delta: Tensor | None,
-        angles: Tensor,
-        batch: ForwardBatch,
-        layers: range,
-        kept: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """`run` layers of which all but the last have an MLP of ours; without one, return the input of the other."""
         attention = batch.attention
         assert isinstance(attention, NativePass), "`take` says so"
         out = torch.empty_like(hidden) if delta is None else delta
@@ -176,7 +155,9 @@ def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
     options, mlp = layer.options, layer.mlp
     products = (layer.qkv, layer.output, *((mlp.gated, mlp.down) if isinstance(mlp, GatedMlp) else ()))
     weights = [_packed_weight(product, dtype) for product in products]
-    if options.sinks is not None or None in weights:
+    mixture = ctypes.addressof(mlp.call) if isinstance(mlp, NativeMixture) and mlp.dtype is dtype else None
+    is_known = isinstance(mlp, GatedMlp) or mixture is not None
+    if options.sinks is not None or None in weights or not is_known:
         return None
     return _Layer(
         layer.input_norm.data_ptr(),
@@ -184,6 +165,7 @@ def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
         None if layer.head_norm is None else layer.head_norm.data_ptr(),
         *weights,
         *[PackedWeight()] * (4 - len(weights)),
+        mixture,
         options.window or 0,
         options.scaling,
         options.softcap or 0.0,

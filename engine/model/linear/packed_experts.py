@@ -31,13 +31,18 @@ from engine.native.library import Instructions, native_library
 logger = logging.getLogger(__name__)
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float32)
-_NUM_POINTERS = {"outrider_experts": 4, "outrider_experts_in": 3, "outrider_experts_out": 4}
+_NUM_ARGUMENTS = {  # pointers after the structure, and sizes
+    "outrider_experts": (4, 2),
+    "outrider_experts_in": (3, 2),
+    "outrider_experts_out": (4, 2),
+    "outrider_mixture": (2, 1),
+}
 _TURN = 4096  # pairs of a row and an expert at a time, so that buffers stay small
 _PROBE_EXPERTS = 4  # of a row
 
 
 class _Experts(ctypes.Structure):
-    """`struct experts` of engine/native/products/experts.c."""
+    """`struct experts` of engine/native/products/experts.h."""
 
     _fields_ = [
         *((name, PackedWeight) for name in ("input_weight", "output_weight")),
@@ -45,8 +50,24 @@ class _Experts(ctypes.Structure):
     ]
 
 
+class MixtureCall(ctypes.Structure):
+    """`struct mixture` of engine/native/products/experts.h."""
+
+    _fields_ = [
+        ("experts", _Experts),
+        ("router", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("router_is_bf16", "top", "is_normalized")),
+    ]
+
+
 class PackedExperts:
-    """The forward of a stock module of experts that `packs` accepts; it keeps its own copy of the weights."""
+    """The forward of a stock module of experts without a `packing_obstacle`; it keeps its own copy of the weights.
+
+    Attributes:
+        call: the experts for the kernel, valid as long as this.
+        dtype: of the kernel's rows.
+        is_silu: the experts compute silu(gate) * up.
+    """
 
     def __init__(
         self, experts: Any, make_linear: LinearFactory, store: WeightStore = NO_STORE, name: str = "experts"
@@ -54,7 +75,7 @@ class PackedExperts:
         """Pack the weights of `experts` with `make_linear`, or take them from `store`, which has them by `name`."""
         first, last = expert_weights(experts)
         dtype = rows_dtype(make_linear) or first.dtype
-        self._dtype = dtype if dtype in _KERNEL_DTYPES else torch.float32
+        self.dtype = dtype if dtype in _KERNEL_DTYPES else torch.float32
 
         def packed(weight: Tensor, bias: Tensor | None) -> Linear:
             return make_linear(_flat(experts, weight), None if bias is None else bias.flatten())
@@ -64,12 +85,13 @@ class PackedExperts:
             store.product(f"{name}.inputs", lambda: packed(first, biases[0])),
             store.product(f"{name}.outputs", lambda: packed(last, biases[1])),
         )
-        self._call = _Experts(
-            *(_packed_weight(product, self._dtype, len(first)) for product in self._products),
+        self.call = _Experts(
+            *(_packed_weight(product, self.dtype, len(first)) for product in self._products),
             len(first),
-            self._dtype is torch.bfloat16,
+            self.dtype is torch.bfloat16,
         )
-        self._gate = None if _is_silu(experts) else experts._apply_gate if experts.has_gate else experts.act_fn
+        self.is_silu = _is_silu(experts)
+        self._gate = experts._apply_gate if experts.has_gate else experts.act_fn
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sums of the experts of each row, [..., hidden].
@@ -82,7 +104,7 @@ class PackedExperts:
         Raises:
             MemoryError: the buffers do not fit.
         """
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1]).to(self._dtype).contiguous()
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1]).to(self.dtype).contiguous()
         ids, weights = top_k_index.long().contiguous(), top_k_weights.float().contiguous()
         out = torch.empty_like(rows)
         step = max(1, _TURN // ids.shape[-1])
@@ -92,17 +114,50 @@ class PackedExperts:
         return out.view(hidden_states.shape).to(hidden_states.dtype)
 
     def _compute(self, rows: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
-        experts, sizes = ctypes.byref(self._call), ids.shape
+        experts, sizes = ctypes.byref(self.call), ids.shape
         routing = ids.data_ptr(), weights.data_ptr(), out.data_ptr()
-        if self._gate is None:
+        if self.is_silu:
             _check_memory(_kernel("outrider_experts")(experts, rows.data_ptr(), *routing, *sizes))
             return
-        between = rows.new_zeros(ids.numel(), self._call.input_weight.num_outputs)
+        between = rows.new_zeros(ids.numel(), self.call.input_weight.num_outputs)
         _check_memory(
             _kernel("outrider_experts_in")(experts, rows.data_ptr(), ids.data_ptr(), between.data_ptr(), *sizes)
         )
         between = self._gate(between).contiguous()
         _check_memory(_kernel("outrider_experts_out")(experts, between.data_ptr(), *routing, *sizes))
+
+
+class NativeMixture:
+    """A mixture whose router takes the softmax of its products, as Mixtral's: one kernel computes all of it.
+
+    Attributes:
+        call: the mixture for the kernel, valid as long as this.
+        dtype: of rows.
+    """
+
+    def __init__(self, experts: PackedExperts, router: Any) -> None:
+        """Take the weights of a stock router, rounded to bfloat16 where that is exact, and share those of `experts`."""
+        weight = router.weight.detach()
+        rounded = weight.bfloat16()
+        is_exact = torch.equal(rounded.to(weight.dtype), weight)
+        self._router, self._experts = (rounded if is_exact else weight.float()).contiguous(), experts
+        self.dtype = experts.dtype
+        is_normalized = getattr(router, "norm_topk_prob", True)
+        self.call = MixtureCall(experts.call, self._router.data_ptr(), is_exact, router.top_k, is_normalized)
+
+    @classmethod
+    def of(cls, mixture: Any) -> NativeMixture | None:
+        """Return the mixture of a stock module, Mixtral's or Qwen3's; None if its experts are not packed."""
+        packed = mixture.experts.forward
+        return cls(packed, mixture.gate) if isinstance(packed, PackedExperts) and packed.is_silu else None
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, hidden]. Raises MemoryError if the buffers do not fit."""
+        taken = rows.to(self.dtype).contiguous()
+        out = torch.empty_like(taken)
+        pointers = taken.data_ptr(), out.data_ptr(), len(taken)
+        _check_memory(_kernel("outrider_mixture")(ctypes.byref(self.call), *pointers))
+        return out.to(rows.dtype)
 
 
 def experts_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -236,6 +291,7 @@ def _kernel(name: str) -> Any:
     library = native_library(Instructions.AVX2)
     assert library is not None, "`packing_obstacle` looks for the kernel"
     function = getattr(library, name)
-    function.argtypes = [ctypes.POINTER(_Experts), *[ctypes.c_void_p] * _NUM_POINTERS[name], *[ctypes.c_int64] * 2]
+    num_pointers, num_sizes = _NUM_ARGUMENTS[name]
+    function.argtypes = [*[ctypes.c_void_p] * (1 + num_pointers), *[ctypes.c_int64] * num_sizes]
     function.restype = ctypes.c_int
     return function

@@ -4,23 +4,22 @@
    results are weighted and added in the order in which the row names its experts. So a row's result does not depend on
    other rows. */
 
+#include "products/experts.h"
 #include "products/numbers.h"
 #include "products/products.h"
 #include "products/quantized.h"
 #include "products/silu.h"
-#include "products/weight.h"
 #include "team.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { PREPARED_ROWS = 8 /* rows of a part that is no product */ };
-
-/* engine/model/linear/packed_experts.py has the same fields. */
-struct experts {
-    struct weight in, out; /* the outputs of all experts, one expert after the other; num_outputs are of one expert */
-    int64_t num_experts;
-    int64_t is_bf16; /* rows and results are bfloat16, or else float32 */
+enum {
+    PREPARED_ROWS = 8, /* rows of a part that is no product */
+    TURN = 4096,       /* pairs of a row and an expert at a time */
+    ROUTED = 4,        /* experts whose logits are computed together, */
+    ROUTED_PART = 32,  /* and those of a part */
 };
 
 /* The rows of a call and their experts. */
@@ -181,31 +180,21 @@ struct buffers {
 
 static int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-/* Returns the memory of `buffers` for so many sorted rows, to be freed; NULL if memory is short. */
-static char *allocate(const struct experts *e, int64_t num_sorted, struct buffers *buffers) {
+/* Places the buffers of so many sorted rows in `memory`. Returns their bytes. */
+static int64_t lay_out(const struct experts *e, int64_t num_sorted, char *memory, struct buffers *b) {
     const int64_t most_inputs = max(e->in.num_inputs, max(e->out.num_inputs, e->out.num_outputs));
-    const int64_t item = item_of((int)e->is_bf16);
-    const int64_t sizes[] = {
-        whole_lines((e->num_experts + 1) * (int64_t)sizeof(int64_t)),
-        whole_lines(num_sorted * (int64_t)sizeof(int64_t)),
-        whole_lines(num_sorted * (int64_t)sizeof(int64_t)),
-        whole_lines(most_blocks(num_sorted, e->num_experts) * (int64_t)sizeof(struct block)),
-        whole_lines(num_sorted * most_inputs * item),
-        whole_lines(num_sorted * max(e->in.num_outputs, e->out.num_outputs) * item),
-        whole_lines(outrider_quantized_scratch(num_sorted, max(e->in.num_inputs, e->out.num_inputs))),
-    };
-    int64_t total = 0;
-    for (int i = 0; i < 7; i++) total += sizes[i];
-    char *memory = aligned_alloc(64, (size_t)total), *at = memory;
-    if (!memory) return NULL;
-    buffers->starts = (int64_t *)at, at += sizes[0];
-    buffers->order.places = (int64_t *)at, at += sizes[1];
-    buffers->order.sources = (int64_t *)at, at += sizes[2];
-    buffers->order.blocks = (struct block *)at, at += sizes[3];
-    buffers->rows = at, at += sizes[4];
-    buffers->between = at, at += sizes[5];
-    buffers->scratch = at;
-    return memory;
+    const int64_t item = item_of((int)e->is_bf16), number = (int64_t)sizeof(int64_t);
+    char *at = memory;
+    b->starts = (int64_t *)at, at += whole_lines((e->num_experts + 1) * number);
+    b->order.places = (int64_t *)at, at += whole_lines(num_sorted * number);
+    b->order.sources = (int64_t *)at, at += whole_lines(num_sorted * number);
+    b->order.blocks = (struct block *)at;
+    at += whole_lines(most_blocks(num_sorted, e->num_experts) * (int64_t)sizeof(struct block));
+    b->rows = at, at += whole_lines(num_sorted * most_inputs * item);
+    b->between = at, at += whole_lines(num_sorted * max(e->in.num_outputs, e->out.num_outputs) * item);
+    b->scratch = at;
+    at += whole_lines(outrider_quantized_scratch(num_sorted, max(e->in.num_inputs, e->out.num_inputs)));
+    return at - memory;
 }
 
 static struct grouped product_of(const struct experts *e, const struct weight *w, const struct buffers *b) {
@@ -230,15 +219,27 @@ static void multiply_out(const struct experts *e, const struct routing *r, void 
     share_out(sum_part, &sums, (r->num_rows + PREPARED_ROWS - 1) / PREPARED_ROWS);
 }
 
+/* Computes out [rows, K] = sum of weight * W_out (silu(gate) * up) over the experts of each row of x [rows, K], where
+   gate and up are W_in x. Inputs and outputs are multiples of 32. */
+static void add_experts(const struct experts *e, const struct routing *r, const void *x, void *out, char *memory) {
+    struct buffers b;
+    lay_out(e, r->num_rows * r->top, memory, &b);
+    sort_rows(r, e->num_experts, b.starts, &b.order);
+    multiply_in(e, x, &b, b.between);
+    multiply_out(e, r, b.between, 1, &b, out);
+}
+
 /* Allocates the buffers and sorts the rows. Returns the memory to free, or NULL if memory is short. */
 static char *begin(const struct experts *e, const struct routing *r, struct buffers *b) {
-    char *memory = allocate(e, r->num_rows * r->top, b);
-    if (memory) sort_rows(r, e->num_experts, b->starts, &b->order);
+    const int64_t num_sorted = r->num_rows * r->top;
+    char *memory = aligned_alloc(64, (size_t)lay_out(e, num_sorted, NULL, b));
+    if (!memory) return NULL;
+    lay_out(e, num_sorted, memory, b);
+    sort_rows(r, e->num_experts, b->starts, &b->order);
     return memory;
 }
 
-/* Computes out [rows, K] = sum of weight * W_out (silu(gate) * up) over the experts of each row of x [rows, K], where
-   gate and up are W_in x. Inputs and outputs are multiples of 32. Returns 0, or 1 if memory is short. */
+/* Computes the weighted sums for rows whose experts are known. Returns 0, or 1 if memory is short. */
 int outrider_experts(const struct experts *e, const void *x, const int64_t *ids, const float *weights, void *out,
                      int64_t num_rows, int64_t top) {
     const struct routing r = {ids, weights, num_rows, top};
@@ -272,6 +273,126 @@ int outrider_experts_out(const struct experts *e, void *between, const int64_t *
     char *memory = begin(e, &r, &b);
     if (!memory) return 1;
     multiply_out(e, &r, between, 0, &b, out);
+    free(memory);
+    return 0;
+}
+
+/* The choice of experts. */
+struct choice {
+    const struct mixture *mixture;
+    const void *x;
+    float *logits; /* [rows, experts] */
+    int64_t *ids;
+    float *weights;
+    int64_t num_rows, num_parts; /* parts of a row's logits */
+};
+
+/* Computes the logits of `count` experts, each as one sum over the inputs in order. */
+AVX2 INLINE void add_logits(const int count, const void *x, int64_t at, const void *weight, int64_t first, int64_t size,
+                            const int x_is_bf16, const int is_bf16, float *logits) {
+    __m256 sum[ROUTED];
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++) sum[i] = _mm256_setzero_ps();
+    for (int64_t k = 0; k < size; k += 8) {
+        const __m256 numbers = load_eight(x, at + k, x_is_bf16);
+#pragma GCC unroll 4
+        for (int i = 0; i < count; i++)
+            sum[i] = _mm256_fmadd_ps(load_eight(weight, (first + i) * size + k, is_bf16), numbers, sum[i]);
+    }
+    for (int i = 0; i < count; i++) {
+        float lanes[8], total = 0;
+        _mm256_storeu_ps(lanes, sum[i]);
+        for (int lane = 0; lane < 8; lane++) total += lanes[lane];
+        logits[i] = total;
+    }
+}
+
+AVX2 INLINE void logits_of(const struct choice *c, int64_t row, int64_t first, int64_t last, const int x_is_bf16,
+                           const int is_bf16) {
+    const struct mixture *m = c->mixture;
+    const int64_t size = m->experts.in.num_inputs;
+    float *logits = c->logits + row * m->experts.num_experts;
+    for (; first + ROUTED <= last; first += ROUTED)
+        add_logits(ROUTED, c->x, row * size, m->router, first, size, x_is_bf16, is_bf16, logits + first);
+    for (; first < last; first++)
+        add_logits(1, c->x, row * size, m->router, first, size, x_is_bf16, is_bf16, logits + first);
+}
+
+AVX2 static void logits_part(const void *work, int64_t part) {
+    const struct choice *c = work;
+    const struct experts *e = &c->mixture->experts;
+    const int64_t row = part / c->num_parts, first = part % c->num_parts * ROUTED_PART;
+    const int64_t last = min(first + ROUTED_PART, e->num_experts);
+    if (e->is_bf16) {
+        if (c->mixture->router_is_bf16) logits_of(c, row, first, last, 1, 1);
+        else logits_of(c, row, first, last, 1, 0);
+    } else if (c->mixture->router_is_bf16) logits_of(c, row, first, last, 0, 1);
+    else logits_of(c, row, first, last, 0, 0);
+}
+
+/* Takes the `top` experts with the greatest logits, the greatest first, with the softmax of all logits or of theirs. */
+static void choose_row(const struct mixture *m, float *logits, int64_t *ids, float *weights) {
+    const int64_t num_experts = m->experts.num_experts;
+    float highest = logits[0], sum = 0;
+    for (int64_t i = 1; i < num_experts; i++) highest = logits[i] > highest ? logits[i] : highest;
+    if (!m->is_normalized)
+        for (int64_t i = 0; i < num_experts; i++) sum += expf(logits[i] - highest);
+    for (int64_t k = 0; k < m->top; k++) {
+        int64_t best = 0;
+        for (int64_t i = 1; i < num_experts; i++) best = logits[i] > logits[best] ? i : best;
+        ids[k] = best;
+        weights[k] = expf(logits[best] - highest);
+        if (m->is_normalized) sum += weights[k];
+        logits[best] = -INFINITY;
+    }
+    for (int64_t k = 0; k < m->top; k++) weights[k] /= sum;
+}
+
+static void choose_part(const void *work, int64_t part) {
+    const struct choice *c = work;
+    const struct mixture *m = c->mixture;
+    for (int64_t row = part * PREPARED_ROWS; row < min((part + 1) * PREPARED_ROWS, c->num_rows); row++)
+        choose_row(m, c->logits + row * m->experts.num_experts, c->ids + row * m->top, c->weights + row * m->top);
+}
+
+/* The rows that are computed at once, so that buffers stay small. */
+static int64_t rows_of_turn(const struct mixture *m, int64_t num_rows) { return min(max(1, TURN / m->top), num_rows); }
+
+/* Places what the choice of experts needs. Returns its bytes. */
+static int64_t lay_out_choice(const struct mixture *m, int64_t num_rows, char *memory, struct choice *c) {
+    char *at = memory;
+    c->logits = (float *)at, at += whole_lines(num_rows * m->experts.num_experts * (int64_t)sizeof(float));
+    c->ids = (int64_t *)at, at += whole_lines(num_rows * m->top * (int64_t)sizeof(int64_t));
+    c->weights = (float *)at, at += whole_lines(num_rows * m->top * (int64_t)sizeof(float));
+    return at - memory;
+}
+
+int64_t mixture_scratch(const struct mixture *m, int64_t num_rows) {
+    const int64_t rows = rows_of_turn(m, num_rows);
+    struct choice choice;
+    struct buffers buffers;
+    return lay_out_choice(m, rows, NULL, &choice) + lay_out(&m->experts, rows * m->top, NULL, &buffers);
+}
+
+void run_mixture(const struct mixture *m, const void *x, void *out, int64_t num_rows, char *scratch) {
+    const struct experts *e = &m->experts;
+    const int64_t turn = rows_of_turn(m, num_rows), row_bytes = e->in.num_inputs * item_of((int)e->is_bf16);
+    for (int64_t row = 0; row < num_rows; row += turn) {
+        struct choice c = {.mixture = m, .x = (const char *)x + row * row_bytes, .num_rows = min(turn, num_rows - row)};
+        char *memory = scratch + lay_out_choice(m, turn, scratch, &c);
+        c.num_parts = (e->num_experts + ROUTED_PART - 1) / ROUTED_PART;
+        share_out(logits_part, &c, c.num_rows * c.num_parts);
+        share_out(choose_part, &c, (c.num_rows + PREPARED_ROWS - 1) / PREPARED_ROWS);
+        const struct routing r = {c.ids, c.weights, c.num_rows, m->top};
+        add_experts(e, &r, c.x, (char *)out + row * row_bytes, memory);
+    }
+}
+
+/* Computes the mixture of rows. Returns 0, or 1 if memory is short. */
+int outrider_mixture(const struct mixture *m, const void *x, void *out, int64_t num_rows) {
+    char *memory = aligned_alloc(64, (size_t)mixture_scratch(m, num_rows));
+    if (!memory) return 1;
+    run_mixture(m, x, out, num_rows, memory);
     free(memory);
     return 0;
 }

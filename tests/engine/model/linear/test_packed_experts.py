@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +12,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, GptOssConfig, PreTrainedConfig, Qwen3MoeConfig
 
+from engine.batch.span import Span
 from engine.config import Quantization
+from engine.model.forward_batch import ForwardBatch
 from engine.model.linear.packed_experts import PackedExperts, expert_weights, experts_of, pack_experts
-from engine.model.linear.packed_linear import LinearFactory
+from engine.model.linear.packed_linear import weight_of
 from engine.model.linear.quantized_linear import linear_factory, quantizer
+from engine.model.paged_model import PagedModel
 from engine.native.library import Instructions, native_instructions
 from protos.errors import ConfigError
 from tests.engine.fixtures.families import PLAIN
 from tests.engine.fixtures.native_kernels import needs_float_kernels
+from tests.engine.model.test_more_families import random_model, small_config
 
 pytestmark = [needs_float_kernels, pytest.mark.usefixtures("any_instructions")]
 
@@ -33,11 +38,23 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         enable_moe_block=True,
         num_experts=NUM_EXPERTS,
         top_k_experts=TOP,
+        vocab_size_per_layer_input=PLAIN["vocab_size"],
         moe_intermediate_size=BETWEEN,
     ),
 }
 MAX_ERROR = {Quantization.NONE: 1e-5, Quantization.INT8: 0.03, Quantization.INT4: 0.03}  # of rows rounded to 8 bits
 NUM_ROWS = (0, 1, 2, 7, 40, 400)
+MIXTURES = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "glm4_moe",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+)
+MAX_LOGIT_ERROR = {Quantization.NONE: 1e-5, Quantization.INT8: 0.1, Quantization.INT4: 0.1}
 
 
 def stock_model(family: str) -> Any:
@@ -57,8 +74,8 @@ def round_weights(experts: Any, quantization: Quantization) -> None:
     for weight in expert_weights(experts):
         matrix = (weight.transpose(1, 2) if experts.is_transposed else weight).flatten(0, 1)
         if (round_ := quantizer(matrix, quantization)) is not None:
-            rounded = round_(matrix).dequantized().unflatten(0, (NUM_EXPERTS, -1))
-            weight.copy_(rounded.transpose(1, 2) if experts.is_transposed else rounded)
+            numbers = round_(matrix).dequantized().unflatten(0, (len(weight), -1))
+            weight.copy_(numbers.transpose(1, 2) if experts.is_transposed else numbers)
 
 
 def routed(num_rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,3 +172,36 @@ def test_experts_that_cannot_be_quantized_are_named(
     assert isinstance(experts.gate_up_proj, torch.nn.Parameter)
     assert "1 layers of experts are not quantized, the first is model.layers.0.mlp.experts: their sizes" in caplog.text
     assert "(8, 96, 96) and (8, 96, 48)" in caplog.text
+
+
+@torch.no_grad()
+def rounded(model: Any, quantization: Quantization) -> Any:
+    """`model` with the weights that a served one of this quantization multiplies by."""
+    head, routed_weights = model.get_output_embeddings(), {id(experts) for _, experts in experts_of(model)}
+    for module in model.modules():
+        if id(module) in routed_weights:
+            round_weights(module, quantization)
+        elif (weight := weight_of(module)) is not None:
+            round_ = quantizer(weight, quantization, is_head=module is head)
+            if round_ is not None:
+                module.weight = torch.nn.Parameter(round_(weight).dequantized(), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("quantization", Quantization)
+@torch.inference_mode()
+def test_logits_of_a_mixture_are_transformers_of_the_same_numbers(family: str, quantization: Quantization) -> None:
+    model = random_model(small_config(family))
+    for parameter in model.parameters():
+        parameter.copy_(parameter.bfloat16())
+    text = torch.randint(3, 96, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    paged = PagedModel(copy.deepcopy(model), quantization)
+    cache = paged.new_cache(num_blocks=4, block_size=16)
+    first = paged.forward(ForwardBatch.of([Span(text[:25], 0, [0, 1, 2], 25)], cache)).clone()
+    last = paged.forward(ForwardBatch.of([Span(text[25:], 25, [0, 1, 2], 15)], cache))
+    wanted = rounded(model, quantization)(torch.tensor([text]), use_cache=False).logits[0]
+    spread = (wanted - wanted.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    errors = (torch.cat((first, last)) - wanted).norm(dim=-1) / spread
+    # A rounding may send a token to another expert.
+    assert float(errors.median()) < MAX_LOGIT_ERROR[quantization]

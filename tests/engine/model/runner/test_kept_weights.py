@@ -99,7 +99,7 @@ def file_of(cache: Path) -> Path:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "mixtral", "gpt_oss"])
 def test_a_second_start_packs_nothing_and_computes_the_same(
     tmp_path: Path, packings: list[Tensor], family: str, quantization: str
 ) -> None:
