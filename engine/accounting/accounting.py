@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from engine.accounting.cost_model import DENSE, ExpertReads
 from engine.accounting.counters import DraftCounters, TimeTotals
 from engine.accounting.draft_planning import DraftPlanning
 from engine.accounting.goodput import GoodputMeter
@@ -26,12 +27,15 @@ class Accounting:
         config: the limits of drafts.
         rates: the meter, which the scheduler and the prefill decision read too.
         times_passes: see `GoodputMeter`.
+        experts: what rows read of the target's experts.
     """
 
-    def __init__(self, config: SpeculationConfig, rates: RateMeter, *, times_passes: bool) -> None:
+    def __init__(
+        self, config: SpeculationConfig, rates: RateMeter, *, times_passes: bool, experts: ExpertReads = DENSE
+    ) -> None:
         self.times = TimeTotals()
         self.rates = rates
         self.goodput = GoodputMeter(times_passes=times_passes)
         self.counters = DraftCounters(config)
-        self.planning = DraftPlanning(config)
+        self.planning = DraftPlanning(config, experts)
         self.observers: list[PassObserver] = [self.times, self.rates, self.goodput, self.counters, self.planning]

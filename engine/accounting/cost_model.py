@@ -33,11 +33,32 @@ _BEYOND = 2  # grid points of the curve after the largest one seen, up to `_REAC
 _OUTLIER_WEIGHT = 0.01  # of a pass: the weight of an outlier at a size that was never seen
 _FAMILIAR = 0.5  # familiarity of a size with one pass
 _APART = 1.5  # least ratio of two sizes whose difference gives the cost of a row
-_RISE = 0.5  # of the known cost of a row, assumed per row at sizes that were never seen
+_RISE = 0.5  # of the known cost of a row, or of its experts, assumed per row at sizes that were never seen
 _OPTIMISM = 2.0  # standard errors subtracted from a cost
 _NUM_RECENT_PROMPTS = 8  # passes whose prompt rows predict the prompt rows of the next pass
 _LEAST_SHARE = 0.01  # of a pass's time: the least cost of sampled rows, even if a prompt hides it
 _GRID_ARRAY = np.array(_GRID, dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertReads:
+    """What the rows of a pass read of a mixture of experts: each row chooses its own.
+
+    Attributes:
+        share: the experts' part of the bytes that a pass of one row reads.
+        chance: the part of all experts that a row chooses.
+    """
+
+    share: float
+    chance: float
+
+    def growth(self, num_rows: int) -> float:
+        """Return the bytes of a pass over those of a pass of one row, if rows choose independently."""
+        met: float = (1.0 - (1.0 - self.chance) ** num_rows) / self.chance
+        return 1.0 + self.share * (met - 1.0)
+
+
+DENSE = ExpertReads(0.0, 1.0)
 
 
 class PassCurve:
@@ -49,10 +70,12 @@ class PassCurve:
     part of a residual above a few times the noise. Between grid points the curve is straight, and it never falls.
 
     A grid point without passes is assumed to be cheap, so that it is tried once. It costs as much as the next smaller
-    one, plus a part of the known cost per row for each further row, since further rows are seldom cheaper.
+    one, plus a part of the known cost per row for each further row, since further rows are seldom cheaper; or a part of
+    what the further rows' `experts` add, if that is more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, experts: ExpertReads = DENSE) -> None:
+        self._experts = experts
         self._log_s = [0.0] * len(_GRID)
         self._num_seen = [0.0] * len(_GRID)  # decayed count of passes
         self._num_known = 0  # grid points up to the largest one seen
@@ -63,7 +86,7 @@ class PassCurve:
 
     def weak_copy(self) -> PassCurve:
         """Return the same curve with each size counted as at most one pass."""
-        copy = PassCurve()
+        copy = PassCurve(self._experts)
         copy._log_s = list(self._log_s)
         copy._num_seen = [min(number, 1.0) for number in self._num_seen]
         copy._num_known, copy._drift, copy._noise = self._num_known, self._drift, self._noise
@@ -179,7 +202,7 @@ class PassCurve:
             while levels and levels[-1].seconds > level.seconds:
                 level.absorb(levels.pop())
             levels.append(level)
-        return _extended([(point, level.seconds) for level in levels for point in level.points])
+        return _extended([(point, level.seconds) for level in levels for point in level.points], self._experts)
 
 
 @dataclass(slots=True)
@@ -197,7 +220,7 @@ class _Level:
         self.points = other.points + self.points
 
 
-def _extended(known: list[tuple[int, float]]) -> list[float]:
+def _extended(known: list[tuple[int, float]], experts: ExpertReads) -> list[float]:
     """Return the seconds at all grid points up to twice the last known one; unknown ones are extrapolated from below.
 
     The curve is constant before the first known point.
@@ -217,7 +240,9 @@ def _extended(known: list[tuple[int, float]]) -> list[float]:
             far += 1
         below, below_s = known[far]
         row_s = _RISE * (seconds - below_s) / (rows - _GRID[below]) if _GRID[below] * _APART <= rows else 0.0
-        curve += [min(seconds + row_s * (_GRID[unseen] - rows), limit) for unseen in range(point + 1, end)]
+        for more in _GRID[point + 1 : end]:
+            reads_s = _RISE * seconds * (experts.growth(more) / experts.growth(rows) - 1.0)
+            curve.append(min(seconds + max(row_s * (more - rows), reads_s), limit))
     return curve
 
 
@@ -356,9 +381,9 @@ class CostModel:
     rows as recent passes. The time of the prompts themselves does not depend on drafts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, experts: ExpertReads = DENSE) -> None:
         self.drafts = DraftCosts()
-        self._curve = PassCurve()
+        self._curve = PassCurve(experts)
         self._curves: dict[int, PassCurve] = {}  # by the bit length of the number of sequences
         self._prompt_rows: deque[int] = deque([0], maxlen=_NUM_RECENT_PROMPTS)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from engine.accounting.cost_model import DENSE, ExpertReads
 from engine.accounting.length_policy import LengthPolicy
 from engine.accounting.method_chooser import MethodChooser
 from engine.accounting.record import PassRecord
@@ -21,10 +22,10 @@ class DraftPlanning:
         policy: plans each pass; None if K is fixed.
     """
 
-    def __init__(self, config: SpeculationConfig) -> None:
+    def __init__(self, config: SpeculationConfig, experts: ExpertReads = DENSE) -> None:
         self._config = config
         self._chooser = MethodChooser(config.choices, self._goodput)
-        self.policy = _length_policy(config) if is_adaptive(config) else None
+        self.policy = _length_policy(config, experts) if is_adaptive(config) else None
 
     @property
     def speedups(self) -> dict[str, float]:
@@ -58,9 +59,9 @@ class DraftPlanning:
         return None if self.policy is None else self.policy.goodput(method, kind)
 
 
-def _length_policy(config: SpeculationConfig) -> LengthPolicy:
+def _length_policy(config: SpeculationConfig, experts: ExpertReads) -> LengthPolicy:
     max_pass_s = float("inf") if config.target_itl_s is None else config.target_itl_s
-    return LengthPolicy(config.num_tokens, config.max_num_tokens, max_pass_s)
+    return LengthPolicy(config.num_tokens, config.max_num_tokens, max_pass_s, experts)
 
 
 def set_lengths(policy: LengthPolicy, sequences: Seq[Sequence]) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from engine.accounting.acceptance import AcceptanceTable, Floats, Ints
-from engine.accounting.cost_model import CostModel, RequestedDrafts
+from engine.accounting.cost_model import DENSE, CostModel, ExpertReads, RequestedDrafts
 from engine.accounting.length_allocation import Allocation, RowPrice, allocate
 from engine.accounting.record import PassRecord, SequencePass
 from engine.accounting.speculation_gate import SpeculationGates, class_of, method_of
@@ -52,18 +52,21 @@ class LengthPolicy:
         first_length: The length before any pass is measured, and the limit until the cost of drafts is known.
         max_length: The longest draft.
         max_pass_s: The longest pass that drafts may cause; a pass that is longer without drafts gets none.
+        experts: What rows read of the target's experts.
 
     Attributes:
         least_chance: the price of a row in the last plan: a draft with a lower known chance is not worth it.
     """
 
-    def __init__(self, first_length: int, max_length: int, max_pass_s: float = np.inf) -> None:
+    def __init__(
+        self, first_length: int, max_length: int, max_pass_s: float = np.inf, experts: ExpertReads = DENSE
+    ) -> None:
         self.least_chance = 0.0
         self._first_length = first_length
         self._max_length = max_length
         self._max_pass_s = max_pass_s
         self._acceptance = AcceptanceTable(max_length)
-        self._costs = CostModel()
+        self._costs = CostModel(experts)
         self._price = RowPrice()
         self._gates = SpeculationGates(self._costs)
         self._step = 0

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from engine.accounting.accounting import Accounting
+from engine.accounting.cost_model import DENSE, ExpertReads
 from engine.accounting.engine_stats import EngineStats, PositionLogStats, ReasoningStats
 from engine.accounting.rates import RateMeter
 from engine.accounting.record import PassRecord, SequencePass
@@ -76,6 +77,7 @@ class EngineCore:
         grammars: GrammarCompiler | None = None,
         position_log: PositionLog | None = None,
         model_name: str = "the model",
+        experts: ExpertReads = DENSE,
     ) -> None:
         """Assemble an engine from its parts.
 
@@ -87,10 +89,13 @@ class EngineCore:
             grammars: the compiler; None if the model has no tokenizer.
             position_log: logs verified positions; `close` closes it.
             model_name: the model and its dtype, for errors.
+            experts: what rows read of the model's experts, for the cost of passes that were not seen yet.
         """
         self.runner = runner
         self.scheduler = scheduler
-        self._accounting = Accounting(speculation.config, scheduler.rates, times_passes=not runner.can_overlap)
+        self._accounting = Accounting(
+            speculation.config, scheduler.rates, times_passes=not runner.can_overlap, experts=experts
+        )
         self.on_computed: Callable[[Batch], None] = _ignore
         self.on_drafted: Callable[[list[TokenChunk]], None] = _ignore
         self.position_log = position_log

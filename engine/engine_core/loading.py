@@ -87,6 +87,7 @@ def load_engine(
         grammars=GrammarCompiler(tokenizer_file(config.model.path), runner.vocab_size, runner.eos_token_ids),
         position_log=position_log,
         model_name=f"{Path(config.model.path).name} in {runner.kv_layout.dtype.removeprefix('torch.')}",
+        experts=runner.experts,
     )
 
 

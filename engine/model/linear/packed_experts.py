@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
+from engine.accounting.cost_model import DENSE, ExpertReads
 from engine.model.checkpoint.node_memory import drop_pages
 from engine.model.linear.batch_invariant_linear import batch_invariant_router
 from engine.model.linear.native_product import NativeProduct, PackedWeight
@@ -38,6 +40,7 @@ _NUM_ARGUMENTS = {  # pointers after the structure, and sizes
     "outrider_mixture": (2, 1),
 }
 _TURN = 4096  # pairs of a row and an expert at a time, so that buffers stay small
+_TOP_KEYS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")  # of a configuration
 _PROBE_EXPERTS = 4  # of a row
 
 
@@ -170,6 +173,21 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def expert_weights(experts: Any) -> tuple[Tensor, Tensor]:
     """Return both weights of all experts, [expert, ...]: of the inputs, and of what the gate or function returns."""
     return experts.gate_up_proj if experts.has_gate else experts.up_proj, experts.down_proj
+
+
+def expert_reads(model: PreTrainedModel) -> ExpertReads:
+    """Return what the rows of a pass read of a model's experts, before anything is packed."""
+    routed = [weight for _, experts in experts_of(model) for weight in expert_weights(experts)]
+    config = model.config.get_text_config()
+    top = next((size for key in _TOP_KEYS if (size := getattr(config, key, None))), None)
+    if not routed or top is None:
+        return DENSE
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    num_unread = 0 if head is None or head.weight is embedding.weight else embedding.weight.numel()
+    num_routed, num_experts = sum(weight.numel() for weight in routed), len(routed[0])
+    num_read = num_routed * top / num_experts
+    num_dense = sum(parameter.numel() for parameter in model.parameters()) - num_routed - num_unread
+    return ExpertReads(num_read / (num_read + num_dense), top / num_experts)
 
 
 def packing_obstacle(experts: Any, make_linear: LinearFactory) -> str | None:

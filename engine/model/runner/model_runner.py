@@ -46,6 +46,7 @@ from engine.model.forward_batch import ForwardBatch, plan_steps
 from engine.model.generation_defaults import eos_token_ids, sampling_defaults
 from engine.model.gpu_memory import WEIGHTS_REMEDY, MemoryMeter, enough_memory, memory_meter
 from engine.model.hidden_state_taps import NO_TAPS
+from engine.model.linear.packed_experts import expert_reads
 from engine.model.linear.packed_linear import Linear
 from engine.model.linear.quantized_linear import can_quantize, linear_factory
 from engine.model.linear.weight_store import NO_STORE, WeightStore
@@ -82,6 +83,7 @@ class ModelRunner:
             dtypes.
         eos_token_ids: tokens that end a text, the usual one first.
         sampling_defaults: sampling parameters of requests that leave them out.
+        experts: what rows read of the model's experts.
         head: drafts from the model's hidden states, with its KV in the same pool; None without one.
         self_draft: the model's own weights as a draft; None if unused.
     """
@@ -132,6 +134,7 @@ class ModelRunner:
                 keeps_dtype=_keeps_dtype if is_alone else None,
                 is_checked=store.is_checked,
             )
+            self.experts = expert_reads(stock)
             with enough_memory(device, f"the weights of {model.path!r}, packed or sharded", WEIGHTS_REMEDY):
                 self._take_weights(stock, model, head, device, store)
         self.vocab_size = self._model.vocab_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.accounting.cost_model import DraftCost, PassCurve
+from engine.accounting.cost_model import DENSE, CostModel, DraftCost, ExpertReads, PassCurve
 
 
 def true_s(num_rows: int) -> float:
@@ -102,3 +102,24 @@ def test_one_stream_teaches_the_price_of_a_step() -> None:
         cost.observe(4, 4, 0.004)
     assert cost.seconds(4, 4) == pytest.approx(0.004, rel=0.01)
     assert cost.seconds(4, 40) < 0.006
+
+
+def test_rows_of_a_mixture_are_expected_to_bring_experts_until_they_are_measured() -> None:
+    """Of 32 experts a row reads 4: five rows read 15.6 of them."""
+    mixture = ExpertReads(share=0.8, chance=1 / 8)
+    assert mixture.growth(5) == pytest.approx(1 + 0.8 * (32 * (1 - (7 / 8) ** 5) / 4 - 1))
+    models = {experts: CostModel(experts) for experts in (DENSE, mixture)}
+    for costs in models.values():
+        costs.observe(0, 1, 0.010)
+        costs.observe(0, 2, 0.010)
+    unseen = {experts: costs.row_seconds(2, 1, is_optimistic=False) for experts, costs in models.items()}
+    assert unseen[DENSE][1] == pytest.approx(0.010)
+    assert unseen[mixture][1] > 0.011
+    for costs in models.values():
+        costs.observe(0, 3, 0.010)
+        assert costs.row_seconds(2, 1, is_optimistic=False)[1] == pytest.approx(0.010)
+
+
+def test_all_rows_of_a_mixture_read_each_expert_once() -> None:
+    assert ExpertReads(share=1.0, chance=1 / 8).growth(10_000) == pytest.approx(8)
+    assert DENSE.growth(10_000) == 1

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, GptOssConfig, PreTrainedConfig, Qwen3MoeConfig
 
+from engine.accounting.cost_model import DENSE
 from engine.batch.span import Span
 from engine.config import Quantization
 from engine.model.forward_batch import ForwardBatch
-from engine.model.linear.packed_experts import PackedExperts, expert_weights, experts_of, pack_experts
+from engine.model.linear.packed_experts import PackedExperts, expert_reads, expert_weights, experts_of, pack_experts
 from engine.model.linear.packed_linear import weight_of
 from engine.model.linear.quantized_linear import linear_factory, quantizer
 from engine.model.paged_model import PagedModel
@@ -205,3 +206,13 @@ def test_logits_of_a_mixture_are_transformers_of_the_same_numbers(family: str, q
     errors = (torch.cat((first, last)) - wanted).norm(dim=-1) / spread
     # A rounding may send a token to another expert.
     assert float(errors.median()) < MAX_LOGIT_ERROR[quantization]
+
+
+def test_a_rows_reads_are_its_experts_and_everything_else_once() -> None:
+    model = stock_model("qwen3_moe")
+    routed = NUM_EXPERTS * 3 * HIDDEN * BETWEEN
+    dense = sum(each.numel() for each in model.parameters()) - routed - model.get_input_embeddings().weight.numel()
+    reads = expert_reads(model)
+    assert reads.chance == TOP / NUM_EXPERTS
+    assert reads.share == pytest.approx(routed * reads.chance / (routed * reads.chance + dense))
+    assert expert_reads(random_model(small_config("llama"))) == DENSE
