@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +33,7 @@ from engine.model.checkpoint.scheme import SECTIONS, Scheme, scheme_of
 from engine.model.checkpoint.stored_weights import refuse_unscaled
 from engine.model.checkpoint.weight_files import refuse_unindexed, tensor_headers
 from engine.model.gpu_memory import WEIGHTS_REMEDY, enough_memory
+from engine.model.linear.stored_experts import storing_experts
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ def load_model(
         if scheme is None:
             refuse_unindexed(folder, model_config.to_dict())
             refuse_unscaled(model_config.to_dict(), tensor_headers(folder), config.path)
-            with reported_reading(folder, display_name(config.path)):
+            with reported_reading(folder, display_name(config.path)), _storing(kept, config):
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     config.path, config=model_config, trust_remote_code=False, **_options(kept or dtype)
                 )
@@ -90,6 +92,12 @@ def load_model(
     size = sum(each.numel() * each.itemsize for each in model.parameters()) / (1 << 30)
     with enough_memory(device, f"the weights of {config.path!r}, {size:.1f} GiB", WEIGHTS_REMEDY):
         return cast(PreTrainedModel, model.to(device).eval().requires_grad_(False))
+
+
+def _storing(kept: torch.dtype | None, config: ModelConfig) -> AbstractContextManager[None]:
+    """Let experts stay in the files where packing them needs no look at their numbers."""
+    is_rounded = kept is not None and Quantization(config.quantization) is not Quantization.NONE
+    return storing_experts() if is_rounded or kept is torch.bfloat16 else nullcontext()
 
 
 def _stored_dtype(folder: Path) -> torch.dtype | None:

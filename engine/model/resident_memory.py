@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from engine.model.checkpoint.node_memory import drop_pages
 from engine.model.linear.packed_experts import packed_parameters
 from engine.model.linear.packed_linear import LinearFactory, gains
+from engine.model.linear.stored_experts import StoredWeight, read_weight
 from engine.model.linear.weight_store import NO_STORE, WeightStore
 
 _LARGE_BYTES = 1 << 20
@@ -38,20 +39,27 @@ def leave_checkpoint(
     for path, module in model.named_modules():
         is_packed = gains(module, make_linear)
         keeps_dtype = dtype is None or (keeps_embeddings and type(module) is nn.Embedding)
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) in copied or (is_packed and name == "weight"):
                 continue
             stored = parameter.data
             own_dtype = stored.dtype if keeps_dtype or not stored.is_floating_point() else dtype
             keeper = store if parameter.nbytes >= _LARGE_BYTES else NO_STORE
-            own = keeper.product(f"{path}.{name}", partial(stored.to, own_dtype, copy=True))
+            own = keeper.product(f"{path}.{name}", partial(_copied, parameter, own_dtype))
             drop_pages([stored])
-            parameter.data = own
+            if isinstance(parameter, StoredWeight):
+                setattr(module, name, nn.Parameter(own, requires_grad=False))
+            else:
+                parameter.data = own
             copied.add(id(parameter))
             if own.dtype is not dtype and keeps_embeddings and type(module) is nn.Embedding:
                 module.register_forward_hook(partial(_cast_output, dtype))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.clone())  # a view would keep its whole base alive
+
+
+def _copied(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    return read_weight(parameter).detach().to(dtype, copy=not isinstance(parameter, StoredWeight))
 
 
 def _cast_output(dtype: torch.dtype | None, module: nn.Module, inputs: object, output: Tensor) -> Tensor:

@@ -29,18 +29,23 @@ def refuse_not_finite(folder: Path) -> None:
     for file, entries in groupby(sorted(floats), key=lambda entry: entry[0]):
         with safe_open(file, framework="pt") as tensors:
             for _, name in entries:
-                _check(tensors.get_tensor(name), name, str(file))
+                refuse_not_finite_tensor(tensors.get_tensor(name), name, str(file))
 
 
 def refuse_not_finite_model(path: str, model: nn.Module) -> None:
-    """Raise ConfigError if a weight of `model`, loaded from `path`, is NaN or infinite."""
+    """Raise ConfigError if a weight of `model`, loaded from `path`, is NaN or infinite.
+
+    Weights without numbers of their own (`engine.model.linear.stored_experts`) are checked when they are read.
+    """
     for name, weight in model.named_parameters():
-        if weight.numel() > 0 and weight.is_floating_point():
-            _check(weight, name, path)
+        has_numbers = 0 < weight.nbytes <= weight.untyped_storage().nbytes()
+        if has_numbers and weight.is_floating_point():
+            refuse_not_finite_tensor(weight, name, path)
             drop_pages([weight])
 
 
-def _check(tensor: Tensor, name: str, source: str) -> None:
+def refuse_not_finite_tensor(tensor: Tensor, name: str, source: str) -> None:
+    """Raise ConfigError if a number of `name` in `source` is NaN or infinite."""
     low, high = torch.aminmax(tensor)  # NaN where a value is NaN; allocates no boolean tensor of the same size
     if not bool(torch.isfinite(low) & torch.isfinite(high)):
         num_wrong = int(tensor.numel() - torch.isfinite(tensor).sum())

@@ -26,6 +26,7 @@ from engine.model.linear.native_product import NativeProduct, PackedWeight
 from engine.model.linear.native_quantized import NativeQuantizedProduct, has_quantized_kernels
 from engine.model.linear.packed_linear import Linear, LinearFactory, keeps_numbers, rows_dtype
 from engine.model.linear.product_check import MAX_RELATIVE_ERROR, MAX_ROUNDING_ERROR, check_product
+from engine.model.linear.stored_experts import read_parameters, read_weight
 from engine.model.linear.weight_parts import OUTPUTS
 from engine.model.linear.weight_store import NO_STORE, WeightStore
 from engine.native.library import Instructions, native_library
@@ -81,7 +82,7 @@ class PackedExperts:
         self.dtype = dtype if dtype in _KERNEL_DTYPES else torch.float32
 
         def packed(weight: Tensor, bias: Tensor | None) -> Linear:
-            return make_linear(_flat(experts, weight), None if bias is None else bias.flatten())
+            return make_linear(_flat(experts, read_weight(weight)), None if bias is None else bias.flatten())
 
         biases = _biases(experts)
         self._products = (
@@ -247,6 +248,8 @@ def pack_experts(model: nn.Module, make_linear: LinearFactory, store: WeightStor
         if reason := packing_obstacle(experts, make_linear):
             kept.setdefault(reason, []).append(name)
             continue
+        if not store.is_checked:
+            read_parameters(experts)
         packed = PackedExperts(experts, make_linear, store, name)
         if not store.is_checked:
             _compare(experts, packed, is_exact=keeps_numbers(make_linear))

@@ -9,18 +9,21 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.batch.span import Span
-from engine.config import CacheConfig, ModelConfig
+from engine.config import CacheConfig, ModelConfig, Quantization
 from engine.model.checkpoint.node_memory import drop_pages
 from engine.model.decoders.llama_decoder import LlamaDecoder
+from engine.model.linear.stored_experts import StoredWeight, read_weight
 from engine.model.loader import load_model
 from engine.model.runner.model_runner import ModelRunner
+from protos.errors import ConfigError
 from tests.engine.fixtures.families import SERVED, write_family
 
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6]
+MIXTURES = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "opt", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "opt", *MIXTURES])
 def test_logits_are_those_of_the_converted_model(tmp_path: Path, family: str, stored: torch.dtype) -> None:
     write_family(tmp_path, SERVED[family]()).to(stored).save_pretrained(tmp_path)
     runner = ModelRunner(ModelConfig(str(tmp_path), "float32", "cpu"), CacheConfig(num_blocks=2))
@@ -34,6 +37,29 @@ def test_loaded_weights_are_views_of_their_file(tmp_path: Path) -> None:
     model = load_model(ModelConfig(str(tmp_path), "float32", "cpu"), keeps_dtype=LlamaDecoder.fits_config)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert str(tmp_path) in Path("/proc/self/maps").read_text()
+
+
+def test_experts_stay_in_their_files_until_they_are_packed(tmp_path: Path) -> None:
+    stock = write_family(tmp_path, SERVED["mixtral"]()).bfloat16()
+    stock.save_pretrained(tmp_path)
+    model = load_model(ModelConfig(str(tmp_path), "float32", "cpu"), keeps_dtype=lambda config: True)
+    for name, weight in stock.named_parameters():
+        loaded = model.get_parameter(name)
+        assert isinstance(loaded, StoredWeight) == ("experts" in name)
+        assert torch.equal(read_weight(loaded), weight)
+    experts = [weight for name, weight in model.named_parameters() if "experts" in name]
+    assert sum(weight.untyped_storage().nbytes() for weight in experts) == 2 * len(experts)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+def test_experts_that_are_not_finite_are_refused_by_name(tmp_path: Path, quantization: str) -> None:
+    stock = write_family(tmp_path, SERVED["qwen3_moe"]()).bfloat16()
+    with torch.no_grad():
+        stock.get_parameter("model.layers.1.mlp.experts.down_proj")[2, 3, 4] = torch.nan
+    stock.save_pretrained(tmp_path)
+    config = ModelConfig(str(tmp_path), "float32", "cpu", Quantization(quantization))
+    with pytest.raises(ConfigError, match=r"1 of 4096 values of 'model.layers.1.mlp.experts.down_proj'.* are NaN"):
+        ModelRunner(config, CacheConfig(num_blocks=2))
 
 
 def test_dropped_pages_are_read_again(tmp_path: Path) -> None:
