@@ -98,7 +98,7 @@ def _wrap() -> None:
         self.collected_tensors = parts
         return convert(self, layer_name, *arguments, **keywords)
 
-    WeightConverter.convert = stored  # type: ignore[method-assign]
+    WeightConverter.convert = stored
 
 
 def _stacks(converter: WeightConverter) -> bool:
