@@ -53,7 +53,7 @@ class ExpertReads:
     chance: float
 
     def growth(self, num_rows: int) -> float:
-        """Return the bytes of a pass over those of a pass of one row, if rows choose independently."""
+        """Return the bytes of a pass relative to a pass of one row, if rows choose independently."""
         met: float = (1.0 - (1.0 - self.chance) ** num_rows) / self.chance
         return 1.0 + self.share * (met - 1.0)
 
@@ -71,7 +71,7 @@ class PassCurve:
 
     A grid point without passes is assumed to be cheap, so that it is tried once. It costs as much as the next smaller
     one, plus a part of the known cost per row for each further row, since further rows are seldom cheaper; or a part of
-    what the further rows' `experts` add, if that is more.
+    the reads that the further rows' `experts` add, if that is more.
     """
 
     def __init__(self, experts: ExpertReads = DENSE) -> None:

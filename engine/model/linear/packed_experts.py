@@ -1,7 +1,7 @@
 """Experts of a mixture with packed weights: all products of a layer are two of our kernels over sorted rows.
 
-transformers keeps the experts of a layer in two parameters of three dimensions. Each becomes one packed weight, with
-the outputs of one expert after those of another, by the same functions that pack linear layers. The choice of experts
+transformers keeps the experts of a layer in two parameters of three dimensions. Each becomes one packed weight, whose
+outputs are in the order of experts, by the same functions that pack linear layers. The choice of experts
 stays the stock modules'. Every row has the same bits in whatever company it comes.
 """
 
@@ -41,7 +41,7 @@ _NUM_ARGUMENTS = {  # pointers after the structure, and sizes
     "outrider_mixture": (2, 1),
 }
 _TURN = 4096  # pairs of a row and an expert at a time, so that buffers stay small
-_TOP_KEYS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")  # of a configuration
+_TOP_KEYS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")  # in a configuration
 _PROBE_EXPERTS = 4  # of a row
 
 
@@ -102,7 +102,7 @@ class PackedExperts:
 
         Args:
             hidden_states: [..., hidden].
-            top_k_index: the experts of each row, [rows, top]; there is none with the number of experts.
+            top_k_index: the experts of each row, [rows, top]; a number that no expert has is skipped.
             top_k_weights: the weights of their results, [rows, top].
 
         Raises:
@@ -140,7 +140,7 @@ class NativeMixture:
     """
 
     def __init__(self, experts: PackedExperts, router: Any) -> None:
-        """Take the weights of a stock router, rounded to bfloat16 where that is exact, and share those of `experts`."""
+        """Take the weights of a stock router, rounded to bfloat16 where that is exact, and share `experts`."""
         weight = router.weight.detach()
         rounded = weight.bfloat16()
         is_exact = torch.equal(rounded.to(weight.dtype), weight)
@@ -172,12 +172,12 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def expert_weights(experts: Any) -> tuple[Tensor, Tensor]:
-    """Return both weights of all experts, [expert, ...]: of the inputs, and of what the gate or function returns."""
+    """Return both weights of all experts, [expert, ...]: of the inputs, and of the gate's or function's results."""
     return experts.gate_up_proj if experts.has_gate else experts.up_proj, experts.down_proj
 
 
 def expert_reads(model: PreTrainedModel) -> ExpertReads:
-    """Return what the rows of a pass read of a model's experts, before anything is packed."""
+    """Return how much of a model's experts the rows of a pass read; call it before anything is packed."""
     routed = [weight for _, experts in experts_of(model) for weight in expert_weights(experts)]
     config = model.config.get_text_config()
     top = next((size for key in _TOP_KEYS if (size := getattr(config, key, None))), None)
@@ -209,7 +209,7 @@ def packing_obstacle(experts: Any, make_linear: LinearFactory) -> str | None:
 
 
 def packs_all_experts(model: nn.Module, make_linear: LinearFactory) -> bool:
-    """True if `model` has experts, and `pack_experts` packs those of every layer."""
+    """True if `model` has experts, and `pack_experts` packs them in every layer."""
     obstacles = [packing_obstacle(experts, make_linear) for _, experts in experts_of(model)]
     return bool(obstacles) and not any(obstacles)
 

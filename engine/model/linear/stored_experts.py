@@ -19,7 +19,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from engine.model.checkpoint.finiteness import refuse_not_finite_tensor
 from engine.model.checkpoint.node_memory import drop_pages
 
-_Columns = list[list[Tensor]]  # of each tensor of an expert, such as gate and up, that of every expert
+_Columns = list[list[Tensor]]  # a list of all gates, a list of all ups
 _is_storing: ContextVar[bool] = ContextVar("is_storing", default=False)
 
 
@@ -83,7 +83,7 @@ def storing_experts() -> Iterator[None]:
 
 @cache
 def _wrap() -> None:
-    """Let transformers' conversion of a layer's experts return stored weights where that is asked for."""
+    """Let transformers' conversion of a layer's experts return stored weights within `storing_experts`."""
     convert = WeightConverter.convert
 
     def stored(self: WeightConverter, layer_name: str, *arguments: Any, **keywords: Any) -> Any:

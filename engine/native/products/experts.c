@@ -1,8 +1,8 @@
 /* The products of a mixture of experts, where every row is multiplied by the weights of its own few experts.
 
-   The rows are sorted by expert, a row once for each of its experts: then each expert's weights are read once. A row's
-   results are weighted and added in the order in which the row names its experts. So a row's result does not depend on
-   other rows. */
+   The rows are sorted by expert, a row once for each of its experts: then each expert's weights are read once. A row
+   names its experts in an order, and its weighted results are added in this order. So a row's result does not depend
+   on other rows. */
 
 #include "products/experts.h"
 #include "products/numbers.h"
@@ -18,8 +18,8 @@
 enum {
     PREPARED_ROWS = 8, /* rows of a part that is no product */
     TURN = 4096,       /* pairs of a row and an expert at a time */
-    ROUTED = 4,        /* experts whose logits are computed together, */
-    ROUTED_PART = 32,  /* and those of a part */
+    ROUTED = 4,        /* experts whose logits are computed together */
+    ROUTED_PART = 32,  /* experts of a part of the logits */
 };
 
 /* The rows of a call and their experts. */
@@ -358,7 +358,7 @@ static void choose_part(const void *work, int64_t part) {
 /* The rows that are computed at once, so that buffers stay small. */
 static int64_t rows_of_turn(const struct mixture *m, int64_t num_rows) { return min(max(1, TURN / m->top), num_rows); }
 
-/* Places what the choice of experts needs. Returns its bytes. */
+/* Places the buffers of the choice of experts. Returns their bytes. */
 static int64_t lay_out_choice(const struct mixture *m, int64_t num_rows, char *memory, struct choice *c) {
     char *at = memory;
     c->logits = (float *)at, at += whole_lines(num_rows * m->experts.num_experts * (int64_t)sizeof(float));
