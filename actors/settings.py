@@ -23,7 +23,7 @@ class DraftSettings:
 
     `model` and `cache` are set if the kind is a model. It runs in a `DraftActor` if the pair has a share for one, else
     in the target's process. A head's files are in the engine's configuration. With `is_ahead` it also drafts ahead of
-    verification.
+    verification. `code` is the class of kind python.
     """
 
     kind: SpeculationMethod = SpeculationMethod.NONE
@@ -31,6 +31,7 @@ class DraftSettings:
     cache: CacheConfig | None = None
     is_ahead: bool = False
     name: str = ""
+    code: str = ""
 
     @property
     def method(self) -> str:

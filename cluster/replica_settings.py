@@ -185,7 +185,7 @@ def _draft_settings(config: DeployConfig, placement: PairPlacement) -> Iterator[
     """Yield the deployment's own source of drafts, then its other draft models."""
     parts = iter(_draft_parts(config, placement))
     if config.draft.kind is not SpeculationMethod.MODEL:
-        yield DraftSettings(config.draft.kind)
+        yield DraftSettings(config.draft.kind, code=config.draft.code or "")
     for method, path in config.draft_models.items():
         model = ModelConfig(
             resolve_model_path(path),

@@ -58,8 +58,12 @@ class SpeculationMethod(StrEnum):
     MODEL = "model"  # the deployment's draft model
     MEDUSA = "medusa"  # heads on the target's last hidden state, each for one position ahead
     EAGLE3 = "eagle3"  # a layer on three of the target's hidden states, then on its own output
+    PEAGLE = "peagle"  # the same, with one pass for all drafts
+    DFLASH = "dflash"  # a block of masks over the target's hidden states, in one pass
+    DSPARK = "dspark"  # the same, where a draft also depends on the draft before it
     MTP = "mtp"  # the target's own multi-token-prediction layer
     SELF = "self"  # the target's own weights in fewer bits, or its first layers
+    PYTHON = "python"  # a class of the operator's
     SUFFIX = "suffix"  # the continuation of an earlier match, in this request or in finished ones of its cache_salt
     NGRAM = "ngram"  # the continuation of the last tokens' most recent occurrence in this request
     HYBRID = "hybrid"  # per pass, the suffix or the model or head: the one expected to yield more
@@ -73,14 +77,18 @@ class SpeculationMethod(StrEnum):
             SpeculationMethod.MODEL,
             SpeculationMethod.MEDUSA,
             SpeculationMethod.EAGLE3,
+            SpeculationMethod.PEAGLE,
+            SpeculationMethod.DFLASH,
+            SpeculationMethod.DSPARK,
             SpeculationMethod.MTP,
             SpeculationMethod.SELF,
         )
 
 
 def has_own_weights(method: str) -> bool:
-    """True if a model or a head drafts, including the deployment's named draft models."""
-    return method not in tuple(SpeculationMethod) or SpeculationMethod(method).can_branch
+    """True if a model, a head or the operator's class drafts, including the deployment's named draft models."""
+    known = method in tuple(SpeculationMethod) and method != SpeculationMethod.PYTHON
+    return not known or SpeculationMethod(method).can_branch
 
 
 class TokenSource(StrEnum):

@@ -7,6 +7,7 @@ has its likeliest tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from engine.config import HeadKind
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.draft_heads.checkpoint import read_config, read_tensors
-from engine.model.draft_heads.eagle3_config import Eagle3Config, TargetShape
+from engine.model.draft_heads.published import HeadFormat, TargetShape
 from protos.errors import ConfigError
 from tuning.draft import TunableDraft, copy_files, partial_of, rename_whole
 from tuning.eagle3_student import Eagle3Student
@@ -27,7 +29,6 @@ from tuning.medusa_student import TrainableMedusaHeads
 from tuning.student import Student
 
 _OF_VOCABULARY = ("d2t", "t2d")
-_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _WEIGHTS = "model.safetensors"
 
 
@@ -185,9 +186,9 @@ class HeadFolder(TunableDraft):
         rename_whole(partial, folder, report)
 
     def _eagle3(self) -> Student:
-        config = Eagle3Config.of(self._config, self._shape, str(self.path))
-        strange = next((flag for flag in _FLAGS if getattr(config, flag)), None)
-        if strange is not None or config.layer_prefix != "midlayer.":
+        config = HeadFormat.of(HeadKind.EAGLE3, self._config, self._shape, str(self.path))
+        strange = next((name for name, flag in asdict(config.norms).items() if flag), None)
+        if strange is not None or "speculators_model_type" in self._config:
             raise self._unknown(strange or "speculators_model_type")
         if max(config.taps.layers) >= self._shape.num_layers:
             raise self._unknown("a state after the last layer")

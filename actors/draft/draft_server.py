@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from actors.channel.draft_messages import PROTOCOL_VERSION, Commit, Hello, Offers, Open, Round
 from actors.channel.offer_table import OfferTable
@@ -15,13 +16,15 @@ from actors.process.frames import FrameConnection, FrameListener
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import TreeConfig
 from engine.proposer import Proposer
-from engine.proposer.draft_model.ahead_drafter import AheadDrafter, PendingPass
 from engine.proposer.draft_model.offer import Offer
 from engine.proposer.vocab_mapping.counts import TranslationCounts
 from engine.sequence.draft_query import UnscheduledQuery
 from engine.sequence.request_tokens import DraftRule, RequestTokens
 from protos.frames import ConnectionLostError
 from protos.messages import GenerateRequest
+
+if TYPE_CHECKING:  # it loads the models' code, which takes seconds and a class of the operator's does not need
+    from engine.proposer.draft_model.ahead_drafter import AheadDrafter, PendingPass
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.5
@@ -64,6 +67,8 @@ class DraftAhead:
 
     def expect(self, sequence: RequestTokens, draft: Draft, num_drafts: int) -> None:
         """Prepare for the target's next pass, which verifies `draft`; the pass after it may have `num_drafts`."""
+        from engine.proposer.draft_model.ahead_drafter import PendingPass  # as above
+
         self._due[sequence.request_id] = PendingPass(sequence, draft.token_ids, num_drafts)
 
     def run(self, send: Callable[[tuple[Offer, ...]], None], is_stopped: Callable[[], bool]) -> None:

@@ -22,6 +22,7 @@ from actors.kv_transfer.nixl_carrier import choose_carrier
 from actors.process.frames import FrameListener
 from actors.settings import PairSettings
 from actors.shell_messages import TARGET_SOCKET, DraftChannelStats, StepOutput
+from actors.target.code_draft import CodeDraft
 from actors.target.shell_server import ShellServer
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
@@ -140,10 +141,12 @@ def _end_process(reason: str) -> None:
 
 
 def _drafts(settings: PairSettings, folder: Path) -> dict[str, ChannelProposer | InProcessDraft]:
-    """Return the pair's draft models by their methods, in `DraftActor`s or else in this process."""
+    """Return the pair's draft models by their methods, in `DraftActor`s or this process, and the operator's class."""
+    code, method = settings.draft.code, settings.draft.method
+    drafts: dict[str, ChannelProposer | InProcessDraft] = {method: CodeDraft(folder / method, code)} if code else {}
     if settings.draft_share is None:
-        return {method: InProcessDraft.load(each) for method, each in settings.of_drafts.items()}
-    return {method: ChannelProposer(folder / method / DRAFT_SOCKET) for method in settings.of_drafts}
+        return drafts | {method: InProcessDraft.load(each) for method, each in settings.of_drafts.items()}
+    return drafts | {method: ChannelProposer(folder / method / DRAFT_SOCKET) for method in settings.of_drafts}
 
 
 def _stats(drafts: Mapping[str, ChannelProposer | InProcessDraft]) -> dict[str, DraftChannelStats]:

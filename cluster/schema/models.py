@@ -28,7 +28,7 @@ NAME_PATTERN = "[a-z][a-z0-9_]{0,31}"  # no hyphen: it parts a method from a cla
 _OWN_WEIGHTS = (SpeculationMethod.MTP, SpeculationMethod.SELF)
 _KINDS_WITH_PATH = tuple(kind for kind in MODEL_KINDS if kind not in _OWN_WEIGHTS)
 _SELF_KEYS = {"quantization", "num_layers"}
-_KINDS = (*MODEL_KINDS, SpeculationMethod.NGRAM, SpeculationMethod.SUFFIX, SpeculationMethod.NONE)
+_KINDS = tuple(m for m in SpeculationMethod if m not in (SpeculationMethod.HYBRID, SpeculationMethod.AUTO))
 
 
 class TargetSection(EngineSection):
@@ -65,11 +65,12 @@ class TargetSection(EngineSection):
 class DraftSection(Section):
     """The source of drafts.
 
-    `kind` model is a second model. medusa, eagle3 and mtp are heads on the target's hidden states, in the target's
-    process, dtype, device and threads; the first two have their own files at `path`, and mtp is a layer of the target's
-    checkpoint. ngram drafts from the text itself, suffix from the text and earlier ones under the same cache_salt. self
-    is the target's own weights in its process, over its own KV: in `quantization` (int4 if neither key is set), only
-    the first `num_layers` layers, or both. none is plain decoding.
+    `kind` model is a second model. medusa, eagle3, peagle, dflash, dspark and mtp are heads on the target's hidden
+    states, in the target's process, dtype, device and threads; they have their own files at `path`, and mtp is a layer
+    of the target's checkpoint. ngram drafts from the text itself, suffix from the text and earlier ones under the same
+    cache_salt. self is the target's own weights in its process, over its own KV: in `quantization` (int4 if neither key
+    is set), only the first `num_layers` layers, or both. python is a class of yours (`code: module:Class`), in its own
+    process. none is plain decoding.
 
     A draft model may have another tokenizer (docs/speculation.md).
 
@@ -83,6 +84,7 @@ class DraftSection(Section):
     dtype: Annotated[ModelDtype, one_of(*ModelDtype)] = ModelDtype.AUTO
     quantization: Annotated[Quantization, one_of(*Quantization)] = Quantization.NONE
     num_layers: int | None = Field(default=None, ge=1)
+    code: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = None
     num_threads: int | None = Field(default=None, ge=1, le=1024)
     gpu: Literal["auto", "own"] | Annotated[int, Field(ge=0)] = "auto"
 
@@ -107,6 +109,10 @@ class DraftSection(Section):
         own = self.model_fields_set - {"kind", "path"} - (_SELF_KEYS if is_self else set())
         if self.head is not None and own:
             yield f"kind '{self.kind}' computes as its target does; remove {', '.join(sorted(own))}"
+        if self.kind is SpeculationMethod.PYTHON and self.code is None:
+            yield "kind 'python' needs code, a class as 'module:Class'"
+        if self.kind is not SpeculationMethod.PYTHON and self.code is not None and self.head is None:
+            yield f"code is for kind 'python', and the kind is '{self.kind}'; remove one of the two"
         if self.num_layers is not None and not is_self:
             yield f"num_layers is for kind 'self', and the kind is '{self.kind}'; remove one of the two"
 

@@ -14,9 +14,9 @@ from engine.accounting.step_times import StepTimes
 from engine.config import SpeculationConfig
 from engine.sequence.checked_draft import CheckedDraft
 from engine.sequence.request_tokens import RequestTokens
-from protos.messages import SpeculationMethod
+from protos.messages import SpeculationMethod, has_own_weights
 
-_OWN_METHODS = tuple(method for method in SpeculationMethod if method.can_branch)
+_OWN_METHODS = tuple(filter(has_own_weights, SpeculationMethod))
 
 
 class _Outcome(NamedTuple):

@@ -122,13 +122,16 @@ class HeadKind(StrEnum):
 
     MEDUSA = "medusa"
     EAGLE3 = "eagle3"
+    PEAGLE = "peagle"
+    DFLASH = "dflash"
+    DSPARK = "dspark"
     MTP = "mtp"
     SELF = "self"
 
     @property
     def keeps_kv(self) -> bool:
         """True if the head has its own KV; prefill replicas must then compute it too."""
-        return self in (HeadKind.EAGLE3, HeadKind.MTP)
+        return self not in (HeadKind.MEDUSA, HeadKind.SELF)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionPass, PlanAttention
 from engine.attention.torch_attention import TorchAttention
-from engine.batch.indexing import index_of, index_tensor, slots_of
+from engine.batch.indexing import Index, index_of, index_tensor, slots_of
 from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache
 from engine.recurrent.state_pass import PooledStates
@@ -27,19 +27,39 @@ class ForwardBatch:
     logit_rows: Tensor | None  # [R] int64; None for all rows, in order
     attention: AttentionPass
     states: PooledStates | None = None  # of models with recurrent layers
+    block_attention: AttentionPass | None = None  # each row sees its whole span
+    memory: tuple[KVCache, Index] | None = None  # the pool, and the slots of the rows
 
     @classmethod
-    def of(cls, spans: Seq[Span], cache: KVCache, plan_attention: PlanAttention = TorchAttention) -> ForwardBatch:
-        """Lay out `spans` (at least one) in order."""
+    def of(
+        cls,
+        spans: Seq[Span],
+        cache: KVCache,
+        plan_attention: PlanAttention = TorchAttention,
+        *,
+        has_blocks: bool = False,
+    ) -> ForwardBatch:
+        """Lay out `spans` (at least one) in order; with `has_blocks` also the attention of rows to their whole span."""
         slots = list(chain.from_iterable(slots_of(span, cache.block_size) for span in spans))
+        index = index_of(slots, cache.device)
+        # A row that computes at the span's last place reads all of the span; its own KV goes to its own slot.
+        ends = [Span((0,), span.end - 1, span.block_table, 1) for span in spans for _ in span.token_ids]
         return cls(
             input_ids=index_tensor(chain.from_iterable(span.token_ids for span in spans), cache.device),
             position_ids=index_tensor(chain.from_iterable(span.positions for span in spans), cache.device),
             num_positions=max(span.num_positions for span in spans),
             logit_rows=logit_rows(spans, len(slots), cache.device),
-            attention=plan_attention(spans, cache).whole(index_of(slots, cache.device)),
+            attention=plan_attention(spans, cache).whole(index),
             states=None if cache.states is None else PooledStates(spans, cache.states),
+            block_attention=plan_attention(ends, cache).whole(index) if has_blocks else None,
+            memory=(cache, index),
         )
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Store keys and values [T, H, D] of the rows in a layer of the pool."""
+        assert self.memory is not None, "only a batch of spans has a pool"
+        cache, slots = self.memory
+        cache.write(layer, slots, key, value)
 
 
 def plan_steps(spans: Seq[Span], cache: KVCache, plan_attention: PlanAttention = TorchAttention) -> list[ForwardBatch]:

@@ -127,7 +127,7 @@ def test_limits_reach_the_engine(model: str):
     assert settings.draft.cache.memory_bytes == 1 << 29
 
 
-@pytest.mark.parametrize(("kind", "is_in_prefill"), [("mtp", True), ("medusa", False), ("eagle3", True)])
+@pytest.mark.parametrize(("kind", "is_in_prefill"), [("mtp", True), ("medusa", False), ("dflash", True)])
 def test_a_head_is_part_of_the_engine_and_of_prefill_replicas_if_it_keeps_kv(
     kind: str, is_in_prefill: bool, model: str
 ):

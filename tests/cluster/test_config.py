@@ -185,11 +185,21 @@ def test_a_head_has_the_files_that_its_kind_needs_and_computes_as_its_target():
 
 @pytest.mark.parametrize("kind", sorted(set(SpeculationMethod) - {SpeculationMethod.HYBRID, SpeculationMethod.AUTO}))
 def test_every_method_but_hybrid_and_auto_is_a_draft_kind(kind: SpeculationMethod):
-    path = (
-        {"path": "d"} if kind in (SpeculationMethod.MODEL, SpeculationMethod.MEDUSA, SpeculationMethod.EAGLE3) else {}
-    )
+    has_files = kind.can_branch and kind not in (SpeculationMethod.MTP, SpeculationMethod.SELF)
+    path: dict[str, object] = {"path": "d"} if has_files else {}
+    if kind is SpeculationMethod.PYTHON:
+        path = {"code": "mine:Drafter"}
     assert parse_config({**MINIMAL, "draft": {"kind": str(kind), **path}}).draft.kind is kind
     assert "is not available" in error_of(draft={"kind": "hybrid"})
+
+
+def test_only_the_kind_for_it_names_code():
+    code = {"kind": "python", "code": "mine.drafters:Echo"}
+    assert parse_config({**MINIMAL, "draft": code}).offered_methods[0] == "python"
+    assert "needs code, a class as 'module:Class'" in error_of(draft={"kind": "python"})
+    assert "should match pattern" in error_of(draft={**code, "code": "os.system('x')"})
+    assert "code is for kind 'python'" in error_of(draft={"kind": "ngram", "code": "mine:Echo"})
+    assert "needs a draft model or head" in error_of(draft=code, speculation={"tree": {}})
 
 
 def test_a_deployment_offers_its_draft_first_and_what_needs_only_the_text():
@@ -292,7 +302,7 @@ def test_a_tree_has_eight_nodes_unless_the_file_gives_a_number() -> None:
         ({"tree": {"width": 2}}, "args.speculation.tree.width: unknown key"),
         ({"mode": "async", "tree": {}}, "tree is for mode 'sync'"),
         ({"verify": "block", "tree": {}}, "verify 'block' is for chains, and there is a tree"),
-        ({"tree": {}}, "set draft.kind to 'model' or 'medusa' or 'eagle3' or 'mtp' or 'self', or remove the tree"),
+        ({"tree": {}}, "set draft.kind to 'model' or 'medusa' or "),
     ],
 )
 def test_a_tree_that_cannot_be_grown_is_refused(speculation: dict[str, Any], reason: str) -> None:

@@ -62,6 +62,9 @@ class _DraftKind(StrEnum):
     MODEL = "model"
     MEDUSA = "medusa"
     EAGLE3 = "eagle3"
+    PEAGLE = "peagle"
+    DFLASH = "dflash"
+    DSPARK = "dspark"
 
 
 def serve(

@@ -1,4 +1,4 @@
-"""EAGLE-3: one decoder layer that reads three of the target's states, and then its own (arXiv:2503.01840).
+"""EAGLE-3: a decoder layer that reads three of the target's states, and then its own (arXiv:2503.01840).
 
     low, middle and high state of position p        token t(p+1)
                       |                                  |
@@ -11,69 +11,49 @@
                       |
                 next state, whose logits over the head's own vocabulary are of t(p+2)
 
-The first draft uses the target's states; later drafts have only the head's own.
+The first draft uses the target's states; later drafts have only the head's own. P-EAGLE (arXiv:2602.01469) gives later
+drafts one learned state and a mask token instead, so that one pass computes all of them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from engine.attention.base import LayerOptions
-from engine.config import Quantization
-from engine.kv_cache.pool import LayerShape
-from engine.model.decoders.rotary import RotaryTable
-from engine.model.decoders.row_operations import row_operations
-from engine.model.draft_heads.checkpoint import Weights, head_folder, read_config, read_tensors
-from engine.model.draft_heads.eagle3_config import Eagle3Config, TargetShape
-from engine.model.draft_heads.eagle3_weights import Eagle3Reader, Eagle3Weights
+from engine.model.draft_heads.head import BlockLogits
+from engine.model.draft_heads.layers import HeadReader, spread
+from engine.model.draft_heads.published import HeadFormat
 from engine.model.forward_batch import ForwardBatch
-from engine.model.hidden_state_taps import UNKNOWN
 from engine.model.linear.packed_linear import Linear
-from engine.model.linear.quantized_linear import linear_factory
 
 
 class Eagle3Head:
     """One head over its target: a `RecurrentHead` whose states have the head's own width."""
 
-    def __init__(
-        self,
-        config: Eagle3Config,
-        weights: Eagle3Weights,
-        first_layer: int,
-        quantization: Quantization = Quantization.NONE,
-    ) -> None:
-        """Take over the weights.
-
-        Args:
-            config: of the head.
-            weights: of the head.
-            first_layer: the head's first KV layer in the pool, after the target's layers.
-            quantization: of the head's own products.
-        """
-        layer = config.layer
-        make_linear, make_lm_head = (linear_factory(quantization, is_head=is_head) for is_head in (False, True))
+    def __init__(self, config: HeadFormat, reader: HeadReader, first_layer: int) -> None:
+        """Take over the tensors; `first_layer` is the head's first KV layer in the pool, after the target's."""
+        width, norms = config.layer.hidden_size, config.norms
+        num_taps = len(config.taps.layers)
+        size = config.target.hidden_size
         self.taps = config.taps
-        self.layer_shapes = [LayerShape(layer.num_key_value_heads, layer.head_dim, layer.head_dim)]
-        self.lm_head: Linear = make_lm_head(weights.lm_head, None)  # until the runner replaces it with the target's
-        self._own_lm_head = self.lm_head
-        self._config = config
-        self._first_layer = first_layer
-        self._options = LayerOptions(layer.head_dim**-0.5)
-        self._embedding, self._target_ids = weights.embedding, weights.target_ids
-        self._rotary = RotaryTable(LlamaRotaryEmbedding(layer).to(self._embedding.device), self._embedding)
-        self._input_norm, self._tap_norms = weights.input_norm, weights.tap_norms
-        self._rows = row_operations(layer.hidden_size, layer.head_dim, self._embedding, layer.rms_norm_eps)
-        self._embedding_norm, self._hidden_norm = weights.embedding_norm, weights.hidden_norm
-        self._mlp_norm, self._final_norm = weights.mlp_norm, weights.final_norm
-        self._fuse, self._qkv = make_linear(weights.fc, None), make_linear(weights.qkv, None)
-        self._output = make_linear(weights.output, None)
-        self._gate_up, self._down = make_linear(weights.gate_up, None), make_linear(weights.down, None)
+        self._config, self._norms = config, norms
+        self._layers = reader.layers(first_layer, has_pairs=True)
+        self.layer_shapes = self._layers.shapes
+        own = reader.lm_head(is_needed=True)
+        assert own is not None, "it was asked for"
+        self.lm_head: Linear = own  # until the runner replaces it with the target's
+        self._own_lm_head = own
+        self._embedding, self._target_ids = reader.embedding(), reader.target_ids()
+        self._hidden_norm = reader.vector(f"{reader.prefix(0)}hidden_norm", width)
+        self._final_norm = self._layers.final_norm
+        self._input_norm = reader.vector("input_norm", num_taps * size) if norms.norm_before_fc else None
+        self._tap_norms: Tensor | None = None  # [taps, F / taps]
+        if norms.fc_norm:
+            self._tap_norms = torch.stack([reader.vector(f"fc_norm.{tap}", size) for tap in range(num_taps)])
+        self._fuse = reader.linear("fc", width, num_taps * size)
 
     @torch.inference_mode()
     def enter(self, features: Tensor) -> Tensor:
@@ -86,61 +66,53 @@ class Eagle3Head:
             features = (normed * self._tap_norms).flatten(1)
         return self._fuse(features)
 
+    def read(self, batch: ForwardBatch | None, features: Tensor) -> Tensor:
+        assert batch is not None, "it has KV"
+        return self.forward(batch, self.enter(features))
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, states: Tensor) -> Tensor:
         """Map states [T, S] and the tokens after them to the next states of the pass's logit rows, [R, S]."""
         embedded = self._embedding.index_select(0, batch.input_ids)  # [T, S]
         normed = self._norm(states, self._hidden_norm)
-        residual = normed if self._config.norm_before_residual else states
-        attended = self._attend(torch.cat((self._norm(embedded, self._embedding_norm), normed), dim=-1), batch)
-        if batch.logit_rows is not None:
-            attended, residual = (rows.index_select(0, batch.logit_rows) for rows in (attended, residual))
-        hidden, normed = self._rows.add_norm(residual, self._output(attended), self._mlp_norm)  # [R, S]
-        gate, up = self._gate_up(normed).chunk(2, dim=-1)
-        hidden, normed = self._rows.add_norm(hidden, self._down(F.silu(gate).mul_(up)), self._final_norm)
-        return normed if self._config.norm_output else hidden
+        residual = normed if self._norms.norm_before_residual else states
+        pairs = torch.cat((self._norm(embedded, self._layers.input_norm), normed), dim=-1)
+        hidden, normed = self._layers(batch, pairs, residual)
+        return normed if self._norms.norm_output else hidden
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
         """[R, S] -> [R, V of the target] float32; a token that the head does not know has `UNKNOWN`."""
-        if not self._config.norm_output:
+        if not self._norms.norm_output:
             states = self._norm(states, self._final_norm)
-        drafted = self._own_lm_head(states).float()  # [R, draft vocabulary]
-        if self._target_ids is None:
-            return drafted
-        logits = drafted.new_full((drafted.shape[0], self._config.vocab_size), UNKNOWN)
-        return logits.index_copy_(1, self._target_ids, drafted)
-
-    def _attend(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """[T, 2 * S] -> [T, heads * D]; the rows' keys and values go to the pool."""
-        layer = self._config.layer
-        num_rotated = layer.num_attention_heads + layer.num_key_value_heads
-        qkv = self._qkv(x).view(x.shape[0], -1, layer.head_dim)
-        value = qkv[:, num_rotated:].transpose(0, 1)[None]
-        rotated = self._rows.rotate(qkv, num_rotated, self._rotary.at(batch))
-        query_key = rotated.transpose(0, 1)[None]  # [1, Hq + H, T, D]
-        query, key = query_key[:, : layer.num_attention_heads], query_key[:, layer.num_attention_heads :]
-        attended = batch.attention.attend(self._first_layer, query, key, value, self._options)
-        return attended.reshape(x.shape[0], -1)
+        return spread(self._own_lm_head(states).float(), self._target_ids, self._config.target.vocab_size)
 
     def _norm(self, states: Tensor, weight: Tensor) -> Tensor:
-        return self._rows.add_norm(states, None, weight)[1]
+        return self._layers.rows.add_norm(states, None, weight)[1]
 
 
-def load_eagle3(
-    path: str, target: PreTrainedModel, device: torch.device, quantization: Quantization = Quantization.NONE
-) -> Eagle3Head:
-    """Return the head in `path`, for `target`, on `device`, with products in `quantization`.
+class ParallelEagleHead(Eagle3Head):
+    """P-EAGLE: a `BlockHead` of pairs, the newest one of the text and then masks."""
 
-    Raises:
-        ConfigError: the head is missing, incomplete, made for another target, or asks for lossy acceptance.
-    """
-    folder = head_folder(path)
-    embeddings: Any = target.get_input_embeddings()
-    embedding: Tensor = embeddings.weight.to(device)
-    target_config: Any = target.config.get_text_config()
-    shape = TargetShape(target_config.vocab_size, embedding.shape[1], target_config.num_hidden_layers)
-    config = Eagle3Config.of(read_config(folder), shape, path)
-    weights = Weights(read_tensors(folder), f"the EAGLE-3 head in {path!r}")
-    tensors = Eagle3Reader(config, weights, embedding).read()
-    return Eagle3Head(config, tensors, target_config.num_hidden_layers, quantization)
+    max_drafts: int | None = None
+    num_more_rows = -1
+
+    def __init__(self, config: HeadFormat, reader: HeadReader, first_layer: int) -> None:
+        super().__init__(config, reader, first_layer)
+        assert config.block is not None, "a parallel head has blocks"
+        self._mask_id = config.block.mask_id
+        size = len(config.taps.layers) * config.target.hidden_size
+        self._mask_state = self.enter(reader.take("mask_hidden", 1, 1, size).view(1, size))  # [1, S]
+
+    def block_ids(self, last_id: int, num_drafts: int) -> list[int]:
+        return [self._mask_id] * (num_drafts - 1)
+
+    @torch.inference_mode()
+    def block(self, batch: ForwardBatch | None, states: Tensor, num_drafts: Seq[int]) -> BlockLogits:
+        """The states [B, S] belong to the newest pairs; each comes before its block's masks."""
+        if batch is not None:
+            masks = self.forward(batch, self._mask_state.expand(len(batch.input_ids), -1))
+            parts = zip(states.split(1), masks.split([num - 1 for num in num_drafts]), strict=True)
+            states = torch.cat([rows for pair in parts for rows in pair])
+        logits = self.logits(states)
+        return lambda rows, _: logits[rows]

@@ -5,16 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.config import HeadConfig, HeadKind, Quantization
-from engine.model.draft_heads.eagle3 import Eagle3Head, load_eagle3
+from engine.model.draft_heads.checkpoint import Weights, head_folder, read_config, read_tensors
+from engine.model.draft_heads.dflash import DFlashHead
+from engine.model.draft_heads.eagle3 import Eagle3Head, ParallelEagleHead
+from engine.model.draft_heads.layers import HeadReader
 from engine.model.draft_heads.medusa import MedusaHeads, load_medusa
 from engine.model.draft_heads.mtp import MtpHead, load_mtp
+from engine.model.draft_heads.published import HeadFormat, TargetShape
 from engine.model.linear.packed_linear import Linear, linear_of
+from engine.model.position_limit import max_positions
 from protos.errors import ConfigError
 
-Head = MedusaHeads | Eagle3Head | MtpHead
+Head = MedusaHeads | Eagle3Head | DFlashHead | MtpHead
+_OF_LAYERS: dict[HeadKind, type[Eagle3Head] | type[DFlashHead]] = {
+    HeadKind.EAGLE3: Eagle3Head,
+    HeadKind.PEAGLE: ParallelEagleHead,
+    HeadKind.DFLASH: DFlashHead,
+    HeadKind.DSPARK: DFlashHead,
+}
 
 
 def load_head(
@@ -22,19 +34,30 @@ def load_head(
 ) -> Head:
     """Return the head that `config` names, on `device`, for `target` as loaded by transformers, with all layers.
 
-    `quantization` is the target's; an EAGLE-3 head uses it too.
+    `quantization` is the target's; heads of layers use it too.
 
     Raises:
-        ConfigError: it does not exist, is incomplete, or does not fit the target.
+        ConfigError: it does not exist, is incomplete, does not fit the target, or asks for lossy acceptance.
     """
     if config.kind is HeadKind.MTP:
         return load_mtp(target, device)
     assert config.kind is not HeadKind.SELF, "the runner makes it of its own model"
     if config.path is None:
         raise ConfigError(f"draft.kind {str(config.kind)!r} needs draft.path, the head's folder or Hub id")
-    if config.kind is HeadKind.EAGLE3:
-        return load_eagle3(config.path, target, device, quantization)
-    return load_medusa(config.path, target, device)
+    if config.kind is HeadKind.MEDUSA:
+        return load_medusa(config.path, target, device)
+    folder = head_folder(config.path)
+    embeddings: Any = target.get_input_embeddings()
+    embedding: Tensor = embeddings.weight.to(device)
+    text: Any = target.config.get_text_config()
+    num_layers = text.num_hidden_layers
+    shape = TargetShape(text.vocab_size, embedding.shape[1], num_layers, max_positions(target.config) or 0)
+    form = HeadFormat.of(config.kind, read_config(folder), shape, config.path)
+    weights = Weights(read_tensors(folder), f"the {config.kind} head in {config.path!r}")
+    reader = HeadReader(form, weights, embedding, quantization)
+    head = _OF_LAYERS[config.kind](form, reader, num_layers)
+    reader.finish()
+    return head
 
 
 def whole_lm_head(target: PreTrainedModel, device: torch.device) -> Linear:

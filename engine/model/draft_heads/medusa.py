@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from transformers import PreTrainedModel
 
 from engine.kv_cache.pool import LayerShape
 from engine.model.draft_heads.checkpoint import Weights, head_folder, read_config, read_tensors
+from engine.model.draft_heads.head import BlockLogits
+from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import UNKNOWN, HiddenStateTaps
 from engine.model.linear.packed_linear import Linear, linear_of
 from protos.errors import ConfigError
@@ -60,24 +63,31 @@ class _Head:
 
 
 class MedusaHeads:
-    """A set of heads; they keep no KV and read one state per sequence.
+    """Implements `BlockHead`: a set of heads without KV, and so without rows of a pass."""
 
-    Attributes:
-        taps: the states after the final norm.
-        layer_shapes: empty; a head needs only a state.
-        num_heads: drafts per round.
-        lm_head: the target's, given by the runner before the first pass.
-    """
+    num_more_rows = 0
 
     def __init__(self, heads: list[_Head], vocab_size: int, token_map: Tensor | None) -> None:
         """`token_map [cut V] int64` has the target's ids of a cut vocabulary."""
         self.taps = HiddenStateTaps(is_final=True)
         self.layer_shapes: list[LayerShape] = []
-        self.num_heads = len(heads)
+        self.max_drafts: int | None = len(heads)
         self.lm_head: Linear = _no_lm_head
         self._heads = heads
         self._vocab_size = vocab_size
         self._token_map = token_map
+
+    def read(self, batch: ForwardBatch | None, features: Tensor) -> Tensor:
+        return features
+
+    def block_ids(self, last_id: int, num_drafts: int) -> list[int]:
+        return []
+
+    @torch.inference_mode()
+    def block(self, batch: ForwardBatch | None, states: Tensor, num_drafts: Seq[int]) -> BlockLogits:
+        logits = self.logits(states, max(num_drafts))  # [B, K, V]
+        logits = torch.cat([of_state[:num] for of_state, num in zip(logits, num_drafts, strict=True)])
+        return lambda rows, _: logits[rows]
 
     def logits(self, hidden: Tensor, num_heads: int) -> Tensor:
         """States [B, hidden] to the logits of the first `num_heads` heads, [B, K, V] float32."""

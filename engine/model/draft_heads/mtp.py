@@ -52,8 +52,9 @@ class MtpHead:
         self.layer_shapes = self._record_shapes(first_layer)
         pack_linears(self._layer)
 
-    def enter(self, features: Tensor) -> Tensor:
-        return features
+    def read(self, batch: ForwardBatch | None, features: Tensor) -> Tensor:
+        assert batch is not None, "it has KV"
+        return self.forward(batch, features)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, states: Tensor) -> Tensor:

@@ -344,9 +344,9 @@ class ModelRunner:
         """The head's hidden states, for every row of the last `forward`, [T, F]; None without a head."""
         return self._features
 
-    def lay_out(self, spans: Seq[Span]) -> ForwardBatch:
-        """Lay out a pass over `spans`, for this model or its head; valid for one forward."""
-        return ForwardBatch.of(spans, self._cache, self._plan_attention)
+    def lay_out(self, spans: Seq[Span], *, has_blocks: bool = False) -> ForwardBatch:
+        """Lay out a pass over `spans`, for this model or its head (`has_blocks`: a parallel one); for one forward."""
+        return ForwardBatch.of(spans, self._cache, self._plan_attention, has_blocks=has_blocks)
 
     def _compute(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Tensor:
         output = None if self._graphs is None else self._graphs.forward(spans, input_ids)

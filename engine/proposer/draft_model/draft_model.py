@@ -41,7 +41,8 @@ class DraftModel:
     """A model runner with its sequences and its sampler.
 
     Attributes:
-        sampler: Chooses the drafts.
+        sampler: Chooses the drafts of chains.
+        tree_sampler: Chooses the drafts of trees.
         sequences: The open sequences.
         translation: Maps the target's tokens, which chains and trees are made of, to the model's own tokens.
     """
@@ -53,7 +54,7 @@ class DraftModel:
         self.sequences = sequences
         self.translation = translation
         self.sampler = ChainSampler(Sampler())
-        self._tree_sampler = TreeSampler(Sampler())
+        self.tree_sampler = TreeSampler(Sampler())
         self._max_tokens_per_round = max_tokens_per_round
 
     def prefill(self, jobs: Seq[PrefillJob]) -> PrefillResult:
@@ -94,7 +95,7 @@ class DraftModel:
         A tree without free slots for its next level ends.
         """
         while trees:
-            self._tree_sampler.branch(trees, logits)
+            self.tree_sampler.branch(trees, logits)
             for tree in trees:
                 if not self.sequences.blocks.reserve(tree.blocks, tree.num_slots):
                     tree.stop()

@@ -2,13 +2,15 @@
 
 In a round the model first computes the missing committed tokens of all sequences in one batch. The last rows give the
 first drafts. Then all sequences take K - 1 steps of one row each; every step's tokens are the next step's input. The
-next round overwrites the KV of rejected drafts. In tree drafts the steps are the levels of the trees.
+next round overwrites the KV of rejected drafts. In tree drafts the steps are the levels of the trees. A parallel model
+(PARD, arXiv:2504.18583) computes masks after the committed tokens, and so all drafts in the first batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,12 +18,13 @@ from torch import Tensor
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig, TreeConfig
 from engine.kv_cache.block_manager import BlockManager
-from engine.model.loader import tokenizer_file
+from engine.model.loader import load_config, tokenizer_file
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.ahead_drafter import FAN_OUT, AheadDrafter
 from engine.proposer.draft_model.draft_model import DraftModel, PrefillJob
 from engine.proposer.draft_model.draft_sequence import DraftSequence
 from engine.proposer.draft_model.draft_sequences import DraftSequences
+from engine.proposer.growth.block import Blocks, RowLogits
 from engine.proposer.growth.chain import Chain
 from engine.proposer.growth.tree import Tree
 from engine.proposer.growth.tree_shape import shape_of
@@ -31,6 +34,8 @@ from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sequence.draft_query import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 from protos.errors import ConfigError
+
+_MASK_IDS = ("pard_token", "ptd_token_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,7 @@ class ModelProposer:
         translation: Translation | None = None,
         tree: TreeConfig | None = None,
         grammars: GrammarCompiler | None = None,
+        mask_id: int | None = None,
     ) -> None:
         """Take a loaded model and its pool.
 
@@ -79,6 +85,7 @@ class ModelProposer:
             translation: Maps the target's tokens to the draft's; without it both have one vocabulary.
             tree: The shape of tree drafts; without it all drafts are chains.
             grammars: Compiles the grammars of requests; without it drafts ignore them.
+            mask_id: The id in place of unknown tokens, of a model trained to draft all of them in one pass (PARD).
 
         Raises:
             ConfigError: draft and target have different vocabularies, and `translation` is missing.
@@ -87,6 +94,7 @@ class ModelProposer:
             translation = SameVocabulary(runner.vocab_size, target_vocab_size or runner.vocab_size)
         self.sequences = DraftSequences(blocks, translation, grammars)
         self._tree_config = tree
+        self._mask_id = mask_id
         self._model = DraftModel(runner, self.sequences, translation, max_tokens_per_round=max_tokens_per_round)
 
     @classmethod
@@ -129,6 +137,7 @@ class ModelProposer:
             translation=translation,
             tree=tree,
             grammars=GrammarCompiler(tokenizer_file(tokenizer_path or model.path), vocab_size, runner.eos_token_ids),
+            mask_id=_mask_id(model.path, runner.vocab_size, translation),
         )
 
     @property
@@ -166,8 +175,11 @@ class ModelProposer:
         # Reserve slots, and prefill.
         self.sequences.begin_round()
         plans = {plan.request_id: plan for query in queries if (plan := self._begin(query))}
-        result = self._model.prefill([PrefillJob(plan.sequence) for plan in plans.values()])
+        result = self._model.prefill([PrefillJob(plan.sequence, self._masks(plan)) for plan in plans.values()])
         ready = [plans[job.sequence.target_sequence.request_id] for job in result.jobs]
+        if self._mask_id is not None:
+            drafts = self._draft_blocks(ready, result.logits)
+            return [drafts.get(query.sequence.request_id, NO_DRAFT) for query in queries]
         # Grow the chains, then the trees.
         branching = [row for row, plan in enumerate(ready) if plan.num_nodes > 0]
         roots = (
@@ -176,6 +188,28 @@ class ModelProposer:
         drafts = self._draft_chains(ready, result.logits)
         drafts |= self._draft_trees([ready[row] for row in branching], roots)
         return [drafts.get(query.sequence.request_id, NO_DRAFT) for query in queries]
+
+    def _masks(self, plan: _DraftPlan) -> Seq[int]:
+        return () if self._mask_id is None else [self._mask_id] * (plan.num_drafts - 1)
+
+    def _draft_blocks(self, ready: Seq[_DraftPlan], logits: Tensor) -> dict[str, Draft]:
+        """Return the drafts by request id; `logits` has a row for every draft of every plan in `ready`."""
+        grown: dict[str, Draft] = {}
+        firsts = [0, *accumulate(plan.num_drafts for plan in ready)]
+        for is_tree in (False, True):
+            chosen = [row for row, plan in enumerate(ready) if (plan.num_nodes > 0) is is_tree]
+            num_drafts = [ready[row].num_drafts for row in chosen]
+            rows = [firsts[row] + depth for row in chosen for depth in range(ready[row].num_drafts)]
+            blocks = Blocks(_rows_of(logits[rows]), num_drafts)
+            if is_tree:
+                trees = [self._tree(ready[row]) for row in chosen]
+                blocks.branch(trees, self._model.tree_sampler)
+                grown |= {ready[row].request_id: tree.draft() for row, tree in zip(chosen, trees, strict=True)}
+            else:
+                chains = [ready[row].chain() for row in chosen]
+                blocks.grow(chains, self._model.sampler)
+                grown |= {ready[row].request_id: chain.draft() for row, chain in zip(chosen, chains, strict=True)}
+        return grown
 
     def _draft_chains(self, ready: Seq[_DraftPlan], logits: Tensor) -> dict[str, Draft]:
         """Return the chains by request id; `logits [B, V]` has a row for every plan in `ready`."""
@@ -215,3 +249,26 @@ class ModelProposer:
         sequence = plan.sequence
         shape = shape_of(self._tree_config, sequence.target_sequence, plan.num_nodes, plan.num_drafts)
         return Tree(sequence.target_sequence, sequence.blocks, shape, plan.num_nodes, plan.num_drafts, sequence.matcher)
+
+
+def _rows_of(logits: Tensor) -> RowLogits:
+    return lambda rows, _: logits[rows]
+
+
+def _mask_id(path: str, vocab_size: int, translation: Translation | None) -> int | None:
+    """Return the id of a parallel draft's mask; None for other models.
+
+    Raises:
+        ConfigError: the model has no such token, or another vocabulary than the target.
+    """
+    config = load_config(path)
+    found = next((value for name in _MASK_IDS if (value := getattr(config, name, None)) is not None), None)
+    if found is None:
+        return None
+    if not isinstance(found, int) or not 0 <= found < vocab_size:
+        raise ConfigError(f"{path!r} has the mask token {found!r} in config.json, and its ids are below {vocab_size}")
+    if translation is not None and not translation.is_identity:
+        raise ConfigError(
+            f"{path!r} drafts in parallel and has another tokenizer than the target; choose one with the target's"
+        )
+    return found

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from engine.config import TreeConfig
+from engine.model.draft_heads.dflash import DFlashHead
+from engine.model.draft_heads.eagle3 import ParallelEagleHead
 from engine.model.draft_heads.medusa import MedusaHeads
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer import HeadProposer, Proposer
 from engine.proposer.dispatch.guarded_proposer import GuardedProposer
-from engine.proposer.hidden_state.medusa import MedusaProposer
+from engine.proposer.hidden_state.block import BlockProposer
 from engine.proposer.hidden_state.recurrent import RecurrentProposer
 from engine.proposer.self_proposer import SelfProposer
 
@@ -16,8 +18,8 @@ def head_proposer(runner: ModelRunner, tree: TreeConfig | None) -> HeadProposer 
     """Return a proposer with the runner's head, or None if it has no head; with a `tree` it can draft trees."""
     if runner.head is None:
         return None
-    if isinstance(runner.head, MedusaHeads):
-        return MedusaProposer(runner, runner.head, tree)
+    if isinstance(runner.head, (MedusaHeads, ParallelEagleHead, DFlashHead)):
+        return BlockProposer(runner, runner.head, tree)
     return RecurrentProposer(runner, runner.head, tree)
 
 

@@ -9,41 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-import torch
 from torch import Tensor
 
-from engine.batch.span import Span
 from engine.config import TreeConfig
-from engine.model.draft_heads.recurrent import RecurrentHead
+from engine.model.draft_heads.head import RecurrentHead
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.growth.chain import Chain, next_steps
 from engine.proposer.growth.tree import Tree
 from engine.proposer.hidden_state.state_proposer import StateProposer
-from engine.proposer.passed_rows import PassedRows
 
 
 class RecurrentProposer(StateProposer):
     """Grows a draft by one step of the head per token, or per level of a tree.
 
-    The head computes its KV for every row of the target, even if another proposer drafts for the sequence: any block
-    that a sequence adopts must have the head's KV. The last pair of a cached prefix may have the next token of another
-    continuation, with the right feature.
+    The head computes its KV for every row of the target, even if another proposer drafts for the sequence. The last
+    pair of a cached prefix may have the next token of another continuation, with the right feature.
     """
 
     def __init__(self, runner: ModelRunner, head: RecurrentHead, tree: TreeConfig | None) -> None:
-        super().__init__(runner, tree)
+        super().__init__(runner, head, tree)
         self._head = head
-
-    @torch.inference_mode()
-    def learn(self, passed: Seq[PassedRows]) -> None:
-        features = self._runner.features
-        assert features is not None, "the runner has a head, and its pass has rows"
-        rows = [row for each in passed for row in each.rows]
-        if len(rows) < len(features):
-            features = features.index_select(0, torch.tensor(rows, device=features.device))
-        spans = [Span(p.next_ids, p.start, p.sequence.block_table, int(p.is_newest)) for p in passed]
-        states = self._head.forward(self._runner.lay_out(spans), self._head.enter(features))
-        self._states.keep([each for each in passed if each.is_newest], states)
 
     def _grow(self, chains: Seq[Chain], states: Tensor) -> None:
         token_ids = self._chain_sampler.extend(chains, self._head.logits(states))

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from engine.batch.draft import NO_DRAFT, Draft
+from engine.batch.span import Span
 from engine.config import TreeConfig
+from engine.model.draft_heads.head import DraftHead
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.growth.chain import Chain, ChainSampler
 from engine.proposer.growth.tree import Tree
@@ -74,8 +76,11 @@ class StateProposer(ABC):
     Drafts have at most `max_depth` tokens; without a `tree` all drafts are chains.
     """
 
-    def __init__(self, runner: ModelRunner, tree: TreeConfig | None, max_depth: int | None = None) -> None:
+    def __init__(
+        self, runner: ModelRunner, head: DraftHead, tree: TreeConfig | None, max_depth: int | None = None
+    ) -> None:
         self._runner = runner
+        self._reading_head = head
         self._tree_config = tree
         self._max_depth = max_depth
         self._states = NewestStates()
@@ -91,9 +96,21 @@ class StateProposer(ABC):
     def close(self, request_id: str) -> None:
         self._states.close(request_id)
 
-    @abstractmethod
+    @torch.inference_mode()
     def learn(self, passed: Seq[PassedRows]) -> None:
-        """Implements `HeadProposer.learn`."""
+        """Let the head read the rows of all sequences: any block that a sequence adopts must have the head's KV."""
+        features = self._runner.features
+        assert features is not None, "the runner has a head, and its pass has rows"
+        newest = [each for each in passed if each.is_newest]
+        has_kv = bool(self._reading_head.layer_shapes)
+        rows = [row for each in passed for row in each.rows] if has_kv else [each.rows[-1] for each in newest]
+        if not rows:
+            return
+        if len(rows) < len(features) or not has_kv:
+            features = features.index_select(0, torch.tensor(rows, device=features.device))
+        spans = [Span(p.next_ids, p.start, p.sequence.block_table, int(p.is_newest)) for p in passed]
+        batch = self._runner.lay_out(spans) if has_kv else None
+        self._states.keep(newest, self._reading_head.read(batch, features))
 
     @torch.inference_mode()
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:

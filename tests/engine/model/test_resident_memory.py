@@ -14,6 +14,13 @@ from engine.model.linear.packed_linear import linear_of
 from engine.model.linear.quantized_linear import can_quantize
 from engine.model.resident_memory import leave_checkpoint
 from engine.model.runner.model_runner import ModelRunner
+from tests.engine.fixtures.block_heads import (
+    BlockShape,
+    block_tensors,
+    peagle_tensors,
+    write_block_head,
+    write_peagle,
+)
 from tests.engine.fixtures.checkpoints import write_checkpoint
 from tests.engine.fixtures.eagle3_fixtures import head_tensors, write_original
 from tests.engine.fixtures.families import PLAIN, SERVED, write_family
@@ -62,8 +69,13 @@ def test_no_page_of_a_quantized_checkpoint_stays_mapped(tmp_path: Path, quantiza
 def test_no_page_of_a_head_or_its_target_stays_mapped(tmp_path: Path, kind: HeadKind) -> None:
     target, path = tmp_path / "target", tmp_path / "head"
     write_checkpoint(target, seed=1)
+    shape = BlockShape(markov_type="vanilla" if kind is HeadKind.DSPARK else None)
     if kind is HeadKind.EAGLE3:
         write_original(path, head_tensors(target, 3), (0, 1, 2))
+    elif kind is HeadKind.PEAGLE:
+        write_peagle(path, peagle_tensors(target, 3), (0, 1, 2))
+    elif kind in (HeadKind.DFLASH, HeadKind.DSPARK):
+        write_block_head(path, block_tensors(target, 2, shape), (1, 2), shape)
     elif kind is HeadKind.MEDUSA:
         write_vllm_medusa(path, target)
     else:

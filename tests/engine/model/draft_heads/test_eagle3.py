@@ -24,7 +24,7 @@ from engine.config import (
     SpeculationConfig,
 )
 from engine.engine_core.loading import load_engine
-from engine.model.draft_heads.eagle3 import Eagle3Head, load_eagle3
+from engine.model.draft_heads.eagle3 import Eagle3Head
 from engine.model.draft_heads.loader import load_head
 from engine.model.hidden_state_taps import UNKNOWN
 from engine.model.linear.quantized_linear import can_quantize
@@ -37,6 +37,7 @@ from tests.engine.fixtures.eagle3_fixtures import (
     LAYER,
     LOSSLESS,
     PlainEagle3,
+    StockLayers,
     head_tensors,
     random,
     write_original,
@@ -152,6 +153,40 @@ def test_the_variants_of_the_speculators_library_are_computed(
     check_like_reference(told, PlainEagle3(target, tensors, TAPS, **flags))
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128}
+LONG |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 3.0, 5.0, 9.0]}
+QWEN = {**LAYER, "model_type": "qwen3", "head_dim": 16, "num_key_value_heads": 2}
+TWO = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        {**LAYER, **TWO, "mlp_bias": True, "attention_bias": True},
+        {**QWEN, **TWO, "use_sliding_window": True, "attention_bias": True, "hidden_act": "gelu"},
+        {**LAYER, "rope_parameters": YARN},
+        {**LAYER, "rope_parameters": LLAMA3},
+        {**LAYER, "rope_parameters": LONG},
+        {**LAYER, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+    ],
+    ids=["llama", "qwen3", "yarn", "llama3", "longrope", "dynamic"],
+)
+def test_layers_are_those_of_transformers(
+    layer: dict[str, Any], target: Path, tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """Windows, norms of heads, biases, activations, several layers, and all scalings of positions."""
+    stock = StockLayers(layer)
+    own = {name: each for name, each in tensors.items() if not name.startswith(("midlayer.self_attn", "midlayer.mlp"))}
+    own["fc.weight"] = own["fc.weight"] * 10
+    own["midlayer.input_layernorm.weight"] = stock.tensors()["layers.0.input_layernorm.weight"]
+    own["midlayer.post_attention_layernorm.weight"] = stock.tensors()["layers.0.post_attention_layernorm.weight"]
+    folder = write_speculators(tmp_path / "head", own | stock.tensors(), TAPS, transformer_layer_config=layer)
+    check_like_reference(HeadLogits(target, folder), PlainEagle3(target, own, TAPS, stock))
+
+
 def test_a_head_may_have_embeddings_of_its_own(target: Path, tensors: dict[str, Tensor], tmp_path: Path) -> None:
     tensors = {**tensors, "embed_tokens.weight": random(VOCAB_SIZE, HIDDEN_SIZE, seed=50)}
     told = HeadLogits(target, write_speculators(tmp_path / "head", tensors, TAPS))
@@ -167,7 +202,8 @@ def test_without_layer_ids_a_low_a_middle_and_a_high_layer_are_read(tmp_path: Pa
     tensors = head_tensors(tmp_path / "target", 3)
     for write in (write_original, write_speculators):
         folder = write(tmp_path / write.__name__, tensors, None)
-        assert load_eagle3(str(folder), target, target.device).taps.layers == (2, 4, 6)
+        head = load_head(HeadConfig(HeadKind.EAGLE3, str(folder)), target, target.device)
+        assert head.taps.layers == (2, 4, 6)
 
 
 def test_a_target_too_shallow_for_the_default_layers_is_refused(
@@ -207,8 +243,10 @@ def test_a_damaged_checkpoint_is_refused_by_the_tensors_name(
         ({"hidden_size": 64}, "hidden size 64, but the target's is 32"),
         ({"target_hidden_size": 48}, "hidden size 48, but the target's is 32"),
         ({"vocab_size": 128}, "a vocabulary of 128 tokens, but the target's has 64"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers 2"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"num_hidden_layers": 2}, "tensor 'layers.1.self_attn.q_proj.weight' of shape [32, 32] is missing"),
+        ({"num_target_layers": 3}, "made for a target of 3 layers"),
+        ({"hidden_act": "glu"}, "hidden_act 'glu'"),
+        ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "rope_parameters"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 7]}}, "after layer 7 of its target"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
         ({"typical_acceptance": True}, "lossy acceptance"),
@@ -223,9 +261,11 @@ def test_a_head_for_another_target_is_refused(
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"speculators_model_type": "dflash"}, "type 'dflash'"),
-        ({"transformer_layer_config": {**LAYER, "model_type": "qwen3"}}, "model_type 'qwen3'"),
-        ({"transformer_layer_config": {**LAYER, "layer_types": ["sliding_attention"]}}, "sliding window"),
+        ({"speculators_model_type": "dflash"}, "kind 'dflash', and draft.kind is 'eagle3'; set it to 'dflash'"),
+        ({"speculators_model_type": "xpress"}, "type 'xpress', which is not read; read are 'eagle3', 'peagle'"),
+        ({"transformer_layer_config": {**LAYER, "model_type": "qwen3_next"}}, "model_type 'qwen3_next'"),
+        ({"transformer_layer_config": {**LAYER, "layer_types": ["sliding_attention"]}}, "no size in sliding_window"),
+        ({"transformer_layer_config": {**LAYER, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         (
             {"speculators_config": {"proposal_methods": [{**LOSSLESS, "accept_tolerance": 0.1}]}},
             "accept_tolerance is 0.1",
@@ -243,7 +283,7 @@ def test_unsupported_options_of_a_speculators_checkpoint_are_refused(
 
 
 def test_a_folder_without_a_head_is_refused(target: Path) -> None:
-    assert "is not an EAGLE-3 head" in refused(target, target)
+    assert "is not an EAGLE-3, DFlash or DSpark head" in refused(target, target)
 
 
 def test_blocks_of_engines_with_other_heads_do_not_fit(
@@ -262,7 +302,7 @@ def test_blocks_of_engines_with_other_heads_do_not_fit(
 def refused(target: Path, head: Path) -> str:
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     with pytest.raises(ConfigError) as caught:
-        load_eagle3(str(head), model, model.device)
+        load_head(HeadConfig(HeadKind.EAGLE3, str(head)), model, model.device)
     return str(caught.value)
 
 

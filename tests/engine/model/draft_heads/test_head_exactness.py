@@ -30,6 +30,15 @@ from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
 from engine.sequence.batch import ScheduledSequence
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams, VerifyMode
+from tests.engine.fixtures.block_heads import (
+    BlockShape,
+    PlainDFlash,
+    PlainParallelEagle,
+    block_tensors,
+    peagle_tensors,
+    write_block_head,
+    write_peagle,
+)
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE
 from tests.engine.fixtures.eagle3_fixtures import PlainEagle3, head_tensors, write_original
 from tests.engine.fixtures.forked_ranks import fork_ranks
@@ -40,6 +49,10 @@ P = 8
 MAX_TOKENS = 20
 NUM_PROMPTS = 8
 EAGLE3_TAPS = (1, 2)  # of a target with two layers
+BLOCKS = {
+    HeadKind.DFLASH: BlockShape(windows=(None, 9), are_causal=(False, True)),
+    HeadKind.DSPARK: BlockShape(is_anchor_drafting=True, is_cut=True, markov_type="gated"),
+}
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.7),
@@ -74,6 +87,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> HeadModels:
     write_llama_with_mtp(root / "target")
     fit_medusa(root / "medusa", root / "target")
     write_original(root / "eagle3", head_tensors(root / "target", len(EAGLE3_TAPS)), EAGLE3_TAPS)
+    write_peagle(root / "peagle", peagle_tensors(root / "target", len(EAGLE3_TAPS)), EAGLE3_TAPS)
+    for name, shape in BLOCKS.items():
+        write_block_head(root / name, block_tensors(root / "target", 2, shape), EAGLE3_TAPS, shape)
     return HeadModels(root)
 
 
@@ -103,6 +119,16 @@ SETUPS = {
     "padded": HeadSetup(graphs=GraphKind.EAGER),
     "methods": HeadSetup(methods=(SpeculationMethod.HYBRID, SpeculationMethod.NONE, SpeculationMethod.SUFFIX)),
 }
+
+
+# DSpark and P-EAGLE compute other blocks than DFlash and EAGLE-3, and keep them in the same places.
+_PARALLEL = {"chunked, then prefix hits", "preempted", "trees"}
+CASES = [
+    (name, kind)
+    for name in SETUPS
+    for kind in HeadKind
+    if kind not in (HeadKind.PEAGLE, HeadKind.DSPARK) or name in _PARALLEL
+]
 
 
 def build(
@@ -162,10 +188,11 @@ def reference(world: HeadModels) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """A draft, and the tokens before it."""
+    """A draft, the tokens before it, and the most tokens that were asked for."""
 
     token_ids: tuple[int, ...]
     draft: Draft
+    max_depth: int
 
 
 def record(engine: EngineCore) -> list[Drafted]:
@@ -177,7 +204,8 @@ def record(engine: EngineCore) -> list[Drafted]:
         drafts = propose(batch)
         for scheduled, draft in zip(batch, drafts, strict=True):
             if scheduled.sequence.sampling.temperature == 0.0:
-                drafted.append(Drafted(tuple(scheduled.sequence.token_ids), draft))
+                limit = scheduled.max_draft_tokens if draft.parents else len(draft.token_ids)
+                drafted.append(Drafted(tuple(scheduled.sequence.token_ids), draft, limit))
         return drafts
 
     head.propose = recording
@@ -226,20 +254,29 @@ class HeadOracle:
         return tuple(ids[0, len(token_ids) - 1 :].tolist())
 
 
+Oracles = dict[HeadKind, HeadOracle | PlainEagle3 | FirstLayer]
+
+
 @pytest.fixture(scope="module")
-def oracles(world: HeadModels) -> dict[HeadKind, HeadOracle | PlainEagle3 | FirstLayer]:
+def oracles(world: HeadModels) -> Oracles:
     eagle3 = PlainEagle3.read(world.target, world.root / "eagle3", EAGLE3_TAPS)
-    return {HeadKind.MTP: HeadOracle(world.target), HeadKind.EAGLE3: eagle3, HeadKind.SELF: FirstLayer(world.target)}
+    blocks = {k: PlainDFlash(world.target, world.root / k, EAGLE3_TAPS, shape) for k, shape in BLOCKS.items()}
+    return {
+        **blocks,
+        HeadKind.MTP: HeadOracle(world.target),
+        HeadKind.EAGLE3: eagle3,
+        HeadKind.PEAGLE: PlainParallelEagle.read(world.target, world.root / "peagle", EAGLE3_TAPS),
+        HeadKind.SELF: FirstLayer(world.target),
+    }
 
 
-@pytest.mark.parametrize("kind", HeadKind)
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_a_head_changes_no_token(
     name: str,
     kind: HeadKind,
     world: HeadModels,
     reference: dict[str, tuple[int, ...]],
-    oracles: dict[HeadKind, HeadOracle | PlainEagle3 | FirstLayer],
+    oracles: Oracles,
 ) -> None:
     setup = SETUPS[name]
     engine = build(world, kind, setup)
@@ -249,7 +286,7 @@ def test_a_head_changes_no_token(
     stats = engine.stats()
     assert stats.drafts.num_draft_tokens > 0
     if not setup.adaptive:  # which counts the time, and may soon draft nothing
-        assert stats.drafts.num_accepted_tokens > (5 if setup.methods else 20)
+        assert stats.drafts.num_accepted_tokens > (5 if setup.methods or kind in BLOCKS else 20)
     assert (stats.num_preemptions > 0) is (setup.num_blocks < 20)
     if setup.num_repeats > 1:
         assert stats.num_prefix_hit_tokens > 0
@@ -257,7 +294,8 @@ def test_a_head_changes_no_token(
         assert drafted
         for each in drafted[:: 1 + len(drafted) // 12]:
             num_checked = 1 if each.draft.parents else len(each.draft.token_ids)
-            assert each.draft.token_ids[:num_checked] == oracles[kind].drafts(each.token_ids, num_checked)
+            expected = oracles[kind].drafts(each.token_ids, each.max_depth)  # a block depends on its length
+            assert each.draft.token_ids[:num_checked] == expected[:num_checked]
 
 
 @pytest.mark.parametrize("kind", HeadKind)
@@ -270,7 +308,7 @@ def test_greedy_text_is_the_same_in_every_mode(
     texts = generate(engine, requests(setup))
     greedy = [request.request_id for request in requests(setup) if request.sampling.temperature == 0.0]
     assert [texts[key] for key in greedy] == [reference[key] for key in greedy]
-    assert engine.stats().drafts.num_accepted_tokens > 20
+    assert engine.stats().drafts.num_accepted_tokens > (10 if kind in BLOCKS else 20)
 
 
 @pytest.mark.parametrize("kind", HeadKind)
@@ -296,7 +334,7 @@ def test_a_head_drafts_for_a_target_on_two_ranks(
     kind: HeadKind,
     world: HeadModels,
     reference: dict[str, tuple[int, ...]],
-    oracles: dict[HeadKind, HeadOracle | PlainEagle3 | FirstLayer],
+    oracles: Oracles,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Trees move its keys and values, a small pool is preempted, and another engine reads them of exported blocks."""
@@ -306,10 +344,10 @@ def test_a_head_drafts_for_a_target_on_two_ranks(
         drafted = record(engine)
         assert generate(engine, requests(HeadSetup())) == reference
         stats = engine.stats()
-        assert stats.drafts.num_accepted_tokens > 20
+        assert stats.drafts.num_accepted_tokens > (5 if kind in BLOCKS else 20)
         assert stats.num_preemptions > 0
         for each in drafted[:: 1 + len(drafted) // 12] if kind in oracles else ():
-            assert each.draft.token_ids[:1] == oracles[kind].drafts(each.token_ids, 1)
+            assert each.draft.token_ids[:1] == oracles[kind].drafts(each.token_ids, each.max_depth)[:1]
         reader, alone = (build(world, kind, HeadSetup(), transport) for transport in (InProcessTransport(engine), None))
         texts: dict[str, tuple[int, ...]] = {}
         for request in requests(HeadSetup()):

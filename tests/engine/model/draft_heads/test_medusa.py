@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from engine.config import HeadConfig, HeadKind, TreeConfig, TreeKind
 from engine.model.draft_heads.loader import load_head
 from engine.model.draft_heads.medusa import MedusaHeads
 from engine.model.hidden_state_taps import UNKNOWN
-from engine.proposer.hidden_state.medusa import MedusaProposer
+from engine.proposer.hidden_state.block import BlockProposer
 from engine.proposer.passed_rows import PassedRows
 from engine.sequence.sequence import Sequence
 from engine.verifier import rejection_rule
@@ -98,7 +98,7 @@ def test_a_file_may_hold_more_heads_than_its_configuration_names(
 ) -> None:
     """The configuration of medusa-vicuna-7b-v1.3 names 2, its file holds 5."""
     write_medusa(tmp_path / "m", target_folder, num_heads=5, medusa_num_heads=2)
-    assert load(tmp_path / "m", target).num_heads == 5
+    assert load(tmp_path / "m", target).max_drafts == 5
 
 
 @pytest.mark.parametrize("lm_head", ["own", "one", "target"])
@@ -180,7 +180,7 @@ def test_a_configuration_that_cannot_be_followed_is_refused(
 
 def test_a_lossy_key_that_is_off_is_accepted(tmp_path: Path, target_folder: Path, target: Any) -> None:
     write_medusa(tmp_path / "m", target_folder, typical_acceptance=False)
-    assert load(tmp_path / "m", target).num_heads == 3
+    assert load(tmp_path / "m", target).max_drafts == 3
 
 
 def test_a_token_map_for_another_vocabulary_is_refused(tmp_path: Path, target_folder: Path, target: Any) -> None:
@@ -209,11 +209,12 @@ def test_a_folder_without_a_head_is_refused(tmp_path: Path, target: Any) -> None
 # ---- distributions --------------------------------------------------------------------------------------------------
 
 
-class TabularHeads:
+class TabularHeads(MedusaHeads):
     """Heads whose state is a text's length and its last token. They see no earlier draft."""
 
     def __init__(self, model: TabularModel, num_heads: int) -> None:
-        self.num_heads = num_heads
+        self.layer_shapes = []
+        self.max_drafts = num_heads
         self._model = model
 
     def logits(self, hidden: Tensor, num_heads: int) -> Tensor:
@@ -227,9 +228,8 @@ def draft(
 ) -> list[Draft]:
     """Medusa proposer over the states that `TabularHeads` reads."""
     states = torch.tensor([[len(s.token_ids) % NUM_PHASES, s.token_ids[-1]] for s in sequences], dtype=torch.float32)
-    proposer = MedusaProposer(
-        cast(Any, SimpleNamespace(features=states)), cast(Any, TabularHeads(model, num_drafts)), tree
-    )
+    runner: Any = SimpleNamespace(features=states, block_size=8)
+    proposer = BlockProposer(runner, TabularHeads(model, num_drafts), tree)
     passed, batch = [], []
     for row, sequence in enumerate(sequences):
         proposer.open(sequence)
@@ -291,9 +291,8 @@ def test_a_coupled_draft_changes_no_token() -> None:
 
 def test_a_state_is_used_for_the_tokens_that_it_belongs_to_and_no_others() -> None:
     sequence = new_sequence(SamplingParams())
-    proposer = MedusaProposer(
-        cast(Any, SimpleNamespace(features=torch.zeros(1, 2))), cast(Any, TabularHeads(PEAKED.draft, 2)), None
-    )
+    runner: Any = SimpleNamespace(features=torch.zeros(1, 2), block_size=8)
+    proposer = BlockProposer(runner, TabularHeads(PEAKED.draft, 2), None)
     scheduled = make_scheduled(sequence, 2)
     assert proposer.propose([scheduled]) == [Draft()]
     proposer.open(sequence)

@@ -12,6 +12,14 @@ from safetensors.torch import load_file, save_file
 from engine.config import CacheConfig, HeadConfig, HeadKind, ModelConfig
 from engine.model.runner.outline import check_outline
 from protos.errors import ConfigError
+from tests.engine.fixtures.block_heads import (
+    BlockShape,
+    block_tensors,
+    peagle_tensors,
+    write_block_head,
+    write_peagle,
+)
+from tests.engine.fixtures.checkpoints import write_checkpoint
 from tests.engine.fixtures.families import REFUSED, SERVED, write_family
 from tests.engine.fixtures.hybrids import HYBRIDS
 
@@ -97,3 +105,21 @@ def test_a_head_of_another_target_is_refused(llama: Path, tmp_path: Path):
     save_file({"0.0.linear.weight": weights, "0.0.linear.bias": weights[0].clone()}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="does not fit the target"):
         check_outline(ModelConfig(str(llama)), CACHE, head=head)
+
+
+@pytest.mark.parametrize("kind", [HeadKind.DFLASH, HeadKind.DSPARK, HeadKind.PEAGLE])
+def test_a_head_of_layers_is_checked_by_shapes_alone(kind: HeadKind, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    target, folder = tmp_path / "target", tmp_path / "head"
+    write_checkpoint(target, seed=0)
+    shape = BlockShape(markov_type="vanilla" if kind is HeadKind.DSPARK else None)
+    if kind is HeadKind.PEAGLE:
+        write_peagle(folder, peagle_tensors(target, 2), (1, 2))
+    else:
+        write_block_head(folder, block_tensors(target, 2, shape), (1, 2), shape)
+    with caplog.at_level("INFO"):
+        check_outline(ModelConfig(str(target)), CACHE, head=HeadConfig(kind, str(folder)))
+    assert "is checked at the start" not in caplog.text
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"mask_token_id": 999}))
+    with pytest.raises(ConfigError, match="mask_token_id 999"):
+        check_outline(ModelConfig(str(target)), CACHE, head=HeadConfig(kind, str(folder)))

@@ -1,0 +1,102 @@
+"""A class of the operator's that drafts (`draft.kind: python`), in a process that may fail or hang."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from actors.channel.channel_proposer import ChannelProposer
+from actors.channel.draft_messages import DRAFT_SOCKET
+from actors.draft.code_process import READY
+from protos.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_LOAD_TIMEOUT_S = 120.0
+_SILENT_S = 10.0  # of passes without an answer: then the process hangs
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 300.0
+_STEADY_S = 60.0  # of drafting: a later failure is the first one again
+
+
+class CodeDraft(ChannelProposer):
+    """Starts the process, and starts it again when it has ended or hangs. Each failure in a row doubles the pause."""
+
+    def __init__(
+        self, folder: Path, name: str, *, silent_s: float = _SILENT_S, pause_s: float = _FIRST_PAUSE_S
+    ) -> None:
+        """Return when the class `name` drafts.
+
+        Raises:
+            ConfigError: it cannot be loaded.
+        """
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._socket = folder / DRAFT_SOCKET
+        super().__init__(self._socket)
+        self._name, self._silent_limit_s, self._pause_s = name, silent_s, pause_s
+        self._closing = threading.Event()
+        self._process = self._started()
+        threading.Thread(target=self._watch, name="draft-watch", daemon=True).start()
+
+    def close_process(self) -> None:
+        """End the process for good."""
+        self._closing.set()
+        self._process.kill()
+        self._process.wait()
+
+    def _started(self) -> subprocess.Popen[str]:
+        self._socket.unlink(missing_ok=True)
+        self._num_before = self.stats.num_connections
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "actors.draft.code_process", str(self._socket), self._name],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None, "it is a pipe"
+        timer = threading.Timer(_LOAD_TIMEOUT_S, process.kill)
+        timer.start()
+        report = process.stdout.readline().strip()
+        timer.cancel()
+        process.stdout.close()
+        if report == READY:
+            return process
+        process.kill()
+        process.wait()
+        late = f"draft.code {self._name!r} was not loaded within {_LOAD_TIMEOUT_S:.0f} s, or its process ended"
+        raise ConfigError(report or late)
+
+    def _watch(self) -> None:
+        pause_s = self._pause_s
+        while not self._closing.is_set():
+            steady_s = self._outlive()
+            if self._closing.is_set():
+                return
+            pause_s = self._pause_s if steady_s > _STEADY_S else min(2 * pause_s, _LONGEST_PAUSE_S)
+            logger.error("draft.code %s is started again in %.0f s", self._name, pause_s)
+            if self._closing.wait(pause_s):
+                return
+            try:
+                self._process = self._started()
+            except ConfigError as error:
+                logger.error("%s", error.message)
+
+    def _outlive(self) -> float:
+        """Return when the process has ended, by itself or because it hangs, with the seconds that it ran."""
+        ran_s, period_s = 0.0, min(0.2, self._silent_limit_s)
+        while True:
+            try:
+                code = self._process.wait(period_s)
+            except subprocess.TimeoutExpired:
+                ran_s += period_s
+                stats = self.stats
+                if stats.num_connections > self._num_before and stats.silent_s > self._silent_limit_s:
+                    logger.error("draft.code %s hangs: no answer for %.0f s", self._name, stats.silent_s)
+                    self._process.kill()
+                continue
+            logger.error("the process of draft.code %s ended with code %d", self._name, code)
+            return ran_s

@@ -1,0 +1,109 @@
+"""DFlash (arXiv:2602.06036) and DSpark (arXiv:2607.05147): a block of masks, in one pass over the target's states.
+
+    position             0 ... n - 2                      n - 1    n   ...  n + K - 1
+    keys and values      of fc(tapped states), per layer  of the block's own rows
+    the block                                             token    mask ... mask        -> logits of n ... n + K - 1
+
+Rows of a block see all its rows, except in causal layers. With DSpark the logits of a draft get a term of low rank that
+depends on the draft before it, and the block's first row drafts too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from engine.model.draft_heads.head import BlockLogits
+from engine.model.draft_heads.layers import HeadReader, spread
+from engine.model.draft_heads.published import HeadFormat
+from engine.model.forward_batch import ForwardBatch
+from engine.model.linear.packed_linear import Linear, linear_of
+
+
+class DFlashHead:
+    """Implements `BlockHead`; its states are empty, since the text's states are in its KV."""
+
+    def __init__(self, config: HeadFormat, reader: HeadReader, first_layer: int) -> None:
+        """Take over the tensors; `first_layer` is the head's first KV layer in the pool, after the target's."""
+        assert config.block is not None, "a parallel head has blocks"
+        width = config.layer.hidden_size
+        self._config, self._block = config, config.block
+        self.taps = config.taps
+        self.num_more_rows = 0 if config.block.is_anchor_drafting else 1
+        self.max_drafts: int | None = config.block.num_rows - self.num_more_rows
+        self._layers = reader.layers(first_layer, has_pairs=False)
+        self.layer_shapes = self._layers.shapes
+        self._fuse = reader.linear("fc", width, len(config.taps.layers) * config.target.hidden_size)
+        self._hidden_norm = reader.vector("hidden_norm", width)
+        self._embedding, self._target_ids = reader.embedding(), reader.target_ids()
+        self._own_lm_head = reader.lm_head(is_needed=False)
+        self.lm_head: Linear = self._own_lm_head or _no_lm_head
+        self._markov = _MarkovTerm(config, reader) if config.block.markov_rank else None
+        _take_confidence(config, reader)
+
+    @torch.inference_mode()
+    def read(self, batch: ForwardBatch | None, features: Tensor) -> Tensor:
+        assert batch is not None, "it has KV"
+        context = self._layers.rows.add_norm(self._fuse(features), None, self._hidden_norm)[1]
+        self._layers.write_context(batch, context)
+        num_rows = len(features) if batch.logit_rows is None else len(batch.logit_rows)
+        return features.new_empty(num_rows, 0)
+
+    def block_ids(self, last_id: int, num_drafts: int) -> list[int]:
+        return [last_id, *[self._block.mask_id] * (num_drafts + self.num_more_rows - 1)]
+
+    @torch.inference_mode()
+    def block(self, batch: ForwardBatch | None, states: Tensor, num_drafts: Seq[int]) -> BlockLogits:
+        assert batch is not None, "every block has rows"
+        embedded = self._embedding.index_select(0, batch.input_ids) * self._block.embedding_scale
+        normed = self._layers.rows.add_norm(embedded, None, self._layers.input_norm)[1]
+        _, hidden = self._layers(batch, normed, embedded)  # [R, S]
+        logits = (self._own_lm_head or self.lm_head)(hidden).float() * self._block.logit_scale
+        if self._block.logit_softcap is not None:
+            logits = torch.tanh(logits / self._block.logit_softcap) * self._block.logit_softcap
+        markov, vocab_size = self._markov, self._config.target.vocab_size
+        if markov is None:
+            logits = spread(logits, self._target_ids, vocab_size)
+            return lambda rows, _: logits[rows]
+        return lambda rows, before: spread(
+            logits[rows] + markov(torch.tensor(before, device=logits.device), hidden[rows]),
+            self._target_ids,
+            vocab_size,
+        )
+
+
+class _MarkovTerm:
+    """The part of a draft's logits that depends on the token before it."""
+
+    def __init__(self, config: HeadFormat, reader: HeadReader) -> None:
+        assert config.block is not None, "only blocks have such a term"
+        rank, width = config.block.markov_rank, config.layer.hidden_size
+        self._embedding = reader.take("markov_head.markov_w1.weight", config.target.vocab_size, rank)
+        self._output = linear_of(reader.take("markov_head.markov_w2.weight", config.draft_vocab_size, rank), None)
+        self._gate: Linear | None = None
+        if config.block.markov_type == "gated":
+            gate = reader.take("markov_head.gate_proj.weight", rank, width + rank)
+            self._gate = linear_of(gate, reader.take("markov_head.gate_proj.bias", rank))
+
+    @torch.inference_mode()
+    def __call__(self, before: Tensor, hidden: Tensor) -> Tensor:
+        """Ids before the drafts [R] and states of the drafts [R, S] -> [R, draft vocabulary] float32."""
+        embedded = self._embedding.index_select(0, before)
+        if self._gate is not None:
+            embedded = torch.sigmoid(self._gate(torch.cat((hidden, embedded), dim=-1))) * embedded
+        return self._output(embedded).float()
+
+
+def _take_confidence(config: HeadFormat, reader: HeadReader) -> None:
+    """Drop the head that predicts acceptance: the engine measures it (`engine.accounting.acceptance`)."""
+    block = config.block
+    if block is not None and block.has_confidence:
+        size = config.layer.hidden_size + (block.markov_rank if block.has_markov_confidence else 0)
+        reader.take("confidence_head.proj.weight", 1, size)
+        reader.take_if_there("confidence_head.proj.bias", 1)
+
+
+def _no_lm_head(hidden: Tensor) -> Tensor:
+    raise AssertionError("the runner gives the head the target's lm_head")

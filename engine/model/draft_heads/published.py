@@ -1,0 +1,311 @@
+"""Configurations of published heads, in speculators' layout and in their authors' layouts.
+
+    speculators   `speculators_model_type`, the layers' fields in `transformer_layer_config`; tensors `layers.{i}.*`
+    EAGLE-3       the layers' fields at the top of config.json, `draft_vocab_size`, perhaps `eagle_config`; `midlayer.*`
+    P-EAGLE       the same with `ptd_token_id` or `pard_token`
+    DFlash        the layers' fields at the top, `dflash_config`; tensors `layers.{i}.*`
+
+EAGLE-3's comes from arXiv:2503.01840 and SpecForge, DFlash's from arXiv:2602.06036, DSpark's from
+arXiv:2607.05147.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import LlamaConfig, Qwen3Config
+from transformers.activations import ACT2FN
+
+from engine.config import HeadKind
+from engine.model.hidden_state_taps import HiddenStateTaps
+from protos.errors import ConfigError
+
+_LAYERS: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+_EXACT = {"accept_tolerance": 0.0, "verifier_accept_k": 1}
+_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_ROPES = ("default", "linear", "yarn", "llama3")
+_LONG_ROPES = ("dynamic", "longrope")  # their scaling follows the length
+_UNREAD = {"attention_sink_bias": False, "add_swa_attention_sink_bias": False, "attention_value_scale": None}
+_UNREAD |= {"is_neox_style": True, "use_aux_hidden_state": True, "has_own_lm_head": False}
+_MASK_IDS = ("mask_token_id", "ptd_token_id", "pard_token", "dspark_noise_token_id")
+_SLIDING = "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetShape:
+    """Sizes of the target that a head must fit."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_positions: int = 0  # 0 without a limit
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """The variants of EAGLE-3.
+
+    The target's states are normed together if `norm_before_fc`, separately if `fc_norm`. The residual branch begins
+    after the state's norm if `norm_before_residual`. The normed state is fed back if `norm_output` (EAGLE-3.1).
+    """
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """A block of a parallel head: the id in place of tokens that are not drafted yet, and its sizes.
+
+    The first row of a block is the last committed token; its logits are of the next token if `is_anchor_drafting`.
+    """
+
+    mask_id: int
+    num_rows: int = 0
+    is_anchor_drafting: bool = False
+    markov_rank: int = 0
+    markov_type: str = "vanilla"
+    has_confidence: bool = False
+    has_markov_confidence: bool = False
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFormat:
+    """One head of layers over the target's states.
+
+    `taps` are the target's states that enter it. Each layer has a window or None, and is causal within a block or not.
+    `rotary_length` is the number of positions of a scaling that follows the length, else None.
+    """
+
+    layer: Any  # a LlamaConfig or Qwen3Config
+    taps: HiddenStateTaps
+    target: TargetShape
+    draft_vocab_size: int
+    windows: tuple[int | None, ...]
+    are_causal: tuple[bool, ...]
+    has_head_norms: bool
+    rotary_length: int | None
+    norms: HeadNorms = HeadNorms()
+    block: BlockFormat | None = None
+
+    @classmethod
+    def of(cls, kind: HeadKind, config: Mapping[str, Any], target: TargetShape, path: str) -> HeadFormat:
+        """Read config.json of the head at `path`.
+
+        Raises:
+            ConfigError: it is a head of another kind, is not supported, or belongs to another target.
+        """
+        found = _kind_of(config, path)
+        if found is not kind:
+            raise ConfigError(
+                f"{path!r} is a head of kind {str(found)!r}, and draft.kind is {str(kind)!r}; set it to {str(found)!r}"
+            )
+        return _Reader(kind, config, target, path).read()
+
+
+def _kind_of(config: Mapping[str, Any], path: str) -> HeadKind:
+    known = (HeadKind.EAGLE3, HeadKind.PEAGLE, HeadKind.DFLASH, HeadKind.DSPARK)
+    kind, names = config.get("speculators_model_type"), " ".join(config.get("architectures") or ())
+    if kind in tuple(known):
+        return HeadKind(kind)
+    if kind is not None:
+        read = ", ".join(repr(str(each)) for each in known)
+        raise ConfigError(f"{path!r} is a speculator of type {kind!r}, which is not read; read are {read}")
+    if "DFlash2" in names or "DSpine" in names or "Domino" in names:
+        raise ConfigError(f"{path!r} is a head of architecture {names}, whose further layers are not read")
+    if "DSpark" in names:
+        return HeadKind.DSPARK
+    if "dflash_config" in config or "DFlash" in names:
+        return HeadKind.DFLASH
+    if "draft_vocab_size" not in config:
+        raise ConfigError(
+            f"{path!r} is not an EAGLE-3, DFlash or DSpark head: its config.json has no draft_vocab_size, no "
+            "dflash_config and no speculators_model_type; give the folder of one, or another draft.kind"
+        )
+    return HeadKind.PEAGLE if any(name in config for name in _MASK_IDS) else HeadKind.EAGLE3
+
+
+class _Reader:
+    """Reads one config.json."""
+
+    def __init__(self, kind: HeadKind, config: Mapping[str, Any], target: TargetShape, path: str) -> None:
+        self._kind, self._target, self._path = kind, target, path
+        self._is_speculators = "speculators_model_type" in config
+        # The authors' layouts have a section for each method; its fields may also be at the top.
+        sections = ("eagle_config", "dflash_config")
+        self._config = {**config, **{k: v for each in sections for k, v in (config.get(each) or {}).items()}}
+
+    def read(self) -> HeadFormat:
+        self._refuse_unread()
+        layer = self._layer()
+        self._check_sizes(layer)
+        count = layer.num_hidden_layers
+        is_block = self._kind in (HeadKind.DFLASH, HeadKind.DSPARK)
+        block = None if self._kind is HeadKind.EAGLE3 else self._block(layer)
+        are_causal = tuple(not is_block or self._is_causal(layer, index) for index in range(count))
+        more = 0 if block is None else block.num_rows  # a row that sees its whole block has its window before it
+        windows = [self._window(layer, index) for index in range(count)]
+        return HeadFormat(
+            layer=layer,
+            taps=HiddenStateTaps(self._taps(is_required=is_block)),
+            target=self._target,
+            draft_vocab_size=self._config.get("draft_vocab_size") or self._target.vocab_size,
+            windows=tuple(
+                window if window is None or is_causal else window + more
+                for window, is_causal in zip(windows, are_causal, strict=True)
+            ),
+            are_causal=are_causal,
+            has_head_norms=is_block or layer.model_type == "qwen3",
+            rotary_length=self._rotary_length(layer),
+            norms=HeadNorms(**{name: bool(self._config.get(name)) for name in _NORMS}),
+            block=block,
+        )
+
+    def _refuse_unread(self) -> None:
+        """Refuse what would change the target's distribution, and options of a forward that is not computed."""
+        for method in (self._config.get("speculators_config") or {}).get("proposal_methods") or ():
+            for name, exact in _EXACT.items():
+                if method.get(name, exact) not in (exact, None):
+                    raise ConfigError(
+                        f"the head {self._path!r} asks for lossy acceptance: {name} is {method[name]!r} in one of its "
+                        f"proposal_methods, but every draft is verified exactly; set it to {exact!r} in config.json"
+                    )
+        for name, value in _UNREAD.items():
+            if self._config.get(name, value) not in (value, None):
+                raise ConfigError(
+                    f"{self._path!r} has {name} {self._config[name]!r} in config.json, and only {value!r} is computed"
+                )
+
+    def _layer(self) -> Any:
+        fields = self._config.get("transformer_layer_config") if self._is_speculators else self._config
+        if not fields:
+            raise ConfigError(f"config.json of {self._path!r} has no transformer_layer_config; its sizes are missing")
+        model_type = fields.get("model_type") or "llama"
+        if model_type not in _LAYERS:
+            raise ConfigError(
+                f"{self._path!r} has layers of model_type {model_type!r}; heads have layers of {' or '.join(_LAYERS)}"
+            )
+        try:
+            layer = _LAYERS[model_type](**{name: value for name, value in fields.items() if name != "model_type"})
+        except (TypeError, ValueError, KeyError) as error:
+            raise ConfigError(f"the layers in config.json of {self._path!r} cannot be read: {error}") from error
+        if layer.hidden_act not in ACT2FN:
+            raise ConfigError(f"{self._path!r} has hidden_act {layer.hidden_act!r}, which transformers does not know")
+        return layer
+
+    def _rotary_length(self, layer: Any) -> int | None:
+        rope = layer.rope_parameters or {}
+        kind = rope.get("rope_type")
+        if kind not in (*_ROPES, *_LONG_ROPES) or rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ConfigError(
+                f"{self._path!r} has rope_parameters {rope!r}; computed are {', '.join((*_ROPES, *_LONG_ROPES))} "
+                "over whole heads, the same in all layers"
+            )
+        return max(layer.max_position_embeddings, self._target.num_positions) if kind in _LONG_ROPES else None
+
+    def _window(self, layer: Any, index: int) -> int | None:
+        types = getattr(layer, "layer_types", None) or ["full_attention"] * layer.num_hidden_layers
+        is_sliding = types[index] == _SLIDING or (bool(self._config.get("use_swa")) and _SLIDING not in types)
+        if not is_sliding:
+            return None
+        window = self._config.get("swa_window_size") or getattr(layer, "sliding_window", None)
+        if not window:
+            raise ConfigError(f"{self._path!r} has a layer with a sliding window, and no size in sliding_window")
+        return int(window)
+
+    def _is_causal(self, layer: Any, index: int) -> bool:
+        """True if a row of a block sees no later rows, as in the head's training."""
+        types = getattr(layer, "layer_types", None)
+        is_sliding = types is not None and types[index] == _SLIDING
+        if self._is_speculators:
+            return is_sliding and not self._config.get("sliding_window_non_causal")
+        asked = [self._config.get(name) for name in ("is_causal", "causal")]
+        return next((bool(each) for each in asked if each is not None), is_sliding)
+
+    def _block(self, layer: Any) -> BlockFormat:
+        mask_id = next((self._config[name] for name in _MASK_IDS if name in self._config), None)
+        if not isinstance(mask_id, int) or not 0 <= mask_id < self._target.vocab_size:
+            raise ConfigError(
+                f"{self._path!r} has mask_token_id {mask_id!r} in config.json; it must be one of the target's "
+                f"{self._target.vocab_size} ids"
+            )
+        if self._kind is HeadKind.PEAGLE:
+            return BlockFormat(mask_id)
+        is_dspark = self._kind is HeadKind.DSPARK
+        num_rows = self._config.get("block_size", 8 if self._is_speculators else 16)
+        anchors = self._config.get("sample_from_anchor", is_dspark and not self._config.get("dspark_bonus_anchor"))
+        if not isinstance(num_rows, int) or num_rows < 2:
+            raise ConfigError(f"{self._path!r} has block_size {num_rows!r} in config.json; it must be 2 or more")
+        block = BlockFormat(
+            mask_id,
+            num_rows,
+            bool(anchors),
+            markov_rank=int(self._config.get("markov_rank", 256)) if is_dspark else 0,
+            markov_type=self._config.get("markov_head_type", "vanilla"),
+            has_confidence=is_dspark and bool(self._config.get("enable_confidence_head", self._is_speculators)),
+            has_markov_confidence=bool(self._config.get("confidence_head_with_markov", self._is_speculators)),
+            embedding_scale=float(self._config.get("input_embedding_scale", 1.0)),
+            logit_scale=float(self._config.get("output_multiplier", 1.0)),
+            logit_softcap=self._config.get("final_logit_softcapping") or None,
+        )
+        if block.markov_type not in ("vanilla", "gated"):
+            raise ConfigError(
+                f"{self._path!r} has markov_head_type {block.markov_type!r}; computed are 'vanilla' and 'gated'"
+            )
+        return block
+
+    def _check_sizes(self, layer: Any) -> None:
+        hidden_size = self._config.get("target_hidden_size") or layer.hidden_size
+        if hidden_size != self._target.hidden_size:
+            raise ConfigError(
+                f"the head {self._path!r} was made for a target of hidden size {hidden_size}, but the target's is "
+                f"{self._target.hidden_size}; choose the head of this target"
+            )
+        if layer.vocab_size != self._target.vocab_size:
+            raise ConfigError(
+                f"the head {self._path!r} was made for a vocabulary of {layer.vocab_size} tokens, but the target's has "
+                f"{self._target.vocab_size}; choose the head of this target"
+            )
+        num_layers = self._config.get("num_target_layers") or self._target.num_layers
+        if num_layers != self._target.num_layers:
+            raise ConfigError(
+                f"the head {self._path!r} was made for a target of {num_layers} layers, but the target has "
+                f"{self._target.num_layers}; choose the head of this target"
+            )
+
+    def _taps(self, *, is_required: bool) -> tuple[int, ...]:
+        """Return the layers whose input is read; EAGLE-3's default is a low, a middle and a high one."""
+        inputs = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids") if self._is_speculators else ()
+        outputs = ("target_layer_ids", "eagle_aux_hidden_state_layer_ids") if not inputs else ()
+        taps = next((tuple(ids) for name in inputs if (ids := self._config.get(name))), None)
+        # The authors' layouts count outputs of layers; a tap counts inputs.
+        after = next((tuple(ids) for name in outputs if (ids := self._config.get(name))), None)
+        if after is not None:
+            taps = tuple(layer + 1 for layer in after)
+        num_layers = self._target.num_layers
+        if taps is None and is_required:
+            raise ConfigError(
+                f"the head {self._path!r} names no layers of its target; config.json needs "
+                f"{'aux_hidden_state_layer_ids' if self._is_speculators else 'target_layer_ids'}"
+            )
+        if taps is None:
+            taps = (2, num_layers // 2, num_layers - 3)
+            if len(set(taps)) < len(taps) or min(taps) < 0:
+                raise ConfigError(
+                    f"the head {self._path!r} names no layers of its target, which has {num_layers}, too few "
+                    "for the defaults (2, half, all but 3); set eagle_aux_hidden_state_layer_ids in its config.json"
+                )
+        wrong = next((layer for layer in taps if not 0 <= layer <= num_layers), None)
+        if wrong is not None:
+            raise ConfigError(
+                f"the head {self._path!r} reads the states after layer {wrong - 1} of its target, which has "
+                f"{num_layers} layers; choose the head of this target"
+            )
+        return tuple(sorted(set(taps)))  # in the target's layer order, whatever the file's order

@@ -1,0 +1,115 @@
+"""A draft model with a mask token (PARD) drafts in one pass, as its model computes masks, and changes no token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.batch.draft import Draft
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, TreeConfig
+from engine.engine_core import EngineCore
+from engine.engine_core.loading import load_engine
+from engine.proposer.dispatch.methods import proposer_of
+from engine.proposer.draft_model.model_proposer import ModelProposer
+from engine.sequence.draft_query import DraftQuery
+from protos.errors import ConfigError
+from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, VerifyMode
+from tests.engine.fixtures.checkpoints import VOCAB_SIZE, Folders, write_pair
+
+MASK_ID = 63
+PROMPT = (5, 9, 33, 2, 17, 60, 5, 9, 41)
+REQUESTS = [
+    GenerateRequest(str(i), (*PROMPT, i), SamplingParams(temperature=(0.0, 0.7, 1.0)[i % 3], seed=i, max_tokens=20))
+    for i in range(6)
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    folders = write_pair(tmp_path_factory.mktemp("pair"), noise=0.02)
+    set_mask(folders.draft, MASK_ID)
+    return folders
+
+
+def set_mask(folder: Path, mask_id: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"pard_token": mask_id}))
+
+
+def proposer_at(folder: Path, tree: TreeConfig | None = None, num_blocks: int = 64) -> ModelProposer:
+    model = ModelConfig(str(folder), dtype="float32", device="cpu")
+    return ModelProposer.from_config(model, CacheConfig(8, num_blocks), SchedulerConfig(), VOCAB_SIZE, tree)
+
+
+def engine_of(folders: Folders, draft: ModelProposer | None, speculation: SpeculationConfig) -> EngineCore:
+    config = EngineConfig(
+        ModelConfig(str(folders.target), dtype="float32", device="cpu"),
+        CacheConfig(8, 16),  # so small that sequences are preempted
+        SchedulerConfig(max_model_len=64),
+        speculation,
+    )
+    return load_engine(config, None if draft is None else proposer_of(speculation.methods, draft))
+
+
+def texts(core: EngineCore, requests: Seq[GenerateRequest]) -> dict[str, tuple[int, ...]]:
+    for request in requests:
+        core.add(request)
+    found: dict[str, tuple[int, ...]] = {}
+    while core.has_work:
+        for chunk in core.step():
+            found[chunk.request_id] = found.get(chunk.request_id, ()) + chunk.token_ids
+    return found
+
+
+SPECULATION = SpeculationConfig(3, methods=(SpeculationMethod.MODEL,))
+
+
+@pytest.mark.parametrize("tree", [None, TreeConfig(num_nodes=5, max_batch=8)], ids=["chains", "trees"])
+def test_one_pass_drafts_what_the_model_computes_after_masks_and_changes_no_token(
+    tree: TreeConfig | None, folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proposer = proposer_at(folders.draft, tree, num_blocks=12)
+    model = AutoModelForCausalLM.from_pretrained(folders.draft, dtype=torch.float32).eval()
+    propose, checked = proposer.propose, []
+
+    def recording(queries: Seq[DraftQuery]) -> list[Draft]:
+        drafts = propose(queries)
+        for query, draft in zip(queries, drafts, strict=True):
+            num = query.max_draft_tokens if draft.parents else len(draft.token_ids)
+            if query.sequence.is_greedy and draft.token_ids:
+                ids = [*query.sequence.token_ids, *[MASK_ID] * (num - 1)]
+                with torch.no_grad():
+                    expected = model(torch.tensor([ids])).logits[0, -num:].argmax(-1).tolist()
+                num_equal = 1 if draft.parents else num
+                checked.append(list(draft.token_ids[:num_equal]) == expected[:num_equal])
+        return drafts
+
+    monkeypatch.setattr(proposer, "propose", recording)
+    core = engine_of(folders, proposer, replace(SPECULATION, tree=tree))
+    assert texts(core, REQUESTS) == texts(engine_of(folders, None, SPECULATION), REQUESTS)
+    assert len(checked) > 5
+    assert all(checked)
+    assert core.stats().drafts.num_accepted_tokens > 10
+    assert core.stats().num_preemptions > 0
+
+
+def test_greedy_text_is_the_same_under_rejection(folders: Folders) -> None:
+    speculation = replace(SPECULATION, verify=VerifyMode.REJECTION)
+    core = engine_of(folders, proposer_at(folders.draft), speculation)
+    asked = [request for request in REQUESTS if request.sampling.temperature == 0.0]
+    assert texts(core, asked) == texts(engine_of(folders, None, SPECULATION), asked)
+    assert core.stats().drafts.num_accepted_tokens > 5
+
+
+@pytest.mark.parametrize("mask_id", [VOCAB_SIZE, "63", -1])
+def test_a_mask_that_is_no_token_is_refused_by_name(mask_id: object, tmp_path: Path) -> None:
+    draft = write_pair(tmp_path, noise=0.0).draft
+    set_mask(draft, mask_id)
+    with pytest.raises(ConfigError, match=f"mask token {mask_id!r} in config.json, and its ids are below 64"):
+        proposer_at(draft)
