@@ -18,7 +18,7 @@ from protos.client_text import for_log
 logger = logging.getLogger(__name__)
 
 TokenMask = bytes  # one bit per token id, set if the token is allowed; token 0 is the lowest bit of the first byte
-_MAX_AGAIN_S = 1.0  # of processor time, to compile one grammar again on the engine's thread
+_MAX_AGAIN_S = 0.5  # of processor time; then no text of a grammar gets another lexer
 DEAR_MASK_S = 0.002  # of processor time; most masks take a hundredth
 _LEXER_FAILED = "lexer error"  # in the library's error: a mask took more work, or more states, than the limits allow
 
@@ -30,21 +30,20 @@ class CompiledGrammar:
     for all of them and for good. Then the grammar is compiled again, so that the others go on.
 
     Attributes:
-        compile_s: processor time to compile it.
         mask_s: processor time of a mask, the dearest of the last few.
         generation: the number of shared lexers before this one.
-        num_again: how often it was compiled again.
+        again_s: processor time to compile it again, and of dear masks by those lexers.
         is_spoilt: its lexer has failed, so that new sequences need another one.
     """
 
     def __init__(self, tokenizer: LLTokenizer, source: str) -> None:
         """Compile `source`, a grammar in the library's form. Raises ValueError if it has an error."""
-        self.generation, self.num_again, self.is_spoilt = 0, 0, False
+        self.generation, self.again_s, self.is_spoilt = 0, 0.0, False
         self._compile = partial(new_matcher, tokenizer, source)
         began_s = _clock_s()
         self._parser = self._compile()
         compiled_s = _clock_s()
-        self.compile_s = compiled_s - began_s
+        self._compile_s = compiled_s - began_s
         self.begin().compute_bitmask()  # the first mask again, with the lexer's states at hand
         self.mask_s = _clock_s() - compiled_s
 
@@ -64,8 +63,8 @@ class CompiledGrammar:
     def begin_alone(self) -> LLMatcher | None:
         """Return a parser with a lexer of its own; None if compiling again would take too long."""
         made: list[LLMatcher] = []
-        if (self.num_again + 1) * self.compile_s < _MAX_AGAIN_S:
-            self.num_again += 1
+        if self.again_s + self._compile_s < _MAX_AGAIN_S:
+            self.again_s += self._compile_s
             in_deep_thread(lambda: made.append(self._compile())).join()
         return made[0] if made else None
 
@@ -114,9 +113,9 @@ class GrammarMatcher:
 
     def prepare(self) -> float:
         """Compute the mask after the committed tokens, and keep it for `masks`. Returns the time that this took."""
-        self._mask_s, num_again = 0.0, self.grammar.num_again
+        self._mask_s, again_s = 0.0, self.grammar.again_s
         self.masks(())
-        return self._mask_s + (self.grammar.num_again - num_again) * self.grammar.compile_s
+        return self._mask_s + self.grammar.again_s - again_s
 
     def num_allowed(self, draft_ids: Seq[int]) -> int:
         """Count the leading drafts that the grammar allows next. All ids must be in the vocabulary."""
@@ -184,6 +183,8 @@ class GrammarMatcher:
     def _note(self, mask_s: float) -> None:
         self._mask_s, self._dearest_s = mask_s, max(mask_s, self._dearest_s)
         self.grammar.mask_s = max(mask_s, self.grammar.mask_s / 2)
+        if mask_s > DEAR_MASK_S and (self._is_alone or self.grammar.generation > 0):
+            self.grammar.again_s += mask_s
 
     def _roll_back(self, num_tokens: int, *, drafted: bool) -> bool:
         """Roll back drafts. A parser that failed cannot roll back and is rebuilt from the committed tokens.
