@@ -7,12 +7,13 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import httpx
 
 from cluster.cli.audit.checks import answers, positions, sampling, speed, ways
 from cluster.cli.audit.checks.context import PROMPTS, Audit, Prompt, all_of
-from cluster.cli.audit.client import TIMEOUT_S, Budget, NoVerdictError, RefusedError, Server, explore
+from cluster.cli.audit.client import TIMEOUT_S, Budget, NoVerdictError, RefusedError, Server, explore, fetch
 from cluster.cli.audit.trial import Finding, Trial, Verdict
 from protos.errors import ConfigError
 
@@ -53,12 +54,13 @@ CHECKS = (
     Check("max-tokens", "no answer is longer than max_tokens", answers.max_tokens),
     Check("min-tokens", "no answer is shorter than min_tokens", answers.min_tokens),
     Check("stops", "an answer ends before its stop", answers.stops),
-    Check("top-p", "top_p keeps the nucleus alone", sampling.top_p),
-    Check("top-k", "top_k keeps the likeliest tokens alone", sampling.top_k),
-    Check("min-p", "min_p keeps the tokens near the likeliest alone", sampling.min_p),
-    Check("logit-bias", "logit_bias changes the logit of its token", sampling.logit_bias),
+    Check("top-p", "top_p keeps the nucleus alone", partial(sampling.first_tokens, name="top_p")),
+    Check("top-k", "top_k keeps the likeliest tokens alone", partial(sampling.first_tokens, name="top_k")),
+    Check("min-p", "min_p keeps the tokens near the likeliest alone", partial(sampling.first_tokens, name="min_p")),
+    Check("logit-bias", "logit_bias changes its token's logit", partial(sampling.first_tokens, name="logit_bias")),
     Check("presence", "presence_penalty counts each token that occurs", sampling.presence_penalty),
     Check("frequency", "frequency_penalty counts each token as often as it occurs", sampling.frequency_penalty),
+    Check("later-parameters", "each parameter holds at tokens 2 to 4, where drafts decide", sampling.later_parameters),
     Check("second-ask", "greedy tokens are the likeliest, and logprobs repeat", positions.second_ask),
     Check("prefixes", "a later token has the distribution that its prefix has as a prompt", positions.forced_prefixes),
     Check("company", "other requests change nothing", positions.company),
@@ -70,7 +72,11 @@ CHECKS = (
     Check("two-seeds", "speculation changes no text of a seed", ways.seeds),
     Check("two-greedy", "speculation changes no greedy text", ways.greedy),
     Check("two-distributions", "speculation changes no distribution", ways.distributions),
-    Check("temperature-0.7", "first tokens at temperature 0.7 are drawn as reported", sampling.temperature_low),
+    Check(
+        "temperature-0.7",
+        "first tokens at temperature 0.7 are drawn as reported",
+        partial(sampling.first_tokens, name="temperature"),
+    ),
     Check("temperature-1", "first tokens at temperature 1 are drawn as reported", sampling.temperature_one),
     Check("later-tokens", "tokens 2 to 8 are drawn as reported", positions.later_tokens),
 )
@@ -91,10 +97,10 @@ async def connect(
         limits=httpx.Limits(max_connections=None),
     )
     try:
-        response = await http.get(f"{url}/models")
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        response = await fetch(http, "GET", f"{url}/models", None, TIMEOUT_S)
+    except NoVerdictError as error:
         await http.aclose()
-        raise ConfigError(f"no server answers at {url} ({error or type(error).__name__}); give its address") from None
+        raise ConfigError(f"no server answers at {url}: {error}; give its address") from None
     if response.status_code in (401, 403):
         await http.aclose()
         raise ConfigError(f"the server at {url} refuses the key (status {response.status_code}); give --key")

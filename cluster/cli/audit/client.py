@@ -11,6 +11,7 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ Body = dict[str, Any]
 TIMEOUT_S = 60.0
 _MAX_WAITS = 6  # for a server that limits the rate, each request
 _MAX_WAIT_S = 20.0
+_MAX_BYTES = 64 << 20  # of an answer
 _MAX_ENDS = 4  # asks whose answers end without a token
 _MAX_FAILURES = 3  # one after the other; then the server is taken for gone
 _BUSY = (429, 503)
@@ -34,26 +36,9 @@ _WHOLE_WORD = re.compile(r" \w+")  # merges do not cross its space
 NOT_READABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 # Servers apply defaults of their own (a top_k of 40, a checkpoint's top_p), so each is switched off by name. What a
 # server refuses is left out.
-_NEUTRAL = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "return_token_ids": True,
-}
-_OPTIONAL = (
-    "return_token_ids",
-    "repetition_penalty",
-    "min_p",
-    "top_k",
-    "seed",
-    "frequency_penalty",
-    "presence_penalty",
-    "top_p",
-)
+_OPTIONAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_OPTIONAL |= {"repetition_penalty": 1.0, "return_token_ids": True}
+_NEUTRAL = {"temperature": 1.0, **_OPTIONAL}
 
 
 class NoVerdictError(Exception):
@@ -67,14 +52,6 @@ class RefusedError(NoVerdictError):
         super().__init__(f"the server refuses with status {status}: {message}")
         self.status = status
         self.message = message
-
-
-class UnansweredError(NoVerdictError):
-    """The server does not answer, or not in OpenAI's form."""
-
-
-class SpentError(NoVerdictError):
-    """The budget of requests or time is used up, or the server is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,18 +107,19 @@ class Budget:
     num_requests: int = 0
     num_failures: int = 0
 
-    def spend(self) -> None:
-        """Count a request.
-
-        Raises:
-            SpentError: there is no request or no time left, or the server is gone.
-        """
+    @property
+    def end(self) -> str:
+        """A sentence if there is no request or no time left, or the server is gone; else empty."""
         if self.num_failures >= _MAX_FAILURES:
-            raise SpentError(f"the server has not answered {self.num_failures} requests in a row")
+            return f"the server has not answered {self.num_failures} requests in a row"
         if self.num_requests >= self.max_requests:
-            raise SpentError(f"--requests {self.max_requests} are used up")
-        if time.monotonic() >= self.until_s:
-            raise SpentError("--minutes are used up")
+            return f"--requests {self.max_requests} are used up"
+        return "--minutes are used up" if time.monotonic() >= self.until_s else ""
+
+    def spend(self) -> None:
+        """Count a request. Raises NoVerdictError if none is left."""
+        if self.end:
+            raise NoVerdictError(self.end)
         self.num_requests += 1
 
 
@@ -160,8 +138,7 @@ class Server:
     neutral: Body = field(default_factory=lambda: dict(_NEUTRAL))
     has_seed: bool = True
     names: set[str] = field(default_factory=set)  # of models, in answers
-    lengths: dict[str, int | None] = field(default_factory=dict)  # of prompts, in tokens
-    prompt_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)  # empty where they are not shown
+    prompts: dict[str, tuple[list[int], int | None]] = field(default_factory=dict)  # ids if they are shown, length
     seeds: Any = field(default_factory=lambda: itertools.count(1))
 
     @property
@@ -211,12 +188,11 @@ class Server:
         """
         if self.is_chat:
             raise NoVerdictError("without /v1/completions no prefix can be given")
-        if prompt not in self.prompt_ids:
+        if prompt not in self.prompts:
             answer = await self.ask(prompt, max_tokens=1)
-            first = answer.data["choices"][0]
-            self.prompt_ids[prompt] = tuple(first.get("prompt_token_ids") or answer.data.get("prompt_token_ids") or ())
-            self.lengths[prompt] = answer.count("prompt_tokens")
-        ids, length = self.prompt_ids[prompt], self.lengths[prompt]
+            ids = answer.data["choices"][0].get("prompt_token_ids") or answer.data.get("prompt_token_ids") or []
+            self.prompts[prompt] = ids, answer.count("prompt_tokens")
+        ids, length = self.prompts[prompt]
         if ids and len(choice.token_ids) >= number:
             return await self.predict([*ids, *choice.token_ids[:number]])
         tokens = choice.tokens[:number]
@@ -240,66 +216,103 @@ class Server:
             data = response.json()
             choices = tuple(_choice(each, self.num_top or _ANY) for each in data["choices"])
         except NOT_READABLE as error:
-            raise UnansweredError(
-                f"an answer is not in OpenAI's form ({type(error).__name__}: {error})"[:300]
-            ) from None
+            raise NoVerdictError(f"an answer is not in OpenAI's form ({type(error).__name__}: {error})"[:300]) from None
         if not choices:
-            raise UnansweredError("an answer has no choices")
+            raise NoVerdictError("an answer has no choices")
         self.names.add(str(data.get("model")))
         return Answer(request, choices, data)
 
     async def stream(self, body: Body) -> AsyncIterator[tuple[float, Body]]:
         """Yield the events of a streamed answer with their times."""
         self.budget.spend()
-        path = CHAT if self.is_chat else COMPLETIONS
-        try:
-            async with self.http.stream("POST", f"{self.url}{path}", json={**body, "stream": True}) as response:
-                if response.status_code != 200:
-                    await response.aread()
-                    raise RefusedError(response.status_code, _message(response))
-                async for line in response.aiter_lines():
-                    data = line.removeprefix("data:").strip()
-                    if line.startswith("data:") and data != "[DONE]":
-                        event = json.loads(data)
-                        if not isinstance(event, dict):
-                            raise ValueError(f"an event is {data[:60]!r}")
-                        yield time.monotonic(), event
-        except httpx.HTTPError as error:
-            raise UnansweredError(f"a stream breaks off ({type(error).__name__})") from None
-        except (ValueError, RecursionError) as error:
-            raise UnansweredError(f"a stream has an event that is not JSON ({error})"[:300]) from None
+        path, rest = CHAT if self.is_chat else COMPLETIONS, b""
+        async with _open(self.http, "POST", f"{self.url}{path}", {**body, "stream": True}, self.left_s) as response:
+            if response.status_code != 200:
+                raise RefusedError(response.status_code, _message(await _whole(response)))
+            async for part in _parts(response):
+                *lines, rest = (rest + part).split(b"\n")
+                for data in (line.removeprefix(b"data:").strip() for line in lines if line.startswith(b"data:")):
+                    if data != b"[DONE]":
+                        yield time.monotonic(), _event(data)
 
     async def text_of(self, url: str) -> str | None:
         """Return a page of the server, None if there is no such page."""
         try:
-            response = await self.http.get(url)
-        except httpx.HTTPError:
+            response = await fetch(self.http, "GET", url, None, self.left_s)
+        except NoVerdictError:
             return None
         return response.text if response.status_code == 200 else None
+
+    @property
+    def left_s(self) -> float:
+        """The longest time of a request."""
+        return max(1.0, min(TIMEOUT_S, self.budget.until_s - time.monotonic() + 1.0))
 
     async def _send(self, path: str, body: Body) -> httpx.Response:
         for wait in range(_MAX_WAITS):
             self.budget.spend()
-            response = await self._try_send(path, body)
+            try:
+                response = await fetch(self.http, "POST", f"{self.url}{path}", body, self.left_s)
+            except NoVerdictError:
+                self.budget.num_failures += 1
+                raise
+            self.budget.num_failures = 0
             if response.status_code == 200:
                 return response
             if response.status_code not in _BUSY:
                 raise RefusedError(response.status_code, _message(response))
-            await asyncio.sleep(
-                min(_retry_after(response, 2.0**wait / 4), self.budget.until_s - time.monotonic(), _MAX_WAIT_S)
-            )
+            await asyncio.sleep(min(_retry_after(response, 2.0**wait / 4), self.left_s, _MAX_WAIT_S))
         raise NoVerdictError(f"the server limits the rate: status {response.status_code} {_MAX_WAITS} times in a row")
 
-    async def _try_send(self, path: str, body: Body) -> httpx.Response:
-        timeout_s = max(1.0, min(TIMEOUT_S, self.budget.until_s - time.monotonic() + 1.0))
-        try:
-            response = await self.http.post(f"{self.url}{path}", json=body, timeout=timeout_s)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            self.budget.num_failures += 1
-            why = f"no answer within {timeout_s:.0f} s" if isinstance(error, httpx.TimeoutException) else str(error)
-            raise UnansweredError(f"the server does not answer ({why or type(error).__name__})") from None
-        self.budget.num_failures = 0
-        return response
+
+async def fetch(http: httpx.AsyncClient, method: str, url: str, body: Any, timeout_s: float) -> httpx.Response:
+    """Return a whole answer.
+
+    Raises:
+        NoVerdictError: it is late, broken or too long.
+    """
+    async with _open(http, method, url, body, timeout_s) as response:
+        return await _whole(response)
+
+
+@asynccontextmanager
+async def _open(
+    http: httpx.AsyncClient, method: str, url: str, body: Any, timeout_s: float
+) -> AsyncIterator[httpx.Response]:
+    """Open an answer that must end in time, however slowly its bytes come."""
+    try:
+        async with asyncio.timeout(timeout_s), http.stream(method, url, json=body, timeout=timeout_s) as response:
+            yield response
+    except (TimeoutError, httpx.TimeoutException):
+        raise NoVerdictError(f"the server does not answer (no whole answer within {timeout_s:.0f} s)") from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise NoVerdictError(f"the server does not answer ({error or type(error).__name__})") from None
+
+
+async def _parts(response: httpx.Response) -> AsyncIterator[bytes]:
+    size = 0
+    async for part in response.aiter_bytes():
+        size += len(part)
+        if size > _MAX_BYTES:
+            raise NoVerdictError(f"an answer is longer than {_MAX_BYTES >> 20} MiB")
+        yield part
+
+
+async def _whole(response: httpx.Response) -> httpx.Response:
+    headers = {"retry-after": response.headers.get("retry-after", "")}
+    return httpx.Response(
+        response.status_code, headers=headers, content=b"".join([each async for each in _parts(response)])
+    )
+
+
+def _event(data: bytes) -> Body:
+    try:
+        event = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise NoVerdictError(f"a stream has an event that is not JSON ({error})"[:300]) from None
+    if not isinstance(event, dict):
+        raise NoVerdictError(f"a stream has the event {data[:60]!r}")
+    return event
 
 
 async def explore(server: Server, prompt: str) -> None:
@@ -328,42 +341,36 @@ async def explore(server: Server, prompt: str) -> None:
 
 
 async def _find_endpoint(server: Server, prompt: str) -> None:
-    """Leave out refused fields, one optional field after the other, at both endpoints."""
+    """Find the endpoint, with all optional fields or with those that it does not refuse."""
     refusals: list[RefusedError] = []
-    for is_chat in (False, True):
-        server.is_chat = is_chat
-        for name in (None, *_OPTIONAL):
-            if name == "seed":
-                server.has_seed = False
-            elif name is not None:
-                server.neutral.pop(name, None)
-            try:
-                await server.ask(prompt, max_tokens=1)
-            except RefusedError as error:
-                refusals.append(error)
-                if error.status in _NO_ENDPOINT or error.status in (401, 403):
-                    break
-            else:
-                await _put_back(server, prompt)
-                return
-        server.neutral, server.has_seed = dict(_NEUTRAL), True
+    for is_chat, is_whole in itertools.product((False, True), (True, False)):
+        server.is_chat, server.has_seed = is_chat, is_whole
+        server.neutral = dict(_NEUTRAL) if is_whole else {"temperature": 1.0}
+        try:
+            await server.ask(prompt, max_tokens=1)
+        except RefusedError as error:
+            refusals.append(error)
+            if error.status in (401, 403):
+                raise
+        else:
+            await _put_back(server, prompt)
+            return
     raise next((each for each in refusals if each.status not in _NO_ENDPOINT), refusals[0])
 
 
 async def _put_back(server: Server, prompt: str) -> None:
-    """Send again those left-out fields that were not the cause."""
-    for name in [name for name in _NEUTRAL if name not in server.neutral]:
+    """Send again each field that was left out, and keep those that the server takes."""
+    for name, value in {"seed": 1, **_OPTIONAL}.items():
+        if name in server.neutral or (name == "seed" and server.has_seed):
+            continue
         try:
-            await server.ask(prompt, max_tokens=1, **{name: _NEUTRAL[name]})
+            await server.ask(prompt, max_tokens=1, **{name: value})
         except RefusedError:
             continue
-        server.neutral[name] = _NEUTRAL[name]
-    if not server.has_seed:
-        server.has_seed = True
-        try:
-            await server.ask(prompt, max_tokens=1)
-        except RefusedError:
-            server.has_seed = False
+        if name == "seed":
+            server.has_seed = True
+        else:
+            server.neutral[name] = value
 
 
 def choices_of(response: httpx.Response) -> tuple[Choice, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -78,16 +78,9 @@ class DrawEvidence:
 
         `sticky` is the cell of an earlier draw in the same place.
         """
-        # A cell that cannot be drawn, or is not there, has no tilt.
         num = np.asarray(counts, dtype=np.float64)
-        ratios = [_tilted(probs, 0, _TOP), _tilted(probs, 1 if len(probs) > 2 else None, _SECOND)]
-        ratios += [_tilted(probs, len(probs) - 1, _REST), _tilted(probs, sticky, _STICKY)]
-        powers = 1 + np.asarray(_SHARPER)[:, None]
-        sharper = np.log(probs) * powers
-        ratios.append(sharper - _log_sum(sharper)[:, None] - np.log(probs))
-        for other in others:
-            ratios.append((np.log(np.maximum(other, 1e-6)) - np.log(probs))[None])
-        table = np.concatenate(ratios)  # [alternatives, cells]
+        ratios = [(np.log(np.maximum(other, 1e-6)) - np.log(probs))[None] for other in others]
+        table = np.concatenate([_ratios(probs.tobytes(), sticky), *ratios])  # [alternatives, cells]
         self._logs += table @ num
         planned, number = table[self._planned], float(num.sum())
         fault = probs * np.exp(planned)
@@ -169,6 +162,19 @@ class HitEvidence:
 
     def num_needed(self, threshold: float) -> int:
         return _trials_needed(self._rate, threshold)
+
+
+@lru_cache(maxsize=4096)
+def _ratios(probs_bytes: bytes, sticky: int | None) -> Probs:
+    """Log ratios [alternatives, cells] of a mixture to a distribution, given as bytes.
+
+    A cell that cannot be drawn, or is not there, has no tilt.
+    """
+    probs = np.frombuffer(probs_bytes)
+    ratios = [_tilted(probs, 0, _TOP), _tilted(probs, 1 if len(probs) > 2 else None, _SECOND)]
+    ratios += [_tilted(probs, len(probs) - 1, _REST), _tilted(probs, sticky, _STICKY)]
+    sharper = np.log(probs) * (1 + np.asarray(_SHARPER)[:, None])
+    return np.concatenate([*ratios, sharper - _log_sum(sharper)[:, None] - np.log(probs)])
 
 
 def _tilted(probs: Probs, cell: int | None, tilts: Sequence[float]) -> Probs:

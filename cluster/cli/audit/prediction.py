@@ -37,8 +37,7 @@ class Prediction:
     @classmethod
     def of(cls, logprobs: Mapping[str, float], num_top: int) -> Prediction:
         """Keep the `num_top` likeliest; servers add the drawn token where it is not one of them."""
-        top = sorted(logprobs.items(), key=lambda item: -item[1])[:num_top]
-        return cls(tuple(token for token, _ in top), tuple(math.exp(min(0.0, logprob)) for _, logprob in top))
+        return _prediction(tuple(logprobs.items()), num_top)
 
     @property
     def named(self) -> list[tuple[str, float]]:
@@ -62,6 +61,12 @@ class Prediction:
             )
             for token in tokens
         )
+
+
+@lru_cache(maxsize=4096)
+def _prediction(logprobs: tuple[tuple[str, float], ...], num_top: int) -> Prediction:
+    top = sorted(logprobs, key=lambda item: -item[1])[:num_top]
+    return Prediction(tuple(token for token, _ in top), tuple(math.exp(min(0.0, logprob)) for _, logprob in top))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +102,6 @@ class Claim:
             return 0.0
         other = np.maximum(self.ignored, 1e-6)
         return float(other @ (np.log(other) - np.log(self.probs)))
-
-    def shares(self) -> dict[str, float]:
-        """The expected share of each token."""
-        return {token: round(float(self.probs[cell]), 4) for token, cell in self.cells.items()}
 
 
 @lru_cache(maxsize=4096)

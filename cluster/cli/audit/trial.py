@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
@@ -29,7 +28,6 @@ class Finding:
     request: Request
     expected: str
     seen: str
-    shares: Mapping[str, float] = field(default_factory=dict)  # of first tokens, where the fault is in their draws
 
 
 class Trial:
@@ -59,6 +57,10 @@ class Trial:
         self._planned.append(part)
         return part
 
+    def drop(self, part: Evidence) -> None:
+        """Plan no longer for a part that cannot have draws."""
+        self._planned.remove(part)
+
     def hits(self, rate: float = FAULT_RATE) -> HitEvidence:
         """Return a new part for outcomes that a server cannot have; the planned fault has them at `rate`."""
         part = HitEvidence(rate)
@@ -76,8 +78,8 @@ class Trial:
         """Remember the answer with the most evidence."""
         if gained > self._worst:
             self._worst = gained
-            expected = ", ".join(f"{token!r} {share:.1%}" for token, share in list(claim.shares().items())[:8])
-            self.finding = Finding(answer.request, expected, seen, claim.shares())
+            expected = ", ".join(f"{token!r} {claim.probs[cell]:.1%}" for token, cell in list(claim.cells.items())[:8])
+            self.finding = Finding(answer.request, expected, seen)
 
     @property
     def num_draws(self) -> int:
@@ -86,7 +88,7 @@ class Trial:
     @property
     def num_needed(self) -> int:
         """Draws that the stated power takes."""
-        return sum(part.num_needed(self._part_threshold) for part in self._planned)
+        return sum(part.num_needed(self.part_threshold) for part in self._planned)
 
     @property
     def p_value(self) -> float:
@@ -99,7 +101,8 @@ class Trial:
         return float(logs.max() + math.log(np.exp(logs - logs.max()).mean()))
 
     @property
-    def _part_threshold(self) -> float:
+    def part_threshold(self) -> float:
+        """The logarithm of the evidence that one part must have by itself."""
         return self._log_threshold + math.log(max(1, len(self._parts)))
 
     def is_found(self) -> bool:
@@ -107,6 +110,7 @@ class Trial:
         self._best = max(self._best, self.log_evidence)
         return self._best >= self._log_threshold
 
-    def is_enough(self) -> bool:
-        """True if the fault is found, or would have been with the stated power."""
-        return self.is_found() or all(part.is_enough(self._part_threshold) for part in self._planned)
+    def is_enough(self, part: Evidence | None = None) -> bool:
+        """True if a fault is found, or would have been with the stated power: that of one part, or of each."""
+        parts = self._planned if part is None else [part]
+        return self.is_found() or all(each.is_enough(self.part_threshold) for each in parts)

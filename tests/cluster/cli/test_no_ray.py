@@ -66,6 +66,14 @@ def complete(port: int, **fields: object) -> httpx.Response:
     return httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
 
 
+def test_an_audit_finds_nothing(ports: range, capsys: pytest.CaptureFixture[str]):
+    """The checks that take a second each; those of sampling, company and cache take minutes."""
+    names = ("usage", "top-k", "second-ask", "json", "two-greedy")
+    chosen = [word for name in names for word in ("--only", name)]
+    assert main(["audit", f"http://127.0.0.1:{ports[0]}", *chosen]) == 0
+    assert "5 holds, 0 found" in capsys.readouterr().out
+
+
 def test_both_frontends_give_the_same_tokens_with_and_without_drafts(ports: range):
     drafted = complete(ports[0], return_token_ids=True).json()
     plain = complete(ports[0], return_token_ids=True, speculation={"enabled": False}).json()

@@ -19,24 +19,7 @@ NEAR_TIE = 0.25  # nats between two tokens that rounding may exchange
 _NUM_COMPANIONS = 16
 _COMPANION_TOKENS = 64
 _NUM_FILLERS = 64  # other prompts, to evict a prefix
-_WORDS = [
-    "river",
-    "stone",
-    "apple",
-    "cloud",
-    "table",
-    "green",
-    "seven",
-    "paper",
-    "winter",
-    "music",
-    "garden",
-    "silver",
-    "window",
-    "simple",
-    "morning",
-    "bridge",
-]
+_WORDS = ("river", "stone", "apple", "cloud", "table", "green", "seven", "paper", "winter", "music", "garden", "silver")
 
 
 async def later_tokens(audit: Audit, trial: Trial) -> None:

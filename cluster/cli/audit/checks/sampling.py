@@ -1,4 +1,4 @@
-"""First tokens: sampling follows the request's parameters, against the server's own logprobs."""
+"""Sampling follows the request's parameters, at first tokens and at those after them, against the server's logprobs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from cluster.cli.audit.checks.context import Audit, Prompt, add_first_draws, all_of, first_token
@@ -15,27 +17,42 @@ from cluster.cli.audit.prediction import Claim, Prediction, filtered, tempered, 
 from cluster.cli.audit.trial import Trial
 
 _LEAST_DRAWS = 512  # whatever the planned fault takes
+_MOST_DRAWS = 50_000  # of a parameter whose loss would hardly show
 _LEAST_EFFECT = 2e-3  # nats per draw of an ignored parameter; below it, the draws would be too many
 _MARGIN = 0.03  # from a filter's bound to the nearest token: rounding does not cross it
 _LEAST_REMOVED = 0.15
 _BIAS = -2.0
 _PENALTY = 1.0
 _LEAST_REPEATED = 0.02  # share of texts that begin with a token twice
-_PATH = 4  # tokens of an answer with penalties
+_PATH = 4  # tokens of an answer
 _NUM_PREFIXES = 24
+_FILTERS = ("top_p", "top_k", "min_p")
+
+Prefix = tuple[str, ...]
+ClaimOf = Callable[[Prediction, Prefix], Claim | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A request's parameters for a prompt, and the distribution that they claim."""
+    """A request's parameter for a prompt, and the claim that it makes of the next token after each prefix."""
 
     prompt: Prompt
-    params: dict[str, Any]
-    claim: Claim
+    name: str
+    value: Any
+    claim_of: ClaimOf
+
+    @property
+    def claim(self) -> Claim | None:
+        """The claim of the first token."""
+        return self.claim_of(self.prompt.first, ())
+
+    @property
+    def effect(self) -> float:
+        return 0.0 if self.claim is None else self.claim.effect
 
     @property
     def text(self) -> str:
-        return ", ".join(f"{name} {value}" for name, value in self.params.items())
+        return f"{self.name} {self.value} after {self.prompt.text!r}"
 
 
 async def temperature_one(audit: Audit, trial: Trial) -> None:
@@ -57,105 +74,36 @@ def top_sentence(num_top: float, expected: float, number: int) -> str:
     )
 
 
-async def temperature_low(audit: Audit, trial: Trial) -> None:
-    """Draw at temperature 0.7."""
-    await _draw(audit, trial, _tempered)
-
-
-async def top_p(audit: Audit, trial: Trial) -> None:
-    """Draw from a nucleus in the middle of a token's share."""
-    await _draw(audit, trial, _nuclei)
-
-
-async def top_k(audit: Audit, trial: Trial) -> None:
-    """Draw from the likeliest tokens."""
-    await _draw(audit, trial, _top_ks)
-
-
-async def min_p(audit: Audit, trial: Trial) -> None:
-    """Draw from the tokens near the likeliest one."""
-    await _draw(audit, trial, _min_ps)
-
-
-async def _draw(audit: Audit, trial: Trial, settings: Callable[[Prompt], Iterator[Setting]]) -> None:
-    """Draw with the setting whose loss would show best."""
-    found = [setting for prompt in audit.open_prompts(99) for setting in settings(prompt)]
-    best = max(found, key=lambda setting: setting.claim.effect, default=None)
-    if best is None or best.claim.effect < _LEAST_EFFECT:
-        raise NoVerdictError("no prompt's distribution would show the parameter")
-    await _draw_setting(audit.server, trial, best)
-
-
-async def _draw_setting(server: Server, trial: Trial, setting: Setting) -> None:
-    part = trial.draws(1)
-    trial.sentence = f"{setting.text} after {setting.prompt.text!r}"
+async def first_tokens(audit: Audit, trial: Trial, name: str) -> None:
+    """Draw first tokens with the value of a parameter whose loss would show best."""
+    setting = await _setting(audit, name)
+    part, claim = trial.draws(1), setting.claim
+    trial.sentence = setting.text
     while not (trial.is_found() or (trial.is_enough() and trial.num_draws >= _LEAST_DRAWS)):
         asked = part.num_draws
-        await add_first_draws(trial, part, server, setting.prompt.text, setting.claim, setting.params)
+        await add_first_draws(trial, part, audit.server, setting.prompt.text, claim, {name: setting.value})
         if part.num_draws == asked:
             raise NoVerdictError(f"no draw with {setting.text} is among the reported tokens")
 
 
-def _tempered(prompt: Prompt) -> Iterator[Setting]:
-    if (claim := tempered(prompt.first, 0.7)) is not None and sum(prompt.first.probs) > 0.5:
-        yield Setting(prompt, {"temperature": 0.7}, claim)
-
-
-def _nuclei(prompt: Prompt) -> Iterator[Setting]:
-    total = 0.0
-    for number, prob in enumerate(prompt.first.probs, 1):
-        if prob > 2 * _MARGIN:
-            yield from _filter(prompt, number, "top_p", round(total + prob / 2, 4))
-        total += prob
-
-
-def _top_ks(prompt: Prompt) -> Iterator[Setting]:
-    probs = prompt.first.probs
-    for number in range(1, len(probs)):
-        if probs[number] * (1 + 4 * _MARGIN) < probs[number - 1]:
-            yield from _filter(prompt, number, "top_k", number)
-
-
-def _min_ps(prompt: Prompt) -> Iterator[Setting]:
-    probs = prompt.first.probs
-    for number in range(1, len(probs)):
-        if probs[number] * (1 + 8 * _MARGIN) < probs[number - 1]:
-            bound = math.sqrt(probs[number] * probs[number - 1]) / probs[0]
-            yield from _filter(prompt, number, "min_p", round(bound, 4))
-
-
-def _filter(prompt: Prompt, num_kept: int, name: str, value: float) -> Iterator[Setting]:
-    """Yield the setting if the filter removes enough; one token alone would be greedy decoding."""
-    removed = 1 - sum(prompt.first.probs[:num_kept])
-    claim = filtered(prompt.first, num_kept)
-    if claim is not None and len(claim.cells) > 1 and removed > _LEAST_REMOVED:
-        yield Setting(prompt, {name: value}, claim)
-
-
-async def logit_bias(audit: Audit, trial: Trial) -> None:
-    """Bias the likeliest token down."""
-    prompt = audit.open_prompts(1)[0]
-    token, _ = prompt.first.named[0]
-    token_id = await _token_id(audit.server, prompt, token)
-    claim = weighted_claim(prompt.first, lambda each, prob: math.exp(_BIAS) if each == token else 1.0)
-    if claim is None:
-        raise NoVerdictError("no prompt's distribution would show the parameter")
-    await _draw_setting(audit.server, trial, Setting(prompt, {"logit_bias": {str(token_id): _BIAS}}, claim))
-
-
-async def _token_id(server: Server, prompt: Prompt, token: str) -> int:
-    """Return a token's id, by vLLM's `return_token_ids` or by the `id` of llama-server's logprobs.
-
-    Raises:
-        NoVerdictError: the server does not show ids.
-    """
-    answer = await server.ask(prompt.text, max_tokens=1, temperature=0.0, logprobs=server.num_top)
-    choice = answer.data["choices"][0]
-    content = (choice.get("logprobs") or {}).get("content") or [{}]
-    found: Any = (choice.get("token_ids") or [content[0].get("id")])[0]
-    if first_token(answer.choices[0]) != token or not isinstance(found, int):
-        raise NoVerdictError("the server does not show token ids, which logit_bias needs")
-    return found
+async def later_parameters(audit: Audit, trial: Trial) -> None:
+    """Draw texts with each parameter, and weigh their tokens 2 to 4, where drafts decide."""
+    names = ("temperature", *_FILTERS, "logit_bias")
+    parts = {name: trial.least_of(1) for name in names}
+    shown, reason = [], ""
+    for name, part in parts.items():
+        try:
+            setting = await _setting(audit, name)
+            await _draw_paths(audit.server, trial, part, setting, [setting.claim_of], is_first=False)
+            shown.append(f"{name} {setting.value}")
+        except NoVerdictError as error:
+            if audit.server.budget.end or part.num_draws:
+                raise
+            trial.drop(part)
+            reason = f"{name}: {error}"
+    if not shown:
+        raise NoVerdictError(reason)
+    trial.sentence = ", ".join(shown)
 
 
 async def presence_penalty(audit: Audit, trial: Trial) -> None:
@@ -169,74 +117,145 @@ async def frequency_penalty(audit: Audit, trial: Trial) -> None:
 
 
 async def _penalized(audit: Audit, trial: Trial, name: str, penalty: Callable[[int], float]) -> None:
-    """Draw short texts that repeat their own tokens, and weigh each token after the most frequent prefixes.
+    """Draw short texts that repeat their own tokens.
 
     Servers differ in whether the prompt's tokens count. A finding needs both readings to be refuted.
     """
     prompt = await _most_repeating(audit)
     trial.sentence = f"{name} {_PENALTY} after {prompt.text!r}"
-    server, part = audit.server, trial.least_of(2)
-    fields = {"max_tokens": _PATH, "logprobs": 1, "n": server.max_choices, name: _PENALTY}
-    plain: dict[tuple[str, ...], Prediction | None] = {}
-    while not trial.is_enough():
+
+    def claim_of(plain: Prediction, prefix: Prefix, in_prompt: Callable[[str], int]) -> Claim | None:
+        return weighted_claim(plain, lambda token, prob: math.exp(-penalty(prefix.count(token) + in_prompt(token))))
+
+    readings = [partial(claim_of, in_prompt=count) for count in (lambda token: 0, prompt.text.count)]
+    setting = Setting(prompt, name, _PENALTY, readings[0])
+    await _draw_paths(audit.server, trial, trial.least_of(2), setting, readings, is_first=True)
+
+
+async def _setting(audit: Audit, name: str) -> Setting:
+    """Return the prompt and value of a parameter whose loss would show best at the first token.
+
+    Raises:
+        NoVerdictError: it would show at no prompt.
+    """
+    prompts = audit.open_prompts(99)
+    if name == "logit_bias":
+        return await _biased(audit.server, prompts[0])
+    found = [setting for prompt in prompts for setting in _settings(prompt, name)]
+    best = max(found, key=lambda setting: setting.effect, default=None)
+    if best is None or best.effect < _LEAST_EFFECT:
+        raise NoVerdictError("no prompt's distribution would show the parameter")
+    return best
+
+
+def _settings(prompt: Prompt, name: str) -> Iterator[Setting]:
+    """Yield a filter's values that remove enough; one token alone would be greedy decoding."""
+    probs = prompt.first.probs
+    if name == "temperature":
+        if sum(probs) > 0.5:
+            yield Setting(prompt, name, 0.7, lambda plain, prefix: tempered(plain, 0.7))
+        return
+    for number in range(1, len(probs)):
+        value = {
+            "top_p": round(sum(probs[:number]) - probs[number - 1] / 2, 4),
+            "top_k": number,
+            "min_p": round(math.sqrt(probs[number] * probs[number - 1]) / probs[0], 4),
+        }[name]
+        setting = Setting(prompt, name, value, partial(_filtered, name=name, value=value))
+        if setting.claim is not None and len(setting.claim.cells) > 1 and 1 - sum(probs[:number]) > _LEAST_REMOVED:
+            yield setting
+
+
+def _filtered(plain: Prediction, prefix: Prefix, name: str, value: float) -> Claim | None:
+    """The tokens that a filter keeps; None if rounding may change their number."""
+    probs = plain.probs
+    if name == "top_k":
+        number = int(value)
+        is_near = number >= len(probs) or probs[number] * (1 + 4 * _MARGIN) > probs[number - 1]
+    elif name == "min_p":
+        number = sum(prob >= value * probs[0] for prob in probs)
+        is_near = any(abs(math.log(max(prob, 1e-9) / (value * probs[0]))) < 3 * _MARGIN for prob in probs)
+    else:
+        sums = list(accumulate(probs))
+        number = 1 + sum(total < value for total in sums)
+        is_near = any(abs(total - value) < _MARGIN for total in sums)
+    return None if is_near or number >= len(probs) else filtered(plain, number)
+
+
+async def _biased(server: Server, prompt: Prompt) -> Setting:
+    """Bias the likeliest token down. Its id is in vLLM's `return_token_ids` or llama-server's logprobs.
+
+    Raises:
+        NoVerdictError: the server does not show ids.
+    """
+    token, _ = prompt.first.named[0]
+    answer = await server.ask(prompt.text, max_tokens=1, temperature=0.0, logprobs=server.num_top)
+    choice = answer.data["choices"][0]
+    content = (choice.get("logprobs") or {}).get("content") or [{}]
+    found: Any = (choice.get("token_ids") or [content[0].get("id")])[0]
+    if first_token(answer.choices[0]) != token or not isinstance(found, int):
+        raise NoVerdictError("the server does not show token ids, which logit_bias needs")
+
+    def claim_of(plain: Prediction, prefix: Prefix) -> Claim | None:
+        return weighted_claim(plain, lambda each, prob: math.exp(_BIAS) if each == token else 1.0)
+
+    return Setting(prompt, "logit_bias", {str(found): _BIAS}, claim_of)
+
+
+async def _draw_paths(
+    server: Server, trial: Trial, part: LeastEvidence, setting: Setting, readings: Sequence[ClaimOf], *, is_first: bool
+) -> None:
+    """Draw short texts, and weigh the tokens after the most frequent prefixes, by each reading of the claim.
+
+    `is_first` is True if the first tokens count too.
+
+    Raises:
+        NoVerdictError: no prefix can be given, or none shows the parameter.
+    """
+    fields = {"max_tokens": _PATH, "logprobs": 1, "n": server.max_choices, setting.name: setting.value}
+    plain: dict[Prefix, Prediction] = {}
+    while not trial.is_enough(part):
         answers: list[Answer] = []
         while sum(len(answer.choices) for answer in answers) < _LEAST_DRAWS:
-            answers += await all_of(server.ask(prompt.text, **fields) for _ in range(server.width))
+            answers += await all_of(server.ask(setting.prompt.text, **fields) for _ in range(server.width))
         if not plain:
-            plain[()] = prompt.first
-            plain |= await _after_prefixes(server, prompt, answers)
+            plain = await _after_prefixes(server, setting.prompt, answers)
+            if not plain:
+                raise NoVerdictError("the server shows no token ids, and no prefix of words can be given")
+            plain |= {(): setting.prompt.first} if is_first else {}
         for answer in answers:
-            before = part.log_evidence
             for prefix, prediction in plain.items():
-                if prediction is not None:
-                    _weigh_penalized(part, prompt, answer, prefix, prediction, penalty)
-            if (claim := _reduced(prompt.first, (), _nothing, penalty)) is not None:
-                trial.show(part.log_evidence - before, answer, claim, repr([each.text for each in answer.choices[:8]]))
-        if not any(plain[prefix] for prefix in plain if prefix):
-            raise NoVerdictError("the server shows no token ids, and no prefix of words can be given")
+                _weigh(trial, part, answer, prefix, [claim_of(prediction, prefix) for claim_of in readings])
+        if not part.num_draws or part.num_needed(trial.part_threshold) > _MOST_DRAWS:
+            raise NoVerdictError("no prefix's distribution would show the parameter")
 
 
-async def _after_prefixes(
-    server: Server, prompt: Prompt, answers: Sequence[Answer]
-) -> dict[tuple[str, ...], Prediction | None]:
+async def _after_prefixes(server: Server, prompt: Prompt, answers: Sequence[Answer]) -> dict[Prefix, Prediction]:
     """Return the plain distributions after the most frequent beginnings of answers."""
     choices = [choice for answer in answers for choice in answer.choices]
     prefixes = Counter(each.tokens[:length] for each in choices for length in range(1, min(_PATH, len(each.tokens))))
-    usual = [prefix for prefix, _ in prefixes.most_common(_NUM_PREFIXES)]
-    found = {prefix: next(each for each in choices if each.tokens[: len(prefix)] == prefix) for prefix in usual}
-    return {prefix: await server.forced(prompt.text, choice, len(prefix)) for prefix, choice in found.items()}
+    plain: dict[Prefix, Prediction] = {}
+    for prefix, _ in prefixes.most_common(_NUM_PREFIXES):
+        choice = next(each for each in choices if each.tokens[: len(prefix)] == prefix)
+        if (prediction := await server.forced(prompt.text, choice, len(prefix))) is not None:
+            plain[prefix] = prediction
+    return plain
 
 
-def _weigh_penalized(
-    part: LeastEvidence,
-    prompt: Prompt,
-    answer: Answer,
-    prefix: tuple[str, ...],
-    plain: Prediction,
-    penalty: Callable[[int], float],
-) -> None:
-    """Add the tokens after a prefix, by both readings."""
+def _weigh(trial: Trial, part: LeastEvidence, answer: Answer, prefix: Prefix, claims: Sequence[Claim | None]) -> None:
+    """Add the tokens after a prefix by each reading."""
     drawn: Counter[str | None] = Counter(
         each.tokens[len(prefix)]
         for each in answer.choices
         if each.tokens[: len(prefix)] == prefix and len(each.tokens) > len(prefix)
     )
-    readings: tuple[Callable[[str], int], ...] = (_nothing, prompt.text.count)
-    for reading, in_prompt in zip(part.parts, readings, strict=True):
-        claim = _reduced(plain, prefix, in_prompt, penalty)
+    before = part.log_evidence
+    for reading, claim in zip(part.parts, claims, strict=True):
         if claim is not None and claim.ignored is not None and drawn:
             reading.add(claim.probs, claim.counts(drawn), (claim.ignored,))
-
-
-def _nothing(token: str) -> int:
-    return 0
-
-
-def _reduced(
-    plain: Prediction, prefix: tuple[str, ...], in_prompt: Callable[[str], int], penalty: Callable[[int], float]
-) -> Claim | None:
-    """The distribution with each token's penalty for its count in the prefix and, by one reading, in the prompt."""
-    return weighted_claim(plain, lambda token, prob: math.exp(-penalty(prefix.count(token) + in_prompt(token))))
+    if claims[0] is not None:
+        seen = ", ".join(f"{token!r} {count}" for token, count in drawn.most_common(8))
+        trial.show(part.log_evidence - before, answer, claims[0], f"after {''.join(prefix)!r}: {seen}")
 
 
 async def _most_repeating(audit: Audit) -> Prompt:

@@ -20,14 +20,27 @@ from cluster.cli.audit.trial import Verdict
 from protos.errors import ConfigError
 from tests.cluster.cli.audit.toy_server import MODEL, ToyServer
 
-# Each fault with the check that must find it. A whole audit of the toy takes some 2,500 requests.
+# Each fault with the check that must find it. A whole audit of the toy takes some 2,600 requests.
 FOUND_BY = {
     "shared noise": "temperature-1",
     "shared noise of later tokens": "later-tokens",
     "argmax": "temperature-1",
     "ignored temperature": "temperature-0.7",
     "ignored top_p": "top-p",
+    "ignored top_k": "top-k",
     "ignored min_p": "min-p",
+    "ignored logit_bias": "logit-bias",
+    "ignored presence_penalty": "presence",
+    "ignored frequency_penalty": "frequency",
+    "ignored min_tokens": "min-tokens",
+    "ignored stop": "stops",
+    "temperature ignored with drafts": "later-parameters",
+    "top_p ignored with drafts": "later-parameters",
+    "top_k ignored with drafts": "later-parameters",
+    "min_p ignored with drafts": "later-parameters",
+    "logit_bias ignored with drafts": "later-parameters",
+    "presence_penalty ignored with drafts": "presence",
+    "frequency_penalty ignored with drafts": "frequency",
     "penalties by step": "frequency",
     "bonus from the wrong row": "later-tokens",
     "bonus and its logprobs from the wrong row": "prefixes",
@@ -36,9 +49,7 @@ FOUND_BY = {
     "cut tool calls": "tools",
     "company": "company",
     "miscounted tokens": "usage",
-    "ignored stop": "stops",
     "a token too many": "max-tokens",
-    "ignored min_tokens": "min-tokens",
     "other texts without drafts": "two-greedy",
 }
 

@@ -10,10 +10,14 @@ import asyncio
 import json
 import math
 import random
+from bisect import bisect
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -25,12 +29,12 @@ VOCABULARY = (*WORDS, END)
 NUM_DRAFTS = 3
 MODEL = "toy"
 
+PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "logit_bias", "presence_penalty", "frequency_penalty")
 FAULTS = (
+    *(f"ignored {name}" for name in (*PARAMETERS, "min_tokens", "stop")),
+    *(f"{name} ignored with drafts" for name in PARAMETERS),
     "shared noise",
     "argmax",
-    "ignored top_p",
-    "ignored min_p",
-    "ignored temperature",
     "penalties by step",
     "bonus from the wrong row",
     "bonus and its logprobs from the wrong row",
@@ -38,9 +42,7 @@ FAULTS = (
     "JSON cut by a stop",
     "shared noise of later tokens",
     "miscounted tokens",
-    "ignored stop",
     "a token too many",
-    "ignored min_tokens",
     "cut tool calls",
     "company",
     "flattering speed",
@@ -88,16 +90,18 @@ class ToySampler:
     """Samples a choice of a request, with a fault."""
 
     def __init__(self, fault: str, body: dict[str, Any], prompt: list[str], noise: random.Random) -> None:
-        self.fault, self.body, self.prompt, self.noise = fault, body, prompt, noise
+        self.fault, self.prompt, self.noise = fault, prompt, noise
+        self.body = {name: value for name, value in body.items() if fault != f"ignored {name}"}
+        self.drafts_body = {name: value for name, value in self.body.items() if fault != f"{name} ignored with drafts"}
         self.counted: list[str] = []  # what penalties count
 
-    def probs(self, context: list[str], *, is_ending: bool = True) -> list[float]:
+    def probs(self, context: list[str], *, is_ending: bool = True, is_draft: bool = False) -> Sequence[float]:
         """The distribution of the next token under the request's parameters."""
-        body, pair = self.body, tuple(context[-2:])
+        body, pair = self.drafts_body if is_draft else self.body, tuple(context[-2:])
         temperature = body.get("temperature", 1.0)
         names = ("presence_penalty", "frequency_penalty", "logit_bias")
         if temperature == 1.0 and not any(body.get(name) for name in names) and is_ending:
-            probs = list(plain_probs(pair))
+            probs: Sequence[float] = plain_probs(pair)
         else:
             logits = list(logits_after(pair))
             for token, count in Counter(self.counted).items():
@@ -110,29 +114,29 @@ class ToySampler:
                 logits[-1] = -1e9
             if temperature == 0:
                 return [float(logit == max(logits)) for logit in logits]
-            divisor = 1.0 if self.fault == "ignored temperature" else temperature
-            probs = softmax([logit / divisor for logit in logits])
-        return self.filtered(probs)
+            probs = softmax([logit / temperature for logit in logits])
+        return self.filtered(probs, body)
 
-    def filtered(self, probs: list[float]) -> list[float]:
-        if self.body.get("top_k", -1) <= 0 and self.body.get("top_p", 1.0) == 1 and not self.body.get("min_p"):
+    @staticmethod
+    def filtered(probs: Sequence[float], body: dict[str, Any]) -> Sequence[float]:
+        if body.get("top_k", -1) <= 0 and body.get("top_p", 1.0) == 1 and not body.get("min_p"):
             return probs
         order = sorted(range(len(probs)), key=lambda rank: -probs[rank])
         kept = len(probs)
-        if self.body.get("top_k", -1) > 0:
-            kept = self.body["top_k"]
-        if self.body.get("top_p", 1.0) < 1 and self.fault != "ignored top_p":
+        if body.get("top_k", -1) > 0:
+            kept = body["top_k"]
+        if body.get("top_p", 1.0) < 1:
             total, kept = 0.0, 0
-            while total < self.body["top_p"]:
+            while total < body["top_p"]:
                 total, kept = total + probs[order[kept]], kept + 1
-        if self.body.get("min_p", 0.0) > 0 and self.fault != "ignored min_p":
-            kept = sum(prob >= self.body["min_p"] * max(probs) for prob in probs)
+        if body.get("min_p", 0.0) > 0:
+            kept = sum(prob >= body["min_p"] * max(probs) for prob in probs)
         if kept == len(probs):
             return probs
         total = sum(probs[rank] for rank in order[:kept])
         return [prob / total if rank in order[:kept] else 0.0 for rank, prob in enumerate(probs)]
 
-    def draw(self, probs: list[float], position: int) -> str:
+    def draw(self, probs: Sequence[float], position: int) -> str:
         if self.fault == "argmax" or (self.fault == "company" and self.body.get("busy", 0) > 8):
             return VOCABULARY[probs.index(max(probs))]
         if self.fault == "shared noise" or (self.fault == "shared noise of later tokens" and position):
@@ -140,13 +144,13 @@ class ToySampler:
             odds = top / max(1 - top, 1e-9) * (0.63 / 0.37) / (0.6 / 0.4)
             shifted = odds / (1 + odds)
             probs = [shifted if prob == top else prob * (1 - shifted) / max(1 - top, 1e-9) for prob in probs]
-        return self.noise.choices(VOCABULARY, probs)[0]
+        return VOCABULARY[bisect(tuple(accumulate(probs)), self.noise.random() * sum(probs), hi=len(probs) - 1)]
 
     def run(self, stale: list[str] | None, limit: int) -> tuple[list[str], list[tuple[str, ...]]]:
         """Return tokens up to an end, and the context that each one's logprobs are of."""
         made: list[str] = []
         contexts: list[tuple[str, ...]] = []
-        least = 0 if self.fault == "ignored min_tokens" else self.body.get("min_tokens", 0)
+        least = self.body.get("min_tokens", 0)
         while len(made) < limit:
             in_step = 0
             while in_step <= NUM_DRAFTS and len(made) < limit:
@@ -157,7 +161,8 @@ class ToySampler:
                 if self.fault.startswith("bonus") and in_step == NUM_DRAFTS and len(made) > 3:
                     context = context[:-1]
                     shown = tuple(context[-2:]) if "logprobs" in self.fault else shown
-                token = self.draw(self.probs(context, is_ending=len(made) >= least), len(made))
+                probs = self.probs(context, is_ending=len(made) >= least, is_draft=in_step > 0)
+                token = self.draw(probs, len(made))
                 if stale is not None and len(made) < len(stale) and stale[: len(made)] == made and in_step:
                     token = stale[len(made)]
                 made.append(token)
@@ -229,7 +234,7 @@ class ToyServer:
         }
         usage["total_tokens"] = usage["prompt_tokens"] + completion + (2 if self.fault == "miscounted tokens" else 0)
         data = {"object": "text_completion", "model": MODEL, "choices": choices, "usage": usage}
-        return self.stream(data) if body.get("stream") else JSONResponse(data)
+        return self.stream(data) if body.get("stream") else Response(msgspec.json.encode(data))
 
     def choice(
         self, rank: int, body: dict[str, Any], tokens: list[str], contexts: list[tuple[str, ...]]

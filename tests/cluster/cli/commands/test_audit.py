@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
 
 from cluster.cli.__main__ import main
+from cluster.cli.audit import client
 from cluster.local.ports import free_port
+from tests.cluster.cli.audit.test_audit import app_of
 from tests.cluster.cli.audit.toy_server import ToyServer
 from tests.cluster.cli.fake_server import answering, events
 
 
 @contextmanager
-def served(fault: str = "") -> Iterator[str]:
+def serving(app: Starlette) -> Iterator[str]:
     port = free_port()
-    server = uvicorn.Server(uvicorn.Config(ToyServer(fault).app, port=port, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
@@ -34,6 +40,10 @@ def served(fault: str = "") -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+def served(fault: str = "") -> AbstractContextManager[str]:
+    return serving(ToyServer(fault).app)
 
 
 def test_a_finding_is_reported_and_repeated_with_one_curl(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -74,6 +84,27 @@ def test_a_stream_of_rubbish_is_a_sentence(capsys: pytest.CaptureFixture[str]):
     with answering(answer, "text/event-stream") as url:
         assert main(["audit", url, "--only", "speed"]) == 2
     assert "speed: an answer is not in OpenAI's form" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("part", "words"), [(b" ", "no whole answer within 1 s"), (b" " * (1 << 16), "longer than 1 MiB")]
+)
+def test_an_answer_without_an_end_is_a_sentence(
+    part: bytes, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield part
+            await asyncio.sleep(0.01)
+
+    async def complete(request: Request) -> StreamingResponse:
+        return StreamingResponse(endless(), media_type="application/json")
+
+    monkeypatch.setattr(client, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(client, "_MAX_BYTES", 1 << 20)
+    with serving(app_of(complete)) as url:
+        assert main(["audit", url, "--only", "usage"]) == 2
+    assert words in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
