@@ -139,8 +139,8 @@ def _contenders(args: argparse.Namespace, target: Path, stack: ExitStack) -> lis
             target, args.draft, num_threads=args.threads, num_draft_tokens=args.num_draft_tokens
         )
         base_url = served_on(CACHE, served, stack)
-        contenders.append(HttpContender(base_url, MODEL_ID, is_speculating=False, repetition_penalty=penalty))
-        contenders.append(HttpContender(base_url, MODEL_ID, is_speculating=True, repetition_penalty=penalty))
+        contenders.append(HttpContender(base_url, MODEL_ID, {"enabled": False}, penalty))
+        contenders.append(HttpContender(base_url, MODEL_ID, {"enabled": True}, penalty))
     for contender in contenders:
         stack.enter_context(closing(contender))
     return contenders

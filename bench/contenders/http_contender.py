@@ -9,13 +9,13 @@ _TIMEOUT_S = 600.0
 
 
 class HttpContender:
-    """Streams from a running application; `is_speculating` False switches speculation off per request."""
+    """Streams from a running application; `speculation` is that field of each request."""
 
-    def __init__(self, base_url: str, model: str, *, is_speculating: bool, repetition_penalty: float = 1.0) -> None:
-        self.name = f"outrider HTTP, {'draft' if is_speculating else 'plain'}"
+    def __init__(self, base_url: str, model: str, speculation: Body, repetition_penalty: float = 1.0) -> None:
+        self.name = f"outrider HTTP, {'draft' if speculation['enabled'] else 'plain'}"
         self._url = f"{base_url}/completions"
         self._model = model
-        self._is_speculating = is_speculating
+        self._speculation = speculation
         self._repetition_penalty = repetition_penalty
         self._num_runs = 0
 
@@ -34,8 +34,8 @@ class HttpContender:
             "ignore_eos": True,
             "repetition_penalty": self._repetition_penalty,
             "return_token_ids": True,
-            "cache_salt": f"{self.name} {self._num_runs}",
-            "speculation": {"enabled": self._is_speculating},
+            "cache_salt": f"{self._speculation} {self._num_runs}",
+            "speculation": self._speculation,
         }
 
     def close(self) -> None:

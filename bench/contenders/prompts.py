@@ -33,6 +33,23 @@ def held_out_prompts(model_path: Path, num_prompts: int, num_tokens: int = PROMP
     )
 
 
+def recorded_prompts(
+    model_path: Path, path: Path, num_prompts: int, num_tokens: int = PROMPT_TOKENS
+) -> list[list[int]]:
+    """Return the last tokens of the first long texts of JSON lines: questions with `turns`, or calls with `input`."""
+    tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))
+    prompts: list[list[int]] = []
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
+        for line in map(json.loads, lines):
+            text = line["turns"][0] if "turns" in line else line["input"]
+            token_ids = tokenizer.encode(text, add_special_tokens=False).ids[-num_tokens:]
+            if len(token_ids) == num_tokens and token_ids not in prompts:
+                prompts.append(token_ids)
+            if len(prompts) == num_prompts:
+                return prompts
+    raise ValueError(f"{path} has {len(prompts)} texts of {num_tokens} tokens; {num_prompts} are needed")
+
+
 def recorded_calls(path: Path) -> list[dict[str, Any]]:
     """Return the calls of a `.jsonl` or `.jsonl.gz` trace of agents (LMCache/lmcache-agent-trace), by `timestamp`.
 

@@ -37,26 +37,30 @@ class ArrivalStreamer(BaseStreamer):  # type: ignore[misc]  # mypy does not read
 
 
 class TransformersContender:
-    """`model.generate` over a batch of equally long prompts; assisted generation serves one prompt at a time."""
+    """`model.generate` over a batch of equally long prompts; assisted generation serves one prompt at a time.
+
+    With a K and without a draft model it looks drafts up in the prompt.
+    """
 
     def __init__(
         self,
         target: PreTrainedModel,
         draft: PreTrainedModel | None = None,
-        num_draft_tokens: int = 4,
+        num_draft_tokens: int = 0,
         repetition_penalty: float = 1.0,
     ) -> None:
-        self.name = "transformers generate" if draft is None else "transformers assisted"
+        self.name = "transformers assisted" if num_draft_tokens else "transformers generate"
+        self._num_draft_tokens = num_draft_tokens
         self._target = target
         self._draft = draft
         self._repetition_penalty = repetition_penalty
-        if draft is not None:
-            draft.generation_config.num_assistant_tokens = num_draft_tokens
-            draft.generation_config.num_assistant_tokens_schedule = "constant"
-            draft.generation_config.assistant_confidence_threshold = 0.0
 
     def run(self, prompts: Prompts, num_tokens: int) -> ContenderRun:
-        batches = [prompts] if self._draft is None else [[prompt] for prompt in prompts]
+        if self._draft is not None:
+            self._draft.generation_config.num_assistant_tokens = self._num_draft_tokens
+            self._draft.generation_config.num_assistant_tokens_schedule = "constant"
+            self._draft.generation_config.assistant_confidence_threshold = 0.0
+        batches = [[prompt] for prompt in prompts] if self._num_draft_tokens else [prompts]
         began = time.perf_counter()
         outputs: list[list[int]] = []
         arrivals: list[list[float]] = []
@@ -77,6 +81,7 @@ class TransformersContender:
             min_new_tokens=num_tokens,
             max_new_tokens=num_tokens,
             assistant_model=self._draft,
+            prompt_lookup_num_tokens=None if self._draft is not None else self._num_draft_tokens or None,
             streamer=streamer,
         )
         token_ids: list[list[int]] = output[:, input_ids.shape[1] :].tolist()

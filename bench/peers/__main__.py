@@ -1,6 +1,6 @@
 """`make bench-peers`: install the peers, convert the pair for them, run all systems in turn, write docs/benchmarks.md.
 
-python -m bench.peers --peers outrider openvino --streams 1 8 --rounds 2 --tokens 48
+python -m bench.peers --peers outrider openvino --streams 1 8 --rounds 2 --tokens 48 --texts chats.jsonl
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,14 @@ import torch
 from tokenizers import Tokenizer
 
 from bench.contenders.contender import Prompts
-from bench.contenders.prompts import PROMPT_TOKENS, held_out_prompts
+from bench.contenders.prompts import PROMPT_TOKENS, held_out_prompts, recorded_prompts
 from bench.contenders.transformers_contender import load
 from bench.padded_pair import DEMO, padded_target
 from bench.peers.install import gguf_pair, install_llama_server, install_openvino, openvino_pair
 from bench.peers.libraries import TransformersSystem, openvino_system
 from bench.peers.page import Conditions, record_of, rows_of, write
 from bench.peers.servers import LlamaServerSystem, OutriderSystem
-from bench.peers.system import DraftingMode, ModelPair, Precision, Schedule, System, SystemLimits, run_rounds
+from bench.peers.system import ModelPair, Precision, Schedule, System, SystemLimits, run_rounds
 from models.published import smollm2
 
 
@@ -75,17 +77,38 @@ def main() -> None:
     systems = [system for peer in args.peers for system in PEERS[peer](pair, limits, args)]
     if args.install_only:
         return
-    prompts, reference = reference_texts(model.logits or pair.target, limits.max_streams, args.tokens)
-    results = run_rounds(systems, prompts, Schedule(args.streams, args.tokens, args.rounds, 60 * args.minutes))
-    conditions = Conditions(
-        pair.target.name, model.note, results.num_rounds, args.tokens, PROMPT_TOKENS, limits, load_before
+    logits = model.logits or pair.target
+    texts = {
+        name: reference_texts(logits, prompts, limits.max_streams, args.tokens)
+        for name, prompts in _texts(logits, args.texts, 3 * limits.max_streams // 2 + 1).items()
+    }
+    results = run_rounds(
+        systems,
+        {name: prompts for name, (prompts, _) in texts.items()},
+        Schedule(args.streams, args.tokens, args.search_tokens, args.rounds, 60 * args.minutes),
     )
-    rows = rows_of(results.measurements, reference)
+    command = " ".join(["python -m bench.peers", *sys.argv[1:]])
+    conditions = Conditions(
+        pair.target.name, model.note, results.num_rounds, args.tokens, PROMPT_TOKENS, limits, load_before, command
+    )
+    rows = rows_of(results.measurements, {name: answers for name, (_, answers) in texts.items()})
     write(args.out, model.record, record_of(rows, results, systems, conditions))
     print(f"{args.out / model.record}.json is written")
 
 
-def reference_texts(target: Path, num_prompts: int, num_tokens: int) -> tuple[Prompts, list[list[int]]]:
+def _texts(target: Path, files: Seq[Path], num_prompts: int) -> dict[str, Prompts]:
+    """Return prompts of code, of code that repeats itself, and of the texts in files."""
+    halves = held_out_prompts(target, num_prompts, PROMPT_TOKENS // 2)
+    texts = {
+        "held-out code": held_out_prompts(target, num_prompts),
+        "repeating code": [[*half, *half] for half in halves],
+    }
+    return texts | {file.name.split(".")[0]: recorded_prompts(target, file, num_prompts) for file in files}
+
+
+def reference_texts(
+    target: Path, candidates: Prompts, num_prompts: int, num_tokens: int
+) -> tuple[Prompts, list[list[int]]]:
     """Return distinct prompts, and Transformers' greedy tokens in float32 after each.
 
     A text that ends within `num_tokens` is left out, since engines differ in how they ignore an end. A text with more
@@ -93,7 +116,6 @@ def reference_texts(target: Path, num_prompts: int, num_tokens: int) -> tuple[Pr
 
     Raises SystemExit if too few prompts are left.
     """
-    candidates = held_out_prompts(target, num_prompts + num_prompts // 2 + 1)
     input_ids = torch.tensor(candidates)
     model = load(target, torch.float32)
     eos = model.generation_config.eos_token_id
@@ -126,7 +148,12 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="interleaved repetitions; the table quotes medians")
     parser.add_argument("--minutes", type=float, default=20.0, help="no further round begins that would end later")
     parser.add_argument("--threads", type=int, default=2, help="of every system")
-    parser.add_argument("--num-draft-tokens", type=int, default=4, help="K, of every system")
+    parser.add_argument("--draft-lengths", type=int, nargs="+", default=[2, 4, 8], help="each K of the search")
+    parser.add_argument("--search-tokens", type=int, default=24, help="tokens of a run of the search")
+    parser.add_argument(
+        "--texts", type=Path, nargs="+", default=[], help="JSON lines with turns or input: more prompts"
+    )
+    parser.add_argument("--no-ray", action="store_true", help="Outrider without Ray too")
     parser.add_argument("--deadline", type=float, default=600.0, help="seconds until a run fails")
     parser.add_argument("--fixture", type=Path, help="folder of the target model; built under .cache/bench if absent")
     parser.add_argument("--cache", type=Path, default=Path(".cache/peers"), help="environments, builds, conversions")
@@ -137,14 +164,18 @@ def _parse_args() -> argparse.Namespace:
 
 def _limits(args: argparse.Namespace) -> SystemLimits:
     """Return the limits, with room for drafts after the last token."""
-    context = PROMPT_TOKENS + args.tokens + args.num_draft_tokens + 1
-    return SystemLimits(args.threads, args.num_draft_tokens, max(args.streams), context, args.deadline)
+    context = PROMPT_TOKENS + args.tokens + max(args.draft_lengths) + 1
+    return SystemLimits(args.threads, tuple(args.draft_lengths), max(args.streams), context, args.deadline)
 
 
 def _outrider(pair: ModelPair, limits: SystemLimits, args: argparse.Namespace) -> list[System]:
     """Return our systems; bfloat16 twice, as fast as possible and deterministic."""
     logs = args.cache / "logs"
-    systems: list[System] = [OutriderSystem(pair, precision, limits, logs) for precision in args.precisions]
+    systems: list[System] = [
+        OutriderSystem(pair, precision, limits, logs, has_ray=has_ray)
+        for precision in args.precisions
+        for has_ray in ((True, False) if args.no_ray else (True,))
+    ]
     if Precision.BF16 in args.precisions and pair.draft is not None:
         systems.append(OutriderSystem(pair, Precision.BF16, limits, logs, is_deterministic=True))
     return systems
@@ -169,18 +200,15 @@ def _openvino(pair: ModelPair, limits: SystemLimits, args: argparse.Namespace) -
 def _llama_server(pair: ModelPair, limits: SystemLimits, args: argparse.Namespace) -> list[System]:
     llama = install_llama_server(args.cache)
     logs = args.cache / "logs"
-    bf16 = gguf_pair(llama, pair, args.cache)
-    systems: list[System] = [LlamaServerSystem(llama.server, bf16, mode, limits, logs) for mode in pair.modes]
+    pairs: dict[str, ModelPair] = {}
+    if not set(args.precisions) <= {Precision.INT8, Precision.INT4}:
+        pairs["bf16"] = gguf_pair(llama, pair, args.cache)
     if Precision.INT8 in args.precisions:
-        q8_0 = gguf_pair(llama, pair, args.cache, "q8_0")
-        systems.append(LlamaServerSystem(llama.server, q8_0, DraftingMode.PLAIN, limits, logs, weights="q8_0"))
+        pairs["q8_0"] = gguf_pair(llama, pair, args.cache, "q8_0")
     shipped = MODELS[args.model].gguf
     if Precision.INT4 in args.precisions and shipped is not None:
-        q4_1 = ModelPair(shipped(), None)
-        systems.append(
-            LlamaServerSystem(llama.server, q4_1, DraftingMode.PLAIN, limits, logs, weights="q4_1, as shipped")
-        )
-    return systems
+        pairs["q4_1, as shipped"] = ModelPair(shipped(), None)
+    return [LlamaServerSystem(llama.server, each, limits, logs, weights=kind) for kind, each in pairs.items()]
 
 
 def _transformers(pair: ModelPair, limits: SystemLimits, args: argparse.Namespace) -> list[System]:

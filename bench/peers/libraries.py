@@ -9,6 +9,7 @@ import json
 import signal
 import subprocess
 import threading
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import IO, Any
@@ -79,16 +80,15 @@ class Worker:
 
 
 class WorkerContender:
-    """One mode of a worker."""
+    """A worker with one setting of its generation."""
 
-    def __init__(self, name: str, worker: Worker, mode: DraftingMode) -> None:
+    def __init__(self, name: str, worker: Worker, setting: Mapping[str, int]) -> None:
         self.name = name
         self._worker = worker
-        self._mode = mode
+        self._setting = setting
 
     def run(self, prompts: Prompts, num_tokens: int) -> ContenderRun:
-        is_drafting = self._mode is DraftingMode.DRAFT
-        answer = self._worker.call({"prompts": prompts, "num_tokens": num_tokens, "is_drafting": is_drafting})
+        answer = self._worker.call({"prompts": prompts, "num_tokens": num_tokens, "setting": self._setting})
         return ContenderRun(answer["outputs"], answer["seconds"], arrivals=answer["arrivals"])
 
     def close(self) -> None:
@@ -96,19 +96,30 @@ class WorkerContender:
 
 
 class WorkerSystem:
-    """A system that is one worker."""
+    """A system that is one worker; `modes` has the settings to search in each mode."""
 
     def __init__(
-        self, name: str, settings: str, command: Seq[str], modes: Seq[DraftingMode], log: Path, deadline_s: float
+        self,
+        name: str,
+        settings: str,
+        command: Seq[str],
+        modes: Mapping[DraftingMode, Seq[Mapping[str, int]]],
+        log: Path,
+        deadline_s: float,
     ) -> None:
         self.name = name
         self.settings = settings
         self._command, self._modes, self._log, self._deadline_s = command, modes, log, deadline_s
         self._worker: Worker | None = None
 
-    def start(self) -> dict[DraftingMode, Contender]:
-        self._worker = Worker(self._command, self._log, self._deadline_s)
-        return {mode: WorkerContender(f"{self.name}, {mode}", self._worker, mode) for mode in self._modes}
+    def start(self) -> dict[DraftingMode, dict[str, Contender]]:
+        worker = self._worker = Worker(self._command, self._log, self._deadline_s)
+        return {
+            mode: {
+                json.dumps(setting): WorkerContender(f"{self.name}, {mode}", worker, setting) for setting in settings
+            }
+            for mode, settings in self._modes.items()
+        }
 
     def close(self) -> None:
         if self._worker is not None:
@@ -126,18 +137,22 @@ def openvino_system(
     hint = Precision.BF16 if precision.is_quantized else precision
     kv = "u8" if precision.is_quantized else precision
     command = [str(python), str(OPENVINO_WORKER), str(pair.target), "--threads", str(limits.num_threads)]
-    command += ["--num-draft-tokens", str(limits.num_draft_tokens), "--max-streams", str(limits.max_streams)]
-    command += ["--precision", hint, "--kv-precision", kv]
+    command += ["--max-streams", str(limits.max_streams), "--precision", hint, "--kv-precision", kv]
+    searched: list[dict[str, int]] = [{"num_assistant_tokens": length} for length in limits.draft_lengths]
+    if mode is DraftingMode.PLAIN:
+        searched = [{}]
+    if mode is DraftingMode.LOOKUP:
+        command += ["--prompt-lookup"]
+        searched = [{**each, "max_ngram_size": size} for each in searched for size in (1, 3)]
     if mode is DraftingMode.DRAFT:
         command += ["--draft", str(pair.draft)]
     settings = (
         f"ContinuousBatchingPipeline stepped by its own loop; INFERENCE_NUM_THREADS {limits.num_threads}, "
         f"INFERENCE_PRECISION_HINT {hint} and KV_CACHE_PRECISION {kv} for all models, prefix caching off, "
-        f"max_num_seqs {limits.max_streams}, dynamic split-fuse by default, num_assistant_tokens "
-        f"{limits.num_draft_tokens}"
+        f"max_num_seqs {limits.max_streams}, dynamic split-fuse by default"
     )
     log = logs / f"openvino-{precision}-{mode.name.lower()}.log"
-    return WorkerSystem(f"openvino {precision}", settings, command, [mode], log, limits.deadline_s)
+    return WorkerSystem(f"openvino {precision}", settings, command, {mode: searched}, log, limits.deadline_s)
 
 
 class TransformersSystem:
@@ -149,18 +164,21 @@ class TransformersSystem:
         self._pair, self._limits = pair, limits
         self.settings = (
             "`generate` over one static batch, and assisted generation of one prompt at a time, as it takes no more; "
-            f"torch threads {limits.num_threads}, num_assistant_tokens {limits.num_draft_tokens} (constant, no "
-            "confidence threshold), keys and values in bf16"
+            f"torch threads {limits.num_threads}, num_assistant_tokens constant, no confidence threshold, keys and "
+            "values in bf16"
         )
 
-    def start(self) -> dict[DraftingMode, Contender]:
+    def start(self) -> dict[DraftingMode, dict[str, Contender]]:
         torch.set_num_threads(self._limits.num_threads)
         target = load(self._pair.target)
-        contenders: dict[DraftingMode, Contender] = {DraftingMode.PLAIN: TransformersContender(target)}
-        if self._pair.draft is not None:
-            draft = load(self._pair.draft)
-            contenders[DraftingMode.DRAFT] = TransformersContender(target, draft, self._limits.num_draft_tokens)
-        return contenders
+        modes: dict[DraftingMode, dict[str, Contender]] = {DraftingMode.PLAIN: {"": TransformersContender(target)}}
+        for mode in self._pair.modes[1:]:
+            draft = load(self._pair.draft) if self._pair.draft and mode is DraftingMode.DRAFT else None
+            modes[mode] = {
+                f"num_assistant_tokens {length}": TransformersContender(target, draft, length)
+                for length in self._limits.draft_lengths
+            }
+        return modes
 
     def close(self) -> None:
         pass

@@ -26,7 +26,7 @@ def main() -> None:
     print(json.dumps({"version": openvino_genai.get_version()}), file=answers)
     for line in sys.stdin:
         request = json.loads(line)
-        config = _generation(request["num_tokens"], args.num_draft_tokens if args.draft else 0)
+        config = _generation(request["num_tokens"], request["setting"])
         print(json.dumps(_run(pipeline, request["prompts"], config)), file=answers)
 
 
@@ -37,7 +37,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--precision", choices=("bf16", "f32"), required=True)
     parser.add_argument("--kv-precision", choices=("bf16", "f32", "u8"), required=True)
     parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--num-draft-tokens", type=int, required=True)
+    parser.add_argument("--prompt-lookup", action="store_true")
     parser.add_argument("--max-streams", type=int, required=True)
     return parser.parse_args()
 
@@ -53,19 +53,21 @@ def _pipeline(args: argparse.Namespace) -> Any:
         "KV_CACHE_PRECISION": args.kv_precision,
     }
     extra = {}
+    if args.prompt_lookup:
+        extra["prompt_lookup"] = True
     if args.draft:
         extra["draft_model"] = openvino_genai.draft_model(args.draft, "CPU", scheduler_config=scheduler, **properties)
     tokenizer = openvino_genai.Tokenizer(args.target)
     return openvino_genai.ContinuousBatchingPipeline(args.target, tokenizer, scheduler, "CPU", **properties, **extra)
 
 
-def _generation(num_tokens: int, num_draft_tokens: int) -> Any:
+def _generation(num_tokens: int, setting: dict[str, int]) -> Any:
     config = openvino_genai.GenerationConfig()
     config.max_new_tokens = num_tokens
     config.ignore_eos = True
     config.do_sample = False
-    if num_draft_tokens:
-        config.num_assistant_tokens = num_draft_tokens
+    for name, value in setting.items():
+        setattr(config, name, value)
     return config
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import statistics
 import textwrap
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.contenders.contender import ContenderRun, equal_share
+from bench.contenders.contender import equal_share
 from bench.peers.install import LLAMA, OPENVINO, OPENVINO_EXPORT
 from bench.peers.system import DraftingMode, Measurement, RaceResults, System, SystemLimits
 
@@ -35,7 +36,7 @@ Percentiles = dict[str, float]  # p50 and p99, in milliseconds
 
 @dataclass(frozen=True, slots=True)
 class PeerRow:
-    """One system in one mode at one number of streams.
+    """One system in one mode on one kind of text at one number of streams, at the fastest of `num_tried` settings.
 
     `first_token` is from the start of the run, `between` from one arrival of tokens to the next of the same stream.
     `own_share` is the share of tokens equal to the system's own without the draft, `reference_share` to the reference.
@@ -43,7 +44,10 @@ class PeerRow:
 
     system: str
     mode: DraftingMode
+    text: str
     num_streams: int
+    setting: str
+    num_tried: int
     tokens_per_second: float
     lowest: float
     highest: float
@@ -64,12 +68,16 @@ class Conditions:
     num_prompt_tokens: int
     limits: SystemLimits
     load_before: float
+    command: str
 
     def lines(self) -> list[str]:
+        lengths = ", ".join(map(str, self.limits.draft_lengths))
         return [
-            f"Target: {self.target}, {self.note}. K = {self.limits.num_draft_tokens} for all.",
-            f"{self.num_prompt_tokens} prompt tokens from held-out files, {self.num_tokens} greedy tokens for each; "
-            f"rounds: {self.num_rounds}, each after a warm-up of every system.",
+            f"`{self.command}`. Target: {self.target}, {self.note}.",
+            f"Each system drafts at the fastest of its settings (K of {lengths}; kinds and lengths of n-grams), "
+            "searched once for each text and number of streams. The record has them.",
+            f"{self.num_prompt_tokens} prompt tokens, {self.num_tokens} greedy tokens for each; rounds: "
+            f"{self.num_rounds}, each after a warm-up of every system.",
             f"{self.limits.num_threads} threads; {_processor()}, {os.cpu_count()} cores; load average at "
             f"the start {self.load_before:.1f}.",
             f"torch {version('torch')}, transformers {version('transformers')}, ray {version('ray')}, {OPENVINO} "
@@ -77,27 +85,31 @@ class Conditions:
         ]
 
 
-def rows_of(measurements: Seq[Measurement], reference: Seq[Seq[int]]) -> list[PeerRow]:
-    """Return the rows by number of streams, then in the order of the systems' first runs."""
-    runs: dict[tuple[int, str, DraftingMode], list[ContenderRun]] = {}
+def rows_of(measurements: Seq[Measurement], references: Mapping[str, Seq[Seq[int]]]) -> list[PeerRow]:
+    """Return the rows by text and number of streams, then in the order of the systems' first runs."""
+    runs: dict[tuple[str, int, str, DraftingMode], list[Measurement]] = {}
     for each in measurements:
-        runs.setdefault((each.num_streams, each.system, each.mode), []).append(each.run)
+        runs.setdefault((each.text, each.num_streams, each.system, each.mode), []).append(each)
     rows = []
-    for (num_streams, system, mode), members in sorted(runs.items(), key=lambda item: item[0][0]):
-        plain = runs.get((num_streams, system, DraftingMode.PLAIN))
+    for (text, num_streams, system, mode), measured in sorted(runs.items(), key=lambda item: item[0][:2]):
+        members = [each.run for each in measured]
+        plain = runs.get((text, num_streams, system, DraftingMode.PLAIN))
         speeds = [run.tokens_per_second for run in members]
         arrivals = [times for run in members for times in run.arrivals or ()]
         row = PeerRow(
             system,
             mode,
+            text,
             num_streams,
+            measured[0].setting,
+            measured[0].num_tried,
             statistics.median(speeds),
             min(speeds),
             max(speeds),
             _percentiles([times[0] for times in arrivals]),
             _percentiles([gap for times in arrivals for gap in gaps(times)]),
-            equal_share(members[0].outputs, plain[0].outputs) if plain and mode is DraftingMode.DRAFT else None,
-            equal_share(members[0].outputs, reference[:num_streams]),
+            equal_share(members[0].outputs, plain[0].run.outputs) if plain and mode is not DraftingMode.PLAIN else None,
+            equal_share(members[0].outputs, references[text][:num_streams]),
         )
         rows.append(row)
     return rows
@@ -141,10 +153,29 @@ def with_part(page: str, name: str, record: Record) -> str:
 
 def part(record: Record) -> str:
     """Return the table and the conditions of a record as Markdown, list items wrapped at 120 columns."""
-    lines = [f"- {line}" for line in record["conditions"]]
+    rows = record["rows"]
+    lines = [f"- {line}" for line in (*record["conditions"], *_caveats(rows))]
     lines += [f"- Not measured to the end: {system}: {reason}" for system, reason in record["failures"].items()]
     fill = partial(textwrap.fill, width=120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return f"{_table(record['rows'])}\n" + "".join(f"{fill(line)}\n" for line in lines)
+    tables = [
+        f"{text}:\n\n{_table([row for row in rows if row['text'] == text])}"
+        for text in dict.fromkeys(row["text"] for row in rows)
+    ]
+    return "\n".join(tables) + "\n" + "".join(f"{fill(line)}\n" for line in lines)
+
+
+def _caveats(rows: Seq[Record]) -> list[str]:
+    """Return sentences on the rows that are not best against best."""
+    drafting = {row["system"] for row in rows if row["mode"] != DraftingMode.PLAIN}
+    plain = [system for system in dict.fromkeys(row["system"] for row in rows) if system not in drafting]
+    fixed = dict.fromkeys(
+        f"{row['system']} {row['mode']}" for row in rows if row["mode"] != DraftingMode.PLAIN and row["num_tried"] == 1
+    )
+    sentences = {
+        "ran without drafts, which they have": plain if drafting else [],
+        "ran with one setting; the best was not searched": fixed,
+    }
+    return [f"Not best against best: {', '.join(names)} {sentence}." for sentence, names in sentences.items() if names]
 
 
 def _table(rows: Seq[Record]) -> str:

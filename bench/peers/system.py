@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -12,12 +13,14 @@ from typing import Protocol
 from bench.contenders.contender import Contender, ContenderRun, Prompts
 
 WARM_UP_TOKENS = 8
+Texts = Mapping[str, Prompts]  # prompts by the kind of their text
 
 
 class DraftingMode(StrEnum):
-    """Plain decoding, or with the draft model."""
+    """Plain decoding, with drafts looked up in the text so far, or with those of a model."""
 
     PLAIN = "plain"
+    LOOKUP = "with lookup"
     DRAFT = "with draft"
 
 
@@ -43,16 +46,19 @@ class ModelPair:
 
     @property
     def modes(self) -> list[DraftingMode]:
-        """The modes of a system that needs a draft model."""
-        return list(DraftingMode) if self.draft else [DraftingMode.PLAIN]
+        """The modes of a system that needs a draft model for `DRAFT`."""
+        return [mode for mode in DraftingMode if self.draft or mode is not DraftingMode.DRAFT]
 
 
 @dataclass(frozen=True, slots=True)
 class SystemLimits:
-    """The limits of all systems; a run that takes longer than `deadline_s` fails."""
+    """The limits of all systems; a run that takes longer than `deadline_s` fails.
+
+    The search for each system's best setting tries every K of `draft_lengths`.
+    """
 
     num_threads: int
-    num_draft_tokens: int
+    draft_lengths: tuple[int, ...]
     max_streams: int
     max_context: int
     deadline_s: float
@@ -67,8 +73,12 @@ class System(Protocol):
     name: str
     settings: str
 
-    def start(self) -> dict[DraftingMode, Contender]:
-        """Start the processes, and return when they are ready. Raises RuntimeError if they do not get ready."""
+    def start(self) -> dict[DraftingMode, dict[str, Contender]]:
+        """Start the processes; return the contenders of each mode by their setting.
+
+        Raises:
+            RuntimeError: they do not get ready.
+        """
 
     def close(self) -> None:
         """End the processes; may be called twice, and before `start`."""
@@ -76,11 +86,14 @@ class System(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One run of a system."""
+    """One run of a system; `setting` is the fastest of `num_tried`."""
 
     system: str
     mode: DraftingMode
+    text: str
     num_streams: int
+    setting: str
+    num_tried: int
     run: ContenderRun
 
 
@@ -89,6 +102,7 @@ class RaceResults:
     """All runs, and by system the reason for its absence from later rounds."""
 
     measurements: list[Measurement] = field(default_factory=list)
+    best: dict[tuple[str, DraftingMode, str, int], str] = field(default_factory=dict)  # settings, searched once
     failures: dict[str, str] = field(default_factory=dict)
     num_rounds: int = 0
 
@@ -102,11 +116,12 @@ class Schedule:
 
     streams: Seq[int]
     num_tokens: int
+    num_search_tokens: int
     num_rounds: int
     max_s: float
 
 
-def run_rounds(systems: Seq[System], prompts: Prompts, schedule: Schedule) -> RaceResults:
+def run_rounds(systems: Seq[System], texts: Texts, schedule: Schedule) -> RaceResults:
     """Run the rounds; a system that fails is left out of later rounds."""
     results = RaceResults()
     began_s = time.monotonic()
@@ -114,7 +129,7 @@ def run_rounds(systems: Seq[System], prompts: Prompts, schedule: Schedule) -> Ra
         round_began_s = time.monotonic()
         for system in systems:
             if system.name not in results.failures:
-                _attempt(system, prompts, schedule, results)
+                _attempt(system, texts, schedule, results)
         results.num_rounds += 1
         now_s = time.monotonic()
         if now_s - began_s + (now_s - round_began_s) > schedule.max_s:
@@ -122,26 +137,47 @@ def run_rounds(systems: Seq[System], prompts: Prompts, schedule: Schedule) -> Ra
     return results
 
 
-def _attempt(system: System, prompts: Prompts, schedule: Schedule, results: RaceResults) -> None:
+def _attempt(system: System, texts: Texts, schedule: Schedule, results: RaceResults) -> None:
     try:
         try:
-            _measure(system, prompts, schedule, results)
+            _measure(system, texts, schedule, results)
         finally:
             system.close()
     except Exception as error:  # any failure of one peer is a line of the page, and the others go on
         results.failures[system.name] = f"{type(error).__name__}: {error}"
 
 
-def _measure(system: System, prompts: Prompts, schedule: Schedule, results: RaceResults) -> None:
-    contenders = system.start()
-    for contender in contenders.values():
-        for num_streams in {1, max(schedule.streams)}:
-            contender.run(prompts[:num_streams], WARM_UP_TOKENS)
-    for num_streams in schedule.streams:
-        for mode, contender in contenders.items():
-            run = contender.run(prompts[:num_streams], schedule.num_tokens)
-            lengths = [len(output) for output in run.outputs]
-            if lengths != [schedule.num_tokens] * num_streams:
-                raise RuntimeError(f"{num_streams} answers of {schedule.num_tokens} tokens have the lengths {lengths}")
-            results.measurements.append(Measurement(system.name, mode, num_streams, run))
-            print(f"  {system.name}, {mode}, {num_streams} streams: {run.tokens_per_second:.1f} tokens/s", flush=True)
+def _measure(system: System, texts: Texts, schedule: Schedule, results: RaceResults) -> None:
+    modes = system.start()
+    for text, prompts in texts.items():
+        for num_streams in schedule.streams:
+            for mode, contenders in modes.items():
+                chosen = prompts[:num_streams]
+                place = (system.name, mode, text, num_streams)
+                if place not in results.best:
+                    results.best[place] = _fastest(contenders, chosen, schedule.num_search_tokens)
+                setting = results.best[place]
+                run = _run(contenders[setting], chosen, schedule.num_tokens)
+                lengths = [len(output) for output in run.outputs]
+                if lengths != [schedule.num_tokens] * num_streams:
+                    raise RuntimeError(
+                        f"{num_streams} answers of {schedule.num_tokens} tokens have the lengths {lengths}"
+                    )
+                results.measurements.append(Measurement(*place, setting, len(contenders), run))
+                speed = f"{run.tokens_per_second:.1f} tokens/s, {setting}"
+                print(f"  {system.name}, {mode}, {text}, {num_streams} streams: {speed}", flush=True)
+
+
+def _fastest(contenders: Mapping[str, Contender], prompts: Prompts, num_tokens: int) -> str:
+    """Return the setting with the most tokens per second."""
+    if len(contenders) == 1:
+        return next(iter(contenders))
+    return max(contenders, key=lambda setting: _run(contenders[setting], prompts, num_tokens).tokens_per_second)
+
+
+def _run(contender: Contender, prompts: Prompts, num_tokens: int) -> ContenderRun:
+    """Warm up and run; what a contender may have learned from the texts is forgotten afterwards."""
+    contender.run(prompts, WARM_UP_TOKENS)
+    run = contender.run(prompts, num_tokens)
+    contender.close()
+    return run

@@ -84,9 +84,9 @@ class ServedApplication:
 class ServedPairSettings:
     """The settings of a benchmark's deployment.
 
-    With a draft model K is fixed, as for its contenders. Without one the target's own weights in int4 draft, or
-    suffixes if the weights are int4 already; K is then adaptive, the default. `num_threads` None leaves threads to the
-    placement.
+    Without a draft model the target's own weights in int4 draft, or suffixes if the weights are int4 already.
+    `is_adaptive` None means a fixed K with a draft model, else an adaptive one. `num_threads` None leaves threads to
+    the placement.
     """
 
     target: Path
@@ -98,6 +98,7 @@ class ServedPairSettings:
     quantization: str = "none"
     max_stall_passes: float | None = SchedulerConfig().max_stall_passes
     kv_dtype: str = "auto"
+    is_adaptive: bool | None = None
 
     @property
     def draft_kind(self) -> str:
@@ -119,7 +120,7 @@ class ServedPairSettings:
         args["draft"] = {"kind": self.draft_kind}
         if self.draft is not None:
             args["draft"] |= {"path": str(self.draft.resolve()), "dtype": self.dtype}
-        is_adaptive = self.draft is None
+        is_adaptive = self.draft is None if self.is_adaptive is None else self.is_adaptive
         speculation = {"num_tokens": self.num_draft_tokens, "mode": "sync", "adaptive": is_adaptive}
         args["speculation"] = {**args.get("speculation", {}), **speculation}
         args["scheduler"]["max_stall_passes"] = self.max_stall_passes
@@ -127,7 +128,10 @@ class ServedPairSettings:
 
 
 def start_served(
-    path: Path, change: Callable[[DeployArgs], object], source: Path = Path("deploy.yaml")
+    path: Path,
+    change: Callable[[DeployArgs], object],
+    source: Path = Path("deploy.yaml"),
+    options: Sequence[str] = (),
 ) -> ServedApplication:
     """Write `source`, with changed args and the ports of benchmarks, to `path`, and start to serve it.
 
@@ -138,7 +142,7 @@ def start_served(
     change(deploy["applications"][0]["args"])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(deploy, sort_keys=False), encoding="utf-8")
-    return ServedApplication(path, f"http://127.0.0.1:{HTTP_PORT}")
+    return ServedApplication(path, f"http://127.0.0.1:{HTTP_PORT}", options=options)
 
 
 def served_on(folder: Path, pair: ServedPairSettings, stack: ExitStack) -> str:

@@ -118,7 +118,7 @@ def _measure(case: Case, args: argparse.Namespace) -> Iterator[tuple[int, Latenc
     path = CACHE / f"latency-{case.model}-{case.threads}.yaml"
     with closing(start_served(path, case.change, source)) as application:
         application.wait_until_ready()
-        contender = HttpContender(BASE_URL, MODEL_ID, is_speculating=True)
+        contender = HttpContender(BASE_URL, MODEL_ID, {"enabled": True})
         contender.run(prompts, _WARM_UP_TOKENS)
         for num_clients in args.clients:
             yield num_clients, Latency.of(contender.run(prompts[:num_clients], args.tokens))

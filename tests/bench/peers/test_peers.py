@@ -16,7 +16,7 @@ from bench.peers.system import DraftingMode, RaceResults, Schedule, SystemLimits
 
 PROMPTS = [[1, 2], [3, 4]]
 NUM_TOKENS = 4
-LIMITS = SystemLimits(num_threads=2, num_draft_tokens=4, max_streams=2, max_context=16, deadline_s=60.0)
+LIMITS = SystemLimits(num_threads=2, draft_lengths=(2, 4), max_streams=2, max_context=16, deadline_s=60.0)
 ECHO = """
 import json, sys
 print(json.dumps({}), flush=True)
@@ -31,9 +31,9 @@ for line in sys.stdin:
 class CountingContender:
     """Repeats the first token of each prompt; its draft, when it has one, changes the last token."""
 
-    def __init__(self, name: str, mode: DraftingMode, num_returned: int | None) -> None:
+    def __init__(self, name: str, mode: DraftingMode, num_returned: int | None, seconds: float = 0.5) -> None:
         self.name = name
-        self._mode, self._num_returned = mode, num_returned
+        self._mode, self._num_returned, self._seconds = mode, num_returned, seconds
 
     def run(self, prompts: Prompts, num_tokens: int) -> ContenderRun:
         length = num_tokens if self._num_returned is None else self._num_returned
@@ -41,7 +41,7 @@ class CountingContender:
         if self._mode is DraftingMode.DRAFT:
             outputs = [[*output[:-1], 99] for output in outputs]
         arrivals = [[0.1 * (index + 1) for index in range(length)] for _ in prompts]
-        return ContenderRun(outputs, 0.5, arrivals=arrivals)
+        return ContenderRun(outputs, self._seconds, arrivals=arrivals)
 
     def close(self) -> None:
         pass
@@ -55,27 +55,37 @@ class CountingSystem:
         self.num_starts = self.num_closes = 0
         self._num_returned = num_returned
 
-    def start(self) -> dict[DraftingMode, Contender]:
+    def start(self) -> dict[DraftingMode, dict[str, Contender]]:
         self.num_starts += 1
-        return {mode: CountingContender(self.name, mode, self._num_returned) for mode in DraftingMode}
+        modes: dict[DraftingMode, dict[str, Contender]] = {
+            mode: {"the only one": CountingContender(self.name, mode, self._num_returned)} for mode in DraftingMode
+        }
+        modes[DraftingMode.LOOKUP] |= {"fast": CountingContender(self.name, DraftingMode.LOOKUP, None, 0.25)}
+        return modes
 
     def close(self) -> None:
         self.num_closes += 1
 
 
 def held(*systems: CountingSystem, num_rounds: int = 2, max_s: float = 60.0) -> RaceResults:
-    return run_rounds(systems, PROMPTS, Schedule((1, 2), NUM_TOKENS, num_rounds, max_s))
+    return run_rounds(systems, {"toy text": PROMPTS}, Schedule((1, 2), NUM_TOKENS, NUM_TOKENS, num_rounds, max_s))
 
 
-REFERENCE = [[1] * NUM_TOKENS, [3, 3, 7, 7]]
+REFERENCE = {"toy text": [[1] * NUM_TOKENS, [3, 3, 7, 7]]}
 
 
-def test_each_round_measures_every_system_in_both_modes_at_every_number_of_streams() -> None:
+def test_each_round_measures_every_system_in_all_modes_at_every_number_of_streams() -> None:
     system = CountingSystem()
     outcome = held(system)
     keys = [(m.num_streams, m.mode) for m in outcome.measurements]
     assert sorted(keys) == sorted([(n, mode) for n in (1, 2) for mode in DraftingMode] * 2)
     assert (system.num_starts, system.num_closes, outcome.num_rounds) == (2, 2, 2)
+
+
+def test_each_system_runs_at_the_fastest_of_its_settings() -> None:
+    rows = {row.mode: row for row in rows_of(held(CountingSystem()).measurements, REFERENCE) if row.num_streams == 1}
+    assert (rows[DraftingMode.LOOKUP].setting, rows[DraftingMode.LOOKUP].num_tried) == ("fast", 2)
+    assert rows[DraftingMode.LOOKUP].tokens_per_second == NUM_TOKENS / 0.25
 
 
 def test_a_round_that_would_end_too_late_does_not_begin() -> None:
@@ -113,12 +123,16 @@ def test_shared_counts_positions() -> None:
 def test_the_page_never_rounds_a_share_up_to_all() -> None:
     outcome = held(CountingSystem())
     outcome.failures["absent bf16"] = "RuntimeError: it would not start"
-    conditions = Conditions("padded", "of a toy", outcome.num_rounds, NUM_TOKENS, 2, LIMITS, 0.1)
+    conditions = Conditions(
+        "padded", "of a toy", outcome.num_rounds, NUM_TOKENS, 2, LIMITS, 0.1, "python -m bench.peers"
+    )
     record = json.loads(
         json.dumps(record_of(rows_of(outcome.measurements, REFERENCE), outcome, [CountingSystem()], conditions))
     )
     text = part(record)
-    assert "| counting bf16 | with draft | **8.0** (100) | **16.0** (100) | 75% | 62.5% |" in text
+    assert "| counting bf16 | with draft | 8.0 (100) | 16.0 (100) | 75% | 62.5% |" in text
+    assert "| counting bf16 | with lookup | **16.0** (100) | **32.0** (100) | 100% | 75% |" in text
+    assert "- Not best against best: counting bf16 with draft ran with one setting; the best was not searched." in text
     assert "- Not measured to the end: absent bf16: RuntimeError: it would not start" in text
     assert record["settings"] == [["counting bf16", "nothing to set"]]
 
@@ -132,10 +146,11 @@ def test_the_page_of_figures_is_that_of_the_records(name: str) -> None:
 
 def test_a_worker_answers_line_by_line_and_is_gone_afterwards(tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-c", ECHO]
-    system = WorkerSystem("echo bf16", "", command, list(DraftingMode), tmp_path / "logs" / "echo.log", 60.0)
+    modes: dict[DraftingMode, list[dict[str, int]]] = {DraftingMode.PLAIN: [{}]}
+    system = WorkerSystem("echo bf16", "", command, modes, tmp_path / "logs" / "echo.log", 60.0)
     try:
         contenders = system.start()
-        run = contenders[DraftingMode.PLAIN].run(PROMPTS, 3)
+        run = contenders[DraftingMode.PLAIN]["{}"].run(PROMPTS, 3)
     finally:
         system.close()
         system.close()
