@@ -151,9 +151,9 @@ class Server:
         """Alternatives to ask for with draws: some more than there are cells."""
         return min(self.num_top, NUM_CELLS + 2)
 
-    def body(self, prompt: str | Sequence[int], **fields: Any) -> Body:
+    def body(self, prompt: str | Sequence[int], *, is_chat: bool | None = None, **fields: Any) -> Body:
         """Return a request's body: neutral sampling, a seed of its own, and `fields`, where None removes one."""
-        if self.is_chat:
+        if self.is_chat if is_chat is None else is_chat:
             body: Body = {"messages": [{"role": "user", "content": prompt}]}
             if fields.get("logprobs"):
                 fields |= {"logprobs": True, "top_logprobs": fields["logprobs"]}

@@ -189,28 +189,19 @@ async def _validate(audit: Audit, trial: Trial, fields: Any, texts: Any) -> None
 
 async def _ask_formats(server: Server, fields: Body) -> Sequence[Answer]:
     """Ask in a chat, or as a text where there is no chat."""
-    body = _chat_body(server, "Describe a toy as JSON.") | fields
-    body |= {"max_tokens": _FORMAT_TOKENS, "n": min(_FORMAT_CHOICES, server.max_choices)}
-    for number in (body["n"], 1):
+    number = min(_FORMAT_CHOICES, server.max_choices)
+    ways = [(CHAT, number), (CHAT, 1)]
+    if not (server.is_chat or "tools" in fields):
+        ways.append((COMPLETIONS, number))
+    refusals = []
+    for path, n in ways:
+        asked = {**fields, "max_tokens": _FORMAT_TOKENS, "n": n, "is_chat": path == CHAT}
+        bodies = [server.body("Describe a toy as JSON: ", **asked) for _ in range(server.width)]
         try:
-            return await all_of(server.post(CHAT, body | {"n": number} | _seed(server)) for _ in range(server.width))
+            return await all_of(server.post(path, body) for body in bodies)
         except RefusedError as refused:
-            error = refused
-    if server.is_chat or "tools" in fields:
-        raise error
-    text = server.body("A toy as JSON: ") | fields | {"max_tokens": _FORMAT_TOKENS, "n": body["n"]}
-    return await all_of(server.post(COMPLETIONS, text | _seed(server)) for _ in range(server.width))
-
-
-def _chat_body(server: Server, content: str) -> Body:
-    """Return a chat's body with neutral sampling."""
-    body = server.body("")
-    body.pop("prompt", None)
-    return body | {"messages": [{"role": "user", "content": content}]}
-
-
-def _seed(server: Server) -> Body:
-    return {"seed": next(server.seeds)} if server.has_seed else {}
+            refusals.append(refused)
+    raise refusals[-1]
 
 
 def _is_valid(text: str, schema: Mapping[str, Any]) -> bool:
