@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from bench.contenders.contender import Contender, ContenderRun, Prompts, equal_share
+from bench.peers import servers
 from bench.peers.install import _convert_once
 from bench.peers.libraries import Worker, WorkerSystem
 from bench.peers.page import DOCS, PAGE, RECORDS, Conditions, gaps, part, record_of, rows_of, with_part
-from bench.peers.system import DraftingMode, RaceResults, Schedule, SystemLimits, run_rounds
+from bench.peers.system import DraftingMode, ModelPair, RaceResults, Schedule, SystemLimits, run_rounds
+from cluster.local.ports import free_port
 
 PROMPTS = [[1, 2], [3, 4]]
 NUM_TOKENS = 4
@@ -142,6 +144,52 @@ def test_the_page_of_figures_is_that_of_the_records(name: str) -> None:
     text = (DOCS / PAGE).read_text(encoding="utf-8")
     record = json.loads((DOCS / f"{name}.json").read_text(encoding="utf-8"))
     assert with_part(text, name, record) == text, "run python -m bench.peers.page"
+
+
+LLAMA = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.do_GET()
+        for _ in range(body["n_predict"]):
+            self.wfile.write(b"data: " + json.dumps({"tokens": [len(sys.argv)]}).encode() + b"\\n\\n")
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def test_llama_server_runs_plain_with_each_lookup_and_with_the_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each setting has a process of its own; the stub answers with the number of its arguments."""
+    monkeypatch.setattr(servers, "PORT", free_port())
+    program = tmp_path / "llama-server"
+    program.write_text(f"#!{sys.executable} -S\n{LLAMA}")
+    program.chmod(0o755)
+    pair = ModelPair(tmp_path / "target.gguf", tmp_path / "draft.gguf")
+    system = servers.LlamaServerSystem(program, pair, LIMITS, tmp_path)
+    modes = system.start()
+    try:
+        tokens = {mode: each[max(each)].run(PROMPTS[:1], NUM_TOKENS).outputs[0] for mode, each in modes.items()}
+    finally:
+        system.close()
+    assert list(modes[DraftingMode.PLAIN]) == ["plain"]
+    assert (
+        "--spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 4"
+        in modes[DraftingMode.LOOKUP]
+    )
+    assert "--spec-type ngram-cache" in modes[DraftingMode.LOOKUP]
+    assert [setting.split()[-2:] for setting in modes[DraftingMode.DRAFT]] == [
+        ["--spec-draft-n-max", "2"],
+        ["--spec-draft-n-max", "4"],
+    ]
+    (plain,), (draft,) = set(tokens[DraftingMode.PLAIN]), set(tokens[DraftingMode.DRAFT])
+    assert len(tokens[DraftingMode.PLAIN]) == NUM_TOKENS
+    assert draft == plain + 10
 
 
 def test_a_worker_answers_line_by_line_and_is_gone_afterwards(tmp_path: Path) -> None:
