@@ -17,7 +17,7 @@ Texts = Mapping[str, Prompts]  # prompts by the kind of their text
 
 
 class DraftingMode(StrEnum):
-    """Plain decoding, with drafts looked up in the text so far, or with those of a model."""
+    """Plain decoding, with drafts looked up in the text so far, or with a draft model."""
 
     PLAIN = "plain"
     LOOKUP = "with lookup"
@@ -176,7 +176,7 @@ def _fastest(contenders: Mapping[str, Contender], prompts: Prompts, num_tokens: 
 
 
 def _run(contender: Contender, prompts: Prompts, num_tokens: int) -> ContenderRun:
-    """Warm up and run; what a contender may have learned from the texts is forgotten afterwards."""
+    """Warm up and run; a contender forgets afterwards all that it has learned from the texts."""
     contender.run(prompts, WARM_UP_TOKENS)
     run = contender.run(prompts, num_tokens)
     contender.close()
