@@ -111,6 +111,6 @@ class Trial:
         return self._best >= self._log_threshold
 
     def is_enough(self, part: Evidence | None = None) -> bool:
-        """True if a fault is found, or would have been with the stated power: that of one part, or of each."""
+        """True if a fault is found, or would have been with the stated power, in one part or in each."""
         parts = self._planned if part is None else [part]
         return self.is_found() or all(each.is_enough(self.part_threshold) for each in parts)

@@ -1,7 +1,7 @@
 """Repeated audits of the toy server: how often each fault is found, and how often a server without one is accused.
 
 python -m tests.cluster.cli.audit.repeats 200                  whole audits without a fault
-python -m tests.cluster.cli.audit.repeats 20 "shared noise"    the check of a fault; `every` stands for all faults
+python -m tests.cluster.cli.audit.repeats 20 "shared noise"    the check of a fault; `every` means all faults
 """
 
 from __future__ import annotations
