@@ -160,7 +160,7 @@ def _deployed(folder: Path, *, has_keys: bool) -> tuple[Face, Path]:
     deploy["http_options"]["port"], grpc_options["port"] = face.http_port, face.grpc_port
     if has_keys:
         keys.write_text(keys_text((*TENANTS, _BYSTANDER)))
-        args["ingress"] = {**args.get("ingress", {}), "api_keys_file": str(keys.resolve()), "vllm_grpc": True}
+        args["ingress"] = {**args.get("ingress", {}), "api_keys_file": str(keys.resolve())}
         args["ingress"].pop("open_admin", None)
         grpc_options["grpc_servicer_functions"].append(VLLM_SERVICER_FUNCTION)
     path.write_text(yaml.safe_dump(deploy, sort_keys=False))
