@@ -103,28 +103,11 @@ def test_the_trainer_that_answers_alarms_knows_the_log_and_the_target(model: str
     assert auto_tune.command[7:] == ("--minutes", "10", "--fresh", "20000")
 
 
-def test_limits_reach_the_engine(model: str):
-    args = {
-        "model_id": "m",
-        "target": {"path": model, "dtype": "float32", "num_threads": 3},
-        "draft": {"kind": "model", "path": model, "num_threads": 1},
-        "speculation": {"num_tokens": 6, "verify": "rejection", "max_num_tokens": 9},
-        "cache": {"block_size": 32, "memory_gib": 2},
-        "scheduler": {"max_num_sequences": 8, "max_tokens_per_step": 512, "max_model_len": 100},
-        "pair": {"max_queued_requests": 5},
-    }
-    _, pair = deployments(args)
-    settings = settings_of(pair)
-    engine = settings.engine
-    assert (engine.model.dtype, engine.model.num_threads) == ("float32", 3)
-    speculation = engine.speculation
-    assert (speculation.num_tokens, speculation.verify, speculation.free_draft_limit) == (6, "rejection", 9)
-    assert (engine.cache.block_size, engine.cache.memory_bytes) == (32, 2 << 30)
-    assert (engine.scheduler.max_tokens_per_step, engine.scheduler.max_model_len) == (512, 100)
-    assert settings.max_requests == 13
+def test_calls_that_must_get_through_have_room_above_the_limit_of_requests(model: str):
+    args = {"scheduler": {"max_num_sequences": 8}, "pair": {"max_queued_requests": 5}}
+    _, pair = deployments({"model_id": "m", "target": {"path": model}, **args})
+    assert settings_of(pair).max_requests == 13
     assert pair._deployment_config.max_ongoing_requests > 13
-    assert settings.draft.cache is not None
-    assert settings.draft.cache.memory_bytes == 1 << 29
 
 
 @pytest.mark.parametrize(("kind", "is_in_prefill"), [("mtp", True), ("medusa", False), ("dflash", True)])
@@ -197,28 +180,9 @@ def test_what_computes_gives_way_to_what_answers_and_prompts_to_tokens(model: st
     assert 0 < settings_of(pair).niceness < prefill.niceness
 
 
-def test_prefill_replicas_have_the_engine_of_the_pairs_in_smaller_steps(model: str):
-    args = {
-        "model_id": "m",
-        "target": {"path": model, "dtype": "float32"},
-        "cache": {"memory_gib": 2},
-        "scheduler": {"max_tokens_per_step": 1024, "max_model_len": 100},
-        "prefill": {
-            "autoscaling": {"max_replicas": 2},
-            "min_remote_prefill_tokens": 300,
-            "kv_transport": "object_store",
-        },
-    }
+def test_prefill_replicas_are_a_deployment_of_their_own(model: str):
+    args = {"model_id": "m", "target": {"path": model}, "prefill": {"autoscaling": {"max_replicas": 2}}}
     _, pair = deployments(args)
     prefill = pair.init_args[-1]._bound_deployment
-    settings: PrefillSettings = prefill.init_args[0]
     assert prefill.name == "Prefill"
     assert prefill._deployment_config.autoscaling_config.max_replicas == 2
-    assert settings.engine.model.path == settings_of(pair).engine.model.path
-    assert settings.engine.model.num_threads == 1
-    assert settings.engine.cache.memory_bytes == 2 << 30
-    assert settings.engine.scheduler.max_tokens_per_step == 512
-    assert settings.engine.scheduler.max_model_len == 100
-    assert settings.kv_transport == settings_of(pair).kv_transport == "object_store"
-    assert settings_of(pair).engine.scheduler.max_tokens_per_step == 1024
-    assert settings_of(pair).engine.min_remote_prefill_tokens == 300

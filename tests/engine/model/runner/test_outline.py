@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import DeepseekV3Config, GptOssConfig, LongcatFlashConfig, MixtralConfig, PreTrainedConfig
 
 from engine.config import CacheConfig, HeadConfig, HeadKind, ModelConfig
 from engine.model.runner.outline import check_outline
@@ -20,7 +21,7 @@ from tests.engine.fixtures.block_heads import (
     write_peagle,
 )
 from tests.engine.fixtures.checkpoints import write_checkpoint
-from tests.engine.fixtures.families import REFUSED, SERVED, write_family
+from tests.engine.fixtures.families import LATENT, PLAIN, REFUSED, SERVED, write_family
 from tests.engine.fixtures.hybrids import HYBRIDS
 
 CACHE = CacheConfig(16, num_blocks=8, memory_bytes=None)
@@ -48,6 +49,26 @@ def test_a_family_that_is_served_passes(family: str, tmp_path: Path):
 def test_a_family_that_is_refused_is_refused_without_its_numbers(family: str, tmp_path: Path):
     write_family(tmp_path, REFUSED[family]())
     with pytest.raises(ConfigError, match="cannot be served"):
+        check_outline(ModelConfig(str(tmp_path)), CACHE)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        lambda: LongcatFlashConfig(**PLAIN, num_layers=2, n_routed_experts=4, ffn_hidden_size=64, head_dim=32),
+        lambda: MixtralConfig(**PLAIN, num_local_experts=4, num_experts_per_tok=5),
+        lambda: GptOssConfig(**PLAIN, head_dim=8, num_local_experts=4, num_experts_per_tok=6),
+        lambda: DeepseekV3Config(**{**PLAIN, **LATENT, "topk_group": 3}),
+        lambda: DeepseekV3Config(**{**PLAIN, **LATENT, "n_group": 3}),
+    ],
+    ids=["rotated width", "mixtral's experts", "gpt-oss' experts", "groups of a token", "groups of experts"],
+)
+def test_a_configuration_whose_forward_fails_is_refused_without_its_numbers(
+    config: Callable[[], PreTrainedConfig], tmp_path: Path
+):
+    """Its tensors have the shapes that it asks for, so only a forward shows it."""
+    write_family(tmp_path, config())
+    with pytest.raises(ConfigError, match="its modules fail, RuntimeError"):
         check_outline(ModelConfig(str(tmp_path)), CACHE)
 
 
