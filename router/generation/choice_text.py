@@ -139,6 +139,11 @@ class ChoiceText:
         )
 
     @property
+    def thinks_once(self) -> bool:
+        """True if no thought can follow a text: only messages on channels have more than one."""
+        return not isinstance(self._thoughts, HarmonyReader)
+
+    @property
     def _num_thought(self) -> int:
         return self._thoughts.num_tokens if self._thoughts else 0
 

@@ -52,6 +52,11 @@ class Gain:
     thought: str = ""
     calls: tuple[ToolCallDelta, ...] = ()
 
+    @property
+    def parts(self) -> list[int]:
+        """The parts that it has, by their place in a delta."""
+        return [place for place, part in enumerate((self.thought, self.text, self.calls)) if part]
+
 
 class DeltaReader(Protocol):
     """Splits one choice's text into content, thoughts and calls."""
@@ -62,14 +67,17 @@ class DeltaReader(Protocol):
 
 
 def told_apart(delta: Delta, gains: Iterable[Gain], finish_reason: FinishReason | None) -> list[Delta]:
-    """Return the delta with these parts for its text: one delta, and a further one for text that follows a call.
+    """Return the delta with these parts for its text: a delta for each run of thought, text and calls in this order.
 
     The tokens are the first one's, the finish reason is the last one's.
     """
     runs: list[list[Gain]] = [[]]
+    last = 0
     for gain in gains:
-        if (gain.text or gain.thought) and any(earlier.calls for earlier in runs[-1]):
-            runs.append([])
+        if gain.parts:
+            if gain.parts[0] < last:
+                runs.append([])
+            last = gain.parts[-1]
         runs[-1].append(gain)
     deltas = [Delta(delta.index, **_sums(run)) for run in runs]
     deltas[0] = replace(
@@ -141,6 +149,18 @@ def _with_tokens(piece: Delta, whole: Delta, place: slice) -> Delta:
         text_offsets=whole.text_offsets[place],
         sources=whole.sources[place],
     )
+
+
+def runs_of(deltas: Iterable[Delta]) -> Iterator[Delta]:
+    """Join consecutive deltas of one choice as far as no thought follows a text."""
+    run: list[Delta] = []
+    for delta in deltas:
+        if delta.reasoning and any(earlier.text for earlier in run):
+            yield join_deltas(run)
+            run = []
+        run.append(delta)
+    if run:
+        yield join_deltas(run)
 
 
 def join_deltas(deltas: Sequence[Delta]) -> Delta:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +16,7 @@ from protos.messages import FinishReason, GenerateRequest, StepStats, TokenChunk
 from router.api_keys import current_client
 from router.backend.backend import TokenStreams
 from router.generation.choice_text import ChoiceText, DetokenizerMaker
-from router.generation.delta import Delta, DeltaReader, join_deltas
+from router.generation.delta import Delta, DeltaReader, join_deltas, runs_of
 from router.generation.fan_in import ClosableStream, fan_in, following, leading
 from router.generation.tool_calls import ToolCallParser
 from router.generation.tool_formats.tool_format import ToolFormat
@@ -65,7 +65,8 @@ class Choice:
         await self.batches.aclose()
 
     def _read(self, batch: Sequence[TokenChunk]) -> list[Delta]:
-        gained = [self.text.feed(chunk) for chunk in batch if not self.text.is_finished]
+        chunks = batch if self.text.thinks_once else [each for chunk in batch for each in _one_by_one(chunk)]
+        gained = [self.text.feed(chunk) for chunk in chunks if not self.text.is_finished]
         if not gained:
             return []
         self.meter.record(self.index, gained, batch)
@@ -75,11 +76,22 @@ class Choice:
         if self.echo is not None:
             gained.insert(0, _with_logprobs(self.echo, batch[0]))
             self.echo = None
-        delta = join_deltas(gained)
+        deltas = [join_deltas(gained)] if self.text.thinks_once else list(runs_of(gained))
         if self.has_prompt_logprobs:
-            delta = replace(delta, prompt_logprobs=(None, *batch[0].prompt_logprobs))
+            deltas[0] = replace(deltas[0], prompt_logprobs=(None, *batch[0].prompt_logprobs))
             self.has_prompt_logprobs = False
-        return [delta] if self.reader is None else self.reader.read(delta)
+        reader = self.reader
+        return deltas if reader is None else [part for delta in deltas for part in reader.read(delta)]
+
+
+def _one_by_one(chunk: TokenChunk) -> Iterator[TokenChunk]:
+    """Yield a chunk for each token; what belongs to the whole chunk goes with the last one."""
+    for rank in range(len(chunk.token_ids) - 1):
+        one = slice(rank, rank + 1)
+        yield TokenChunk(
+            chunk.request_id, chunk.token_ids[one], logprobs=chunk.logprobs[one], sources=chunk.sources[one]
+        )
+    yield replace(chunk, token_ids=chunk.token_ids[-1:], logprobs=chunk.logprobs[-1:], sources=chunk.sources[-1:])
 
 
 def echo_delta(index: int, request: GenerateRequest, params: GenerateParams, tokenizer: Tokenizer) -> Delta:
@@ -161,13 +173,13 @@ class Generation:
         choices = [self._choice(index, request, is_admitted) for index, request in enumerate(self._requests)]
         return choices[0] if len(choices) == 1 else fan_in(choices)
 
-    async def choices(self) -> list[Delta]:
-        """Run all choices to their end and return one delta for each."""
+    async def choices(self) -> list[list[Delta]]:
+        """Run all choices to their end and return the deltas of each."""
         gained: list[list[Delta]] = [[] for _ in self._requests]
         async with aclosing(self.deltas()) as deltas:
             async for delta in deltas:
                 gained[delta.index].append(delta)
-        return [join_deltas(deltas_of_choice) for deltas_of_choice in gained]
+        return gained
 
     def _choice(self, index: int, request: GenerateRequest, is_admitted: asyncio.Event) -> Choice:
         echo = echo_delta(index, request, self._params, self._tokenizer) if self._params.has_echo else None

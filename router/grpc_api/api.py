@@ -22,6 +22,7 @@ from protos import convert
 from protos import outrider_pb2 as pb2
 from protos.errors import EngineError, NotFoundError, OverloadedError, RequestError, ServingError
 from router.api_keys import ApiKeys, Client
+from router.generation.delta import join_deltas
 from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
 from router.grpc_api.callers import Caller, authenticate, leave_place
@@ -114,7 +115,7 @@ class GrpcApi(GrpcCalls):
         async with self._call("Generate", grpc_context):
             generation = await self._start(request, grpc_context)
             leave_place.get()()
-            choices = await generation.choices()
+            choices = [join_deltas(gained) for gained in await generation.choices()]
             steps = generation.steps
             return pb2.GenerateResponse(
                 id=generation.id,

@@ -148,8 +148,7 @@ class OpenAIApi:
         logger.debug("request %s is %s", request.headers.get("x-request-id"), generation.id)
         if generation.fields.stream:
             return await unless_disconnected(request, start_stream(generation, writer))
-        choices = await unless_disconnected(request, generation.choices())
-        return _json(writer.full(choices))
+        return _json(writer.full(await unless_disconnected(request, generation.choices())))
 
     async def models(self) -> Response:
         """List the one model that is served, by each of its names."""

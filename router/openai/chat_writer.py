@@ -22,7 +22,7 @@ from openai.types.chat.chat_completion_chunk import (
 )
 from openai.types.chat.chat_completion_message_function_tool_call import Function
 
-from router.generation.delta import Delta, ToolCallDelta, whole_calls
+from router.generation.delta import Delta, ToolCallDelta, join_deltas, whole_calls
 from router.generation.generation import Generation
 from router.openai.logprobs import PromptLogprob, chat_logprobs, prompt_logprobs
 from router.openai.response_writer import ResponseWriter, openai_reason
@@ -70,7 +70,8 @@ class ChatWriter(ResponseWriter):
         super().__init__(generation, tokenizer)
         self._started: set[int] = set()
 
-    def full(self, choices: Sequence[Delta]) -> Chat:
+    def full(self, gained: Sequence[Sequence[Delta]]) -> Chat:
+        choices = [join_deltas(deltas) for deltas in gained]
         return Chat(
             object="chat.completion",
             choices=[self._full_choice(choice) for choice in choices],

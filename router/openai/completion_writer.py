@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 
 from openai.types import Completion, CompletionChoice
 
-from router.generation.delta import Delta
+from router.generation.delta import Delta, join_deltas
 from router.openai.logprobs import CompletionLogprobs, PromptLogprob, completion_logprobs, prompt_logprobs
 from router.openai.response_writer import ResponseWriter, openai_reason
 from router.openai.usage import ApproximateSpeculation, DraftEvent, ResponseMetrics
@@ -36,7 +36,8 @@ class TextCompletion(Completion):
 class CompletionWriter(ResponseWriter):
     """Writes full answers and chunks, which have the same shape."""
 
-    def full(self, choices: Sequence[Delta]) -> TextCompletion:
+    def full(self, gained: Sequence[Sequence[Delta]]) -> TextCompletion:
+        choices = [join_deltas(deltas) for deltas in gained]
         written = [self._choice(choice, **self._prompt_token_ids(choice.index)) for choice in choices]
         return self._completion(written, self._accounts())
 

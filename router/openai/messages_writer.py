@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from protos.errors import ServingError
 from protos.messages import FinishReason
-from router.generation.delta import Delta, whole_calls
+from router.generation.delta import Delta
 from router.openai.errors import anthropic_error_object
 from router.openai.response_writer import ResponseWriter
 
@@ -39,18 +40,21 @@ class MessagesWriter(ResponseWriter):
     _is_started = False
     _last: Delta | None = None
 
-    def full(self, choices: Sequence[Delta]) -> MessagesEvent:
-        [choice] = choices
+    def full(self, gained: Sequence[Sequence[Delta]]) -> MessagesEvent:
         content: list[dict[str, Any]] = []
-        if choice.reasoning:
-            content.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
-        if choice.text:
-            content.append({"type": "text", "text": choice.text})
-        content += [
-            {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)}
-            for call in whole_calls(choice.tool_calls)
-        ]
-        return MessagesEvent(**self._message(content, choice))
+        for event in chain.from_iterable(self.chunks(delta) for delta in gained[0]):
+            match event.model_extra:
+                case {"content_block": block}:
+                    content.append({**block, "input": ""} if block["type"] == "tool_use" else block)
+                case {"delta": {"type": "input_json_delta", "partial_json": piece}}:
+                    content[-1]["input"] += piece
+                case {"delta": {"type": "thinking_delta" | "text_delta" as kind} as delta}:
+                    name = kind.removesuffix("_delta")
+                    content[-1][name] += delta[name]
+        for block in content:
+            if block["type"] == "tool_use":
+                block["input"] = _input(block["input"])
+        return MessagesEvent(**self._message(content, self._last))
 
     def _begin(self, delta: Delta) -> Iterable[MessagesEvent]:
         if not self._is_started:

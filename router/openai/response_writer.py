@@ -39,8 +39,8 @@ class ResponseWriter(ABC):
         self._num_open = generation.num_choices
 
     @abstractmethod
-    def full(self, choices: Sequence[Delta]) -> BaseModel:
-        """Return the answer in one body; `choices` are complete."""
+    def full(self, gained: Sequence[Sequence[Delta]]) -> BaseModel:
+        """Return the answer in one body, from all deltas of each choice."""
 
     def chunks(self, delta: Delta) -> Iterable[BaseModel]:
         """Yield the chunks for what one choice gained, each of one thing; none while there is nothing to show."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -37,9 +38,10 @@ class ResponsesWriter(ResponseWriter):
         self._num_events = 0
         self._reason: FinishReason | None = None
 
-    def full(self, choices: Sequence[Delta]) -> ResponsesEvent:
-        for _ in (*self.chunks(choices[0]), *self._close()):
-            pass
+    def full(self, gained: Sequence[Sequence[Delta]]) -> ResponsesEvent:
+        for delta in gained[0]:
+            deque(self.chunks(delta), maxlen=0)  # items grow as in a stream
+        deque(self._close(), maxlen=0)
         return ResponsesEvent(**self._response(self._status))
 
     def _begin(self, delta: Delta) -> Iterable[ResponsesEvent]:

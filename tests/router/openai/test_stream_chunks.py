@@ -29,6 +29,7 @@ from router.tokenizer.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles
 from tests.router.conftest import byte_tokenizer_core
 from tests.router.fake_backend import CARD, FakeBackend, say
+from tests.router.openai.answer_formats import test_harmony as harmony
 
 TEMPLATE = (
     "{{ tools }}{% for message in messages %}{{ message['content'] }}{% endfor %}[assistant]"
@@ -55,6 +56,7 @@ IDS = [*TOKENIZER.encode(SAID, add_special_tokens=False), 0]
 STEPS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 EVENT: TypeAdapter[Any] = TypeAdapter(anthropic.types.RawMessageStreamEvent)
 WHOLE = [len(IDS)]
+NEXT = "<|start|>assistant"
 BETWEEN_CALLS = [SAID.index('"f"') - 10, 60]  # the second step has calls with text around them
 
 
@@ -74,12 +76,62 @@ class SteppedBackend(FakeBackend):
             yield chunk
 
 
-def ask(steps: Sequence[int], path: str, ids: Sequence[int] = IDS, **fields: Any) -> httpx.Response:
+@dataclass(frozen=True)
+class Form:
+    """How a model writes thoughts and calls."""
+
+    tokenizer: Tokenizer
+    template: str
+    end_ids: tuple[int, ...]
+    first: tuple[str, ...]  # what may begin an answer alone
+    parts: tuple[str, ...]
+    last: str
+
+    def ids(self, parts: Sequence[str]) -> list[int]:
+        return self.tokenizer.encode("".join(parts) + self.last, add_special_tokens=False)
+
+
+MARKED = Form(
+    TOKENIZER,
+    TEMPLATE,
+    (0,),
+    ("", "<think>I wonder.</think>", "<think>é\n</think>\n"),
+    (
+        "So:\n",
+        " ",
+        "done é",
+        '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>\n',
+        '<tool_call>{"arguments": {}, "name": "get.weather"}</tool_call>',
+        '<tool_call>{"name": "f"}</tool_call>',
+        "<tool_call>{broken</tool_call>",
+        '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+    ),
+    "<|end|>",
+)
+CHANNELS = Form(
+    harmony.TOKENIZER,
+    harmony.TEMPLATE,
+    harmony.ENDS[:1],  # calls may be followed by others here
+    ("",),
+    (
+        harmony.THOUGHT,
+        harmony.PREAMBLE,
+        harmony.CALL + NEXT,
+        harmony.CALL_OF_THE_TEMPLATE + NEXT,
+        harmony.CALL.replace("functions.f", "functions.get.weather") + NEXT,
+    ),
+    harmony.ANSWER,
+)
+
+
+def ask(
+    steps: Sequence[int], path: str, ids: Sequence[int] = IDS, form: Form = MARKED, **fields: Any
+) -> httpx.Response:
     """Return the answer of a model that generates `ids`, committing them in these steps."""
 
     async def post() -> httpx.Response:
-        backend = SteppedBackend(say(*ids), steps=steps, card=ModelCard(300, 1000, (0,), "v1", 16, 4))
-        files = TokenizerFiles(TOKENIZER, ChatTemplate(TEMPLATE, {}))
+        backend = SteppedBackend(say(*ids), steps=steps, card=ModelCard(300, 4096, form.end_ids, "v1", 16, 4))
+        files = TokenizerFiles(form.tokenizer, ChatTemplate(form.template, {}))
         service = GenerationService(
             backend, files, IngressConfig(model_id="fake", model_path="nowhere"), IngressMetrics()
         )
@@ -254,6 +306,102 @@ def test_the_events_of_messages_and_responses_do_not_depend_on_the_steps(steps: 
     responses = ask(steps, "/v1/responses", input="hi", tools=functions, stream=True)
     items = [event["item"]["type"] for event in chunks_of(responses) if event["type"] == "response.output_item.added"]
     assert items == ["reasoning", "message", "function_call", "function_call", "message"]
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> tuple[Form, list[str]]:
+    form = draw(st.sampled_from([MARKED, CHANNELS]))
+    return form, [draw(st.sampled_from(form.first)), *draw(st.lists(st.sampled_from(form.parts), max_size=6))]
+
+
+@settings(max_examples=6, deadline=None)
+@given(answers(), STEPS, st.integers(1, 2))
+@example((MARKED, ["<think>I wonder.</think>", "So:\n", MARKED.parts[3], "done é"]), [1000], 2)
+@example((CHANNELS, [harmony.THOUGHT, harmony.PREAMBLE, harmony.CALL + NEXT]), [3], 2)
+def test_chunks_of_every_form_and_choice_say_one_thing_and_add_up_to_the_whole_answer(
+    answer: tuple[Form, list[str]], steps: list[int], num_choices: int
+) -> None:
+    form, parts = answer
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "max_tokens": 2000, "n": num_choices}
+    streamed, whole = (
+        ask(steps, "/v1/chat/completions", form.ids(parts), form, stream=is_streamed, **body)
+        for is_streamed in (True, False)
+    )
+    chunks = chunks_of(streamed)
+    for chunk in chunks:
+        check_chunk(chunk)
+    for choice in whole.json()["choices"]:
+        message = choice["message"]
+        calls = [(each["function"]["name"], each["function"]["arguments"]) for each in message.get("tool_calls") or ()]
+        own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
+        said = message["content"] or "", message.get("reasoning") or "", calls, choice["finish_reason"]
+        assert read_either(own) == said
+        assert llamaindex_calls(own) == calls
+
+
+TEXT_AFTER_A_CALL = (MARKED, ["", "So:\n", MARKED.parts[3], "done é", MARKED.parts[4]])
+THOUGHT_AFTER_TEXT = (CHANNELS, [harmony.PREAMBLE, harmony.THOUGHT, harmony.CALL + NEXT, harmony.THOUGHT])
+
+
+@settings(max_examples=5, deadline=None)
+@given(answers(), STEPS)
+@example(TEXT_AFTER_A_CALL, [1])
+@example(TEXT_AFTER_A_CALL, [1000])
+@example(THOUGHT_AFTER_TEXT, [1])
+@example(THOUGHT_AFTER_TEXT, [1000])
+def test_a_turn_has_the_same_parts_in_the_same_order_streamed_or_not_and_in_any_steps(
+    answer: tuple[Form, list[str]], steps: list[int]
+) -> None:
+    """Both APIs give what a client gets that adds up the events: the parts in the order of the text."""
+    form, parts = answer
+    ids, limit = form.ids(parts), {"max_tokens": 2000}
+    tools = [{"name": each["function"]["name"], "input_schema": {"type": "object"}} for each in TOOLS]
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, **limit}
+    streamed, whole = (
+        ask(steps, "/v1/messages", ids, form, stream=is_streamed, **body) for is_streamed in (True, False)
+    )
+    blocks = [without_ids(block) for block in blocks_of(chunks_of(streamed))]
+    assert blocks == [without_ids(block) for block in whole.json()["content"]]
+    assert blocks == [without_ids(each) for each in ask([1], "/v1/messages", ids, form, **body).json()["content"]]
+    functions = [{"type": "function", **each["function"], "parameters": {"type": "object"}} for each in TOOLS]
+    body = {"input": "hi", "tools": functions}
+    streamed, whole = (
+        ask(steps, "/v1/responses", ids, form, stream=is_streamed, **body) for is_streamed in (True, False)
+    )
+    events = chunks_of(streamed)
+    items = [without_ids(event["item"]) for event in events if event["type"] == "response.output_item.done"]
+    assert items == [without_ids(item) for item in events[-1]["response"]["output"]]
+    assert items == [without_ids(item) for item in whole.json()["output"]]
+    assert [said_by(item) for item in items] == [said_by(block) for block in blocks]
+
+
+def blocks_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add up the events as Anthropic's client does."""
+    blocks: list[dict[str, Any]] = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            blocks.append({**event["content_block"], **({"input": ""} if "input" in event["content_block"] else {})})
+        elif event["type"] == "content_block_delta":
+            delta = event["delta"]
+            name = {"input_json_delta": "input"}.get(delta["type"], delta["type"].removesuffix("_delta"))
+            blocks[event["index"]][name] += delta.get("partial_json", delta.get(name, ""))
+    return [{**block, "input": json.loads(block["input"] or "{}")} if "input" in block else block for block in blocks]
+
+
+def without_ids(part: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in part.items() if name not in ("id", "call_id")}
+
+
+def said_by(part: dict[str, Any]) -> tuple[str, Any]:
+    """Return the kind of an item or a block, and what it says."""
+    match part:
+        case {"type": "function_call", "arguments": arguments}:
+            return part["name"], json.loads(arguments or "{}")
+        case {"type": "tool_use"}:
+            return part["name"], part["input"]
+        case {"content": [{"text": text}]}:
+            return "text" if part["type"] == "message" else "thinking", text
+    return part["type"], part[part["type"]]
 
 
 def test_a_thought_has_one_name() -> None:
