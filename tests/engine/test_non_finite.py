@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.batch.draft import Draft
 from engine.config import (
@@ -41,7 +40,7 @@ from protos.messages import (
     TokenChunk,
     VerifyMode,
 )
-from tests.engine.fixtures.checkpoints import write_checkpoint
+from tests.engine.fixtures.checkpoints import write_checkpoint, write_overflowing
 from tests.engine.fixtures.fakes import ScriptedProposer
 
 POISON, VOCAB_SIZE = 77, 128
@@ -55,29 +54,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     @cache
     def write(dtype: str, factor: float | None = None) -> Path:
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=64,
-            intermediate_size=64,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-            bos_token_id=None,
-            eos_token_id=None,
-            initializer_range=0.4,
-            tie_word_embeddings=False,
-        )
-        model = LlamaForCausalLM(config)
-        with torch.no_grad():
-            model.model.embed_tokens.weight[:, 0] = 0.0
-            model.model.embed_tokens.weight[POISON] = 0.0
-            model.model.embed_tokens.weight[POISON, 0] = 100.0
-            model.model.layers[0].self_attn.v_proj.weight[:, 0] = FACTORS[dtype] if factor is None else factor
-            model.lm_head.weight[POISON] = 0.0  # never sampled
         folder = tmp_path_factory.mktemp(dtype)
-        model.to(getattr(torch, dtype)).save_pretrained(folder)
+        write_overflowing(folder, dtype, FACTORS[dtype] if factor is None else factor, POISON, VOCAB_SIZE)
         return folder
 
     return write
@@ -182,6 +160,7 @@ def test_a_faulty_request_ends_alone(
     assert core.blocks.num_free_blocks == core.blocks.num_blocks
     (said,) = [text for record in caplog.records if "finite" in (text := record.getMessage())]
     assert said.startswith("request poisoned: ")
+    assert ("set target.dtype to bfloat16 or float32" in said) is (dtype == "float16")
 
 
 @ALL_BACKENDS

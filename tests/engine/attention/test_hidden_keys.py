@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -77,7 +78,11 @@ def spoil(world: AttentionWorld, places: Seq[int], fault: float, *, keys: bool) 
 
 def check(plan: PlanAttention, new_world: Callable[[], AttentionWorld], options: LayerOptions = PLAIN) -> None:
     """Rows that do not see a fault have the bits that they have without it, and others are no numbers."""
-    expected = attend(new_world(), plan, options)
+    sound = new_world()
+    if options.sinks is not None:
+        sinks = torch.linspace(-1.0, 2.0, sound.query.shape[1])
+        options = replace(options, sinks=sinks.to(sound.query))
+    expected = attend(sound, plan, options)
     assert expected.isfinite().all()
     for choose, fault, keys in (
         (middle, NAN, True),
@@ -95,21 +100,31 @@ def check(plan: PlanAttention, new_world: Callable[[], AttentionWorld], options:
 
 
 OPTIONS = pytest.mark.parametrize(
-    "options", [PLAIN, WINDOWED, LayerOptions(scaling=3.0, softcap=2.0)], ids=["plain", "windowed", "capped"]
+    "options",
+    [
+        PLAIN,
+        WINDOWED,
+        LayerOptions(scaling=3.0, softcap=2.0),
+        LayerOptions(scaling=0.3, window=6, sinks=torch.zeros(0)),
+    ],
+    ids=["plain", "windowed", "capped", "sinks"],
 )
 
 
 @OPTIONS
 @pytest.mark.parametrize("kind", [KVDtype.AUTO, KVDtype.INT8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("num_kv_heads", [1, 2])
+@pytest.mark.parametrize(
+    "heads",
+    [HeadShape(1, 2, 16, 16), HeadShape(2, 2, 16, 16), HeadShape(4, 1, 24, 12)],
+    ids=["of a rank", "grouped", "latent"],  # of a sharded model; of MLA, whose keys are wider than its values
+)
 @pytest.mark.parametrize(
     "extents", [SHORT, [TreeSpanShape(5, 1), TreeSpanShape(20, 40), TreeSpanShape(40, 2)]], ids=["short", "chunk"]
 )
 def test_torch_reads_hidden_keys_as_nothing(
-    extents: list[TreeSpanShape], num_kv_heads: int, dtype: torch.dtype, kind: KVDtype, options: LayerOptions
+    extents: list[TreeSpanShape], heads: HeadShape, dtype: torch.dtype, kind: KVDtype, options: LayerOptions
 ) -> None:
-    heads = HeadShape(num_kv_heads, 2, 16, 16)
     check(TorchAttention, lambda: AttentionWorld(extents, heads, dtype=dtype, kind=kind), options)
 
 
@@ -206,9 +221,15 @@ def test_our_kernels_read_hidden_keys_as_nothing(
 @pytest.mark.skipif(find_spec("triton") is None, reason="the package triton is not installed")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows beyond a span see nothing, and divide by it
 @OPTIONS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_triton_kernel_reads_hidden_keys_as_nothing(dtype: torch.dtype, options: LayerOptions) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "heads"),
+    [(torch.float32, HeadShape(1, 4, 16, 16)), (torch.float16, HeadShape(2, 1, 24, 8))],
+    ids=["float32", "float16"],
+)
+def test_the_triton_kernel_reads_hidden_keys_as_nothing(
+    dtype: torch.dtype, heads: HeadShape, options: LayerOptions
+) -> None:
     from engine.attention.triton_attention import TritonAttention
 
     extents = [TreeSpanShape(30, 1), TreeSpanShape(20, 5), TreeSpanShape(19, 9, BUSHY)]
-    check(TritonAttention, lambda: AttentionWorld(extents, HeadShape(1, 4, 16, 16), dtype=dtype), options)
+    check(TritonAttention, lambda: AttentionWorld(extents, heads, dtype=dtype), options)

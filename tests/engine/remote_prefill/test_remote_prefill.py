@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
+import torch
 
 from engine.accounting.rates import RateMeter
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
@@ -19,6 +21,7 @@ from engine.proposer import Proposer
 from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.remote_prefill.fetch_failure import FetchFailure
+from engine.remote_prefill.kv_transfer import FetchNews, KVChunk
 from engine.remote_prefill.remote_prefill import RemotePrefill
 from engine.sampling.sampler import Sampler
 from engine.scheduler.scheduler import Scheduler
@@ -204,6 +207,44 @@ def test_remote_and_local_prefill_give_the_same_tokens(
         assert not stats.remote.failures
     if name.startswith("preempted"):
         assert stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("name", ["remote", "speculation", "chunked here", "preempted", "cut off"])
+def test_what_blocks_held_before_blocks_from_elsewhere_came_counts_for_nothing(
+    name: str, model: ModelConfig, reference: dict[str, list[int]]
+) -> None:
+    """A last block that is not full keeps what its owner before left: numbers that are not finite."""
+    pair = build(model, SETUPS[name])
+    for engine in (pair.core, pair.remote):
+        for pool in (*engine.runner._cache.keys, *engine.runner._cache.values):
+            pool.fill_(math.nan)
+    for request in requests():
+        pair.core.add(request)
+    assert pair.run() == reference
+    assert pair.core.stats().num_non_finite_requests == 0
+
+
+def test_blocks_from_elsewhere_that_are_not_finite_end_their_request_and_are_not_found_again(
+    model: ModelConfig, reference: dict[str, list[int]]
+) -> None:
+    """A replica computes NaN for the first prompt, once. The prompt is read again without the blocks of that time."""
+
+    def spoilt(news: FetchNews) -> list[FetchNews]:
+        is_first = isinstance(news, KVChunk) and news.fetch_id == 0 and news.header.first_block == 0
+        return [replace(news, blocks=torch.full_like(news.blocks, 0xFF))] if is_first else [news]  # NaN in float32
+
+    pair = build(model, PrefillSetup(spoilt))
+    asked = [request for request in requests()[::2] if len(request.prompt_token_ids) > 8]  # they share nothing
+    for request in asked:
+        pair.core.add(request)
+    texts = pair.run()
+    assert [name for name, text in texts.items() if not text] == [asked[0].request_id]
+    assert pair.core.stats().num_non_finite_requests == 1
+    pair.chunks.clear()
+    pair.core.add(asked[0])
+    texts |= pair.run()
+    assert texts == {request.request_id: reference[request.request_id] for request in asked}
+    assert pair.core.blocks.num_free_blocks == pair.core.blocks.num_blocks
 
 
 @pytest.mark.parametrize("num_chunks", range(1, 12, 2))

@@ -186,6 +186,28 @@ def reference(world: HeadModels) -> dict[str, tuple[int, ...]]:
     return texts
 
 
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", HeadKind)
+def test_hidden_states_that_are_not_finite_end_their_own_request_and_spoil_no_draft(
+    world: HeadModels, kind: HeadKind, tree: TreeConfig | None
+) -> None:
+    """Heads read the states of a faulty prompt and of rejected drafts; other requests next to it, and later, do not."""
+    setup = HeadSetup(num_blocks=32, tree=tree)
+    asked = requests(setup)[:2]
+    expected = generate(build(world, None, replace(setup, tree=None)), asked)
+    used = {token for request in asked for token in (*request.prompt_token_ids, *expected[request.request_id])}
+    poison = min(set(range(1, VOCAB_SIZE)) - used)
+    engine = build(world, kind, setup)
+    with torch.no_grad():
+        engine.runner._model.decoder._embedding[poison] = float("nan")
+    faulty = replace(asked[0], request_id="faulty", prompt_token_ids=(*asked[0].prompt_token_ids, poison, 3) * 4)
+    assert generate(engine, [faulty, *asked]) == {**expected, "faulty": ()}
+    assert generate(engine, asked) == expected
+    assert engine.stats().drafts.num_accepted_tokens > 0
+    assert engine.stats().num_non_finite_requests == 1
+    assert engine.blocks.num_free_blocks == engine.blocks.num_blocks
+
+
 @dataclass(frozen=True, slots=True)
 class Drafted:
     """A draft, the tokens before it, and the most tokens that were asked for."""
