@@ -24,6 +24,7 @@ from cluster.cli.commands.top import top
 from cluster.cli.commands.try_drafts import try_drafts
 from cluster.cli.commands.tune import tune
 from cluster.cli.console import report_error
+from cluster.local.own_files import private_files
 from protos.errors import ConfigError, ServingError
 
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
@@ -51,11 +52,12 @@ app.add_typer(cache, name="cache")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command and return the exit status."""
+    """Run a command and return the exit status. Drafts, logs and certificates tell of clients' texts."""
     _reach_this_machine()
     try:
         _check_folder()
-        app(args=arguments)
+        with private_files():
+            app(args=arguments)
     except ServingError as error:
         report_error(error)
         return 1

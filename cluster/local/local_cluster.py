@@ -7,8 +7,8 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import chdir, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import chdir, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +23,7 @@ from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.deploy_file import DeployFile, with_absolute_paths
-from cluster.local.own_files import PRIVATE, check_file_limit
+from cluster.local.own_files import check_file_limit, private_files
 from cluster.local.serve_environment import haproxy_files, set_variables, tls_variables
 from cluster.placement.devices import order_devices
 from cluster.schema.frontends import IngressSection
@@ -84,7 +84,7 @@ class LocalCluster:
         self._owner = own(Path(self._folder.name))
         os.environ.update(haproxy_files(self._folder.name))
         wait_for_cores()
-        with chdir(self._folder.name), _private_files():
+        with chdir(self._folder.name), private_files():
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
@@ -180,16 +180,6 @@ def refuse_changed_address(http: HTTPOptions, grpc: gRPCOptions, wanted: ServeDe
                     f"{section}.{key} is {then!r}, and Serve runs with {now!r} until it is shut down; stop it and "
                     "start it again, or leave it as it is"
                 )
-
-
-@contextmanager
-def _private_files() -> Iterator[None]:
-    """Start processes inside this block with files that other users cannot read."""
-    before = os.umask(PRIVATE)
-    try:
-        yield
-    finally:
-        os.umask(before)
 
 
 def logs_folder() -> Path:

@@ -16,7 +16,6 @@ from cluster.config import DeployConfig
 from cluster.deploy_file import VLLM_SERVICER_FUNCTION, DeployFile, in_url
 from cluster.local.http_server import HttpServer, MetricsForOperators, Places, share_of_files
 from cluster.local.local_service import local_settings, running_service
-from cluster.local.own_files import PRIVATE
 from cluster.local.serve_environment import tls_variables
 from cluster.proxy.haproxy_config import ProxySettings
 from cluster.serve_options import refusals_without_ray
@@ -44,7 +43,6 @@ def serve_in_process(file: DeployFile, on_ready: Callable[[], None]) -> None:
     """
     if is_json_wanted():
         configure_logging()
-    os.umask(PRIVATE)
     refuse_serves_options(file)
     config = convert_gguf_models(file.config)
     settings = local_settings(config)

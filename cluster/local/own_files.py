@@ -6,6 +6,8 @@ import logging
 import os
 import resource
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -16,6 +18,16 @@ logger = logging.getLogger(__name__)
 PRIVATE = 0o077  # umask: files of mode 0600, folders of 0700
 _ROOT = Path("/tmp")  # short, whatever TMPDIR is: a socket's path has 107 bytes, and Ray takes 66 of them
 _MIN_FILES = 16_384  # HAProxy wants 8,209 at its start, and each of Ray's processes some hundreds
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Let no other user read files that this process, and children that it starts, make inside this block."""
+    before = os.umask(PRIVATE)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def private_root() -> str:
