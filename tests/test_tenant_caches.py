@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+import statistics
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import httpx
 import pytest
 import torch
 
@@ -31,12 +34,18 @@ from protos.block_keys import PROBE_SALT, block_keys, probe_token_ids, root_key
 from protos.messages import GenerateRequest, Grammar, GrammarKind, ModelCard, SamplingParams
 from protos.predicted_text import Prediction
 from router.api_keys import Client
-from router.config import RouterConfig
+from router.config import IngressConfig, RouterConfig
+from router.generation.generation_service import GenerationService
+from router.metrics.ingress_metrics import IngressMetrics
+from router.openai.api import build_app
 from router.routing.index_actor import IndexState
 from router.routing.request_routing import PromptKeys
 from router.routing.routed_call import RouteQuery
+from router.tokenizer.tokenizer_files import load_tokenizer_files
 from tests.builders import sequence_of
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, END_ID, write_tokenizer
+from tests.router.engine_backend import EngineBackend, ngram_engine, write_model
+from tests.router.key_files import api_keys
 
 ROOT = Path(__file__).parents[1]
 PROMPT = tuple(range(1, 41))
@@ -226,3 +235,24 @@ def test_what_is_kept_under_a_salt_is_found_under_it_alone(tmp_path: Path, name:
     ask = PROBES[name](tmp_path)
     ours, theirs = (replace(of(""), cache_salt=salt) for salt in ("ours", "theirs"))
     assert [ask(each) for each in (ours, ours, theirs, theirs)] == [False, True, False, True]
+
+
+async def test_times_do_not_depend_on_the_schemas_of_another_tenant(tmp_path: Path) -> None:
+    """The first tenant sends each schema twice, then the second sends it with the same salt."""
+    write_model(tmp_path)
+    files, backend = load_tokenizer_files(str(tmp_path)), EngineBackend(ngram_engine(tmp_path))
+    service = GenerationService(backend, files, IngressConfig(model_id="fake", model_path="nowhere"), IngressMetrics())
+    transport = httpx.ASGITransport(build_app(service, api_keys("one tenant=one", "two tenant=two")))
+    seconds = defaultdict[str, list[float]](list)
+    async with httpx.AsyncClient(transport=transport, base_url="http://outrider") as http:
+        for number in range(6):
+            schema = {"type": "object", "properties": {f"p{number}_{index}": {"type": "null"} for index in range(300)}}
+            body = {"prompt": "x", "max_tokens": 1, "cache_salt": "ours", "guided_json": schema}
+            for name, key in (("new", "one"), ("again", "one"), ("second", "two")):
+                began_s = time.process_time()
+                answer = await http.post("/v1/completions", json=body, headers={"x-api-key": key})
+                seconds[name].append(time.process_time() - began_s)
+                assert answer.status_code == 200, answer.text
+    new, again, second = (statistics.median(each[1:]) for each in seconds.values())  # the first starts the compiler
+    assert again < new / 2, "the probe has power: one's own schema is seen"
+    assert second - again > new - second, (new, again, second)

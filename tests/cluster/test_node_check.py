@@ -1,10 +1,21 @@
 """Pairs that serve are kept unless what replaces them has places and memory; processes are known by their titles."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
+from ray.exceptions import NodeDiedError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.settings import ProcessShare
-from cluster.node_check import check_places, is_replica
+from cluster import node_check
+from cluster.config import parse_config
+from cluster.node_check import NodeFinding, check_nodes, check_places, is_replica
 from cluster.placement.placement import NodeResources, PairPlacement
+from cluster.replica_settings import unplaced_settings
 from protos.errors import ConfigError
 
 H100 = {"accelerator_type:H100": 1.0}
@@ -28,6 +39,59 @@ def test_pairs_that_serve_are_not_stopped_for_pairs_that_wait_for_nodes(nodes: l
         ConfigError, match=rf"2 pairs that serve.*places for {num_places}.*accelerator_type:H100 0.001, GPU 2"
     ):
         check_places(PAIR, 2, seen)
+
+
+def no_room(**_: object) -> NodeFinding:
+    return NodeFinding(1)
+
+
+def no_model(**_: object) -> NodeFinding:
+    return NodeFinding(0, "model path '/models/a' is neither a folder here")
+
+
+def dead(**_: object) -> NodeFinding:
+    raise NodeDiedError("the raylet has died")
+
+
+@pytest.mark.parametrize(
+    ("look", "message"),
+    [
+        (no_model, "^on node second: model path '/models/a' is neither a folder here"),
+        (dead, "^node second could not be checked: the raylet has died; see the log of its raylet"),
+        (no_room, "second may get a replica of pair"),
+    ],
+)
+def test_the_node_that_could_not_hold_a_pair_is_named(
+    look: Callable[..., NodeFinding], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The node that builds the application has looked at its own files; Ray runs a function at the other."""
+    first, second = "1" * 56, "2" * 56
+
+    class Look:
+        def options(self, scheduling_strategy: NodeAffinitySchedulingStrategy) -> Look:
+            assert (scheduling_strategy.node_id, scheduling_strategy.soft) == (second, False)
+            return self
+
+        def remote(self, *_: object, **options: object) -> Callable[[], NodeFinding]:
+            return lambda: look(**options)
+
+    monkeypatch.setattr(
+        node_check,
+        "ray",
+        SimpleNamespace(
+            remote=lambda **_: lambda _: Look(),
+            get=lambda reference, timeout: reference(),
+            get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: first),
+            util=SimpleNamespace(list_named_actors=lambda **_: []),
+        ),
+    )
+    monkeypatch.setattr(node_check, "_room", lambda *_, **__: NodeFinding(1 << 50))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    config = parse_config({"model_id": "m", "target": {"path": str(tmp_path)}})
+    placement = PairPlacement(ProcessShare(1, 0.5), None, num_gpus=0)
+    nodes = [NodeResources(2, 0, {"CPU": 2.0}, name, place) for name, place in ((first, "first"), (second, "second"))]
+    with pytest.raises(ConfigError, match=message):
+        check_nodes(config, unplaced_settings(config), placement, nodes)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from actors.settings import (
     PrefillSettings,
     ProcessShare,
 )
-from cluster.app import _router_config
+from cluster.app import _prefill_options, _router_config
 from cluster.config import DeployConfig, parse_config
 from cluster.placement.placement import GpuDemand, PairPlacement, PlacementRequest
 from cluster.replica_settings import pair_settings, placement_request, prefill_settings
@@ -138,7 +138,7 @@ def with_a_head(paths: list[str]) -> dict[str, Any]:
         "speculation": {"tree": {"num_nodes": 6}},
         "cache": {"num_blocks": 99},
         "pair": {"autoscaling": {"min_replicas": 2, "max_replicas": 3, "ttft_s": 1, "itl_ms": 50}},
-        "prefill": {"autoscaling": {"min_replicas": 2, "max_replicas": 5, "ttft_s": 2}},
+        "prefill": {"autoscaling": {"min_replicas": 2, "max_replicas": 5, "ttft_s": 2}, "memory_gib": 3},
     }
 
 
@@ -247,7 +247,8 @@ def test_each_setting_of_a_head_arrives(paths: list[str]) -> None:
     assert settings == PairSettings(engine, DraftSettings(SpeculationMethod.EAGLE3), ProcessShare(5, 4.5))
     prefill = prefill_settings(config, settings.engine, replace(PLACEMENT, num_gpus=2))
     model = replace(engine.model, num_threads=7, graphs=GraphConfig(GraphKind.OFF))
-    assert prefill == PrefillSettings(replace(engine, model=model, scheduler=SchedulerConfig(max_tokens_per_step=512)))
+    pool, steps = CacheConfig(memory_bytes=3 << 30), SchedulerConfig(max_tokens_per_step=512)
+    assert prefill == PrefillSettings(replace(engine, model=model, cache=pool, scheduler=steps))
 
 
 def test_each_setting_of_a_target_that_drafts_for_itself_arrives(paths: list[str]) -> None:
@@ -283,6 +284,25 @@ def test_each_setting_of_placement_and_routing_arrives(paths: list[str], tmp_pat
     assert (sharded.num_pairs, sharded.num_prefills, sharded.num_ranks) == (3, 5, 2)
     assert placement_request(parse_config(ahead(paths))).is_side_by_side
     assert _router_config(config) == RouterConfig(32, "load", index_timeout_s=0.07)
+
+
+def test_each_option_of_prefill_replicas_arrives(paths: list[str], tmp_path: Path) -> None:
+    config = parse_config(with_models(paths, str(tmp_path / "log")))
+    placement = replace(PLACEMENT, num_prefill_gpus=2, prefill_resources={"slow": 2})
+    environment = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "PASSIVE"}
+    assert _prefill_options(config, placement, ProcessShare(7, 6.5)) == {
+        "num_replicas": 4,
+        "ray_actor_options": {
+            "num_cpus": 6.5,
+            "num_gpus": 2,
+            "resources": {"slow": 2},
+            "runtime_env": {"env_vars": environment},
+        },
+        "max_ongoing_requests": 8 + 64,
+        "health_check_period_s": 2.0,
+        "health_check_timeout_s": 10.0,
+        "graceful_shutdown_timeout_s": 30.0,
+    }
 
 
 def test_no_setting_keeps_its_default_here(paths: list[str], tmp_path: Path) -> None:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +144,64 @@ def test_every_series_is_scraped_once():
     for family in families - {NAME}:
         assert scraped(family) == ["head"], family
     assert sorted(scraped(NAME)) == sorted(["head", *GROUPS]), "each pod's HAProxy counts its own"
+
+
+def series() -> dict[str, set[str]]:
+    """Return each series of two ingresses, two pairs and a prefill replica, by the name of its metric."""
+    texts = sample_metrics()
+    text = merge_metrics({"a": texts.ingress, "b": texts.ingress}, [texts.pair, texts.pair, texts.prefill])
+    text += text.replace('status="200"', 'status="503"')
+    found = defaultdict[str, set[str]](set)
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, _, labels = line.rpartition(" ")[0].rstrip("}").partition("{")
+            found[name].add(re.sub(r'ingress="\w+",?', "", labels) if name == NAME else labels)  # a HAProxy's own
+    return found
+
+
+def input_series() -> Iterator[dict[str, str]]:
+    """Yield every series as it is, and as the monitors bring it; each grows by one a second."""
+    for name, all_labels in series().items():
+        pods = scraped(name)
+        for job, places in (("scraped", pods), ("true", pods if name == NAME else ["deployment"])):
+            for pod, labels in product(places, all_labels):
+                own = ",".join(filter(None, (labels, f'job="{job}",pod="{pod}"')))
+                yield {"series": f"{name}{{{own}}}", "values": "0+60x20"}
+
+
+def of_job(query: str, job: str) -> str:
+    """Return a query about one job's series, without the labels that a scrape adds."""
+    query = query.replace("$__rate_interval", "5m")
+    asked = re.sub(r"(outrider_\w+)(?:\{([^}]*)\})?", rf'\1{{\2,job="{job}"}}', query).replace("{,", "{")
+    return f"sum without (job, pod) ({asked})"
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not here")
+def test_each_query_of_the_dashboard_gives_what_clients_saw_through_the_monitors(tmp_path: Path) -> None:
+    dashboard = json.loads((FOLDER.parents[1] / "docs" / "watch" / "dashboard.json").read_text(encoding="utf-8"))
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    num_pods = len(GROUPS) + 1
+    expected = {
+        "sum(rate(outrider_generation_tokens[5m]))": 2,  # of two ingresses
+        "sum(outrider_num_requests_running)": 2 * 10 * 60,  # of two pairs, after ten minutes
+        'sum(rate(outrider_requests{status="503"}[5m])) + sum(rate(outrider_proxy_answers{kind="refused"}[5m]))': 2
+        + num_pods,
+    }
+    for query in queries:
+        scraped_part, true = of_job(query, "scraped"), of_job(query, "true")
+        expected[f"count({scraped_part}) == bool count({true})"] = 1
+        is_number = f"({true}) == ({true})"  # a histogram without samples has no quantiles
+        expected[f"count((({scraped_part}) != ({true})) and ({is_number})) or vector(0)"] = 0
+    tests = [
+        {"expr": of_job(query, "scraped") if "count(" not in query else query, "eval_time": "10m"}
+        | {"exp_samples": [{"labels": "{}", "value": value}]}
+        for query, value in expected.items()
+    ]
+    file = {"tests": [{"interval": "1m", "input_series": [*input_series()], "promql_expr_test": tests}]}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(file, width=10_000), encoding="utf-8")
+    command = ["promtool", "test", "rules", "test.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_rays_ports_ask_for_a_token() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
 from protos.errors import AuthenticationError, ConfigError, RateLimitError
-from router.api_keys import ANYONE, ApiKeys
+from router.api_keys import ANYONE, ApiKeys, Client
 
 
 def test_every_line_is_a_key(tmp_path: Path) -> None:
@@ -251,3 +252,14 @@ def test_one_known_key_is_enough(tmp_path: Path, authorization: str, x_api_key: 
 def test_a_wrong_option_of_a_key_is_refused(tmp_path: Path, options: str) -> None:
     with pytest.raises(ConfigError, match="tenant=NAME"):
         ApiKeys(write(tmp_path / "keys", f"a {options}"))
+
+
+def test_each_option_of_a_key_arrives(tmp_path: Path) -> None:
+    options = "tenant=one tokens_per_minute=60 weight=2.5 max_priority=-3 admin=true tune_log=false"
+    keys = ApiKeys(write(tmp_path / "keys", f"first {options}", "second tenant=one", "third"))
+    first, second, third = (keys.check(f"Bearer {key}") for key in ("first", "second", "third"))
+    assert first.rate is not None
+    assert replace(first, rate=None) == Client("one", None, is_admin=True, weight=2.5, max_priority=-3, is_logged=False)
+    assert second == Client("one", max_priority=0, is_logged=False), "one key of a tenant refuses for all of them"
+    assert third == Client(third.tenant, max_priority=0)
+    assert len({first.tenant, second.tenant, third.tenant}) == 2

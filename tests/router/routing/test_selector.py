@@ -1,6 +1,8 @@
 from collections import Counter
 from functools import partial
 
+import pytest
+
 from protos.block_keys import join_keys
 from protos.cache_delta import CacheDelta
 from protos.worker_load import WorkerLoad
@@ -36,11 +38,13 @@ def test_equal_prompts_follow_the_first_before_any_report():
     assert selector.select(request(1, *prefix), WORKERS, now_s=1.1).worker_id == first
 
 
-def test_a_prediction_that_is_never_confirmed_fades():
+@pytest.mark.parametrize(("now_s", "is_expected"), [(2.9, True), (3.1, False), (100.0, False)])
+def test_a_prediction_that_is_never_confirmed_fades(now_s: float, is_expected: bool):
+    """A second after the first token, which takes a second here."""
     selector = make_selector()
     selector.select(request(0, 1, 2, 3), WORKERS, now_s=1.0)
-    decision = selector.select(request(1, 1, 2, 3), WORKERS, now_s=100.0)
-    assert decision.request.prefix_blocks == {}
+    decision = selector.select(request(1, 1, 2, 3), WORKERS, now_s=now_s)
+    assert bool(decision.request.prefix_blocks) is is_expected
 
 
 def test_reported_blocks_attract_requests_with_their_prefix():
@@ -55,6 +59,13 @@ def test_a_session_returns_to_its_worker_among_equals():
     first = selector.select(request(0, session_id="s"), WORKERS, now_s=0.0).worker_id
     later = [selector.select(request(n, session_id="s"), WORKERS, now_s=100.0 * n).worker_id for n in range(1, 10)]
     assert set(later) == {first}
+
+
+def test_the_sessions_that_were_idle_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("router.routing.selector._MAX_SESSIONS", 2)
+    selector = make_selector()
+    found = [selector.select(request(0, session_id=name), WORKERS, 0.0).request.last_worker_id for name in "abacacb"]
+    assert [worker_id is not None for worker_id in found] == [False, False, True, False, True, True, False]
 
 
 def chosen_from(selector: Selector, first: int, now_s: float) -> set[str]:
