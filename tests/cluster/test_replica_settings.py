@@ -25,11 +25,10 @@ from cluster.config import DeployConfig, parse_config
 from cluster.placement.placement import GpuDemand, PairPlacement, PlacementRequest
 from cluster.replica_settings import pair_settings, placement_request, prefill_settings
 from cluster.schema.frontends import IngressSection
-from cluster.schema.models import DraftProcess
+from cluster.schema.tune import MAX_LOG_BYTES
 from engine.config import (
     AttentionKind,
     CacheConfig,
-    DraftVocabulary,
     EngineConfig,
     GraphConfig,
     GraphKind,
@@ -49,6 +48,7 @@ from engine.config import (
 )
 from protos.messages import SpeculationMethod, VerifyMode
 from router.config import RouterConfig
+from tests.engine.fixtures.byte_tokenizer import write_tokenizer
 
 TEMPLATE = "{{ messages }}"
 PLACEMENT = PairPlacement(ProcessShare(5, 4.5), ProcessShare(6, 5.5), 0, prefill=ProcessShare(7, 6.5))
@@ -62,6 +62,7 @@ def paths(tmp_path: Path) -> list[str]:
         folder.mkdir()
         (folder / "config.json").write_text('{"model_type": "llama"}')
         save_file({"weight": np.zeros(4)}, folder / "model.safetensors")
+        write_tokenizer(folder)
     return [str(tmp_path / name) for name in ("target", "draft", "other")]
 
 
@@ -83,23 +84,20 @@ def with_models(paths: list[str], log: str) -> dict[str, Any]:
         "draft": {
             "kind": "model",
             "path": draft,
-            "vocabulary": "same",
             "dtype": "bfloat16",
             "quantization": "int4",
             "num_threads": 2,
-            "process": "own",
             "gpu": "own",
         },
-        "drafts": [{"name": "other", "path": other}],
+        "drafts": {"other": other},
         "speculation": {
             "num_tokens": 5,
             "max_num_tokens": 9,
             "verify": "rejection",
             "method": "ngram",
-            "methods": ["other", "ngram"],
             "adaptive": True,
             "target_itl_ms": 40,
-            "steps": {"threshold": 5, "judge": "likelihood", "think": ["<a>", "</a>"]},
+            "steps": {"judge": "likelihood"},
         },
         "cache": {"block_size": 32, "memory_gib": 2, "dtype": "int8"},
         "scheduler": {
@@ -112,20 +110,18 @@ def with_models(paths: list[str], log: str) -> dict[str, Any]:
             "num_replicas": 2,
             "resources": {"fast": 1},
             "max_queued_requests": 4,
-            "gpus": {"count": 3, "kind": "H100", "cpus_per_gpu": 9},
+            "gpus": {"count": 3, "kind": "H100"},
             "kv_events": {"endpoint": "tcp://127.0.0.1:6000"},
-            "alarm_webhook": "http://alarms.example/hook",
         },
         "prefill": {
             "num_replicas": 4,
             "resources": {"slow": 2},
             "min_remote_prefill_tokens": 300,
             "kv_transport": "object_store",
-            "memory_gib": 3,
         },
         "router": {"policy": "load", "index_timeout_ms": 70},
         "ingress": {"chat_template": TEMPLATE, "num_replicas": 6},
-        "tune": {"log": log, "max_gib": 2, "share": 0.5, "auto": True},
+        "tune": {"log": log, "auto": True},
     }
 
 
@@ -138,7 +134,7 @@ def with_a_head(paths: list[str]) -> dict[str, Any]:
         "speculation": {"tree": {"num_nodes": 6}},
         "cache": {"num_blocks": 99},
         "pair": {"autoscaling": {"min_replicas": 2, "max_replicas": 3, "ttft_s": 1, "itl_ms": 50}},
-        "prefill": {"autoscaling": {"min_replicas": 2, "max_replicas": 5, "ttft_s": 2}, "memory_gib": 3},
+        "prefill": {"autoscaling": {"min_replicas": 2, "max_replicas": 5, "ttft_s": 2}},
     }
 
 
@@ -166,7 +162,7 @@ def test_each_setting_of_models_arrives(paths: list[str], tmp_path: Path) -> Non
     target, draft, other = paths
     log = str(tmp_path / "log")
     config = parse_config(with_models(paths, log))
-    steps = StepConfig(5.0, ScorerKind.LIKELIHOOD, think=("<a>", "</a>"))
+    steps = StepConfig(judge=ScorerKind.LIKELIHOOD)
     model = ModelConfig(
         draft,
         ModelDtype.BFLOAT16,
@@ -195,36 +191,34 @@ def test_each_setting_of_models_arrives(paths: list[str], tmp_path: Path) -> Non
             5,
             VerifyMode.REJECTION,
             9,
-            ("ngram", "other", "none"),
+            ("ngram", "model", "other", "hybrid", "suffix", "none"),
             adaptive=True,
             steps=steps,
             target_itl_s=0.04,
         ),
         min_remote_prefill_tokens=300,
-        log=PositionLogConfig(log, 2 << 30, 0.5),
+        log=PositionLogConfig(log, MAX_LOG_BYTES),
     )
     settings = pair_settings(config, PLACEMENT)
     command = ("-m", "cluster.cli", "tune", "--log", log, "--target", target, "--minutes", "10", "--fresh", "20000")
     kind = SpeculationMethod.MODEL
     assert settings == PairSettings(
         engine,
-        DraftSettings(kind, model, pool, vocabulary=DraftVocabulary.SAME),
+        DraftSettings(kind, model, pool),
         ProcessShare(5, 4.5),
         ProcessShare(6, 5.5),
         niceness=5,
         kv_transport=KVTransportKind.OBJECT_STORE,
         max_requests=12,
         kv_events="tcp://127.0.0.1:6000",
-        alarm_webhook="http://alarms.example/hook",
         auto_tune=AutoTuneSettings(command, f"{log}.drafts", 10.0),
-        more_drafts=(DraftSettings(kind, replace(model, path=other), pool, False, DraftVocabulary.SAME, "other"),),
+        more_drafts=(DraftSettings(kind, replace(model, path=other), pool, name="other"),),
     )
     prefill = prefill_settings(config, settings.engine, PLACEMENT)
     assert prefill == PrefillSettings(
         replace(
             engine,
             model=replace(engine.model, num_threads=7),
-            cache=replace(engine.cache, memory_bytes=3 << 30),
             scheduler=replace(engine.scheduler, max_tokens_per_step=512),
             log=None,
         ),
@@ -247,8 +241,7 @@ def test_each_setting_of_a_head_arrives(paths: list[str]) -> None:
     assert settings == PairSettings(engine, DraftSettings(SpeculationMethod.EAGLE3), ProcessShare(5, 4.5))
     prefill = prefill_settings(config, settings.engine, replace(PLACEMENT, num_gpus=2))
     model = replace(engine.model, num_threads=7, graphs=GraphConfig(GraphKind.OFF))
-    pool, steps = CacheConfig(memory_bytes=3 << 30), SchedulerConfig(max_tokens_per_step=512)
-    assert prefill == PrefillSettings(replace(engine, model=model, cache=pool, scheduler=steps))
+    assert prefill == PrefillSettings(replace(engine, model=model, scheduler=SchedulerConfig(max_tokens_per_step=512)))
 
 
 def test_each_setting_of_a_target_that_drafts_for_itself_arrives(paths: list[str]) -> None:
@@ -275,8 +268,7 @@ def test_each_setting_of_placement_and_routing_arrives(paths: list[str], tmp_pat
         num_prefills=4,
         num_drafts=2,
         draft_gpu="own",
-        draft_process=DraftProcess.OWN,
-        gpus=GpuDemand(3, 9, "H100"),
+        gpus=GpuDemand(3, config.cores_per_gpu, "H100"),
         pair_resources={"fast": 1},
         prefill_resources={"slow": 2},
     )
