@@ -257,6 +257,16 @@ def test_each_setting_of_a_draft_that_drafts_ahead_arrives(paths: list[str]) -> 
     assert settings.engine.speculation == SpeculationConfig(5, methods=("model", "hybrid", "suffix", "ngram", "none"))
 
 
+def of_a_class(paths: list[str]) -> dict[str, Any]:
+    """A class of the operator's that drafts."""
+    return {"model_id": "m", "target": {"path": paths[0]}, "draft": {"kind": "python", "code": "drafts:Mine"}}
+
+
+def test_each_setting_of_a_class_that_drafts_arrives(paths: list[str]) -> None:
+    settings = pair_settings(parse_config(of_a_class(paths)), PLACEMENT)
+    assert settings.draft == DraftSettings(SpeculationMethod.PYTHON, code="drafts:Mine")
+
+
 def test_each_setting_of_placement_and_routing_arrives(paths: list[str], tmp_path: Path) -> None:
     config = parse_config(with_models(paths, str(tmp_path / "log")))
     assert placement_request(config) == PlacementRequest(
@@ -299,7 +309,13 @@ def test_each_option_of_prefill_replicas_arrives(paths: list[str], tmp_path: Pat
 
 def test_no_setting_keeps_its_default_here(paths: list[str], tmp_path: Path) -> None:
     """A default would hide a setting that is lost on its way; test_ingress_settings.py has the frontends' keys."""
-    files = [with_models(paths, str(tmp_path / "log")), with_a_head(paths), of_itself(paths), ahead(paths)]
+    files = [
+        with_models(paths, str(tmp_path / "log")),
+        with_a_head(paths),
+        of_itself(paths),
+        ahead(paths),
+        of_a_class(paths),
+    ]
     configs = [parse_config(args) for args in files]
     changed = {name for each in configs for name in changes(each)}
     assert keys(DeployConfig) - changed == set()
