@@ -52,7 +52,7 @@ app.add_typer(cache, name="cache")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command and return the exit status. Drafts, logs and certificates tell of clients' texts."""
+    """Run a command and return the exit status. Its files may hold clients' texts: no other user reads them."""
     _reach_this_machine()
     try:
         _check_folder()
