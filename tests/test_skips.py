@@ -1,4 +1,4 @@
-"""A test that does not run says why: `make test` prints the reasons."""
+"""A test that does not run has a reason, which `make test` prints."""
 
 from __future__ import annotations
 

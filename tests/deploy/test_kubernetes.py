@@ -160,7 +160,7 @@ def series() -> dict[str, set[str]]:
 
 
 def input_series() -> Iterator[dict[str, str]]:
-    """Yield every series as it is, and as the monitors bring it; each grows by one a second."""
+    """Yield every series as it is, and as the monitors give it; each grows by one a second."""
     for name, all_labels in series().items():
         pods = scraped(name)
         for job, places in (("scraped", pods), ("true", pods if name == NAME else ["deployment"])):

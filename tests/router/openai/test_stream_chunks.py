@@ -352,7 +352,7 @@ THOUGHT_AFTER_TEXT = (CHANNELS, [harmony.PREAMBLE, harmony.THOUGHT, harmony.CALL
 def test_a_turn_has_the_same_parts_in_the_same_order_streamed_or_not_and_in_any_steps(
     answer: tuple[Form, list[str]], steps: list[int]
 ) -> None:
-    """Both APIs give what a client gets that adds up the events: the parts in the order of the text."""
+    """Both APIs give the sum of their events: the parts in the order of the text."""
     form, parts = answer
     ids, limit = form.ids(parts), {"max_tokens": 2000}
     tools = [{"name": each["function"]["name"], "input_schema": {"type": "object"}} for each in TOOLS]
@@ -393,7 +393,7 @@ def without_ids(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def said_by(part: dict[str, Any]) -> tuple[str, Any]:
-    """Return the kind of an item or a block, and what it says."""
+    """Return the kind of an item or a block, and its content."""
     match part:
         case {"type": "function_call", "arguments": arguments}:
             return part["name"], json.loads(arguments or "{}")
