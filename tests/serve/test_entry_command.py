@@ -68,7 +68,7 @@ def test_a_server_starts_races_answers_and_leaves_nothing(tmp_path: Path, folder
     environment |= {"PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(folder_for_ray), "http_proxy": "http://127.0.0.1:9"}
     options = ["--port", str(http), "--grpc-port", str(grpc), "--set", "tune.log=log"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "cluster.cli", "serve", "demo", *options],
+        [Path(sys.executable).with_name("outrider"), "serve", "demo", *options],
         cwd=tmp_path,
         env=environment,
         stdout=terminal.follower,

@@ -9,6 +9,7 @@ import random
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -17,6 +18,7 @@ import openai
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ray import serve
 
 from bench.served.bystanders import Bystanders, Habits, total
 from tests.serve.served_pair import MODEL, ServedPair, SharedCluster, eventually, once, processes
@@ -141,8 +143,13 @@ def test_streams_do_not_change_while_a_process_is_stopped_or_killed(
     assert (stay.num_changed, stay.num_tokens_off, stay.failures) == (0, 0, ())
 
 
-def test_undeploying_ends_streams_with_an_error_and_health_watches(served: ServedPair):
-    deleting = Thread(target=served.cluster.undeploy)
+def test_a_file_without_applications_ends_streams_after_their_grace_and_health_watches(served: ServedPair):
+    def stop() -> None:
+        """Follow docs/deploy.md."""
+        served.cluster.deploy(replace(served.file, deployment={**served.file.deployment, "applications": []}))
+        eventually(lambda: not serve.status().applications)
+
+    deleting = Thread(target=stop)
     with grpc.insecure_channel(f"127.0.0.1:{served.file.grpc_port}") as channel:
         watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=120.0)
         next(watching)  # a target may still be restarting

@@ -251,6 +251,11 @@ def test_hostile_clients_change_nothing_for_the_streams_beside_them(served: Serv
     assert sum(each.stay.num_streams for each in outcomes) > 0
 
 
+def test_a_server_on_loopback_answers_to_its_own_names_alone(served: ServedPair):
+    for host, status in (("foreign.example", 421), ("localhost", 200)):
+        assert httpx.get(f"{served.url}/health", headers={"Host": host}, timeout=30.0).status_code == status
+
+
 def test_a_disconnected_stream_frees_its_blocks(served: ServedPair):
     stream = served.client.completions.create(
         model=MODEL, prompt="hello", max_tokens=LONG, stream=True, extra_body={"ignore_eos": True}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import ray
@@ -16,6 +19,7 @@ from ray.cluster_utils import Cluster
 
 from cluster.local.local_cluster import LocalCluster
 from cluster.local.serve_environment import set_variables
+from protos.errors import ConfigError
 from tests.serve.served_pair import (
     ServedPair,
     SharedCluster,
@@ -35,16 +39,18 @@ GPUS = {"count": 2, "kind": "H100"}
 class TwoNodes(LocalCluster):
     """A head node with cores, and a second raylet without: only deployments that ask for `NODE` run there."""
 
-    def __init__(self) -> None:
+    def __init__(self, home: Path) -> None:
         super().__init__()
         self._cluster: Cluster | None = None
+        self.home = home
 
     def start(self, num_cpus: int | None = None) -> None:
         set_variables()
-        self._cluster = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": num_cpus, "include_dashboard": True, "dashboard_port": free_port()},
-        )
+        with mock.patch.dict(os.environ, HOME=str(self.home)):
+            self._cluster = Cluster(
+                initialize_head=True,
+                head_node_args={"num_cpus": num_cpus, "include_dashboard": True, "dashboard_port": free_port()},
+            )
         self._second: Any = self._cluster.add_node(num_cpus=0, resources={NODE: 1})
         ray.init(address=self._cluster.address, namespace="serve", log_to_driver=False)
 
@@ -52,6 +58,15 @@ class TwoNodes(LocalCluster):
         """Add a node that claims to have two GPUs; no process can compute on them."""
         assert self._cluster is not None
         self._cluster.add_node(num_cpus=2, num_gpus=2, resources={"accelerator_type:H100": 1})
+
+    @contextmanager
+    def node_without_files(self, home: Path) -> Iterator[None]:
+        """Add a node whose user has another home."""
+        assert self._cluster is not None
+        with mock.patch.dict(os.environ, HOME=str(home)):
+            node = self._cluster.add_node(num_cpus=2)
+        yield
+        self._cluster.remove_node(node)
 
     def kill_second_node(self) -> None:
         assert self._cluster is not None
@@ -71,7 +86,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedCluster]:
-    nodes = TwoNodes()
+    nodes = TwoNodes(tmp_path_factory.mktemp("files"))
     nodes.stop()  # the cluster that the tests before this one may have shared
     try:
         nodes.start(num_cpus=2)
@@ -118,6 +133,21 @@ def test_the_dashboard_takes_no_call_without_the_token(nodes: SharedCluster) -> 
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(url, timeout=10)
     assert refused.value.code == 401
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_a_node_without_the_model_is_named_before_anything_is_started(nodes: SharedCluster, tmp_path: Path) -> None:
+    write_pair(nodes.local.home)
+    file = write_deploy_file(tmp_path, nodes.ports, target={"path": "~/target"}, draft={"kind": "none"})
+    file.deployment["proxy_location"] = "HeadOnly"
+    reason = r"on node .*: model path '~/target' is neither"
+    with nodes.local.node_without_files(tmp_path / "empty"):
+        nodes.local.deploy(file)
+        with pytest.raises(ConfigError, match=reason):
+            nodes.local.wait_running(lambda status: None)
+    assert not processes("Pair")
+    nodes.local.undeploy()
 
 
 @pytest.fixture
