@@ -52,7 +52,8 @@ PROMPT = tuple(range(1, 41))
 # What the code keeps under a key: a probe of this module, or why no client's text is in the key.
 KERNELS = "engine/model/decoders/native_layers engine/model/decoders/row_operations engine/attention/native"
 KERNELS += " engine/model/linear/native_quantized engine/model/linear/native_product engine/native/logits"
-KERNELS += " engine/native/library engine/batch/indexing engine/sampling/masks"
+KERNELS += " engine/native/library engine/batch/indexing engine/sampling/masks engine/recurrent/native_scan"
+KERNELS += " engine/model/linear/packed_experts"
 KEPT = {
     "engine/proposer/text_match/shared_texts.py": "finished_texts",
     "engine/sampling/grammar_compiler.py": "grammars",
@@ -64,6 +65,7 @@ KEPT = {
     "router/tokenizer/chat_prompt.py": "by the server's own template",
     "router/openai/openapi.py": "one document, the same for all",
     "engine/model/checkpoint/hub.py": "by a model of the deployment",
+    "engine/model/linear/stored_experts.py": "a change of a library, made once",
     "engine/model/runner/kept_weights.py": "one digest of our own code",
     "engine/proposer/growth/tree_shape.py": "by numbers of drafts",
     "engine/proposer/draft_model/ahead_drafter.py": "by numbers of drafts",

@@ -66,7 +66,7 @@ def mask_of_the_first_row_is_applied_to_all(patch: pytest.MonkeyPatch) -> None:
 
 
 def matcher_is_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GrammarMatcher, "_roll_back", lambda self, num_tokens: None)
+    patch.setattr(GrammarMatcher, "_roll_back", lambda self, num_tokens, drafted: False)
 
 
 def matcher_reads_the_drafts_too(patch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ async def test_an_echo_s_logprobs_stand_beside_its_tokens(stub: outrider_pb2_grp
         (pb2.GenerateRequest(model="fake", prompt="a", temperature=float("nan")), "INVALID_ARGUMENT", ["nan"]),
         (pb2.GenerateRequest(model="fake", prompt="a", top_p=1.5), "INVALID_ARGUMENT", ["top_p", "1.5", "at most 1"]),
         (pb2.GenerateRequest(model="fake", prompt="a" * 130, max_tokens=5), "INVALID_ARGUMENT", ["128", "130 tokens"]),
-        (pb2.GenerateRequest(model="fake", prompt="a", n=100), "INVALID_ARGUMENT", ["100", "8"]),
+        (pb2.GenerateRequest(model="fake", prompt="a", n=129), "INVALID_ARGUMENT", ["129", "128"]),
     ],
 )
 async def test_bad_requests_end_with_their_code_and_the_limit(

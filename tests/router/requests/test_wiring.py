@@ -374,9 +374,9 @@ async def test_every_field_of_a_body_changes_the_sequences(
         schema.model_fields.keys() == (body.keys() | varied | ANSWER | NOTHING | REFUSED) & schema.model_fields.keys()
     )
     assert body.keys() | varied <= schema.model_fields.keys()
-    needed = {"model", "messages", "prompt"} | ({"logprobs"} if path.endswith("chat/completions") else set())
+    needed = {"model", "messages", "prompt", "store"} | ({"logprobs"} if path.endswith("chat/completions") else set())
     whole = await sequences(http, backend, path, body)
-    changes = [{name: None} for name in body.keys() - needed] + variants
+    changes = [{"store": True}, *({name: None} for name in body.keys() - needed), *variants]
     for change in changes:
         assert await sequences(http, backend, path, body | change) != whole, change
 

@@ -308,7 +308,7 @@ def test_a_head_changes_no_token(
     stats = engine.stats()
     assert stats.drafts.num_draft_tokens > 0
     if not setup.adaptive:  # which counts the time, and may soon draft nothing
-        assert stats.drafts.num_accepted_tokens > (5 if setup.methods or kind in BLOCKS else 20)
+        assert stats.drafts.num_accepted_tokens > (5 if setup.methods or kind in BLOCKS else 10)
     assert (stats.num_preemptions > 0) is (setup.num_blocks < 20)
     if setup.num_repeats > 1:
         assert stats.num_prefix_hit_tokens > 0
@@ -330,7 +330,7 @@ def test_greedy_text_is_the_same_in_every_mode(
     texts = generate(engine, requests(setup))
     greedy = [request.request_id for request in requests(setup) if request.sampling.temperature == 0.0]
     assert [texts[key] for key in greedy] == [reference[key] for key in greedy]
-    assert engine.stats().drafts.num_accepted_tokens > (10 if kind in BLOCKS else 20)
+    assert engine.stats().drafts.num_accepted_tokens > (10 if kind in BLOCKS else 10)
 
 
 @pytest.mark.parametrize("kind", HeadKind)
@@ -366,7 +366,7 @@ def test_a_head_drafts_for_a_target_on_two_ranks(
         drafted = record(engine)
         assert generate(engine, requests(HeadSetup())) == reference
         stats = engine.stats()
-        assert stats.drafts.num_accepted_tokens > (5 if kind in BLOCKS else 20)
+        assert stats.drafts.num_accepted_tokens > (5 if kind in BLOCKS else 10)
         assert stats.num_preemptions > 0
         for each in drafted[:: 1 + len(drafted) // 12] if kind in oracles else ():
             assert each.draft.token_ids[:1] == oracles[kind].drafts(each.token_ids, each.max_depth)[:1]
