@@ -38,12 +38,12 @@ def leave_checkpoint(
     copied = packed_parameters(model, make_linear)
     for path, module in model.named_modules():
         is_packed = gains(module, make_linear)
-        keeps_dtype = dtype is None or (keeps_embeddings and type(module) is nn.Embedding)
+        is_kept = keeps_embeddings and type(module) is nn.Embedding
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) in copied or (is_packed and name == "weight"):
                 continue
             stored = parameter.data
-            own_dtype = stored.dtype if keeps_dtype or not stored.is_floating_point() else dtype
+            own_dtype = stored.dtype if dtype is None or is_kept or not stored.is_floating_point() else dtype
             keeper = store if parameter.nbytes >= _LARGE_BYTES else NO_STORE
             own = keeper.product(f"{path}.{name}", partial(_copied, parameter, own_dtype))
             drop_pages([stored])
@@ -52,7 +52,7 @@ def leave_checkpoint(
             else:
                 parameter.data = own
             copied.add(id(parameter))
-            if own.dtype is not dtype and keeps_embeddings and type(module) is nn.Embedding:
+            if is_kept and own.dtype is not dtype:
                 module.register_forward_hook(partial(_cast_output, dtype))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.clone())  # a view would keep its whole base alive

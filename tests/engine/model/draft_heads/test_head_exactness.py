@@ -330,7 +330,7 @@ def test_greedy_text_is_the_same_in_every_mode(
     texts = generate(engine, requests(setup))
     greedy = [request.request_id for request in requests(setup) if request.sampling.temperature == 0.0]
     assert [texts[key] for key in greedy] == [reference[key] for key in greedy]
-    assert engine.stats().drafts.num_accepted_tokens > (10 if kind in BLOCKS else 10)
+    assert engine.stats().drafts.num_accepted_tokens > (10 if kind in BLOCKS else 20)
 
 
 @pytest.mark.parametrize("kind", HeadKind)
