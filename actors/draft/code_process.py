@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChainsOf:
-    """Implements `Proposer` by another one, of whose drafts only the tokens are kept.
+    """Implements `Proposer` by another one, and keeps only the tokens of its drafts.
 
     A draft without a distribution is verified as certain. So every verifier stays exact, whatever the class draws.
     """

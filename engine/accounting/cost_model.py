@@ -42,7 +42,7 @@ _GRID_ARRAY = np.array(_GRID, dtype=np.float64)
 
 @dataclass(frozen=True, slots=True)
 class ExpertReads:
-    """What the rows of a pass read of a mixture of experts: each row chooses its own.
+    """The bytes that a pass reads of a mixture of experts, where each row chooses its own.
 
     Attributes:
         share: the experts' part of the bytes that a pass of one row reads.

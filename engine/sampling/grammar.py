@@ -12,7 +12,7 @@ from functools import partial
 
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.sampling.grammar_trial import in_deep_thread, new_matcher
+from engine.sampling.grammar_trial import LEXER_FAILED, in_deep_thread, new_matcher
 from protos.client_text import for_log
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 TokenMask = bytes  # one bit per token id, set if the token is allowed; token 0 is the lowest bit of the first byte
 _MAX_AGAIN_S = 0.5  # of processor time; then no text of a grammar gets another lexer
 DEAR_MASK_S = 0.002  # of processor time; most masks take a hundredth
-_LEXER_FAILED = "lexer error"  # in the library's error: a mask took more work, or more states, than the limits allow
 
 
 class CompiledGrammar:
@@ -196,7 +195,7 @@ class GrammarMatcher:
             return False
         if self.has_failed:
             return False
-        if _LEXER_FAILED in self._matcher.get_error():
+        if LEXER_FAILED in self._matcher.get_error():
             return self._heal(drafted=drafted)
         self._restart(self.grammar.begin())
         return False
@@ -206,7 +205,7 @@ class GrammarMatcher:
 
         The sequence with dear masks is the likely cause: it gets a lexer of its own, the others a new shared one.
         """
-        if _LEXER_FAILED not in self._matcher.get_error():
+        if LEXER_FAILED not in self._matcher.get_error():
             return False
         grammar, num_read = self.grammar, len(self._read_ids)
         grammar.is_spoilt |= not self._is_alone and self._generation == grammar.generation

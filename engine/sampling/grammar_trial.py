@@ -30,7 +30,8 @@ _NUM_WALKS, _WALK_TOKENS, _WALK_S = 16, 24, 0.02
 _CLOSING = ('"', ",", "}", "]", '",', '"}', "},", "],")  # tokens that lead a walk to the next key or to the end
 _CLOSING_SHARE = 0.6
 _DEAD_ENDS = ("NoExtension", "ff_tokens")  # in errors: no token can follow; the forced tokens have no end
-_LEXER_FAILED = "lexer error"
+# In errors: a mask took more work, or more states, than the limits allow.
+LEXER_FAILED = "lexer error"
 _SHOWN = 80  # characters
 _MASK_ITEMS = 5_000  # parser items for one mask: 10 to 40 ms (the library's 50,000: 0.2 s)
 _NO_TEXT = "NoExtensionBias"  # the library's error of a mask without a token
@@ -186,7 +187,7 @@ def _walk(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
             # Prefer closing tokens, to reach the ends of rules within a few tokens.
             written.append(dice.choice(preferred if preferred and dice.random() < _CLOSING_SHARE else allowed))
             walker.consume_token(written[-1])
-        if walker.is_error() and len(written) == 1 and _LEXER_FAILED in walker.get_error():
+        if walker.is_error() and len(written) == 1 and LEXER_FAILED in walker.get_error():
             raise ValueError("it is too complex: no token of a text can be read within the parser's limits")
         if walker.is_error() and any(sign in walker.get_error() for sign in _DEAD_ENDS):
             text = tokenizer.decode_str(written)[-_SHOWN:]

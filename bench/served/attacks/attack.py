@@ -1,4 +1,4 @@
-"""What all attacks share: the served application, the table of attacks, and requests over HTTP."""
+"""The served application, the table of attacks, and requests over HTTP, for all attacks."""
 
 from __future__ import annotations
 

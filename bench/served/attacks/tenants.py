@@ -1,4 +1,4 @@
-"""What one tenant, or a client without a key, learns of another tenant, ends of it, or writes into the logs."""
+"""Attacks by a tenant, or by a client without a key, on another tenant and on the logs."""
 
 from __future__ import annotations
 

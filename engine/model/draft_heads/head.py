@@ -18,7 +18,7 @@ BlockLogits = Callable[[Seq[int], Seq[int]], Tensor]
 
 
 class DraftHead(Protocol):
-    """What all heads have in common. S is a state's width, F a feature's.
+    """A head over the target's hidden states. S is a state's width, F a feature's.
 
     A head's keys and values of position p are in slot p of the sequence, in layers after the target's. When the
     target's block tables share, evict, move or fetch blocks, the head's KV goes along.
