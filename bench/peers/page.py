@@ -165,17 +165,16 @@ def part(record: Record) -> str:
 
 
 def _caveats(rows: Seq[Record]) -> list[str]:
-    """Return sentences on the rows that are not best against best."""
-    drafting = {row["system"] for row in rows if row["mode"] != DraftingMode.PLAIN}
-    plain = [system for system in dict.fromkeys(row["system"] for row in rows) if system not in drafting]
-    fixed = dict.fromkeys(
-        f"{row['system']} {row['mode']}" for row in rows if row["mode"] != DraftingMode.PLAIN and row["num_tried"] == 1
-    )
-    sentences = {
-        "ran without drafts, which they have": plain if drafting else [],
-        "ran with one setting; the best was not searched": fixed,
-    }
-    return [f"Not best against best: {', '.join(names)} {sentence}." for sentence, names in sentences.items() if names]
+    """Return sentences on the systems that did not run at their best."""
+    drafting = [row for row in rows if row["mode"] != DraftingMode.PLAIN]
+    drafting_systems = {row["system"] for row in drafting}
+    plain = dict.fromkeys(row["system"] for row in rows if drafting and row["system"] not in drafting_systems)
+    fixed = dict.fromkeys(f"{row['system']} {row['mode']}" for row in drafting if row["num_tried"] == 1)
+    names = "every system" if all(row["num_tried"] == 1 for row in drafting) else ", ".join(fixed)
+    return [
+        *([f"Without the drafts that they have: {', '.join(plain)}."] if plain else []),
+        *([f"With one setting of drafts, without a search for the best: {names}."] if fixed else []),
+    ]
 
 
 def _table(rows: Seq[Record]) -> str:

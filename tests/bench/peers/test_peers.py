@@ -134,7 +134,7 @@ def test_the_page_never_rounds_a_share_up_to_all() -> None:
     text = part(record)
     assert "| counting bf16 | with draft | 8.0 (100) | 16.0 (100) | 75% | 62.5% |" in text
     assert "| counting bf16 | with lookup | **16.0** (100) | **32.0** (100) | 100% | 75% |" in text
-    assert "- Not best against best: counting bf16 with draft ran with one setting; the best was not searched." in text
+    assert "- With one setting of drafts, without a search for the best: counting bf16 with draft." in text
     assert "- Not measured to the end: absent bf16: RuntimeError: it would not start" in text
     assert record["settings"] == [["counting bf16", "nothing to set"]]
 
