@@ -145,7 +145,7 @@ docs: $(DOCS_INSTALLED)  ## the documentation as a site in .cache/site; a warnin
 
 page:  ## the page in Chromium against a running server; needs npm, and CHROMIUM=/usr/bin/chromium
 	@mkdir -p .cache/page && cd .cache/page && npm install --silent --no-fund --no-audit playwright-core@1.65.1 axe-core@4 && \
-		node $(CURDIR)/tests/page/check.mjs $(or $(URL),http://127.0.0.1:8000) . && \
+		node $(CURDIR)/tests/router/page/check.mjs $(or $(URL),http://127.0.0.1:8000) . && \
 		cp race.png playground.png $(CURDIR)/docs/page/
 
 manifests:  ## deploy/kubernetes against published schemas, which come from PyPI and npm
@@ -153,7 +153,7 @@ manifests:  ## deploy/kubernetes against published schemas, which come from PyPI
 
 compat:  ## other projects' clients and load generators against a running chat server; TOOLS="litellm aiperf", URL=..., NAME=...
 	@OUTRIDER_URL=$(or $(URL),http://127.0.0.1:8000) OUTRIDER_MODEL=$(or $(NAME),smollm2-135m-instruct) \
-		TOKENIZER=$(or $(TOKENIZER),$(CURDIR)/$(dir $(SMOLLM2))) tests/compat/run.sh $(TOOLS)
+		TOKENIZER=$(or $(TOKENIZER),$(CURDIR)/$(dir $(SMOLLM2))) tests/serve/compat/run.sh $(TOOLS)
 
 release: install  ## dist/: a wheel and a source archive, each checked in an empty folder
 	@deploy/release.sh

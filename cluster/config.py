@@ -80,8 +80,8 @@ class DeployConfig(EngineSection):
         default = self.speculation.method
         if default not in (None, SpeculationMethod.AUTO, *self._possible_methods):
             yield (
-                f"speculation.method is '{default}', which draft.kind '{self.draft.kind}' does not give, nor is it one "
-                f"of drafts; there is {', '.join(self._possible_methods)}"
+                f"speculation.method '{default}' is not available with draft.kind '{self.draft.kind}'; "
+                f"use one of {', '.join(self._possible_methods)}, or another draft.kind"
             )
         if self.speculation.tree is not None and not self.draft.kind.can_branch:
             yield (

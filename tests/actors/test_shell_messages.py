@@ -13,7 +13,7 @@ from actors.shell_messages import Add, ShellToTarget, TargetToShell
 from engine.sequence.request_tokens import DraftRule, RequestTokens
 from protos.frames import FrameCodec
 from protos.messages import GenerateRequest, Grammar, GrammarKind, SamplingParams, VerifyMode
-from tests.filled import at_default, filled, names
+from tests.protos.filled import at_default, filled, names
 
 SAMPLING = SamplingParams(
     seed=-5,

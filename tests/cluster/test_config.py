@@ -23,7 +23,7 @@ from engine.config import (
 )
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
-from tests.generated_tables import key_names
+from tests.repository.generated_tables import key_names
 
 MINIMAL: dict[str, Any] = {"model_id": "demo", "target": {"path": "models/demo/target"}}
 
@@ -230,7 +230,7 @@ def test_the_method_may_be_left_to_what_is_measured_and_the_pass_bounded_where_l
 
 
 def test_a_method_that_cannot_be_had_is_refused():
-    assert "which draft.kind 'ngram' does not give" in error_of(
+    assert "'model' is not available with draft.kind 'ngram'; use one of ngram, suffix, none" in error_of(
         draft={"kind": "ngram"}, speculation={"method": "model"}
     )
 

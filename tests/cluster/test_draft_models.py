@@ -54,9 +54,8 @@ def test_what_is_wrong_with_drafts_is_named() -> None:
     assert "the name 3 is not one of" in refusal(drafts={3: "p"})
     assert "args.drafts.prose: input should be a valid string, and it is None" in refusal(drafts={"prose": None})
     assert "draft.kind is 'none'; move the first of them to draft" in refusal(draft={"kind": "none"}, drafts=prose)
-    assert (
-        "speculation.method is 'prosa', which draft.kind 'model' does not give, nor is it one of drafts; there is "
-        in (refusal(drafts=prose, speculation={"method": "prosa"}))
+    assert "speculation.method 'prosa' is not available with draft.kind 'model'; use one of model, prose, hybrid, " in (
+        refusal(drafts=prose, speculation={"method": "prosa"})
     )
     assert "'Big Draft' is no method" in refusal(speculation={"method": "Big Draft"})
 

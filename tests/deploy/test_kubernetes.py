@@ -26,7 +26,7 @@ from cluster.replica_settings import placement_request
 from protos import outrider_pb2
 from router.backend import migration
 from router.metrics.exposition import NAME, merge_metrics
-from tests.generated_tables import sample_metrics
+from tests.repository.generated_tables import sample_metrics
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"

@@ -24,8 +24,8 @@ from router.metrics.ingress_metrics import IngressMetrics
 from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer_files import TokenizerFiles
 from tests.router import conftest as router_fixtures
-from tests.router.engine_backend import EngineBackend
-from tests.router.grpc_channel import grpc_channel
+from tests.router.fixtures.engine_backend import EngineBackend
+from tests.router.fixtures.grpc_channel import grpc_channel
 
 pytestmark = pytest.mark.real_model
 

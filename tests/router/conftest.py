@@ -23,7 +23,7 @@ from router.openai.api import build_app
 from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles
-from tests.router.fake_backend import FakeBackend
+from tests.router.fixtures.fake_backend import FakeBackend
 
 TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"

@@ -28,8 +28,8 @@ from router.generation.usage import PredictionUsage, Usage
 from router.grpc_api.messages import choice_message, chunk_message, usage_message
 from router.openai.answers import drafts_answer
 from router.openai.usage import explanation_object, usage_object
-from tests.filled import at_default, filled
-from tests.router.grpc_channel import grpc_channel
+from tests.protos.filled import at_default, filled
+from tests.router.fixtures.grpc_channel import grpc_channel
 
 STATS = SpeculationStats(40, 22, (8, 6, 8))
 STEPS = StepStats(9, 6, 31)

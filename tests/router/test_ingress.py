@@ -16,7 +16,7 @@ from protos.messages import GenerateRequest, ModelCard, TokenChunk
 from router.config import IngressConfig
 from router.ingress import GRPC_SERVICER_FUNCTIONS, Ingress
 from tests.router.conftest import byte_tokenizer_core
-from tests.router.fake_backend import CARD, FakeBackend
+from tests.router.fixtures.fake_backend import CARD, FakeBackend
 from tests.router.grpc_api.test_grpc_api import ServeContext
 
 

@@ -19,8 +19,8 @@ from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
 from router.openai.request_head import AddRequestId
-from tests.router.fake_backend import FakeBackend
-from tests.router.grpc_channel import grpc_channel
+from tests.router.fixtures.fake_backend import FakeBackend
+from tests.router.fixtures.grpc_channel import grpc_channel
 
 EVIL = "\nINJECTED line\r\n\x1b[31mINJECTED\u2028INJECTED" + "x" * 10_000
 MAX_LINE = 2000

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.engine.fixtures.checkpoints import write_checkpoint
-from tests.engine.fixtures.foreign_pair import write_foreign_pair
+from tests.engine.fixtures.pairs.foreign_pair import write_foreign_pair
 from tests.serve.served_pair import ServedPair, SharedCluster, Stream, eventually, once, processes
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]

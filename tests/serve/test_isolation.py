@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.engine.fixtures.foreign_pair import write_foreign_pair
+from tests.engine.fixtures.pairs.foreign_pair import write_foreign_pair
 from tests.serve.served_pair import MODEL, ServedPair, SharedCluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]

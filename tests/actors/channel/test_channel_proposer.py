@@ -12,7 +12,7 @@ from actors.process.frames import FrameConnection, FrameListener
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.proposer.draft_model.offer import Offer
 from engine.sequence.sequence import Sequence
-from tests.builders import make_scheduled, make_sequence
+from tests.engine.fixtures.builders import make_scheduled, make_sequence
 
 
 class ScriptedDraft:

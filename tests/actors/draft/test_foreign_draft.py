@@ -16,7 +16,7 @@ from engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from engine.proposer.draft_model.loader import load_drafter
 from tests.actors.channel.test_disciplines import connected, generate, new_engine, requests
 from tests.engine.fixtures.checkpoints import Folders
-from tests.engine.fixtures.foreign_pair import COVERAGE, write_foreign_pair
+from tests.engine.fixtures.pairs.foreign_pair import COVERAGE, write_foreign_pair
 
 CACHE = CacheConfig(num_blocks=256, memory_bytes=None)
 

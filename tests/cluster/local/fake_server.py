@@ -18,7 +18,7 @@ from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles
 from tests.router.conftest import TEMPLATE, byte_tokenizer_core
-from tests.router.fake_backend import FakeBackend
+from tests.router.fixtures.fake_backend import FakeBackend
 
 
 def fake_service(config: IngressConfig | None = None) -> GenerationService:

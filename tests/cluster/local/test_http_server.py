@@ -29,7 +29,7 @@ from router.grpc_api.reading_gate import ReadingGate
 from router.grpc_api.server import connection_limits, start_grpc_server
 from tests.cluster.local.fake_server import fake_service, serving
 from tests.cluster.proxy.test_haproxy_config import make_certificate
-from tests.router.key_files import api_keys
+from tests.router.fixtures.key_files import api_keys
 
 BODY = json.dumps({"prompt": "abc", "max_tokens": 4}).encode()
 JAVA = (  # of the JDK's HttpClient

@@ -14,8 +14,7 @@ from engine.accounting.length_policy import LengthPolicy
 from engine.accounting.method_chooser import EXPLORED, MethodChooser
 from engine.sequence.sequence import Sequence
 from protos.messages import SamplingParams
-from tests.builders import make_sequence
-from tests.engine.fixtures.records import pass_record, sequence_pass
+from tests.engine.fixtures.builders import make_sequence, pass_record, sequence_pass
 
 MAX_DRAFTS = 8
 PASS_S = 0.010

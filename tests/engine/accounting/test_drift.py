@@ -13,8 +13,7 @@ from engine.accounting.drift import DriftDetector, DriftMonitor
 from engine.accounting.record import PassRecord
 from engine.config import SpeculationConfig
 from protos.messages import SamplingParams, SpeculationMethod
-from tests.builders import make_sequence
-from tests.engine.fixtures.records import sequence_pass
+from tests.engine.fixtures.builders import make_sequence, sequence_pass
 
 STEADY_STEPS = 20_000
 CODE, PROSE = 0.75, 0.45  # acceptance of the first draft, before and after the traffic changes

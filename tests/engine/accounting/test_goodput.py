@@ -8,7 +8,7 @@ import pytest
 
 from engine.accounting.goodput import GoodputMeter, GoodputStats, PassStats, log_ratio, seconds_of, since
 from engine.accounting.record import PassRecord
-from tests.engine.fixtures.records import work_record
+from tests.engine.fixtures.builders import work_record
 
 
 def work(num_sequences: int, num_tokens: int, seconds: float, num_prefill: int = 0) -> PassRecord:

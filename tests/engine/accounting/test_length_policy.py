@@ -14,8 +14,8 @@ from engine.accounting.draft_planning import set_lengths
 from engine.accounting.length_allocation import Allocation, allocate
 from engine.accounting.length_policy import LengthPolicy
 from engine.accounting.speculation_gate import ClassStep, SpeculationGate, class_of
-from tests.engine.fixtures.records import pass_record, sequence_pass
-from tests.engine.fixtures.simulated_pair import (
+from tests.engine.fixtures.builders import pass_record, sequence_pass
+from tests.engine.fixtures.pairs.simulated_pair import (
     MAX_DRAFTS,
     Costs,
     SimulatedPair,

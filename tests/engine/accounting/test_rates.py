@@ -9,8 +9,8 @@ import pytest
 
 from engine.accounting.rates import RateMeter
 from engine.accounting.record import PassRecord
-from tests.engine.fixtures.records import work_record
-from tests.engine.test_engine_core import make_core, request, run
+from tests.engine.engine_core.test_engine_core import make_core, request, run
+from tests.engine.fixtures.builders import work_record
 
 RATE = 5000.0
 SLOWDOWN = 2e-4

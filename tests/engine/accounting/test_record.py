@@ -13,9 +13,9 @@ from engine.sequence.checked_draft import CheckedDraft
 from engine.sequence.sequence import Sequence
 from engine.verifier.verify_result import VerifyResult
 from protos.messages import SamplingParams
-from tests.builders import make_sequence
+from tests.engine.engine_core.test_engine_core import make_core, request
+from tests.engine.fixtures.builders import make_sequence
 from tests.engine.fixtures.fakes import ScriptedProposer
-from tests.engine.test_engine_core import make_core, request
 
 COMMIT_S = 0.02
 

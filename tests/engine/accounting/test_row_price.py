@@ -11,9 +11,8 @@ from engine.accounting.length_policy import LONGEST_SHARED, LengthPolicy
 from engine.accounting.record import SequencePass
 from engine.sequence.sequence import Sequence
 from protos.messages import SamplingParams, SpeculationMethod
-from tests.builders import make_sequence
-from tests.engine.fixtures.records import pass_record, sequence_pass
-from tests.engine.fixtures.simulated_pair import MAX_DRAFTS, Costs
+from tests.engine.fixtures.builders import make_sequence, pass_record, sequence_pass
+from tests.engine.fixtures.pairs.simulated_pair import MAX_DRAFTS, Costs
 
 PROCESSOR = Costs(weights_s=0.0, row_s=0.0008, fixed_s=0.0025)
 ROOFLINE = Costs()

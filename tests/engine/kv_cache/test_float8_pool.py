@@ -32,7 +32,7 @@ from engine.model.runner.model_runner import ModelRunner
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
 from tests.engine.fixtures.attention_fixtures import DEVICE
-from tests.engine.fixtures.heads_fixtures import write_llama_with_mtp
+from tests.engine.fixtures.heads.heads_fixtures import write_llama_with_mtp
 
 SHAPES = [LayerShape(num_kv_heads=2, key_dim=24, value_dim=8)]
 FP8 = KVDtype.FP8

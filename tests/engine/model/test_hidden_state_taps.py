@@ -19,7 +19,7 @@ from engine.model.runner.model_runner import ModelRunner
 from protos.errors import ConfigError
 from tests.engine.fixtures.checkpoints import write_checkpoint
 from tests.engine.fixtures.families import SERVED, write_family
-from tests.engine.fixtures.heads_fixtures import write_llama_with_mtp, write_medusa
+from tests.engine.fixtures.heads.heads_fixtures import write_llama_with_mtp, write_medusa
 
 IDS = [3, 14, 15, 9, 26, 5, 35, 8, 9]
 OTHERS = [2, 71, 82, 8]

@@ -14,17 +14,17 @@ from engine.model.linear.packed_linear import linear_of
 from engine.model.linear.quantized_linear import can_quantize
 from engine.model.resident_memory import leave_checkpoint
 from engine.model.runner.model_runner import ModelRunner
-from tests.engine.fixtures.block_heads import (
+from tests.engine.fixtures.checkpoints import write_checkpoint
+from tests.engine.fixtures.families import PLAIN, SERVED, write_family
+from tests.engine.fixtures.heads.block_heads import (
     BlockShape,
     block_tensors,
     peagle_tensors,
     write_block_head,
     write_peagle,
 )
-from tests.engine.fixtures.checkpoints import write_checkpoint
-from tests.engine.fixtures.eagle3_fixtures import head_tensors, write_original
-from tests.engine.fixtures.families import PLAIN, SERVED, write_family
-from tests.engine.fixtures.heads_fixtures import write_llama_with_mtp, write_vllm_medusa
+from tests.engine.fixtures.heads.eagle3_fixtures import head_tensors, write_original
+from tests.engine.fixtures.heads.heads_fixtures import write_llama_with_mtp, write_vllm_medusa
 
 TIED = LlamaConfig(**PLAIN, tie_word_embeddings=True)
 BIASED = LlamaConfig(**PLAIN, attention_bias=True, mlp_bias=True)

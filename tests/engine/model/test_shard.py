@@ -26,7 +26,7 @@ from transformers import (
 from engine.model.tensor_parallel.plan import check_divisible
 from protos.errors import ConfigError
 from tests.engine.fixtures.families import LATENT, PLAIN, SERVED, VOCAB_SIZE, WINDOW, write_family
-from tests.engine.fixtures.rank_pair import Computed, compute_alone, compute_sharded
+from tests.engine.fixtures.pairs.rank_pair import Computed, compute_alone, compute_sharded
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
 _NEOX_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}

@@ -22,9 +22,8 @@ from engine.sequence.sequence import Sequence, SequenceStatus
 from engine.verifier.verify_result import VerifyResult
 from protos.errors import RequestError
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
-from tests.builders import sequence_of
+from tests.engine.fixtures.builders import sequence_of, work_record
 from tests.engine.fixtures.fakes import PagedTokens
-from tests.engine.fixtures.records import work_record
 
 P = 4
 V = 5

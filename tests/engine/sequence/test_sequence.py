@@ -7,7 +7,7 @@ import pytest
 from engine.scheduler.ending import finished_before_start, keep_output
 from engine.sequence.sequence import Sequence
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, SpeculationStats
-from tests.builders import sequence_of
+from tests.engine.fixtures.builders import sequence_of
 
 
 def new_sequence(

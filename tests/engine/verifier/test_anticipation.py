@@ -24,7 +24,7 @@ from engine.verifier import rejection_rule
 from engine.verifier.verifier import Verifier
 from engine.verifier.verify_task import VerifyTask
 from protos.messages import SamplingParams, VerifyMode
-from tests.engine.fixtures.records import pass_record, sequence_pass
+from tests.engine.fixtures.builders import pass_record, sequence_pass
 from tests.engine.fixtures.tabular import (
     PROMPT,
     chi_square_tail,

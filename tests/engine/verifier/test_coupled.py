@@ -18,7 +18,7 @@ from engine.verifier.verifier import Verifier
 from engine.verifier.verify_result import VerifyResult
 from engine.verifier.verify_task import VerifyTask
 from protos.messages import SamplingParams, VerifyMode
-from tests.builders import make_scheduled
+from tests.engine.fixtures.builders import make_scheduled
 from tests.engine.fixtures.exactness_checks import (
     EVERYTHING,
     SAMPLINGS,

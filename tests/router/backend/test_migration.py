@@ -19,8 +19,8 @@ from protos.errors import (
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
 from router.backend import migration
 from router.backend.migration import MigratingStreams
-from tests.filled import filled, names
-from tests.router.fake_backend import FakeBackend
+from tests.protos.filled import filled, names
+from tests.router.fixtures.fake_backend import FakeBackend
 
 REQUEST = GenerateRequest("r", (10,), SamplingParams(seed=7, max_tokens=8, stop_token_ids=(0,)))
 

@@ -21,7 +21,7 @@ from router.backend.serve_backend import ServeBackend
 from router.routing.request_routing import RequestRouting
 from router.routing.routed_call import RoutedCall
 from router.routing.router_metrics import RouterMetrics
-from tests.router.fake_backend import CARD
+from tests.router.fixtures.fake_backend import CARD
 
 ERRORS: dict[int, BaseException] = {
     1: RequestError("wrong", param="prompt"),

@@ -34,7 +34,7 @@ from router.routing.router_metrics import RouterMetrics
 from router.tokenizer.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles
 from tests.cluster.local.fake_server import serving
-from tests.router.fake_backend import CARD
+from tests.router.fixtures.fake_backend import CARD
 
 NUM_PLACES = 4
 LIMITS = IngressLimits(max_body_bytes=20_000)

@@ -19,9 +19,9 @@ from router.generation.generation_service import GenerationService
 from router.grpc_api import api as grpc_api
 from router.grpc_api.api import SERVICE_NAME, GrpcApi
 from router.grpc_api.callers import LOCAL_PROXY
-from tests.router.fake_backend import FakeBackend, say
-from tests.router.grpc_channel import grpc_channel
-from tests.router.key_files import api_keys
+from tests.router.fixtures.fake_backend import FakeBackend, say
+from tests.router.fixtures.grpc_channel import grpc_channel
+from tests.router.fixtures.key_files import api_keys
 
 
 @pytest.fixture

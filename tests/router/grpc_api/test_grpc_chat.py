@@ -12,8 +12,8 @@ from protos import outrider_pb2 as pb2
 from protos import outrider_pb2_grpc
 from router.generation.generation_service import GenerationService
 from router.tokenizer.chat_template import ChatTemplate
-from tests.router.fake_backend import FakeBackend, say
-from tests.router.grpc_channel import grpc_channel
+from tests.router.fixtures.fake_backend import FakeBackend, say
+from tests.router.fixtures.grpc_channel import grpc_channel
 from tests.router.openai.test_messages import TOOL_TEMPLATE, prompt_of, spoken
 
 ADD = pb2.Tool(name="add", description="adds", parameters='{"type": "object", "properties": {"x": {}}}')

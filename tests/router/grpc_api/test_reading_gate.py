@@ -31,9 +31,9 @@ from router.grpc_api.api import GrpcApi
 from router.grpc_api.reading_gate import OPEN_METHODS, ReadingGate, ReadingLimits
 from router.grpc_api.serve_gate import gate_proxy, gate_serve
 from router.grpc_api.server import start_grpc_server
-from tests.router.fake_backend import FakeBackend
-from tests.router.grpc_channel import grpc_channel
-from tests.router.key_files import api_keys
+from tests.router.fixtures.fake_backend import FakeBackend
+from tests.router.fixtures.grpc_channel import grpc_channel
+from tests.router.fixtures.key_files import api_keys
 
 KEYS = ("first tenant=one", "second tenant=other")
 MODEL = pb2.GetModelRequest()

@@ -13,9 +13,9 @@ import pytest
 
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
-from tests.router.fake_backend import FakeBackend, say
-from tests.router.grpc_channel import grpc_channel
-from tests.router.key_files import api_keys
+from tests.router.fixtures.fake_backend import FakeBackend, say
+from tests.router.fixtures.grpc_channel import grpc_channel
+from tests.router.fixtures.key_files import api_keys
 from tests.router.openai.test_messages import spoken
 
 pb2 = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2", reason="pip install 'outrider[smg]'")

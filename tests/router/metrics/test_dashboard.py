@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from router.metrics.exposition import merge_metrics
-from tests.generated_tables import sample_metrics
+from tests.repository.generated_tables import sample_metrics
 
 FOLDER = Path(__file__).parents[3] / "docs" / "watch"
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text())

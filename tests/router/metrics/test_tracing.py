@@ -28,7 +28,7 @@ from router.grpc_api.reading_gate import ReadingGate
 from router.grpc_api.server import start_grpc_server
 from router.metrics.tracing import tracer_from_environment
 from router.openai.api import build_app
-from tests.router.fake_backend import FakeBackend
+from tests.router.fixtures.fake_backend import FakeBackend
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01", "x-request-id": "mine"}

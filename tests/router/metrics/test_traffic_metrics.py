@@ -9,7 +9,7 @@ from protos.messages import SpeculationStats
 from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import Traffic, TrafficMetrics
 from router.openai.api import build_app
-from tests.router.key_files import api_keys
+from tests.router.fixtures.key_files import api_keys
 
 STATS = SpeculationStats(num_draft_tokens=8, num_accepted_tokens=5, accepted_histogram=(0, 1, 2))
 

@@ -30,8 +30,8 @@ from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
 from router.tokenizer.tokenizer import Tokenizer
-from tests.router import key_files
-from tests.router.fake_backend import FakeBackend
+from tests.router.fixtures import key_files
+from tests.router.fixtures.fake_backend import FakeBackend
 
 
 async def test_the_model_is_listed_and_found(client: openai.AsyncOpenAI) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
-from tests.router.fake_backend import FakeBackend, say
+from tests.router.fixtures.fake_backend import FakeBackend, say
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "abc"}]
 

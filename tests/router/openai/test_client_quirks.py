@@ -12,8 +12,8 @@ import pytest
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
-from tests.router.fake_backend import FakeBackend
-from tests.router.key_files import api_keys
+from tests.router.fixtures.fake_backend import FakeBackend
+from tests.router.fixtures.key_files import api_keys
 
 JSON = {"content-type": "application/json"}
 CHAT = [{"role": "user", "content": "abc"}]

@@ -24,8 +24,8 @@ from router.backend import refusal_gate
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
 from router.tokenizer.tokenizer import Tokenizer
-from tests.router.fake_backend import FakeBackend, say
-from tests.router.key_files import api_keys
+from tests.router.fixtures.fake_backend import FakeBackend, say
+from tests.router.fixtures.key_files import api_keys
 
 
 def ids(text: str) -> list[int]:

@@ -12,8 +12,8 @@ import pytest
 from protos import outrider_pb2 as pb2
 from router.generation.generation_service import GenerationService
 from router.tokenizer.chat_template import ChatTemplate
-from tests.router.fake_backend import FakeBackend, say
-from tests.router.grpc_channel import grpc_channel
+from tests.router.fixtures.fake_backend import FakeBackend, say
+from tests.router.fixtures.grpc_channel import grpc_channel
 from tests.router.openai.test_messages import prompt_of
 
 TEMPLATE = (

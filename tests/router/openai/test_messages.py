@@ -12,7 +12,7 @@ import pytest
 from protos.errors import OverloadedError
 from router.generation.generation_service import GenerationService
 from router.tokenizer.chat_template import ChatTemplate
-from tests.router.fake_backend import FakeBackend, say
+from tests.router.fixtures.fake_backend import FakeBackend, say
 
 TOOL_TEMPLATE = (
     "{% if tools %}{{ tools | length }} <tool_call>{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"

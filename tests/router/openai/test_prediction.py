@@ -9,7 +9,7 @@ import pytest
 
 from protos.messages import VerifyMode
 from router.generation.generation_service import GenerationService
-from tests.router.fake_backend import CARD, FakeBackend, say
+from tests.router.fixtures.fake_backend import CARD, FakeBackend, say
 
 TEXT = "abcdefghijklmnop"
 TOKENS = tuple(byte + 1 for byte in TEXT.encode())

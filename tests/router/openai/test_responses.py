@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from router.generation.generation_service import GenerationService
-from tests.router.fake_backend import FakeBackend, say
+from tests.router.fixtures.fake_backend import FakeBackend, say
 from tests.router.openai.test_messages import prompt_of, spoken
 from tests.router.openai.test_messages import service as service
 

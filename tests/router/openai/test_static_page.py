@@ -12,7 +12,7 @@ import pytest
 import router
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
-from tests.router.key_files import api_keys
+from tests.router.fixtures.key_files import api_keys
 
 FOLDER = Path(router.__file__).parent / "page"
 FILES = sorted(FOLDER.iterdir())

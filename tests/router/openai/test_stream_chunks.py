@@ -28,7 +28,7 @@ from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles
 from tests.router.conftest import byte_tokenizer_core
-from tests.router.fake_backend import CARD, FakeBackend, say
+from tests.router.fixtures.fake_backend import CARD, FakeBackend, say
 from tests.router.openai.answer_formats import test_harmony as harmony
 
 TEMPLATE = (

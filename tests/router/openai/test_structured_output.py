@@ -23,8 +23,8 @@ from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import IngressMetrics
 from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer_files import TokenizerFiles, load_tokenizer_files
-from tests.router.engine_backend import EngineBackend, ngram_engine, write_model
-from tests.router.grpc_channel import grpc_channel
+from tests.router.fixtures.engine_backend import EngineBackend, ngram_engine, write_model
+from tests.router.fixtures.grpc_channel import grpc_channel
 
 TEMPLATES = {
     "hermes": "{% for tool in tools or [] %}{{ tool.function.name }}: <tool_call>{% endfor %}",

@@ -22,8 +22,8 @@ from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
 from router.tokenizer.tokenizer_files import load_tokenizer_files
-from tests.router.engine_backend import CARD, EngineBackend, ngram_engine, write_model
-from tests.router.grpc_channel import grpc_channel
+from tests.router.fixtures.engine_backend import CARD, EngineBackend, ngram_engine, write_model
+from tests.router.fixtures.grpc_channel import grpc_channel
 
 REQUEST = {"model": "tiny", "prompt": "abcabcabcabcabc", "max_tokens": 40, "temperature": 0, "return_token_ids": True}
 WORDS = {"guided_regex": "(abcabcabcabc ){6}"}

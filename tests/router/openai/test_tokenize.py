@@ -14,8 +14,8 @@ from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
 from router.tokenizer.chat_template import ChatTemplate
-from tests.router.fake_backend import FakeBackend, say
-from tests.router.grpc_channel import grpc_channel
+from tests.router.fixtures.fake_backend import FakeBackend, say
+from tests.router.fixtures.grpc_channel import grpc_channel
 from tests.router.tokenizer.published import PUBLISHED, template
 
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "d"}}, "required": ["x"]}

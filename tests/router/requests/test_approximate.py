@@ -34,9 +34,9 @@ from router.openai.api import build_app
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, write_tokenizer
 from tests.engine.fixtures.checkpoints import write_checkpoint
-from tests.router.engine_backend import CARD, EngineBackend
-from tests.router.fake_backend import CARD as FAKE_CARD
-from tests.router.fake_backend import FakeBackend
+from tests.router.fixtures.engine_backend import CARD, EngineBackend
+from tests.router.fixtures.fake_backend import CARD as FAKE_CARD
+from tests.router.fixtures.fake_backend import FakeBackend
 from tests.router.grpc_api.test_grpc_api import channel, stub  # noqa: F401  (fixtures)
 
 ALLOWED = replace(FAKE_CARD, has_approximate_steps=True)

@@ -9,7 +9,7 @@ from router.api_keys import Client, current_client
 from router.requests.completion_request import CompletionRequest
 from router.requests.generate_params import GenerateParams, Prompt
 from router.requests.sequence_requests import generate_requests
-from tests.filled import at_default, filled, names
+from tests.protos.filled import at_default, filled, names
 
 CARD = ModelCard(
     1000, 500, (0,), "v", 16, max_draft_tokens=4, speculation_methods=("model", "ngram"), has_approximate_steps=True

@@ -29,7 +29,7 @@ from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles
 from tests.router.conftest import byte_tokenizer_core
-from tests.router.fake_backend import FakeBackend, say
+from tests.router.fixtures.fake_backend import FakeBackend, say
 
 Fields = dict[str, Any]
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}

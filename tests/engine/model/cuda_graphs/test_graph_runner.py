@@ -50,7 +50,7 @@ from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
 from tests.engine.fixtures.checkpoints import Folders, write_pair
 from tests.engine.fixtures.families import SERVED, write_family
-from tests.engine.fixtures.heads_fixtures import write_medusa
+from tests.engine.fixtures.heads.heads_fixtures import write_medusa
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64

@@ -21,7 +21,8 @@ from engine.model.hidden_state_taps import UNKNOWN
 from engine.model.linear.quantized_linear import can_quantize
 from engine.model.runner.model_runner import ModelRunner
 from protos.errors import ConfigError
-from tests.engine.fixtures.block_heads import (
+from tests.engine.fixtures.checkpoints import write_checkpoint
+from tests.engine.fixtures.heads.block_heads import (
     MASK_ID,
     QWEN_LAYER,
     BlockShape,
@@ -33,8 +34,7 @@ from tests.engine.fixtures.block_heads import (
     write_dflash_of_its_authors,
     write_peagle,
 )
-from tests.engine.fixtures.checkpoints import write_checkpoint
-from tests.engine.fixtures.eagle3_fixtures import write_original
+from tests.engine.fixtures.heads.eagle3_fixtures import write_original
 
 TAPS = (1, 2)
 TEXTS = ([5, 9, 33, 2, 17, 60, 5, 9, 41, 12, 7, 3], [8, 1, 44, 20])

@@ -32,7 +32,7 @@ from engine.model.runner.model_runner import ModelRunner
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, VerifyMode
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_checkpoint
-from tests.engine.fixtures.eagle3_fixtures import (
+from tests.engine.fixtures.heads.eagle3_fixtures import (
     HIDDEN_SIZE,
     LAYER,
     LOSSLESS,

@@ -30,7 +30,8 @@ from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
 from engine.sequence.batch import ScheduledSequence
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams, VerifyMode
-from tests.engine.fixtures.block_heads import (
+from tests.engine.fixtures.checkpoints import VOCAB_SIZE
+from tests.engine.fixtures.heads.block_heads import (
     BlockShape,
     PlainDFlash,
     PlainParallelEagle,
@@ -39,11 +40,15 @@ from tests.engine.fixtures.block_heads import (
     write_block_head,
     write_peagle,
 )
-from tests.engine.fixtures.checkpoints import VOCAB_SIZE
-from tests.engine.fixtures.eagle3_fixtures import PlainEagle3, head_tensors, write_original
-from tests.engine.fixtures.forked_ranks import fork_ranks
-from tests.engine.fixtures.heads_fixtures import fit_medusa, transformers_mtp, write_deepseek, write_llama_with_mtp
+from tests.engine.fixtures.heads.eagle3_fixtures import PlainEagle3, head_tensors, write_original
+from tests.engine.fixtures.heads.heads_fixtures import (
+    fit_medusa,
+    transformers_mtp,
+    write_deepseek,
+    write_llama_with_mtp,
+)
 from tests.engine.fixtures.in_process_transport import InProcessTransport
+from tests.engine.fixtures.pairs.forked_ranks import fork_ranks
 
 P = 8
 MAX_TOKENS = 20

@@ -27,7 +27,7 @@ from engine.sequence.sequence import Sequence
 from engine.verifier import rejection_rule
 from protos.errors import ConfigError
 from protos.messages import SamplingParams, VerifyMode
-from tests.builders import make_scheduled
+from tests.engine.fixtures.builders import make_scheduled
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.engine.fixtures.exactness_checks import (
     check_coupled_equality,
@@ -35,7 +35,7 @@ from tests.engine.fixtures.exactness_checks import (
     enumerated_probs,
     similar_model,
 )
-from tests.engine.fixtures.heads_fixtures import HIDDEN_SIZE, lm_head_of, random, write_medusa, write_vllm_medusa
+from tests.engine.fixtures.heads.heads_fixtures import HIDDEN_SIZE, lm_head_of, random, write_medusa, write_vllm_medusa
 from tests.engine.fixtures.tabular import (
     NUM_PHASES,
     Experiment,

@@ -16,7 +16,7 @@ from engine.sampling.sampler import Sampler
 from engine.verifier.verifier import Verifier
 from engine.verifier.verify_task import VerifyTask
 from protos.messages import GenerateRequest, Grammar, GrammarKind, SamplingParams
-from tests.builders import make_sequence
+from tests.engine.fixtures.builders import make_sequence
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, END_ID, write_tokenizer
 from tests.engine.fixtures.checkpoints import write_checkpoint
 

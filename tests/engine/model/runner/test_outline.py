@@ -13,15 +13,15 @@ from transformers import DeepseekV3Config, GptOssConfig, LongcatFlashConfig, Mix
 from engine.config import CacheConfig, HeadConfig, HeadKind, ModelConfig
 from engine.model.runner.outline import check_outline
 from protos.errors import ConfigError
-from tests.engine.fixtures.block_heads import (
+from tests.engine.fixtures.checkpoints import write_checkpoint
+from tests.engine.fixtures.families import LATENT, PLAIN, REFUSED, SERVED, write_family
+from tests.engine.fixtures.heads.block_heads import (
     BlockShape,
     block_tensors,
     peagle_tensors,
     write_block_head,
     write_peagle,
 )
-from tests.engine.fixtures.checkpoints import write_checkpoint
-from tests.engine.fixtures.families import LATENT, PLAIN, REFUSED, SERVED, write_family
 from tests.engine.fixtures.hybrids import HYBRIDS
 
 CACHE = CacheConfig(16, num_blocks=8, memory_bytes=None)

@@ -28,7 +28,7 @@ from protos.errors import ConfigError, EngineError
 from protos.messages import GenerateRequest, SamplingParams
 from tests.engine.fixtures.checkpoints import Folders, write_pair
 from tests.engine.fixtures.families import SERVED, write_family
-from tests.engine.fixtures.forked_ranks import fork_ranks
+from tests.engine.fixtures.pairs.forked_ranks import fork_ranks
 
 CACHE = CacheConfig(block_size=4, num_blocks=96)
 PROMPTS = [tuple(range(first, first + 9 + first)) for first in range(1, 5)]

@@ -14,9 +14,9 @@ from engine.proposer.text_match.suffix import SuffixProposer
 from engine.proposer.text_match.text_matcher import TextMatch
 from engine.sequence.sequence import Sequence
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams
-from tests.builders import make_scheduled, sequence_of
+from tests.engine.engine_core.test_engine_core import greedy, make_core, outputs, right, run, wrong
+from tests.engine.fixtures.builders import make_scheduled, sequence_of
 from tests.engine.fixtures.fakes import ScriptedProposer
-from tests.engine.test_engine_core import greedy, make_core, outputs, right, run, wrong
 
 PROMPT = (1, 2, 3)
 

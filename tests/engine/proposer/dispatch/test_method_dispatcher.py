@@ -10,7 +10,7 @@ from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.sequence.sequence import Sequence
 from protos.messages import SpeculationMethod
-from tests.builders import make_scheduled, make_sequence
+from tests.engine.fixtures.builders import make_scheduled, make_sequence
 from tests.engine.fixtures.fakes import ScriptedProposer
 
 MODEL, NGRAM, SUFFIX, NONE = (

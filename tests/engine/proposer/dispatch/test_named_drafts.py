@@ -17,8 +17,8 @@ from engine.scheduler.scheduler import Scheduler
 from engine.sequence.sequence import Sequence
 from engine.verifier.verifier import Verifier
 from protos.messages import GenerateRequest, SamplingParams, SpeculationParams
+from tests.engine.engine_core.test_engine_core import V, greedy, half_right, make_core, outputs, right, run, wrong
 from tests.engine.fixtures.fakes import FakeRunner, ScriptedProposer
-from tests.engine.test_engine_core import V, greedy, half_right, make_core, outputs, right, run, wrong
 
 ARMS = ("model", "prose", "code", "hybrid", "suffix", "ngram", "none")
 

@@ -17,7 +17,7 @@ from engine.proposer.draft_model.offer import Offer
 from engine.proposer.growth.chain import Chain
 from engine.sequence.sequence import Sequence
 from protos.messages import SamplingParams, VerifyMode
-from tests.builders import make_scheduled, sequence_of
+from tests.engine.fixtures.builders import make_scheduled, sequence_of
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.engine.fixtures.drafters import GREEDY, SAMPLED, DrafterParts, DraftOracle, new_drafter, new_sequence
 

@@ -30,10 +30,10 @@ from engine.proposer.draft_model.text_proposer import TextProposer
 from engine.sampling.noise import gumbel
 from engine.sampling.sampler import Purpose, row_keys
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
-from tests.builders import make_scheduled, make_sequence, sequence_of
 from tests.engine.fixtures.ahead_proposer import AheadProposer
+from tests.engine.fixtures.builders import make_scheduled, make_sequence, sequence_of
 from tests.engine.fixtures.checkpoints import Folders
-from tests.engine.fixtures.foreign_pair import COVERAGE, write_foreign_pair, write_small_pair
+from tests.engine.fixtures.pairs.foreign_pair import COVERAGE, write_foreign_pair, write_small_pair
 from tests.engine.fixtures.tabular import chi_square_tail
 from tests.serve.reference_probs import probs_of_first_tokens
 

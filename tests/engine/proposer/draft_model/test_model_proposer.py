@@ -10,7 +10,7 @@ from engine.batch.draft import NO_DRAFT, WEIGHT_SUM
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
-from tests.builders import make_scheduled, sequence_of
+from tests.engine.fixtures.builders import make_scheduled, sequence_of
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.engine.fixtures.drafters import GREEDY, SAMPLED, DraftOracle, new_drafter, new_sequence
 

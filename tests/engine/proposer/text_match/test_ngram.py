@@ -10,7 +10,7 @@ from engine.batch.draft import NO_DRAFT
 from engine.proposer.text_match.ngram import NgramProposer, copy_from
 from engine.sequence.sequence import Sequence
 from protos.errors import ConfigError
-from tests.builders import make_scheduled, make_sequence
+from tests.engine.fixtures.builders import make_scheduled, make_sequence
 
 
 def propose(proposer: NgramProposer, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import pytest
 from engine.proposer.text_match.prediction import PredictionMatcher
 from protos.messages import GenerateRequest, SamplingParams
 from protos.predicted_text import Prediction
-from tests.builders import sequence_of
+from tests.engine.fixtures.builders import sequence_of
 
 PREDICTION = [5, 6, 7, 8, 5, 9]
 

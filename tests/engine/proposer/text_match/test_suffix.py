@@ -16,7 +16,7 @@ from engine.proposer.text_match.suffix_index import SuffixIndex
 from engine.sequence.sequence import Sequence
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
-from tests.builders import make_scheduled, sequence_of
+from tests.engine.fixtures.builders import make_scheduled, sequence_of
 
 
 def new_sequence(

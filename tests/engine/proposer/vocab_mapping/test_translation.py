@@ -22,7 +22,13 @@ from engine.proposer.vocab_mapping.vocabulary_pair import ModelTokens, Vocabular
 from protos.errors import ConfigError
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, write_tokenizer
 from tests.engine.fixtures.checkpoints import Folders, write_checkpoint
-from tests.engine.fixtures.foreign_pair import COVERAGE, DRAFT_TEXTS, TARGET_TEXTS, new_tokenizer, write_foreign_pair
+from tests.engine.fixtures.pairs.foreign_pair import (
+    COVERAGE,
+    DRAFT_TEXTS,
+    TARGET_TEXTS,
+    new_tokenizer,
+    write_foreign_pair,
+)
 
 TEXT = (
     "The draft's na\u00efve \u2014 word: \U0001f600\U0001f600 \u4f60\u597d,\n\n    def f(x):\n"

@@ -23,7 +23,7 @@ from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles
 from tests.router.conftest import byte_tokenizer_core
-from tests.router.fake_backend import CARD, FakeBackend, say
+from tests.router.fixtures.fake_backend import CARD, FakeBackend, say
 
 TEMPLATE = (Path(__file__).parents[2] / "generation" / "templates" / "gpt_oss.jinja").read_text(encoding="utf-8")
 MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>")

@@ -18,7 +18,7 @@ from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 from tests.router.conftest import byte_tokenizer_core
-from tests.router.fake_backend import FakeBackend, say
+from tests.router.fixtures.fake_backend import FakeBackend, say
 
 CHAT_TEMPLATE = "{% if tools %}tools{% endif %}{{ messages[-1].content }}[assistant]"
 RESPONSE_TEMPLATE = {

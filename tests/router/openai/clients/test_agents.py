@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
-from tests.router.fake_backend import FakeBackend, say
+from tests.router.fixtures.fake_backend import FakeBackend, say
 from tests.router.openai.test_messages import prompt_of, service, spoken
 from tests.router.tokenizer.published import PUBLISHED, template
 

@@ -13,8 +13,8 @@ import pytest
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
-from tests.router.fake_backend import FakeBackend, say
-from tests.router.key_files import api_keys
+from tests.router.fixtures.fake_backend import FakeBackend, say
+from tests.router.fixtures.key_files import api_keys
 
 COMPLETION = {"prompt": "abc", "max_tokens": 4}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

@@ -10,7 +10,7 @@ import pytest
 
 from protos.messages import GrammarKind
 from router.requests.constraints.foreign_fields import ALIASES, REFUSED
-from tests.router.fake_backend import FakeBackend
+from tests.router.fixtures.fake_backend import FakeBackend
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 PATHS = {

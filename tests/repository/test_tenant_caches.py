@@ -42,12 +42,12 @@ from router.routing.index_actor import IndexState
 from router.routing.request_routing import PromptKeys
 from router.routing.routed_call import RouteQuery
 from router.tokenizer.tokenizer_files import load_tokenizer_files
-from tests.builders import sequence_of
+from tests.engine.fixtures.builders import sequence_of
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, END_ID, write_tokenizer
-from tests.router.engine_backend import EngineBackend, ngram_engine, write_model
-from tests.router.key_files import api_keys
+from tests.router.fixtures.engine_backend import EngineBackend, ngram_engine, write_model
+from tests.router.fixtures.key_files import api_keys
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROMPT = tuple(range(1, 41))
 # What the code keeps under a key: a probe of this module, or why no client's text is in the key.
 KERNELS = "engine/model/decoders/native_layers engine/model/decoders/row_operations engine/attention/native"

@@ -11,7 +11,7 @@ import pytest
 
 from protos.errors import EngineError, OverloadedError
 from protos.messages import GenerateRequest
-from tests.router.fake_backend import FakeBackend
+from tests.router.fixtures.fake_backend import FakeBackend
 
 
 @pytest.mark.parametrize("n", [1, 3])

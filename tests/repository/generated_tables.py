@@ -1,6 +1,6 @@
 """The keys of deploy.yaml, for docs/deploy.md and for editors, and the metrics of docs/operate.md.
 
-`python -m tests.generated_tables` writes them all.
+`python -m tests.repository.generated_tables` writes them all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from router.routing.routed_call import Route
 
 _OF_BUCKETS = "le"
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 SCHEMA = DOCS / "deploy.schema.json"
 _BEGIN, _END = "<!-- {}: begin -->\n", "<!-- {}: end -->\n"
 

@@ -5,7 +5,7 @@ set -u
 url=${OUTRIDER_URL:-http://127.0.0.1:8000}
 model=${OUTRIDER_MODEL:-smollm2-135m-instruct}
 here=$(cd "$(dirname "$0")" && pwd)
-cache=$here/../../.cache/compat
+cache=$here/../../../.cache/compat
 mkdir -p "$cache" && cache=$(cd "$cache" && pwd) && cd "$cache" || exit 1
 export LITELLM_LOCAL_MODEL_COST_MAP=True
 export OPENAI_BASE_URL=$url/v1 OPENAI_API_KEY=none OUTRIDER_MODEL=$model OUTRIDER_URL=$url
@@ -62,7 +62,7 @@ lmeval() {
 }
 guidellm() {  # its torch is the project's: PyPI's would bring CUDA
     [ -d guidellm ] || python3 -m venv guidellm || return 1
-    "$here/../../.venv/bin/python" -c 'import torch; print(torch.__path__[0].rpartition("/")[0])' \
+    "$here/../../../.venv/bin/python" -c 'import torch; print(torch.__path__[0].rpartition("/")[0])' \
         > "$(echo guidellm/lib/python3*/site-packages)/torch_of_the_project.pth" || return 1
     environment guidellm guidellm==0.8.1 &&
         guidellm/bin/guidellm run --backend "kind=openai_http,target=$url,request_format=/v1/completions" \
@@ -75,8 +75,8 @@ dynamo() {  # of a server with pair.kv_events; KV_EVENTS and BLOCK_TOKENS say wh
     environment dynamo ai-dynamo-runtime==1.6.1 && dynamo/bin/python "$here/dynamo_checks.py"
 }
 agent() {  # COMMAND...: run it beside a server that plays a model which calls the agent's shell
-    local root=$here/../.. port=${AGENT_PORT:-8799} server status
-    PYTHONPATH=$root "$root/.venv/bin/python" -m tests.compat.agent_server "$port" &
+    local root=$here/../../.. port=${AGENT_PORT:-8799} server status
+    PYTHONPATH=$root "$root/.venv/bin/python" -m tests.serve.compat.agent_server "$port" &
     server=$!
     for _ in $(seq 60); do curl -sf "http://127.0.0.1:$port/live" > /dev/null && break; sleep 0.5; done
     mkdir -p agent-work && (cd agent-work && timeout 120 "$@" < /dev/null) | tee agent.out

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1]
 MARK = re.compile(r"\.(?:skip|skipif|importorskip|xfail)\(")
 WITH_REASON = {"skipif", "importorskip", "xfail"}
 

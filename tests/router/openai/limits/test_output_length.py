@@ -12,9 +12,9 @@ from protos import outrider_pb2 as pb2
 from protos import outrider_pb2_grpc
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
-from tests.router.fake_backend import CARD, FakeBackend
-from tests.router.grpc_channel import grpc_channel
-from tests.router.key_files import api_keys
+from tests.router.fixtures.fake_backend import CARD, FakeBackend
+from tests.router.fixtures.grpc_channel import grpc_channel
+from tests.router.fixtures.key_files import api_keys
 
 CHAT = [{"role": "user", "content": "abc"}]
 LONG = "a" * 140

@@ -22,7 +22,7 @@ from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles
 from tests.router.conftest import byte_tokenizer_core
-from tests.router.fake_backend import CARD, FakeBackend
+from tests.router.fixtures.fake_backend import CARD, FakeBackend
 
 TEMPLATE = (
     "{% if tools %}<tool_call>{{ tools | map(attribute='function.name') | join(' ') }}\n{% endif %}"

@@ -21,9 +21,9 @@ from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
 from router.tokenizer.chat_template import ChatTemplate
 from tests.router.conftest import TEMPLATE
-from tests.router.fake_backend import FakeBackend, say
-from tests.router.grpc_channel import grpc_channel
-from tests.router.key_files import api_keys
+from tests.router.fixtures.fake_backend import FakeBackend, say
+from tests.router.fixtures.grpc_channel import grpc_channel
+from tests.router.fixtures.key_files import api_keys
 
 Answer = TypeVar("Answer")
 NUM_IDS, NUM_TURNS, CONTEXT = 600_000, 9_000, 30_000

@@ -1,4 +1,4 @@
-// The page in a real browser, against a running server: node tests/page/check.mjs http://127.0.0.1:8000 FOLDER
+// The page in a real browser, against a running server: node tests/router/page/check.mjs http://127.0.0.1:8000 FOLDER
 // Needs playwright-core and axe-core (npm) and a Chromium (CHROMIUM=/usr/bin/chromium). Writes screenshots to FOLDER.
 
 import assert from "node:assert/strict";

@@ -8,22 +8,30 @@ import jsonschema
 import pytest
 import yaml
 
-from tests.generated_tables import DOCS, SCHEMA, generated_pages, key_names, key_table, metric_table, schema_text
+from tests.repository.generated_tables import (
+    DOCS,
+    SCHEMA,
+    generated_pages,
+    key_names,
+    key_table,
+    metric_table,
+    schema_text,
+)
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 HEADER = "# yaml-language-server: $schema="
 
 
 def test_the_pages_list_every_key_with_its_default_and_every_metric():
     for page, text in generated_pages().items():
-        assert page.read_text(encoding="utf-8") == text, "run python -m tests.generated_tables"
+        assert page.read_text(encoding="utf-8") == text, "run python -m tests.repository.generated_tables"
     assert "| `cache` | `block_size: 16`, `memory_gib`, " in key_table()
     assert "| `outrider_router_decisions{basis}` | Choices by" in metric_table()
     assert "| `outrider_spec_decode_class_draft_tokens_per_pos{class, method, position}` |" in metric_table()
 
 
 def test_the_schema_for_editors_is_that_of_the_sections():
-    assert SCHEMA.read_text(encoding="utf-8") == schema_text(), "run python -m tests.generated_tables"
+    assert SCHEMA.read_text(encoding="utf-8") == schema_text(), "run python -m tests.repository.generated_tables"
 
 
 @pytest.mark.parametrize("name", ["deploy.yaml", "models/published/smollm2.deploy.yaml"])

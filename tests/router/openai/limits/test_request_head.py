@@ -12,7 +12,7 @@ from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
 from router.openai.request_head import AddRequestId
-from tests.router.key_files import api_keys
+from tests.router.fixtures.key_files import api_keys
 
 BODY = {"prompt": "abc", "max_tokens": 2}
 OURS = ["localhost", "localhost:8000", "LOCALHOST.:1", "127.0.0.1", "127.0.0.1:8000", "[::1]", "[::1]:8000", ""]

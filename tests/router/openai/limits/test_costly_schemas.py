@@ -23,9 +23,9 @@ from router.requests.constraints import json_schema
 from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles
-from tests.router.fake_backend import FakeBackend
-from tests.router.grpc_channel import grpc_channel
-from tests.router.key_files import api_keys
+from tests.router.fixtures.fake_backend import FakeBackend
+from tests.router.fixtures.grpc_channel import grpc_channel
+from tests.router.fixtures.key_files import api_keys
 
 TEMPLATE = "{{ tools }}{{ messages[0].content }}<tool_call>"
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -14,8 +14,8 @@ from router.config import IngressLimits
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
 from router.tokenizer.tokenizer import Tokenizer
-from tests.router.fake_backend import FakeBackend
-from tests.router.key_files import api_keys
+from tests.router.fixtures.fake_backend import FakeBackend
+from tests.router.fixtures.key_files import api_keys
 
 GOOD = {"model": "fake", "prompt": "abc"}
 

@@ -23,8 +23,8 @@ from router.openai.api import build_app
 from router.requests.body import as_request_error
 from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest
-from tests.router.fake_backend import FakeBackend
-from tests.router.key_files import api_keys
+from tests.router.fixtures.fake_backend import FakeBackend
+from tests.router.fixtures.key_files import api_keys
 
 REQUEST = {"model": "fake", "prompt": "abc", "max_tokens": 4}
 BODY = json.dumps(REQUEST).encode().rjust(5_000)
