@@ -4,6 +4,7 @@
     int8   [ D x int8 | scale]           `engine.kv_cache.int8_heads`; read by attention on processors
     fp8    [ D x float8_e4m3fn ]         +-448, 3 bits of mantissa, no scale; read by our Triton kernel
 
+Numbers beyond float8 become +-448. What is not finite is not finite either when it is read, so an overflow shows.
 Storage depends on the token alone, never on its batch, so speculation is exact with respect to the pool.
 `engine.attention.backend.check_kv_kind` checks which attention reads which.
 """
@@ -45,8 +46,9 @@ def stored(kind: KVDtype, heads: Tensor) -> Tensor:
     if kind is KVDtype.INT8:
         return to_int8_heads(heads)
     if kind is KVDtype.FP8:
-        # Clamped here: some versions of torch cast numbers beyond the range to NaN.
-        return heads.clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).to(_FLOAT8).view(torch.uint8)
+        # Clamped here: some versions of torch cast numbers beyond the range to NaN. Infinity times 0 is NaN.
+        clamped = heads.clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).add_(heads, alpha=0)
+        return clamped.to(_FLOAT8).view(torch.uint8)
     return heads
 
 

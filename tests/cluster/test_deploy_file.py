@@ -23,6 +23,12 @@ def test_the_bundled_file_says_what_the_readme_says():
     assert file.config.draft.kind == "model"
 
 
+def test_a_byte_order_mark_and_line_ends_of_windows_change_nothing(tmp_path: Path):
+    path = tmp_path / "deploy.yaml"
+    path.write_bytes(b"\xef\xbb\xbf" + BUNDLED.read_bytes().replace(b"\n", b"\r\n"))
+    assert read_deploy_file(path) == read_deploy_file(BUNDLED)
+
+
 def test_the_bundled_file_lists_every_grpc_service():
     options = yaml.safe_load(BUNDLED.read_text())["grpc_options"]
     assert tuple(options["grpc_servicer_functions"]) == GRPC_SERVICER_FUNCTIONS

@@ -222,14 +222,18 @@ def test_our_kernels_read_hidden_keys_as_nothing(
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows beyond a span see nothing, and divide by it
 @OPTIONS
 @pytest.mark.parametrize(
-    ("dtype", "heads"),
-    [(torch.float32, HeadShape(1, 4, 16, 16)), (torch.float16, HeadShape(2, 1, 24, 8))],
-    ids=["float32", "float16"],
+    ("dtype", "heads", "kind"),
+    [
+        (torch.float32, HeadShape(1, 4, 16, 16), KVDtype.AUTO),
+        (torch.float16, HeadShape(2, 1, 24, 8), KVDtype.AUTO),
+        (torch.float16, HeadShape(2, 1, 24, 8), KVDtype.FP8),
+    ],
+    ids=["float32", "float16", "float8"],
 )
 def test_the_triton_kernel_reads_hidden_keys_as_nothing(
-    dtype: torch.dtype, heads: HeadShape, options: LayerOptions
+    dtype: torch.dtype, heads: HeadShape, kind: KVDtype, options: LayerOptions
 ) -> None:
     from engine.attention.triton_attention import TritonAttention
 
     extents = [TreeSpanShape(30, 1), TreeSpanShape(20, 5), TreeSpanShape(19, 9, BUSHY)]
-    check(TritonAttention, lambda: AttentionWorld(extents, heads, dtype=dtype), options)
+    check(TritonAttention, lambda: AttentionWorld(extents, heads, dtype=dtype, kind=kind), options)

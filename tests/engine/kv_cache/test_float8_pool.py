@@ -55,9 +55,19 @@ def test_a_number_is_off_by_a_sixteenth_at_most_and_saturates_beyond_the_range(d
     heads = (torch.randn(50, 3, 64) * torch.logspace(-3, 2, 50)[:, None, None]).to(dtype)
     errors = (restored(heads).float() - heads.float()).abs()
     assert (errors <= (heads.float().abs() / 16).clamp(min=2**-10)).all()
-    beyond = torch.tensor([449.0, 6e4, float("inf")], dtype=dtype)
-    assert restored(beyond).tolist() == [448.0] * 3
-    assert restored(-beyond).tolist() == [-448.0] * 3
+    beyond = torch.tensor([449.0, 6e4], dtype=dtype)
+    assert restored(beyond).tolist() == [448.0] * 2
+    assert restored(-beyond).tolist() == [-448.0] * 2
+
+
+@pytest.mark.parametrize("kind", list(KVDtype))
+@pytest.mark.parametrize("fault", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_is_not_finite_when_it_is_read(kind: KVDtype, fault: float) -> None:
+    heads = torch.ones(3, 2, 16)
+    heads[1, 0, 5] = fault
+    is_finite = loaded(kind, stored(kind, heads), heads.dtype).isfinite()
+    assert not is_finite[1, 0, 5]
+    assert is_finite[[0, 2]].all()
 
 
 def test_stored_float8_heads_depend_on_the_token_alone() -> None:

@@ -434,6 +434,12 @@ def test_a_grammar_for_a_model_without_end_tokens_names_the_file_that_lacks_them
         compiler.matcher(request("x", Grammar(GrammarKind.REGEX, "a", "guided_regex")))
 
 
+def test_a_grammar_needs_each_of_several_end_tokens() -> None:
+    compiler = GrammarCompiler(None, 16, (END_ID, END_ID + 1))
+    with pytest.raises(RequestError, match="leave ignore_eos out"):
+        compiler.matcher(request("x", Grammar(GrammarKind.REGEX, "a", "guided_regex")))
+
+
 def test_a_grammar_for_a_model_without_tokenizer_is_refused() -> None:
     compiler = GrammarCompiler(None, 16, (END_ID,))
     with pytest.raises(RequestError, match=r"no tokenizer\.json"):

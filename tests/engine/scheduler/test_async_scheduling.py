@@ -405,10 +405,12 @@ class ScriptedPolicy:
 
 
 def test_a_plan_is_kept_until_a_pass_drafts_by_it() -> None:
-    core = make_core(True, num_drafts=1, proposer=ScriptedProposer(lambda sequence, max_tokens: [7]))
+    proposer = ScriptedProposer(lambda sequence, max_tokens: [7])
+    core = make_core(True, num_drafts=1, proposer=proposer)
     core._accounting.planning.policy = policy = ScriptedPolicy()  # type: ignore[assignment]
     core.add(request("a", max_tokens=60))
     while core.has_work:
         core.step()
     assert policy.num_asked == policy.num_wanted > 5
     assert core.stats().num_overlapped_passes > 20
+    assert len(proposer.committed) == policy.num_asked, "each commit is followed by a draft"

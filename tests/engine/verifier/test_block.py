@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from engine.batch.draft import WEIGHT_SUM, Draft, SparseDistribution
+from engine.sampling.sampler import Sampler
 from engine.verifier import block
 from engine.verifier.rejection_rule import NO_PROPOSAL
+from engine.verifier.verifier import Verifier
+from engine.verifier.verify_task import VerifyTask
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.exactness_checks import (
     EVERYTHING,
@@ -105,6 +108,31 @@ def test_the_expected_number_of_tokens_is_that_of_the_running_ratios() -> None:
         draft=TabularModel(torch.zeros(4, 2, 2).double()),
     )
     assert expected_tokens(pair, 2, BLOCK) == pytest.approx(1 + 3 / 4 + 5 / 8)
+
+
+@pytest.mark.parametrize("mode", list(VerifyMode))
+def test_drafts_after_a_row_without_finite_logits_change_nothing(mode: VerifyMode) -> None:
+    """Such a row ends the sequence. The tokens before it must have the target's distribution all the same."""
+    pair = pair_library(4)[PEAKED]
+    sequences = [new_sequence(SamplingParams(seed=seed), mode) for seed in range(200)]
+    drafts = draft_by_sampling(pair.draft, sequences, 4)
+    emitted = []
+    for num_drafts in (4, 2):
+        cut = [draft.head(num_drafts) for draft in drafts]
+        tasks = [
+            VerifyTask(sequence, draft, (num_drafts + 1) * index)
+            for index, (sequence, draft) in enumerate(zip(sequences, cut, strict=True))
+        ]
+        prefixes = [
+            [*sequence.token_ids, *draft.token_ids[:row]]
+            for sequence, draft in zip(sequences, cut, strict=True)
+            for row in range(num_drafts + 1)
+        ]
+        logits = pair.target.logits(prefixes).float()
+        logits[2 :: num_drafts + 1] = float("nan")
+        emitted.append([result.token_ids for result in Verifier(Sampler()).verify(logits, tasks)])
+    assert emitted[0] == emitted[1]
+    assert {len(token_ids) for token_ids in emitted[0]} == {1, 2}
 
 
 # ---- layer B ------------------------------------------------------------------------------------------------------

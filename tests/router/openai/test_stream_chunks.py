@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import anthropic
@@ -30,6 +30,7 @@ from router.tokenizer.tokenizer_files import TokenizerFiles
 from tests.router.conftest import byte_tokenizer_core
 from tests.router.fixtures.fake_backend import CARD, FakeBackend, say
 from tests.router.openai.answer_formats import test_harmony as harmony
+from tests.router.openai.answer_formats import test_response_template as described
 
 TEMPLATE = (
     "{{ tools }}{% for message in messages %}{{ message['content'] }}{% endfor %}[assistant]"
@@ -86,6 +87,9 @@ class Form:
     first: tuple[str, ...]  # what may begin an answer alone
     parts: tuple[str, ...]
     last: str
+    tool_format: str = "auto"
+    response_template: dict[str, Any] | None = None
+    is_forced: bool = False  # requests ask for a call
 
     def ids(self, parts: Sequence[str]) -> list[int]:
         return self.tokenizer.encode("".join(parts) + self.last, add_special_tokens=False)
@@ -122,6 +126,18 @@ CHANNELS = Form(
     ),
     harmony.ANSWER,
 )
+FORCED = replace(MARKED, parts=MARKED.parts[3:5], is_forced=True)
+PROMPTED = replace(MARKED, template=TEMPLATE.removeprefix("{{ tools }}"), tool_format="prompted")
+DESCRIBED = Form(
+    TOKENIZER,
+    described.CHAT_TEMPLATE,
+    (0,),
+    ("",),
+    ("(thinks: Hm.)", "(thinks:é)", "So é. ", "done", '@f{"x": 1};', '@f{"x": 2};', "@f{broken};"),
+    "<|end|>",
+    response_template=described.RESPONSE_TEMPLATE,
+)
+FORCE = {"/v1/chat/completions": "required", "/v1/responses": "required", "/v1/messages": {"type": "any"}}
 
 
 def ask(
@@ -131,13 +147,15 @@ def ask(
 
     async def post() -> httpx.Response:
         backend = SteppedBackend(say(*ids), steps=steps, card=ModelCard(300, 4096, form.end_ids, "v1", 16, 4))
-        files = TokenizerFiles(form.tokenizer, ChatTemplate(form.template, {}))
-        service = GenerationService(
-            backend, files, IngressConfig(model_id="fake", model_path="nowhere"), IngressMetrics()
+        files = TokenizerFiles(
+            form.tokenizer, ChatTemplate(form.template, {}), response_template=form.response_template
         )
+        config = IngressConfig(model_id="fake", model_path="nowhere", tool_format=form.tool_format)
+        service = GenerationService(backend, files, config, IngressMetrics())
         transport = httpx.ASGITransport(build_app(service, ApiKeys()), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://outrider") as http:
-            return await http.post(path, json={"max_tokens": 400, **fields})
+            choice = {"tool_choice": FORCE[path]} if form.is_forced else {}
+            return await http.post(path, json={"max_tokens": 400, **choice, **fields})
 
     answer = asyncio.run(post())
     assert answer.status_code == 200, answer.text
@@ -310,7 +328,7 @@ def test_the_events_of_messages_and_responses_do_not_depend_on_the_steps(steps: 
 
 @st.composite
 def answers(draw: st.DrawFn) -> tuple[Form, list[str]]:
-    form = draw(st.sampled_from([MARKED, CHANNELS]))
+    form = draw(st.sampled_from([MARKED, CHANNELS, FORCED, PROMPTED, DESCRIBED]))
     return form, [draw(st.sampled_from(form.first)), *draw(st.lists(st.sampled_from(form.parts), max_size=6))]
 
 
@@ -318,6 +336,9 @@ def answers(draw: st.DrawFn) -> tuple[Form, list[str]]:
 @given(answers(), STEPS, st.integers(1, 2))
 @example((MARKED, ["<think>I wonder.</think>", "So:\n", MARKED.parts[3], "done é"]), [1000], 2)
 @example((CHANNELS, [harmony.THOUGHT, harmony.PREAMBLE, harmony.CALL + NEXT]), [3], 2)
+@example((FORCED, ["<think>I wonder.</think>", *FORCED.parts]), [50], 1)
+@example((PROMPTED, ["", "So:\n", MARKED.parts[3]]), [1000], 1)
+@example((DESCRIBED, ["", *DESCRIBED.parts]), [1000], 1)
 def test_chunks_of_every_form_and_choice_say_one_thing_and_add_up_to_the_whole_answer(
     answer: tuple[Form, list[str]], steps: list[int], num_choices: int
 ) -> None:
@@ -340,6 +361,7 @@ def test_chunks_of_every_form_and_choice_say_one_thing_and_add_up_to_the_whole_a
 
 
 TEXT_AFTER_A_CALL = (MARKED, ["", "So:\n", MARKED.parts[3], "done é", MARKED.parts[4]])
+THOUGHT_AFTER_A_CALL = (DESCRIBED, ["", "So é. ", '@f{"x": 1};', "(thinks: Hm.)", '@f{"x": 2};'])
 THOUGHT_AFTER_TEXT = (CHANNELS, [harmony.PREAMBLE, harmony.THOUGHT, harmony.CALL + NEXT, harmony.THOUGHT])
 
 
@@ -349,6 +371,8 @@ THOUGHT_AFTER_TEXT = (CHANNELS, [harmony.PREAMBLE, harmony.THOUGHT, harmony.CALL
 @example(TEXT_AFTER_A_CALL, [1000])
 @example(THOUGHT_AFTER_TEXT, [1])
 @example(THOUGHT_AFTER_TEXT, [1000])
+@example(THOUGHT_AFTER_A_CALL, [1000])
+@example((FORCED, ["", *FORCED.parts]), [1000])
 def test_a_turn_has_the_same_parts_in_the_same_order_streamed_or_not_and_in_any_steps(
     answer: tuple[Form, list[str]], steps: list[int]
 ) -> None:

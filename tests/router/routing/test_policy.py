@@ -91,6 +91,9 @@ def test_the_sessions_worker_wins_among_equal_workers_only():
     equal = fleet(load("a"), load("b"), load("c"))
     assert all(rank(Policy.PREFIX, replace(sticky, seed=s), equal, CONFIG).worker_id == "b" for s in range(20))
     assert rank(Policy.PREFIX, sticky, fleet(load("a"), load("b", 500)), CONFIG).worker_id == "a"
+    for num_more, worker_id in ((1, "b"), (2, "a")):
+        busier = fleet(load("a"), replace(load("b"), num_running_requests=num_more))
+        assert rank(Policy.PREFIX, sticky, busier, CONFIG).worker_id == worker_id
 
 
 def test_equal_workers_are_shuffled_evenly_and_reproducibly():

@@ -265,6 +265,15 @@ def test_rules_are_said_once_in_words() -> None:
     assert all((len(rule) < 120 and ":" in rule) or "must be" in rule or "must have" in rule for rule in Rule)
 
 
+def test_results_of_several_calls_are_no_orphans_and_ids_are_never_empty() -> None:
+    chat = turns([HI, calls(call(""), call("b")), {**RESULT, "tool_call_id": ""}, RESULT_B])
+    assert TemplateRules(frozenset({Rule.ORPHANS_AS_TEXT})).adapt(chat) == chat
+    _, called, *results = TemplateRules(frozenset({Rule.UNIQUE_IDS})).adapt(chat)
+    ids = [each["id"] for each in called["tool_calls"]]
+    assert ids == [result["tool_call_id"] for result in results]
+    assert all(ids)
+
+
 def test_a_long_chat_is_adapted_in_no_time() -> None:
     many = calls(*(call(f"id{rank}") for rank in range(3000)))
     results = [{**RESULT, "tool_call_id": f"id{rank}"} for rank in reversed(range(3000))]

@@ -253,15 +253,17 @@ async def test_calls_need_a_known_key_where_keys_are_set(service: GenerationServ
 
 
 async def test_a_priority_must_be_granted_where_keys_are_set(service: GenerationService, backend: FakeBackend) -> None:
-    transport = httpx.ASGITransport(build_app(service, api_keys("plain", "urgent max_priority=-2")))
+    keys = api_keys("plain", "urgent max_priority=-2", "late max_priority=5")
+    transport = httpx.ASGITransport(build_app(service, keys))
     async with httpx.AsyncClient(transport=transport, base_url="http://outrider") as http:
         for key, priority, status in (("plain", 0, 200), ("plain", -1, 400), ("urgent", -2, 200), ("urgent", -3, 400)):
             headers = {"authorization": f"Bearer {key}"}
             response = await http.post("/v1/completions", json={**GOOD, "priority": priority}, headers=headers)
             assert response.status_code == status, response.text
             assert status == 200 or response.json()["error"]["param"] == "priority"
-        await http.post("/v1/completions", json=GOOD, headers={"authorization": "Bearer urgent"})
-        assert backend.requests[-1].priority == 0, "who may be urgent has to ask for it"
+        for key, priority in (("plain", 0), ("urgent", 0), ("late", 5)):
+            await http.post("/v1/completions", json=GOOD, headers={"authorization": f"Bearer {key}"})
+            assert backend.requests[-1].priority == priority, "who may be urgent has to ask for it"
 
 
 @pytest.mark.parametrize("limits", [IngressLimits()])
