@@ -28,7 +28,7 @@ _SERVES_ERRORS = (ValidationError, TypeError, AttributeError, LookupError, NotIm
 _PATHS = {
     "target": ("path",),
     "draft": ("path",),
-    "ingress": ("api_keys_file", "chat_template", "tls_certificate_file", "tls_client_ca_file"),
+    "ingress": ("api_keys_file", "receipt_key_file", "chat_template", "tls_certificate_file", "tls_client_ca_file"),
 }
 _MADE_PATHS = {"tune": ("log",)}  # of folders that may not be there yet
 

@@ -30,6 +30,7 @@ from engine.config import CacheConfig, KVDtype, ModelDtype
 from engine.model.checkpoint.node_memory import available_bytes
 from protos.errors import ConfigError
 from router.api_keys import ApiKeys
+from router.generation.receipts import ReceiptKey
 from router.tokenizer.chat_template import ChatTemplate
 
 _GIB = 1 << 30
@@ -67,6 +68,8 @@ def check_files(config: DeployConfig, report: Callable[[str], None]) -> DeployCo
     for note in check_models(config):
         report(f"note: {note}")
     ApiKeys(config.ingress.api_keys_file)
+    if config.ingress.receipt_key_file is not None:
+        ReceiptKey(config.ingress.receipt_key_file)
     check_certificates(config.ingress)
     if (template := config.ingress.chat_template_text) is not None:
         ChatTemplate(template, {})

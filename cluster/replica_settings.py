@@ -226,7 +226,8 @@ def ingress_config(config: DeployConfig) -> IngressConfig:
     section = config.ingress
     shared: dict[str, Any] = {name: getattr(section, name) for name in IngressSettings.model_fields}
     shared["chat_template"] = section.chat_template_text
-    if section.api_keys_file is not None:
-        shared["api_keys_file"] = str(Path(section.api_keys_file).expanduser().absolute())
+    for name in ("api_keys_file", "receipt_key_file"):
+        if shared[name] is not None:
+            shared[name] = str(Path(shared[name]).expanduser().absolute())
     model_path = resolve_model_path(config.target.path)
     return IngressConfig(model_id=config.model_id, model_path=model_path, min_pairs=config.pair.min_replicas, **shared)

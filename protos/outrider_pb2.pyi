@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "prompt", "prompt_token_ids", "max_tokens", "min_tokens", "n", "seed", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "stop", "stop_token_ids", "ignore_eos", "echo", "logprobs", "skip_special_tokens", "return_token_ids", "speculation", "cache_salt", "priority", "timeout_s", "user", "return_token_sources", "include_drafts", "prediction", "messages", "tools", "tool_choice", "allowed_tools", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs", "continue_final_message", "store", "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+    __slots__ = ("model", "prompt", "prompt_token_ids", "max_tokens", "min_tokens", "n", "seed", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "stop", "stop_token_ids", "ignore_eos", "echo", "logprobs", "skip_special_tokens", "return_token_ids", "speculation", "cache_salt", "priority", "timeout_s", "user", "return_token_sources", "include_drafts", "prediction", "messages", "tools", "tool_choice", "allowed_tools", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs", "continue_final_message", "store", "receipt", "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class GenerateRequest(_message.Message):
     CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _ClassVar[int]
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_FORMAT_FIELD_NUMBER: _ClassVar[int]
     GUIDED_JSON_FIELD_NUMBER: _ClassVar[int]
     GUIDED_REGEX_FIELD_NUMBER: _ClassVar[int]
@@ -100,12 +101,13 @@ class GenerateRequest(_message.Message):
     chat_template_kwargs: str
     continue_final_message: bool
     store: bool
+    receipt: bool
     response_format: ResponseFormat
     guided_json: str
     guided_regex: str
     guided_choice: _containers.RepeatedScalarFieldContainer[str]
     guided_grammar: str
-    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., n: _Optional[int] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., bad_words: _Optional[_Iterable[str]] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., echo: _Optional[bool] = ..., logprobs: _Optional[int] = ..., skip_special_tokens: _Optional[bool] = ..., return_token_ids: _Optional[bool] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., user: _Optional[str] = ..., return_token_sources: _Optional[bool] = ..., include_drafts: _Optional[bool] = ..., prediction: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[str] = ..., allowed_tools: _Optional[_Iterable[str]] = ..., parallel_tool_calls: _Optional[bool] = ..., reasoning_effort: _Optional[str] = ..., chat_template_kwargs: _Optional[str] = ..., continue_final_message: _Optional[bool] = ..., store: _Optional[bool] = ..., response_format: _Optional[_Union[ResponseFormat, _Mapping]] = ..., guided_json: _Optional[str] = ..., guided_regex: _Optional[str] = ..., guided_choice: _Optional[_Iterable[str]] = ..., guided_grammar: _Optional[str] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., n: _Optional[int] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., bad_words: _Optional[_Iterable[str]] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., echo: _Optional[bool] = ..., logprobs: _Optional[int] = ..., skip_special_tokens: _Optional[bool] = ..., return_token_ids: _Optional[bool] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., user: _Optional[str] = ..., return_token_sources: _Optional[bool] = ..., include_drafts: _Optional[bool] = ..., prediction: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[str] = ..., allowed_tools: _Optional[_Iterable[str]] = ..., parallel_tool_calls: _Optional[bool] = ..., reasoning_effort: _Optional[str] = ..., chat_template_kwargs: _Optional[str] = ..., continue_final_message: _Optional[bool] = ..., store: _Optional[bool] = ..., receipt: _Optional[bool] = ..., response_format: _Optional[_Union[ResponseFormat, _Mapping]] = ..., guided_json: _Optional[str] = ..., guided_regex: _Optional[str] = ..., guided_choice: _Optional[_Iterable[str]] = ..., guided_grammar: _Optional[str] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content", "tool_calls", "tool_call_id", "reasoning", "name")
@@ -196,7 +198,7 @@ class Speculation(_message.Message):
     def __init__(self, enabled: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., verify: _Optional[str] = ..., method: _Optional[str] = ..., mode: _Optional[str] = ..., threshold: _Optional[float] = ..., explain: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("id", "created", "model", "choices", "usage", "x_speculation", "system_fingerprint")
+    __slots__ = ("id", "created", "model", "choices", "usage", "x_speculation", "system_fingerprint", "receipt")
     ID_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +206,7 @@ class GenerateResponse(_message.Message):
     USAGE_FIELD_NUMBER: _ClassVar[int]
     X_SPECULATION_FIELD_NUMBER: _ClassVar[int]
     SYSTEM_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
     id: str
     created: int
     model: str
@@ -211,7 +214,8 @@ class GenerateResponse(_message.Message):
     usage: Usage
     x_speculation: ApproximateSpeculation
     system_fingerprint: str
-    def __init__(self, id: _Optional[str] = ..., created: _Optional[int] = ..., model: _Optional[str] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., x_speculation: _Optional[_Union[ApproximateSpeculation, _Mapping]] = ..., system_fingerprint: _Optional[str] = ...) -> None: ...
+    receipt: str
+    def __init__(self, id: _Optional[str] = ..., created: _Optional[int] = ..., model: _Optional[str] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., x_speculation: _Optional[_Union[ApproximateSpeculation, _Mapping]] = ..., system_fingerprint: _Optional[str] = ..., receipt: _Optional[str] = ...) -> None: ...
 
 class ApproximateSpeculation(_message.Message):
     __slots__ = ("exact", "steps_from_draft", "steps_rejected", "tokens_from_draft")
@@ -246,7 +250,7 @@ class Choice(_message.Message):
     def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., token_sources: _Optional[_Iterable[str]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., reasoning: _Optional[str] = ...) -> None: ...
 
 class GenerateChunk(_message.Message):
-    __slots__ = ("id", "index", "text", "token_ids", "finish_reason", "logprobs", "usage", "x_speculation", "token_sources", "drafts", "tool_calls", "reasoning")
+    __slots__ = ("id", "index", "text", "token_ids", "finish_reason", "logprobs", "usage", "x_speculation", "token_sources", "drafts", "tool_calls", "reasoning", "receipt")
     ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +263,7 @@ class GenerateChunk(_message.Message):
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
     id: str
     index: int
     text: str
@@ -271,7 +276,8 @@ class GenerateChunk(_message.Message):
     drafts: Drafts
     tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCallDelta]
     reasoning: str
-    def __init__(self, id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., x_speculation: _Optional[_Union[ApproximateSpeculation, _Mapping]] = ..., token_sources: _Optional[_Iterable[str]] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallDelta, _Mapping]]] = ..., reasoning: _Optional[str] = ...) -> None: ...
+    receipt: str
+    def __init__(self, id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., x_speculation: _Optional[_Union[ApproximateSpeculation, _Mapping]] = ..., token_sources: _Optional[_Iterable[str]] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallDelta, _Mapping]]] = ..., reasoning: _Optional[str] = ..., receipt: _Optional[str] = ...) -> None: ...
 
 class Drafts(_message.Message):
     __slots__ = ("token_ids", "text")

@@ -32,6 +32,7 @@ _OPTIONS: dict[str, Callable[[str], bool]] = {  # after a key, each with the tes
     "max_priority": lambda value: value.removeprefix("-").isdecimal(),
     "admin": lambda value: value == "true",
     "tune_log": lambda value: value == "false",
+    "receipts": lambda value: value == "true",
 }
 _HASH_MARK = "sha256:"
 _HASH = re.compile(r"[0-9a-fA-F]{64}")
@@ -72,7 +73,8 @@ class Client:
     """The sender of a request. Clients of one tenant share cached prefixes and their rate, others nothing.
 
     Where tenants wait, each gets tokens in proportion to its `weight`. `max_priority` is the lowest number (lower is
-    sooner) that it may ask for, any if None. Unless `is_logged`, no token of its requests is written to a log.
+    sooner) that it may ask for, any if None. Unless `is_logged`, no token of its requests is written to a log. With
+    `has_receipts`, its answers carry receipts unless a request declines.
     """
 
     tenant: str = ""
@@ -81,6 +83,7 @@ class Client:
     weight: float = 1.0
     max_priority: int | None = None
     is_logged: bool = True
+    has_receipts: bool = False
 
     @property
     def tenant_id(self) -> str:
@@ -274,7 +277,7 @@ class ApiKeys:
             shown = f"{wrong[0]}={given[wrong[0]]}" if wrong[0] in _OPTIONS else f"option ({len(wrong[0])} characters)"
             raise ConfigError(
                 f"has a wrong {shown} after a key; it may have tenant=NAME, tokens_per_minute=N, weight=N (more than "
-                "0), max_priority=N, admin=true and tune_log=false"
+                "0), max_priority=N, admin=true, tune_log=false and receipts=true"
             )
         tenant = given.get("tenant", digest)
         limit = given.get("tokens_per_minute")
@@ -285,6 +288,7 @@ class ApiKeys:
             weight=float(given.get("weight", 1.0)),
             max_priority=int(given.get("max_priority", 0)),
             is_logged="tune_log" not in given,
+            has_receipts="receipts" in given,
         )
 
     def _rate(self, tenant: str, limit: int) -> TokenRate:

@@ -27,6 +27,7 @@ class IngressSettings(BaseModel):
 
     model_aliases: _Names = ()
     api_keys_file: str | None = None
+    receipt_key_file: str | None = None
     open_admin: bool = False
     tool_format: str = "auto"
     reasoning_format: str = "auto"

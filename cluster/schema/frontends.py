@@ -40,6 +40,8 @@ class IngressSection(IngressSettings, Section):
     `api_keys_file` has one key or its hash per line (docs/security.md). Without it every client is served.
     `open_admin`, for loopback without keys, lets every client kill the draft and see the router's reasons.
 
+    `receipt_key_file` (PEM, Ed25519) signs receipts of answers (docs/requests.md).
+
     `tool_format` is how the model writes tool calls, and `reasoning_format` how it marks its reasoning; auto follows
     its chat template. prompted describes tools in the system message, for a model whose template has no tools.
     `chat_template` replaces that template: a file's path, or the template itself.

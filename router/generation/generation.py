@@ -18,6 +18,7 @@ from router.backend.backend import TokenStreams
 from router.generation.choice_text import ChoiceText, DetokenizerMaker
 from router.generation.delta import Delta, DeltaReader, join_deltas, runs_of
 from router.generation.fan_in import ClosableStream, fan_in, following, leading
+from router.generation.receipts import OpenReceipt, Receipt
 from router.generation.tool_calls import ToolCallParser
 from router.generation.tool_formats.tool_format import ToolFormat
 from router.generation.usage import Usage, UsageMeter
@@ -42,6 +43,7 @@ class Choice:
     meter: UsageMeter
     clock: TokenClock
     has_prompt_logprobs: bool = False
+    receipt: OpenReceipt | None = None
     _pending: deque[Delta] = field(default_factory=deque)  # read, and not yet passed on
 
     def __aiter__(self) -> Self:
@@ -70,6 +72,8 @@ class Choice:
         if not gained:
             return []
         self.meter.record(self.index, gained, batch)
+        if self.receipt is not None:
+            self.receipt.record(self.index, [token_id for delta in gained for token_id in delta.token_ids])
         self.clock.tick(sum(len(delta.token_ids) for delta in gained))
         if (reason := gained[-1].finish_reason) is not None:
             self.clock.end(reason.value, batch[-1].speculation)
@@ -121,6 +125,15 @@ def _with_logprobs(echo: Delta, first_chunk: TokenChunk) -> Delta:
     return replace(echo, logprobs=logprobs)
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What an answer names as its origin; `receipt` is None unless the client wants one."""
+
+    model_id: str
+    system_fingerprint: str
+    receipt: OpenReceipt | None = None
+
+
 class Generation:
     """The choices of one client request: run once, read as deltas or in full."""
 
@@ -132,18 +145,18 @@ class Generation:
         streams: TokenStreams,
         tokenizer: Tokenizer,
         metrics: IngressMetrics,
-        system_fingerprint: str,
-        model_id: str,
+        origin: Origin,
         answers: ToolFormat | ResponseTemplate | None = None,
     ) -> None:
         """`answers` are how the model writes its calls, or all that it writes."""
         self.id = params.request_id
         self.fields = params.fields
-        self.model_id = model_id
+        self.model_id = origin.model_id
         self.num_choices = len(requests)
-        self.system_fingerprint = system_fingerprint
+        self.system_fingerprint = origin.system_fingerprint
         self.created_s = int(time.time())
         self._params = params
+        self._receipt = origin.receipt
         self._requests = requests
         self._streams = streams
         self._tokenizer = tokenizer
@@ -162,6 +175,13 @@ class Generation:
     def steps(self) -> StepStats | None:
         """Reasoning steps so far; None for an exact output."""
         return self._meter.steps
+
+    @property
+    def receipt(self) -> Receipt | None:
+        """The signed receipt, if the client wants it; complete when every choice has ended."""
+        if self._receipt is None:
+            return None
+        return self._receipt.signed(id=self.id, created=self.created_s, model=self.model_id)
 
     def prompt_token_ids(self, index: int) -> tuple[int, ...]:
         """Return the prompt of a choice."""
@@ -205,6 +225,7 @@ class Generation:
             self._meter,
             self._metrics.token_clock(len(request.prompt_token_ids), self._traffic),
             has_prompt_logprobs=self.fields.prompt_logprobs is not None,
+            receipt=self._receipt,
         )
 
     def _new_detokenizer(self) -> DetokenizerMaker:

@@ -19,7 +19,8 @@ from router.backend.migration import MigratingStreams
 from router.backend.shared_answer import SharedAnswer
 from router.config import IngressConfig
 from router.generation.draft_admin import DraftAdmin
-from router.generation.generation import Generation
+from router.generation.generation import Generation, Origin
+from router.generation.receipts import OpenReceipt, ReceiptKey, digests_of, key_for
 from router.generation.tool_formats.find_format import PROMPTED, find_format
 from router.metrics.ingress_metrics import IngressMetrics
 from router.metrics.tracing import TracedStreams, tracer_from_environment
@@ -65,6 +66,7 @@ class GenerationService:
         self.config = config
         self.files = files
         self.metrics = metrics
+        self._receipt_key = None if config.receipt_key_file is None else ReceiptKey(config.receipt_key_file)
         metrics.set_wanted_pairs(config.min_pairs)
         self.tracer = tracer_from_environment() if tracer is None else tracer
         migrating = MigratingStreams(backend, metrics.count_migration, self._forget_card)
@@ -349,9 +351,11 @@ class GenerationService:
 
     async def _start(self, params: GenerateParams) -> Generation:
         card = await self.card()
+        key = key_for(params.fields, card, self._receipt_key)
         requests = generate_requests(
             params, card, await self._bad_words(params.fields), is_strict=self.config.strict_fields
         )
+        digests = {} if key is None else digests_of(card, self.files, requests, params.fields)
         return Generation(
             params,
             requests,
@@ -359,8 +363,11 @@ class GenerationService:
             tokenizer=self.files.tokenizer,
             answers=self._format or self._response_template,
             metrics=self.metrics,
-            model_id=params.fields.model or self.config.model_id,  # an alias is answered by its name, as in vLLM
-            system_fingerprint=with_tokenizer(card.fingerprint or card.model_version, self.files.digest),
+            origin=Origin(
+                params.fields.model or self.config.model_id,  # an alias is answered by its name, as in vLLM
+                with_tokenizer(card.fingerprint or card.model_version, self.files.digest),
+                None if key is None else OpenReceipt(key, digests, requests),
+            ),
         )
 
 

@@ -26,7 +26,7 @@ from router.generation.delta import join_deltas
 from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
 from router.grpc_api.callers import Caller, authenticate, leave_place
-from router.grpc_api.messages import choice_message, chunk_message, usage_message
+from router.grpc_api.messages import choice_message, chunk_message, receipt_text, usage_message
 from router.metrics.tracing import call_span
 from router.requests.body import as_request_error
 from router.requests.chat_request import ChatCompletionRequest
@@ -125,6 +125,7 @@ class GrpcApi(GrpcCalls):
                 usage=usage_message(generation.usage),
                 x_speculation=None if steps is None else pb2.ApproximateSpeculation(**steps.figures()),
                 system_fingerprint=generation.system_fingerprint,
+                receipt=receipt_text(generation),
             )
 
     async def GenerateStream(
@@ -141,6 +142,7 @@ class GrpcApi(GrpcCalls):
                     num_open -= delta.finish_reason is not None
                     if num_open == 0:
                         chunk.usage.CopyFrom(usage_message(generation.usage))
+                        chunk.receipt = receipt_text(generation)
                     yield chunk
 
     async def Tokenize(self, request: pb2.TokenizeRequest, grpc_context: CallContext) -> pb2.TokenizeResponse:

@@ -75,3 +75,9 @@ def usage_message(usage: Usage) -> pb2.Usage:
         counts = pb2.SpeculationExplanation(passes=usage.explanation.drafted, plain_passes=usage.explanation.plain)
         message.explanation.CopyFrom(counts)
     return message
+
+
+def receipt_text(generation: Generation) -> str:
+    """Return the receipt as JSON; empty if the client wants none."""
+    receipt = generation.receipt
+    return "" if receipt is None else receipt.model_dump_json()

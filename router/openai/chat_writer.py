@@ -24,6 +24,7 @@ from openai.types.chat.chat_completion_message_function_tool_call import Functio
 
 from router.generation.delta import Delta, ToolCallDelta, join_deltas, whole_calls
 from router.generation.generation import Generation
+from router.generation.receipts import Receipt
 from router.openai.logprobs import PromptLogprob, chat_logprobs, prompt_logprobs
 from router.openai.response_writer import ResponseWriter, openai_reason
 from router.openai.usage import ApproximateSpeculation, DraftEvent, ResponseMetrics
@@ -45,6 +46,7 @@ class Chat(ChatCompletion):
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
     metrics: ResponseMetrics | None = None
     x_speculation: ApproximateSpeculation | None = None
+    receipt: Receipt | None = None
 
 
 class ChatChunkChoice(chat_completion_chunk.Choice):
@@ -60,6 +62,7 @@ class ChatChunk(ChatCompletionChunk):
     choices: list[ChatChunkChoice]  # type: ignore[assignment]
     metrics: ResponseMetrics | None = None
     x_speculation: ApproximateSpeculation | None = None
+    receipt: Receipt | None = None
     x_drafts: list[DraftEvent] | None = None
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 from openai.types import Completion, CompletionChoice
 
 from router.generation.delta import Delta, join_deltas
+from router.generation.receipts import Receipt
 from router.openai.logprobs import CompletionLogprobs, PromptLogprob, completion_logprobs, prompt_logprobs
 from router.openai.response_writer import ResponseWriter, openai_reason
 from router.openai.usage import ApproximateSpeculation, DraftEvent, ResponseMetrics
@@ -31,6 +32,7 @@ class TextCompletion(Completion):
     metrics: ResponseMetrics | None = None
     x_speculation: ApproximateSpeculation | None = None
     x_drafts: list[DraftEvent] | None = None
+    receipt: Receipt | None = None
 
 
 class CompletionWriter(ResponseWriter):

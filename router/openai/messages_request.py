@@ -17,7 +17,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class MessagesRequest(Body):
-    """The body, as Anthropic's clients send it; `seed`, `cache_salt`, `store` and `speculation` are ours."""
+    """The body, as Anthropic's clients send it; `seed`, `cache_salt`, `store`, `receipt` and `speculation` are ours."""
 
     model: str | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
@@ -38,6 +38,7 @@ class MessagesRequest(Body):
     seed: Seed | None = None
     cache_salt: str | None = None
     store: bool | None = None
+    receipt: bool | None = None
     speculation: SpeculationFields | None = None
 
     def to_chat(self) -> ForeignTurn:
@@ -68,6 +69,7 @@ class MessagesRequest(Body):
             "cache_salt": self.cache_salt,
             "speculation": self.speculation and self.speculation.model_dump(exclude_unset=True),
             "store": self.store,
+            "receipt": self.receipt,
         }
         return ForeignTurn(fields, conversation, foreign)
 

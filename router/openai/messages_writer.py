@@ -77,7 +77,7 @@ class MessagesWriter(ResponseWriter):
     def last_chunks(self) -> Iterable[MessagesEvent]:
         yield from self._stop()
         if self._last is not None:
-            yield _event("message_delta", delta=_ending(self._last), usage=self._usage())
+            yield _event("message_delta", delta=_ending(self._last), usage=self._usage(), **self._signed())
         yield _event("message_stop")
 
     def event(self, chunk: BaseModel) -> bytes:
@@ -97,6 +97,7 @@ class MessagesWriter(ResponseWriter):
             **_ending(last),
             "usage": self._usage(),
             **self._mark(),
+            **(self._signed() if last is not None else {}),
         }
 
     def _usage(self) -> dict[str, int]:

@@ -87,14 +87,20 @@ class ResponseWriter(ABC):
         usage = self._generation.usage
         return {"usage": usage_object(usage), **self._metrics()}
 
+    def _signed(self) -> dict[str, Any]:
+        """Return the receipt, if the client wants one; read at the end."""
+        receipt = self._generation.receipt
+        return {} if receipt is None else {"receipt": receipt}
+
     def _metrics(self) -> dict[str, Any]:
+        """Return the metrics, and a receipt if the client wants one; complete once every choice has ended."""
         usage = self._generation.usage
         if usage.speculation is None:
-            return {}
+            return self._signed()
         metrics = ResponseMetrics(speculative_decoding=SpeculativeDecoding(**usage.speculation.figures()))
         if usage.explanation is not None:
             metrics.speculation_explanation = explanation_object(usage.explanation)
-        return {"metrics": metrics}
+        return {"metrics": metrics, **self._signed()}
 
     def _chunk_accounts(self, delta: Delta) -> dict[str, Any]:
         """Return the accounts of one chunk: the last holds the metrics, unless one with the usage follows it."""

@@ -18,7 +18,7 @@ _INPUT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type
 
 
 class ResponsesRequest(Body):
-    """The body, as OpenAI's clients send it; `seed`, `cache_salt` and `speculation` are ours.
+    """The body, as OpenAI's clients send it; `seed`, `cache_salt`, `receipt` and `speculation` are ours.
 
     `store` is accepted, but no response is stored, and each response reports that. False also keeps its tokens out of
     the log that drafts are tuned on.
@@ -51,6 +51,7 @@ class ResponsesRequest(Body):
     prompt: Any = None
     seed: Seed | None = None
     cache_salt: str | None = None
+    receipt: bool | None = None
     speculation: SpeculationFields | None = None
 
     @model_validator(mode="after")
@@ -83,6 +84,7 @@ class ResponsesRequest(Body):
             "prompt_cache_key": self.prompt_cache_key,
             "seed": self.seed,
             "cache_salt": self.cache_salt,
+            "receipt": self.receipt,
             "speculation": self.speculation and self.speculation.model_dump(exclude_unset=True),
             "store": self.store,
         }

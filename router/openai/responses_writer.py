@@ -158,6 +158,7 @@ class ResponsesWriter(ResponseWriter):
             "user": body.user,
             "metadata": {name: _as_text(value) for name, value in (body.metadata or {}).items()},
             **self._mark(),
+            **(self._signed() if is_ended else {}),
         }
 
     def _usage(self) -> dict[str, Any]:

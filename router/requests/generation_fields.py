@@ -151,6 +151,7 @@ class GenerationFields(Constraints):
     prompt_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
     return_token_sources: bool | None = None
+    receipt: bool | None = None  # by default the API key decides
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     priority: Annotated[Int, Field(ge=-_INT32, le=_INT32)] | None = None  # lower is sooner
     timeout_s: Annotated[float, Field(gt=0)] | None = None

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -34,6 +35,7 @@ class TokenizerFiles:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None = None
     digest: str = ""  # of both
+    tokenizer_digest: str = ""  # SHA-256 of the tokenizer alone
     response_template: Mapping[str, object] | None = None
 
 
@@ -50,10 +52,12 @@ def load_tokenizer_files(path: str, chat_template: str | None = None) -> Tokeniz
     config = _read_json(folder / "tokenizer_config.json")
     special_tokens = _read_special_tokens(folder, config)
     template = chat_template or _read_template(folder, config)
+    text, specials = _text(folder / "tokenizer.json"), repr(sorted(special_tokens.items()))
     return TokenizerFiles(
         tokenizer=_load_tokenizer(folder),
         chat_template=ChatTemplate(template, special_tokens) if template else None,
-        digest=digest(_text(folder / "tokenizer.json"), template or "", repr(sorted(special_tokens.items()))),
+        digest=digest(text, template or "", specials),
+        tokenizer_digest=sha256(f"{text}\0{specials}".encode(errors="surrogatepass")).hexdigest(),
         response_template=answers if isinstance(answers := config.get("response_template"), dict) else None,
     )
 

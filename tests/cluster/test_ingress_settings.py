@@ -35,8 +35,9 @@ def test_each_setting_arrives(tmp_path: Path) -> None:
     assert (config.model_id, config.model_path) == ("model", str(tmp_path))
     unset = IngressConfig(model_id="", model_path="")
     left = {name for name in IngressConfig.model_fields if getattr(config, name) == getattr(unset, name)}
-    assert left == {"api_keys_file"}, "of this file alone open_admin is refused; below it arrives"
+    assert left == {"api_keys_file", "receipt_key_file"}, "of this file alone open_admin is refused; below it arrives"
     assert not [name for name in limits if getattr(config.limits, name) == getattr(unset.limits, name)]
     keys = tmp_path / "keys"
-    with_keys = ingress_config(parse_config({**args, "ingress": {"api_keys_file": str(keys)}}))
-    assert with_keys.api_keys_file == str(keys)
+    files = {"api_keys_file": str(keys), "receipt_key_file": str(tmp_path / "receipts.pem")}
+    with_keys = ingress_config(parse_config({**args, "ingress": files}))
+    assert {name: getattr(with_keys, name) for name in files} == files

@@ -143,7 +143,7 @@ def test_a_choice_and_a_chunk_have_all_their_fields_over_grpc() -> None:
         "x_speculation": {"steps_from_draft": 6, "steps_rejected": 3, "tokens_from_draft": 31},
     }
     assert fields_of(choice) == {field.name for field in choice.DESCRIPTOR.fields}
-    assert fields_of(chunk) | {"usage"} == {field.name for field in chunk.DESCRIPTOR.fields}
+    assert fields_of(chunk) | {"usage", "receipt"} == {field.name for field in chunk.DESCRIPTOR.fields}
 
 
 def test_a_draft_has_all_its_fields_and_no_path_for_everyone() -> None:

@@ -1,4 +1,4 @@
-"""`outrider replay`: runs stored requests again and compares their tokens."""
+"""`outrider replay`: runs stored requests again, compares their tokens, and checks their receipts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from cluster.cli.console import report
 from cluster.cli.server import API_KEY, URL, AnswerError, ServerUrl, served_model, understood
 from protos.errors import ConfigError
 from protos.fingerprint import read_fingerprint
+from router.generation.receipts import Receipt, check_receipt, digest_of_ids, read_public_key, read_receipt
 
 _PATHS = {"text_completion": "/completions", "chat.completion": "/chat/completions"}
+_PARTS = ("weights", "draft", "kernels", "settings", "tokenizer", "template", "sampling")
 _FORM = 'each record is an object with "request", the request body, and "response", the answer'
 
 
@@ -29,6 +31,14 @@ class Record:
     place: str
     request: dict[str, Any]
     response: dict[str, Any]
+    receipt: Receipt | None = None
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The request to send: not streamed, with the seed of the receipt and a receipt of its own."""
+        body = {name: value for name, value in self.request.items() if name not in ("stream", "stream_options")}
+        signed = {} if self.receipt is None else {"seed": self.receipt.seed, "receipt": True}
+        return {**body, "return_token_ids": True, **signed}
 
     @property
     def path(self) -> str:
@@ -45,12 +55,18 @@ def replay(
     file: Annotated[str, Argument(metavar="FILE", help="JSON or JSON lines; - reads standard input")],
     url: ServerUrl = URL,
     api_key: Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of the server")] = API_KEY,
+    receipt_key: Annotated[
+        str | None, Option(metavar="FILE", help="public key (PEM) that has to have signed every answer's receipt")
+    ] = None,
 ) -> None:
     """Run stored requests again and compare their tokens; report differences, and exit with 1 if there are any."""
     records = read_records(file)
+    signer = None if receipt_key is None else read_public_key(receipt_key)
+    if signer is None and (keys := sorted({each.receipt.public_key for each in records if each.receipt})):
+        report(f"receipts are checked against the key that each names, {', '.join(keys)}; --receipt-key FILE checks it")
     served_model(url, api_key, None)
     with OpenAI(base_url=url, api_key=api_key, max_retries=0) as client:
-        same = [_replay(client, record) for record in records]
+        same = [_replay(client, record, signer) for record in records]
     report(f"{sum(same)} of {len(same)} the same")
     if not all(same):
         raise typer.Exit(1)
@@ -88,31 +104,74 @@ def _record(value: Any, place: str) -> Record:
             pass
         case _:
             raise ConfigError(f"{place}: {_FORM}")
-    if request.get("seed") is None and request.get("temperature") != 0:
+    try:
+        receipt = None if response.get("receipt") is None else read_receipt(response["receipt"])
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
+    if receipt is None and request.get("seed") is None and request.get("temperature") != 0:
         raise ConfigError(f"{place}: request has no seed and temperature is not 0, so its tokens cannot be reproduced")
-    record = Record(place, request, response)
+    record = Record(place, request, response, receipt)
     record.path  # noqa: B018  # refused before anything is sent
     return record
 
 
-def _replay(client: OpenAI, record: Record) -> bool:
-    """Run one record again, report on it, and return True if its tokens are the same."""
-    body = {name: value for name, value in record.request.items() if name not in ("stream", "stream_options")}
+def faults_of(record: Record, signer: str | None) -> Iterator[str]:
+    """Yield a line for each reason why a record's receipt does not prove its answer; `signer` is the wanted key."""
+    receipt = record.receipt
+    if receipt is None:
+        if signer is not None:
+            yield "the answer has no receipt"
+        return
+    if not check_receipt(receipt):
+        yield "the receipt is not what its key has signed"
+    if signer not in (None, receipt.public_key):
+        yield f"the receipt is signed by another key, {receipt.public_key}"
+    answered = {choice["index"]: choice.get("token_ids") for choice in record.response["choices"]}
+    if answered.keys() != {choice.index for choice in receipt.choices}:
+        yield "the receipt is of other choices than the answer"
+    for choice in receipt.choices:
+        if (ids := answered.get(choice.index)) is not None and digest_of_ids(ids) != choice.tokens:
+            yield f"the receipt has other tokens than choice {choice.index}"
+
+
+def changed_parts(was: Receipt, now: Receipt) -> Iterator[str]:
+    """Yield a line for each digest of a receipt that differs, the tokens' last."""
+    for part in _PARTS:
+        old, new = getattr(was, part), getattr(now, part)
+        if old != new:
+            yield f"{part} differ: {old} was, {new} is"
+    for old_choice, new_choice in zip(was.choices, now.choices, strict=False):
+        for part in ("prompt", "tokens"):
+            old, new = getattr(old_choice, part), getattr(new_choice, part)
+            if old != new:
+                yield f"{part} of choice {old_choice.index} differ: {old} was, {new} is"
+
+
+def _replay(client: OpenAI, record: Record, signer: str | None) -> bool:
+    """Run one record again, report on it, and return True if its tokens are the same and its receipt is right."""
+    body = record.body
     try:
         with understood("the record"):
             json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
             list(changed_choices(record.response, record.response))
             list(changed_digests(record.response, record.response))
+            faults = list(faults_of(record, signer))
         with understood():
-            answer: Any = client.post(record.path, cast_to=object, body={**body, "return_token_ids": True})
+            answer: Any = client.post(record.path, cast_to=object, body=body)
             changes = list(changed_choices(record.response, answer))
             causes = list(changed_digests(record.response, answer))
+            if record.receipt is not None:
+                causes = list(changed_parts(record.receipt, now := read_receipt(answer["receipt"])))
+                changes = changes or _changed_tokens(record.receipt, now)
             num_tokens = answer["usage"]["completion_tokens"]
-    except AnswerError as error:
+    except (AnswerError, ConfigError) as error:
         report(_printable(f"{record.place}: {error}"))
         return False
+    for fault in faults:
+        report(_printable(f"{record.place}: {fault}"))
     if not changes:
-        what = "tokens" if all("token_ids" in choice for choice in record.response["choices"]) else "texts"
+        has_ids = record.receipt or all("token_ids" in choice for choice in record.response["choices"])
+        what = "tokens" if has_ids else "texts"
         report(f"{record.place}: the same {what}, {num_tokens} tokens")
     for change in changes:
         report(f"{record.place}: {change}")
@@ -120,7 +179,12 @@ def _replay(client: OpenAI, record: Record) -> bool:
         report(_printable(f"    {cause}"))
     if changes and not causes:
         report("    no digest has changed: rounding decided a near tie; target.deterministic: true prevents that")
-    return not changes
+    return not changes and not faults
+
+
+def _changed_tokens(was: Receipt, now: Receipt) -> list[str]:
+    same = [choice.tokens for choice in was.choices] == [choice.tokens for choice in now.choices]
+    return [] if same else ["the tokens differ from the receipt's"]
 
 
 def _printable(text: str) -> str:

@@ -37,6 +37,7 @@ FUNCTION = {"name": "add", "description": "adds", "parameters": SCHEMA, "strict"
 SPECULATION = {"enabled": True, "num_tokens": 3, "verify": "coupled", "method": "ngram", "explain": True}
 
 RESPONSES: Fields = {
+    "receipt": True,
     "model": "fake",
     "input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
     "instructions": "be brief",
@@ -64,6 +65,7 @@ RESPONSES_ELSEWHERE = {"stream_options", "metadata", "safety_identifier", "servi
     "prompt",
 }
 MESSAGES: Fields = {
+    "receipt": True,
     "model": "fake",
     "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So"}],
     "max_tokens": 7,
@@ -88,6 +90,7 @@ MESSAGES: Fields = {
 }
 MESSAGES_ELSEWHERE = {"cache_control", "service_tier"}
 TURN: Fields = {
+    "receipt": True,
     "model": "fake",
     "max_tokens": 7,
     "temperature": 0.5,
@@ -244,7 +247,9 @@ CHAT_VARIANTS: list[Fields] = [
 ]
 COMPLETION_VARIANTS: list[Fields] = [*VARIANTS, {"echo": True, "prompt_logprobs": None}]
 # Of the answer alone, read from `GenerateParams.fields`, and tested there.
-ANSWER = {"stop", "skip_special_tokens", "include_stop_str_in_output", "return_token_ids", "include_reasoning"}
+ANSWER = {"stop", "skip_special_tokens", "include_stop_str_in_output", "return_token_ids", "include_reasoning"} | {
+    "receipt"
+}
 NOTHING = {"metadata", "service_tier", "safety_identifier", "prompt_cache_retention", "prompt_cache_options"}
 REFUSED = {
     "logits_processors",
@@ -411,6 +416,7 @@ GRPC = pb2.GenerateRequest(
     timeout_s=500.0,
     user="me",
     return_token_sources=True,
+    receipt=True,
     include_drafts=True,
     prediction="so",
     store=False,
@@ -449,6 +455,7 @@ GRPC_FIELDS: Fields = {
     "logprobs": 3,
     "skip_special_tokens": False,
     "return_token_ids": False,
+    "receipt": True,
     "speculation": {**SPECULATION, "mode": "exact", "threshold": 5},
     "user": "me",
     "stream": True,

@@ -84,6 +84,7 @@ def test_a_file_that_cannot_work_is_refused_in_a_sentence(
         ({"pair__num_replicas": 10**400}, "less than or equal to 10000"),
         ({"ingress__open_admin": False, "ingress__api_keys_file": "~nobody-here/keys"}, "there is no such file"),
         ({"ingress__open_admin": False, "ingress__api_keys_file": "/dev/zero"}, "there is no such file"),
+        ({"ingress__receipt_key_file": "/dev/null"}, "openssl genpkey"),
         ({"ingress__tls_certificate_file": "~nobody-here/pem"}, "is no file"),
         ({"tune__log": "~nobody-here/log"}, "a user that this machine does not know"),
         ({"tune__log": "a" * 300}, "cannot be used"),

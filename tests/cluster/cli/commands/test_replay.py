@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from cluster.cli.__main__ import main
 from cluster.cli.commands.replay import changed_choices, changed_digests, read_records
 from protos.fingerprint import FingerprintPart, digest, read_fingerprint, with_tokenizer, write_fingerprint
+from router.generation.receipts import Receipt, ReceiptChoice, ReceiptKey, digest_of_ids
 from tests.cluster.cli.fake_server import answering
 
 REQUEST = {"prompt": "a", "seed": 3}
@@ -139,3 +143,93 @@ def test_records_of_another_form_are_refused(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "file").write_text(text)
     assert main(["replay", str(tmp_path / "file")]) == 1
     assert "error: " in capsys.readouterr().err
+
+
+PARTS = ("weights", "draft", "kernels", "settings", "tokenizer", "template", "sampling")
+
+
+def signed(folder: Path, *token_ids: int, seed: int = 1, **changed: str) -> dict[str, Any]:
+    """An answer with a receipt of the operator whose key is the seed, and their public key in a file."""
+    key = Ed25519PrivateKey.from_private_bytes(bytes([seed]) * 32)
+    private, public = folder / f"{seed}.pem", folder / f"{seed}.pub"
+    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    tokens = {"tokens": digest_of_ids(token_ids), "num_tokens": len(token_ids)}
+    choices = [ReceiptChoice(index=0, sample=0, prompt=digest_of_ids([1, 2]), **tokens)]
+    digests = {part: digest(part) for part in PARTS} | changed
+    receipt = Receipt(version=1, id="i", created=1, model="m", seed=9, choices=choices, **digests)
+    return answer(*token_ids) | {"receipt": ReceiptKey(str(private)).sign(receipt).model_dump()}
+
+
+def replayed(folder: Path, stored: dict[str, Any], answered: dict[str, Any], *options: str) -> int:
+    (folder / "file").write_text(json.dumps({"request": {"prompt": "a"}, "response": stored}))
+    with answering(json.dumps(answered)) as url:
+        return main(["replay", str(folder / "file"), "--url", url, *options])
+
+
+def test_an_answer_with_a_receipt_needs_no_seed_and_replays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    stored, again = signed(tmp_path, 4, 5), signed(tmp_path, 4, 5, seed=2)
+    key = ("--receipt-key", str(tmp_path / "1.pub"))
+    assert replayed(tmp_path, stored, again, *key) == 0
+    assert "the same tokens" in capsys.readouterr().out
+    [record] = read_records(str(tmp_path / "file"))
+    assert record.body == {"prompt": "a", "return_token_ids": True, "seed": 9, "receipt": True}
+    assert replayed(tmp_path, stored, again) == 0
+    assert "--receipt-key FILE checks it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_digest_of_a_receipt_that_differs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str):
+    assert replayed(tmp_path, signed(tmp_path, 4, 5), signed(tmp_path, 4, 6, **{part: "other"})) == 1
+    printed = capsys.readouterr().out
+    assert "choice 0 differs from 1 on: 5 was, 6 is" in printed
+    assert f"{part} differ: {digest(part)} was, other is" in printed
+    assert sum(f"{each} differ" in printed for each in PARTS) == 1
+
+
+def test_tokens_that_were_not_stored_are_compared_by_the_receipt(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    stored, again = signed(tmp_path, 4, 5), signed(tmp_path, 4, 6)
+    del stored["choices"][0]["token_ids"]
+    assert replayed(tmp_path, stored, again) == 1
+    assert "the tokens differ from the receipt's" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"receipt": {"seed": 10}}, "not what its key has signed"),
+        ({"choices": [{"index": 0, "text": "a", "token_ids": [4, 6]}]}, "other tokens than choice 0"),
+        ({"choices": [{"index": 1, "text": "a", "token_ids": [4, 5]}]}, "of other choices"),
+    ],
+)
+def test_a_forged_receipt_fails_even_where_the_tokens_come_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], reason: str
+):
+    stored = signed(tmp_path, 4, 5)
+    forged = stored | change | {"receipt": stored["receipt"] | change.get("receipt", {})}
+    assert replayed(tmp_path, forged, stored | {"choices": forged["choices"]}) == 1
+    assert reason in capsys.readouterr().out
+
+
+def test_a_receipt_of_another_operator_and_an_answer_without_one_fail(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    stored = signed(tmp_path, 4, 5)
+    signed(tmp_path, 4, 5, seed=2)
+    assert replayed(tmp_path, stored, stored, "--receipt-key", str(tmp_path / "2.pub")) == 1
+    assert "signed by another key" in capsys.readouterr().out
+    bare = {"request": REQUEST, "response": answer(1)}
+    (tmp_path / "file").write_text(json.dumps(bare))
+    with answering(json.dumps(answer(1))) as url:
+        assert main(["replay", str(tmp_path / "file"), "--url", url, "--receipt-key", str(tmp_path / "2.pub")]) == 1
+    assert "the answer has no receipt" in capsys.readouterr().out
+
+
+def test_a_receipt_of_another_form_is_refused_and_a_server_without_one_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    stored = signed(tmp_path, 4, 5)
+    assert replayed(tmp_path, stored | {"receipt": stored["receipt"] | {"version": 2}}, stored) == 1
+    assert "receipt.version is not as in version 1" in capsys.readouterr().err
+    assert replayed(tmp_path, stored, answer(4, 5)) == 1
+    assert "0 of 1 the same" in capsys.readouterr().out
