@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -22,7 +21,7 @@ from protos import outrider_pb2 as pb2
 from protos.errors import ConfigError
 from protos.fingerprint import FingerprintPart, digest, write_fingerprint
 from protos.messages import VerifyMode
-from router.api_keys import ApiKeys, Client, current_client
+from router.api_keys import ApiKeys
 from router.config import IngressConfig
 from router.generation.generation_service import GenerationService
 from router.generation.receipts import Receipt, ReceiptKey, check_receipt, digest_of_ids, read_public_key
@@ -32,7 +31,7 @@ from router.openai.api import build_app
 from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 from tests.router.conftest import TEMPLATE
-from tests.router.engine_backend import CARD, EngineBackend, ngram_engine, write_model
+from tests.router.fixtures.engine_backend import CARD, EngineBackend, ngram_engine, write_model
 
 PARTS = (FingerprintPart.WEIGHTS, FingerprintPart.DRAFT, FingerprintPart.KERNELS, FingerprintPart.SETTINGS)
 FINGERPRINT = write_fingerprint({part: digest(part) for part in PARTS})
@@ -198,15 +197,6 @@ async def test_calls_of_grpc_answer_with_the_receipt_of_http(
     assert [bool(chunk.receipt) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     expected = content((await answer_of(http, **BODY, seed=11))["receipt"])
     assert content(full) == content(json.loads(chunks[-1].receipt)) == expected
-
-
-@contextmanager
-def asked_by(client: Client) -> Iterator[None]:
-    token = current_client.set(client)
-    try:
-        yield
-    finally:
-        current_client.reset(token)
 
 
 async def test_a_key_with_receipts_asks_for_them_and_a_request_may_decline(core: EngineCore, folder: Path) -> None:
