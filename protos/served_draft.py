@@ -81,7 +81,7 @@ class TryDraft:
     """Alternate between the checkpoint at `path` and the current draft, and keep the faster. Returns at once.
 
     A block is `block_s` of the target's decoding steps with one draft. `min_gain`, the two error rates and `max_pairs`
-    are described in `engine.accounting.goodput_trial.GoodputTrial`. Without a verdict after `deadline_s` the old draft
+    are described in `engine.accounting.goodput.GoodputTrial`. Without a verdict after `deadline_s` the old draft
     stays.
     """
 

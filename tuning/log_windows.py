@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.position_log.folder import log_files
-from engine.position_log.shard import LoggedModel, LoggedRequest, count_shard, read_model, read_shard
+from engine.position_log.shard import LoggedModel, LoggedRequest, count_shard, log_files, read_model, read_shard
 from protos.errors import ConfigError
 
 LogEnd = Mapping[str, tuple[int, int]]  # requests and positions of each file, by its name

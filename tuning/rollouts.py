@@ -17,8 +17,7 @@ import torch
 from engine.config import CacheConfig, EngineConfig, ModelConfig, PositionLogConfig, SchedulerConfig
 from engine.engine_core.loading import load_engine
 from engine.model.runner.model_runner import ModelRunner
-from engine.position_log.folder import log_files
-from engine.position_log.shard import LoggedRequest, read_shard
+from engine.position_log.shard import LoggedRequest, log_files, read_shard
 from protos.errors import ConfigError
 from protos.messages import GREEDY_BELOW, GenerateRequest, SamplingParams
 from tuning.log_windows import Log

@@ -20,7 +20,7 @@ from actors.channel.draft_messages import Commit, Offers, Open, Round
 from actors.channel.offer_table import OfferTable
 from actors.shell_messages import DraftChannelStats
 from engine.batch.draft import NO_DRAFT, Draft
-from engine.sequence.draft_query import DraftQuery
+from engine.sequence.checked_draft import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 
 _NEVER = -1

@@ -9,7 +9,7 @@ from pathlib import Path
 from actors.draft.draft_actor import with_draft_at
 from actors.draft.draft_process import load_draft
 from actors.settings import PairSettings
-from engine.model.checkpoint.finiteness import refuse_not_finite
+from engine.model.checkpoint.completeness import refuse_not_finite
 from engine.model.loader import load_config
 from engine.proposer.vocab_mapping.choice import choose_vocabulary
 from protos.errors import ConfigError, RequestError

@@ -20,7 +20,7 @@ from actors.process.frames import FrameListener
 from actors.process.process_logging import configure_logging
 from engine.batch.draft import Draft
 from engine.proposer import Proposer
-from engine.sequence.draft_query import DraftQuery
+from engine.sequence.checked_draft import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 from protos.errors import ConfigError
 

@@ -18,7 +18,7 @@ from engine.config import TreeConfig
 from engine.proposer import Proposer
 from engine.proposer.draft_model.offer import Offer
 from engine.proposer.vocab_mapping.counts import TranslationCounts
-from engine.sequence.draft_query import UnscheduledQuery
+from engine.sequence.checked_draft import UnscheduledQuery
 from engine.sequence.request_tokens import DraftRule, RequestTokens
 from protos.frames import ConnectionLostError
 from protos.messages import GenerateRequest

@@ -13,8 +13,7 @@ import random
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Seq
 
-from engine.accounting.goodput import GoodputStats, log_ratio, seconds_of, since
-from engine.accounting.goodput_trial import GoodputTrial, Verdict
+from engine.accounting.goodput import GoodputStats, GoodputTrial, Verdict, log_ratio, seconds_of, since
 from protos.errors import UnavailableError
 from protos.served_draft import CanaryOutcome, CanaryReport, TryDraft
 

@@ -12,8 +12,7 @@ from typing import Protocol
 
 from actors.pair.canary import Canary
 from actors.settings import DraftSettings
-from engine.accounting.goodput import GoodputStats
-from engine.accounting.goodput_trial import Verdict
+from engine.accounting.goodput import GoodputStats, Verdict
 from protos.errors import ConflictError, RequestError, ServingError
 from protos.messages import SpeculationMethod
 from protos.served_draft import (

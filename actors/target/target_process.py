@@ -34,7 +34,7 @@ from engine.native.library import native_digest, native_instructions
 from engine.proposer.dispatch.guarded_proposer import GuardedProposer
 from engine.proposer.dispatch.methods import proposer_of
 from engine.proposer.draft_model.loader import Drafter
-from engine.sequence.token_blocks import TokenBlocks
+from engine.sequence.request_tokens import TokenBlocks
 from protos.block_keys import PROBE_SALT, probe_token_ids
 from protos.fingerprint import FingerprintPart, digest, write_fingerprint
 from protos.messages import ModelCard, SpeculationMethod

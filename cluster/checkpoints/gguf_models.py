@@ -12,8 +12,8 @@ from tempfile import TemporaryDirectory
 from cluster.checkpoints.model_path import GGUF, resolve_model_path
 from cluster.config import DeployConfig
 from engine.config import ModelDtype
-from engine.model.checkpoint.file_digest import cache_root, file_digest
 from engine.model.checkpoint.gguf_header import read_gguf_header
+from engine.model.checkpoint.weight_files import cache_root, file_digest
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from cluster.checkpoints.model_path import resolve_model_path
 from cluster.config import DeployConfig
-from engine.model.checkpoint.end_tokens import find_end_tokens
+from engine.model.checkpoint.end_tokens import find_end_tokens, refuse_tokens_without_rows
 from engine.model.checkpoint.hub import cached_folder, find_model, require_model, require_repository
 from engine.model.checkpoint.scheme import scheme_of
 from engine.model.checkpoint.stored_weights import refuse_unscaled, stored_weights
-from engine.model.checkpoint.vocabulary import refuse_tokens_without_rows
 from engine.model.checkpoint.weight_files import read_config, refuse_unindexed, refuse_untyped, tensor_headers
 from protos.errors import ConfigError
 from router.tokenizer.tokenizer_files import load_tokenizer_files

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 from engine.accounting.cost_model import DENSE, ExpertReads
+from engine.accounting.counters import DraftCounters, TimeTotals
+from engine.accounting.goodput import GoodputMeter
 from engine.accounting.length_policy import LengthPolicy
 from engine.accounting.method_chooser import MethodChooser
+from engine.accounting.rates import RateMeter
 from engine.accounting.record import PassRecord
 from engine.accounting.request_limits import draft_rule, is_adaptive
 from engine.config import SpeculationConfig
@@ -72,3 +76,31 @@ def set_lengths(policy: LengthPolicy, sequences: Seq[Sequence]) -> None:
     for sequence, length in zip(sequences, policy.lengths(sequences), strict=True):
         if not sequence.has_fixed_length:
             sequence.draft_allowance, sequence.least_chance = length, policy.least_chance
+
+
+class PassObserver(Protocol):
+    """Learns from the engine's passes, on the engine's thread."""
+
+    def on_pass(self, record: PassRecord) -> None:
+        """Take the record of a committed pass. Its tokens go to the proposer later."""
+
+
+class Accounting:
+    """The observers of an engine's passes. They take each record in the order of the list.
+
+    Args:
+        config: the limits of drafts.
+        rates: the meter, which the scheduler and the prefill decision read too.
+        times_passes: see `GoodputMeter`.
+        experts: what rows read of the target's experts.
+    """
+
+    def __init__(
+        self, config: SpeculationConfig, rates: RateMeter, *, times_passes: bool, experts: ExpertReads = DENSE
+    ) -> None:
+        self.times = TimeTotals()
+        self.rates = rates
+        self.goodput = GoodputMeter(times_passes=times_passes)
+        self.counters = DraftCounters(config)
+        self.planning = DraftPlanning(config, experts)
+        self.observers: list[PassObserver] = [self.times, self.rates, self.goodput, self.counters, self.planning]

@@ -22,15 +22,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from engine.accounting.engine_stats import ReasoningStats
-from engine.approximate.reasoning_sequence import Phase, ReasoningSequence
+from engine.approximate.reasoning_sequence import Phase, ReasoningSequence, StepEnd, StepText
 from engine.approximate.step_scorer import StepScorer, make_scorer
-from engine.approximate.step_text import StepEnd, StepText
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import StepConfig
 from engine.proposer import Proposer
 from engine.sampling.vocabulary import Vocabulary
-from engine.sequence.checked_draft import check_draft
-from engine.sequence.draft_query import DraftQuery
+from engine.sequence.checked_draft import DraftQuery, check_draft
 from engine.sequence.sequence import Sequence
 from engine.verifier.verifier import Verifier
 from engine.verifier.verify_result import VerifyResult

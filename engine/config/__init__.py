@@ -1,7 +1,6 @@
 """The configuration of an engine: frozen dataclasses that check themselves when constructed."""
 
-from engine.config.engine_config import CacheConfig, EngineConfig, KVDtype, SchedulerConfig
-from engine.config.log_config import PositionLogConfig
+from engine.config.engine_config import CacheConfig, EngineConfig, KVDtype, PositionLogConfig, SchedulerConfig
 from engine.config.model_config import (
     AttentionKind,
     GraphConfig,
@@ -14,13 +13,15 @@ from engine.config.model_config import (
     SamplingSource,
 )
 from engine.config.speculation_config import (
+    DEFAULT_RATING_PROMPT,
     MAX_DRAFT_TOKENS,
     MAX_TREE_NODES,
+    ScorerKind,
     SpeculationConfig,
+    StepConfig,
     TreeConfig,
     TreeKind,
 )
-from engine.config.step_config import DEFAULT_RATING_PROMPT, ScorerKind, StepConfig
 
 __all__ = [
     "DEFAULT_RATING_PROMPT",

@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.config.log_config import PositionLogConfig
 from engine.config.model_config import HeadConfig, HeadKind, ModelConfig
 from engine.config.speculation_config import SpeculationConfig
 from protos.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogConfig:
+    """A folder of at most `max_bytes`."""
+
+    folder: str
+    max_bytes: int
 
 
 class KVDtype(StrEnum):

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from engine.accounting.accounting import Accounting
 from engine.accounting.cost_model import DENSE, ExpertReads
+from engine.accounting.draft_planning import Accounting
 from engine.accounting.engine_stats import EngineStats, PositionLogStats, ReasoningStats
 from engine.accounting.rates import RateMeter
 from engine.accounting.record import PassRecord, SequencePass
@@ -21,13 +21,13 @@ from engine.engine_core.admission import Admission
 from engine.engine_core.non_finite import NonFiniteReport
 from engine.engine_core.speculation import Speculation
 from engine.kv_cache.block_manager import BlockManager
-from engine.kv_cache.compaction import KVMove
+from engine.kv_cache.block_pool import KVMove
 from engine.position_log.position_log import PositionLog
 from engine.proposer.constrained_draft import constrain
 from engine.proposer.passed_rows import passed_rows
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sampling.vocabulary import Vocabulary
-from engine.scheduler.in_flight_batch import InFlightBatch
+from engine.scheduler.async_scheduling import InFlightBatch
 from engine.scheduler.pass_sources import plain_reason, token_sources
 from engine.scheduler.prompt_logprobs import score_prompts
 from engine.scheduler.scheduler import Scheduler

@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.engine_core.core import EngineCore
 from engine.engine_core.speculation import Speculation
 from engine.kv_cache.block_manager import BlockManager, CacheDeltaSink
-from engine.kv_cache.state_slots import StateSlots
+from engine.kv_cache.state_pool import StateSlots
 from engine.model.cuda_graphs.buckets import sized
 from engine.model.loader import model_version, tokenizer_file
 from engine.model.runner.model_runner import ModelRunner

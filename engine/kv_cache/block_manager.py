@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from engine.kv_cache.block_pool import BlockContent, BlockPool
-from engine.kv_cache.state_slots import StateSlots
-from engine.sequence.token_blocks import TokenBlocks
+from engine.kv_cache.state_pool import StateSlots
+from engine.sequence.request_tokens import TokenBlocks
 from protos.block_keys import BlockKey, child_key, join_keys, root_key
 from protos.cache_delta import CacheDelta
 

@@ -20,18 +20,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.utils.hub import cached_file
 
 from engine.config import ModelConfig, Quantization
-from engine.model.checkpoint.completeness import refuse_incomplete
+from engine.model.checkpoint.completeness import refuse_incomplete, refuse_not_finite_model
 from engine.model.checkpoint.dequantize import read_dequantized
 from engine.model.checkpoint.dtype import resolve_dtype
-from engine.model.checkpoint.file_digest import file_digest
-from engine.model.checkpoint.finiteness import refuse_not_finite_model
 from engine.model.checkpoint.hub import fetch_model
 from engine.model.checkpoint.node_memory import check_memory
-from engine.model.checkpoint.reading_errors import READING_ERRORS
-from engine.model.checkpoint.reading_progress import reported_reading
+from engine.model.checkpoint.progress import READING_ERRORS, reported_reading
 from engine.model.checkpoint.scheme import SECTIONS, Scheme, scheme_of
 from engine.model.checkpoint.stored_weights import refuse_unscaled
-from engine.model.checkpoint.weight_files import refuse_unindexed, tensor_headers
+from engine.model.checkpoint.weight_files import file_digest, refuse_unindexed, tensor_headers
 from engine.model.gpu_memory import WEIGHTS_REMEDY, enough_memory
 from engine.model.linear.stored_experts import storing_experts
 from protos.errors import ConfigError

@@ -42,9 +42,9 @@ from engine.model.determinism import first_difference, has_experts, obstacle
 from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps
 from engine.model.linear.batch_invariant_linear import batch_invariant_factory, batch_invariant_on_gpu
+from engine.model.linear.native_product import MAX_RELATIVE_ERROR
 from engine.model.linear.packed_experts import make_routers_batch_invariant, pack_experts, packs_all_experts
 from engine.model.linear.packed_linear import Linear, pack_linears
-from engine.model.linear.product_check import MAX_RELATIVE_ERROR
 from engine.model.linear.quantized_linear import dequantized, linear_factory
 from engine.model.linear.weight_store import NO_STORE, WeightStore
 from engine.model.loader import tokenizer_file
@@ -54,7 +54,7 @@ from engine.model.tensor_parallel.plan import not_sharded
 from engine.model.tensor_parallel.rank import ALONE, Rank
 from engine.native.library import processor_name
 from engine.native.logits import widened
-from engine.sequence.token_blocks import ZEROS
+from engine.sequence.request_tokens import ZEROS
 from protos.errors import ConfigError
 
 _PROBE_LENGTHS = (7, 5)

@@ -12,10 +12,8 @@ from engine.accounting.counters import class_name
 from engine.accounting.engine_stats import PositionLogStats
 from engine.accounting.record import PassRecord
 from engine.config import PositionLogConfig
-from engine.position_log.folder import LogFolder
-from engine.position_log.log_writer import EndedRequest, LogWriter, VerifiedRows
-from engine.position_log.shard import LoggedModel
-from engine.position_log.top_rows import TopRows
+from engine.position_log.log_writer import EndedRequest, LogWriter, TopRows, VerifiedRows
+from engine.position_log.shard import LogFolder, LoggedModel
 from engine.sequence.sequence import Sequence
 from engine.verifier.verify_task import VerifyTask
 

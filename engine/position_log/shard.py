@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,3 +167,52 @@ def _model_of(file: Path, metadata: dict[str, str]) -> LoggedModel:
             "tune with the program that wrote it"
         )
     return LoggedModel(metadata.get("model_version", ""), int(metadata.get("vocab_size", 0)))
+
+
+_STALE_S = 600.0  # an older partial file was left by a killed process
+
+
+class LogFolder:
+    """The files of all processes that write into one folder. `make_room` limits them to `max_bytes` together."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+
+    def new_file(self) -> Path:
+        """Return an unused path. Names sort by time and include the process id, so they are unique."""
+        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return self._path / f"{time.time_ns():020d}-{os.getpid()}{SUFFIX}"
+
+    def make_room(self, current: Path) -> None:
+        """Remove partial files of killed processes, and the oldest files until the rest fit, but not `current`."""
+        for file in self._path.glob(f"*{PARTIAL}"):
+            if _age_s(file) > _STALE_S:
+                file.unlink(missing_ok=True)
+        files = [(file, _size(file)) for file in log_files(self._path)]
+        excess = sum(size for _, size in files) - self._max_bytes
+        for file, size in files:
+            if excess <= 0:
+                return
+            if file != current:
+                file.unlink(missing_ok=True)
+                excess -= size
+
+
+def log_files(path: Path) -> list[Path]:
+    """Return the files of a log, oldest first."""
+    return sorted(path.glob(f"*{SUFFIX}"))
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:  # another process has removed it
+        return 0
+
+
+def _age_s(file: Path) -> float:
+    try:
+        return time.time() - file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from engine.batch.draft import Draft
 from engine.proposer.passed_rows import PassedRows
-from engine.sequence.draft_query import DraftQuery
+from engine.sequence.checked_draft import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 
 

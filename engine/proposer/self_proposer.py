@@ -17,7 +17,7 @@ from engine.proposer.growth.tree import Tree
 from engine.proposer.growth.tree_sampler import TreeSampler
 from engine.proposer.growth.tree_shape import shape_of
 from engine.sampling.sampler import Sampler
-from engine.sequence.draft_query import DraftQuery
+from engine.sequence.checked_draft import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 
 

@@ -8,14 +8,25 @@ layer its keys [P, H, D], then its values. A model with recurrent layers sends t
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from typing import Protocol
 
 from torch import Tensor
 
 from engine.kv_cache.pool import LayerShape
 from engine.kv_cache.state_pool import StateShape
-from engine.remote_prefill.fetch_failure import FetchFailure
+from engine.sequence.sequence import Sequence
+
+
+class FetchFailure(StrEnum):
+    """The cause of a failed fetch; the engine then computes the missing tokens itself."""
+
+    LOST = "lost"  # the replica or an object is gone
+    TIMEOUT = "timeout"
+    MISMATCH = "mismatch"  # another model, dtype, block size or layout
+    REFUSED = "refused"  # the replica cannot compute it: too long for its pool, or the pool is full
+    GARBLED = "garbled"  # blocks are out of order, of the wrong size, or missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +43,10 @@ class KVLayout:
 
     def difference(self, other: KVLayout) -> str | None:
         """Describe the first field that differs in `other`, with both values; None if they are equal."""
-        for field in fields(self):
-            ours, theirs = getattr(self, field.name), getattr(other, field.name)
+        for each in fields(self):
+            ours, theirs = getattr(self, each.name), getattr(other, each.name)
             if ours != theirs:
-                return f"{field.name} is {ours} here and {theirs} there"
+                return f"{each.name} is {ours} here and {theirs} there"
         return None
 
 
@@ -154,3 +165,37 @@ class KVPool(Protocol):
 
     def import_state(self, slot: int, state: Tensor) -> None:
         """Overwrite the state in a slot with `state` [bytes per state] uint8, on any device."""
+
+
+@dataclass(slots=True)
+class KVFetch:
+    """Blocks [next_block, end_block) of `sequence` are ordered and have not arrived.
+
+    `followers` lack the same blocks and adopt them from the prefix cache as they arrive. Blocks that arrive after
+    `deadline_s` are not used. The deadline is `timeout_s` after the order, and earlier until a replica accepts it.
+    """
+
+    fetch_id: int
+    sequence: Sequence
+    next_block: int
+    end_block: int
+    began_s: float
+    timeout_s: float
+    deadline_s: float
+    followers: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_missing_blocks(self) -> int:
+        return self.end_block - self.next_block
+
+    def mistake(self, chunk: KVChunk, bytes_per_block: int, bytes_per_state: int) -> str | None:
+        """Describe why `chunk` is not the next blocks of this fetch; None if it is."""
+        if chunk.header.first_block != self.next_block:
+            return f"received block {chunk.header.first_block}, expected block {self.next_block}"
+        if not 0 < len(chunk.blocks) <= self.num_missing_blocks:
+            return f"received {len(chunk.blocks)} blocks, but only {self.num_missing_blocks} were missing"
+        if chunk.blocks.shape[1:] != (bytes_per_block,):
+            return f"received blocks of shape {tuple(chunk.blocks.shape[1:])}, expected {bytes_per_block} bytes each"
+        if chunk.state is not None and chunk.state.shape != (bytes_per_state,):
+            return f"received a state of shape {tuple(chunk.state.shape)}, expected {bytes_per_state} bytes"
+        return None

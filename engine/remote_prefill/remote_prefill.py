@@ -20,21 +20,19 @@ from torch import Tensor
 from engine.accounting.engine_stats import RemotePrefillStats
 from engine.accounting.rates import RateMeter
 from engine.kv_cache.block_manager import BlockManager
-from engine.remote_prefill.fetch_failure import FetchFailure
-from engine.remote_prefill.fetch_table import FetchTable, num_fetchable_blocks
-from engine.remote_prefill.kv_fetch import KVFetch
+from engine.remote_prefill.fetch_table import FetchTable, PrefillLoad, num_fetchable_blocks
 from engine.remote_prefill.kv_transfer import (
     FetchAccepted,
     FetchEnd,
+    FetchFailure,
     FetchNews,
     FetchOrder,
     KVChunk,
+    KVFetch,
     KVPool,
     KVTransport,
 )
-from engine.remote_prefill.placement import LocalOutlook, PrefillPlacement, place_prefill
-from engine.remote_prefill.prefill_source import PrefillLoad
-from engine.remote_prefill.replica_rates import ReplicaRates
+from engine.remote_prefill.placement import LocalOutlook, PrefillPlacement, ReplicaRates, place_prefill
 from engine.sequence.sequence import Sequence
 
 logger = logging.getLogger(__name__)

@@ -19,15 +19,22 @@ from heapq import heappop, heappush
 from itertools import count
 from operator import attrgetter, itemgetter
 
-from engine.accounting.histogram import WAIT_BUCKETS_S, Histogram
+from engine.accounting.engine_stats import WAIT_BUCKETS_S, Histogram
 from engine.accounting.rates import RateMeter
 from engine.config import SchedulerConfig, TreeConfig
 from engine.kv_cache.block_manager import BlockManager
-from engine.remote_prefill.prefill_source import NoPrefillSource, PrefillLoad, PrefillSource
+from engine.remote_prefill.fetch_table import NoPrefillSource, PrefillLoad, PrefillSource
 from engine.sampling.grammar import DEAR_MASK_S
-from engine.scheduler.ending import KeptTokens, chunk_of, finish, finished_before_start, keep_outcome, with_grammar
+from engine.scheduler.ending import (
+    KeptTokens,
+    LengthLimit,
+    chunk_of,
+    finish,
+    finished_before_start,
+    keep_outcome,
+    with_grammar,
+)
 from engine.scheduler.fair_queue import FairQueue
-from engine.scheduler.length_limit import LengthLimit
 from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.sequence import Sequence, SequenceStatus
 from engine.verifier.verify_result import VerifyResult

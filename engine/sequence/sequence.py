@@ -2,13 +2,69 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence as Seq
 from enum import Enum, auto
 
 from engine.sampling.grammar import GrammarMatcher
-from engine.sequence.first_token_clock import FirstTokenClock
 from engine.sequence.request_tokens import DraftRule, RequestTokens
-from engine.sequence.token_report import TokenReport
-from protos.messages import GenerateRequest, SpeculationStats, StepStats, TokenLogprobs
+from protos.messages import (
+    FirstTokenTimes,
+    GenerateRequest,
+    PlainReason,
+    SpeculationExplanation,
+    SpeculationStats,
+    StepStats,
+    TokenLogprobs,
+)
+
+
+class TokenReport:
+    """Counts the passes of one sequence. `sources` has one entry per token of the last pass, before any cut."""
+
+    def __init__(self) -> None:
+        self.sources: tuple[str, ...] = ()
+        self._drafted: Counter[str] = Counter()
+        self._plain: Counter[PlainReason] = Counter()
+
+    def record(self, sources: Seq[str], method: str, reason: PlainReason | None) -> None:
+        """Count one pass: with drafts of `method`, or without drafts for `reason`."""
+        self.sources = tuple(sources)
+        if reason is None:
+            self._drafted[method] += 1
+        else:
+            self._plain[reason] += 1
+
+    def explanation(self) -> SpeculationExplanation:
+        """Return the counts so far."""
+        return SpeculationExplanation(dict(self._drafted), {str(reason): num for reason, num in self._plain.items()})
+
+
+class FirstTokenClock:
+    """Records the engine's time at each change of phase. The transfers add to `transfer_s`."""
+
+    def __init__(self, arrival_s: float) -> None:
+        self._arrival_s = arrival_s
+        self._admitted_s = arrival_s
+        self._times: FirstTokenTimes | None = None
+        self.is_committed = False  # the first tokens are committed
+        self.transfer_s = 0.0
+
+    def admit(self, now_s: float) -> None:
+        """Record that the sequence has its first blocks."""
+        self._admitted_s = now_s
+
+    def commit(self, now_s: float) -> float:
+        """Record that the first tokens are committed and return the seconds of prefill."""
+        self.is_committed = True
+        prefill_s = max(0.0, now_s - self._admitted_s - self.transfer_s)
+        self._times = FirstTokenTimes(max(0.0, self._admitted_s - self._arrival_s), self.transfer_s, prefill_s)
+        return prefill_s
+
+    def take(self) -> FirstTokenTimes | None:
+        """Return the phases on the first call after `commit`, None otherwise."""
+        times, self._times = self._times, None
+        return times
 
 
 class SequenceStatus(Enum):

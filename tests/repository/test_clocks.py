@@ -13,7 +13,7 @@ DATES = {  # files that need the date, or compare it with a file's date
     "actors/pair/pair.py": "the date since which a draft runs, for operators",
     "actors/pair/pair_draft.py": "likewise",
     "cluster/cli/commands/tune.py": "the date of a log's file",
-    "engine/position_log/folder.py": "likewise",
+    "engine/position_log/shard.py": "likewise",
     "router/api_keys.py": "the age of a file's change",
     "router/generation/generation.py": "`created` of an answer",
     "router/generation/generation_service.py": "`created` of the model",

@@ -28,8 +28,7 @@ from engine.proposer.text_match.shared_texts import NoiseId, SharedTexts
 from engine.proposer.vocab_mapping.translation import SameVocabulary
 from engine.sampling import token_tables
 from engine.sampling.grammar_compiler import GrammarCompiler
-from engine.sequence.request_tokens import RequestTokens
-from engine.sequence.token_blocks import TokenBlocks
+from engine.sequence.request_tokens import RequestTokens, TokenBlocks
 from protos.block_keys import PROBE_SALT, block_keys, probe_token_ids, root_key
 from protos.messages import GenerateRequest, Grammar, GrammarKind, ModelCard, SamplingParams
 from protos.predicted_text import Prediction
@@ -52,14 +51,14 @@ PROMPT = tuple(range(1, 41))
 # What the code keeps under a key: a probe of this module, or why no client's text is in the key.
 KERNELS = "engine/model/decoders/native_layers engine/model/decoders/row_operations engine/attention/native"
 KERNELS += " engine/model/linear/native_quantized engine/model/linear/native_product engine/native/logits"
-KERNELS += " engine/native/library engine/batch/indexing engine/sampling/masks engine/recurrent/native_scan"
+KERNELS += " engine/native/library engine/batch/indexing engine/sampling/masks engine/recurrent/state_pass"
 KERNELS += " engine/model/linear/packed_experts"
 KEPT = {
     "engine/proposer/text_match/shared_texts.py": "finished_texts",
     "engine/sampling/grammar_compiler.py": "grammars",
     "engine/sampling/token_tables.py": "biases",
     "engine/kv_cache/block_pool.py": "prefixes",
-    "engine/kv_cache/state_slots.py": "by the salted keys of blocks (tests/engine/recurrent)",
+    "engine/kv_cache/state_pool.py": "by the salted keys of blocks (tests/engine/recurrent)",
     "engine/proposer/text_match/prediction.py": "predictions",
     "router/routing/selector.py": "by the names of conversations, which `Client.secret` makes (test_api_keys.py)",
     "router/tokenizer/chat_prompt.py": "by the server's own template",

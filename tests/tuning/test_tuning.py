@@ -14,9 +14,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from engine.model.loader import model_version
-from engine.position_log.folder import LogFolder, log_files
-from engine.position_log.shard import LoggedModel, LoggedRequest, read_shard, write_shard
-from engine.position_log.top_rows import top_logprobs
+from engine.position_log.position_log import top_logprobs
+from engine.position_log.shard import LogFolder, LoggedModel, LoggedRequest, log_files, read_shard, write_shard
 from models.demo_pair.acceptance import count_rounds
 from protos.errors import ConfigError
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, Folders, write_checkpoint, write_pair

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.model.checkpoint.reading_progress import ReadingReport
+from engine.model.checkpoint.progress import ReadingReport
 from engine.model.checkpoint.scheme import Scheme, WeightFormat
 from engine.model.checkpoint.stored_weights import StoredWeight, not_whole, stored_weights
 from engine.model.checkpoint.weight_files import TensorHeader, tensor_headers

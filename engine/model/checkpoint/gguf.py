@@ -33,7 +33,7 @@ from engine.model.checkpoint.completeness import refuse_incomplete
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.gguf_header import read_gguf_header
 from engine.model.checkpoint.gguf_metadata import GgufHeader
-from engine.model.checkpoint.reading_errors import READING_ERRORS
+from engine.model.checkpoint.progress import READING_ERRORS
 from protos.errors import ConfigError, ServingError
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.model.checkpoint.file_digest import cache_root
+from engine.model.checkpoint.weight_files import cache_root
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,7 @@ from engine.model.linear.packed_linear import (
     linear_of,
     rows_dtype,
 )
-from engine.model.linear.weight_parts import OUTPUTS
-from engine.model.linear.weight_store import Storable
+from engine.model.linear.weight_store import OUTPUTS, Storable
 
 _MIN_FUSED_ELEMENTS = 1 << 20  # below that oneDNN's second call costs more than it saves
 

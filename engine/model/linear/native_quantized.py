@@ -14,8 +14,7 @@ from torch import Tensor
 
 from engine.model.linear.large_pages import empty_in_large_pages
 from engine.model.linear.native_product import PackedWeight, apart, tiled
-from engine.model.linear.weight_parts import OUTPUTS
-from engine.model.linear.weight_store import Storable
+from engine.model.linear.weight_store import OUTPUTS, Storable
 from engine.native.library import Instructions, native_library
 
 GROUP_SIZE = 32  # inputs that share a scale, in weights and rows alike,

@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.model.checkpoint.node_memory import drop_pages
-from engine.model.linear.native_product import NativeProduct
-from engine.model.linear.product_check import compare_product
+from engine.model.linear.native_product import NativeProduct, compare_product
 from engine.model.linear.weight_store import NO_STORE, WeightStore
 
 Linear = Callable[[Tensor], Tensor]  # [..., in] -> [..., out]

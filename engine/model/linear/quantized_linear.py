@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from engine.config import Quantization
+from engine.model.linear.native_product import check_product, probe_rows
 from engine.model.linear.native_quantized import (
     GROUP_SIZE,
     LONG_GROUP_SIZE,
@@ -33,8 +34,7 @@ from engine.model.linear.native_quantized import (
     packed_part,
 )
 from engine.model.linear.packed_linear import Linear, LinearFactory, linear_of, plain_factory, weight_of
-from engine.model.linear.product_check import check_product, probe_rows
-from engine.model.linear.weight_parts import OUTPUTS, converted, parts_of
+from engine.model.linear.weight_store import OUTPUTS, converted, parts_of
 
 _TINY = 2.0**-24  # float16's smallest number: a scale is never zero
 _HUGE = 65504.0

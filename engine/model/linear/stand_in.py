@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from engine.model.checkpoint.node_memory import drop_pages
 from engine.model.linear.gated_linear import GatedProduct
+from engine.model.linear.native_product import compare_product
 from engine.model.linear.packed_linear import Linear
-from engine.model.linear.product_check import compare_product
 
 
 def stand_in(

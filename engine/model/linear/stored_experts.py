@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-from engine.model.checkpoint.finiteness import refuse_not_finite_tensor
+from engine.model.checkpoint.completeness import refuse_not_finite_tensor
 from engine.model.checkpoint.node_memory import drop_pages
 
 _Columns = list[list[Tensor]]  # a list of all gates, a list of all ups

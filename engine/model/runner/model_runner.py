@@ -28,13 +28,12 @@ from engine.config import (
     ModelConfig,
     Quantization,
 )
-from engine.kv_cache.compaction import KVMove
+from engine.kv_cache.block_pool import KVMove
 from engine.kv_cache.kv_dtype import kv_name
-from engine.kv_cache.pool import LayerShape, block_bytes, pool_size
-from engine.kv_cache.sharded_layout import ShardedKVLayout
+from engine.kv_cache.pool import LayerShape, ShardedKVLayout, block_bytes, pool_size
 from engine.kv_cache.state_pool import StatePool, num_slots, state_bytes
 from engine.model.checkpoint.dtype import resolve_dtype
-from engine.model.checkpoint.vocabulary import ids_without_token, refuse_tokens_without_rows
+from engine.model.checkpoint.end_tokens import ids_without_token, refuse_tokens_without_rows
 from engine.model.cuda_graphs.buckets import graph_buckets
 from engine.model.cuda_graphs.graph import ForwardOutput
 from engine.model.cuda_graphs.graph_runner import CudaGraphRunner, RecordedStep

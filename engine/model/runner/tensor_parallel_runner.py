@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.batch.span import Span
 from engine.config import CacheConfig, HeadConfig, ModelConfig
-from engine.kv_cache.compaction import KVMove
+from engine.kv_cache.block_pool import KVMove
 from engine.model.loader import load_config
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.rank_group import RankGroup

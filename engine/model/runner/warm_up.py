@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.batch.span import Span, SpanStates
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.sampler import Sampler
-from engine.sequence.token_blocks import ZEROS
+from engine.sequence.request_tokens import ZEROS
 from protos.messages import SamplingParams
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import TypeVar
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.proposer import Proposer
 from engine.proposer.dispatch.no_proposer import NoProposer
-from engine.sequence.draft_query import DraftQuery
+from engine.sequence.checked_draft import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 
 logger = logging.getLogger(__name__)

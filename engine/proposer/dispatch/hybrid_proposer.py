@@ -11,7 +11,7 @@ from engine.accounting.acceptance import AcceptanceTable
 from engine.batch.draft import Draft
 from engine.proposer import Proposer
 from engine.proposer.text_match.text_matcher import TextMatcher
-from engine.sequence.draft_query import DraftQuery
+from engine.sequence.checked_draft import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 
 _MAX_LENGTH = 64  # positions of a draft with their own acceptance

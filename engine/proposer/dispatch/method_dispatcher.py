@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.proposer import Proposer
-from engine.sequence.draft_query import DraftQuery
+from engine.sequence.checked_draft import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 
 Ranking = tuple[Proposer, ...]

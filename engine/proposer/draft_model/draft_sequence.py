@@ -9,8 +9,7 @@ from engine.proposer.common_prefix import num_equal
 from engine.proposer.growth.chain import Chain
 from engine.proposer.vocab_mapping.translation import Translation
 from engine.sampling.grammar import GrammarMatcher
-from engine.sequence.request_tokens import RequestTokens
-from engine.sequence.token_blocks import TokenBlocks
+from engine.sequence.request_tokens import RequestTokens, TokenBlocks
 
 
 class DraftSequence:

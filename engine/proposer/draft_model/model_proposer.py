@@ -31,7 +31,7 @@ from engine.proposer.growth.tree_shape import shape_of
 from engine.proposer.vocab_mapping.counts import TranslationCounts
 from engine.proposer.vocab_mapping.translation import SameVocabulary, Translation
 from engine.sampling.grammar_compiler import GrammarCompiler
-from engine.sequence.draft_query import DraftQuery
+from engine.sequence.checked_draft import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 from protos.errors import ConfigError
 

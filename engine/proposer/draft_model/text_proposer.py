@@ -16,7 +16,7 @@ from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.vocab_mapping.counts import TranslationCounts
 from engine.proposer.vocab_mapping.text_reader import TextReader
 from engine.proposer.vocab_mapping.vocabulary_pair import VocabularyPair
-from engine.sequence.draft_query import DraftQuery, UnscheduledQuery
+from engine.sequence.checked_draft import DraftQuery, UnscheduledQuery
 from engine.sequence.request_tokens import DraftRule, RequestTokens
 from protos.messages import SamplingParams, VerifyMode
 

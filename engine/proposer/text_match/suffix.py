@@ -15,7 +15,7 @@ from engine.batch.draft import NO_DRAFT, Draft, DraftSource
 from engine.proposer.text_match.shared_texts import NoiseId, SharedTexts
 from engine.proposer.text_match.suffix_index import MAX_MATCH, SEPARATOR, Occurrence, SuffixIndex
 from engine.proposer.text_match.text_matcher import TextMatch
-from engine.sequence.draft_query import DraftQuery
+from engine.sequence.checked_draft import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 from protos.errors import ConfigError
 

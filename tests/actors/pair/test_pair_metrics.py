@@ -5,8 +5,7 @@ from dataclasses import replace
 from actors.pair.pair_metrics import PairMetrics
 from actors.shell_messages import DraftChannelStats, Pong
 from engine.accounting.drift import DriftStats
-from engine.accounting.engine_stats import ClassStats, DraftStats, EngineStats
-from engine.accounting.histogram import Histogram
+from engine.accounting.engine_stats import ClassStats, DraftStats, EngineStats, Histogram
 from engine.accounting.step_times import StepTimes
 from engine.proposer.vocab_mapping.counts import TranslationCounts
 from protos.served_draft import CanaryOutcome, CanaryReport, DraftReport

@@ -19,7 +19,7 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationCon
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.proposer.dispatch.methods import proposer_of
-from engine.sequence.draft_query import UnscheduledQuery
+from engine.sequence.checked_draft import UnscheduledQuery
 from engine.sequence.request_tokens import DraftRule, RequestTokens
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, VerifyMode

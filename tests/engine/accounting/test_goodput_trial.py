@@ -10,7 +10,7 @@ from statistics import fmean
 
 import pytest
 
-from engine.accounting.goodput_trial import GoodputTrial, Verdict, confidence_sequence, sign_evidence, t_evidence
+from engine.accounting.goodput import GoodputTrial, Verdict, confidence_sequence, sign_evidence, t_evidence
 
 NUM_RUNS = 400
 SLACK = 3 * math.sqrt(0.05 * 0.95 / NUM_RUNS)  # three standard errors of a rate of 5%

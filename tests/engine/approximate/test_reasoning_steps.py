@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from engine.approximate.step_text import StepEnd, StepText
+from engine.approximate.reasoning_sequence import StepEnd, StepText
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import (
     CacheConfig,

@@ -6,8 +6,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.attention.ancestor_mask import ancestor_masks
-from engine.attention.tree_mask import ancestors
+from engine.attention.ancestor_mask import ancestor_masks, ancestors
 from engine.batch.draft import depths
 from engine.batch.span import Span
 from engine.config import MAX_TREE_NODES

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from engine.attention.shared_prefix import Extent, SharedExtents, hidden_keys, share
+from engine.attention.read_plan import Extent, SharedExtents, hidden_keys, share
 from engine.batch.span import Span
 
 P = 4

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.tree_mask import ancestors
+from engine.attention.ancestor_mask import ancestors
 from engine.batch.draft import Draft, depths
 from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig
-from engine.kv_cache.compaction import compaction
+from engine.kv_cache.block_pool import compaction
 from engine.model.runner.model_runner import ModelRunner
 from tests.engine.fixtures.families import SERVED, VOCAB_SIZE, write_family
 

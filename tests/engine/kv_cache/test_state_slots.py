@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.kv_cache.state_slots import StateSlots
+from engine.kv_cache.state_pool import StateSlots
 from protos.block_keys import BlockKey, child_key, root_key
 
 

@@ -26,7 +26,7 @@ from engine.config import (
 )
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
-from engine.kv_cache.compaction import compaction
+from engine.kv_cache.block_pool import compaction
 from engine.kv_cache.pool import KVCache
 from engine.model.runner import model_runner
 from engine.model.runner.model_runner import ModelRunner

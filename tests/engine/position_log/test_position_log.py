@@ -17,8 +17,7 @@ from transformers import LlamaForCausalLM
 from engine.config import CacheConfig, EngineConfig, ModelConfig, PositionLogConfig, SpeculationConfig
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
-from engine.position_log.folder import LogFolder, log_files
-from engine.position_log.shard import LoggedRequest, read_model, read_shard
+from engine.position_log.shard import LogFolder, LoggedRequest, log_files, read_model, read_shard
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.remote_prefill.kv_transfer import ChunkHeader, KVChunk, RemoteLoad
-from engine.remote_prefill.replica_rates import ReplicaRates
+from engine.remote_prefill.placement import ReplicaRates
 
 
 class RatesClock:

@@ -19,8 +19,7 @@ from engine.proposer import Proposer
 from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.sampling.sampler import Sampler
 from engine.scheduler import async_scheduling as overlap
-from engine.scheduler.async_scheduling import AsyncScheduling, SyncScheduling
-from engine.scheduler.in_flight_batch import InFlightBatch
+from engine.scheduler.async_scheduling import AsyncScheduling, InFlightBatch, SyncScheduling
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import Batch
 from engine.sequence.sequence import Sequence

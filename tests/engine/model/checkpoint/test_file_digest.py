@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.model.checkpoint import file_digest as module
-from engine.model.checkpoint.file_digest import file_digest
+from engine.model.checkpoint import weight_files as module
+from engine.model.checkpoint.weight_files import file_digest
 from engine.model.loader import model_version
 
 CONTENTS = bytes(300_000)

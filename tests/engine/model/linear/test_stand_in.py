@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.config import Quantization
-from engine.model.linear import weight_parts
+from engine.model.linear import weight_store
 from engine.model.linear.gated_linear import JoinedGate, gated_of
 from engine.model.linear.native_product import NativeProduct
 from engine.model.linear.native_quantized import NativeQuantizedProduct
@@ -89,8 +89,8 @@ def test_a_weight_is_packed_in_parts_as_it_is_whole(
     weight, bias, x = torch.randn(num_outputs, 64).bfloat16(), torch.randn(num_outputs), torch.randn(5, 64)
     factory = linear_factory(quantization, torch.float32)
     whole = factory(weight, bias)(x)
-    monkeypatch.setattr(weight_parts, "_PART_ELEMENTS", 1)
-    assert len(weight_parts.parts_of(weight)) == -(-num_outputs // weight_parts.OUTPUTS)
+    monkeypatch.setattr(weight_store, "_PART_ELEMENTS", 1)
+    assert len(weight_store.parts_of(weight)) == -(-num_outputs // weight_store.OUTPUTS)
     assert torch.equal(factory(weight, bias)(x), whole)
 
 

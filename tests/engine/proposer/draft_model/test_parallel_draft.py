@@ -17,7 +17,7 @@ from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.proposer.dispatch.methods import proposer_of
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.sequence.draft_query import DraftQuery
+from engine.sequence.checked_draft import DraftQuery
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, VerifyMode
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, Folders, write_pair
