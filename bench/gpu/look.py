@@ -51,6 +51,7 @@ from engine.config import (
 )
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
+from engine.model.cuda_graphs.graph import ForwardOutput, GraphRecorder
 from engine.model.cuda_graphs.static_batch import StaticBatch
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.sampling.logits_row import LogitsRow
@@ -68,6 +69,8 @@ K = 4
 NUM_SEQUENCES = 8
 PROMPT = tuple(range(100, 164))
 REPEATS = 7
+CALLS = 8  # timed at once
+CACHE_BYTES = 200 << 20  # several times a device's cache
 MODES = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=100),
     "T 0.7": SamplingParams(temperature=0.7, max_tokens=100, seed=1),
@@ -130,16 +133,31 @@ class Look:
         self._file.write_text(json.dumps(self._lines, indent=1) + "\n", encoding="utf-8")
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """The median time of a call, the device's work included."""
+        """The median time of a call among calls one after the other, the host's and the device's work included."""
         call()
         times = []
         for _ in range(2 if self.is_smoke else REPEATS):
             self.wait()
             began_s = time.perf_counter()
-            call()
+            for _ in range(CALLS):
+                call()
             self.wait()
-            times.append(time.perf_counter() - began_s)
+            times.append((time.perf_counter() - began_s) / CALLS)
         return median(times)
+
+    def device_seconds(self, *calls: Callable[[], Tensor]) -> float:
+        """The median time of a call, without the host's: the calls are recorded and replayed.
+
+        Several calls with their own weights do not find them in the device's cache.
+        """
+        if not self.has_gpu:
+            return self.seconds(calls[0])
+        calls = calls * -(-CALLS // len(calls))
+
+        def compute() -> ForwardOutput:
+            return ForwardOutput([call() for call in calls][-1])
+
+        return self.seconds(GraphRecorder()(compute)) / len(calls)
 
     def wait(self) -> None:
         if self.has_gpu:
@@ -240,7 +258,8 @@ def look_at_kernels(look: Look) -> None:
         with profile(activities=[activity]) as profiled:
             runner.forward(spans)
             look.wait()
-        kernels = sorted(profiled.key_averages(), key=_device_us, reverse=True)
+        found = [each for each in profiled.key_averages() if not each.key.startswith(("cu", "Activity"))]
+        kernels = sorted(found, key=_device_us, reverse=True)
         total_us = sum(map(_device_us, kernels))
         top = {each.key[:60]: f"{each.count} x, {_device_us(each):.0f} us" for each in kernels[:12]}
         look.add(
@@ -260,17 +279,18 @@ def look_at_products(look: Look) -> None:
         "head": (shape.vocab_size, width),
     }
     for name, (num_outputs, num_inputs) in products.items():
-        weight = torch.randn(num_outputs, num_inputs, dtype=look.dtype, device=look.device)
+        copies = 1 if look.is_smoke else -(-CACHE_BYTES // (2 * num_outputs * num_inputs))
+        weights = [torch.randn(num_outputs, num_inputs, dtype=look.dtype, device=look.device) for _ in range(copies)]
         for num_rows in (1, 5, 40, 128, 640):
             rows = torch.randn(num_rows, num_inputs, dtype=look.dtype, device=look.device)
-            seconds = look.seconds(partial(F.linear, rows, weight))
+            seconds = look.device_seconds(*(partial(F.linear, rows, weight) for weight in weights))
             look.add(
                 "products",
                 product=name,
                 rows=num_rows,
                 us=round(1e6 * seconds, 1),
-                gigabytes_per_s=round(weight.nbytes / seconds / 1e9),
-                teraflops=round(2 * num_rows * weight.numel() / seconds / 1e12, 1),
+                gigabytes_per_s=round(weights[0].nbytes / seconds / 1e9),
+                teraflops=round(2 * num_rows * weights[0].numel() / seconds / 1e12, 1),
             )
 
 
@@ -279,14 +299,25 @@ def look_at_sampling(look: Look) -> None:
     vocab_size = 4160 if look.is_smoke else 128_256
     sampler = Sampler()
     for num_rows in (1, 128, 640):
-        logits = torch.randn(num_rows, vocab_size, device=look.device)
+        logits = 3 * torch.randn(num_rows, vocab_size, device=look.device)  # about as wide as a model's
         for name in ("greedy", "T 0.7", "T 0.7, top_p 0.9"):
             rows = [LogitsRow(MODES[name], [1] * (10 + index), 5) for index in range(num_rows)]
 
-            def sample(logits: Tensor = logits, rows: Seq[LogitsRow] = rows) -> Tensor:
-                return sampler.sample(sampler.apply_processors(logits, rows), rows)
+            draw = partial(sampler.draw, logits, rows)
+            us = round(1e6 * look.seconds(draw))
+            look.add("sampling", mode=name, rows=num_rows, us=us, device_us=_device_us_of(look, draw))
 
-            look.add("sampling", mode=name, rows=num_rows, us=round(1e6 * look.seconds(sample)))
+
+def _device_us_of(look: Look, call: Callable[[], object]) -> dict[str, int] | str:
+    """The device's time of one call, by kernel."""
+    if not look.has_gpu:
+        return NOT_MEASURED
+    look.wait()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        call()
+        look.wait()
+    kernels = [each for each in profiled.key_averages() if not each.key.startswith(("cu", "Activity"))]
+    return {each.key[:40]: round(_device_us(each)) for each in sorted(kernels, key=_device_us, reverse=True)}
 
 
 def look_at_attention(look: Look) -> None:
@@ -299,10 +330,12 @@ def look_at_attention(look: Look) -> None:
 
     for context in (1024, 8192):
         for rows, tilings in TILINGS.items():
-            torch_us = round(1e6 * torch_attention_s(look.seconds, LLAMA_3_8B, context, rows), 1)
+            torch_us = round(1e6 * torch_attention_s(look.device_seconds, LLAMA_3_8B, context, rows), 1)
             look.add("attention", context=context, rows=rows, torch_us=torch_us)
             for tiling in tilings:
-                _time_tiling(look, context, rows, partial(sweep, look.seconds, LLAMA_3_8B, context, rows, tiling))
+                _time_tiling(
+                    look, context, rows, partial(sweep, look.device_seconds, LLAMA_3_8B, context, rows, tiling)
+                )
 
 
 def _time_tiling(look: Look, context: int, rows: int, sweep: partial[float]) -> None:

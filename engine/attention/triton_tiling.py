@@ -10,6 +10,8 @@ from dataclasses import dataclass
 _MAX_PACKED_ROWS = 128
 _MAX_TILE_BYTES = 1 << 15  # of queries: more would leave too few registers for the sums
 _STEP_BYTES = 1 << 15  # of keys and values read at a time; three such steps fit into shared memory
+_STAGES = {16: 5, 32: 3, 64: 3}  # steps read ahead, by rows; a stage also holds the block table's entries
+_FEWEST_STAGES = 2
 _MIN_SPLIT_TOKENS = 256  # a shorter read saves less than its merge costs
 PROGRAMS_PER_PROCESSOR = 4
 BATCH_INVARIANT_SPLIT_TOKENS = 1024  # of every split where the other rows of a pass must not matter
@@ -50,7 +52,8 @@ def choose_tiling(num_rows: int, heads: HeadShape, itemsize: int, *, is_batch_in
     most_rows = min(_MAX_PACKED_ROWS, _MAX_TILE_BYTES // (width * itemsize))
     block_m = max(16, min(packed_rows, most_rows))  # a matrix unit takes 16 rows
     block_n = max(16, min(128, _STEP_BYTES // (2 * width * itemsize)))
-    return Tiling(block_m, block_n, num_warps=8 if block_m == 128 else 4, num_stages=3 if block_m < 128 else 2)
+    num_warps = 8 if block_m == 128 else 4
+    return Tiling(block_m, block_n, num_warps, _STAGES.get(block_m, _FEWEST_STAGES))
 
 
 def choose_split(num_keys: int, num_kv_heads: int, num_processors: int) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from functools import cache
 from importlib.util import find_spec
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,8 @@ from torch import Tensor
 from engine.batch.span import Span
 
 Index = slice | Tensor
+
+_ALIGNMENT = 64
 
 
 @cache
@@ -46,6 +50,22 @@ def index_tensor(values: Iterable[int], device: torch.device) -> Tensor:
 def send(values: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor from main memory to `device`; a copy to a GPU uses pinned memory and does not block."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+def send_arrays(arrays: Seq[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Copy arrays to `device` as one copy that does not block.
+
+    Each starts at a multiple of 64 bytes: Triton compiles a kernel again for pointers with another alignment.
+    """
+    starts = [0, *accumulate(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)]
+    whole = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for start, array in zip(starts, arrays, strict=False):
+        whole.numpy()[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    sent = whole.to(device, non_blocking=True)
+    return [
+        sent[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for start, array in zip(starts, arrays, strict=False)
+    ]
 
 
 def upload(values: Seq[object], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -25,7 +25,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from engine.batch.indexing import Index, index_of, index_tensor
+from engine.batch.indexing import Index, index_of, index_tensor, runs_triton
 from engine.config import CacheConfig, KVDtype
 from engine.kv_cache.kv_dtype import head_bytes, head_width, kernel_view, loaded, memory_dtype, stored
 from engine.kv_cache.state_pool import StatePool, zeros
@@ -94,6 +94,12 @@ class KVCache:
 
     def write(self, layer: int, slots: Index, key: Tensor, value: Tensor) -> None:
         """Store the KV of T new tokens, key and value [T, H, D]; `slots` is a slice if they are contiguous."""
+        if self.kind is KVDtype.AUTO and not isinstance(slots, slice) and runs_triton(slots):
+            # Not at the top: processes without a GPU may have no Triton, and need none.
+            from engine.kv_cache.triton_store import store
+
+            store(*self._slots[layer], slots, key, value)
+            return
         for by_slot, new in zip(self._slots[layer], (key, value), strict=True):
             new = stored(self.kind, new)
             if isinstance(slots, slice):

@@ -22,6 +22,7 @@ from engine.attention.backend import is_batch_invariant
 from engine.attention.base import PlanAttention
 from engine.attention.native import NativeAttention
 from engine.attention.torch_attention import TorchAttention
+from engine.batch.indexing import Index, index_of
 from engine.batch.span import Span, SpanStates
 from engine.config import KVDtype, Quantization
 from engine.kv_cache.pool import KVCache, LayerShape, block_bytes
@@ -125,7 +126,7 @@ class PagedModel:
             raise not_sharded(model, rank.size, "its recurrent layers are not sharded")
         self.layer_shapes = self.rank_shapes = [record.shape for record in records]
         self._dtype, self._device = dtype or model.dtype, rank.device or model.device
-        self._padding_ids: Tensor | None = None
+        self._padding_ids: Index | None = None
         if is_deterministic:
             has_kernel = is_batch_invariant(plan_attention) or self._is_native(plan_attention)
             fits = LlamaDecoder.fits(model)
@@ -193,13 +194,13 @@ class PagedModel:
         logits = self.decoder.logits(batch)
         logits = widened(logits) if out is None else out.copy_(logits)
         if self._padding_ids is not None:
-            logits.index_fill_(1, self._padding_ids, float("-inf"))
+            logits[:, self._padding_ids] = float("-inf")
         return logits
 
     def mask(self, token_ids: Seq[int]) -> None:
         """Mask these tokens from now on: rows of the head without a token in the tokenizer."""
         if token_ids:
-            self._padding_ids = torch.tensor(token_ids, device=self._device)
+            self._padding_ids = index_of(token_ids, self._device)
 
     def _probed(self, sequences: tuple[list[int], list[int]], far: int, plan_attention: PlanAttention) -> Tensor:
         """Return the logits of both sequences after the first chunk, end to end, computed in pieces and together.

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch.draft import SparseDistribution
-from engine.batch.indexing import index_tensor, runs_triton, send
+from engine.batch.indexing import index_tensor, runs_triton, send, send_arrays
 from engine.native.logits import highest
 from engine.sampling.logits_row import LogitsRow, RowBatch
 from engine.sampling.masks import (
@@ -228,8 +228,8 @@ def _draw(scores: Tensor, rows: RowBatch, edits: RowEdits | None = None) -> Tens
     has_noise = _has_noise(rows)
     if not has_noise.any():
         return draw(scores, edits=edits)
-    noisy = send(torch.from_numpy(has_noise.view(np.int8)), scores.device)
-    return draw(scores, RowNoise(row_keys(rows, Purpose.TARGET_GUMBEL, scores.device), noisy), edits)
+    keys = row_keys(rows, Purpose.TARGET_GUMBEL, torch.device("cpu")).numpy()
+    return draw(scores, RowNoise(*send_arrays((keys, has_noise.view(np.int8)), scores.device)), edits)
 
 
 def _has_noise(rows: RowBatch) -> NDArray[np.bool_]:

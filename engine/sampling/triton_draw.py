@@ -22,7 +22,7 @@ from torch import Tensor
 from triton import knobs
 from triton.language.extra import libdevice
 
-from engine.batch.indexing import send
+from engine.batch.indexing import send_arrays
 from engine.sampling.logits_row import RowBatch
 from engine.sampling.masks import has_bias
 from engine.sampling.penalties import IN_PROMPT, TokenCounts, has_penalties
@@ -88,9 +88,8 @@ def edits_of(rows: RowBatch, logits: Tensor, counts: TokenCounts) -> RowEdits | 
     columns_of_row = columns.T[:, rows.run_of_row]
     columns_of_row[2] += rows.num_drafts.astype(np.int32)
     factors_of_row = requests.column(_factors).astype(np.float32).T[:, rows.run_of_row]
-    # Each array has its own memory, since Triton recompiles a kernel for pointers with another alignment.
     arrays = (factors_of_row, columns_of_row, np.array(listed_ids, np.int32), np.array(listed_biases, np.float32))
-    factors, spans, ids, biases = (send(torch.from_numpy(np.ascontiguousarray(each)), logits.device) for each in arrays)
+    factors, spans, ids, biases = send_arrays(arrays, logits.device)
     return RowEdits(factors, spans, ids, biases, table)
 
 
@@ -194,6 +193,25 @@ def draw_blocks(
     tl.store(places + at, place)
 
 
+@triton.jit
+def pick_tokens(
+    tokens,  # [R] int64
+    peaks,  # [R, blocks], as `draw_blocks` left them
+    places,
+    num_blocks,
+    num_tokens,
+    BLOCK: tl.constexpr,
+):
+    """One program per row: the token of the highest peak, the lowest id among equals."""
+    row = tl.program_id(0)
+    block = tl.arange(0, BLOCK)
+    is_block = block < num_blocks
+    peak = tl.load(peaks + row * num_blocks + block, mask=is_block, other=float("-inf"))
+    place = tl.load(places + row * num_blocks + block, mask=is_block, other=num_tokens)
+    token = tl.min(tl.where(peak == tl.max(peak, 0), place, num_tokens), 0)
+    tl.store(tokens + row, tl.where(token < num_tokens, token, 0).to(tl.int64))  # a row of NaN has no highest
+
+
 def edit(logits: Tensor, edits: RowEdits) -> Tensor:
     """Return the scores of `logits` [R, V] float32, contiguous in V, after their edits, without waiting."""
     assert logits.stride(1) == 1, "rows must be contiguous"
@@ -239,8 +257,11 @@ def draw(scores: Tensor, noise: RowNoise | None = None, edits: RowEdits | None =
             HAS_LIBDEVICE=not knobs.runtime.interpret,
             enable_fp_fusion=False,
         )
-    # A GPU's argmax may return any of equal maxima; this takes the lowest id.
-    return places.masked_fill_(peaks < peaks.amax(dim=1, keepdim=True), num_tokens).amin(dim=1).long()
+        tokens = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
+        pick_tokens[(num_rows,)](
+            tokens, peaks, places, num_blocks, num_tokens, BLOCK=triton.next_power_of_2(num_blocks), num_warps=1
+        )
+    return tokens
 
 
 def _factors(sampling: SamplingParams) -> Seq[float]:

@@ -1,8 +1,9 @@
 """Finds the lowest score of each row's nucleus in one Triton launch, without a sort.
 
-Scores are mapped to ordered integers, and 32 bisections find the largest threshold whose tokens reach top_p. The order
-of a row's sums does not depend on the other rows. Import this module only if Triton is installed. TRITON_INTERPRET=1,
-set before the first import, runs it on the CPU.
+The threshold is one of the row's scores. A bisection keeps two scores around it, and moves one of them in each step to
+the next score on its side of the middle: tens of steps for any row, about ten for most. The order of a row's sums does
+not depend on the other rows. Import this module only if Triton is installed. TRITON_INTERPRET=1, set before the first
+import, runs it on the CPU.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -14,16 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 4096
-_NUM_HALVINGS = tl.constexpr(32)
-_LEAST = tl.constexpr(-2139095041)  # the integer of -inf
-
-
-@triton.jit
-def _ordered(score):
-    """Return integers with the same order as the scores."""
-    bits = score.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+_BLOCK = 8192
+_NUM_WARPS = 32  # a row is one program: as many threads as it can have
+_MAX_BOUNDED = tl.constexpr(0.999)  # nuclei up to here have a lower bound that rounding cannot reach
+_NO_MASS = tl.constexpr(105.0)  # exp(-105) is 0 in float32
 
 
 @triton.jit
@@ -35,7 +30,7 @@ def find_thresholds(
     score_stride,
     BLOCK: tl.constexpr,
 ):
-    """One program per row. The threshold is in [low, high]."""
+    """One program per row."""
     row = tl.program_id(0)
     scores += row.to(tl.int64) * score_stride
     # First pass: the highest score.
@@ -44,28 +39,37 @@ def find_thresholds(
         tokens = first + tl.arange(0, BLOCK)
         peaks = tl.maximum(peaks, tl.load(scores + tokens, mask=tokens < num_tokens, other=float("-inf")))
     peak = tl.max(peaks, 0)
-    # Second pass: the total mass, so that top_p becomes a mass.
+    # All tokens more than `depth` below it have less than half of the mass that the nucleus may leave out.
+    share = tl.load(top_p + row)
+    depth = tl.where(share <= _MAX_BOUNDED, tl.log(2.0 * num_tokens / (1.0 - share)), _NO_MASS)
+    # Second pass: the total mass, so that top_p becomes a mass, and the lowest score above that depth.
     total = tl.zeros([BLOCK], tl.float32)
+    lows = tl.full([BLOCK], float("inf"), tl.float32)
     for first in range(0, num_tokens, BLOCK):
         tokens = first + tl.arange(0, BLOCK)
-        total += tl.exp(tl.load(scores + tokens, mask=tokens < num_tokens, other=float("-inf")) - peak)
-    wanted = tl.load(top_p + row) * tl.sum(total, 0)
-    # Binary search over the ordered bits of float32 for the highest threshold with enough mass.
-    low = tl.full([], _LEAST, tl.int64)  # the mass at and above `low` is enough
-    high = _ordered(peak).to(tl.int64)  # the mass above `high` is not enough
-    for _ in range(_NUM_HALVINGS):
-        middle = low + (high - low + 1) // 2
+        score = tl.load(scores + tokens, mask=tokens < num_tokens, other=float("-inf"))
+        total += tl.exp(score - peak)
+        lows = tl.minimum(lows, tl.where(score >= peak - depth, score, float("inf")))
+    wanted = share * tl.sum(total, 0)
+    low = tl.min(lows, 0)  # the mass at and above `low` is enough
+    high = peak  # the mass above `high` is not enough
+    while low < high:
+        middle = low + (high - low) * 0.5
+        middle = tl.where(middle > low, middle, high)
         mass = tl.zeros([BLOCK], tl.float32)
+        above = tl.full([BLOCK], float("inf"), tl.float32)
+        below = tl.full([BLOCK], float("-inf"), tl.float32)
         for first in range(0, num_tokens, BLOCK):
             tokens = first + tl.arange(0, BLOCK)
             score = tl.load(scores + tokens, mask=tokens < num_tokens, other=float("-inf"))
-            mass += tl.where(_ordered(score).to(tl.int64) >= middle, tl.exp(score - peak), 0.0)
+            is_above = score >= middle
+            mass += tl.where(is_above, tl.exp(score - peak), 0.0)
+            above = tl.minimum(above, tl.where(is_above, score, float("inf")))
+            below = tl.maximum(below, tl.where(is_above, float("-inf"), score))
         is_enough = tl.sum(mass, 0) >= wanted
-        low = tl.where(is_enough, middle, low)
-        high = tl.where(is_enough, high, middle - 1)
-        high = tl.maximum(high, low)
-    bits = low.to(tl.int32)
-    tl.store(thresholds + row, (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
+        low = tl.where(is_enough, tl.min(above, 0), low)
+        high = tl.where(is_enough, high, tl.max(below, 0))
+    tl.store(thresholds + row, low)
 
 
 def nucleus_thresholds(scores: Tensor, top_p: Tensor) -> Tensor:
@@ -75,6 +79,9 @@ def nucleus_thresholds(scores: Tensor, top_p: Tensor) -> Tensor:
     """
     assert scores.stride(1) == 1, "rows must be contiguous"
     thresholds = scores.new_empty(len(scores))
+    num_tokens, stride = scores.shape[1], scores.stride(0)
     with torch.cuda.device_of(scores):
-        find_thresholds[(len(scores),)](thresholds, scores, top_p, scores.shape[1], scores.stride(0), BLOCK=_BLOCK)
+        find_thresholds[(len(scores),)](
+            thresholds, scores, top_p, num_tokens, stride, BLOCK=_BLOCK, num_warps=_NUM_WARPS
+        )
     return thresholds[:, None]

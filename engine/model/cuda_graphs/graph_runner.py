@@ -160,8 +160,11 @@ class CudaGraphRunner:
         expected = compute().logits.clone()
         self._logits.zero_()
         found = replay().logits
-        spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
-        share = float(((found - expected).norm(dim=-1) / spread).max())
+        is_equal = found == expected  # also where both are -inf: a masked token
+        difference = (found - expected).masked_fill(is_equal, 0.0)
+        finite = expected.where(expected.isfinite(), torch.nan)
+        spread = (finite - finite.nanmean(dim=-1, keepdim=True)).nan_to_num().norm(dim=-1)
+        share = float((difference.norm(dim=-1) / spread).max())
         return share if share == share else float("inf")  # noqa: PLR0124  # NaN is no agreement
 
     def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> ForwardOutput | None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.attention.base import LayerOptions
+from engine.batch.indexing import runs_triton
 from engine.model.decoders.decoder_layer import DecoderLayer, GatedMlp
 from engine.model.decoders.native_layers import DecoderShape, NativeLayers
 from engine.model.decoders.rotary import RotaryTable
@@ -81,7 +82,7 @@ class LlamaDecoder:
         self._num_kv_heads = config.num_key_value_heads // rank.size
         self._epsilon = config.rms_norm_eps
         self._dtype: torch.dtype = model.model.norm.weight.dtype  # of rows; weights and embedding may have another
-        self._rows = _row_operations(model, self._head_dim, is_deterministic=is_deterministic)
+        self._rows = _row_operations(model, self._head_dim)
         self._embedding = rank.to_device(model.model.embed_tokens.weight)
         self._is_deterministic = is_deterministic
         rotary = model.model.rotary_emb.to(self._embedding.device)
@@ -248,8 +249,10 @@ class LlamaDecoder:
         return torch.cat((query.expand(self._num_heads, -1), key.expand(self._num_kv_heads, -1)))
 
     def _rowwise(self, function: Linear, num_inputs: int) -> Linear:
-        """`function` of rows, batch-invariant if need be."""
-        return batch_invariant(function, num_inputs, self._dtype) if self._is_deterministic else function
+        """`function` of rows, batch-invariant if need be; on a GPU the products of `make_linear` are."""
+        if not self._is_deterministic or self._embedding.is_cuda:
+            return function
+        return batch_invariant(function, num_inputs, self._dtype)
 
     def _stand_in(self, products: Mapping[nn.Linear, Linear]) -> None:
         """Let the stock layers multiply by the packed weights; a rank's shards are not whole layers."""
@@ -274,9 +277,9 @@ def _mixture_of(mixture: nn.Module) -> Linear:
     return NativeMixture.of(mixture) or (lambda rows: mixture(rows[None])[0])
 
 
-def _row_operations(model: Any, head_dim: int, *, is_deterministic: bool) -> RowOperations:
+def _row_operations(model: Any, head_dim: int) -> RowOperations:
     weight, epsilon = model.model.norm.weight, model.config.rms_norm_eps
-    if is_deterministic and weight.is_cuda:
+    if runs_triton(weight):
         # Not at the top: processes without a GPU may have no Triton, and need none.
         from engine.model.decoders.triton_rows import TritonRows
 

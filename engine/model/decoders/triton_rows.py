@@ -1,4 +1,4 @@
-"""Norms on a GPU, a row per program of one Triton kernel: a row's sum has one order in any batch.
+"""Norms and rotary embeddings on a GPU, each one launch: a row's result does not depend on other rows.
 
 Import it only where Triton is installed; TRITON_INTERPRET=1, set before the first import, runs it on the processor.
 """
@@ -12,7 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.model.decoders.row_operations import TorchRows
+from engine.model.decoders.row_operations import RowOperations
+
+_SHORT_ROW = 1024
+_HEADS = 8  # that one program rotates
 
 
 @triton.jit
@@ -45,8 +48,38 @@ def norm_rows(
     tl.store(out, (values * scale * factors).to(normed.dtype.element_ty), mask=is_there)
 
 
-class TritonRows(TorchRows):
-    """The operations of deterministic models; rotary embeddings have no sums, and are torch's."""
+@triton.jit
+def rotate_heads(
+    rotated,  # [R, GROUP, size]
+    heads,  # [R, row_stride]; the first GROUP * size are rotated
+    table,  # [R, 2, size]
+    row_stride,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per row and HEADS of its heads, as in `engine.model.decoders.rotary.rotate`."""
+    row = tl.program_id(0).to(tl.int64)
+    member, at = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, BLOCK)
+    is_there = (member[:, None] < GROUP) & (at[None, :] < SIZE)
+    cos = tl.load(table + row * 2 * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    sin = tl.load(table + row * 2 * SIZE + SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    other = tl.where(at < SIZE // 2, at + SIZE // 2, at - SIZE // 2)
+    first = heads + row * row_stride + member[:, None] * SIZE
+    x = tl.load(first + at[None, :], mask=is_there, other=0.0).to(tl.float32)
+    swapped = tl.load(first + other[None, :], mask=is_there, other=0.0).to(tl.float32)
+    result = x * cos[None, :] + swapped * sin[None, :]
+    out = rotated + (row * GROUP + member[:, None]) * SIZE + at[None, :]
+    tl.store(out, result.to(rotated.dtype.element_ty), mask=is_there)
+
+
+class TritonRows(RowOperations):
+    """The operations by our kernels."""
+
+    def __init__(self, epsilon: float) -> None:
+        """`epsilon` is added to the variance in the norms."""
+        self._epsilon = epsilon
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         hidden = hidden.contiguous()
@@ -60,6 +93,23 @@ class TritonRows(TorchRows):
         normed = heads.new_empty(len(heads), num_normed, heads.shape[-1])
         self._norm(normed, rows, rows, None, weight)
         return normed
+
+    def rotate(self, heads: Tensor, num_rotated: int, table: Tensor) -> Tensor:
+        rows = heads.contiguous().flatten(1)
+        num_rows, size = len(rows), heads.shape[-1]
+        rotated = heads.new_empty(num_rows, num_rotated, size)
+        with torch.cuda.device_of(rows):
+            rotate_heads[(num_rows, triton.cdiv(num_rotated, _HEADS))](
+                rotated,
+                rows,
+                table,
+                rows.stride(0),
+                GROUP=num_rotated,
+                SIZE=size,
+                HEADS=_HEADS,
+                BLOCK=triton.next_power_of_2(size),
+            )
+        return rotated
 
     def _norm(self, normed: Tensor, total: Tensor, rows: Tensor, delta: Tensor | None, weight: Tensor) -> None:
         group, size = weight.shape
@@ -75,4 +125,5 @@ class TritonRows(TorchRows):
                 self._epsilon,
                 GROUP=group,
                 BLOCK=triton.next_power_of_2(size),
+                num_warps=4 if size <= _SHORT_ROW else 8,
             )

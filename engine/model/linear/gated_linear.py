@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engine.batch.indexing import runs_triton
 from engine.model.linear.native_product import NativeGate, NativeProduct, alternating
 from engine.model.linear.native_quantized import NativeQuantizedProduct
 from engine.model.linear.packed_linear import (
@@ -65,6 +66,11 @@ class JoinedGate(Storable):
         self._joined = joined
 
     def __call__(self, x: Tensor) -> Tensor:
+        if runs_triton(x):
+            # Not at the top: processes without a GPU may have no Triton, and need none.
+            from engine.model.linear.triton_gate import gate_joined
+
+            return gate_joined(self._joined(x))
         gate, up = self.halves(x)
         return F.silu(gate).mul_(up)  # in place: fresh memory costs a prefill chunk as much as the product
 

@@ -13,9 +13,11 @@ from triton.compiler import ASTSource
 
 from engine.attention.triton_kernel import attend_tiles, merge_splits
 from engine.attention.triton_tiling import HeadShape, choose_tiling
-from engine.model.decoders.triton_rows import norm_rows
+from engine.kv_cache.triton_store import store_heads
+from engine.model.decoders.triton_rows import norm_rows, rotate_heads
+from engine.model.linear.triton_gate import gate_rows
 from engine.model.linear.triton_product import _LOW, _TALL, multiply
-from engine.sampling.triton_draw import draw_blocks, edit_blocks
+from engine.sampling.triton_draw import draw_blocks, edit_blocks, pick_tokens
 from engine.sampling.triton_nucleus import find_thresholds
 
 HEADS = HeadShape(num_kv_heads=8, group_size=4, key_dim=128, value_dim=128)
@@ -97,7 +99,18 @@ def compile_norm() -> None:
     types = dict.fromkeys(("normed", "total", "rows", "delta", "weight"), "*bf16")
     numbers = {"row_stride": "i32", "size": "i32", "epsilon": "fp32"}
     for constants in ({"GROUP": 1}, {"GROUP": 40, "delta": None}):
-        compile_kernel(norm_rows, {**types, **numbers}, {**constants, "BLOCK": 4096}, num_warps=4)
+        compile_kernel(norm_rows, {**types, **numbers}, {**constants, "BLOCK": 4096}, num_warps=8)
+
+
+def compile_rows() -> None:
+    """What lies between a layer's products: rotary embeddings, gates, and the storing of keys and values."""
+    types = {**dict.fromkeys(("rotated", "heads", "table", "gated", "joined"), "*bf16"), "row_stride": "i32"}
+    compile_kernel(rotate_heads, types, {"GROUP": 40, "SIZE": 128, "HEADS": 8, "BLOCK": 128})
+    compile_kernel(gate_rows, {**types, "size": "i32"}, {"BLOCK": 1024})
+    pools = {**dict.fromkeys(("keys", "values", "key", "value"), "*bf16"), "slots": "*i64"}
+    strides = {f"{name}_{kind}_stride": "i32" for name in ("key", "value") for kind in ("row", "head")}
+    sizes = {"NUM_HEADS": 8, "KEY_DIM": 128, "VALUE_DIM": 128, "BLOCK": 128}
+    compile_kernel(store_heads, {**pools, **strides}, sizes, num_warps=1)
 
 
 def compile_sampling() -> None:
@@ -107,16 +120,19 @@ def compile_sampling() -> None:
     draw = {"peaks": "*fp32", "places": "*i32", "scores": "*fp32", "keys": "*i64", "has_noise": "*i8", **counted}
     edit = {"out": "*fp32", "scores": "*fp32", **counted}
     no_edits, no_noise = dict.fromkeys(edits), dict.fromkeys(("keys", "has_noise"))
+    pick = {"tokens": "*i64", "peaks": "*fp32", "places": "*i32", "num_blocks": "i32", "num_tokens": "i32"}
     nucleus = {"thresholds": "*fp32", "scores": "*fp32", "top_p": "*fp32", **numbers}
     for kernel, types, constants in (
         (draw_blocks, draw, {"BLOCK": 1024, "HAS_LIBDEVICE": True}),
         (draw_blocks, draw, {"BLOCK": 1024, "HAS_LIBDEVICE": True, **no_edits}),
         (draw_blocks, draw, {"BLOCK": 1024, "HAS_LIBDEVICE": True, **no_noise}),
         (edit_blocks, edit, {"BLOCK": 1024}),
-        (find_thresholds, nucleus, {"BLOCK": 4096}),
+        (pick_tokens, pick, {"BLOCK": 128}),
+        (find_thresholds, nucleus, {"BLOCK": 8192}),
     ):
         source = ASTSource(kernel, {**types, **dict.fromkeys(constants, "constexpr")}, constants)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+        options = {"enable_fp_fusion": False, "num_warps": 32 if kernel is find_thresholds else 4}
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         assert compiled.asm["cubin"]
         if kernel is edit_blocks:
             assert "fma" not in compiled.asm["ptx"], "a product and a sum are rounded apart"
@@ -131,4 +147,5 @@ if __name__ == "__main__":
     compile_merge()
     compile_product()
     compile_norm()
+    compile_rows()
     compile_sampling()

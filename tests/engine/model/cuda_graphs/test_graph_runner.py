@@ -107,7 +107,7 @@ def test_padding_changes_no_logit_and_no_block_of_a_pass(folders: Folders, atten
         assert logits.shape == expected.shape
         assert torch.allclose(logits, expected, atol=1e-4), spans  # before the next pass overwrites them
         blocks = padded.export_blocks(all_blocks).view(torch.float32)
-        assert torch.allclose(blocks, plain.export_blocks(all_blocks).view(torch.float32), atol=1e-5), spans
+        assert torch.allclose(blocks, plain.export_blocks(all_blocks).view(torch.float32), atol=1e-4), spans
     assert padded._graphs is not None
     assert any(fitting_bucket(spans, graph_buckets(GRAPHS)) for spans in random_passes(0, 4))
 
@@ -304,12 +304,17 @@ def test_drafts_that_adapt_take_a_bounded_number_of_recordings() -> None:
     assert len(graph_buckets(sized(GraphConfig(), SchedulerConfig(), ADAPTIVE))) == 77
 
 
-def recorded(record: Record) -> CudaGraphRunner:
-    """A runner of a model whose logits are its token ids, over a fake of a GPU's recorder."""
+def recorded(record: Record, num_masked: int = 0) -> CudaGraphRunner:
+    """A runner of a model whose logits are its token ids, over a fake of a GPU's recorder.
+
+    The last `num_masked` tokens have no text.
+    """
     cache = KVCache([LayerShape(1, 8, 8)], 3, BLOCK_SIZE, dtype=torch.float32, device=torch.device("cpu"))
 
     def forward(batch: ForwardBatch, out: torch.Tensor) -> ForwardOutput:
-        return ForwardOutput(out.copy_(torch.nn.functional.one_hot(batch.input_ids, 64).float()))
+        out.copy_(torch.nn.functional.one_hot(batch.input_ids, 64).float())
+        out[:, 64 - num_masked :] = float("-inf")
+        return ForwardOutput(out)
 
     graphs = GraphConfig(GraphKind.EAGER, batches=(1, 2), row_counts=(1, 3))
     return CudaGraphRunner(forward, cache, TorchAttention, graphs, 32, 64, record)
@@ -333,6 +338,25 @@ def test_a_model_that_cannot_be_recorded_whole_has_no_recording(caplog: pytest.L
 
     assert not recorded(record).has_passes
     assert "call by call" in caplog.text
+
+
+def test_masked_tokens_lose_no_recording() -> None:
+    """Many checkpoints have more rows in the head than tokens in the tokenizer."""
+    passes = recorded(lambda compute: compute, num_masked=3)
+    assert passes._buckets == graph_buckets(GraphConfig(GraphKind.EAGER, batches=(1, 2), row_counts=(1, 3)))
+
+
+@pytest.mark.parametrize("fault", [float("nan"), float("inf"), float("-inf")])
+def test_a_replay_that_is_not_finite_where_the_pass_is_is_not_trusted(fault: float) -> None:
+    def record(compute: Compute) -> Compute:
+        def replay() -> ForwardOutput:
+            output = compute()
+            output.logits[-1, 5] = fault
+            return output
+
+        return replay
+
+    assert not recorded(record, num_masked=3).has_passes
 
 
 def test_a_replay_that_differs_in_its_last_row_alone_is_not_trusted(caplog: pytest.LogCaptureFixture) -> None:
