@@ -103,7 +103,7 @@ def compile_norm() -> None:
 
 
 def compile_rows() -> None:
-    """What lies between a layer's products: rotary embeddings, gates, and the storing of keys and values."""
+    """Everything between a layer's products: rotary embeddings, gates, and the storing of keys and values."""
     types = {**dict.fromkeys(("rotated", "heads", "table", "gated", "joined"), "*bf16"), "row_stride": "i32"}
     compile_kernel(rotate_heads, types, {"GROUP": 40, "SIZE": 128, "HEADS": 8, "BLOCK": 128})
     compile_kernel(gate_rows, {**types, "size": "i32"}, {"BLOCK": 1024})
