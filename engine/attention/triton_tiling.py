@@ -10,10 +10,10 @@ from dataclasses import dataclass
 _MAX_PACKED_ROWS = 128
 _MAX_TILE_BYTES = 1 << 15  # of queries: more would leave too few registers for the sums
 _STEP_BYTES = 1 << 15  # of keys and values read at a time; three such steps fit into shared memory
-_STAGES = {16: 5, 32: 3, 64: 3}  # steps read ahead, by rows; a stage also holds the block table's entries
+_STAGES = {16: 5, 32: 5, 64: 3}  # steps read ahead, by rows; a stage also holds the block table's entries
 _FEWEST_STAGES = 2
 _MIN_SPLIT_TOKENS = 256  # a shorter read saves less than its merge costs
-PROGRAMS_PER_PROCESSOR = 4
+PROGRAMS_PER_PROCESSOR = 3  # as many as the shared memory of a Hopper processor has room for
 BATCH_INVARIANT_SPLIT_TOKENS = 1024  # of every split where the other rows of a pass must not matter
 
 

@@ -55,8 +55,9 @@ class Verifier:
         prepared = prepare_all([tasks[index] for index in order], Vocabulary(logits.shape[1]))
         with limited_threads(logits):
             is_finite = are_finite(logits)
+            are_all_finite = is_finite.all()  # issued now, so that a GPU has it when the host reads the tokens
             verified = self._verify_sorted(logits, prepared, counts)
-            if not bool(is_finite.all()):  # verify again, without the drafts after a faulty row
+            if not bool(are_all_finite):  # verify again, without the drafts after a faulty row
                 flags = is_finite.tolist()
                 cut = [before_fault(task, flags) for task in prepared]
                 verified = self._verify_sorted(logits.where(is_finite[:, None], 0.0), cut, counts)

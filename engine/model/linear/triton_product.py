@@ -89,7 +89,8 @@ class TritonProduct:
         """[..., in] -> [..., out]."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         is_tall = self._tall is not None and len(rows) >= _MIN_TALL_ROWS
-        return self._multiplied(rows, self._tall if is_tall and self._tall else self._low).view(*x.shape[:-1], -1)
+        result = self._multiplied(rows, self._tall if is_tall and self._tall else self._low)
+        return result.view(*x.shape[:-1], result.shape[-1])
 
     def _multiplied(self, rows: Tensor, tile: _TileSize) -> Tensor:
         num_rows, num_inputs = rows.shape

@@ -77,11 +77,21 @@ class DraftModel:
             self.sequences.blocks.publish(blocks, blocks.num_computed_tokens)
         return PrefillResult([job for job, span in zip(begun, spans, strict=True) if span.num_logits], logits)
 
-    def grow(self, chains: Seq[Chain], is_stopped: Callable[[], bool] = lambda: False) -> bool:
-        """Decode every chain until it is long enough; return False if `is_stopped` ended it early."""
-        while chains := [chain for chain in chains if chain.num_left > 0]:
+    def grow(
+        self, chains: Seq[Chain], is_stopped: Callable[[], bool] = lambda: False, last_ids: Tensor | None = None
+    ) -> bool:
+        """Decode every chain until it is long enough; return False if `is_stopped` ended it early.
+
+        `last_ids` [B] int64, if given, are the chains' last tokens, which the host may not have read yet.
+        """
+        token_ids = last_ids
+        while growing := [row for row, chain in enumerate(chains) if chain.num_left > 0]:
+            if len(growing) < len(chains):
+                chains = [chains[row] for row in growing]
+                token_ids = token_ids if token_ids is None else token_ids[index_tensor(growing, token_ids.device)]
             steps = self.runner.plan_own_steps(next_steps(chains))
-            token_ids = index_tensor((chain.last_id for chain in chains), steps[0].input_ids.device)
+            if token_ids is None:
+                token_ids = index_tensor((chain.last_id for chain in chains), steps[0].input_ids.device)
             for step in steps:
                 if is_stopped():
                     return False

@@ -216,8 +216,8 @@ class ModelProposer:
         rows = [row for row, plan in enumerate(ready) if plan.num_nodes == 0]
         chains = [ready[row].chain() for row in rows]
         if chains:
-            self._model.sampler.extend(chains, logits if len(rows) == len(ready) else logits[rows])
-            self._model.grow(chains)
+            token_ids = self._model.sampler.extend(chains, logits if len(rows) == len(ready) else logits[rows])
+            self._model.grow(chains, last_ids=token_ids)
         for row, chain in zip(rows, chains, strict=True):
             ready[row].sequence.unverified_ids = self._model.translation.to_draft(chain.token_ids[:-1])
         return {ready[row].request_id: chain.draft() for row, chain in zip(rows, chains, strict=True)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from itertools import chain as joined
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from engine.native.logits import are_finite
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import Purpose
+from engine.sampling.penalties import has_penalties
 from engine.sampling.sampler import Sampler
 from engine.sampling.sparse_distribution import one_hot
 from engine.sampling.thread_limit import limited_threads
@@ -46,21 +49,36 @@ class Chain:
     ) -> None:
         self.sequence = sequence
         self.num_wanted = num_wanted
-        self.token_ids: list[int] = []
         self.distributions: list[SparseDistribution] = []
         self.block_table = block_table
+        self._token_ids: list[int] = []  # 0 for tokens that the host has not read yet
+        self._num_read = 0
+        self._read: Callable[[], None] | None = None  # reads the others
         self._num_finite: int | None = (
             None  # tokens before the first with logits that are not finite; None if there is no such token
         )
         self._matcher = matcher
         self._position_offset = position_offset
         self.is_coupled = sequence.verify is VerifyMode.COUPLED
-        self.row = row_after(sequence, prefix_ids, self.token_ids)
+        self.row = row_after(sequence, prefix_ids, self._token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens so far; waits for those on the device."""
+        if self._num_read < len(self._token_ids):
+            assert self._read is not None, "a token on the device comes with a way to read it"
+            self._read()
+        return self._token_ids
 
     @property
     def num_left(self) -> int:
         """The number of tokens to add."""
-        return self.num_wanted - len(self.token_ids)
+        return self.num_wanted - len(self._token_ids)
+
+    @property
+    def needs_tokens(self) -> bool:
+        """True if the choice of a token needs the values of those before it, and not only their number."""
+        return self._matcher is not None or not self.is_coupled or has_penalties(self.row.sampling)
 
     @property
     def last_id(self) -> int:
@@ -72,11 +90,17 @@ class Chain:
         """The KV index of the next input token."""
         return self.row.position - 1 + self._position_offset
 
-    def add(self, token_id: int, *, is_finite: bool) -> None:
-        """Append a token; `is_finite` if its logits were finite."""
+    def add(self, read: Callable[[], None]) -> None:
+        """Append a token that is still on the device; `read` gives it to `fill_in`."""
+        self._token_ids.append(0)
+        self._read = read
+
+    def fill_in(self, token_id: int, *, is_finite: bool) -> None:
+        """Set the first token that was not read yet; `is_finite` if its logits were finite."""
         if not is_finite and self._num_finite is None:
-            self._num_finite = len(self.token_ids)
-        self.token_ids.append(token_id)
+            self._num_finite = self._num_read
+        self._token_ids[self._num_read] = token_id
+        self._num_read += 1
 
     def draft(self) -> Draft:
         """Return the draft so far; if the draft model overflowed, it ends with `IMPOSSIBLE_ID`.
@@ -120,10 +144,15 @@ def masked(row: LogitsRow, matcher: GrammarMatcher | None, num_committed: int) -
 
 
 class ChainSampler:
-    """Chooses the tokens of chains with the target's sampler."""
+    """Chooses the tokens of chains with the target's sampler.
+
+    On a GPU the host does not wait for the tokens, so it issues the next steps meanwhile. The first reader of a chain's
+    tokens waits, for all of them at once.
+    """
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
+        self._unread: list[tuple[Seq[Chain], Tensor]] = []  # -1 - id for a token whose logits were not finite
 
     def extend(self, chains: Seq[Chain], logits: Tensor) -> Tensor:
         """Append one token to each chain and return the tokens, `[B] int64`; `logits` are `[B, V] float32`.
@@ -138,9 +167,19 @@ class ChainSampler:
                 token_ids = self._sampler.draw(logits, rows)
             else:
                 token_ids = self._choose_mixed(chains, self._sampler.apply_processors(logits, rows), rows)
-        for chain, token_id, is_finite in zip(chains, token_ids.tolist(), are_valid.tolist(), strict=True):
-            chain.add(token_id, is_finite=is_finite)
+        self._unread.append((chains, token_ids.where(are_valid, -1 - token_ids)))
+        for chain in chains:
+            chain.add(self._read)
+        if any(chain.needs_tokens for chain in chains):
+            self._read()
         return token_ids
+
+    def _read(self) -> None:
+        """Give every token on the device to its chain."""
+        unread, self._unread = self._unread, []
+        values = torch.cat([token_ids for _, token_ids in unread]).tolist()
+        for chain, value in zip(joined.from_iterable(chains for chains, _ in unread), values, strict=True):
+            chain.fill_in(value if value >= 0 else -1 - value, is_finite=value >= 0)
 
     def rank(self, rows: Seq[LogitsRow], is_coupled: Seq[bool], logits: Tensor, k: int) -> list[list[int]]:
         """Return up to `k` tokens per row that the target will most likely emit, likeliest first.

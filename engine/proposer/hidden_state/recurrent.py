@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 
 from torch import Tensor
 
+from engine.batch.indexing import index_tensor
 from engine.config import TreeConfig
 from engine.model.draft_heads.head import RecurrentHead
 from engine.model.runner.model_runner import ModelRunner
@@ -34,7 +35,8 @@ class RecurrentProposer(StateProposer):
         token_ids = self._chain_sampler.extend(chains, self._head.logits(states))
         while growing := [row for row, chain in enumerate(chains) if chain.num_left > 0]:
             if len(growing) < len(chains):
-                chains, states, token_ids = [chains[row] for row in growing], states[growing], token_ids[growing]
+                index = index_tensor(growing, states.device)
+                chains, states, token_ids = [chains[row] for row in growing], states[index], token_ids[index]
             for step in self._runner.plan_steps(next_steps(chains)):
                 step.input_ids.copy_(token_ids)
                 states = self._head.forward(step, states)

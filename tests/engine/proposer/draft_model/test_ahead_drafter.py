@@ -269,6 +269,8 @@ def chain_in_the_running_pass(branch: Branch, block_ids: Seq[int]) -> Chain:
     sequence, num_outcome = branch.sequence.target_sequence, len(branch.after)
     table = [*branch.sequence.blocks.block_table[: branch.start // branch.block_size], *block_ids]
     chain = Chain(sequence, sequence.token_ids, table, branch.num_drafts + num_outcome, matcher=None)
-    chain.token_ids += branch.after
+    for token_id in branch.after:
+        chain.add(lambda: None)
+        chain.fill_in(token_id, is_finite=True)
     chain.draft = lambda: Draft(tuple(chain.token_ids[num_outcome:]), tuple(chain.distributions))  # type: ignore[method-assign]
     return chain
