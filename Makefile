@@ -131,7 +131,7 @@ bench-gpu: $(INSTALLED)  ## one table of what decoding costs on this GPU, in ten
 
 # What a machine with torch and transformers lacks: for the engine and its tests, and for a pair served without Ray.
 GPU_KIT := msgspec llguidance psutil hypothesis sortedcontainers \
-	annotated-doc annotated-types anyio click fastapi grpcio grpcio-health-checking grpcio-reflection h11 httpcore httpcore2 httpx httpx2 jiter nvidia-ml-py openai \
+	annotated-doc annotated-types anyio cffi click cryptography fastapi grpcio grpcio-health-checking grpcio-reflection h11 httpcore httpcore2 httpx httpx2 jiter nvidia-ml-py openai \
 	opentelemetry-api prometheus-client protobuf pydantic pydantic_core sniffio starlette truststore typing-inspection uvicorn
 
 gpu-kit:  ## .gpu-kit: the wheels that bench/gpu/kit.sh needs on a machine with a GPU and no registry
