@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.settings import ProcessShare
 from cluster import node_check
 from cluster.config import parse_config
-from cluster.node_check import NodeFinding, check_nodes, check_places, is_replica
+from cluster.node_check import NodeFinding, check_nodes, check_places, find, is_replica
 from cluster.placement.placement import NodeResources, PairPlacement
 from cluster.replica_settings import unplaced_settings
 from protos.errors import ConfigError
+from tests.engine.fixtures.checkpoints import write_checkpoint
+from tests.serve.tiny_models import write_pair
 
 H100 = {"accelerator_type:H100": 1.0}
 PAIR = PairPlacement(ProcessShare(8, 7.9), None, num_gpus=2, resources={"accelerator_type:H100": 0.001})
@@ -92,6 +95,51 @@ def test_the_node_that_could_not_hold_a_pair_is_named(
     nodes = [NodeResources(2, 0, {"CPU": 2.0}, name, place) for name, place in ((first, "first"), (second, "second"))]
     with pytest.raises(ConfigError, match=message):
         check_nodes(config, unplaced_settings(config), placement, nodes)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders `target` and `draft` of a pair, and `other`, a draft of another vocabulary."""
+    folder = tmp_path_factory.mktemp("pair")
+    write_pair(folder)
+    write_checkpoint(folder / "other", seed=1, vocab_size=90)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "changes", "reason"),
+    [
+        (None, "", {}, None),
+        (None, "", {"target": {"path": "modls/target"}}, "'modls/target' is not a local folder, and the Hub does not"),
+        (None, "", {"draft": {"path": "modls/draft"}}, "'modls/draft' is not a local folder, and the Hub does not"),
+        ("model.safetensors", "no header", {}, "is not a whole safetensors file"),
+        ("tokenizer.json", "{}", {}, "tokenizer"),
+        ("config.json", "{", {}, "config.json"),
+        ("config.json", '{"model_type": "none"}', {}, "none"),
+        (None, "", {"ingress": {"chat_template": "{% if %}"}}, "is not valid Jinja"),
+        (None, "", {"ingress": {"api_keys_file": "no/keys"}}, "there is no such file"),
+        (None, "", {"cache": {"num_blocks": 64, "dtype": "fp8"}}, "cache.dtype is 'fp8'"),
+        (None, "", {"draft": {"path": "other"}}, "the draft's vocabulary has 90 tokens and the target's 16"),
+    ],
+)
+def test_a_node_finds_what_could_not_start_there(
+    pair: Path, tmp_path: Path, file: str | None, text: str, changes: dict[str, dict[str, object]], reason: str | None
+):
+    shutil.copytree(pair, tmp_path / "own")
+    if file is not None:
+        (tmp_path / "own/target" / file).write_text(text)
+    args: dict[str, dict[str, object]] = {
+        "target": {"path": "target", "dtype": "float32"},
+        "draft": {"kind": "model", "path": "draft", "dtype": "float32"},
+        "cache": {"num_blocks": 64},
+    }
+    args |= {name: {**args.get(name, {}), **section} for name, section in changes.items()}
+    for section in (args["target"], args["draft"]):
+        if (own := tmp_path / "own" / str(section["path"])).is_dir():
+            section["path"] = str(own)
+    config = parse_config({"model_id": "m", **args})
+    found = find(config, unplaced_settings(config), is_on_gpu=False).obstacle
+    assert found is None if reason is None else reason in (found or "")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from functools import cache
 
 import httpx
 import openai
@@ -53,6 +54,12 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(byte_tokenizer_core())
 
 
+@cache
+def chat_template(source: str) -> ChatTemplate:
+    """Return a template, the same one for the same source: its rules are learnt once, in a tenth of a second."""
+    return ChatTemplate(source, {})
+
+
 @pytest.fixture
 def backend() -> FakeBackend:
     return FakeBackend()
@@ -71,7 +78,7 @@ def short_outage(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def service(backend: FakeBackend, tokenizer: Tokenizer, limits: IngressLimits) -> GenerationService:
-    files = TokenizerFiles(tokenizer, ChatTemplate(TEMPLATE, {}))
+    files = TokenizerFiles(tokenizer, chat_template(TEMPLATE))
     return GenerationService(
         backend, files, IngressConfig(model_id="fake", model_path="nowhere", limits=limits), IngressMetrics()
     )

@@ -14,6 +14,7 @@ import psutil
 import ray
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from ray import serve
 
 from cluster.deploy_file import VLLM_SERVICER_FUNCTION, DeployFile, read_deploy_file
@@ -58,11 +59,17 @@ class ServedPair:
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric over its samples with these labels, as `/metrics` has it now."""
+        return sum(sample.value for sample in self._samples(name) if labels.items() <= sample.labels.items())
+
+    def by_replica(self, name: str) -> dict[str, float]:
+        """Return a metric of each pair."""
+        return {sample.labels["replica"]: sample.value for sample in self._samples(name)}
+
+    def _samples(self, name: str) -> list[Sample]:
         text = httpx.get(f"{self.url}/metrics", timeout=30.0, verify=False).text  # no certificates, read for each call
         text = "".join(line for line in text.splitlines(keepends=True) if name in line)  # parsing all takes long
         families = (family for family in text_string_to_metric_families(text) if family.name == name)
-        samples = (sample for family in families for sample in family.samples)
-        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+        return [sample for family in families for sample in family.samples]
 
     def logs(self) -> str:
         """Return the logs of this cluster's processes on this machine."""

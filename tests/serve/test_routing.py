@@ -26,6 +26,7 @@ from tests.serve.tiny_models import CHARACTERS
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
+QUERIED = "outrider_prefix_cache_queries"
 LENGTH = 320  # characters, which are tokens; blocks have 16
 
 
@@ -46,7 +47,8 @@ def text(seed: int, length: int = LENGTH) -> str:
 
 def ask(served: ServedPair, prompt: str, **options: object) -> int:
     """Serve a prompt; return how many of its tokens were cached."""
-    answer = served.client.completions.create(model=MODEL, prompt=prompt, max_tokens=2, seed=1, **options)  # type: ignore[call-overload]
+    fields = {"max_tokens": 2, "seed": 1, **options}
+    answer = served.client.completions.create(model=MODEL, prompt=prompt, **fields)  # type: ignore[call-overload]
     return answer.usage.prompt_tokens_details.cached_tokens
 
 
@@ -95,6 +97,22 @@ def test_the_audit_of_routing_is_in_the_metrics(served: ServedPair):
     hit, achievable, stale, blind = (new - old for new, old in zip(after, before, strict=True))
     assert hit == achievable >= 8 * (LENGTH // 16 - 1)
     assert (stale, blind) == (0, 0)
+
+
+def test_two_pairs_that_hold_a_hot_prefix_share_its_requests(served: ServedPair):
+    """Its first requests have long ends: waiting for one costs more than reading the prefix again."""
+
+    def ask_all(ends: list[str], num_tokens: int) -> list[float]:
+        """Ask 16 at a time. Returns how many tokens of prompts each pair got."""
+        before = served.by_replica(QUERIED)
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda end: ask(served, text(50) + end, max_tokens=num_tokens), ends))
+        return [number - before[name] for name, number in served.by_replica(QUERIED).items()]
+
+    assert min(ask_all([text(60 + each, LENGTH) for each in range(8)], 2)) > 0
+    shares = ask_all([""] * 64, 32)
+    assert sum(shares) >= 64 * LENGTH
+    assert min(shares) > sum(shares) / 4
 
 
 def test_a_killed_index_costs_no_request_and_knows_the_prefixes_again(served: ServedPair):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from engine.accounting.draft_planning import set_lengths
 from engine.accounting.length_allocation import RowPrice
@@ -48,31 +49,39 @@ class Matches:
         longest_s = LONGEST_SHARED * costs.target_s(num_sequences)
         fitting = [k for k in range(MAX_DRAFTS + 1) if costs.target_s((k + 1) * num_sequences) <= longest_s]
         self.most_beside = MAX_DRAFTS if num_sequences == 1 else fitting[-1]  # that do not exceed the limit
-        self.most = MAX_DRAFTS
 
-    def speed(self, num_steps: int, policy: LengthPolicy | float) -> float:
-        """Expected tokens per second with the policy's prices, or with one least chance for all."""
+    def speed(self, num_steps: int, policy: LengthPolicy) -> float:
+        """Expected tokens per second with the policy's prices."""
         num_tokens = seconds = 0.0
         for _ in range(num_steps):
-            if isinstance(policy, LengthPolicy):
-                set_lengths(policy, self.sequences)
-            passes = [self._pass(each, policy) for each in self.sequences]
+            set_lengths(policy, self.sequences)
+            passes = [self._pass(*each) for each in zip(self.sequences, self._chances(1)[0], strict=True)]
             num_tokens += sum(tokens for _, tokens in passes)
             rows = len(passes) + sum(each.num_proposed for each, _ in passes)
             seconds += self.costs.target_s(rows)
-            if isinstance(policy, LengthPolicy):
-                noise = self.rng.lognormal(0.0, 0.05)
-                policy.on_pass(pass_record([each for each, _ in passes], 1e-5, self.costs.target_s(rows) * noise))
+            noise = self.rng.lognormal(0.0, 0.05)
+            policy.on_pass(pass_record([each for each, _ in passes], 1e-5, self.costs.target_s(rows) * noise))
         return num_tokens / seconds
 
-    def _pass(self, sequence: Sequence, policy: LengthPolicy | float) -> tuple[SequencePass, float]:
-        chances = np.cumprod(np.full(MAX_DRAFTS, self.rng.choice([0.3, 0.7, 0.97])) * (self.rng.random() < 0.4))
-        least = sequence.least_chance if isinstance(policy, LengthPolicy) else policy
-        allowed = sequence.draft_allowance if isinstance(policy, LengthPolicy) else self.most
-        drafted = chances[:allowed][chances[:allowed] >= least] if least > 0 else chances[:allowed]
-        number = self.rng.random()
-        num_accepted = int((drafted > number).sum())
-        return sequence_pass(sequence, allowed, len(drafted), num_accepted), 1.0 + float(drafted.sum())
+    def speed_of(self, num_steps: int, least: float, most: int) -> float:
+        """Expected tokens per second with one least chance, and with `most` drafts, for all."""
+        chances = self._chances(num_steps)[..., :most]
+        is_drafted = chances >= least
+        rows = len(self.sequences) + is_drafted.sum(axis=(1, 2))
+        num_tokens = num_steps * len(self.sequences) + chances[is_drafted].sum()
+        return float(num_tokens / sum(map(self.costs.target_s, rows)))
+
+    def _chances(self, num_steps: int) -> NDArray[np.float64]:
+        """The chances of a match's tokens, [steps, sequences, drafts]; zeros where there is no match."""
+        shape = num_steps, len(self.sequences), 1
+        each = self.rng.choice([0.3, 0.7, 0.97], shape) * (self.rng.random(shape) < 0.4)
+        return np.cumprod(np.broadcast_to(each, (*shape[:2], MAX_DRAFTS)), axis=2)
+
+    def _pass(self, sequence: Sequence, chances: NDArray[np.float64]) -> tuple[SequencePass, float]:
+        drafted = chances[: sequence.draft_allowance]
+        drafted = drafted[drafted >= sequence.least_chance] if sequence.least_chance > 0 else drafted
+        num_accepted = int((drafted > self.rng.random()).sum())
+        return sequence_pass(sequence, sequence.draft_allowance, len(drafted), num_accepted), 1.0 + float(drafted.sum())
 
 
 @pytest.mark.parametrize("num_sequences", [1, 2, 4, 8, 16, 64])
@@ -88,12 +97,9 @@ def test_no_one_least_chance_for_all_passes_is_much_better(costs: Costs, num_seq
 
 def best_speed(num_sequences: int, costs: Costs, *, is_bounded: bool) -> float:
     """Return the most tokens per second with one least chance; if bounded, within the longest shared pass."""
-    speeds = []
-    for least in (0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 1.1):
-        matches = Matches(num_sequences, costs)
-        matches.most = matches.most_beside if is_bounded else MAX_DRAFTS
-        speeds.append(matches.speed(400, least))
-    return max(speeds)
+    matches = Matches(num_sequences, costs)
+    most = matches.most_beside if is_bounded else MAX_DRAFTS
+    return max(matches.speed_of(1000, least, most) for least in (0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 1.1))
 
 
 @pytest.mark.parametrize("num_sequences", [2, 8, 16])

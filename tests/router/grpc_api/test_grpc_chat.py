@@ -11,7 +11,7 @@ import pytest
 from protos import outrider_pb2 as pb2
 from protos import outrider_pb2_grpc
 from router.generation.generation_service import GenerationService
-from router.tokenizer.chat_template import ChatTemplate
+from tests.router.conftest import chat_template
 from tests.router.fixtures.fake_backend import FakeBackend, say
 from tests.router.fixtures.grpc_channel import grpc_channel
 from tests.router.openai.test_messages import TOOL_TEMPLATE, prompt_of, spoken
@@ -23,7 +23,7 @@ HI = pb2.ChatMessage(role="user", content="hi")
 
 @pytest.fixture
 async def stub(service: GenerationService, backend: FakeBackend) -> AsyncIterator[outrider_pb2_grpc.GenerationStub]:
-    files = replace(service.files, chat_template=ChatTemplate(TOOL_TEMPLATE, {}))
+    files = replace(service.files, chat_template=chat_template(TOOL_TEMPLATE))
     backend.card = replace(backend.card, max_model_len=1000)
     async with grpc_channel(GenerationService(backend, files, service.config, service.metrics)) as channel:
         yield outrider_pb2_grpc.GenerationStub(channel)

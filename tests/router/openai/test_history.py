@@ -11,7 +11,7 @@ import pytest
 
 from protos import outrider_pb2 as pb2
 from router.generation.generation_service import GenerationService
-from router.tokenizer.chat_template import ChatTemplate
+from tests.router.conftest import chat_template
 from tests.router.fixtures.fake_backend import FakeBackend, say
 from tests.router.fixtures.grpc_channel import grpc_channel
 from tests.router.openai.test_messages import prompt_of
@@ -30,7 +30,7 @@ BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 @pytest.fixture
 def service(service: GenerationService, backend: FakeBackend) -> GenerationService:
     backend.card, backend.next_token = replace(backend.card, max_model_len=4000), say(0)
-    files = replace(service.files, chat_template=ChatTemplate(TEMPLATE, {}))
+    files = replace(service.files, chat_template=chat_template(TEMPLATE))
     return GenerationService(backend, files, service.config, service.metrics)
 
 
@@ -250,7 +250,7 @@ async def test_a_thought_of_any_form_is_read_as_far_as_it_is_a_text(
     http: httpx.AsyncClient, backend: FakeBackend, service: GenerationService, content: object, thought: str
 ) -> None:
     template = "{% for m in messages %}({{ m.thinking }}){{ m.content }}{% endfor %}"
-    service.files = replace(service.files, chat_template=ChatTemplate(template, {}))
+    service.files = replace(service.files, chat_template=chat_template(template))
     text, _ = await rendered(
         http, backend, "/v1/responses", {"input": [{"type": "reasoning", "content": content}, MORE]}
     )

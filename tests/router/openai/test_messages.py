@@ -11,7 +11,7 @@ import pytest
 
 from protos.errors import OverloadedError
 from router.generation.generation_service import GenerationService
-from router.tokenizer.chat_template import ChatTemplate
+from tests.router.conftest import chat_template
 from tests.router.fixtures.fake_backend import FakeBackend, say
 
 TOOL_TEMPLATE = (
@@ -33,7 +33,7 @@ def prompt_of(backend: FakeBackend) -> str:
 
 @pytest.fixture
 def service(service: GenerationService, backend: FakeBackend) -> GenerationService:
-    files = replace(service.files, chat_template=ChatTemplate(TOOL_TEMPLATE, {}))
+    files = replace(service.files, chat_template=chat_template(TOOL_TEMPLATE))
     backend.card = replace(backend.card, max_model_len=1000)
     return GenerationService(backend, files, service.config, service.metrics)
 

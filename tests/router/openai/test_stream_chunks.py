@@ -24,10 +24,9 @@ from router.config import IngressConfig
 from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
-from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles
-from tests.router.conftest import byte_tokenizer_core
+from tests.router.conftest import byte_tokenizer_core, chat_template
 from tests.router.fixtures.fake_backend import CARD, FakeBackend, say
 from tests.router.openai.answer_formats import test_harmony as harmony
 from tests.router.openai.answer_formats import test_response_template as described
@@ -147,9 +146,7 @@ def ask(
 
     async def post() -> httpx.Response:
         backend = SteppedBackend(say(*ids), steps=steps, card=ModelCard(300, 4096, form.end_ids, "v1", 16, 4))
-        files = TokenizerFiles(
-            form.tokenizer, ChatTemplate(form.template, {}), response_template=form.response_template
-        )
+        files = TokenizerFiles(form.tokenizer, chat_template(form.template), response_template=form.response_template)
         config = IngressConfig(model_id="fake", model_path="nowhere", tool_format=form.tool_format)
         service = GenerationService(backend, files, config, IngressMetrics())
         transport = httpx.ASGITransport(build_app(service, ApiKeys()), raise_app_exceptions=False)

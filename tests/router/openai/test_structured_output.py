@@ -21,8 +21,8 @@ from protos import outrider_pb2_grpc
 from router.config import IngressConfig, IngressLimits
 from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import IngressMetrics
-from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer_files import TokenizerFiles, load_tokenizer_files
+from tests.router.conftest import chat_template
 from tests.router.fixtures.engine_backend import EngineBackend, ngram_engine, write_model
 from tests.router.fixtures.grpc_channel import grpc_channel
 
@@ -78,7 +78,7 @@ def format_name() -> str:
 @pytest.fixture
 def service(backend: EngineBackend, folder: Path, format_name: str, limits: IngressLimits) -> GenerationService:
     files = load_tokenizer_files(str(folder))
-    files = TokenizerFiles(files.tokenizer, ChatTemplate(TEMPLATES[format_name] + MESSAGES, {}))
+    files = TokenizerFiles(files.tokenizer, chat_template(TEMPLATES[format_name] + MESSAGES))
     return GenerationService(
         backend, files, IngressConfig(model_id="fake", model_path="nowhere", limits=limits), IngressMetrics()
     )

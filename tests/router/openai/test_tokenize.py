@@ -14,6 +14,7 @@ from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
 from router.tokenizer.chat_template import ChatTemplate
+from tests.router.conftest import chat_template
 from tests.router.fixtures.fake_backend import FakeBackend, say
 from tests.router.fixtures.grpc_channel import grpc_channel
 from tests.router.tokenizer.published import PUBLISHED, template
@@ -90,7 +91,7 @@ async def test_a_chat_with_tools_is_counted_as_it_is_answered(
 async def test_every_field_of_a_prompt_counts(
     service: GenerationService, backend: FakeBackend, fields: dict[str, Any]
 ) -> None:
-    async with client_of(served(service, backend, ChatTemplate(SHOWING, {}))) as http:
+    async with client_of(served(service, backend, chat_template(SHOWING))) as http:
         counted, used = await counts(http, {"messages": MESSAGES, **fields})
     assert counted == used == len(backend.requests[-1].prompt_token_ids)
 
@@ -115,7 +116,7 @@ async def test_grpc_counts_chats(service: GenerationService, backend: FakeBacken
         "chat_template_kwargs": '{"mood": "glad"}',
         "continue_final_message": True,
     }
-    async with grpc_channel(served(service, backend, ChatTemplate(SHOWING, {}))) as channel:
+    async with grpc_channel(served(service, backend, chat_template(SHOWING))) as channel:
         stub = outrider_pb2_grpc.GenerationStub(channel)
         counted = await stub.Tokenize(pb2.TokenizeRequest(**fields))
         answer = await stub.Generate(pb2.GenerateRequest(**fields, max_tokens=2))

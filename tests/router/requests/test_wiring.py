@@ -25,10 +25,9 @@ from router.openai.responses_request import ResponsesRequest
 from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest
 from router.requests.tokenize_request import TokenizeRequest
-from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles
-from tests.router.conftest import byte_tokenizer_core
+from tests.router.conftest import byte_tokenizer_core, chat_template
 from tests.router.fixtures.fake_backend import FakeBackend, say
 
 Fields = dict[str, Any]
@@ -281,7 +280,7 @@ def service(service: GenerationService, backend: FakeBackend) -> GenerationServi
     backend.next_token = say(2)
     core = byte_tokenizer_core()
     core.post_processor = TemplateProcessing(single="$A <|end|>", special_tokens=[("<|end|>", 0)])
-    files = TokenizerFiles(Tokenizer(core), ChatTemplate(SHOWING, {}))
+    files = TokenizerFiles(Tokenizer(core), chat_template(SHOWING))
     return GenerationService(backend, files, service.config, service.metrics)
 
 

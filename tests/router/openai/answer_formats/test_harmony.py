@@ -19,10 +19,9 @@ from router.config import IngressConfig
 from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
-from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles
-from tests.router.conftest import byte_tokenizer_core
+from tests.router.conftest import byte_tokenizer_core, chat_template
 from tests.router.fixtures.fake_backend import CARD, FakeBackend, say
 
 TEMPLATE = (Path(__file__).parents[2] / "generation" / "templates" / "gpt_oss.jinja").read_text(encoding="utf-8")
@@ -61,7 +60,7 @@ async def http(backend: FakeBackend) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def client(backend: FakeBackend, tokenizer: Tokenizer, **settings: Any) -> httpx.AsyncClient:
-    files = TokenizerFiles(tokenizer, ChatTemplate(TEMPLATE, {}))
+    files = TokenizerFiles(tokenizer, chat_template(TEMPLATE))
     service = GenerationService(
         backend, files, IngressConfig(model_id="fake", model_path="nowhere", **settings), IngressMetrics()
     )
@@ -131,7 +130,7 @@ async def test_the_templates_own_turns_are_read(http: httpx.AsyncClient, backend
     turns = [USER, {"role": "assistant", "content": "So.", "thinking": "Hm.", "tool_calls": [call]}]
     function = {**call["function"], "arguments": json.loads(ARGUMENTS)}
     written = [turns[0], {"role": "assistant", "thinking": "Hm.", "tool_calls": [{"function": function}]}]
-    text = ChatTemplate(TEMPLATE, {}).render(written, add_generation_prompt=False, variables={"tools": [TOOL]})
+    text = chat_template(TEMPLATE).render(written, add_generation_prompt=False, variables={"tools": [TOOL]})
     said = text.rpartition("<|start|>user")[2].partition("<|start|>assistant")[2]
     model_says(backend, said)
     message = (await chat(http, tools=[TOOL]))["choices"][0]["message"]

@@ -14,10 +14,9 @@ from router.config import IngressConfig
 from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
-from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles
-from tests.router.conftest import byte_tokenizer_core
+from tests.router.conftest import byte_tokenizer_core, chat_template
 from tests.router.fixtures.fake_backend import FakeBackend, say
 
 TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}[assistant]"
@@ -36,7 +35,7 @@ def backend() -> FakeBackend:
 
 @pytest.fixture
 async def http(backend: FakeBackend, request: pytest.FixtureRequest) -> AsyncIterator[httpx.AsyncClient]:
-    files = TokenizerFiles(TOKENIZER, ChatTemplate(TEMPLATE, {}))
+    files = TokenizerFiles(TOKENIZER, chat_template(TEMPLATE))
     config = IngressConfig(model_id="fake", model_path="nowhere", tool_format=getattr(request, "param", "prompted"))
     service = GenerationService(backend, files, config, IngressMetrics())
     transport = httpx.ASGITransport(build_app(service, ApiKeys()), raise_app_exceptions=False)

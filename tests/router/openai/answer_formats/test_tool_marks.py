@@ -13,10 +13,9 @@ from router.config import IngressConfig
 from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
-from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles
-from tests.router.conftest import byte_tokenizer_core
+from tests.router.conftest import byte_tokenizer_core, chat_template
 from tests.router.fixtures.fake_backend import FakeBackend, say
 
 TEMPLATE = "{{ tools }}{{ messages[0]['content'] }}[TOOL_CALLS]name[ARGS]"
@@ -40,7 +39,7 @@ def backend() -> FakeBackend:
 
 @pytest.fixture
 async def http(backend: FakeBackend) -> AsyncIterator[httpx.AsyncClient]:
-    files = TokenizerFiles(TOKENIZER, ChatTemplate(TEMPLATE, {}))
+    files = TokenizerFiles(TOKENIZER, chat_template(TEMPLATE))
     service = GenerationService(backend, files, IngressConfig(model_id="fake", model_path="nowhere"), IngressMetrics())
     transport = httpx.ASGITransport(build_app(service, ApiKeys()), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://outrider") as client:

@@ -20,9 +20,9 @@ from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
 from router.requests.constraints import json_schema
-from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles
+from tests.router.conftest import chat_template
 from tests.router.fixtures.fake_backend import FakeBackend
 from tests.router.fixtures.grpc_channel import grpc_channel
 from tests.router.fixtures.key_files import api_keys
@@ -35,7 +35,7 @@ LISTS = {"enum": [[]] * 340_000}
 
 
 def service_of(backend: FakeBackend, tokenizer: Tokenizer) -> GenerationService:
-    files = TokenizerFiles(tokenizer, ChatTemplate(TEMPLATE, {}))
+    files = TokenizerFiles(tokenizer, chat_template(TEMPLATE))
     return GenerationService(backend, files, IngressConfig(model_id="fake", model_path="nowhere"), IngressMetrics())
 
 

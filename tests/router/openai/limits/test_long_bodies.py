@@ -19,8 +19,7 @@ from protos import outrider_pb2_grpc
 from router.config import IngressLimits
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
-from router.tokenizer.chat_template import ChatTemplate
-from tests.router.conftest import TEMPLATE
+from tests.router.conftest import TEMPLATE, chat_template
 from tests.router.fixtures.fake_backend import FakeBackend, say
 from tests.router.fixtures.grpc_channel import grpc_channel
 from tests.router.fixtures.key_files import api_keys
@@ -40,7 +39,7 @@ def limits() -> IngressLimits:
 @pytest.fixture
 def service(service: GenerationService, backend: FakeBackend) -> GenerationService:
     backend.card, backend.next_token = replace(backend.card, max_model_len=CONTEXT), say(0)
-    files = replace(service.files, chat_template=ChatTemplate(TEMPLATE, {}))
+    files = replace(service.files, chat_template=chat_template(TEMPLATE))
     return GenerationService(backend, files, service.config, service.metrics)
 
 
