@@ -5,11 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ray.serve._private.constants import DEFAULT_UVICORN_KEEP_ALIVE_TIMEOUT_S, RAY_SERVE_HAPROXY_TUNE_BUFSIZE
+from ray.serve._private.constants import (
+    DEFAULT_UVICORN_KEEP_ALIVE_TIMEOUT_S,
+    RAY_SERVE_HAPROXY_TUNE_BUFSIZE,
+    REPLICA_HEALTH_CHECK_UNHEALTHY_THRESHOLD,
+)
 
+from actors.settings import PairSettings
 from cluster import app
+from cluster.local.serve_environment import _OWN_CLUSTER
 from cluster.proxy import haproxy_config
 from cluster.schema.replicas import _PACE
+from engine.config import EngineConfig, ModelConfig
 from engine.sampling import grammar_compiler, grammar_trial
 from protos import convert, json_parts
 from router import client_limits as limits
@@ -18,6 +25,7 @@ from router.grpc_api import reading_gate, server
 from router.openai import event_stream, http_body
 from router.requests import chat_request, completion_request, sequence_requests
 from router.requests.constraints import json_schema
+from router.routing import load
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "security.md").read_text(encoding="utf-8")
@@ -25,6 +33,8 @@ MIB, KIB = 1 << 20, 1 << 10
 HTTP = IngressLimits()
 GRPC_OF_ADDRESS = limits.MAX_CONNECTIONS_PER_ADDRESS * limits.MAX_GRPC_CONNECTIONS // limits.MAX_HTTP_CONNECTIONS
 KEYED, OPEN = reading_gate.ReadingLimits(), reading_gate.OPEN_LIMITS
+PAIR = PairSettings(EngineConfig(ModelConfig("m")))
+HAPROXY_CHECK = _OWN_CLUSTER["RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER"]
 OPEN_SIZES = list(reading_gate.OPEN_METHODS.values())
 
 
@@ -84,6 +94,17 @@ def test_a_documented_limit_is_that_of_the_code(row: str) -> None:
         ("operate", f"takes longer than {event_stream.KEEP_ALIVE_S:.0f} s sends an SSE comment"),
         ("deploy", f"leaving pair has {app._WATCHED['graceful_shutdown_timeout_s']:.0f} seconds for its streams"),
         ("deploy", f"Streams of a removed pair get {app._WATCHED['graceful_shutdown_timeout_s']:.0f} s, then move"),
+        ("operate", f"| {load._SILENT_FROM_S:.0f} s after the first request without a report"),
+        ("operate", f"(`RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER`, {HAPROXY_CHECK.removesuffix('s')} s)"),
+        (
+            "operate",
+            f"| {PAIR.pong_timeout_s:.0f} s without an answer to a ping, or a step of {PAIR.step_timeout_s:.0f} s",
+        ),
+        (
+            "operate",
+            f"{REPLICA_HEALTH_CHECK_UNHEALTHY_THRESHOLD * sum(app._HEALTH.values()):.0f} s: three health checks of "
+            "{health_check_timeout_s:.0f} s, {health_check_period_s:.0f} s apart".format(**app._HEALTH),
+        ),
         (
             "deploy",
             "means over {look_back_period_s:.0f} s, adds pairs after {upscale_delay_s:.0f} s and".format(**_PACE),
