@@ -80,3 +80,9 @@ def test_a_thoughts_label_is_no_part_of_it_in_any_pieces() -> None:
         for pieces in ([said], list(said)):
             text = Trimmed("thought\n")
             assert "".join(text.push(piece) for piece in pieces) == thought
+
+
+def test_drafts_are_shown_until_a_later_token_has_verified_them() -> None:
+    shown, verified = Delta(0, "a", draft_ids=(5,), draft_text="x"), Delta(0, "x", token_ids=(5,))
+    assert (join_deltas([verified, shown]).draft_ids, join_deltas([verified, shown]).draft_text) == ((5,), "x")
+    assert (join_deltas([shown, verified]).draft_ids, join_deltas([shown, verified]).draft_text) == ((), "")
