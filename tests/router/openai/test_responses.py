@@ -28,6 +28,7 @@ async def test_the_limit_makes_it_incomplete(client: openai.AsyncOpenAI, backend
     answer = await client.responses.create(model="fake", input="hi", max_output_tokens=2)
     assert (answer.output_text, answer.status) == ("ye", "incomplete")
     assert answer.incomplete_details.reason == "max_output_tokens"
+    assert [item.status for item in answer.output] == ["incomplete"]
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 3, 100])
