@@ -111,6 +111,9 @@ async def test_a_setting_refuses_what_does_not_fit(service: GenerationService, p
         else:
             assert error["code"] == "context_length_exceeded"
         assert (await http.post(path, json=body(path, "abc", **{LIMITS[path]: -1}))).status_code == 200
+        for fields in ({"max_tokens": 500}, {"max_tokens": -1, "min_tokens": 500}):
+            answer = await http.post("/v1/completions", json={"prompt": "abc", **fields})
+            assert answer.json()["error"]["param"] == list(fields)[-1]
 
 
 @pytest.mark.parametrize("path", LIMITS)
