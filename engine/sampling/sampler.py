@@ -46,6 +46,8 @@ from engine.sampling.truncation import (
     keep_min_p,
     keep_top_k,
     keep_top_p,
+    log_least_share,
+    nucleus_share,
 )
 from protos.messages import GREEDY_BELOW, SamplingParams
 
@@ -61,7 +63,8 @@ class Transform:
 
     A row needs it if `is_requested` is true for its parameters and `is_needed`, if set, is true for the row. If
     `is_uniform`, the first row of a run decides for the whole run. A GPU fuses the `is_fused` steps into the draw, or
-    computes them first if other steps follow. This is correct, since they commute with masking tokens.
+    computes them first if other steps follow. This is correct, since they commute with masking tokens. The `is_last`
+    steps are part of a GPU's draw too.
     """
 
     is_requested: Callable[[SamplingParams], bool]
@@ -69,6 +72,7 @@ class Transform:
     is_needed: Callable[[LogitsRow], bool] | None = None
     is_uniform: bool = True
     is_fused: bool = False
+    is_last: bool = False
 
     def choose(self, rows: RowBatch) -> tuple[Seq[int], Seq[LogitsRow]]:
         """Return the indices of the rows that need it, and the rows."""
@@ -94,8 +98,8 @@ def _transforms(counts: TokenCounts) -> tuple[Transform, ...]:
         Transform(may_ban_tokens, mask_banned_tokens, has_banned_tokens, is_uniform=False),
         Transform(has_temperature, divide_by_temperature, is_fused=True),
         Transform(has_top_k, keep_top_k),
-        Transform(has_top_p, keep_top_p),
-        Transform(has_min_p, keep_min_p),
+        Transform(has_top_p, keep_top_p, is_last=True),
+        Transform(has_min_p, keep_min_p, is_last=True),
     )
 
 
@@ -114,6 +118,7 @@ class Sampler:
         self._counts = TokenCounts()
         self._transforms = _transforms(self._counts)
         self._not_fused = tuple(transform for transform in self._transforms if not transform.is_fused)
+        self._before_draw = tuple(transform for transform in self._not_fused if not transform.is_last)
         self._requests: RunRequests | None = None  # of the last batch
 
     def apply_processors(self, logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:
@@ -125,20 +130,19 @@ class Sampler:
         batch = self._batch(rows)
         if not runs_triton(logits):
             return _apply(self._transforms, logits, batch)
-        # Imported here, since processes without a GPU may have no Triton.
-        from engine.sampling.triton_draw import edit, edits_of
-
-        edits = edits_of(batch, logits, self._counts)
-        return _apply(self._not_fused, logits if edits is None else edit(logits, edits), batch)
+        return self._processed(self._not_fused, logits, batch)
 
     def draw(self, logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:
         """Draw the token of each row of logits, `[R] int64`: `apply_processors`, then `sample`."""
         batch = self._batch(rows)
-        if not runs_triton(logits) or any(each.choose(batch)[0] for each in self._not_fused):
+        if not runs_triton(logits):
             return self.sample(self.apply_processors(logits, batch), batch)
+        if any(each.choose(batch)[0] for each in self._before_draw):
+            return _draw(self._processed(self._before_draw, logits, batch), batch, is_whole=False)
+        # Imported here, since processes without a GPU may have no Triton.
         from engine.sampling.triton_draw import edits_of
 
-        return _draw(logits, batch, edits_of(batch, logits, self._counts))
+        return _draw(logits, batch, edits_of(batch, logits, self._counts), is_whole=False)
 
     def sample(self, scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
         """Draw the token of each row, `[R] int64`: the argmax of its scores plus position-keyed Gumbel noise.
@@ -198,6 +202,13 @@ class Sampler:
         drawn = token_ids.gather(1, choose(weights, bits)[:, None])[:, 0]
         return SparseSample(tuple(drawn.tolist()), tuple(sparse_distributions(token_ids, weights)))
 
+    def _processed(self, transforms: Seq[Transform], logits: Tensor, rows: RowBatch) -> Tensor:
+        """Compute the fused steps, then `transforms`, on a GPU."""
+        from engine.sampling.triton_draw import edit, edits_of
+
+        edits = edits_of(rows, logits, self._counts)
+        return _apply(transforms, logits if edits is None else edit(logits, edits), rows)
+
     def _batch(self, rows: Seq[LogitsRow]) -> RowBatch:
         """Return `rows` as a batch that reuses the last batch's cached values if the requests are the same."""
         batch = RowBatch.of(rows)
@@ -222,14 +233,22 @@ def _apply(transforms: Seq[Transform], logits: Tensor, rows: RowBatch) -> Tensor
     return scores
 
 
-def _draw(scores: Tensor, rows: RowBatch, edits: RowEdits | None = None) -> Tensor:
+def _draw(scores: Tensor, rows: RowBatch, edits: RowEdits | None = None, *, is_whole: bool = True) -> Tensor:
+    """Draw on a GPU; unless the scores are `is_whole`, from each row's nucleus."""
     from engine.sampling.triton_draw import RowNoise, draw
 
     has_noise = _has_noise(rows)
     if not has_noise.any():
         return draw(scores, edits=edits)
     keys = row_keys(rows, Purpose.TARGET_GUMBEL, torch.device("cpu")).numpy()
-    return draw(scores, RowNoise(*send_arrays((keys, has_noise.view(np.int8)), scores.device)), edits)
+    noise = keys, has_noise.view(np.int8)
+    if is_whole or not (rows.requests.matching(has_top_p) or rows.requests.matching(has_min_p)):
+        return draw(scores, RowNoise(*send_arrays(noise, scores.device)), edits)
+    from engine.sampling.triton_nucleus import draw_nucleus
+
+    limits = [rows.column(each).astype(np.float32) for each in (nucleus_share, log_least_share)]
+    keys, noisy, top_p, log_min_p = send_arrays((*noise, *limits), scores.device)
+    return draw_nucleus(scores, RowNoise(keys, noisy), top_p, log_min_p, edits)
 
 
 def _has_noise(rows: RowBatch) -> NDArray[np.bool_]:

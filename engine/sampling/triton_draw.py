@@ -26,7 +26,6 @@ from engine.batch.indexing import send_arrays
 from engine.sampling.logits_row import RowBatch
 from engine.sampling.masks import has_bias
 from engine.sampling.penalties import IN_PROMPT, TokenCounts, has_penalties
-from engine.sampling.truncation import has_temperature
 from protos.messages import SamplingParams
 
 _GOLDEN_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
@@ -37,7 +36,7 @@ _MIN_UNIFORM = tl.constexpr(2.0**-64)
 _MAX_UNIFORM = tl.constexpr(1.0 - 2.0**-24)
 _IN_PROMPT = tl.constexpr(IN_PROMPT)
 _BLOCK = 1024
-_NO_EDITS = (None,) * 5
+NO_EDITS = (None,) * 5
 _NO_NOISE = (None, None)
 
 
@@ -65,7 +64,7 @@ def edits_of(rows: RowBatch, logits: Tensor, counts: TokenCounts) -> RowEdits | 
     """Return the changes that the rows of `logits` [R, V] need; None if they need no change."""
     requests = rows.requests
     penalized, biased = requests.matching(has_penalties), requests.matching(has_bias)
-    if not (penalized or biased or requests.matching(has_temperature)):
+    if not (penalized or biased or (requests.column(_temperature) != 1.0).any()):
         return None
     # Penalized runs get a row of token counts.
     table, lines = counts.count([rows.firsts[run] for run in penalized], logits)
@@ -249,7 +248,7 @@ def draw(scores: Tensor, noise: RowNoise | None = None, edits: RowEdits | None =
             places,
             scores,
             *(noise or _NO_NOISE),
-            *(edits or _NO_EDITS),
+            *(edits or NO_EDITS),
             num_tokens,
             scores.stride(0),
             0 if edits is None else edits.counts.shape[1],
@@ -265,5 +264,8 @@ def draw(scores: Tensor, noise: RowNoise | None = None, edits: RowEdits | None =
 
 
 def _factors(sampling: SamplingParams) -> Seq[float]:
-    temperature = sampling.temperature if has_temperature(sampling) else 1.0
-    return temperature, sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+    return _temperature(sampling), sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+
+
+def _temperature(sampling: SamplingParams) -> float:
+    return 1.0 if sampling.is_greedy else sampling.temperature

@@ -77,7 +77,7 @@ def has_min_p(sampling: SamplingParams) -> bool:
 
 def keep_min_p(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     """Keep the tokens at least `min_p` times as probable as the likeliest one (arXiv:2407.01082)."""
-    log_min_p = _column(rows, _log_min_p, scores)
+    log_min_p = _column(rows, log_least_share, scores)
     return _cut_below(scores, scores.amax(dim=1, keepdim=True) + log_min_p)
 
 
@@ -91,8 +91,14 @@ def _cut_below(scores: Tensor, threshold: Tensor) -> Tensor:
     return scores.masked_fill(scores < threshold, -math.inf)
 
 
-def _log_min_p(sampling: SamplingParams) -> float:
-    return math.log(sampling.min_p)
+def nucleus_share(sampling: SamplingParams) -> float:
+    """Return the request's `top_p`; 1 if it keeps all tokens."""
+    return sampling.top_p if has_top_p(sampling) else 1.0
+
+
+def log_least_share(sampling: SamplingParams) -> float:
+    """Return the logarithm of the request's `min_p`; -inf if it keeps all tokens."""
+    return math.log(sampling.min_p) if has_min_p(sampling) else -math.inf
 
 
 def _column(rows: Seq[LogitsRow], number: Callable[[SamplingParams], float], like: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from engine.model.decoders.triton_rows import norm_rows, rotate_heads
 from engine.model.linear.triton_gate import gate_rows
 from engine.model.linear.triton_product import _LOW, _TALL, multiply
 from engine.sampling.triton_draw import draw_blocks, edit_blocks, pick_tokens
-from engine.sampling.triton_nucleus import find_thresholds
+from engine.sampling.triton_nucleus import draw_nuclei, find_thresholds
 
 HEADS = HeadShape(num_kv_heads=8, group_size=4, key_dim=128, value_dim=128)
 MOST_SHARED_BYTES = 227 << 10
@@ -122,6 +122,8 @@ def compile_sampling() -> None:
     no_edits, no_noise = dict.fromkeys(edits), dict.fromkeys(("keys", "has_noise"))
     pick = {"tokens": "*i64", "peaks": "*fp32", "places": "*i32", "num_blocks": "i32", "num_tokens": "i32"}
     nucleus = {"thresholds": "*fp32", "scores": "*fp32", "top_p": "*fp32", **numbers}
+    noise = {"keys": "*i64", "has_noise": "*i8"}
+    draw_of_nucleus = {"drawn": "*i64", "scores": "*fp32", **noise, "top_p": "*fp32", "log_min_p": "*fp32", **counted}
     for kernel, types, constants in (
         (draw_blocks, draw, {"BLOCK": 1024, "HAS_LIBDEVICE": True}),
         (draw_blocks, draw, {"BLOCK": 1024, "HAS_LIBDEVICE": True, **no_edits}),
@@ -129,9 +131,11 @@ def compile_sampling() -> None:
         (edit_blocks, edit, {"BLOCK": 1024}),
         (pick_tokens, pick, {"BLOCK": 128}),
         (find_thresholds, nucleus, {"BLOCK": 8192}),
+        (draw_nuclei, draw_of_nucleus, {"BLOCK": 4096, "HAS_LIBDEVICE": True}),
+        (draw_nuclei, draw_of_nucleus, {"BLOCK": 4096, "HAS_LIBDEVICE": True, **no_edits}),
     ):
         source = ASTSource(kernel, {**types, **dict.fromkeys(constants, "constexpr")}, constants)
-        options = {"enable_fp_fusion": False, "num_warps": 32 if kernel is find_thresholds else 4}
+        options = {"enable_fp_fusion": False, "num_warps": 32 if kernel in (find_thresholds, draw_nuclei) else 4}
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         assert compiled.asm["cubin"]
         if kernel is edit_blocks:

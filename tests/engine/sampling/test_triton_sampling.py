@@ -21,7 +21,7 @@ from engine.sampling.noise import Purpose, _gumbel_of, _lane_bits, gumbel, key_p
 from engine.sampling.penalties import TokenCounts
 from engine.sampling.sampler import Sampler
 from engine.sampling.triton_draw import RowNoise, draw, edit, edits_of, gumbel_of, lane_bits
-from engine.sampling.triton_nucleus import nucleus_thresholds
+from engine.sampling.triton_nucleus import draw_nucleus, nucleus_thresholds
 from protos.messages import SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -126,7 +126,14 @@ def test_rows_that_ask_for_nothing_have_no_edits() -> None:
     assert edits_of(rows, logits_of(rows), TokenCounts()) is None
 
 
-CUTS = ({}, {"min_p": 0.05}, {"top_k": 9, "top_p": 0.8}, {"min_tokens": 20, "stop_token_ids": (5,)})
+CUTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"min_p": 0.05},
+    {"top_p": 0.3},
+    {"top_p": 0.95, "min_p": 0.001},
+    {"top_k": 9, "top_p": 0.8},
+    {"top_p": 0.7, "min_tokens": 20, "stop_token_ids": (5,)},
+)
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
@@ -156,3 +163,42 @@ def test_the_nucleus_is_the_smallest_that_reaches_top_p(top_p: float) -> None:
     assert bool((probs.where(scores >= thresholds, 0.0).sum(dim=1) > top_p - rounding).all())
     assert bool((probs.where(scores > thresholds, 0.0).sum(dim=1) < top_p + rounding).all())
     assert bool((scores == thresholds).any(dim=1).all())
+
+
+def noisy_rows(num_rows: int) -> RowNoise:
+    return RowNoise(keys_of(num_rows), torch.ones(num_rows, dtype=torch.int8, device=DEVICE))
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999, 1.0])
+def test_a_draw_from_the_nucleus_is_the_draw_from_what_the_threshold_keeps(top_p: float) -> None:
+    generator = torch.Generator().manual_seed(12)
+    scores = (2 * torch.randn(40, NUM_TOKENS, generator=generator)).to(DEVICE)
+    scores[1] = 0.0  # all equal: all are kept
+    scores[2, 1:] = float("-inf")
+    scores[3, ::2] = float("-inf")
+    limits, none = torch.full((40,), top_p, device=DEVICE), torch.full((40,), float("-inf"), device=DEVICE)
+    kept = scores
+    if top_p < 1.0:
+        kept = scores.masked_fill(scores < nucleus_thresholds(scores, limits), float("-inf"))
+    drawn = draw_nucleus(scores, noisy_rows(40), limits, none)
+    assert torch.equal(drawn, draw(kept, noisy_rows(40)))
+    assert top_p > 0.9 or not torch.equal(drawn, draw(scores, noisy_rows(40)))
+
+
+def test_rows_without_limits_or_noise_are_drawn_as_alone() -> None:
+    scores = (2 * torch.randn(12, NUM_TOKENS, generator=torch.Generator().manual_seed(13))).to(DEVICE)
+    noise = RowNoise(keys_of(12), torch.tensor([1, 0, 1] * 4, dtype=torch.int8, device=DEVICE))
+    limits = torch.tensor([1.0, 1.0, 0.2] * 4, device=DEVICE)
+    none = torch.full((12,), float("-inf"), device=DEVICE)
+    drawn, whole = draw_nucleus(scores, noise, limits, none), draw(scores, noise)
+    assert torch.equal(drawn.view(4, 3)[:, :2], whole.view(4, 3)[:, :2])
+    assert torch.equal(drawn.view(4, 3)[:, 1], scores.argmax(dim=1).view(4, 3)[:, 1])
+
+
+@pytest.mark.parametrize("fault", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_that_is_not_finite_ends_with_a_token(fault: float) -> None:
+    scores = torch.zeros(3, NUM_TOKENS, device=DEVICE)
+    scores[0, 5], scores[1] = fault, fault
+    limits, none = torch.full((3,), 0.5, device=DEVICE), torch.full((3,), float("-inf"), device=DEVICE)
+    drawn = draw_nucleus(scores, noisy_rows(3), limits, none)
+    assert bool(((drawn >= 0) & (drawn < NUM_TOKENS)).all())
