@@ -98,7 +98,8 @@ class KVCache:
             # Not at the top: processes without a GPU may have no Triton, and need none.
             from engine.kv_cache.triton_store import store
 
-            store(*self._slots[layer], slots, key, value)
+            keys, values = self._slots[layer]
+            store(keys, values, slots, key, value)
             return
         for by_slot, new in zip(self._slots[layer], (key, value), strict=True):
             new = stored(self.kind, new)

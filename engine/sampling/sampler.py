@@ -247,8 +247,8 @@ def _draw(scores: Tensor, rows: RowBatch, edits: RowEdits | None = None, *, is_w
     from engine.sampling.triton_nucleus import draw_nucleus
 
     limits = [rows.column(each).astype(np.float32) for each in (nucleus_share, log_least_share)]
-    keys, noisy, top_p, log_min_p = send_arrays((*noise, *limits), scores.device)
-    return draw_nucleus(scores, RowNoise(keys, noisy), top_p, log_min_p, edits)
+    sent_keys, is_noisy, top_p, log_min_p = send_arrays((*noise, *limits), scores.device)
+    return draw_nucleus(scores, RowNoise(sent_keys, is_noisy), top_p, log_min_p, edits)
 
 
 def _has_noise(rows: RowBatch) -> NDArray[np.bool_]:
