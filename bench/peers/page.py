@@ -1,4 +1,4 @@
-"""The peers' part of docs/benchmarks.md, written from the records docs/peers*.json.
+"""The peers' parts of docs/benchmarks.md and README.md, written from the records docs/peers*.json.
 
 python -m bench.peers.page    writes the parts again, without a run
 """
@@ -27,8 +27,19 @@ from bench.peers.system import DraftingMode, Measurement, RaceResults, System, S
 TOGETHER_S = 1e-3
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = "benchmarks.md"
+README = "README.md"
+README_PART = "numbers"
 RECORDS = ("peers", "peers-smollm2")
 _MARK = "<!-- {}: {} -->\n"
+
+_OURS = "outrider"
+# Records, peers and numbers of streams that README.md quotes; without drafts where a peer had none.
+_README_LEADS = (
+    ("peers", "transformers", 1, None),
+    ("peers", "openvino", 1, None),
+    ("peers-smollm2", "llama-server", 1, "plain"),
+    ("peers-smollm2", "openvino", 8, "plain"),
+)
 
 Record = dict[str, Any]
 Percentiles = dict[str, float]  # p50 and p99, in milliseconds
@@ -78,11 +89,19 @@ class Conditions:
             "searched once for each text and number of streams. The record has them.",
             f"{self.num_prompt_tokens} prompt tokens, {self.num_tokens} greedy tokens for each; rounds: "
             f"{self.num_rounds}, each after a warm-up of every system.",
-            f"{self.limits.num_threads} threads; {_processor()}, {os.cpu_count()} cores; load average at "
-            f"the start {self.load_before:.1f}.",
-            f"torch {version('torch')}, transformers {version('transformers')}, ray {version('ray')}, {OPENVINO} "
+            f"{self.limits.num_threads} threads; {self.machine}; load average at the start {self.load_before:.1f}.",
+            f"{', '.join(f'{name} {number}' for name, number in self.versions.items())}, {OPENVINO} "
             f"(exported by {OPENVINO_EXPORT}), {LLAMA}.",
         ]
+
+    @property
+    def machine(self) -> str:
+        return f"{_processor()}, {os.cpu_count()} cores"
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """The versions of packages in this environment; peers are pinned."""
+        return {name: version(name) for name in ("torch", "transformers", "ray")}
 
 
 def rows_of(measurements: Seq[Measurement], references: Mapping[str, Seq[Seq[int]]]) -> list[PeerRow]:
@@ -126,8 +145,14 @@ def _percentiles(seconds: Seq[float]) -> Percentiles:
 
 
 def record_of(rows: Seq[PeerRow], results: RaceResults, systems: Seq[System], conditions: Conditions) -> Record:
-    """Return the results of a run as JSON: conditions, settings, rows and failures."""
+    """Return the results of a run as JSON: command, machine, versions, settings, rows and failures."""
+    peers = (each.partition("==")[::2] for each in (OPENVINO, OPENVINO_EXPORT, LLAMA))
     return {
+        "command": conditions.command,
+        "machine": conditions.machine,
+        "versions": {**conditions.versions, **dict(peers)},
+        "model": conditions.target,
+        "rounds": conditions.num_rounds,
         "conditions": conditions.lines(),
         "settings": [list(each) for each in dict.fromkeys((system.name, system.settings) for system in systems)],
         "rows": [asdict(row) for row in rows],
@@ -139,16 +164,66 @@ def write(folder: Path, name: str, record: Record) -> None:
     """Write the record as JSON, and its part of the page where the folder has the page."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-    page = folder / PAGE
+    page, readme = folder / PAGE, folder.parent / README
     if page.exists():
-        page.write_text(with_part(page.read_text(encoding="utf-8"), name, record), encoding="utf-8")
+        page.write_text(with_part(page.read_text(encoding="utf-8"), name, part(record)), encoding="utf-8")
+        text = readme.read_text(encoding="utf-8")
+        readme.write_text(with_part(text, README_PART, readme_part(read_records(folder))), encoding="utf-8")
 
 
-def with_part(page: str, name: str, record: Record) -> str:
-    """Return the page's text with the record's part between its two marks."""
+def read_records(folder: Path = DOCS) -> dict[str, Record]:
+    """Return the records of a folder by name."""
+    files = {name: folder / f"{name}.json" for name in RECORDS}
+    return {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.is_file()}
+
+
+def with_part(page: str, name: str, text: str) -> str:
+    """Return the page with a text between the two marks of a name."""
     begin, end = _MARK.format(name, "begin"), _MARK.format(name, "end")
     head, _, rest = page.partition(begin)
-    return f"{head}{begin}\n{part(record)}\n{end}{rest.partition(end)[2]}"
+    return f"{head}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
+
+
+def readme_part(records: Mapping[str, Record]) -> str:
+    """Return README's table: each row one ratio of one record, with its doubts; none for a record that is not there."""
+    text = "| | against | conditions |\n|---|---|---|\n"
+    for name, peer, num_streams, mode in _README_LEADS:
+        if (record := records.get(name)) is None or (found := _lead(record["rows"], num_streams, peer, mode)) is None:
+            continue
+        ours, theirs, doubts = found
+        streams = "one stream" if num_streams == 1 else f"{num_streams} streams"
+        rounds = "one round" if record["rounds"] == 1 else f"{record['rounds']} rounds"
+        conditions = [f"{_named(ours)}, {ours['text']}", streams, record["model"], record["machine"], rounds, *doubts]
+        ratio = ours["tokens_per_second"] / theirs["tokens_per_second"]
+        text += f"| **{ratio:.1f}x** | {_named(theirs)} | {'; '.join(conditions)} |\n"
+    return text
+
+
+def _named(row: Record) -> str:
+    return f"{row['system']}, {row['mode']}"
+
+
+def _lead(rows: Seq[Record], num_streams: int, peer: str, mode: str | None) -> tuple[Record, Record, list[str]] | None:
+    """Return our fastest row of the first text, a peer's, and reasons why the two are not best against best."""
+    fits = [row for row in rows if row["num_streams"] == num_streams and row["text"] == rows[0]["text"]]
+    fits = [row for row in fits if mode in (None, row["mode"])]
+    sides = [
+        [row for row in fits if row["system"].startswith(_OURS)],
+        [row for row in fits if not row["system"].startswith(_OURS) and row["system"].startswith(peer)],
+    ]
+    if not all(sides):
+        return None
+    ours, theirs = (max(side, key=lambda row: float(row["tokens_per_second"])) for side in sides)
+    return ours, theirs, [] if mode else _doubts(ours, sides[1])
+
+
+def _doubts(ours: Record, peers: Seq[Record]) -> list[str]:
+    """Return why a comparison with drafts is not best against best."""
+    drafting = [row for row in peers if row["mode"] != DraftingMode.PLAIN]
+    if not drafting:
+        return ["not best against best: the peer ran without drafts"]
+    fixed = any(row["num_tried"] == 1 for row in (*drafting, ours) if row["mode"] != DraftingMode.PLAIN)
+    return ["not best against best: one setting of drafts each"] if fixed else []
 
 
 def part(record: Record) -> str:
@@ -157,11 +232,32 @@ def part(record: Record) -> str:
     lines = [f"- {line}" for line in (*record["conditions"], *_caveats(rows))]
     lines += [f"- Not measured to the end: {system}: {reason}" for system, reason in record["failures"].items()]
     fill = partial(textwrap.fill, width=120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    tables = [
-        f"{text}:\n\n{_table([row for row in rows if row['text'] == text])}"
-        for text in dict.fromkeys(row["text"] for row in rows)
-    ]
+    tables = []
+    for text in dict.fromkeys(row["text"] for row in rows):
+        members = [row for row in rows if row["text"] == text]
+        tables.append(f"{text}:\n\n{_table(members)}{_leads_table(members)}")
     return "\n".join(tables) + "\n" + "".join(f"{fill(line)}\n" for line in lines)
+
+
+def _leads_table(rows: Seq[Record]) -> str:
+    """Return the ratios of our fastest row to the fastest peer's, both plain and each with its drafts."""
+    streams = sorted({row["num_streams"] for row in rows})
+    text = ""
+    for label, mode in (("both plain", DraftingMode.PLAIN), ("with drafts", None)):
+        found = [_lead(rows, number, "", mode) for number in streams]
+        leads = [lead for lead in found if lead is not None]
+        if len(leads) < len(streams):
+            continue
+        doubts = dict.fromkeys(doubt for *_, reasons in leads for doubt in reasons)
+        cells = "".join(
+            f" {ours['tokens_per_second'] / theirs['tokens_per_second']:.2f} ({theirs['system'].partition(' ')[0]}) |"
+            for ours, theirs, _ in leads
+        )
+        text += f"| {label}{''.join(f'; {doubt}' for doubt in doubts)} |{cells}\n"
+    if not text:
+        return ""
+    head = "".join(f" {number} stream{'s' if number > 1 else ''} |" for number in streams)
+    return f"\n| fastest of ours over the fastest peer |{head}\n|---|{'---|' * len(streams)}\n{text}"
 
 
 def _caveats(rows: Seq[Record]) -> list[str]:
@@ -213,5 +309,5 @@ def _processor() -> str:
 
 
 if __name__ == "__main__":
-    for each in RECORDS:
-        write(DOCS, each, json.loads((DOCS / f"{each}.json").read_text(encoding="utf-8")))
+    for each, found in read_records().items():
+        write(DOCS, each, found)

@@ -4,7 +4,10 @@
    delays the pass; and threads that wait for the next region burn cores which that program could use. Here, the caller
    waits for a helper only while the helper computes a part. An idle helper yields its core every few microseconds, and
    sleeps after SPIN_NS without work: longer than a gap between the kernels of a pass, shorter than a gap between
-   passes. So a frontend that wakes while the target computes gets a core within the time of a kernel. */
+   passes. So a frontend that wakes while the target computes gets a core within the time of a kernel.
+
+   A caller that waits longer than SPIN_NS for a helper's part sleeps too: the helper has lost its core to another
+   program, and the time that the caller does not burn is its own once the helper is back. */
 
 #include "team.h"
 
@@ -30,7 +33,8 @@ static struct {
 
 #define LINE __attribute__((aligned(64))) /* a separate cache line */
 LINE static _Atomic uint64_t open_parts; /* high half: number of the job; low half: parts not taken yet */
-LINE static _Atomic int64_t num_done;    /* parts of the job that helpers have finished */
+LINE static _Atomic uint32_t num_done;   /* parts of the job that helpers have finished; the futex of the caller */
+static _Atomic uint32_t is_awaited;      /* the caller sleeps until `num_done` changes */
 LINE static _Atomic int64_t num_wanted;  /* helpers [0, num_wanted) may take part */
 static _Atomic uint32_t num_signals;     /* the futex of sleeping helpers */
 static _Atomic int64_t num_asleep;
@@ -80,11 +84,16 @@ static void sleep_until_called(int64_t helper) {
     atomic_fetch_sub(&num_asleep, 1);
 }
 
+static void finish(int64_t num_taken) {
+    atomic_fetch_add(&num_done, (uint32_t)num_taken);
+    if (atomic_load(&is_awaited)) syscall(SYS_futex, &num_done, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+}
+
 static void *help(void *index) {
     const int64_t helper = (int64_t)index;
     for (;;) {
         if (!await_work(helper)) sleep_until_called(helper);
-        if (is_called(helper)) atomic_fetch_add(&num_done, take_parts());
+        if (is_called(helper)) finish(take_parts());
     }
     return NULL;
 }
@@ -117,6 +126,21 @@ static void call_helpers(int64_t wanted) {
     atomic_store(&num_wanted, wanted);
 }
 
+/* Returns when helpers have finished `wanted` parts. */
+static void await_helpers(uint32_t wanted) {
+    const int64_t end = nanoseconds() + SPIN_NS;
+    do {
+        for (int i = 0; i < PAUSES; i++) {
+            if (atomic_load(&num_done) == wanted) return;
+            _mm_pause();
+        }
+    } while (nanoseconds() < end);
+    atomic_store(&is_awaited, 1);
+    for (uint32_t seen; (seen = atomic_load(&num_done)) != wanted;)
+        syscall(SYS_futex, &num_done, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+    atomic_store(&is_awaited, 0);
+}
+
 static void compute_together(part_function *compute, const void *work, int64_t num_parts) {
     static uint64_t number = 0;
     job.compute = compute, job.work = work, job.num_parts = num_parts;
@@ -126,11 +150,7 @@ static void compute_together(part_function *compute, const void *work, int64_t n
         atomic_fetch_add(&num_signals, 1);
         syscall(SYS_futex, &num_signals, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
     }
-    const int64_t num_left = num_parts - take_parts();
-    for (int64_t spins = 1; atomic_load(&num_done) < num_left; spins++) { /* wait for the parts of helpers */
-        _mm_pause();
-        if (spins % 1024 == 0) sched_yield(); /* a helper with a part may need this core */
-    }
+    await_helpers((uint32_t)(num_parts - take_parts()));
 }
 
 int64_t team_size(void) { return omp_get_max_threads(); }

@@ -12,7 +12,21 @@ from bench.contenders.contender import Contender, ContenderRun, Prompts, equal_s
 from bench.peers import servers
 from bench.peers.install import _convert_once
 from bench.peers.libraries import Worker, WorkerSystem
-from bench.peers.page import DOCS, PAGE, RECORDS, Conditions, gaps, part, record_of, rows_of, with_part
+from bench.peers.page import (
+    DOCS,
+    PAGE,
+    README,
+    README_PART,
+    RECORDS,
+    Conditions,
+    gaps,
+    part,
+    read_records,
+    readme_part,
+    record_of,
+    rows_of,
+    with_part,
+)
 from bench.peers.system import DraftingMode, ModelPair, RaceResults, Schedule, SystemLimits, run_rounds
 from cluster.local.ports import free_port
 
@@ -136,6 +150,9 @@ def test_the_page_never_rounds_a_share_up_to_all() -> None:
     assert "| counting bf16 | with lookup | **16.0** (100) | **32.0** (100) | 100% | 75% |" in text
     assert "- With one setting of drafts, without a search for the best: counting bf16 with draft." in text
     assert "- Not measured to the end: absent bf16: RuntimeError: it would not start" in text
+    assert record["command"] == "python -m bench.peers"
+    assert {"torch", "transformers", "ray", "openvino-genai"} <= record["versions"].keys()
+    assert "cores" in record["machine"]
     assert record["settings"] == [["counting bf16", "nothing to set"]]
 
 
@@ -143,7 +160,44 @@ def test_the_page_never_rounds_a_share_up_to_all() -> None:
 def test_the_page_of_figures_is_that_of_the_records(name: str) -> None:
     text = (DOCS / PAGE).read_text(encoding="utf-8")
     record = json.loads((DOCS / f"{name}.json").read_text(encoding="utf-8"))
-    assert with_part(text, name, record) == text, "run python -m bench.peers.page"
+    assert with_part(text, name, part(record)) == text, "run python -m bench.peers.page"
+
+
+def test_every_number_of_the_readme_is_that_of_a_record() -> None:
+    text = (DOCS.parent / README).read_text(encoding="utf-8")
+    assert with_part(text, README_PART, readme_part(read_records())) == text, "run python -m bench.peers.page"
+
+
+def row(system: str, speed: float, mode: DraftingMode = DraftingMode.PLAIN, num_tried: int = 1) -> dict[str, object]:
+    return {"system": system, "mode": mode, "text": "code", "num_streams": 1, "setting": "", "num_tried": num_tried} | {
+        "tokens_per_second": speed, "first_token": {"p50": 1.0}, "own_share": None, "reference_share": 1.0
+    }  # fmt: skip
+
+
+def record_with(*rows: dict[str, object]) -> dict[str, object]:
+    named = {"model": "m", "machine": "two cores", "rounds": 2}
+    return {"conditions": [], "settings": [], "failures": {}, "rows": list(rows), **named}
+
+
+def test_a_row_that_is_not_best_against_best_has_its_reason() -> None:
+    ours = [row("outrider bf16", 30.0), row("outrider bf16", 90.0, DraftingMode.DRAFT, 3)]
+    plain, drafting = row("openvino bf16", 20.0), row("openvino bf16", 45.0, DraftingMode.LOOKUP, 4)
+    best = readme_part({"peers": record_with(*ours, plain, drafting)})
+    assert "| **2.0x** | openvino bf16, with lookup | outrider bf16, with draft, code; one stream;" in best
+    assert "not best" not in best
+    for rows, reason in (
+        ([plain], "the peer ran without drafts"),
+        ([plain, drafting | {"num_tried": 1}], "one setting of drafts each"),
+    ):
+        assert f"not best against best: {reason} |" in readme_part({"peers": record_with(*ours, *rows)})
+        table = part(record_with(*ours, *rows))
+        assert f"| with drafts; not best against best: {reason} |" in table
+        assert "| both plain | 1.50 (openvino) |" in table
+
+
+def test_a_record_that_is_not_there_has_no_row() -> None:
+    assert readme_part({}).count("\n") == 2
+    assert readme_part({"peers": record_with(row("outrider bf16", 1.0))}).count("\n") == 2
 
 
 LLAMA = """
