@@ -16,6 +16,7 @@ from torch import Tensor
 
 from protos.errors import ConfigError
 
+MASK_EMBEDDING = "mask_embedding"  # a tensor, and its file
 _LOSSY_KEYS = (
     "typical_acceptance",
     "posterior_threshold",
@@ -82,6 +83,30 @@ def read_tensors(folder: Path, names: tuple[str, ...] = ()) -> dict[str, Tensor]
         raise ConfigError(f"the weights in {str(folder)!r} cannot be read: {error}") from error
     wanted = ", ".join(("*.safetensors", *names, "pytorch_model.bin"))
     raise ConfigError(f"the head in {str(folder)!r} has no weights; it needs one of {wanted}")
+
+
+def read_mask_embedding(folder: Path, mask_id: int) -> dict[str, Tensor]:
+    """Return the trained embedding of the mask token, [hidden], by its name; empty without such a file.
+
+    DFlash's authors publish it next to the weights: the target's own row was never trained.
+
+    Raises:
+        ConfigError: the file cannot be read, or belongs to another token.
+    """
+    file = folder / f"{MASK_EMBEDDING}.pt"
+    if not file.is_file():
+        return {}
+    try:
+        contents = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise ConfigError(f"{str(file)!r} cannot be read: {error}") from error
+    found = contents.get("embedding") if isinstance(contents, dict) else contents
+    if not isinstance(found, Tensor):
+        raise ConfigError(f"{str(file)!r} holds no tensor; fetch the head again")
+    named_id = contents.get("mask_token_id", mask_id) if isinstance(contents, dict) else mask_id
+    if named_id != mask_id:
+        raise ConfigError(f"{str(file)!r} is of token {named_id}, but config.json has mask_token_id {mask_id}")
+    return {MASK_EMBEDDING: found.squeeze(0) if found.dim() == 2 else found}
 
 
 def _tensors_of(contents: object) -> dict[str, Tensor]:

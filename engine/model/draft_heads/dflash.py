@@ -15,6 +15,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from engine.model.draft_heads.checkpoint import MASK_EMBEDDING
 from engine.model.draft_heads.head import BlockLogits
 from engine.model.draft_heads.layers import HeadReader, spread
 from engine.model.draft_heads.published import HeadFormat
@@ -38,6 +39,7 @@ class DFlashHead:
         self._fuse = reader.linear("fc", width, len(config.taps.layers) * config.target.hidden_size)
         self._hidden_norm = reader.vector("hidden_norm", width)
         self._embedding, self._target_ids = reader.embedding(), reader.target_ids()
+        self._mask_embedding = reader.take_if_there(MASK_EMBEDDING, width)
         self._own_lm_head = reader.lm_head(is_needed=False)
         self.lm_head: Linear = self._own_lm_head or _no_lm_head
         self._markov = _MarkovTerm(config, reader) if config.block.markov_rank else None
@@ -57,7 +59,11 @@ class DFlashHead:
     @torch.inference_mode()
     def block(self, batch: ForwardBatch | None, states: Tensor, num_drafts: Seq[int]) -> BlockLogits:
         assert batch is not None, "every block has rows"
-        embedded = self._embedding.index_select(0, batch.input_ids) * self._block.embedding_scale
+        embedded = self._embedding.index_select(0, batch.input_ids)
+        if self._mask_embedding is not None:
+            is_mask = batch.input_ids == self._block.mask_id
+            embedded = torch.where(is_mask[:, None], self._mask_embedding, embedded)
+        embedded = embedded * self._block.embedding_scale
         normed = self._layers.rows.add_norm(embedded, None, self._layers.input_norm)[1]
         _, hidden = self._layers(batch, normed, embedded)  # [R, S]
         logits = (self._own_lm_head or self.lm_head)(hidden).float() * self._block.logit_scale

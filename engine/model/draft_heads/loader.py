@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.config import HeadConfig, HeadKind, Quantization
-from engine.model.draft_heads.checkpoint import Weights, head_folder, read_config, read_tensors
+from engine.model.draft_heads.checkpoint import Weights, head_folder, read_config, read_mask_embedding, read_tensors
 from engine.model.draft_heads.dflash import DFlashHead
 from engine.model.draft_heads.eagle3 import Eagle3Head, ParallelEagleHead
 from engine.model.draft_heads.layers import HeadReader
@@ -53,7 +53,8 @@ def load_head(
     num_layers = text.num_hidden_layers
     shape = TargetShape(text.vocab_size, embedding.shape[1], num_layers, max_positions(target.config) or 0)
     form = HeadFormat.of(config.kind, read_config(folder), shape, config.path)
-    weights = Weights(read_tensors(folder), f"the {config.kind} head in {config.path!r}")
+    masks = {} if form.block is None else read_mask_embedding(folder, form.block.mask_id)
+    weights = Weights(read_tensors(folder) | masks, f"the {config.kind} head in {config.path!r}")
     reader = HeadReader(form, weights, embedding, quantization)
     head = _OF_LAYERS[config.kind](form, reader, num_layers)
     reader.finish()

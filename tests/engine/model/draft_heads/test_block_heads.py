@@ -151,6 +151,39 @@ def test_the_authors_layout_is_the_same_function(target: Path, tmp_path: Path) -
     assert torch.allclose(third, 3 * torch.tanh(0.5 * first / 3), atol=1e-5)
 
 
+@pytest.mark.parametrize("has_name", [False, True])
+def test_a_published_mask_embedding_replaces_the_table_s_row(has_name: bool, target: Path, tmp_path: Path) -> None:
+    shape = SHAPES["whole"]
+    tensors = block_tensors(target, 2, shape)
+    trained = tensors["embed_tokens.weight"].clone()
+    trained[MASK_ID] = torch.linspace(-1.0, 1.0, trained.shape[1])
+    whole = write_block_head(tmp_path / "whole", tensors | {"embed_tokens.weight": trained}, TAPS, shape)
+    apart = write_block_head(tmp_path / "apart", tensors, TAPS, shape)
+    before = Blocks(target, apart, HeadKind.DFLASH).logits()[0]
+    named = {"mask_token_id": MASK_ID, "embedding": trained[MASK_ID]}
+    torch.save(named if has_name else trained[MASK_ID][None], apart / "mask_embedding.pt")
+    found = Blocks(target, apart, HeadKind.DFLASH).logits()[0]
+    assert torch.equal(found, Blocks(target, whole, HeadKind.DFLASH).logits()[0])
+    assert not torch.allclose(found, before, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("contents", "said"),
+    [
+        ({"mask_token_id": MASK_ID - 1, "embedding": torch.zeros(32)}, f"of token {MASK_ID - 1}, but config.json has"),
+        ({"other": torch.zeros(32)}, "holds no tensor"),
+        (torch.zeros(31), "'mask_embedding' has shape [31], but this target needs [32]"),
+    ],
+)
+def test_a_mask_embedding_that_does_not_fit_is_refused_by_name(
+    contents: object, said: str, target: Path, tmp_path: Path
+) -> None:
+    shape = SHAPES["whole"]
+    folder = write_block_head(tmp_path / "head", block_tensors(target, 2, shape), TAPS, shape)
+    torch.save(contents, folder / "mask_embedding.pt")
+    assert said in refused(target, folder, HeadKind.DFLASH)
+
+
 def test_a_parallel_eagle_computes_all_drafts_as_in_the_speculators_library(target: Path, tmp_path: Path) -> None:
     folder = write_peagle(tmp_path / "head", peagle_tensors(target, 2), TAPS, norm_before_residual=True)
     reference = PlainParallelEagle.read(target, folder, TAPS, norm_before_residual=True)
