@@ -13,8 +13,9 @@ import httpx
 
 from cluster.cli.audit.checks import answers, positions, sampling, speed, ways
 from cluster.cli.audit.checks.context import PROMPTS, Audit, Prompt, all_of
-from cluster.cli.audit.client import TIMEOUT_S, Budget, NoVerdictError, RefusedError, Server, explore, fetch
+from cluster.cli.audit.client import Budget, Server, explore
 from cluster.cli.audit.trial import Finding, Trial, Verdict
+from cluster.cli.audit.wire import TIMEOUT_S, NoVerdictError, RefusedError, fetch
 from protos.errors import ConfigError
 
 ALPHA = 1e-4  # of any false alarm in an audit of a server that does as it reports

@@ -7,95 +7,43 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import re
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
+from cluster.cli.audit.answer import NOT_READABLE, Answer, Choice, Request, choices_in
 from cluster.cli.audit.prediction import NUM_CELLS, Prediction
-from protos.client_text import for_log
+from cluster.cli.audit.wire import (
+    TIMEOUT_S,
+    Body,
+    NoVerdictError,
+    RefusedError,
+    events,
+    fetch,
+    message_of,
+    open_answer,
+    retry_after,
+    whole,
+)
 
 COMPLETIONS, CHAT = "/completions", "/chat/completions"
-Body = dict[str, Any]
 
-TIMEOUT_S = 60.0
 _MAX_WAITS = 6  # for a server that limits the rate, each request
 _MAX_WAIT_S = 20.0
-_MAX_BYTES = 64 << 20  # of an answer
 _MAX_ENDS = 4  # asks whose answers end without a token
 _MAX_FAILURES = 3  # one after the other; then the server is taken for gone
 _BUSY = (429, 503)
 _NO_ENDPOINT = (404, 405, 501)
-_ANY = 1000
 _WHOLE_WORD = re.compile(r" \w+")  # merges do not cross its space
-NOT_READABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 # Servers apply defaults of their own (a top_k of 40, a checkpoint's top_p), so each is switched off by name. What a
-# server refuses is left out.
+# server refuses is left out. A seed is drawn for each request.
 _OPTIONAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-_OPTIONAL |= {"repetition_penalty": 1.0, "return_token_ids": True}
-_NEUTRAL = {"temperature": 1.0, **_OPTIONAL}
-
-
-class NoVerdictError(Exception):
-    """A check cannot reach a verdict; the message is a sentence for the report."""
-
-
-class RefusedError(NoVerdictError):
-    """The server refuses a request."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(f"the server refuses with status {status}: {message}")
-        self.status = status
-        self.message = message
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A request that can be sent again."""
-
-    url: str
-    body: Body
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One choice: its text, its tokens with their predictions if there are logprobs, and a chat's tool calls."""
-
-    text: str
-    finish_reason: str | None
-    tokens: tuple[str, ...] = ()
-    predictions: tuple[Prediction, ...] = ()
-    calls: tuple[tuple[str, str], ...] = ()
-    token_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """An answer with the request that it belongs to."""
-
-    request: Request
-    choices: tuple[Choice, ...]
-    data: Body
-
-    @property
-    def usage(self) -> Body:
-        usage = self.data.get("usage")
-        return usage if isinstance(usage, dict) else {}
-
-    @property
-    def first_prediction(self) -> Prediction | None:
-        """The distribution of the first token, None if no choice reports it."""
-        return next((choice.predictions[0] for choice in self.choices if choice.predictions), None)
-
-    def count(self, name: str) -> int | None:
-        """A count of the usage object."""
-        number = self.usage.get(name)
-        return number if isinstance(number, int) and not isinstance(number, bool) else None
+_OPTIONAL |= {"repetition_penalty": 1.0, "return_token_ids": True, "seed": 1}
 
 
 @dataclass(slots=True)
@@ -135,8 +83,7 @@ class Server:
     num_top: int = 0  # alternatives per token that it reports
     max_choices: int = 1
     extra: Body = field(default_factory=dict)  # of every request: speculation off, for example
-    neutral: Body = field(default_factory=lambda: dict(_NEUTRAL))
-    has_seed: bool = True
+    neutral: Body = field(default_factory=dict)  # the optional fields that it takes
     names: set[str] = field(default_factory=set)  # of models, in answers
     prompts: dict[str, tuple[list[int], int | None]] = field(default_factory=dict)  # ids if they are shown, length
     seeds: Any = field(default_factory=lambda: itertools.count(1))
@@ -159,8 +106,8 @@ class Server:
                 fields |= {"logprobs": True, "top_logprobs": fields["logprobs"]}
         else:
             body = {"prompt": prompt}
-        seed = {"seed": next(self.seeds)} if self.has_seed else {}
-        body = {"model": self.model, **body, **self.neutral, **seed, **self.extra, **fields}
+        seed = {"seed": next(self.seeds)} if "seed" in self.neutral else {}
+        body = {"model": self.model, **body, "temperature": 1.0, **self.neutral, **seed, **self.extra, **fields}
         return {name: value for name, value in body.items() if value is not None}
 
     def request(self, body: Body) -> Request:
@@ -214,7 +161,7 @@ class Server:
         request = Request(f"{self.url}{path}", body)
         try:
             data = response.json()
-            choices = tuple(_choice(each, self.num_top or _ANY) for each in data["choices"])
+            choices = choices_in(data, self.num_top)
         except NOT_READABLE as error:
             raise NoVerdictError(f"an answer is not in OpenAI's form ({type(error).__name__}: {error})"[:300]) from None
         if not choices:
@@ -225,15 +172,12 @@ class Server:
     async def stream(self, body: Body) -> AsyncIterator[tuple[float, Body]]:
         """Yield the events of a streamed answer with their times."""
         self.budget.spend()
-        path, rest = CHAT if self.is_chat else COMPLETIONS, b""
-        async with _open(self.http, "POST", f"{self.url}{path}", {**body, "stream": True}, self.left_s) as response:
+        url = f"{self.url}{CHAT if self.is_chat else COMPLETIONS}"
+        async with open_answer(self.http, "POST", url, {**body, "stream": True}, self.left_s) as response:
             if response.status_code != 200:
-                raise RefusedError(response.status_code, _message(await _whole(response)))
-            async for part in _parts(response):
-                *lines, rest = (rest + part).split(b"\n")
-                for data in (line.removeprefix(b"data:").strip() for line in lines if line.startswith(b"data:")):
-                    if data != b"[DONE]":
-                        yield time.monotonic(), _event(data)
+                raise RefusedError(response.status_code, message_of(await whole(response)))
+            async for event in events(response):
+                yield event
 
     async def text_of(self, url: str) -> str | None:
         """Return a page of the server, None if there is no such page."""
@@ -260,59 +204,9 @@ class Server:
             if response.status_code == 200:
                 return response
             if response.status_code not in _BUSY:
-                raise RefusedError(response.status_code, _message(response))
-            await asyncio.sleep(min(_retry_after(response, 2.0**wait / 4), self.left_s, _MAX_WAIT_S))
+                raise RefusedError(response.status_code, message_of(response))
+            await asyncio.sleep(min(retry_after(response, 2.0**wait / 4), self.left_s, _MAX_WAIT_S))
         raise NoVerdictError(f"the server limits the rate: status {response.status_code} {_MAX_WAITS} times in a row")
-
-
-async def fetch(http: httpx.AsyncClient, method: str, url: str, body: Any, timeout_s: float) -> httpx.Response:
-    """Return a whole answer.
-
-    Raises:
-        NoVerdictError: it is late, broken or too long.
-    """
-    async with _open(http, method, url, body, timeout_s) as response:
-        return await _whole(response)
-
-
-@asynccontextmanager
-async def _open(
-    http: httpx.AsyncClient, method: str, url: str, body: Any, timeout_s: float
-) -> AsyncIterator[httpx.Response]:
-    """Open an answer that must end in time, however slowly its bytes come."""
-    try:
-        async with asyncio.timeout(timeout_s), http.stream(method, url, json=body, timeout=timeout_s) as response:
-            yield response
-    except (TimeoutError, httpx.TimeoutException):
-        raise NoVerdictError(f"the server does not answer (no whole answer within {timeout_s:.0f} s)") from None
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise NoVerdictError(f"the server does not answer ({error or type(error).__name__})") from None
-
-
-async def _parts(response: httpx.Response) -> AsyncIterator[bytes]:
-    size = 0
-    async for part in response.aiter_bytes():
-        size += len(part)
-        if size > _MAX_BYTES:
-            raise NoVerdictError(f"an answer is longer than {_MAX_BYTES >> 20} MiB")
-        yield part
-
-
-async def _whole(response: httpx.Response) -> httpx.Response:
-    headers = {"retry-after": response.headers.get("retry-after", "")}
-    return httpx.Response(
-        response.status_code, headers=headers, content=b"".join([each async for each in _parts(response)])
-    )
-
-
-def _event(data: bytes) -> Body:
-    try:
-        event = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise NoVerdictError(f"a stream has an event that is not JSON ({error})"[:300]) from None
-    if not isinstance(event, dict):
-        raise NoVerdictError(f"a stream has the event {data[:60]!r}")
-    return event
 
 
 async def explore(server: Server, prompt: str) -> None:
@@ -341,87 +235,21 @@ async def explore(server: Server, prompt: str) -> None:
 
 
 async def _find_endpoint(server: Server, prompt: str) -> None:
-    """Find the endpoint, with all optional fields or with those that it does not refuse."""
+    """Find the endpoint, with all optional fields or else with each one that it does not refuse."""
     refusals: list[RefusedError] = []
-    for is_chat, is_whole in itertools.product((False, True), (True, False)):
-        server.is_chat, server.has_seed = is_chat, is_whole
-        server.neutral = dict(_NEUTRAL) if is_whole else {"temperature": 1.0}
+    for server.is_chat, server.neutral in itertools.product((False, True), (_OPTIONAL, {})):
         try:
             await server.ask(prompt, max_tokens=1)
         except RefusedError as error:
             refusals.append(error)
             if error.status in (401, 403):
                 raise
-        else:
-            await _put_back(server, prompt)
-            return
+            continue
+        for name, value in _OPTIONAL.items():
+            if name in server.neutral:
+                continue
+            with suppress(RefusedError):
+                await server.ask(prompt, max_tokens=1, **{name: value})
+                server.neutral = {**server.neutral, name: value}
+        return
     raise next((each for each in refusals if each.status not in _NO_ENDPOINT), refusals[0])
-
-
-async def _put_back(server: Server, prompt: str) -> None:
-    """Send again each field that was left out, and keep those that the server takes."""
-    for name, value in {"seed": 1, **_OPTIONAL}.items():
-        if name in server.neutral or (name == "seed" and server.has_seed):
-            continue
-        try:
-            await server.ask(prompt, max_tokens=1, **{name: value})
-        except RefusedError:
-            continue
-        if name == "seed":
-            server.has_seed = True
-        else:
-            server.neutral[name] = value
-
-
-def choices_of(response: httpx.Response) -> tuple[Choice, ...]:
-    """Return the choices of an answer; empty if it has none that can be read."""
-    try:
-        return tuple(_choice(each, _ANY) for each in response.json()["choices"])
-    except NOT_READABLE:
-        return ()
-
-
-def _choice(data: Mapping[str, Any], num_top: int) -> Choice:
-    message = data.get("message") or {}
-    text = data.get("text", message.get("content")) or ""
-    entries = _logprobs(data.get("logprobs") or {})
-    calls = tuple(
-        (str(call["function"]["name"]), str(call["function"]["arguments"])) for call in message.get("tool_calls") or ()
-    )
-    if not isinstance(text, str):
-        raise TypeError("a text is not a string")
-    return Choice(
-        text,
-        data.get("finish_reason"),
-        tuple(str(token) for token, _ in entries),
-        tuple(Prediction.of(top, num_top) for _, top in entries),
-        calls,
-        tuple(data.get("token_ids") or ()),
-    )
-
-
-def _logprobs(data: Mapping[str, Any]) -> list[tuple[str, Mapping[str, float]]]:
-    """Return tokens and alternatives from a chat's form, which llama-server has for texts too, or from a text's."""
-    if content := data.get("content"):
-        return [
-            (entry["token"], {each["token"]: float(each["logprob"]) for each in entry.get("top_logprobs") or ()})
-            for entry in content
-        ]
-    return list(zip(data.get("tokens") or (), (top or {} for top in data.get("top_logprobs") or ()), strict=False))
-
-
-def _message(response: httpx.Response) -> str:
-    try:
-        error = response.json()
-        error = error.get("error", error)
-        text = error.get("message") if isinstance(error, dict) else error
-    except (ValueError, AttributeError):
-        text = response.text
-    return for_log(" ".join(str(text).split())) or "no reason given"
-
-
-def _retry_after(response: httpx.Response, default_s: float) -> float:
-    try:
-        return max(0.05, float(response.headers["retry-after"]))
-    except (KeyError, ValueError):
-        return default_s

@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
+from cluster.cli.audit.answer import choices_of
 from cluster.cli.audit.audit import ALPHA, Result
-from cluster.cli.audit.client import choices_of
 from cluster.cli.audit.evidence import POWER
 from cluster.cli.audit.trial import Verdict
 from protos.client_text import for_log

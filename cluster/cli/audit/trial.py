@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from cluster.cli.audit.client import Answer, Request
+from cluster.cli.audit.answer import Answer, Request
 from cluster.cli.audit.evidence import FAULT_RATE, DrawEvidence, Evidence, HitEvidence, LeastEvidence
 from cluster.cli.audit.prediction import Claim
 

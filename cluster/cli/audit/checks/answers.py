@@ -6,9 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cluster.cli.audit.answer import Answer, Choice
 from cluster.cli.audit.checks.context import PROMPTS, Audit, all_of
-from cluster.cli.audit.client import CHAT, COMPLETIONS, Answer, Body, Choice, NoVerdictError, RefusedError, Server
+from cluster.cli.audit.client import CHAT, COMPLETIONS, Server
 from cluster.cli.audit.trial import Trial
+from cluster.cli.audit.wire import Body, NoVerdictError, RefusedError
 
 _TEXT_TOKENS = 24
 _STOP_LENGTH = 3

@@ -6,12 +6,14 @@ import asyncio
 import random
 from collections.abc import Sequence
 
+from cluster.cli.audit.answer import Answer
 from cluster.cli.audit.checks.context import NUM_POSITIONS, Audit, add_path_draws, all_of
 from cluster.cli.audit.checks.sampling import top_sentence
-from cluster.cli.audit.client import Answer, NoVerdictError, Server
+from cluster.cli.audit.client import Server
 from cluster.cli.audit.evidence import HitEvidence
 from cluster.cli.audit.prediction import Prediction
 from cluster.cli.audit.trial import Trial
+from cluster.cli.audit.wire import NoVerdictError
 
 FAR = 0.1  # total variation between two asks that rounding does not explain
 _MAX_TRIED = 400  # prefixes that a server may refuse before the check gives up

@@ -7,9 +7,11 @@ from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
+from cluster.cli.audit.answer import Answer
 from cluster.cli.audit.checks.context import PROMPTS, Audit
-from cluster.cli.audit.client import Answer, Body, NoVerdictError, Server
+from cluster.cli.audit.client import Server
 from cluster.cli.audit.trial import Trial
+from cluster.cli.audit.wire import Body, NoVerdictError
 from cluster.cli.figures import read_metrics
 
 _TOKENS = 96

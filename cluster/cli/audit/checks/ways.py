@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from cluster.cli.audit.answer import Answer
 from cluster.cli.audit.checks.context import NUM_POSITIONS, PROMPTS, Audit, all_of
 from cluster.cli.audit.checks.positions import check_prefixes, compare_greedy, compare_prediction
-from cluster.cli.audit.client import CHAT, COMPLETIONS, Answer, Body, NoVerdictError, RefusedError, Server
+from cluster.cli.audit.client import CHAT, COMPLETIONS, Server
 from cluster.cli.audit.trial import Trial
+from cluster.cli.audit.wire import Body, NoVerdictError, RefusedError
 
 _SWITCHES: tuple[Body, ...] = ({"speculation": {"enabled": False}}, {"speculative.n_max": 0})
 _DRAFT_COUNTS = ("accepted_draft_tokens", "rejected_draft_tokens", "draft_n", "num_draft_tokens")
@@ -140,7 +142,7 @@ async def refusals(audit: Audit, trial: Trial) -> None:
 async def seeds(audit: Audit, trial: Trial) -> None:
     """Compare texts of equal seeds, where the server repeats them."""
     ways = await two_ways(audit)
-    if not (ways.one.has_seed and ways.two.has_seed):
+    if not ("seed" in ways.one.neutral and "seed" in ways.two.neutral):
         raise NoVerdictError("the server takes no seed")
     part, seed = trial.hits(), 0
     while not trial.is_enough():

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 from cluster.cli.__main__ import main
-from cluster.cli.audit import client
+from cluster.cli.audit import client, wire
 from cluster.local.ports import free_port
 from tests.cluster.cli.audit.test_audit import app_of
 from tests.cluster.cli.audit.toy_server import ToyServer
@@ -101,7 +101,7 @@ def test_an_answer_without_an_end_is_a_sentence(
         return StreamingResponse(endless(), media_type="application/json")
 
     monkeypatch.setattr(client, "TIMEOUT_S", 1.0)
-    monkeypatch.setattr(client, "_MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(wire, "_MAX_BYTES", 1 << 20)
     with serving(app_of(complete)) as url:
         assert main(["audit", url, "--only", "usage"]) == 2
     assert words in capsys.readouterr().out
