@@ -26,7 +26,7 @@ from cluster.replica_settings import draft_cache_config
 from cluster.schema.frontends import IngressSection
 from cluster.schema.replicas import PairSection, PrefillSection
 from cluster.schema.tune import MAX_LOG_BYTES
-from engine.config import CacheConfig, KVDtype, ModelDtype
+from engine.config import CacheConfig, KVDtype, ModelDtype, Quantization
 from engine.model.checkpoint.node_memory import available_bytes
 from protos.errors import ConfigError
 from router.api_keys import ApiKeys
@@ -37,7 +37,11 @@ _GIB = 1 << 30
 _NO_WORD = re.compile(r"""[\s"'\\#$]""")
 _RAY_BYTES = int(1.5 * _GIB)  # idle cluster, controller, proxy and ingress
 _PROCESS_BYTES = int(0.45 * _GIB)  # Python with torch, of shell, target and draft each
-_LOADING_FACTOR = 2  # packed weights next to the read ones, or float32 of bfloat16
+_LOADING_FACTORS = {  # of bfloat16: packed weights and embeddings, or float32 of it
+    Quantization.NONE: 2.0,
+    Quantization.INT8: 0.75,
+    Quantization.INT4: 0.5,
+}
 _GPU_PROCESS_BYTES = 2 * _GIB  # Python with torch and a CUDA context
 _CONTEXT_BYTES = _GIB  # of a GPU: context, libraries' workspaces, the smallest passes
 
@@ -314,17 +318,21 @@ def _host_bytes(config: DeployConfig) -> tuple[int, int]:
 
 def _pair_bytes(config: DeployConfig) -> int:
     # Every rank of a target reads all of its weights before it keeps its part.
-    targets = [config.target.path] * config.target.tensor_parallel_size
-    paths = [*targets, *config.draft_paths]
-    weights = sum(_LOADING_FACTOR * weight_bytes(path) for path in paths)
+    num_ranks = config.target.tensor_parallel_size
+    weights = num_ranks * _loaded_bytes(config.target.path, config.target.quantization)
+    weights += sum(_loaded_bytes(path, config.draft.quantization) for path in config.draft_paths)
     caches = _pool_bytes(config.cache.to_engine(), config.target.path, config.target.dtype)
     for path in config.draft_models.values():
         caches += _pool_bytes(draft_cache_config(config.cache), path, config.draft.dtype)
-    return weights + caches + (1 + len(paths)) * _PROCESS_BYTES
+    return weights + caches + (1 + num_ranks + len(config.draft_paths)) * _PROCESS_BYTES
+
+
+def _loaded_bytes(path: str, quantization: Quantization) -> int:
+    return int(_LOADING_FACTORS[quantization] * weight_bytes(path))
 
 
 def _prefill_bytes(config: DeployConfig) -> int:
-    rank = _LOADING_FACTOR * weight_bytes(config.target.path) + _PROCESS_BYTES
+    rank = _loaded_bytes(config.target.path, config.target.quantization) + _PROCESS_BYTES
     pool = _pool_bytes(config.cache.to_engine(), config.target.path, config.target.dtype)
     return config.target.tensor_parallel_size * rank + pool
 

@@ -15,12 +15,14 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.config import HeadKind
+from engine.config import HeadKind, ModelConfig
 from engine.model.checkpoint.dtype import resolve_dtype
+from engine.model.checkpoint.unread_weight import UnreadWeight, replace_unread
 from engine.model.draft_heads.checkpoint import read_config, read_tensors
 from engine.model.draft_heads.published import HeadFormat, TargetShape
+from engine.model.loader import load_model
 from protos.errors import ConfigError
 from tuning.draft import TunableDraft, copy_files, partial_of, rename_whole
 from tuning.eagle3_student import Eagle3Student
@@ -226,11 +228,16 @@ class HeadFolder(TunableDraft):
 
 def _reader(target: str, device: torch.device) -> tuple[Reader, TargetShape]:
     try:
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=resolve_dtype("auto", device))
+        section = getattr(AutoConfig.from_pretrained(target), "quantization_config", None)
+        if section is None:
+            model = AutoModelForCausalLM.from_pretrained(target, dtype=resolve_dtype("auto", device))
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"--target {target} cannot be loaded to train heads on its states: {error}") from error
-    if getattr(model.config, "quantization_config", None) is not None:
+    if section is not None and section.get("quant_method") != "gguf":
         raise ConfigError(f"--target {target} has quantized weights; heads are tuned on the checkpoint it was made of")
+    if section is not None:  # a converted GGUF file
+        model = load_model(ModelConfig(target, device=str(device)))
+        replace_unread(model, UnreadWeight.read)
     config = model.config.get_text_config()
     reader = Reader(model.eval().requires_grad_(False).to(device))
     return reader, TargetShape(reader.vocab_size, config.hidden_size, config.num_hidden_layers)

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 3600.0
 _DIGITS = 12  # of a file's digest, in the name of its conversion
-_CONVERTER = 2  # increase it when the conversion changes
+_CONVERTER = 3  # increase it when the conversion changes
 
 
 def convert_gguf_models(config: DeployConfig, report: Callable[[str], None] = logger.info) -> DeployConfig:
@@ -29,7 +29,7 @@ def convert_gguf_models(config: DeployConfig, report: Callable[[str], None] = lo
     Raises:
         ConfigError: a file is missing, cut short, or not one that transformers reads.
     """
-    target = config.target.model_copy(update={"path": _folder_of(config.target.path, config.target.dtype, report)})
+    target = config.target.model_copy(update={"path": _folder_of(config.target.path, None, report)})
     draft = config.draft
     if draft.path is not None:
         draft = draft.model_copy(update={"path": _folder_of(draft.path, draft.dtype, report)})
@@ -37,16 +37,19 @@ def convert_gguf_models(config: DeployConfig, report: Callable[[str], None] = lo
     return config.model_copy(update={"target": target, "draft": draft, "drafts": drafts})
 
 
-def _folder_of(path: str, dtype: ModelDtype, report: Callable[[str], None]) -> str:
+def _folder_of(path: str, dtype: ModelDtype | None, report: Callable[[str], None]) -> str:
+    """Return the folder of a model, made of a GGUF file where `path` is one: in `dtype`, or with its blocks if None.
+
+    A draft has a dtype, since it may be tuned.
+    """
     if not path.endswith(GGUF):
         return path
     file = Path(resolve_model_path(path))
     read_gguf_header(file)  # what can be refused at once is
-    folder = converted_root() / f"{file.stem}-{file_digest(file)[:_DIGITS]}-{dtype}-{_CONVERTER}"
+    folder = converted_root() / f"{file.stem}-{file_digest(file)[:_DIGITS]}-{dtype or 'blocks'}-{_CONVERTER}"
     if not folder.is_dir():
-        report(
-            f"converting {file} into {folder}, once: its numbers are exact in float32, then rounded to dtype {dtype}"
-        )
+        how = "its blocks are kept" if dtype is None else f"its numbers are exact in float32, then rounded to {dtype}"
+        report(f"converting {file} into {folder}, once: {how}")
         _convert(file, folder, dtype)
     return str(folder)
 
@@ -56,12 +59,12 @@ def converted_root() -> Path:
     return cache_root() / "models"
 
 
-def _convert(file: Path, folder: Path, dtype: ModelDtype) -> None:
+def _convert(file: Path, folder: Path, dtype: ModelDtype | None) -> None:
     """Convert in a child process, which loads torch and frees its memory at its end."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent) as unfinished:
         made = Path(unfinished) / "model"
-        command = [sys.executable, "-m", "engine.model.checkpoint.gguf", str(file), str(made), dtype]
+        command = [sys.executable, "-m", "engine.model.checkpoint.gguf", str(file), str(made), *filter(None, [dtype])]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
@@ -21,21 +21,27 @@ from transformers.utils.hub import cached_file
 
 from engine.config import ModelConfig, Quantization
 from engine.model.checkpoint.completeness import refuse_incomplete, refuse_not_finite_model
-from engine.model.checkpoint.dequantize import read_dequantized
+from engine.model.checkpoint.dequantize import FLOATS, unread_weights
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.hub import fetch_model
 from engine.model.checkpoint.node_memory import check_memory
 from engine.model.checkpoint.progress import READING_ERRORS, reported_reading
 from engine.model.checkpoint.scheme import SECTIONS, Scheme, scheme_of
 from engine.model.checkpoint.stored_weights import refuse_unscaled
-from engine.model.checkpoint.weight_files import file_digest, refuse_unindexed, tensor_headers
+from engine.model.checkpoint.unread_weight import UnreadWeight, replace_unread, storing_experts
+from engine.model.checkpoint.weight_files import (
+    INDEX,
+    WHOLE,
+    file_digest,
+    refuse_unindexed,
+    tensor_headers,
+    weight_files,
+)
 from engine.model.gpu_memory import WEIGHTS_REMEDY, enough_memory
-from engine.model.linear.stored_experts import storing_experts
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _LEAST_BYTES = {Quantization.INT8: 1.0, Quantization.INT4: 0.5}  # of a weight in memory
 _NUMBERS = {"I64", "I32", "U8", "BOOL"}  # of buffers, which keep their dtype
 
@@ -60,21 +66,23 @@ def load_model(
     device = device or resolve_device(config.device)
     model_config = load_config(config.path)
     scheme = scheme_of(model_config.to_dict(), config.path)
-    kept: torch.dtype | None = None
+    keeps = device.type == "cpu" and keeps_dtype is not None and keeps_dtype(model_config)
+    kept = _stored_dtype(folder) if keeps and scheme is None else None
     if device.type == "cpu":
-        kept = _stored_dtype(folder) if keeps_dtype is not None and keeps_dtype(model_config) else None
         check_memory(folder, config.path, _LEAST_BYTES.get(Quantization(config.quantization), (kept or dtype).itemsize))
-    # Load to host memory; quantized checkpoints are dequantized by our own code.
+    # Views of the files, or weights that are read when they are used.
     try:
         if scheme is None:
             refuse_unindexed(folder, model_config.to_dict())
             refuse_unscaled(model_config.to_dict(), tensor_headers(folder), config.path)
-            with reported_reading(folder, display_name(config.path)), _storing(kept, config):
-                loaded: Any = AutoModelForCausalLM.from_pretrained(
-                    config.path, config=model_config, trust_remote_code=False, **_options(kept or dtype)
-                )
-        else:
-            loaded = _load_quantized(config.path, folder, model_config, scheme, dtype)
+        with reported_reading(folder, display_name(config.path)):
+            if scheme is None and (kept is not None or _has_views(folder, model_config.to_dict(), dtype)):
+                with _storing(kept, config):
+                    loaded: Any = AutoModelForCausalLM.from_pretrained(
+                        config.path, config=model_config, trust_remote_code=False, **_options(kept or dtype)
+                    )
+            else:
+                loaded = _load_unread(config.path, folder, model_config, scheme, dtype)
     except (*READING_ERRORS, SafetensorError) as error:
         raise ConfigError(
             f"the weights of {config.path!r} (model type {model_config.model_type}) cannot be loaded: {_named(error)}"
@@ -82,12 +90,16 @@ def load_model(
     # Check the result: the head's tensor, completeness, finite weights.
     model, info = loaded
     _tie_head(config.path, model)
+    if keeps:
+        replace_unread(model, UnreadWeight.as_stored)
     refuse_incomplete(config.path, info, model.state_dict())
     if not is_checked:
         refuse_not_finite_model(config.path, model)
     logger.info("loaded %s (%s) as %s on %s", config.path, model_config.model_type, dtype, device)
     size = sum(each.numel() * each.itemsize for each in model.parameters()) / (1 << 30)
     with enough_memory(device, f"the weights of {config.path!r}, {size:.1f} GiB", WEIGHTS_REMEDY):
+        if device.type != "cpu":
+            replace_unread(model, lambda weight: weight.read().to(device))
         return cast(PreTrainedModel, model.to(device).eval().requires_grad_(False))
 
 
@@ -100,7 +112,14 @@ def _storing(kept: torch.dtype | None, config: ModelConfig) -> AbstractContextMa
 def _stored_dtype(folder: Path) -> torch.dtype | None:
     """Return the dtype of all floating tensors of a checkpoint; None if they have several."""
     found = {header.dtype for header in tensor_headers(folder).values()} - _NUMBERS
-    return _FLOATS.get(found.pop()) if len(found) == 1 else None
+    return FLOATS.get(found.pop()) if len(found) == 1 else None
+
+
+def _has_views(folder: Path, config: Mapping[str, object], dtype: torch.dtype) -> bool:
+    """True if transformers' tensors will be views of the files, or only transformers knows which files it reads."""
+    files = [file.name for file in weight_files(folder)]
+    is_known = WHOLE not in files or (len(files) == 1 and not (folder / INDEX).is_file())
+    return _stored_dtype(folder) == dtype or not is_known or bool(config.get("transformers_weights"))
 
 
 def _tie_head(path: str, model: PreTrainedModel) -> None:
@@ -140,19 +159,20 @@ def display_name(path: str) -> str:
     return "/".join(Path(path).parts[-2:])
 
 
-def _load_quantized(path: str, folder: Path, config: PreTrainedConfig, scheme: Scheme, dtype: torch.dtype) -> Any:
-    """Load a quantized checkpoint as a plain model with dequantized weights."""
-    weights = read_dequantized(folder, scheme, dtype)
+def _load_unread(path: str, folder: Path, config: PreTrainedConfig, scheme: Scheme | None, dtype: torch.dtype) -> Any:
+    """Load a model whose weights are dequantized, or converted to `dtype`, one by one when they are used."""
+    weights = unread_weights(folder, scheme)
     for section in SECTIONS:
         if hasattr(config, section):
             delattr(config, section)
+    config.name_or_path = path
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(config))
-    model, info = kind.from_pretrained(None, config=config, state_dict=weights, **_options(dtype))
+    with storing_experts():
+        model, info = kind.from_pretrained(None, config=config, state_dict=weights, **_options(dtype))
     model.name_or_path = path
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    logger.info("dequantized %s from %s: %d tensors", path, scheme.method, len(weights))
     return model, info
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.model.checkpoint.node_memory import drop_pages
+from engine.model.checkpoint.unread_weight import UnreadWeight, read_weight
 from engine.model.linear.packed_experts import packed_parameters
 from engine.model.linear.packed_linear import LinearFactory, gains
-from engine.model.linear.stored_experts import StoredWeight, read_weight
 from engine.model.linear.weight_store import NO_STORE, WeightStore
 
 _LARGE_BYTES = 1 << 20
@@ -36,30 +36,41 @@ def leave_checkpoint(
     `store` may keep the copies of large ones.
     """
     copied = packed_parameters(model, make_linear)
+    read: dict[Tensor, nn.Parameter] = {}
     for path, module in model.named_modules():
         is_packed = gains(module, make_linear)
         is_kept = keeps_embeddings and type(module) is nn.Embedding
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) in copied or (is_packed and name == "weight"):
                 continue
+            if parameter in read:
+                setattr(module, name, read[parameter])
+                continue
             stored = parameter.data
-            own_dtype = stored.dtype if dtype is None or is_kept or not stored.is_floating_point() else dtype
+            own_dtype = _own_dtype(stored, dtype, is_kept=is_kept)
             keeper = store if parameter.nbytes >= _LARGE_BYTES else NO_STORE
             own = keeper.product(f"{path}.{name}", partial(_copied, parameter, own_dtype))
-            drop_pages([stored])
-            if isinstance(parameter, StoredWeight):
-                setattr(module, name, nn.Parameter(own, requires_grad=False))
+            if isinstance(parameter, UnreadWeight):
+                read[parameter] = nn.Parameter(own, requires_grad=False)
+                setattr(module, name, read[parameter])
             else:
+                drop_pages([stored])
                 parameter.data = own
-            copied.add(id(parameter))
+                copied.add(id(parameter))
             if is_kept and own.dtype is not dtype:
                 module.register_forward_hook(partial(_cast_output, dtype))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.clone())  # a view would keep its whole base alive
 
 
+def _own_dtype(stored: Tensor, dtype: torch.dtype | None, *, is_kept: bool) -> torch.dtype:
+    if dtype is None or not stored.is_floating_point():
+        return stored.dtype
+    return min(stored.dtype, dtype, key=lambda each: each.itemsize) if is_kept else dtype
+
+
 def _copied(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    return read_weight(parameter).detach().to(dtype, copy=not isinstance(parameter, StoredWeight))
+    return read_weight(parameter).detach().to(dtype, copy=not isinstance(parameter, UnreadWeight))
 
 
 def _cast_output(dtype: torch.dtype | None, module: nn.Module, inputs: object, output: Tensor) -> Tensor:

@@ -88,6 +88,18 @@ def test_weights_count_per_replica(config: DeployConfig, model: Path):
         check_memory(config, NO_GPU)
 
 
+def test_quantized_weights_count_as_they_are_served(model: Path):
+    """16 GiB of bfloat16, an 8 B model, in int4: neither the whole of it nor float32 of it is ever in memory."""
+    with (model / "model.safetensors").open("wb") as file:
+        file.truncate(16 << 30)
+    target = {"path": str(model), "quantization": "int4"}
+    args = {"model_id": "m", "target": target, "draft": {"kind": "none"}, "cache": {"memory_gib": 0.5}}
+    with patch("psutil.virtual_memory", lambda: SimpleNamespace(available=12 << 30)):
+        check_memory(parse_config(args), NO_GPU)
+        with pytest.raises(ConfigError, match=r"about 34.* GiB of memory are needed"):
+            check_memory(parse_config({**args, "target": {"path": str(model)}}), NO_GPU)
+
+
 def sharded(model: Path, gib: int, num_ranks: int, **cache: float) -> DeployConfig:
     """A target of so many GiB, in a file that takes no room."""
     with (model / "model.safetensors").open("wb") as file:

@@ -64,7 +64,7 @@ KEPT = {
     "router/tokenizer/chat_prompt.py": "by the server's own template",
     "router/openai/openapi.py": "one document, the same for all",
     "engine/model/checkpoint/hub.py": "by a model of the deployment",
-    "engine/model/linear/stored_experts.py": "a change of a library, made once",
+    "engine/model/checkpoint/unread_weight.py": "a change of a library, made once",
     "engine/model/runner/kept_weights.py": "one digest of our own code",
     "engine/proposer/growth/tree_shape.py": "by numbers of drafts",
     "engine/proposer/draft_model/ahead_drafter.py": "by numbers of drafts",

@@ -39,11 +39,10 @@ def refuse_not_finite(folder: Path) -> None:
 def refuse_not_finite_model(path: str, model: nn.Module) -> None:
     """Raise ConfigError if a weight of `model`, loaded from `path`, is NaN or infinite.
 
-    Weights without numbers of their own (`engine.model.linear.stored_experts`) are checked when they are read.
+    Those that are not read yet (`engine.model.checkpoint.unread_weight`) are checked when they are.
     """
     for name, weight in model.named_parameters():
-        has_numbers = 0 < weight.nbytes <= weight.untyped_storage().nbytes()
-        if has_numbers and weight.is_floating_point():
+        if type(weight) is nn.Parameter and weight.nbytes and weight.is_floating_point():
             refuse_not_finite_tensor(weight, name, path)
             drop_pages([weight])
 

@@ -1,50 +1,64 @@
-"""Dequantizes GPTQ, AWQ, FP8 and compressed-tensors weights: exactly in float32, then rounded to the served dtype.
+"""Dequantizes GPTQ, AWQ, FP8, MXFP4, GGUF and compressed-tensors weights one by one, exactly in float32.
 
 GPTQ: arXiv:2210.17323, as AutoGPTQ and GPTQModel write it. AWQ: arXiv:2306.00978, AutoAWQ's `gemm` layout. FP8:
 blocks as in DeepSeek-V3 (arXiv:2412.19437), channels and tensors as in vLLM. Packed integers: compressed-tensors.
+MXFP4: gpt-oss' experts, in the blocks of the OCP Microscaling standard. GGUF: the library `gguf`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.nn import functional as F
 
-from engine.model.checkpoint.progress import ReadingReport
 from engine.model.checkpoint.scheme import Scheme, WeightFormat
-from engine.model.checkpoint.stored_weights import StoredWeight, not_whole, stored_weights
+from engine.model.checkpoint.stored_weights import GROUP_INDICES, StoredWeight, not_whole, stored_weights
+from engine.model.checkpoint.unread_weight import UnreadWeight
 from engine.model.checkpoint.weight_files import TensorHeader, tensor_headers
 
 _WORD_BITS = 32
+_PART_ROWS = 256
+FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # place of each of eight outputs in a word
+_FP4 = (*(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0))
 
 
-def read_dequantized(folder: Path, scheme: Scheme, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return all weights of the checkpoint in `folder` under their plain names; floating weights get `dtype`.
+def unread_weights(folder: Path, scheme: Scheme | None) -> dict[str, Tensor]:
+    """Return all weights of the checkpoint in `folder` under their plain names; its floats are not read yet.
 
     Raises:
         ConfigError: a tensor of a quantized weight is missing or has a wrong shape, or an input names an unknown group.
     """
-    headers = tensor_headers(folder)
-    quantized = stored_weights(scheme, headers, str(folder))
+    headers, path = tensor_headers(folder), str(folder)
+    quantized = [] if scheme is None else stored_weights(scheme, headers, path)
     parts = {name for stored in quantized for name in stored.tensors.values()}
-    report = ReadingReport(folder, folder.name, len(headers))
-
-    def read(name: str) -> Tensor:
-        tensor = _read(headers[name], name)
-        report.read(name)
-        return tensor
-
-    weights = {name: _cast(read(name), dtype) for name in headers if name not in parts}
+    weights = {name: _unread(header, name, path) for name, header in headers.items() if name not in parts}
     for stored in quantized:
-        tensors = {last: read(name) for last, name in stored.tensors.items()}
-        _check_groups(stored, tensors, str(folder))
-        weights[f"{stored.module}.weight"] = dequantized(stored, tensors, scheme).to(dtype)
+        assert scheme is not None, "it describes them"
+        files = {last: (headers[name], name) for last, name in stored.tensors.items()}
+        groups = _group_index({last: _read(*file) for last, file in files.items() if last in GROUP_INDICES})
+        _check_groups(stored, groups, path)
+        read = partial(_read_dequantized, stored, files, scheme)
+        weights[stored.name] = UnreadWeight(read, stored.shape, torch.float32, (stored.name, path), stored.strides)
     return weights
+
+
+def _unread(header: TensorHeader, name: str, path: str) -> Tensor:
+    if (dtype := FLOATS.get(header.dtype)) is None:
+        return _read(header, name)
+    return UnreadWeight(partial(_read, header, name), header.shape, dtype, (name, path))
+
+
+def _read_dequantized(stored: StoredWeight, files: Mapping[str, tuple[TensorHeader, str]], scheme: Scheme) -> Tensor:
+    return dequantized(stored, {last: _read(*file) for last, file in files.items()}, scheme)
 
 
 def _group_index(tensors: Mapping[str, Tensor]) -> Tensor | None:
@@ -52,32 +66,71 @@ def _group_index(tensors: Mapping[str, Tensor]) -> Tensor | None:
     return tensors.get("g_idx", tensors.get("weight_g_idx"))
 
 
-def _check_groups(stored: StoredWeight, tensors: Mapping[str, Tensor], path: str) -> None:
-    groups, num_groups = _group_index(tensors), -(-stored.shape[1] // stored.step[1])
+def _check_groups(stored: StoredWeight, groups: Tensor | None, path: str) -> None:
     if groups is None or bool((groups == -1).all()):
         return
+    num_groups = -(-stored.shape[1] // stored.step[1])
     low, high = int(groups.min()), int(groups.max())
     if low < 0 or high >= num_groups:
         raise not_whole(path, f"{stored.module!r} has inputs in groups {low} to {high}, but {num_groups} scales")
 
 
 def dequantized(stored: StoredWeight, tensors: Mapping[str, Tensor], scheme: Scheme) -> Tensor:
-    """Return a stored weight as [out, in] float32."""
-    rows, columns = (torch.arange(size) // step for size, step in zip(stored.shape, stored.step, strict=True))
-    groups = _group_index(tensors)
-    if groups is not None and bool((groups >= 0).all()):
-        columns = groups.long()
+    """Return a stored weight as float32, [out, in] or as the model has it."""
+    if stored.format is WeightFormat.MXFP4:
+        return _mxfp4(tensors["blocks"], tensors["scales"])
+    if stored.format is WeightFormat.GGUF:
+        ((kind, blocks),) = tensors.items()
+        return gguf_numbers(blocks.numpy(), kind)
     parts = _PARTS[stored.format](tensors, scheme)
-    numbers = parts.numbers.float()
-    if parts.zeros is not None:
-        numbers -= _spread(parts.zeros, rows, columns)
-    return numbers.mul_(_spread(parts.scales, rows, columns))
+    rows, columns = torch.arange(stored.shape[0]) // stored.step[0], _columns(stored, tensors)
+    numbers = torch.empty(stored.shape)
+    for first in range(0, stored.shape[0], _PART_ROWS):  # so that copies are small
+        part = slice(first, first + _PART_ROWS)
+        numbers[part] = parts.numbers[part]
+        groups = numbers[part].unflatten(1, (-1, stored.step[1] if columns is None else 1))
+        if parts.zeros is not None:
+            groups -= _spread(parts.zeros, rows[part], columns)
+        groups *= _spread(parts.scales, rows[part], columns)
+    return numbers
 
 
-def _spread(values: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Repeat [], [1], [out] or [row steps, column steps] over its steps -> [out, in] float32."""
+def _columns(stored: StoredWeight, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the group of each input, [in]; None where whole groups follow each other."""
+    groups, (_, step) = _group_index(tensors), stored.step
+    if groups is not None and bool((groups >= 0).all()):
+        return None if _is_in_order(groups, step) else groups.long()
+    return None if stored.shape[1] % step == 0 else torch.arange(stored.shape[1]) // step
+
+
+def _is_in_order(groups: Tensor, step: int) -> bool:
+    return len(groups) % step == 0 and torch.equal(groups.long(), torch.arange(len(groups)) // step)
+
+
+def gguf_numbers(blocks: Any, kind: str) -> Tensor:
+    """Return the numbers of an array of blocks of a type, as float32."""
+    from gguf import GGMLQuantizationType, dequantize  # most checkpoints need no part of it
+
+    return torch.from_numpy(dequantize(blocks, GGMLQuantizationType[kind]))
+
+
+def _mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Experts [expert, out, in / 32, 16] of two numbers a byte, and a power of two for each 32 -> [expert, in, out]."""
+    num_experts, num_outputs, num_groups = scales.shape
+    numbers = torch.empty(num_experts, num_outputs, num_groups * 32)
+    table = torch.tensor([(_FP4[byte & 15], _FP4[byte >> 4]) for byte in range(256)])
+    for expert, levels, exponents in zip(numbers, blocks, scales, strict=True):
+        factors = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
+        groups = F.embedding(levels.int(), table).flatten(-2)  # [out, group, 32]
+        expert.copy_(groups.mul_(factors[..., None]).flatten(1))
+    return numbers.transpose(1, 2)
+
+
+def _spread(values: Tensor, rows: Tensor, columns: Tensor | None) -> Tensor:
+    """Repeat [], [1], [out] or [row steps, column steps] over its rows, and over `columns`; [rows, ..., 1] float32."""
     grid: Tensor = values.float().reshape(len(values), -1) if values.ndim else values.float().reshape(1, 1)
-    return grid[rows.clamp(max=len(grid) - 1)][:, columns]
+    spread = grid[rows.clamp(max=len(grid) - 1)]
+    return (spread if columns is None else spread[:, columns])[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,29 +143,23 @@ class _Parts:
 
 
 def _gptq(tensors: Mapping[str, Tensor], scheme: Scheme) -> _Parts:
-    numbers = _unpack(tensors["qweight"].T, scheme.num_bits)
-    zeros = _unpack(tensors["qzeros"], scheme.num_bits) + scheme.zero_offset & (1 << scheme.num_bits) - 1
-    return _Parts(numbers, tensors["scales"].T, zeros.T)
-
-
-def _awq(tensors: Mapping[str, Tensor], scheme: Scheme) -> _Parts:
-    numbers, zeros = (_awq_outputs(tensors[name]) for name in ("qweight", "qzeros"))
+    numbers = _unpack(tensors["qweight"], scheme.num_bits).T
+    zeros = _unpack(tensors["qzeros"].T, scheme.num_bits) + scheme.zero_offset & (1 << scheme.num_bits) - 1
     return _Parts(numbers, tensors["scales"].T, zeros)
 
 
-def _awq_outputs(words: Tensor) -> Tensor:
-    """Unpack outputs: [n, out / 8] int32 -> [n, out]."""
-    octets: Tensor = _unpack(words, 4).unflatten(1, (-1, 8))
-    ordered: Tensor = octets[..., list(_AWQ_PLACES)].flatten(1)
-    return ordered.T
+def _awq(tensors: Mapping[str, Tensor], scheme: Scheme) -> _Parts:
+    numbers, zeros = (_unpack(tensors[name].T, 4, _AWQ_PLACES) for name in ("qweight", "qzeros"))
+    return _Parts(numbers, tensors["scales"].T, zeros)
 
 
 def _packed(tensors: Mapping[str, Tensor], scheme: Scheme) -> _Parts:
     middle = 1 << scheme.num_bits - 1
     zeros = tensors.get("weight_zero_point")
     if zeros is not None:
-        zeros = _unpack(zeros.T, scheme.num_bits).T - middle
-    return _Parts(_unpack(tensors["weight_packed"], scheme.num_bits) - middle, tensors["weight_scale"], zeros)
+        zeros = _unpack(zeros, scheme.num_bits) - middle
+    numbers = _unpack(tensors["weight_packed"].T, scheme.num_bits).T
+    return _Parts(numbers.sub_(middle), tensors["weight_scale"], zeros)
 
 
 def _scaled(tensors: Mapping[str, Tensor], scheme: Scheme) -> _Parts:
@@ -129,18 +176,15 @@ _PARTS = {
 }
 
 
-def _unpack(words: Tensor, num_bits: int) -> Tensor:
-    """Unpack [n, m] int32 -> [n, m * 32 / bits] int32, lowest bits first."""
-    shifts = torch.arange(0, _WORD_BITS, num_bits, dtype=torch.int32)
-    numbers: Tensor = words[..., None] >> shifts & (1 << num_bits) - 1
-    return numbers.flatten(-2)
+def _unpack(words: Tensor, num_bits: int, places: Seq[int] | None = None) -> Tensor:
+    """Unpack [n, m] int32 -> [n * 32 / bits, m] int16, lowest bits first, or by the places of numbers in a word."""
+    numbers = torch.empty(words.shape[0], _WORD_BITS // num_bits, words.shape[1], dtype=torch.int16)
+    for number, place in enumerate(places or range(_WORD_BITS // num_bits)):
+        numbers[:, number] = words >> place * num_bits & (1 << num_bits) - 1
+    return numbers.flatten(0, 1)
 
 
 def _read(header: TensorHeader, name: str) -> Tensor:
     with safe_open(header.file, framework="pt") as tensors:
         tensor: Tensor = tensors.get_tensor(name)
         return tensor
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -1,8 +1,8 @@
 """`python -m engine.model.checkpoint.gguf FILE FOLDER [DTYPE]`: converts a GGUF file to a folder that can be served.
 
-transformers reads the file: tokenizer, chat template, and blocks, which are dequantized exactly in float32 and rounded
-to the served dtype. A file with tensors that transformers does not read is refused, since they would be dropped
-silently.
+transformers reads the tokenizer and the chat template, and names and orders the weights. Their blocks are kept, or
+with DTYPE dequantized exactly in float32 and rounded. A file with tensors that transformers does not read is refused,
+since they would be dropped silently.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from gguf import GGUFReader
 from torch import Tensor, nn
@@ -26,25 +28,42 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+    load_gguf_checkpoint,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.config import ModelDtype
 from engine.model.checkpoint.completeness import refuse_incomplete
+from engine.model.checkpoint.dequantize import gguf_numbers
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.gguf_header import read_gguf_header
-from engine.model.checkpoint.gguf_metadata import GgufHeader
+from engine.model.checkpoint.gguf_metadata import BLOCKS, GgufHeader
 from engine.model.checkpoint.progress import READING_ERRORS
+from engine.model.checkpoint.weight_files import SafetensorsWriter, write_index
 from protos.errors import ConfigError, ServingError
 
 logger = logging.getLogger(__name__)
 
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")  # one per family
+_EXPERT_SIZE = "moe_intermediate_size"
 _ROPE_DIVISORS = "rope_freqs.weight"
+_ENTRY_BYTES = 200  # of a header, without the name
+_PART_ROWS = 64
+_SAFETENSORS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"}
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def convert_gguf(file: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Write the model of `file` into `folder`: safetensors in `dtype`, configuration, tokenizer and chat template.
+def convert_gguf(file: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write the model of `file` into `folder`: safetensors, configuration, tokenizer and chat template.
+
+    Args:
+        file: of GGUF.
+        folder: is made.
+        dtype: of the numbers; None keeps blocks as they are, for `engine.model.checkpoint.dequantize`.
 
     Raises:
         ConfigError: the file is damaged or not GGUF, or transformers does not read all of its model.
@@ -53,21 +72,120 @@ def convert_gguf(file: Path, folder: Path, dtype: torch.dtype) -> None:
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     with _understood(header):
         config = AutoConfig.from_pretrained(**source)
-        with torch.device("meta"):  # takes no memory; if tensors are missing, `_read` names one
-            _check_size(header, AutoModelForCausalLM.from_config(config), at_most=2)
         _restore_numbers(header, config)
+        with torch.device("meta"):  # takes no memory
+            model = AutoModelForCausalLM.from_config(config)
+        _check_size(header, model, at_most=2)
         _restore_rope(header, config)
         tokenizer = AutoTokenizer.from_pretrained(**source)
-        model = _read(header, source, config, dtype)
-    config.dtype = dtype
-    with torch.device("meta"):  # a new model, since `save_pretrained` refuses the dequantized one
-        plain: Any = type(model)._from_config(config, dtype=dtype)
-    plain.load_state_dict(model.state_dict(), assign=True)
-    plain.tie_weights()
-    plain.generation_config = model.generation_config
-    _restore_ends(header, plain.generation_config)
-    plain.save_pretrained(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        written = _write_weights(header, model, folder, dtype)
+    _refuse_incomplete(header, model, written)
+    _check_size(header, model, at_most=1)
+    config.dtype, config.architectures = dtype or torch.bfloat16, [type(model).__name__]
+    if dtype is None:
+        config.quantization_config = {"quant_method": "gguf"}
+    _restore_ends(header, model.generation_config)
+    config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _write_weights(
+    header: GgufHeader, model: PreTrainedModel, folder: Path, dtype: torch.dtype | None
+) -> dict[str, tuple[int, ...]]:
+    """Write the weights one by one, in a file for each dtype; return their shapes by name."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    room = sum(len(name) + _ENTRY_BYTES for name in model.state_dict())
+    writers: dict[str, SafetensorsWriter] = {}
+    for name, kind, tensor in _weights(header, model):
+        if kind in BLOCKS and tensor.dtype is torch.uint8 and dtype is None:
+            size, num_bytes = BLOCKS[kind]
+            shapes[name] = (*tensor.shape[:-1], tensor.shape[-1] // num_bytes * size)
+            name = f"{name}.{kind}"
+        else:
+            tensor = gguf_numbers(tensor.numpy(), kind) if tensor.dtype is torch.uint8 else tensor
+            tensor = tensor.to(dtype or _narrowest(tensor, kind))
+            shapes[name] = tuple(tensor.shape)
+        own = _SAFETENSORS[tensor.dtype]
+        if own not in writers:
+            writers[own] = SafetensorsWriter(folder / f"model-{own}.safetensors", room)
+        contents = tensor.contiguous().flatten().view(torch.uint8).numpy()
+        writers[own].add(name, own, tensor.shape, contents.data)
+    for writer in writers.values():
+        writer.close()
+    write_index(folder, [writer.file for writer in writers.values()])
+    return shapes
+
+
+def _weights(header: GgufHeader, model: PreTrainedModel) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield the weights in transformers' names and order of rows, with their type: bytes of blocks where it has any."""
+    values = load_gguf_checkpoint(header.file)["config"]
+    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=values)
+    names = get_gguf_hf_weights_map(model, processor)
+    missing = Counter(names.values())  # parts of a weight that are tensors of their own: gate and up of experts
+    parts: dict[str, list[dict[str, Tensor]]] = {}
+
+    def process(name: str, weights: Any, made: dict[str, Tensor]) -> dict[str, Tensor]:
+        done = processor.process(weights, name, tensor_key_mapping=names, parsed_parameters={"tensors": made})
+        if done.name in names:
+            made[names[done.name]] = torch.from_numpy(np.require(done.weights, requirements=["C", "W"]))
+        return made
+
+    for tensor in GGUFReader(header.file).tensors:
+        kind, whole = tensor.tensor_type.name, names.get(tensor.name.removesuffix(".weight"), "")
+        numbers, blocks = parts.pop(whole, [{}, {}])
+        is_kept = kind in BLOCKS and _is_kept(processor, tensor, names)
+        if not is_kept or missing[whole] > 1 or numbers:
+            process(tensor.name, gguf_numbers(tensor.data, kind).numpy(), numbers)
+        if kind in BLOCKS:
+            with suppress(ValueError, RuntimeError):  # another shape of bytes cannot be joined: its numbers can
+                process(tensor.name, tensor.data, blocks)
+        missing[whole] -= 1
+        if whole and missing[whole] > 0:
+            parts[whole] = [numbers, blocks]
+            continue
+        for name in {**numbers, **blocks}:
+            is_same = name in blocks and (is_kept or _are_equal(blocks[name], kind, numbers[name]))
+            yield name, kind, blocks[name] if is_same else numbers[name]
+
+
+def _is_kept(processor: TensorProcessor, tensor: Any, names: Mapping[str, str]) -> bool:
+    """True if a tensor's numbers are taken as they are."""
+    for weights in (tensor.data, gguf_numbers(tensor.data[:1], tensor.tensor_type.name).numpy()):
+        done = processor.process(weights, tensor.name, tensor_key_mapping=names, parsed_parameters={"tensors": {}})
+        if done.weights is not weights or done.name != tensor.name:
+            return False
+    return True
+
+
+def _are_equal(blocks: Tensor, kind: str, numbers: Tensor) -> bool:
+    size, num_bytes = BLOCKS[kind]
+    if (*blocks.shape[:-1], blocks.shape[-1] // num_bytes * size) != tuple(numbers.shape):
+        return False
+    rows = zip(blocks.split(_PART_ROWS), numbers.split(_PART_ROWS), strict=True)
+    return all(torch.equal(gguf_numbers(some.numpy(), kind), same) for some, same in rows)
+
+
+def _narrowest(numbers: Tensor, kind: str) -> torch.dtype:
+    """Return the dtype of the file's own numbers where that loses nothing."""
+    dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32)
+    return dtype if torch.equal(numbers.to(dtype).float(), numbers) else torch.float32
+
+
+def _refuse_incomplete(header: GgufHeader, model: PreTrainedModel, written: Mapping[str, tuple[int, ...]]) -> None:
+    wanted = model.state_dict(keep_vars=True)
+    found = {id(wanted[name]) for name in written if name in wanted}
+    info = {
+        "missing_keys": {name for name, tensor in wanted.items() if id(tensor) not in found},
+        "mismatched_keys": {
+            (name, shape, tuple(wanted[name].shape))
+            for name, shape in written.items()
+            if name in wanted and shape != tuple(wanted[name].shape)
+        },
+        "unexpected_keys": set(written) - set(wanted),
+    }
+    refuse_incomplete(str(header.file), info, wanted)
 
 
 @contextmanager
@@ -80,20 +198,6 @@ def _understood(header: GgufHeader) -> Iterator[None]:
             f"transformers does not read {str(header.file)!r} (architecture {header.architecture!r}): "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def _read(header: GgufHeader, source: dict[str, Any], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        **source,
-        config=config,
-        dtype=dtype,
-        ignore_mismatched_sizes=True,  # refused by name later
-        output_loading_info=True,
-    )
-    model, info = loaded
-    refuse_incomplete(str(header.file), info, model.state_dict())
-    _check_size(header, model, at_most=1)
-    return model
 
 
 def _check_size(header: GgufHeader, model: nn.Module, at_most: int) -> None:
@@ -113,6 +217,8 @@ def _restore_numbers(header: GgufHeader, config: PreTrainedConfig) -> None:
     for name in _EPSILONS:
         if hasattr(config, name):
             setattr(config, name, header.epsilon)
+    if hasattr(config, _EXPERT_SIZE) and (size := header.number("expert_feed_forward_length")) is not None:
+        setattr(config, _EXPERT_SIZE, int(size))
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     of_layers = {
         "rope.freq_base": rope.get("full_attention", rope),
@@ -183,11 +289,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("dtype", nargs="?", choices=list(ModelDtype), default=ModelDtype.AUTO)
+    parser.add_argument("dtype", nargs="?", choices=list(ModelDtype))
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = None if options.dtype is None else resolve_dtype(options.dtype, device)
     try:
-        convert_gguf(options.file, options.folder, resolve_dtype(options.dtype, device))
+        convert_gguf(options.file, options.folder, dtype)
     except ServingError as error:
         sys.stdout.write(f"{error}\n")
         return 1

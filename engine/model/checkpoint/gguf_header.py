@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from engine.model.checkpoint.gguf_metadata import (
+    BLOCKS,
     GgufArray,
     GgufHeader,
     GgufTensor,
@@ -38,21 +39,10 @@ _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")  # a string's length
 _MAX_DIMS = 4
 _ALIGNMENT = 32
+_BLOCK_NUMBERS = (2, 3, 6, 7, 8, 10, 11, 12, 13, 14)
 # Supported types: name, numbers per block, bytes per block.
-_TYPES = {
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
-    2: ("Q4_0", 32, 18),
-    3: ("Q4_1", 32, 20),
-    6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24),
-    8: ("Q8_0", 32, 34),
-    10: ("Q2_K", 256, 84),
-    11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210),
-    30: ("BF16", 1, 2),
+_TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2)} | {
+    number: (name, *sizes) for number, (name, sizes) in zip(_BLOCK_NUMBERS, BLOCKS.items(), strict=True)
 }
 
 

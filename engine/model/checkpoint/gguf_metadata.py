@@ -17,6 +17,19 @@ _EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
 _TOKENS = "tokenizer.ggml.tokens"
 _TOKEN_IDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
 
+BLOCKS = {  # numbers and bytes of a block, by its type's name
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class GgufArray:

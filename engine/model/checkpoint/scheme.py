@@ -9,9 +9,8 @@ from typing import Any
 
 from protos.errors import ConfigError
 
-_SERVED = "GPTQ (4 or 8 bits), AWQ (gemm), FP8 and compressed-tensors (packed integers, int8, float8)"
+_SERVED = "GPTQ (4 or 8 bits), AWQ (gemm), FP8, MXFP4 and compressed-tensors (packed integers, int8, float8)"
 SECTIONS = ("quantization_config", "compression_config")  # of config.json
-_BY_TRANSFORMERS = "mxfp4"  # transformers dequantizes it itself
 _COMPRESSED_FORMATS = ("dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
 
@@ -20,13 +19,17 @@ class WeightFormat(StrEnum):
 
     GPTQ: `qweight` packed along the inputs, `qzeros`, `scales`. AWQ: the same names, packed along the outputs.
     PACKED: `weight_packed` along the inputs, `weight_scale`. SCALED: `weight` in float8 or int8 and `weight_scale` or
-    `weight_scale_inv`. Checkpoints of compressed-tensors use both PACKED and SCALED.
+    `weight_scale_inv`. Checkpoints of compressed-tensors use both PACKED and SCALED. MXFP4: experts in `_blocks` and
+    `_scales`, whose names follow the parameter's. GGUF: blocks as the file has them, in a tensor named by the
+    parameter and the type of its blocks.
     """
 
     GPTQ = "gptq"
     AWQ = "awq"
     PACKED = "packed"
     SCALED = "scaled"
+    MXFP4 = "mxfp4"
+    GGUF = "gguf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +69,6 @@ def scheme_of(config: Mapping[str, Any], path: str) -> Scheme | None:
     if not isinstance(section, Mapping):
         raise refusal(path, f"quantization_config is {section!r}; it must be a mapping")
     method = section.get("quant_method", "compressed-tensors" if "config_groups" in section else None)
-    if method == _BY_TRANSFORMERS:
-        return None
     if not isinstance(method, str) or method not in _READERS:
         raise refusal(path, f"quant_method is {method!r}")
     try:
@@ -114,6 +115,14 @@ def _fp8(section: Mapping[str, Any], path: str) -> Scheme:
     return Scheme(section["quant_method"], (WeightFormat.SCALED,), block=None if block is None else _pair(block))
 
 
+def _mxfp4(section: Mapping[str, Any], path: str) -> Scheme:
+    return Scheme("mxfp4", (WeightFormat.MXFP4,))
+
+
+def _gguf(section: Mapping[str, Any], path: str) -> Scheme:
+    return Scheme("gguf", (WeightFormat.GGUF,), may_be_dense=True)
+
+
 def _compressed(section: Mapping[str, Any], path: str) -> Scheme:
     groups = (section.get("config_groups") or {}).values()
     # Refuse formats, sparsity and rotations that the weights cannot be computed from.
@@ -142,7 +151,10 @@ def _compressed(section: Mapping[str, Any], path: str) -> Scheme:
     )
 
 
-_READERS = {"gptq": _gptq, "awq": _awq, "fp8": _fp8, "fbgemm_fp8": _fp8, "compressed-tensors": _compressed}
+_READERS = {
+    **{"gptq": _gptq, "awq": _awq, "fp8": _fp8, "fbgemm_fp8": _fp8},
+    **{"mxfp4": _mxfp4, "gguf": _gguf, "compressed-tensors": _compressed},
+}
 
 
 def _require(path: str, section: Mapping[str, Any], key: str, allowed: tuple[int, ...]) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from engine.model.checkpoint.gguf_metadata import BLOCKS
 from engine.model.checkpoint.scheme import SECTIONS, Scheme, WeightFormat, refusal
 from engine.model.checkpoint.weight_files import TensorHeader
 from protos.errors import ConfigError
@@ -27,25 +28,41 @@ _OTHERS = {
 }
 _WORDS = ("qweight", "qzeros", "weight_packed")
 _SCALES = ("scales", "weight_scale", "weight_scale_inv")
-_GROUP_INDICES = ("g_idx", "weight_g_idx")
+_BLOCKS = "_blocks"
+_BY_PARAMETER = (WeightFormat.MXFP4, WeightFormat.GGUF)
+GROUP_INDICES = ("g_idx", "weight_g_idx")
 _BY_GROUP = (WeightFormat.GPTQ, WeightFormat.AWQ)  # scales [groups of inputs, out], and always zero points
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A linear layer's weight [out, in] as a checkpoint holds it.
+    """A weight as a checkpoint holds it.
 
     Attributes:
-        module: the layer's name, without the tensor's.
+        module: the layer's name, without the tensor's; the parameter's, where that has another name than "weight".
+        shape: [out, in], or as the model has it.
         tensors: names of its tensors by their last part ("qweight", "scales", ...).
         step: rows and columns of the weight that share a scale.
     """
 
     module: str
     format: WeightFormat
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     tensors: Mapping[str, str]
-    step: tuple[int, int]
+    step: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the parameter."""
+        return self.module if self.format in _BY_PARAMETER else f"{self.module}.weight"
+
+    @property
+    def strides(self) -> tuple[int, ...] | None:
+        """The strides of its numbers when they are read; None for rows one after the other."""
+        if self.format is not WeightFormat.MXFP4:
+            return None
+        _, num_inputs, num_outputs = self.shape
+        return num_inputs * num_outputs, 1, num_inputs
 
 
 def stored_weights(scheme: Scheme, headers: Mapping[str, TensorHeader], path: str) -> list[StoredWeight]:
@@ -56,12 +73,16 @@ def stored_weights(scheme: Scheme, headers: Mapping[str, TensorHeader], path: st
     """
     found = []
     for name in headers:
+        if WeightFormat.MXFP4 in scheme.formats and name.endswith(_BLOCKS):
+            found.append(_mxfp4(name.removesuffix(_BLOCKS), headers, path))
         module, _, last = name.rpartition(".")
+        if WeightFormat.GGUF in scheme.formats and last in BLOCKS:
+            found.append(_gguf(module, last, headers[name], path))
         for kind in scheme.formats:
-            if last == _NUMBERS[kind] and (kind is not WeightFormat.SCALED or headers[name].dtype in _BYTE_DTYPES):
+            if last == _NUMBERS.get(kind) and (kind is not WeightFormat.SCALED or headers[name].dtype in _BYTE_DTYPES):
                 found.append(_Module(module, kind, scheme, headers, path).stored())
     if not found and not scheme.may_be_dense:
-        wanted = " or ".join(f"'.{_NUMBERS[kind]}'" for kind in scheme.formats)
+        wanted = " or ".join(f"'.{_NUMBERS.get(kind, _BLOCKS)}'" for kind in scheme.formats)
         raise refusal(path, f"config.json names {scheme.method}, but no tensor name ends in {wanted}")
     _refuse_orphans(scheme, headers, found, path)
     return found
@@ -79,12 +100,38 @@ def refuse_unscaled(config: Mapping[str, object], headers: Mapping[str, TensorHe
 def _refuse_orphans(scheme: Scheme, headers: Mapping[str, TensorHeader], found: list[StoredWeight], path: str) -> None:
     """Raise ConfigError for scales without their weight."""
     used = {name for stored in found for name in stored.tensors.values()}
-    lasts = {last for kind in scheme.formats for last in _OTHERS[kind]}
+    lasts = {last for kind in scheme.formats for last in _OTHERS.get(kind, ())}
     for name in headers:
         module, _, last = name.rpartition(".")
         if last in lasts and name not in used:
             numbers = " or ".join(repr(f"{module}.{_NUMBERS[kind]}") for kind in scheme.formats)
             raise not_whole(path, f"it has {name!r}, but no quantized {numbers}")
+
+
+def _mxfp4(parameter: str, headers: Mapping[str, TensorHeader], path: str) -> StoredWeight:
+    """The weights of all experts, [expert, in, out] as transformers has them."""
+    names = {"blocks": f"{parameter}{_BLOCKS}", "scales": f"{parameter}_scales"}
+    kind = WeightFormat.MXFP4
+    if names["scales"] not in headers:
+        raise not_whole(path, f"{parameter!r} is {kind}, but its 'scales' is missing")
+    blocks, scales = (headers[name] for name in names.values())
+    expected = (*blocks.shape[:3], 16)
+    if len(blocks.shape) != 4 or blocks.shape != expected or scales.shape != blocks.shape[:3]:
+        shapes = f"{list(blocks.shape)} and {list(scales.shape)}"
+        raise not_whole(path, f"{parameter!r} is {kind}, but its blocks and scales are {shapes}")
+    if (blocks.dtype, scales.dtype) != ("U8", "U8"):
+        raise not_whole(path, f"{parameter!r} is {kind}, but its blocks are {blocks.dtype}, its scales {scales.dtype}")
+    num_experts, num_outputs, num_groups = scales.shape
+    return StoredWeight(parameter, kind, (num_experts, num_groups * 32, num_outputs), names, (1, 32, 1))
+
+
+def _gguf(parameter: str, kind: str, header: TensorHeader, path: str) -> StoredWeight:
+    """A tensor of a GGUF file, whose bytes of each row are blocks."""
+    size, num_bytes = BLOCKS[kind]
+    if header.dtype != "U8" or not header.shape or header.shape[-1] % num_bytes:
+        raise not_whole(path, f"{parameter!r} is {kind}, but has {header.dtype} {list(header.shape)}")
+    shape = (*header.shape[:-1], header.shape[-1] // num_bytes * size)
+    return StoredWeight(parameter, WeightFormat.GGUF, shape, {kind: f"{parameter}.{kind}"}, (1, size))
 
 
 class _Module:
@@ -142,7 +189,7 @@ class _Module:
             self._expect("qzeros", (num_groups, shape[0] // per_word))
         elif self._kind is WeightFormat.PACKED and "weight_zero_point" in self._shapes:
             self._expect("weight_zero_point", (-(-shape[0] // per_word), num_groups))
-        for name in _GROUP_INDICES:
+        for name in GROUP_INDICES:
             is_needed = self._scheme.has_group_index and num_groups > 1 and name in _OTHERS[self._kind]
             if is_needed or name in self._shapes:
                 self._expect(name, (shape[1],))
@@ -151,7 +198,7 @@ class _Module:
         for last, dtype in self._dtypes.items():
             if last in _WORDS and dtype != "I32":
                 raise self._refusal(f"its {last!r} is {dtype}; it must be I32")
-            if last in _GROUP_INDICES and dtype not in ("I32", "I64"):
+            if last in GROUP_INDICES and dtype not in ("I32", "I64"):
                 raise self._refusal(f"its {last!r} is {dtype}; it must be I32 or I64")
             if last in _SCALES and not dtype.startswith(("F", "BF")):
                 raise self._refusal(f"its {last!r} is {dtype}; it must be floating")

@@ -7,8 +7,9 @@ import hashlib
 import json
 import logging
 import os
+import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,10 @@ def _read(file: Path) -> str:
     return digest
 
 
-_WHOLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_LENGTH = struct.Struct("<Q")  # of a file's header
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         ConfigError: the index is invalid.
     """
-    index = folder / _INDEX
+    index = folder / INDEX
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
     match _read_json(index):
@@ -106,14 +109,14 @@ def refuse_unindexed(folder: Path, config: Mapping[str, object]) -> None:
 
     transformers opens model.safetensors, the files of an index, or the file named by `transformers_weights`.
     """
-    if (folder / _WHOLE).is_file() or config.get("transformers_weights"):
+    if (folder / WHOLE).is_file() or config.get("transformers_weights"):
         return
-    index = folder / _INDEX
+    index = folder / INDEX
     if not index.is_file():
         names = ", ".join(file.name for file in sorted(folder.glob("*.safetensors")))
         raise ConfigError(
-            f"model folder {str(folder)!r} has no {_WHOLE} and no index of its parts (*.safetensors in it: "
-            f"{names or 'none'}); fetch {_INDEX} and the parts that it names, or rename a single file to {_WHOLE}"
+            f"model folder {str(folder)!r} has no {WHOLE} and no index of its parts (*.safetensors in it: "
+            f"{names or 'none'}); fetch {INDEX} and the parts that it names, or rename a single file to {WHOLE}"
         )
     match _read_json(index):
         case {"metadata": dict()}:
@@ -177,3 +180,45 @@ def _read_json(file: Path) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{str(file)!r} cannot be read: {error}; fix it, or fetch it again") from None
+
+
+class SafetensorsWriter:
+    """Writes tensors one by one; the header comes last, into a place that was left for it."""
+
+    def __init__(self, file: Path, room: int) -> None:
+        """Begin a file whose header takes at most `room` bytes."""
+        self.file = file
+        self._room = -(-room // _ALIGNMENT) * _ALIGNMENT
+        self._header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self._stream = file.open("wb")
+        self._stream.seek(_LENGTH.size + self._room)
+        self._size = 0
+
+    def add(self, name: str, dtype: str, shape: Sequence[int], contents: memoryview) -> None:
+        """Write a tensor of a dtype in safetensors' spelling; a file has one dtype, so that mapped ones are aligned."""
+        offsets = [self._size, self._size + contents.nbytes]
+        self._header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+        self._stream.write(contents)
+        self._size += contents.nbytes
+
+    def close(self) -> None:
+        """Write the header."""
+        header = json.dumps(self._header).encode()
+        assert len(header) <= self._room, "a name takes less than its room"
+        self._stream.seek(0)
+        self._stream.write(_LENGTH.pack(self._room) + header.ljust(self._room))
+        self._stream.close()
+
+
+def write_index(folder: Path, files: Sequence[Path]) -> None:
+    """Let transformers find the tensors of `files`; a single file gets the usual name."""
+    if len(files) == 1:
+        files[0].rename(folder / WHOLE)
+        return
+    names = {name: file.name for file in files for name in _names(file)}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}), encoding="utf-8")
+
+
+def _names(file: Path) -> list[str]:
+    with safe_open(file, framework="numpy") as tensors:
+        return list(tensors.keys())

@@ -21,6 +21,7 @@ from transformers.integrations.moe import _default_apply_gate
 
 from engine.accounting.cost_model import DENSE, ExpertReads
 from engine.model.checkpoint.node_memory import drop_pages
+from engine.model.checkpoint.unread_weight import read_parameters, read_weight
 from engine.model.linear.batch_invariant_linear import batch_invariant_router
 from engine.model.linear.native_product import (
     MAX_RELATIVE_ERROR,
@@ -31,7 +32,6 @@ from engine.model.linear.native_product import (
 )
 from engine.model.linear.native_quantized import NativeQuantizedProduct, has_quantized_kernels
 from engine.model.linear.packed_linear import Linear, LinearFactory, keeps_numbers, rows_dtype
-from engine.model.linear.stored_experts import read_parameters, read_weight
 from engine.model.linear.weight_store import NO_STORE, OUTPUTS, WeightStore
 from engine.native.library import Instructions, native_library
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.model.checkpoint.node_memory import drop_pages
+from engine.model.checkpoint.unread_weight import read_weight
 from engine.model.linear.native_product import NativeProduct, compare_product
 from engine.model.linear.weight_store import NO_STORE, WeightStore
 
@@ -128,7 +129,7 @@ def gains(module: nn.Module, make_linear: LinearFactory = linear_of) -> TypeGuar
 def weight_of(module: nn.Module) -> Tensor | None:
     """The weight [out, in] of a plain linear layer; None for a subclass, which may compute something else."""
     if type(module) is Conv1D:
-        return cast("Tensor", module.weight).t()  # GPT-2's linear, stored as [in, out]
+        return read_weight(cast("Tensor", module.weight)).t()  # GPT-2's linear, stored as [in, out]
     return module.weight if type(module) is nn.Linear else None
 
 

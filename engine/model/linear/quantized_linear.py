@@ -13,7 +13,9 @@ file is exact with respect to it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +26,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from engine.config import Quantization
+from engine.model.checkpoint.unread_weight import read_weight
 from engine.model.linear.native_product import check_product, probe_rows
 from engine.model.linear.native_quantized import (
     GROUP_SIZE,
@@ -38,6 +41,7 @@ from engine.model.linear.weight_store import OUTPUTS, converted, parts_of
 
 _TINY = 2.0**-24  # float16's smallest number: a scale is never zero
 _HUGE = 65504.0
+_TIMES = (-8, *range(7, 0, -1), *range(8, 16))  # of a step in the greatest number of a group
 _MAX_ROUNDED_ERROR = 0.05  # of a product whose rows are rounded to 8 bits; seen: 0.01
 
 
@@ -67,22 +71,71 @@ def _is_kept(weight: Tensor) -> bool:
     return torch.equal(to_int8_groups(weight, GROUP_SIZE).dequantized().to(weight.dtype), weight)
 
 
-def to_int8_groups(weight: Tensor, group_size: int) -> QuantizedWeight:
-    """Round a weight [out, in] to -127 to 127 of a scale per `group_size` inputs."""
+def to_int8_groups(weight: Tensor, group_size: int, times: Seq[int] = ()) -> QuantizedWeight:
+    """Round a weight [out, in] to -127 to 127 of a scale per `group_size` inputs.
+
+    Groups keep their numbers where these are multiples of one (`_steps_of`).
+    """
     groups = weight.detach().float().unflatten(1, (-1, group_size))
     scales = _float16(groups.abs().amax(dim=-1) / 127).clamp_(min=_TINY)
+    if times:
+        scales = torch.where((steps := _steps_of(groups, times)) == 0, scales, steps)
     numbers = (groups / scales[..., None]).round_().clamp_(-127, 127)
     return QuantizedWeight(numbers.to(torch.int8).flatten(1), scales)
 
 
-def to_int4(weight: Tensor) -> QuantizedWeight:
-    """Round a weight [out, in] to levels 0 to 15 between the least and the greatest number of each group."""
+def to_int4(weight: Tensor, times: Seq[int] = ()) -> QuantizedWeight:
+    """Round a weight [out, in] to levels 0 to 15 between the least and the greatest number of each group.
+
+    Groups keep their numbers where these are multiples of one (`_steps_of`) within 15 of it.
+    """
     groups = weight.detach().float().unflatten(1, (-1, GROUP_SIZE))
     lowest, highest = groups.amin(dim=-1), groups.amax(dim=-1)  # three times as fast as aminmax
     bases = _float16(lowest)
     scales = _float16((highest - bases) / 15).clamp_(min=_TINY)
+    if times:
+        steps = _steps_of(groups, times)
+        least, most = torch.stack((lowest / steps, highest / steps)).round_().aminmax(dim=0)
+        first = torch.where((least >= -8) & (most <= 7), -8.0, least)  # as Q4_0's: its base is exact
+        is_kept = (steps != 0) & (most - least <= 15)
+        scales, bases = torch.where(is_kept, steps, scales), torch.where(is_kept, _float16(first * steps), bases)
     levels = ((groups - bases[..., None]) / scales[..., None]).round_().clamp_(0, 15)
     return QuantizedWeight(levels.to(torch.int8).flatten(1), scales, bases)
+
+
+def _steps_of(groups: Tensor, times: Seq[int]) -> Tensor:
+    """Return the number that all of a group [..., size] are multiples of, the greatest one of `times`; 0 without one.
+
+    Weights of GGUF's Q4_0, of GPTQ and AWQ of 4 bits, and of MXFP4 (of halves) are such multiples.
+    """
+    extremes, rest = _extremes(groups).flatten(), groups.flatten(0, -2)
+    steps, places = torch.zeros_like(extremes), torch.arange(len(extremes))
+    for most in times:  # the likeliest come first
+        step = _float16(extremes / most)
+        off = (rest / step[:, None]).round_().mul_(step[:, None]).sub_(rest).abs_().amax(dim=-1)
+        steps[places] = torch.where(off == 0, step, 0)  # NaN for zeros
+        is_left = off > 0
+        if not is_left.any():
+            break
+        rest, extremes, places = rest[is_left], extremes[is_left], places[is_left]
+    return steps.view(groups.shape[:-1])
+
+
+def _extremes(groups: Tensor) -> Tensor:
+    """Return the number of each group that is farthest from zero."""
+    lowest, highest = groups.amin(dim=-1), groups.amax(dim=-1)
+    return torch.where(highest >= -lowest, highest, lowest)
+
+
+def _times(weight: Tensor) -> tuple[int, ...]:
+    """Return what to look for in groups of `weight`, the likeliest first; () if its first output has other numbers."""
+    groups = weight[:1].detach().float().unflatten(1, (-1, GROUP_SIZE))
+    groups = groups[groups.any(dim=-1)]
+    steps = _steps_of(groups, _TIMES)
+    if not steps.numel() or not bool(steps.all()):
+        return ()
+    found = Counter((_extremes(groups) / steps).round_().int().tolist())
+    return tuple(sorted(_TIMES, key=lambda most: -found[most]))
 
 
 def quantizer(
@@ -99,10 +152,11 @@ def quantizer(
     is_narrow = len(weight) < OUTPUTS  # a gate, or a choice of experts: few bytes, and much follows from them
     if quantization is Quantization.NONE or is_narrow or not NativeQuantizedProduct.fits(weight):
         return None
-    if is_head:
-        return partial(to_int8_groups, group_size=GROUP_SIZE)
-    if quantization is Quantization.INT4:
-        return to_int4
+    times = _times(weight)
+    if quantization is Quantization.INT4 and not is_head:
+        return partial(to_int4, times=times)
+    if is_head or times:
+        return partial(to_int8_groups, group_size=GROUP_SIZE, times=times)
     return partial(to_int8_groups, group_size=_int8_group_size(weight))
 
 
@@ -152,6 +206,7 @@ def _quantized_linear(
     quantization: Quantization, is_head: bool, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None
 ) -> Linear:
     """Round, pack and check some outputs at a time: they stay in the cache, and no whole copy of `weight` is made."""
+    weight = read_weight(weight)
     round_ = quantizer(weight, quantization, is_head=is_head)
     if round_ is None:
         return linear_of(weight, bias, dtype)

@@ -11,13 +11,16 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
+from engine.model.checkpoint.unread_weight import read_weight
+
 OUTPUTS = 32  # of a pair of tiles
 _PART_ELEMENTS = 1 << 18
 
 
 def parts_of(weight: Tensor) -> tuple[Tensor, ...]:
     """Split a weight [out, in] into parts of whole pairs of tiles; the last part may have fewer outputs."""
-    parts: tuple[Tensor, ...] = weight.split(max(1, _PART_ELEMENTS // (weight.shape[1] * OUTPUTS)) * OUTPUTS)
+    num_outputs = max(1, _PART_ELEMENTS // (weight.shape[1] * OUTPUTS)) * OUTPUTS
+    parts: tuple[Tensor, ...] = read_weight(weight).split(num_outputs)
     return parts
 
 

@@ -45,6 +45,33 @@ def write_model(path: Path, architecture: str, model: PreTrainedModel, metadata:
     finish(writer)
 
 
+def write_mixture(path: Path, model: PreTrainedModel, metadata: Metadata) -> dict[str, np.ndarray]:
+    """Write a Qwen3-MoE with experts of Q8_0 blocks; return its experts in transformers' names and layout."""
+    writer, random, expected = GGUFWriter(path, "qwen3moe"), np.random.default_rng(3), {}
+    add_tokenizer(writer)
+    set_metadata(writer, {f"qwen3moe.{key}": value for key, value in metadata.items()})
+    kind = next(each for each, name in MODEL_ARCH_NAMES.items() if name == "qwen3moe")
+    names, block = get_tensor_name_map(kind, model.config.num_hidden_layers), GGMLQuantizationType(BLOCKS["Q8_0"][0])
+    for name, weight in model.state_dict().items():
+        if weight.ndim < 3:
+            writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), weight.numpy())
+            continue
+        layer, last = name.split(".")[2], name.rpartition(".")[2]
+        parts = ["gate", "up"] if last == "gate_up_proj" else ["down"]
+        num_experts, num_outputs, num_inputs = weight.shape
+        numbers = []
+        for part in parts:
+            rows = num_experts * num_outputs // len(parts)
+            data, values = random_blocks("Q8_0", rows, num_inputs, random)
+            writer.add_tensor(
+                f"blk.{layer}.ffn_{part}_exps.weight", data.reshape(num_experts, -1, data.shape[-1]), raw_dtype=block
+            )
+            numbers.append(values.reshape(num_experts, -1, num_inputs))
+        expected[name] = np.concatenate(numbers, axis=1)
+    finish(writer)
+    return expected
+
+
 def set_metadata(writer: GGUFWriter, metadata: Metadata) -> None:
     for key, value in metadata.items():
         writer.kv_data[0].pop(key, None)

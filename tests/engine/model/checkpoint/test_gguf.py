@@ -13,12 +13,22 @@ import pytest
 import torch
 from gguf import GGUFWriter
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, StableLmConfig, Starcoder2Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    Qwen3MoeConfig,
+    StableLmConfig,
+    Starcoder2Config,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.config import CacheConfig, ModelConfig
 from engine.model.checkpoint.gguf import convert_gguf, main
 from engine.model.checkpoint.gguf_header import read_gguf_header
+from engine.model.checkpoint.unread_weight import read_weight
+from engine.model.checkpoint.weight_files import tensor_headers
+from engine.model.loader import load_model
 from engine.model.runner.model_runner import ModelRunner
 from protos.errors import ConfigError
 from router.tokenizer.tokenizer_files import load_tokenizer_files
@@ -30,6 +40,7 @@ from tests.engine.model.checkpoint.gguf_files import (
     add_tokenizer,
     finish,
     set_metadata,
+    write_mixture,
     write_model,
 )
 
@@ -58,6 +69,51 @@ def test_the_served_dtype_is_the_nearest_of_the_exact_numbers(file: GgufFile, fo
     exact = load_file(folder / "model.safetensors")
     for name, weight in load_file(tmp_path / "m" / "model.safetensors").items():
         assert torch.equal(weight, exact[name].to(torch.bfloat16)), name
+
+
+def test_blocks_are_kept_and_their_numbers_read_when_they_are_used(file: GgufFile, tmp_path: Path) -> None:
+    convert_gguf(file.path, tmp_path / "m")
+    folder = sum(each.stat().st_size for each in (tmp_path / "m").glob("*.safetensors"))
+    assert folder < 1.1 * file.path.stat().st_size
+    weights = load_model(ModelConfig(str(tmp_path / "m"), "float32", "cpu")).state_dict()
+    assert set(weights) == set(file.expected)
+    for name, numbers in file.expected.items():
+        np.testing.assert_allclose(read_weight(weights[name]).numpy(), numbers, rtol=1e-5, atol=1e-6, err_msg=name)
+    runner = ModelRunner(ModelConfig(str(tmp_path / "m"), "float32", "cpu"), CacheConfig(num_blocks=4))
+    assert runner.vocab_size == len(TOKENS)
+
+
+def test_experts_keep_their_blocks(tmp_path: Path) -> None:
+    """llama.cpp has the gates and the ups of all experts in a tensor each, transformers both in one."""
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": []}
+    model = AutoModelForCausalLM.from_config(
+        Qwen3MoeConfig(**sizes, **experts, num_key_value_heads=2, vocab_size=len(TOKENS))
+    )
+    metadata = {
+        **{"context_length": 64, "embedding_length": 64, "feed_forward_length": 64, "block_count": 1},
+        **{"attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 16},
+        **{"attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 1e4, "rope.dimension_count": 16},
+        **{"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32},
+    }
+    expected = write_mixture(tmp_path / "moe.gguf", model, metadata)
+    convert_gguf(tmp_path / "moe.gguf", tmp_path / "m")
+    names = tensor_headers(tmp_path / "m")
+    assert {name for name in names if "experts" in name} == {
+        "model.layers.0.mlp.experts.gate_up_proj.Q8_0",
+        "model.layers.0.mlp.experts.down_proj.Q8_0",
+    }
+    weights = load_model(ModelConfig(str(tmp_path / "m"), "float32", "cpu")).state_dict()
+    for name, numbers in expected.items():
+        np.testing.assert_allclose(read_weight(weights[name]).numpy(), numbers, rtol=1e-5, atol=1e-6, err_msg=name)
+    config = ModelConfig(str(tmp_path / "m"), "float32", "cpu")
+    assert ModelRunner(config, CacheConfig(num_blocks=4)).vocab_size == len(TOKENS)
 
 
 def test_its_tokenizer_and_chat_template_come_along(folder: Path) -> None:

@@ -15,14 +15,17 @@ from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from cluster.checkpoints.model_files import check_models
 from cluster.config import parse_config
 from engine.config import CacheConfig, ModelConfig, Quantization
+from engine.model.checkpoint.unread_weight import read_weight
 from engine.model.linear.quantized_linear import can_quantize
 from engine.model.loader import load_model
 from engine.model.runner.model_runner import ModelRunner
 from protos.errors import ConfigError
+from tests.engine.fixtures.families import SERVED, write_family
 from tests.engine.model.checkpoint.quantized_folders import (
     GROUP,
     Written,
@@ -105,6 +108,29 @@ def test_blocks_of_float8_are_read_as_transformers_reads_them(tmp_path: Path) ->
     stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
     for name, weight in read(tmp_path).items():
         torch.testing.assert_close(weight, stock[name], rtol=0, atol=0)
+
+
+def test_experts_in_mxfp4_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    model = write_family(tmp_path, SERVED["gpt_oss"]())
+    weights, expected = load_file(tmp_path / "model.safetensors"), {}
+    for name, weight in model.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            num_experts, num_inputs, num_outputs = weight.shape
+            blocks = torch.randint(0, 256, (num_experts, num_outputs, num_inputs // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(120, 130, blocks.shape[:3], dtype=torch.uint8)
+            del weights[name]
+            weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            expected[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    check(tmp_path)
+    for name, weight in read(tmp_path).items():
+        torch.testing.assert_close(read_weight(weight), expected.get(name, weights.get(name)), rtol=0, atol=0)
+    ModelRunner(ModelConfig(str(tmp_path), "float32"), CacheConfig(num_blocks=4))
+    changed(tmp_path, "model.layers.1.mlp.experts.down_proj_scales", lambda scales: scales[:, :-1].contiguous())
+    with pytest.raises(ConfigError, match=r"down_proj' is mxfp4, but its blocks and scales are \[4, "):
+        check(tmp_path)
 
 
 def by_library(weight: Tensor, section: dict[str, Any]) -> Written:

@@ -116,6 +116,40 @@ def test_groups_of_a_published_int4_format_are_kept_to_float16() -> None:
     torch.testing.assert_close(to_int4(weight).dequantized(), weight, rtol=0, atol=2e-3)
 
 
+def multiples(least: int, most: int) -> Tensor:
+    """A weight [64, 256] of whole multiples of a float16 number for each 128 inputs."""
+    torch.manual_seed(0)
+    numbers = torch.randint(least, most + 1, (64, 2, 128)).float()
+    numbers[3, 0, :40] = 0
+    return (numbers * (torch.rand(64, 2, 1) * torch.tensor([1.0, -1.0]).view(1, 2, 1)).half().float()).flatten(1)
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "quantization"),
+    [
+        (-8, 7, Quantization.INT4),  # Q4_0, and GPTQ with symmetric levels
+        (-8, 7, Quantization.INT8),
+        (-3, 12, Quantization.INT8),  # GPTQ and AWQ with zero points
+        (-12, 12, Quantization.INT8),  # MXFP4, in halves
+    ],
+)
+def test_numbers_of_four_bits_are_kept(least: int, most: int, quantization: Quantization) -> None:
+    weight = multiples(least, most)
+    round_ = quantizer(weight, quantization)
+    assert round_ is not None
+    assert torch.equal(round_(weight).dequantized(), weight)
+    rows = torch.randn(5, 256)
+    product = linear_factory(quantization)(weight, None)(rows)
+    assert relative_error(product, F.linear(rows, weight)) < 0.01
+
+
+def test_levels_with_a_zero_point_are_kept_to_the_precision_of_a_base() -> None:
+    weight = multiples(-3, 12)
+    round_ = quantizer(weight, Quantization.INT4)
+    assert round_ is not None
+    torch.testing.assert_close(round_(weight).dequantized(), weight, rtol=0, atol=2**-8)
+
+
 def test_the_head_of_an_int4_model_is_int8() -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(64, 96).bfloat16(), torch.randn(2, 96).bfloat16()
