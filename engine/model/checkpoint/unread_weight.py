@@ -1,7 +1,7 @@
 """Weights that stay in a checkpoint's files: every use reads their numbers, and nothing keeps them.
 
 transformers loads a model with them as with tensors, so that memory holds one weight at a time: it is read, packed and
-forgotten. Their numbers are those of the files, dequantized where they have few bits.
+forgotten. The numbers come from the files, dequantized where they have few bits.
 """
 
 from __future__ import annotations
