@@ -145,7 +145,7 @@ def _parts(name: str, shape: tuple[int, ...], *, whole: bool) -> Iterator[tuple[
 
 @pytest.fixture(scope="module", autouse=True)
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Let torch and the kernels allocate what they keep."""
+    """Let torch and the kernels allocate their own buffers."""
     folder = tmp_path_factory.mktemp("small")
     write_checkpoint(folder, seed=1)
     ModelRunner(ModelConfig(str(folder), "float32", "cpu", quantization=Quantization.INT4), CacheConfig(num_blocks=2))
