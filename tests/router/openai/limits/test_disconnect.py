@@ -81,7 +81,7 @@ async def test_an_error_after_a_sign_of_life_is_the_last_event(base_url: str, ba
 @pytest.mark.parametrize("is_whole", [True, False])
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_stream_counts_by_the_error_that_ends_it(
-    base_url: str, backend: FakeBackend, path: str, is_whole: bool
+    base_url: str, backend: FakeBackend, path: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alarms see a server whose streams all begin with 200 and break later."""
 
@@ -90,6 +90,7 @@ async def test_a_stream_counts_by_the_error_that_ends_it(
             raise OverloadedError("lost")
         return 98
 
+    monkeypatch.setattr("router.backend.migration.DEADLINE_S", 0.2)
     backend.next_token = fail_late
     body: dict[str, object] = {"model": "fake", "stream": True}
     body |= PATHS[path]
