@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from importlib.util import find_spec
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig
 from protos.messages import SpeculationMethod
+
+_SHORT_SPIN = "1000"  # iterations of libgomp: some 20 us
 
 
 class KVTransportKind(StrEnum):
@@ -45,6 +49,19 @@ class ProcessShare:
 
     num_threads: int = 1
     num_cpus: float = 0.0
+
+    @property
+    def thread_variables(self) -> dict[str, str]:
+        """The environment of the process's threads, which counts until torch is loaded.
+
+        With our compiled kernels, which have their own threads (`engine/native/team.c`), OpenMP's threads only compute
+        between kernels. They must sleep after some microseconds, or they would keep the cores from ours. Without the
+        kernels they compute everything, and their default spin of some milliseconds bridges the gaps between products:
+        with an immediate sleep a fifth of the cores would idle during a pass.
+        """
+        has_kernels = find_spec("engine._native") is not None and os.environ.get("OUTRIDER_NATIVE") != "0"
+        spin = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", _SHORT_SPIN)} if has_kernels else {}
+        return {"OMP_NUM_THREADS": str(self.num_threads), **spin}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ _CHECK_TIMEOUT_S = 300.0
 _CHECK_NICENESS = 10  # the serving pair gets the cores first
 _POLL_S = 0.1
 logger = logging.getLogger(__name__)
-_SHORT_SPIN = "1000"  # iterations of libgomp: some 20 us
 _TARGET_BUNDLE = 1
 _DRAFT_BUNDLE = 2
 
@@ -203,19 +201,12 @@ def _on_gpu(draft: DraftSettings) -> DraftSettings:
 
 
 def _options(share: ProcessShare, bundle: int, gpus: tuple[str, ...]) -> dict[str, Any]:
-    """Return the options of an actor: its bundle, and an environment that shows it only its own devices.
-
-    With our compiled kernels, which have their own threads (`engine/native/team.c`), OpenMP's threads only compute
-    between kernels. They must sleep after some microseconds, or they would keep the cores from ours. Without the
-    kernels they compute everything, and their default spin of some milliseconds bridges the gaps between products:
-    with an immediate sleep a fifth of the cores would idle during a pass.
-    """
+    """Return the options of an actor: its bundle, and an environment that shows it only its own devices."""
     environment = {
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order of NVML and Ray
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the bundle has no GPU, so Ray would hide these
-        "OMP_NUM_THREADS": str(share.num_threads),
-        **({"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", _SHORT_SPIN)} if _has_kernels() else {}),
+        **share.thread_variables,
     }
     group = ray.util.get_current_placement_group()
     strategy = None if group is None else PlacementGroupSchedulingStrategy(group, bundle)
@@ -225,7 +216,3 @@ def _options(share: ProcessShare, bundle: int, gpus: tuple[str, ...]) -> dict[st
         "runtime_env": {"env_vars": environment},
         **({"scheduling_strategy": strategy} if strategy else {}),
     }
-
-
-def _has_kernels() -> bool:
-    return find_spec("engine._native") is not None and os.environ.get("OUTRIDER_NATIVE") != "0"

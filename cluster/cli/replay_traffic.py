@@ -146,7 +146,7 @@ def run_trial(trial: Trial) -> list[TrialFigures]:
     """
     config = convert_gguf_models(checked_deployment(trial.deployment, trial.draft).config)
     settings = local_settings(config)
-    os.environ["OMP_NUM_THREADS"] = str(settings.target_share.num_threads)  # before torch is loaded
+    os.environ.update(settings.target_share.thread_variables)  # before torch is loaded
     return asyncio.run(_measure(trial, config, settings))
 
 

@@ -46,7 +46,7 @@ def serve_in_process(file: DeployFile, on_ready: Callable[[], None]) -> None:
     refuse_serves_options(file)
     config = convert_gguf_models(file.config)
     settings = local_settings(config)
-    os.environ["OMP_NUM_THREADS"] = str(settings.target_share.num_threads)  # before torch is loaded
+    os.environ.update(settings.target_share.thread_variables)  # before torch is loaded
     asyncio.run(_serve(file, config, settings, on_ready))
 
 

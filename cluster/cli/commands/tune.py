@@ -68,7 +68,7 @@ def log_traffic(deployment: dict[str, Any], requests: list[TrafficRequest], fold
 def _answer(deployment: dict[str, Any], requests: list[TrafficRequest]) -> int:
     config = convert_gguf_models(checked_deployment(deployment, "outrider tune").config)
     settings = local_settings(config)
-    os.environ["OMP_NUM_THREADS"] = str(settings.target_share.num_threads)  # before torch is loaded
+    os.environ.update(settings.target_share.thread_variables)  # before torch is loaded
 
     async def replay() -> int:
         async with running_service(config, settings) as service:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import httpx
 import pytest
 
+from actors.settings import PairSettings, ProcessShare
 from cluster.config import parse_config
+from cluster.deploy_file import read_deploy_file
+from cluster.local import one_process
 from cluster.local.local_service import local_settings, running_service
+from cluster.local.one_process import serve_in_process
+from engine.config import EngineConfig, ModelConfig
 from router.api_keys import ApiKeys
 from router.openai.api import build_app
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, write_tokenizer
@@ -40,3 +46,19 @@ async def test_a_text_on_which_the_model_overflows_is_a_500_that_is_logged_and_c
     assert before.json()["choices"] == after.json()["choices"]
     assert len([record for record in caplog.records if "NaN or infinite logits" in record.getMessage()]) == 2
     assert 'outrider_num_non_finite_requests{replica="0"} 2.0' in metrics
+
+
+def test_openmp_s_threads_sleep_after_microseconds_as_in_a_pair_on_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that spin keep the cores from our kernels: four times the processor time on a busy machine."""
+    environments: list[dict[str, str]] = []
+
+    async def note(*_: object) -> None:
+        environments.append(dict(os.environ))
+
+    settings = PairSettings(EngineConfig(ModelConfig("m")), target_share=ProcessShare(3))
+    monkeypatch.setattr(one_process, "_serve", note)
+    monkeypatch.setattr(one_process, "local_settings", lambda config: settings)
+    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if "OMP_" not in name})
+    monkeypatch.setattr("actors.settings.find_spec", lambda name: name)  # with our kernels
+    serve_in_process(read_deploy_file(Path(__file__).parents[3] / "deploy.yaml"), lambda: None)
+    assert environments[0].items() >= {"OMP_NUM_THREADS": "3", "GOMP_SPINCOUNT": "1000"}.items()
