@@ -27,7 +27,6 @@ from cluster.local.serve_environment import (
     warn_of_open_folders,
 )
 from cluster.node_check import check_nodes
-from cluster.placement.devices import pin_devices
 from cluster.placement.placement import (
     INGRESS_CPUS,
     SHELL_CPUS,
@@ -36,7 +35,7 @@ from cluster.placement.placement import (
     log_missing_nodes,
     plan_pair,
 )
-from cluster.placement.topology import read_topology
+from cluster.placement.topology import pin_devices, read_topology
 from cluster.preflight import check_driver, check_files
 from cluster.replica_settings import ingress_config, pair_settings, placement_request, prefill_settings
 from cluster.schema.frontends import SERVES_OWN_POLICY

@@ -13,13 +13,11 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, Field, ValidationError
 
-from cluster.schema.frontends import IngressSection, RouterSection
+from cluster.schema.frontends import IngressSection, RouterSection, TuneSection
 from cluster.schema.models import MODEL_KINDS, DraftSection, NamedDrafts, TargetSection, quoted
-from cluster.schema.removed import REMOVED
 from cluster.schema.replicas import CacheSection, PairSection, PrefillSection, SchedulerSection
-from cluster.schema.section import EngineSection
+from cluster.schema.section import REMOVED, EngineSection
 from cluster.schema.speculation import DraftMode, SpeculationSection
-from cluster.schema.tune import TuneSection
 from engine.config import EngineConfig, StepConfig
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod

@@ -15,17 +15,15 @@ from typing import Any
 import psutil
 
 from cluster.checkpoints.gguf_models import convert_gguf_models
-from cluster.checkpoints.model_files import check_models, weight_bytes
-from cluster.checkpoints.model_path import resolve_model_path
+from cluster.checkpoints.model_files import check_models, resolve_model_path, weight_bytes
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile
-from cluster.local.ports import is_free
+from cluster.local.serve_environment import is_free
 from cluster.placement.topology import NodeTopology, read_topology
 from cluster.planning.model_shape import ModelShape
 from cluster.replica_settings import draft_cache_config
-from cluster.schema.frontends import IngressSection
+from cluster.schema.frontends import MAX_LOG_BYTES, IngressSection
 from cluster.schema.replicas import PairSection, PrefillSection
-from cluster.schema.tune import MAX_LOG_BYTES
 from engine.config import CacheConfig, KVDtype, ModelDtype, Quantization
 from engine.model.checkpoint.node_memory import available_bytes
 from protos.errors import ConfigError

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from google.protobuf.message import Message
 
 from protos import outrider_pb2 as pb2
+from protos.client_text import check_parts
 from protos.errors import RequestError
-from protos.json_parts import check_parts
 from protos.messages import TokenLogprobs
 
 _MAX_ENTRIES = 1 << 16

@@ -27,8 +27,7 @@ from protos.errors import ConfigError
 from tuning.draft import TunableDraft, copy_files, partial_of, rename_whole
 from tuning.eagle3_student import Eagle3Student
 from tuning.log_windows import Window
-from tuning.medusa_student import TrainableMedusaHeads
-from tuning.student import Student
+from tuning.student import Student, TrainableMedusaHeads
 
 _OF_VOCABULARY = ("d2t", "t2d")
 _WEIGHTS = "model.safetensors"

@@ -10,8 +10,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from actors.channel.channel_proposer import OfferTable
 from actors.channel.draft_messages import PROTOCOL_VERSION, Commit, Hello, Offers, Open, Round
-from actors.channel.offer_table import OfferTable
 from actors.process.frames import FrameConnection, FrameListener
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import TreeConfig

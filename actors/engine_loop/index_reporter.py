@@ -13,8 +13,7 @@ from actors.shell_messages import Snapshot, Status
 from engine.accounting.engine_stats import EngineStats
 from protos.cache_delta import CacheDelta
 from protos.errors import UnavailableError
-from protos.worker_load import WorkerLoad
-from protos.worker_report import WorkerReport
+from protos.worker_report import WorkerLoad, WorkerReport
 
 logger = logging.getLogger(__name__)
 

@@ -47,7 +47,7 @@ from engine.remote_prefill.kv_transfer import (
     KVChunk,
     KVLayout,
 )
-from protos.worker_load import PrefixHolder
+from protos.worker_report import PrefixHolder
 
 if TYPE_CHECKING:  # takes a second to import, and not every process calls a deployment
     from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator

@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
 from actors.pair.admission import PairAdmission
-from actors.pair.drift_alarms import DriftAlarms
 from actors.pair.pair_draft import PairDrafts, require_exchangeable
 from actors.pair.pair_metrics import PairMetrics
 from actors.pair.target_client import TargetClient
 from actors.settings import PairSettings
 from actors.shell_messages import Pong
+from engine.accounting.drift import DriftStats
 from protos.fingerprint import with_draft
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
 from protos.served_draft import DraftOrder, DraftReport
+
+
+class DriftAlarms:
+    """Belongs to the shell's loop."""
+
+    def __init__(self) -> None:
+        self.on_alarm: Callable[[str], None] = _ignore  # called with the class of each new alarm
+        self._num_alarms: dict[str, int] = {}
+        self.ringing: tuple[str, ...] = ()
+
+    def update(self, classes: Sequence[DriftStats]) -> None:
+        """Take in the target's present state. A restarted target counts its alarms from zero."""
+        self.ringing = tuple(
+            f"acceptance of {each.name} is {each.recent:.3f}, and was {each.reference:.3f}"
+            for each in classes
+            if each.is_alarming
+        )
+        for each in classes:
+            if each.num_alarms > self._num_alarms.get(each.name, 0):
+                self.on_alarm(each.name)
+            self._num_alarms[each.name] = each.num_alarms
+
+
+def _ignore(name: str) -> None:
+    """Ignore the alarm."""
+
 
 _SIGN_OF_LIFE_S = 5.0
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # Serve's builder imports this class, and must not load torch
     from actors.kv_transfer.kv_transport import PrefillReply
     from actors.kv_transfer.nixl_carrier import DirectStats
     from engine.remote_prefill.kv_transfer import FetchOrder, KVLayout
-    from protos.worker_load import PrefixHolder
+    from protos.worker_report import PrefixHolder
 
 
 class PrefillMetrics(Collector):

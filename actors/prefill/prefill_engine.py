@@ -38,7 +38,7 @@ from engine.remote_prefill.kv_transfer import (
 from engine.sequence.request_tokens import TokenBlocks
 from protos.errors import UnavailableError
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk
-from protos.worker_load import PrefixHolder
+from protos.worker_report import PrefixHolder
 
 if TYPE_CHECKING:  # takes a second to import, and not every process calls a deployment
     from ray.serve.handle import DeploymentHandle

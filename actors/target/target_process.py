@@ -15,15 +15,25 @@ import torch
 from actors.channel.channel_proposer import ChannelProposer
 from actors.channel.draft_messages import DRAFT_SOCKET
 from actors.draft.draft_process import load_draft
-from actors.engine_loop.engine_loop import EngineLoop
+from actors.engine_loop.engine_loop import AbortAll, EngineLoop
 from actors.engine_loop.status_reporter import KVEventBuffer, StatusReporter
 from actors.kv_transfer.kv_transport import PrefillTransport
 from actors.kv_transfer.nixl_carrier import choose_carrier
-from actors.process.frames import FrameListener
+from actors.process.frames import FrameConnection, FrameListener
 from actors.settings import PairSettings
-from actors.shell_messages import TARGET_SOCKET, DraftChannelStats, StepOutput
+from actors.shell_messages import (
+    TARGET_SOCKET,
+    DraftChannelStats,
+    Ping,
+    Pong,
+    Refused,
+    ShellToTarget,
+    Snapshot,
+    Status,
+    StepOutput,
+    TargetReady,
+)
 from actors.target.code_draft import CodeDraft
-from actors.target.shell_server import ShellServer
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.kv_cache.block_manager import BlockManager
@@ -37,7 +47,70 @@ from engine.proposer.draft_model.loader import Drafter
 from engine.sequence.request_tokens import TokenBlocks
 from protos.block_keys import PROBE_SALT, probe_token_ids
 from protos.fingerprint import FingerprintPart, digest, write_fingerprint
+from protos.frames import ConnectionLostError
 from protos.messages import ModelCard, SpeculationMethod
+
+_POLL_S = 0.5
+_SEND_TIMEOUT_S = 5.0
+
+
+class ShellServer:
+    """Serves one shell at a time. When a shell disconnects or does not read for five seconds, its requests are aborted.
+
+    `run` needs its own thread. The engine's thread calls `emit`, which waits only for the socket.
+    """
+
+    def __init__(
+        self, listener: FrameListener, card: ModelCard, draft_stats: Callable[[], dict[str, DraftChannelStats]]
+    ) -> None:
+        self._listener = listener
+        self._card = card
+        self._draft_stats = draft_stats
+        self._connection: FrameConnection[ShellToTarget] | None = None
+        self._is_closing = threading.Event()
+
+    def run(self, loop: EngineLoop) -> None:
+        """Accept and serve shells until `close`."""
+        while not self._is_closing.is_set():
+            connection = self._listener.accept(ShellToTarget, _POLL_S)
+            if connection is not None:
+                self._serve(connection, loop)
+        self._listener.close()
+
+    def emit(self, message: StepOutput | Refused | Status | Snapshot) -> None:
+        """Send to the shell, or drop the message if no shell is connected."""
+        connection = self._connection
+        if connection is None:
+            return
+        try:
+            connection.send(message, _SEND_TIMEOUT_S)
+        except ConnectionLostError:
+            connection.close()  # the receiving thread notices and aborts the requests
+
+    def close(self) -> None:
+        """Make `run` return within half a second."""
+        self._is_closing.set()
+
+    def _serve(self, connection: FrameConnection[ShellToTarget], loop: EngineLoop) -> None:
+        try:
+            connection.send(TargetReady(self._card), _SEND_TIMEOUT_S)
+            self._connection = connection
+            while not self._is_closing.is_set():
+                for message in connection.receive(_POLL_S):
+                    self._handle(message, connection, loop)
+        except ConnectionLostError as error:
+            logger.info("shell left: %s", error)
+        finally:
+            self._connection = None
+            connection.close()
+            loop.submit(AbortAll())
+
+    def _handle(self, message: ShellToTarget, connection: FrameConnection[ShellToTarget], loop: EngineLoop) -> None:
+        if isinstance(message, Ping):
+            connection.send(Pong(loop.stalled_s, loop.stats, self._draft_stats()), _SEND_TIMEOUT_S)
+        else:
+            loop.submit(message)
+
 
 if TYPE_CHECKING:  # takes a second to import, and not every process calls a deployment
     from ray.serve.handle import DeploymentHandle

@@ -29,7 +29,7 @@ from bench.served.attacks.tenants import key_of, keys_text
 from bench.served.bystanders import Bystanders, Habits, Stay
 from cluster.deploy_file import VLLM_SERVICER_FUNCTION
 from cluster.local.own_files import private_root
-from cluster.local.ports import free_port
+from cluster.local.serve_environment import free_port
 
 MAX_GAP_S = 1.0
 MAX_GROWTH_BYTES = 300 << 20

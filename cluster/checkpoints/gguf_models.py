@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from cluster.checkpoints.model_path import GGUF, resolve_model_path
+from cluster.checkpoints.model_files import GGUF, resolve_model_path
 from cluster.config import DeployConfig
 from engine.config import ModelDtype
 from engine.model.checkpoint.gguf_header import read_gguf_header

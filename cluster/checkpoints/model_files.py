@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
-from cluster.checkpoints.model_path import resolve_model_path
 from cluster.config import DeployConfig
 from engine.model.checkpoint.end_tokens import find_end_tokens, refuse_tokens_without_rows
 from engine.model.checkpoint.hub import cached_folder, find_model, require_model, require_repository
@@ -14,6 +14,47 @@ from engine.model.checkpoint.stored_weights import refuse_unscaled, stored_weigh
 from engine.model.checkpoint.weight_files import read_config, refuse_unindexed, refuse_untyped, tensor_headers
 from protos.errors import ConfigError
 from router.tokenizer.tokenizer_files import load_tokenizer_files
+
+_PROJECT = Path(__file__).resolve().parents[2]
+GGUF = ".gguf"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
+
+
+def resolve_model_path(path: str) -> str:
+    """Return an absolute folder or GGUF file, or the Hub id unchanged.
+
+    A relative path is resolved in the current folder, then in the project's, so that the bundled models are found
+    wherever `serve deploy` builds the application.
+
+    Raises:
+        ConfigError: the path is no existing folder or file and no Hub id, or cannot be read.
+    """
+    try:
+        return _resolve(path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: `~name`, and this machine has no such user
+        raise ConfigError(
+            f"model path {path!r} cannot be looked up: {error}; give a path that exists, and let this user read it"
+        ) from error
+
+
+def _resolve(path: str) -> str:
+    for folder in (Path(path).expanduser().absolute(), _PROJECT / path):
+        if folder.is_file() and folder.suffix == GGUF:
+            return str(folder)
+        if folder.is_dir():
+            if not (folder / "config.json").is_file():
+                file = next(iter(sorted(folder.glob("*.gguf"))), None)
+                remedy = f"give the file itself, {str(file)!r}" if file else "give the folder of a model"
+                raise ConfigError(f"model folder {str(folder)!r} has no config.json; {remedy}")
+            return str(folder)
+    if path.endswith(GGUF):
+        raise ConfigError(f"GGUF file {path!r} is neither here ({Path.cwd()}) nor in {_PROJECT}")
+    if _HUB_ID.fullmatch(path):
+        return path
+    raise ConfigError(
+        f"model path {path!r} is neither a folder here ({Path.cwd()}) or in {_PROJECT}, nor a Hub id such as 'org/name'"
+    )
+
 
 _HEAD_FILES = ("*.safetensors", "*.pt", "*.bin")
 

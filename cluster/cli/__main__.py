@@ -12,11 +12,10 @@ import typer
 
 from cluster.cli.commands.audit import audit
 from cluster.cli.commands.bench import bench
-from cluster.cli.commands.cache import cache
+from cluster.cli.commands.cache import cache, env
 from cluster.cli.commands.chat import chat
 from cluster.cli.commands.check import check
 from cluster.cli.commands.draft import draft
-from cluster.cli.commands.env import env
 from cluster.cli.commands.plan import plan
 from cluster.cli.commands.replay import replay
 from cluster.cli.commands.serve import serve

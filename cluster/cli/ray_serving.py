@@ -15,7 +15,7 @@ from cluster.cli.invitation import invitation, race_in_terminal
 from cluster.cli.loading_view import LoadingView
 from cluster.deploy_file import DeployFile
 from cluster.local.local_cluster import AppStatus, LocalCluster, logs_folder
-from cluster.local.ports import refuse_ipv6
+from cluster.local.serve_environment import refuse_ipv6
 from cluster.placement.placement import most_gpus
 from cluster.replica_settings import placement_request
 

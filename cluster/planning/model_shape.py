@@ -9,9 +9,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cluster.planning.tables import entry_of
+import yaml
+
 from engine.model.checkpoint.weight_files import read_config, read_mapping
 from protos.errors import ConfigError
+
+_FOLDER = Path(__file__).parent
+
+
+def read_table(name: str) -> dict[str, dict[str, Any]]:
+    """Return the table `name` ("hardware" or "shapes")."""
+    table: dict[str, dict[str, Any]] = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    return table
+
+
+def entry_of(name: str, key: str, hint: str) -> dict[str, Any]:
+    """Return an entry of a table by its key; `hint` names an alternative.
+
+    Raises:
+        ConfigError: there is no such entry.
+    """
+    table = read_table(name)
+    if key.lower() not in table:
+        raise ConfigError(f"{key!r} is not in the table of {name}: {', '.join(sorted(table))}; {hint}")
+    return table[key.lower()]
+
 
 _BYTES = {"float32": 4.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0625, "int4": 0.625}  # int8 by 64, int4 by 32 inputs
 _LARGEST = 1 << 31

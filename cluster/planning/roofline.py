@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.planning.model_shape import ModelShape
-from cluster.planning.tables import entry_of
+from cluster.planning.model_shape import ModelShape, entry_of
 
 _LINK_LATENCY_S = 10e-6  # of one all-reduce between GPUs of a group, assumed
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from tuning.sampling import choose, generate, penalise
+from tuning.score import choose, generate, penalise
 
 
 @dataclass(frozen=True, slots=True)

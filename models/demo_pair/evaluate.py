@@ -17,12 +17,11 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from models.demo_pair.acceptance import Acceptance, measure_acceptance, text_agreement
-from models.training.architecture import REPETITION_PENALTY, num_parameters
-from models.training.checkpoint import load_checkpoint
+from models.training.architecture import REPETITION_PENALTY, load_checkpoint, num_parameters
 from models.training.corpus import Corpus, Document, collect
 from models.training.tokenizer import load_tokenizer, render_chat
 from models.training.tokens import encode, measuring_windows
-from tuning.sampling import generate
+from tuning.score import generate
 
 logger = logging.getLogger(__name__)
 

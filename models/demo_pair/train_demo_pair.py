@@ -22,16 +22,17 @@ from models.training.architecture import (
     compile_layers,
     draft_config,
     hidden_states,
+    load_checkpoint,
     new_model,
+    save_checkpoint,
     target_config,
 )
-from models.training.checkpoint import load_checkpoint, save_checkpoint
 from models.training.corpus import Corpus, collect
 from models.training.rollout import RolloutPool, mixed_sources, write_rollouts
 from models.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from models.training.tokens import WindowStream, plain_positions, skipped_positions, tokenize_corpus
-from tuning.loss import distillation_loss, next_token_loss
 from tuning.optimizer import PairedOptimizer
+from tuning.run import distillation_loss, next_token_loss
 from tuning.train import Budget, TrainingReport, autocast, train
 
 ROLLOUT_EVERY_BATCHES = 4

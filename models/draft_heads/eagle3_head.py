@@ -15,8 +15,8 @@ from transformers import LlamaForCausalLM
 
 from models.draft_heads.head_acceptance import DraftLogits
 from tuning.eagle3_student import Eagle3Student, view_of
-from tuning.loss import distillation_loss
 from tuning.optimizer import PairedOptimizer
+from tuning.run import distillation_loss
 from tuning.train import Budget, TrainingReport, autocast, train
 
 DRAFT_VOCAB_SIZE = 3072  # these cover 98.3% of the library's tokens, of the demo's 4,096

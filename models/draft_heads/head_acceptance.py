@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from models.demo_pair.acceptance import Acceptance, summarise
-from tuning.sampling import choose, generate
+from tuning.score import choose, generate
 
 # Of ids [B, T] and K: for j = 0 .. K - 1 the logits [B, at least T - K - 1, V] whose row p predicts token p + 2 + j.
 DraftLogits = Callable[[Tensor, int], Iterator[Tensor]]

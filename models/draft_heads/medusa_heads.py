@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM
 from models.demo_pair.acceptance import Acceptance, summarise
 from models.training.architecture import hidden_states
 from models.training.tokens import plain_positions
-from tuning.medusa_student import TrainableMedusaHeads
-from tuning.sampling import choose, generate
+from tuning.score import choose, generate
+from tuning.student import TrainableMedusaHeads
 from tuning.train import autocast
 
 ROW_STRIDE = 3

@@ -27,13 +27,13 @@ from models.draft_heads.chats import answered, made_prompts, read_prompts
 from models.draft_heads.eagle3_head import DRAFT_VOCAB_SIZE, eagle3_logits, train_eagle3
 from models.draft_heads.head_acceptance import measure_head
 from models.draft_heads.medusa_heads import MedusaLesson, load_heads, measure_heads, save_heads
-from models.training.checkpoint import load_checkpoint
+from models.training.architecture import load_checkpoint
 from models.training.corpus import collect
 from models.training.rollout import mixed_sources, write_rollouts
 from models.training.tokenizer import load_tokenizer
 from models.training.tokens import WindowStream, encode, tokenize_corpus
-from tuning.medusa_student import TrainableMedusaHeads
 from tuning.optimizer import schedule
+from tuning.student import TrainableMedusaHeads
 from tuning.train import Budget, TrainingReport
 
 logger = logging.getLogger(__name__)

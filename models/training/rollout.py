@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from models.training.architecture import REPETITION_PENALTY
 from models.training.tokens import WindowStream
-from tuning.sampling import generate
+from tuning.score import generate
 
 
 class RolloutPool:

@@ -14,9 +14,8 @@ from protos.errors import ContextLengthError, ModelNotFoundError, RequestError, 
 from protos.fingerprint import with_tokenizer
 from protos.messages import Grammar, ModelCard
 from router.api_keys import current_client
-from router.backend.backend import Backend, TokenStreams
+from router.backend.backend import Backend, SharedAnswer, TokenStreams
 from router.backend.migration import MigratingStreams
-from router.backend.shared_answer import SharedAnswer
 from router.config import IngressConfig
 from router.generation.draft_admin import DraftAdmin
 from router.generation.generation import Generation, Origin
@@ -28,10 +27,9 @@ from router.requests.body import BodyWork
 from router.requests.chat_request import ChatCompletionRequest, ChatPromptFields
 from router.requests.completion_request import CompletionRequest
 from router.requests.constraints.structured_output import Constraint
-from router.requests.generate_params import GenerateParams, Prompt
 from router.requests.generation_fields import GenerationFields
 from router.requests.reasoning_format import HARMONY, Thinking, find_reasoning, thinking_after
-from router.requests.sampling_params import bad_word_forms, check_token_ids
+from router.requests.sampling_params import GenerateParams, Prompt, bad_word_forms, check_token_ids
 from router.requests.sequence_requests import check_num_choices, check_room, generate_requests, truncated
 from router.requests.tokenize_request import DetokenizeRequest, TokenizeRequest
 from router.requests.tools import ToolUse, with_prompted_tools

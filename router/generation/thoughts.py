@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from enum import Enum, auto
 
-from router.generation.tool_formats.harmony_format import CALL_BEGIN, CALL_END, CHANNEL, END_MARKS, MESSAGE
+from router.generation.tool_formats.whole_format import CALL_BEGIN, CALL_END, CHANNEL, END_MARKS, MESSAGE
 from router.requests.reasoning_format import Thinking
 from router.tokenizer.tokenizer import Tokenizer
 

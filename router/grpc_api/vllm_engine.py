@@ -29,8 +29,7 @@ from smg_grpc_proto.generated import common_pb2
 from protos.errors import RequestError, ServingError
 from router.api_keys import ApiKeys
 from router.generation.delta import Delta, join_deltas
-from router.generation.fan_in import ClosableStream
-from router.generation.generation import Generation
+from router.generation.generation import ClosableStream, Generation
 from router.generation.generation_service import GenerationService
 from router.grpc_api.api import CallContext, GrpcCalls, charged, validated
 from router.grpc_api.callers import authenticate

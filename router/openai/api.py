@@ -18,7 +18,7 @@ from protos.client_text import guard_logs
 from protos.errors import AuthenticationError, OverloadedError, RequestError, ServingError
 from protos.served_draft import SwapDraft, TryDraft
 from router.api_keys import ApiKeys, Client
-from router.backend.shared_answer import SharedAnswer
+from router.backend.backend import SharedAnswer
 from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
 from router.metrics.exposition import ANSWERS_HEADER, CONTENT_TYPE, merge_metrics, proxy_text
@@ -34,8 +34,7 @@ from router.openai.answers import (
     drafts_answer,
     running_draft,
 )
-from router.openai.chat_writer import ChatWriter
-from router.openai.completion_writer import CompletionWriter
+from router.openai.chat_writer import ChatWriter, CompletionWriter
 from router.openai.disconnect import CloseUnread, unless_disconnected
 from router.openai.errors import add_error_handlers
 from router.openai.event_stream import start_stream

@@ -13,8 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from protos.errors import EngineError, ServingError
 from router.generation.delta import Delta
-from router.generation.fan_in import ClosableStream
-from router.generation.generation import Generation
+from router.generation.generation import ClosableStream, Generation
 from router.metrics.ingress_metrics import BROKEN_STATUS
 from router.openai.response_writer import ResponseWriter
 

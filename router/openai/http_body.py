@@ -19,9 +19,8 @@ from typing import TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from protos.client_text import for_log
+from protos.client_text import check_parts, for_log
 from protos.errors import OverloadedError, RequestError, RequestTimeoutError, RequestTooLargeError
-from protos.json_parts import check_parts
 from router.api_keys import current_client
 from router.client_limits import BODY_GRACE_S, MIN_BODY_BYTES_PER_S, REQUEST_TIMEOUT_S
 from router.config import IngressLimits

@@ -23,8 +23,7 @@ from router.openai.answers import (
     ServedModel,
     TokenizeAnswer,
 )
-from router.openai.chat_writer import Chat, ChatChunk
-from router.openai.completion_writer import TextCompletion
+from router.openai.chat_writer import Chat, ChatChunk, TextCompletion
 from router.openai.messages_request import MessagesRequest
 from router.openai.responses_request import ResponsesRequest
 from router.requests.admin_request import KillDrafts, StopCanaries, SwapDrafts, TryDrafts

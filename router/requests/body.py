@@ -14,8 +14,8 @@ from typing import TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
+from protos.client_text import check_parts
 from protos.errors import RequestError
-from protos.json_parts import check_parts
 
 _MAX_VALUE_CHARACTERS = 80
 _LIMITS = {

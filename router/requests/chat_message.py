@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, WithJsonSchema, model_validator
 
-from protos.json_parts import check_parts
+from protos.client_text import check_parts
 from router.requests.body import Body
 from router.tokenizer.content_parts import PlainContent, plain_content
 

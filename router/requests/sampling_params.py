@@ -3,14 +3,59 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from protos.errors import RequestError
-from protos.messages import ModelCard, SamplingParams, SpeculationMethod, SpeculationMode, SpeculationParams, VerifyMode
-from router.requests.generate_params import GenerateParams
+from protos.messages import (
+    Grammar,
+    ModelCard,
+    SamplingParams,
+    SpeculationMethod,
+    SpeculationMode,
+    SpeculationParams,
+    VerifyMode,
+)
 from router.requests.generation_fields import GenerationFields, SpeculationFields
+from router.requests.reasoning_format import Thinking
 from router.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt: its tokens, and its text for a client that asks for an echo."""
+
+    token_ids: tuple[int, ...]
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateParams:
+    """A request with its prompts in tokens and every parameter in its range."""
+
+    request_id: str
+    fields: GenerationFields
+    prompts: tuple[Prompt, ...]
+    max_tokens: int | None
+    is_chat: bool = False
+    num_logprobs: int | None = None
+    has_echo: bool = False
+    grammar: Grammar | None = None
+    thinking: Thinking | None = None
+    tool_schemas: Mapping[str, object] = field(default_factory=dict)  # of tools whose calls the answer may hold
+    prediction_token_ids: tuple[int, ...] = ()
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Likely tokens wanted at each position of the prompt; None if none are wanted."""
+        echoed = self.num_logprobs if self.has_echo else None
+        return echoed if self.fields.prompt_logprobs is None else max(self.fields.prompt_logprobs, echoed or 0)
+
+    @property
+    def num_choices_per_prompt(self) -> int:
+        return self.fields.n or 1
+
 
 Number = TypeVar("Number", int, float)
 _SMALLEST_TOP_P = 1e-9  # keeps one token, as 0 asks for

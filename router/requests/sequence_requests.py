@@ -10,8 +10,9 @@ from dataclasses import replace
 from protos.errors import ContextLengthError, RequestError
 from protos.messages import GenerateRequest, ModelCard, SamplingParams
 from router.api_keys import Client, current_client, digest
-from router.requests.generate_params import GenerateParams, Prompt
 from router.requests.sampling_params import (
+    GenerateParams,
+    Prompt,
     check_approximate,
     check_prediction,
     check_token_ids,

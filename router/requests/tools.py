@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from protos.errors import RequestError
 from router.requests.body import Body
-from router.tokenizer.written_calls import Message, with_written_calls
+from router.tokenizer.content_parts import Message, with_written_calls
 
 # Of a function's name: letters, digits and the marks that MCP servers put between their names and their tools'.
 NAME_PATTERN = "[a-zA-Z0-9_.:/-]{1,128}"

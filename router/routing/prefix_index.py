@@ -20,7 +20,7 @@ import numpy as np
 
 from protos.block_keys import BlockKey, split_keys
 from protos.cache_delta import CacheDelta
-from protos.worker_load import PrefixHolder
+from protos.worker_report import PrefixHolder
 
 _UNKNOWN_EPOCH = -1  # of a worker that was sent a request before its first report
 _MANY_BITS = 24  # numpy finds more bits than this faster than a loop

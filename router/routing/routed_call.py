@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from protos.messages import GenerateRequest
-from protos.worker_load import PrefixHolder
+from protos.worker_report import PrefixHolder
 from router.routing.audit import RouteForecast
 
 

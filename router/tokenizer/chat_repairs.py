@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from router.tokenizer.written_calls import Message, with_written_calls, written_result
+from router.tokenizer.content_parts import Message, with_written_calls, written_result
 
 GO_ON, YES = "Continue.", "OK."
 _NO_OUTPUT, _NO_RESULT = "[no output]", "[no result]"

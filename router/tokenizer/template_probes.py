@@ -17,8 +17,8 @@ from typing import Any
 from protos.errors import RequestError
 from router.tokenizer.chat_repairs import Messages
 from router.tokenizer.chat_template import ChatTemplate
+from router.tokenizer.content_parts import Message
 from router.tokenizer.template_rules import Rule, TemplateRules
-from router.tokenizer.written_calls import Message
 
 logger = logging.getLogger(__name__)
 

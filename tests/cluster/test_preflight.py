@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from cluster.app import build
 from cluster.config import DeployConfig, parse_config
 from cluster.deploy_file import DeployFile
-from cluster.local.ports import free_port
+from cluster.local.serve_environment import free_port
 from cluster.placement.topology import Device, NodeTopology, read_topology
 from cluster.preflight import (
     NodeRoom,

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from protos import json_parts
+from protos import client_text
+from protos.client_text import check_parts
 from protos.errors import RequestError
-from protos.json_parts import check_parts
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text('a"\\[]{}:, \n', max_size=9),
@@ -42,15 +42,15 @@ def test_what_is_in_texts_does_not_count(value: object) -> None:
     text = json.dumps(value).encode()
     num_commas, num_parts = counts(value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_parts, "LARGE_BYTES", -1)
-        patch.setattr(json_parts, "_MAX_VALUES", num_commas + 1)
-        patch.setattr(json_parts, "_MAX_PARTS", num_parts)
+        patch.setattr(client_text, "LARGE_BYTES", -1)
+        patch.setattr(client_text, "_MAX_VALUES", num_commas + 1)
+        patch.setattr(client_text, "_MAX_PARTS", num_parts)
         check_parts(text, "it")
-        patch.setattr(json_parts, "_MAX_VALUES", num_commas)
+        patch.setattr(client_text, "_MAX_VALUES", num_commas)
         with pytest.raises(RequestError, match=f"it holds {num_commas + 1} values"):
             check_parts(text, "it")
-        patch.setattr(json_parts, "_MAX_VALUES", num_commas + 1)
-        patch.setattr(json_parts, "_MAX_PARTS", num_parts - 1)
+        patch.setattr(client_text, "_MAX_VALUES", num_commas + 1)
+        patch.setattr(client_text, "_MAX_PARTS", num_parts - 1)
         with pytest.raises(RequestError, match=f"it holds {num_parts} lists"):
             check_parts(text, "it")
 
@@ -61,6 +61,6 @@ def test_a_long_text_and_a_million_token_ids_pass() -> None:
 
 
 def test_a_short_text_is_not_counted() -> None:
-    check_parts(b"[" * json_parts.LARGE_BYTES, "it")
+    check_parts(b"[" * client_text.LARGE_BYTES, "it")
     with pytest.raises(RequestError):
-        check_parts(b"[" * (json_parts.LARGE_BYTES + 1), "it")
+        check_parts(b"[" * (client_text.LARGE_BYTES + 1), "it")

@@ -60,7 +60,7 @@ KEPT = {
     "engine/kv_cache/block_pool.py": "prefixes",
     "engine/kv_cache/state_pool.py": "by the salted keys of blocks (tests/engine/recurrent)",
     "engine/proposer/text_match/prediction.py": "predictions",
-    "router/routing/selector.py": "by the names of conversations, which `Client.secret` makes (test_api_keys.py)",
+    "router/routing/index_actor.py": "by the names of conversations, which `Client.secret` makes (test_api_keys.py)",
     "router/tokenizer/chat_prompt.py": "by the server's own template",
     "router/openai/openapi.py": "one document, the same for all",
     "engine/model/checkpoint/hub.py": "by a model of the deployment",

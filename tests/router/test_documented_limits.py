@@ -18,7 +18,7 @@ from cluster.proxy import haproxy_config
 from cluster.schema.replicas import _PACE
 from engine.config import EngineConfig, ModelConfig
 from engine.sampling import grammar_compiler, grammar_trial
-from protos import convert, json_parts
+from protos import client_text, convert
 from router import client_limits as limits
 from router.config import IngressLimits
 from router.grpc_api import reading_gate, server
@@ -71,8 +71,8 @@ ROWS = [
     f"| gRPC calls of one connection | {server.MAX_STREAMS} |",
     f"| choices of one request | {sequence_requests.MAX_CHOICES} |",
     f"| {completion_request.MAX_PROMPTS:,} and {chat_request.MAX_TOOLS:,} |",
-    f"of more than {json_parts.LARGE_BYTES // KIB} KiB | {json_parts._MAX_PARTS:,} lists, objects, fields and "
-    f"texts; {json_parts._MAX_VALUES:,} values |",
+    f"of more than {client_text.LARGE_BYTES // KIB} KiB | {client_text._MAX_PARTS:,} lists, objects, fields and "
+    f"texts; {client_text._MAX_VALUES:,} values |",
     f"| messages, tools and tool calls of one gRPC message | {convert._MAX_ENTRIES:,} |",
     f"| logprobs of one prompt | {sequence_requests.MAX_PROMPT_LOGPROBS:,}, ",
     f"| a JSON schema; the schemas of all tools | {json_schema.MAX_PARTS:,} fields and items |",

@@ -19,7 +19,7 @@ from ray import serve
 
 from cluster.deploy_file import VLLM_SERVICER_FUNCTION, DeployFile, read_deploy_file
 from cluster.local.local_cluster import LocalCluster
-from cluster.local.ports import free_port as free_port  # for the tests in this folder
+from cluster.local.serve_environment import free_port as free_port  # for the tests in this folder
 
 MODEL = "tiny"
 BUNDLED = Path(__file__).parents[2] / "deploy.yaml"

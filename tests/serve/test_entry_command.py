@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from cluster.local.ports import free_ports
+from cluster.local.serve_environment import free_ports
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[2]

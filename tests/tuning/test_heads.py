@@ -23,10 +23,9 @@ from models.draft_heads.medusa_heads import save_heads
 from protos.errors import ConfigError
 from tuning.heads import HeadFolder
 from tuning.log_windows import windows_of
-from tuning.loss import top_distillation_loss
-from tuning.medusa_student import TrainableMedusaHeads
-from tuning.sampling import generate
-from tuning.score import score_draft
+from tuning.run import top_distillation_loss
+from tuning.score import generate, score_draft
+from tuning.student import TrainableMedusaHeads
 from tuning.tune import TuneSettings, tune
 
 VOCAB_SIZE = 64

@@ -24,8 +24,7 @@ from tuning.draft import DraftFolder
 from tuning.log_windows import read_log, windows_of
 from tuning.rollouts import write_rollouts
 from tuning.run import Candidate, LogLesson, TrainingRun, add_low_rank, merge_low_rank
-from tuning.sampling import generate
-from tuning.score import expected_passes
+from tuning.score import expected_passes, generate
 from tuning.train import Budget
 from tuning.tune import TuneSettings, tune, working_folder
 

@@ -25,8 +25,7 @@ from bench.served.chaos import interference
 from bench.served.chaos.interference import Orders
 from bench.served.chaos.processes import MARK, Processes, new_mark
 from cluster.deploy_file import with_absolute_paths
-from cluster.local.ports import free_port
-from cluster.local.serve_environment import set_variables
+from cluster.local.serve_environment import free_port, set_variables
 
 MODEL = "chaos"
 POLL_S = 0.25

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
-from typer import Argument
+from typer import Argument, Option
 
 from cluster.checkpoints.gguf_models import converted_root
 from cluster.cli.console import report
+from cluster.local.own_files import PRIVATE, private_root
+from cluster.local.serve_environment import cluster_variables
+from cluster.placement.topology import order_devices
 from engine.model.linear.cache_folder import BOUND, CacheEntry, max_bytes, packed_entries, packed_root, remove_entry
 from protos.errors import ConfigError
+
+
+def env(
+    gpus_per_pair: Annotated[
+        int | None, Option(min=1, help="order this node's GPUs so that NVLink connects each pair's GPUs")
+    ] = None,
+) -> None:
+    """Print the variables to set before `ray start` on every node: `eval "$(outrider env)"`."""
+    private = {"RAY_TMPDIR": os.environ.get("RAY_TMPDIR") or private_root()}
+    for name, value in {**cluster_variables(), **private, **order_devices(gpus_per_pair)}.items():
+        print(f"export {name}={shlex.quote(value)}")
+    print(f"umask {PRIVATE:03o}")
+
 
 cache = typer.Typer(
     help="List or clear the files of models that this machine keeps on disk.", invoke_without_command=True

@@ -2,10 +2,109 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+import warnings
 from collections.abc import Mapping
+from keyword import iskeyword
 
-from router.generation.tool_formats.python_calls import read_python_value
+from router.requests.tools import NAME_PATTERN
+
+# A text in quotes, where a model writes line breaks as they are, since the templates it learned from do.
+_LINES_IN_TEXTS = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+_LINE_END = re.compile(r"\\.|[\n\r]", re.DOTALL)
+
+
+def _on_one_line(quoted: re.Match[str]) -> str:
+    return _LINE_END.sub(lambda found: {"\n": "\\n", "\r": "\\r"}.get(found[0], found[0]), quoted[0])
+
+
+# A text in quotes, or the name of a call: tools may have names that Python has not.
+_NAMES = re.compile(rf"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|({NAME_PATTERN})\(""", re.DOTALL)
+_STAND_IN = "_outrider_tool_"
+
+
+def read_python(text: str) -> list[tuple[str, Mapping[str, object]]]:
+    """Return the calls in Python's syntax: in a list, or one in a line."""
+    names: list[str] = []
+    calls = _calls(_NAMES.sub(lambda found: _as_python(found, names), text))
+    return [
+        (names[int(name.removeprefix(_STAND_IN))] if name.startswith(_STAND_IN) else name, arguments)
+        for name, arguments in calls
+    ]
+
+
+def _as_python(found: re.Match[str], names: list[str]) -> str:
+    """Return a valid Python name: an invalid one is added to `names` and replaced by its rank there."""
+    name = found[1]
+    if name is None or all(part.isidentifier() and not iskeyword(part) for part in name.split(".")):
+        return found[0]
+    names.append(name)
+    return f"{_STAND_IN}{len(names) - 1}("
+
+
+def _calls(text: str) -> list[tuple[str, Mapping[str, object]]]:
+    nodes: list[ast.expr] = []
+    for statement in _parse(text):
+        if not isinstance(statement, ast.Expr):
+            raise ValueError("it is no expression")
+        nodes += statement.value.elts if isinstance(statement.value, ast.List) else [statement.value]
+    return [_python_call(node) for node in nodes]
+
+
+def read_python_value(text: str) -> object:
+    """Return the value of a literal in Python's syntax. Raises ValueError for anything else."""
+    statements = _parse(text)
+    if len(statements) != 1 or not isinstance(statements[0], ast.Expr):
+        raise ValueError("it is no expression")
+    return _python_value(statements[0].value)
+
+
+def _parse(text: str) -> list[ast.stmt]:
+    with warnings.catch_warnings():  # of escapes that Python does not know
+        warnings.simplefilter("ignore")
+        try:
+            return ast.parse(_LINES_IN_TEXTS.sub(_on_one_line, text.strip()), mode="exec").body
+        except SyntaxError as error:
+            raise ValueError(str(error)) from error
+
+
+def _python_call(node: ast.expr) -> tuple[str, Mapping[str, object]]:
+    if not isinstance(node, ast.Call) or node.args or not all(keyword.arg for keyword in node.keywords):
+        raise ValueError("it is no call with named arguments")
+    return _dotted(node.func), {str(keyword.arg): _python_value(keyword.value) for keyword in node.keywords}
+
+
+def _dotted(node: ast.expr) -> str:
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=outer, attr=name):
+            return f"{_dotted(outer)}.{name}"
+    raise ValueError("it is no name")
+
+
+def _python_value(node: ast.expr) -> object:
+    match node:
+        case ast.Constant(value=str() | int() | float() | None as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.Name(id="true" | "false" | "null" as name):  # as JSON spells them
+            return {"true": True, "false": False, "null": None}[name]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_python_value(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return {_text_key(key): _python_value(value) for key, value in zip(keys, values, strict=True)}
+    raise ValueError("it is no literal")
+
+
+def _text_key(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise ValueError("a key is no text")
+
 
 _MAX_UNIONS = 8  # within each other
 _TYPES: dict[type, tuple[str, ...]] = {

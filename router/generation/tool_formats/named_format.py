@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from router.generation.tool_formats.argument_value import is_text, properties, with_definitions
+from router.generation.tool_formats.argument_value import is_text, properties, read_python, with_definitions
 from router.generation.tool_formats.list_format import read_list
-from router.generation.tool_formats.python_calls import read_python
 from router.generation.tool_formats.tool_format import arguments_schema, json_rule, literal
 from router.generation.tool_formats.whole_format import Calls, WholeFormat
 from router.requests.tools import NAME_PATTERN, ToolUse

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.channel.channel_proposer import ChannelProposer
-from actors.channel.offer_table import OfferTable
+from actors.channel.channel_proposer import ChannelProposer, OfferTable
 from actors.draft.draft_server import DraftServer
 from actors.process.frames import FrameListener
 from engine.accounting.length_policy import LengthPolicy

@@ -1,6 +1,6 @@
 """An offer is found by the very tokens it continues, and by nothing else."""
 
-from actors.channel.offer_table import _MAX_OFFERS, OfferTable
+from actors.channel.channel_proposer import _MAX_OFFERS, OfferTable
 from engine.batch.draft import Draft
 from engine.proposer.draft_model.offer import Offer
 

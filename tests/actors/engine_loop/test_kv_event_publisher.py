@@ -13,7 +13,7 @@ import zmq
 from actors.engine_loop import kv_event_publisher
 from actors.engine_loop.kv_event_publisher import REPLAY_OFFSET
 from actors.target.target_process import publish_kv_events
-from cluster.local.ports import free_ports
+from cluster.local.serve_environment import free_ports
 from engine.kv_cache.block_manager import BlockManager
 from engine.sequence.request_tokens import TokenBlocks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.pair.drift_alarms import DriftAlarms
+from actors.pair.pair_shell import DriftAlarms
 from engine.accounting.drift import DriftStats
 
 FALLEN = DriftStats("model-greedy-free", 0.41, 0.74, num_alarms=1, is_alarming=True)

@@ -17,7 +17,7 @@ from actors.pair.target_client import TargetClient
 from actors.pair.token_feed import TokenStream
 from actors.process.frames import FrameListener
 from actors.shell_messages import Refused
-from actors.target.shell_server import ShellServer
+from actors.target.target_process import ShellServer
 from engine.accounting.engine_stats import DraftStats, EngineStats
 from engine.accounting.step_times import StepTimes
 from protos.errors import EngineError, ModelChangedError, RequestError, UnavailableError

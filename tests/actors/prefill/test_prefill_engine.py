@@ -24,8 +24,7 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.engine_core import EngineCore
 from engine.remote_prefill.kv_transfer import ChunkHeader, FetchAccepted, FetchEnd, FetchFailure, FetchOrder, KVLayout
 from protos.block_keys import block_keys, root_key, split_keys
-from protos.worker_load import PrefixHolder
-from protos.worker_report import WorkerReport
+from protos.worker_report import PrefixHolder, WorkerReport
 from tests.engine.fixtures.checkpoints import write_checkpoint
 
 PROMPT = tuple(3 + index % 50 for index in range(96))  # six blocks, two to a chunk

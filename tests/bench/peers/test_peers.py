@@ -28,7 +28,7 @@ from bench.peers.page import (
     with_part,
 )
 from bench.peers.system import DraftingMode, ModelPair, RaceResults, Schedule, SystemLimits, run_rounds
-from cluster.local.ports import free_port
+from cluster.local.serve_environment import free_port
 
 PROMPTS = [[1, 2], [3, 4]]
 NUM_TOKENS = 4

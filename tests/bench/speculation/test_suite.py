@@ -14,8 +14,7 @@ from bench.padded_pair import DEMO
 from bench.speculation.methods import PLAIN, Suite
 from bench.speculation.workload import Turn, Workload, WorkloadRun, agent_sessions
 from engine.config import CacheConfig
-from models.training.architecture import llama_config, new_model
-from models.training.checkpoint import save_checkpoint
+from models.training.architecture import llama_config, new_model, save_checkpoint
 from protos.messages import SamplingParams
 
 

@@ -8,7 +8,7 @@ from textual.widgets import DataTable, Static
 from cluster.cli.__main__ import main
 from cluster.cli.figures import figures_between, read_metrics
 from cluster.cli.top_view import TopView
-from cluster.local.ports import free_ports
+from cluster.local.serve_environment import free_ports
 
 
 def exposition(tokens: int, accepted: int, drafted: int, alarm: int = 0, connected: int = 1) -> str:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from cluster.local.http_server import HttpServer, Places
-from cluster.local.ports import free_port
+from cluster.local.serve_environment import free_port
 from router.api_keys import ApiKeys
 from router.config import IngressConfig
 from router.generation.generation_service import GenerationService

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from cluster.local.http_server import Places
-from cluster.local.ports import free_port
+from cluster.local.serve_environment import free_port
 from protos import outrider_pb2 as pb2
 from protos import outrider_pb2_grpc
 from router.api_keys import ApiKeys

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from cluster.local.ports import free_port, is_free, refuse_ipv6
+from cluster.local.serve_environment import free_port, is_free, refuse_ipv6
 from protos.errors import ConfigError
 
 

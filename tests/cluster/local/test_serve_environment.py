@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.local import ports
+from cluster.local import serve_environment
 from cluster.local.serve_environment import cluster_variables, set_variables
 
 FIRST, LAST = "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT"
@@ -23,9 +23,9 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def other_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The gRPC port of another cluster's replica; one more row of ports is free."""
-    two_rows = ports.free_ports(208)
-    monkeypatch.setattr(ports, "_OURS", two_rows)
-    monkeypatch.setattr(ports.random, "sample", lambda rows, count: list(rows))
+    two_rows = serve_environment.free_ports(208)
+    monkeypatch.setattr(serve_environment, "_OURS", two_rows)
+    monkeypatch.setattr(serve_environment.random, "sample", lambda rows, count: list(rows))
     with socket.socket() as replica:
         replica.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as gRPC does: a second one may listen there
         replica.bind(("0.0.0.0", two_rows[5]))

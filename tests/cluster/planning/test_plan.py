@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.cli.__main__ import main
-from cluster.planning.model_shape import ModelShape
+from cluster.planning.model_shape import ModelShape, read_table
 from cluster.planning.replica_plan import (
     ReplicaPlan,
     acceptance_per_position,
@@ -20,7 +20,6 @@ from cluster.planning.replica_plan import (
     replayed_speed_up,
 )
 from cluster.planning.roofline import DeviceSpec
-from cluster.planning.tables import read_table
 
 ROOT = Path(__file__).parents[3]
 

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.local.ports import free_port
+from cluster.local.serve_environment import free_port
 from cluster.proxy import haproxy_config
 from cluster.proxy.haproxy_config import ENDLESS_CALLERS, ENDLESS_CALLS, MAX_ENDLESS_CALLS, REQUEST_TIMEOUT_S
 

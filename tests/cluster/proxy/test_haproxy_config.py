@@ -22,7 +22,7 @@ import pytest
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions, gRPCOptions
 
-from cluster.local.ports import free_ports
+from cluster.local.serve_environment import free_ports
 from cluster.proxy import haproxy_config
 from cluster.proxy.haproxy_config import ProxySettings, harden
 

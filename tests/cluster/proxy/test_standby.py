@@ -19,7 +19,7 @@ import httpx
 import pytest
 import uvicorn
 
-from cluster.local.ports import free_port
+from cluster.local.serve_environment import free_port
 from cluster.proxy import standby
 from tests.cluster.proxy.test_haproxy_config import Proxy
 

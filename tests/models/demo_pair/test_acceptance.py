@@ -4,7 +4,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models.demo_pair.acceptance import count_rounds, measure_acceptance, repetition, summarise, text_agreement
-from tuning.sampling import gumbel_noise
+from tuning.score import gumbel_noise
 
 
 def tiny_model(seed: int) -> LlamaForCausalLM:

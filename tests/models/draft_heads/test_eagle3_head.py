@@ -15,8 +15,8 @@ from models.draft_heads.eagle3_head import Eagle3Lesson, eagle3_logits, new_stud
 from models.draft_heads.head_acceptance import count_rounds, verdicts
 from models.training.architecture import llama_config, new_model
 from tuning.eagle3_student import Eagle3Student, view_of
-from tuning.loss import distillation_loss
-from tuning.sampling import generate
+from tuning.run import distillation_loss
+from tuning.score import generate
 
 NUM_LAYERS = 7  # the least number with three default layers
 TARGET_IDS = torch.arange(0, 4096, 3)

@@ -8,13 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from models.demo_pair.train_demo_pair import average
-from models.training.architecture import llama_config, new_model, num_parameters
-from models.training.checkpoint import load_checkpoint, save_checkpoint
+from models.training.architecture import llama_config, load_checkpoint, new_model, num_parameters, save_checkpoint
 from models.training.rollout import write_rollouts
 from models.training.tokens import TokenizedCorpus, WindowStream
-from tuning.loss import distillation_loss
 from tuning.optimizer import PairedOptimizer
-from tuning.sampling import penalise
+from tuning.run import distillation_loss
+from tuning.score import penalise
 from tuning.train import Budget, autocast, train
 
 

@@ -28,9 +28,9 @@ from router.config import IngressConfig, IngressLimits
 from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import IngressMetrics
 from router.routing.request_routing import RequestRouting
-from router.routing.route_chooser import RouteChooser
 from router.routing.routed_call import RoutedCall, RouteQuery, RouteReply
 from router.routing.router_metrics import RouterMetrics
+from router.routing.serve_router import RouteChooser
 from router.tokenizer.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles
 from tests.cluster.local.fake_server import serving

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from router.generation.fan_in import fan_in
+from router.generation.generation import fan_in
 
 
 class Source:

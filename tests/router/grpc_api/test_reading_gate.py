@@ -20,8 +20,8 @@ from ray.serve.generated.serve_pb2_grpc import (
     add_RayServeAPIServiceServicer_to_server,
 )
 
-from bench.served.attacks.half_call import first_part, half_calls
-from cluster.local.ports import free_port
+from bench.served.attacks.grpc_calls import first_part, half_calls
+from cluster.local.serve_environment import free_port
 from protos import outrider_pb2 as pb2
 from protos import outrider_pb2_grpc
 from router.api_keys import ApiKeys

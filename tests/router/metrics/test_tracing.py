@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import Tracer
 
-from cluster.local.ports import free_port
+from cluster.local.serve_environment import free_port
 from protos import outrider_pb2, outrider_pb2_grpc
 from protos.errors import RequestError
 from protos.messages import FirstTokenTimes, GenerateRequest, TokenChunk

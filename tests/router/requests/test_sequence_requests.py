@@ -7,7 +7,7 @@ from dataclasses import replace
 from protos.messages import GenerateRequest, ModelCard, SamplingParams, SpeculationParams, VerifyMode
 from router.api_keys import Client, current_client
 from router.requests.completion_request import CompletionRequest
-from router.requests.generate_params import GenerateParams, Prompt
+from router.requests.sampling_params import GenerateParams, Prompt
 from router.requests.sequence_requests import generate_requests
 from tests.protos.filled import at_default, filled, names
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from protos.block_keys import join_keys
 from protos.cache_delta import CacheDelta
-from protos.worker_load import WorkerLoad
+from protos.worker_report import WorkerLoad
+from router.routing.index_actor import RouteRequest, Selector
 from router.routing.load import LoadTable
 from router.routing.policy import CostConfig, Policy, rank
 from router.routing.prefix_index import PrefixIndex
-from router.routing.selector import RouteRequest, Selector
 
 BLOCK = 16
 PREFIX = tuple(number.to_bytes(16, "little") for number in range(20))

@@ -6,8 +6,7 @@ import pytest
 
 from protos.block_keys import join_keys
 from protos.cache_delta import CacheDelta
-from protos.worker_load import PrefixHolder, WorkerLoad
-from protos.worker_report import WorkerReport
+from protos.worker_report import PrefixHolder, WorkerLoad, WorkerReport
 from router.config import RouterConfig
 from router.routing.index_actor import SILENCE_S, IndexState
 from router.routing.routed_call import RouteQuery

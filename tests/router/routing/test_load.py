@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from protos.worker_load import WorkerLoad
+from protos.worker_report import WorkerLoad
 from router.routing.load import LoadTable, SentWork
 
 

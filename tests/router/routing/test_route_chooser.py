@@ -9,8 +9,8 @@ import pytest
 from protos.errors import UnavailableError
 from protos.messages import GenerateRequest
 from router.routing.index_client import IndexTimeoutError
-from router.routing.route_chooser import RouteChooser
 from router.routing.routed_call import RoutedCall, RouteQuery, RouteReply
+from router.routing.serve_router import RouteChooser
 
 WORKERS = ("a", "b", "c", "d", "e")
 

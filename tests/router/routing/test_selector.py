@@ -5,11 +5,11 @@ import pytest
 
 from protos.block_keys import join_keys
 from protos.cache_delta import CacheDelta
-from protos.worker_load import WorkerLoad
+from protos.worker_report import WorkerLoad
+from router.routing.index_actor import RouteRequest, Selector
 from router.routing.load import LoadTable
 from router.routing.policy import CostConfig, Policy, rank
 from router.routing.prefix_index import PrefixIndex
-from router.routing.selector import RouteRequest, Selector
 
 WORKERS = ("a", "b", "c", "d")
 
@@ -62,7 +62,7 @@ def test_a_session_returns_to_its_worker_among_equals():
 
 
 def test_the_sessions_that_were_idle_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("router.routing.selector._MAX_SESSIONS", 2)
+    monkeypatch.setattr("router.routing.index_actor._MAX_SESSIONS", 2)
     selector = make_selector()
     found = [selector.select(request(0, session_id=name), WORKERS, 0.0).request.last_worker_id for name in "abacacb"]
     assert [worker_id is not None for worker_id in found] == [False, False, True, False, True, True, False]

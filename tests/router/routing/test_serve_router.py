@@ -13,7 +13,7 @@ from ray.serve.request_router import PendingRequest
 from protos.block_keys import block_keys, join_keys, root_key
 from protos.errors import UnavailableError
 from protos.messages import GenerateRequest
-from protos.worker_load import PrefixHolder
+from protos.worker_report import PrefixHolder
 from router.routing.routed_call import RoutedCall, RouteQuery, RouteReply
 from router.routing.serve_router import PrefillRouter, PrefixAwareRouter
 

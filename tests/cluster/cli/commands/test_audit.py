@@ -21,7 +21,7 @@ from starlette.responses import StreamingResponse
 
 from cluster.cli.__main__ import main
 from cluster.cli.audit import client, wire
-from cluster.local.ports import free_port
+from cluster.local.serve_environment import free_port
 from tests.cluster.cli.audit.test_audit import app_of
 from tests.cluster.cli.audit.toy_server import ToyServer
 from tests.cluster.cli.fake_server import answering, events
