@@ -24,24 +24,23 @@ from cluster.planning.model_shape import ModelShape
 from cluster.replica_settings import draft_cache_config
 from cluster.schema.frontends import MAX_LOG_BYTES, IngressSection
 from cluster.schema.replicas import PairSection, PrefillSection
-from engine.config import CacheConfig, KVDtype, ModelDtype, Quantization
+from engine.config import GIB, CacheConfig, KVDtype, ModelDtype, Quantization
 from engine.model.checkpoint.node_memory import available_bytes
 from protos.errors import ConfigError
 from router.api_keys import ApiKeys
 from router.generation.receipts import ReceiptKey
 from router.tokenizer.chat_template import ChatTemplate
 
-_GIB = 1 << 30
 _NO_WORD = re.compile(r"""[\s"'\\#$]""")
-_RAY_BYTES = int(1.5 * _GIB)  # idle cluster, controller, proxy and ingress
-_PROCESS_BYTES = int(0.45 * _GIB)  # Python with torch, of shell, target and draft each
+_RAY_BYTES = int(1.5 * GIB)  # idle cluster, controller, proxy and ingress
+_PROCESS_BYTES = int(0.45 * GIB)  # Python with torch, of shell, target and draft each
 _LOADING_FACTORS = {  # of bfloat16: packed weights and embeddings, or float32 of it
     Quantization.NONE: 2.0,
     Quantization.INT8: 0.75,
     Quantization.INT4: 0.5,
 }
-_GPU_PROCESS_BYTES = 2 * _GIB  # Python with torch and a CUDA context
-_CONTEXT_BYTES = _GIB  # of a GPU: context, libraries' workspaces, the smallest passes
+_GPU_PROCESS_BYTES = 2 * GIB  # Python with torch and a CUDA context
+_CONTEXT_BYTES = GIB  # of a GPU: context, libraries' workspaces, the smallest passes
 
 
 def check_ports(file: DeployFile) -> None:
@@ -114,8 +113,8 @@ def check_log(config: DeployConfig) -> None:
         raise ConfigError(f"tune.log {str(folder)!r} cannot be used: {error}; give another folder") from error
     if free < MAX_LOG_BYTES:
         raise ConfigError(
-            f"the disk of tune.log {str(folder)!r} has {free / _GIB:.2f} GiB for it, and the log grows to "
-            f"{MAX_LOG_BYTES / _GIB:g} GiB; free some, or give a folder on another disk"
+            f"the disk of tune.log {str(folder)!r} has {free / GIB:.2f} GiB for it, and the log grows to "
+            f"{MAX_LOG_BYTES / GIB:g} GiB; free some, or give a folder on another disk"
         )
 
 
@@ -159,7 +158,7 @@ def check_memory(config: DeployConfig, topology: NodeTopology | None = None) -> 
     available = available_bytes()
     if needed > available:
         raise ConfigError(
-            f"about {needed / _GIB:.1f} GiB of memory are needed and {available / _GIB:.1f} GiB are available; "
+            f"about {needed / GIB:.1f} GiB of memory are needed and {available / GIB:.1f} GiB are available; "
             f"lower {_remedy(is_on_gpu=bool(topology.devices))}, or stop other programs"
         )
 
@@ -188,8 +187,8 @@ def check_room(config: DeployConfig, rooms: Sequence[NodeRoom], *, is_on_gpu: bo
         for kind, size, places in zip(("pair", "prefill"), sizes, (room.num_pairs, room.num_prefills), strict=True):
             if places and size > room.free_bytes:
                 raise ConfigError(
-                    f"node {room.name} may get a replica of {kind}, which takes about {size / _GIB:.1f} GiB of memory, "
-                    f"and has {room.free_bytes / _GIB:.1f} GiB for it; lower {remedy}, or keep it off that node by "
+                    f"node {room.name} may get a replica of {kind}, which takes about {size / GIB:.1f} GiB of memory, "
+                    f"and has {room.free_bytes / GIB:.1f} GiB for it; lower {remedy}, or keep it off that node by "
                     f"{kind}.resources"
                 )
     pairs, prefills = _least(config.pair), _least(config.prefill)
@@ -197,8 +196,8 @@ def check_room(config: DeployConfig, rooms: Sequence[NodeRoom], *, is_on_gpu: bo
     needed, free = pairs * sizes[0] + prefills * sizes[1], sum(room.free_bytes for room in rooms)
     if config.pair.gpus is None and (pairs > num_places or needed > free):
         raise ConfigError(
-            f"{pairs} pairs and {prefills} prefill replicas take about {needed / _GIB:.1f} GiB of memory, and the "
-            f"{len(rooms)} nodes for them have {free / _GIB:.1f} GiB, enough for {num_places} pairs; lower {remedy}, "
+            f"{pairs} pairs and {prefills} prefill replicas take about {needed / GIB:.1f} GiB of memory, and the "
+            f"{len(rooms)} nodes for them have {free / GIB:.1f} GiB, enough for {num_places} pairs; lower {remedy}, "
             "or add nodes"
         )
 
@@ -298,11 +297,11 @@ def _check_gpu(whose: str, memory: int, parts: dict[str, int], config: DeployCon
     limit = int(config.cache.gpu_memory_utilization * memory)
     needed = sum(parts.values()) + _CONTEXT_BYTES
     if needed > limit:
-        listed = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items() if size)
+        listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
         raise ConfigError(
-            f"{whose} needs about {needed / _GIB:.1f} GiB ({listed}, CUDA's own {_CONTEXT_BYTES / _GIB:.1f}), and "
+            f"{whose} needs about {needed / GIB:.1f} GiB ({listed}, CUDA's own {_CONTEXT_BYTES / GIB:.1f}), and "
             f"{config.cache.gpu_memory_utilization:.2f} (cache.gpu_memory_utilization) of the smallest one's "
-            f"{memory / _GIB:.1f} GiB are {limit / _GIB:.1f}; {remedy}"
+            f"{memory / GIB:.1f} GiB are {limit / GIB:.1f}; {remedy}"
         )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from protos.errors import RequestError
 
 LARGE_BYTES = 1 << 16  # shorter texts hold too few values to count
-_MAX_PARTS = 1 << 16
+MAX_PARTS = 1 << 16
 _MAX_VALUES = 1_250_000  # a context of a million tokens in ids, and the rest of a request
 _QUOTE, _COMMA = ord('"'), ord(",")
 
@@ -34,8 +34,8 @@ def check_parts(text: bytes | bytearray, name: str) -> None:
     if num_values > _MAX_VALUES:
         raise RequestError(f"{name} holds {num_values} values; at most {_MAX_VALUES} are read.")
     num_parts = sum(np.count_nonzero(is_outside & (octets == ord(mark))) for mark in '[{:"')
-    if num_parts > _MAX_PARTS:
-        raise RequestError(f"{name} holds {num_parts} lists, objects, fields and texts; at most {_MAX_PARTS} are read.")
+    if num_parts > MAX_PARTS:
+        raise RequestError(f"{name} holds {num_parts} lists, objects, fields and texts; at most {MAX_PARTS} are read.")
 
 
 def _without_escapes(text: bytes) -> bytes:
@@ -44,7 +44,6 @@ def _without_escapes(text: bytes) -> bytes:
 
 
 _MAX_MESSAGE = 1500
-_MAX_TRACE = 1500  # of an error's message, after the lines of the traceback
 
 
 def for_log(value: object, limit: int = 200) -> str:
@@ -85,6 +84,8 @@ def _one_line_each(error: BaseException) -> str:
     while each is not None and id(each) not in seen:
         seen.add(id(each))
         frames = "".join(traceback.format_tb(each.__traceback__))
-        parts.append(f"Traceback (most recent call last):\n{frames}{type(each).__name__}: {for_log(each, _MAX_TRACE)}")
+        parts.append(
+            f"Traceback (most recent call last):\n{frames}{type(each).__name__}: {for_log(each, _MAX_MESSAGE)}"
+        )
         each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
     return "\n\nwhich followed:\n\n".join(parts)

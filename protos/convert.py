@@ -8,11 +8,9 @@ from collections.abc import Iterable
 from google.protobuf.message import Message
 
 from protos import outrider_pb2 as pb2
-from protos.client_text import check_parts
+from protos.client_text import MAX_PARTS, check_parts
 from protos.errors import RequestError
 from protos.messages import TokenLogprobs
-
-_MAX_ENTRIES = 1 << 16
 
 
 def request_fields(request: pb2.GenerateRequest) -> dict[str, object]:
@@ -53,11 +51,11 @@ def tokenize_fields(request: pb2.TokenizeRequest) -> dict[str, object]:
 def _check_entries(request: pb2.GenerateRequest | pb2.TokenizeRequest) -> None:
     """Limit a chat's entries before they are expanded: a two-byte entry costs microseconds."""
     num_entries = len(request.messages) + len(request.tools) + len(request.allowed_tools)
-    if num_entries <= _MAX_ENTRIES:
+    if num_entries <= MAX_PARTS:
         num_entries += sum(len(message.tool_calls) for message in request.messages)
-    if num_entries > _MAX_ENTRIES:
+    if num_entries > MAX_PARTS:
         raise RequestError(
-            f"messages and tools have {num_entries} entries in all; send at most {_MAX_ENTRIES}.", param="messages"
+            f"messages and tools have {num_entries} entries in all; send at most {MAX_PARTS}.", param="messages"
         )
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+CHECK_TIMEOUT_S = 300.0  # for each pair to check a new draft
+RETURN_S = 600.0  # for an old draft to serve again
+ANSWER_S = 30.0  # more than a pair's own limit, for its answer to arrive
+
 
 class CanaryOutcome(StrEnum):
     """The state or the outcome of a canary."""

@@ -72,8 +72,8 @@ def _divergence(log_p: Tensor, log_q: Tensor, l1_weight: float) -> Tensor:
 _SCALE = 2.0  # alpha over rank
 _NEIGHBOURS = 4  # candidates by length for each window of a batch
 _L1_WEIGHT = 1.0  # as of the demo draft's own training
-_NUM_DRAFTS = 4  # of a round, that heads learn; the weights decrease
-_DRAFT_WEIGHT = 0.8
+NUM_DRAFTS = 4  # of a round, that heads learn; the weights decrease
+DRAFT_WEIGHT = 0.8  # of each draft's loss relative to its predecessor's
 _OTHERS_RATE = 0.2  # the learning rate of embeddings and norms relative to the matrices', as for the demo draft
 _TOKENS_PER_STEP = 2048
 _CHECKPOINT_EVERY_S = 20.0
@@ -161,9 +161,9 @@ class LogLesson:
         top_logprobs = torch.cat([window.top_logprobs for window in windows]).to(device).float()
         total, weight, weights = torch.zeros((), device=device), 1.0, 0.0
         with autocast(device):
-            for logits in student.logits(windows, student.num_unlike(_NUM_DRAFTS)):
+            for logits in student.logits(windows, student.num_unlike(NUM_DRAFTS)):
                 total = total + weight * top_distillation_loss(logits, top_ids, top_logprobs, _L1_WEIGHT)
-                weight, weights = weight * _DRAFT_WEIGHT, weights + weight
+                weight, weights = weight * DRAFT_WEIGHT, weights + weight
         loss = total / weights
         if not torch.isfinite(loss):
             raise DivergedError

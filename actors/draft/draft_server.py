@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from actors.channel.channel_proposer import OfferTable
 from actors.channel.draft_messages import PROTOCOL_VERSION, Commit, Hello, Offers, Open, Round
-from actors.process.frames import FrameConnection, FrameListener
+from actors.process.frames import POLL_S, SEND_TIMEOUT_S, FrameConnection, FrameListener
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import TreeConfig
 from engine.proposer import Proposer
@@ -27,8 +27,6 @@ if TYPE_CHECKING:  # it loads the models' code, which takes seconds and a class 
     from engine.proposer.draft_model.ahead_drafter import AheadDrafter, PendingPass
 
 logger = logging.getLogger(__name__)
-_POLL_S = 0.5
-_SEND_TIMEOUT_S = 5.0
 
 
 class DraftAhead:
@@ -123,7 +121,7 @@ class DraftServer:
     def run(self) -> None:
         """Serve until `close`. An error of the proposer passes through and ends the process."""
         while not self._is_closing.is_set():
-            connection = self._listener.accept(Round, _POLL_S)
+            connection = self._listener.accept(Round, POLL_S)
             if connection is not None:
                 self._serve(connection)
 
@@ -133,7 +131,7 @@ class DraftServer:
 
     def _serve(self, connection: FrameConnection[Round]) -> None:
         try:
-            connection.send(Hello(PROTOCOL_VERSION, self._draft_version), _SEND_TIMEOUT_S)
+            connection.send(Hello(PROTOCOL_VERSION, self._draft_version), SEND_TIMEOUT_S)
             while not self._is_closing.is_set():
                 if rounds := _all_rounds(connection):
                     self._answer(connection, rounds)
@@ -156,7 +154,7 @@ class DraftServer:
         offers = self._draft(wanted) if wanted else ()
         if offers or requested.lost:
             drafting_s = time.monotonic() - began_s
-            connection.send(Offers(offers, requested.lost, drafting_s, translated=self._new_counts()), _SEND_TIMEOUT_S)
+            connection.send(Offers(offers, requested.lost, drafting_s, translated=self._new_counts()), SEND_TIMEOUT_S)
         if self._ahead is None:
             self._prefill(tuple(requested.prompts))
         else:
@@ -170,7 +168,7 @@ class DraftServer:
             nonlocal began_s
             now_s = time.monotonic()
             ahead_of_verdict = Offers(offers, (), now_s - began_s, is_answer=False, translated=self._new_counts())
-            connection.send(ahead_of_verdict, _SEND_TIMEOUT_S)
+            connection.send(ahead_of_verdict, SEND_TIMEOUT_S)
             began_s = now_s
 
         ahead.run(send, connection.has_arrived)
@@ -263,7 +261,7 @@ class DraftServer:
 
 
 def _all_rounds(connection: FrameConnection[Round]) -> list[Round]:
-    rounds = connection.receive(_POLL_S)
+    rounds = connection.receive(POLL_S)
     while rounds and (more := connection.receive(0.0)):
         rounds += more
     return rounds

@@ -20,8 +20,8 @@ from actors.settings import DraftSettings, PairDevices, PairSettings, ProcessSha
 from actors.shell_messages import TARGET_SOCKET
 from actors.target.target_actor import TargetActor
 from protos.errors import DeadlineExceededError, EngineError, RequestError, ServingError
+from protos.served_draft import CHECK_TIMEOUT_S
 
-_CHECK_TIMEOUT_S = 300.0
 _CHECK_NICENESS = 10  # the serving pair gets the cores first
 _POLL_S = 0.1
 logger = logging.getLogger(__name__)
@@ -71,11 +71,11 @@ class DraftHandle:
         check = ray.remote(**self._check_options, max_calls=1, max_retries=0)(_check_candidate)
         task = check.remote(self._settings, path)
         try:
-            async with asyncio.timeout(_CHECK_TIMEOUT_S):
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
                 await task
         except TimeoutError:
             ray.cancel(task, force=True)
-            limit = f"{_CHECK_TIMEOUT_S:.0f} s, the limit of a check"
+            limit = f"{CHECK_TIMEOUT_S:.0f} s, the limit of a check"
             raise DeadlineExceededError(f"The draft {path!r} was not loaded within {limit}.") from None
         except RayTaskError as error:
             if isinstance(error.cause, ServingError):

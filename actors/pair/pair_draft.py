@@ -16,6 +16,7 @@ from engine.accounting.goodput import GoodputStats, Verdict
 from protos.errors import ConflictError, RequestError, ServingError
 from protos.messages import SpeculationMethod
 from protos.served_draft import (
+    RETURN_S,
     CanaryOutcome,
     CanaryReport,
     CheckDraft,
@@ -28,7 +29,6 @@ from protos.served_draft import (
 )
 
 logger = logging.getLogger(__name__)
-_RETURN_S = 600.0  # for the old draft to serve again
 Goodput = Callable[[], Awaitable[Seq[GoodputStats]]]
 
 
@@ -163,7 +163,7 @@ class PairDraft:
 
     async def _restore(self, path: str) -> None:
         try:
-            await self._run(path, _RETURN_S)
+            await self._run(path, RETURN_S)
         except ServingError:
             logger.exception("the old draft %s did not start either; the target decodes without a draft", path)
 

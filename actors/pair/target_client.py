@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from actors.pair.token_feed import TokenFeed, TokenFeeds, TokenStream
+from actors.process.frames import RECEIVE_BYTES
 from actors.shell_messages import (
     Abort,
     Add,
@@ -32,7 +33,6 @@ from protos.messages import GenerateRequest, ModelCard
 logger = logging.getLogger(__name__)
 
 _RECONNECT_INTERVAL_S = 0.05
-_READ_BYTES = 1 << 18
 
 
 class TargetListener(Protocol):
@@ -153,7 +153,7 @@ class TargetClient:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         self._codec = FrameCodec(TargetToShell)
-        while data := await reader.read(_READ_BYTES):
+        while data := await reader.read(RECEIVE_BYTES):
             for message in self._codec.feed(data):
                 self._handle(message)
         raise ConnectionLostError("the target closed the connection")

@@ -23,7 +23,9 @@ import msgspec
 
 from protos.frames import ConnectionLostError, FrameCodec
 
-_RECEIVE_BYTES = 1 << 18
+RECEIVE_BYTES = 1 << 18
+POLL_S = 0.5  # of a process that serves its peer and watches for its end
+SEND_TIMEOUT_S = 5.0  # for a peer that has stopped reading
 _PREFIX = "outrider-sockets-"
 _LOCK = "lock"
 _MOST_BYTES, _SHORT = 48, Path("/tmp")  # of TMPDIR: the rest of a socket's path takes up to 59 bytes
@@ -71,7 +73,7 @@ class FrameConnection(Generic[Incoming]):
         if timeout_s > 0 and not self._readable.poll(_milliseconds(time.monotonic() + timeout_s)):
             return []
         try:
-            data = self._socket.recv(_RECEIVE_BYTES)
+            data = self._socket.recv(RECEIVE_BYTES)
         except BlockingIOError:
             return []
         except OSError as error:

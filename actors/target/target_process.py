@@ -19,7 +19,7 @@ from actors.engine_loop.engine_loop import AbortAll, EngineLoop
 from actors.engine_loop.status_reporter import KVEventBuffer, StatusReporter
 from actors.kv_transfer.kv_transport import PrefillTransport
 from actors.kv_transfer.nixl_carrier import choose_carrier
-from actors.process.frames import FrameConnection, FrameListener
+from actors.process.frames import POLL_S, SEND_TIMEOUT_S, FrameConnection, FrameListener
 from actors.settings import PairSettings
 from actors.shell_messages import (
     TARGET_SOCKET,
@@ -50,9 +50,6 @@ from protos.fingerprint import FingerprintPart, digest, write_fingerprint
 from protos.frames import ConnectionLostError
 from protos.messages import ModelCard, SpeculationMethod
 
-_POLL_S = 0.5
-_SEND_TIMEOUT_S = 5.0
-
 
 class ShellServer:
     """Serves one shell at a time. When a shell disconnects or does not read for five seconds, its requests are aborted.
@@ -72,7 +69,7 @@ class ShellServer:
     def run(self, loop: EngineLoop) -> None:
         """Accept and serve shells until `close`."""
         while not self._is_closing.is_set():
-            connection = self._listener.accept(ShellToTarget, _POLL_S)
+            connection = self._listener.accept(ShellToTarget, POLL_S)
             if connection is not None:
                 self._serve(connection, loop)
         self._listener.close()
@@ -83,7 +80,7 @@ class ShellServer:
         if connection is None:
             return
         try:
-            connection.send(message, _SEND_TIMEOUT_S)
+            connection.send(message, SEND_TIMEOUT_S)
         except ConnectionLostError:
             connection.close()  # the receiving thread notices and aborts the requests
 
@@ -93,10 +90,10 @@ class ShellServer:
 
     def _serve(self, connection: FrameConnection[ShellToTarget], loop: EngineLoop) -> None:
         try:
-            connection.send(TargetReady(self._card), _SEND_TIMEOUT_S)
+            connection.send(TargetReady(self._card), SEND_TIMEOUT_S)
             self._connection = connection
             while not self._is_closing.is_set():
-                for message in connection.receive(_POLL_S):
+                for message in connection.receive(POLL_S):
                     self._handle(message, connection, loop)
         except ConnectionLostError as error:
             logger.info("shell left: %s", error)
@@ -107,7 +104,7 @@ class ShellServer:
 
     def _handle(self, message: ShellToTarget, connection: FrameConnection[ShellToTarget], loop: EngineLoop) -> None:
         if isinstance(message, Ping):
-            connection.send(Pong(loop.stalled_s, loop.stats, self._draft_stats()), _SEND_TIMEOUT_S)
+            connection.send(Pong(loop.stalled_s, loop.stats, self._draft_stats()), SEND_TIMEOUT_S)
         else:
             loop.submit(message)
 

@@ -41,7 +41,7 @@ _BACKLOG = 2048  # connections that wait to be accepted
 _SPARE_FILES = 48 + _ACCEPTED_AT_ONCE  # for all other files of this process
 _SAY_AGAIN_S = 60.0
 _IPV6_NETWORK = 64
-_DRAIN_S = 30
+DRAIN_S = 30  # for running requests, after the first Ctrl-C
 
 Address = IPv4Address | IPv6Address
 logger = logging.getLogger(__name__)
@@ -271,7 +271,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 log_level="error",  # without its line for each connection that sends no HTTP
                 ws="none",
-                timeout_graceful_shutdown=_DRAIN_S,
+                timeout_graceful_shutdown=DRAIN_S,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 ssl_certfile=certificate,
                 ssl_ca_certs=client_ca,

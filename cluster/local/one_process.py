@@ -14,7 +14,7 @@ from actors.settings import PairSettings
 from cluster.checkpoints.gguf_models import convert_gguf_models
 from cluster.config import DeployConfig
 from cluster.deploy_file import VLLM_SERVICER_FUNCTION, DeployFile, in_url
-from cluster.local.http_server import HttpServer, MetricsForOperators, Places, share_of_files
+from cluster.local.http_server import DRAIN_S, HttpServer, MetricsForOperators, Places, share_of_files
 from cluster.local.local_service import local_settings, running_service
 from cluster.local.serve_environment import tls_variables
 from cluster.proxy.haproxy_config import ProxySettings
@@ -31,8 +31,6 @@ from router.openai.api import build_app
 from router.openai.request_head import AddRequestId
 
 logger = logging.getLogger(__name__)
-
-_DRAIN_S = 30  # for running requests, after the first Ctrl-C
 
 
 def serve_in_process(file: DeployFile, on_ready: Callable[[], None]) -> None:
@@ -89,7 +87,7 @@ async def _grpc(service: GenerationService, api_keys: ApiKeys, file: DeployFile)
     try:
         yield
     finally:
-        await server.stop(_DRAIN_S)
+        await server.stop(DRAIN_S)
 
 
 async def _serve_http(app: Any, file: DeployFile, on_ready: Callable[[], None]) -> None:

@@ -14,10 +14,9 @@ import numpy as np
 from cluster.planning.model_shape import ModelShape
 from cluster.planning.roofline import DeviceSpec, PassCost, pass_cost
 from engine.accounting.length_allocation import allocate
+from engine.config import GIB, SchedulerConfig
 from protos.errors import ConfigError
 
-_PREFILL_CHUNK = 2_048
-_GIB = 1 << 30
 _USABLE = 0.9  # of a device's memory, as `cache.gpu_memory_utilization`
 _BUSY = 0.8  # the part of a replica's capacity for traffic: arrivals are uneven
 _STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -103,7 +102,7 @@ def prefill_seconds(deployment: ReplicaPlan) -> float:
     """Return the seconds to prefill one uncached prompt, in the target and in the draft."""
     total_s, start = 0.0, 0
     while start < deployment.prompt_tokens:
-        rows = min(_PREFILL_CHUNK, deployment.prompt_tokens - start)
+        rows = min(SchedulerConfig().max_tokens_per_step, deployment.prompt_tokens - start)
         context = start + rows // 2
         models = [(deployment.target, deployment.num_devices)]
         models += [(deployment.draft, 1)] if deployment.draft else []
@@ -159,16 +158,16 @@ def memory_of(deployment: ReplicaPlan) -> Memory:
     draft = deployment.draft
     target_bytes = deployment.target.weight_bytes
     draft_bytes = draft.weight_bytes if draft else 0.0
-    usable = deployment.device.memory_gib * _GIB * _USABLE * deployment.num_devices
+    usable = deployment.device.memory_gib * GIB * _USABLE * deployment.num_devices
     pool = usable - target_bytes - draft_bytes
     token_bytes = deployment.target.kv_bytes + (draft.kv_bytes if draft else 0.0)
     num_tokens = deployment.prompt_tokens + deployment.output_tokens
     num_streams = int(pool / (num_tokens * token_bytes)) if pool > 0 else 0
     if num_streams < 1:
         raise ConfigError(
-            f"{deployment.num_devices} x {deployment.device.name} have {usable / _GIB:.1f} GiB to use; weights take "
-            f"{(target_bytes + draft_bytes) / _GIB:.1f} and a stream of {num_tokens} tokens "
-            f"{num_tokens * token_bytes / _GIB:.2f}; raise --gpus, or lower --dtype or the lengths"
+            f"{deployment.num_devices} x {deployment.device.name} have {usable / GIB:.1f} GiB to use; weights take "
+            f"{(target_bytes + draft_bytes) / GIB:.1f} and a stream of {num_tokens} tokens "
+            f"{num_tokens * token_bytes / GIB:.2f}; raise --gpus, or lower --dtype or the lengths"
         )
     return Memory(target_bytes, draft_bytes, pool, num_streams)
 

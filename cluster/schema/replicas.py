@@ -10,9 +10,8 @@ from pydantic import Field
 
 from actors.settings import KVTransportKind
 from cluster.schema.section import EngineSection, Section, one_of
-from engine.config import CacheConfig, KVDtype, SchedulerConfig
+from engine.config import GIB, CacheConfig, KVDtype, SchedulerConfig
 
-GIB = 1 << 30
 _ONGOING_REQUESTS = 16.0  # per replica
 _PACE = {"look_back_period_s": 30.0, "upscale_delay_s": 30.0, "downscale_delay_s": 600.0}  # longer than a start
 _WORK_POLICY = "cluster.work_policy:WorkPolicy"

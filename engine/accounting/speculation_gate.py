@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _FADE = 0.995  # per step: a few hundred recent steps count
 _MIN_PASSES = 64.0  # passes of a class's sequences before a measurement is used
 _MIN_STEPS = 16  # in a trial
-_WORTH = 1.03  # the gate closes below this speedup
+WORTH = 1.03  # the gate closes below this speedup
 _FIRST_PAUSE = 64  # steps; doubles with every trial that fails
 _LONGEST_PAUSE = 4096
 _REPORTED_STEP = 256  # steps before a class's speedup is logged once
@@ -130,7 +130,7 @@ class _Trial:
         if not self._meter.is_measured or self._num_steps < _MIN_STEPS:
             return None
         speedup = self._meter.speedup
-        if speedup >= _WORTH:
+        if speedup >= WORTH:
             self._backoff.reset()
             return None
         self.num_steps_closed = int(self._backoff.next())

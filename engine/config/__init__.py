@@ -1,6 +1,6 @@
 """The configuration of an engine: frozen dataclasses that check themselves when constructed."""
 
-from engine.config.engine_config import CacheConfig, EngineConfig, KVDtype, PositionLogConfig, SchedulerConfig
+from engine.config.engine_config import GIB, CacheConfig, EngineConfig, KVDtype, PositionLogConfig, SchedulerConfig
 from engine.config.model_config import (
     AttentionKind,
     GraphConfig,
@@ -25,6 +25,7 @@ from engine.config.speculation_config import (
 
 __all__ = [
     "DEFAULT_RATING_PROMPT",
+    "GIB",
     "MAX_DRAFT_TOKENS",
     "MAX_TREE_NODES",
     "AttentionKind",

@@ -9,6 +9,8 @@ from engine.config.model_config import HeadConfig, HeadKind, ModelConfig
 from engine.config.speculation_config import SpeculationConfig
 from protos.errors import ConfigError
 
+GIB = 1 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class PositionLogConfig:

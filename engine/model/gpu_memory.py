@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.config import CacheConfig
+from engine.config import GIB, CacheConfig
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 WEIGHTS_REMEDY = "raise target.tensor_parallel_size, or stop other programs"
-_GIB = 1 << 30
 _SAMPLER_COPIES = 2  # float32 scores and noise, in addition to the logits
 
 
@@ -50,7 +49,7 @@ def enough_memory(device: torch.device, purpose: str, remedy: str) -> Iterator[N
         wanted = re.search(r"Tried to allocate [\d.]+ \w+", str(error))
         raise ConfigError(
             f"{device} has no memory for {purpose}{f' ({wanted[0].lower()})' if wanted else ''}: "
-            f"{card.free_bytes / _GIB:.2f} of {card.total_bytes / _GIB:.2f} GiB are free; {remedy}"
+            f"{card.free_bytes / GIB:.2f} of {card.total_bytes / GIB:.2f} GiB are free; {remedy}"
         ) from error
 
 
@@ -111,11 +110,11 @@ class MemoryMeter:
             "KV pool": pool,
             "left free": now.total_bytes - budget,
         }
-        table = ", ".join(f"{name} {num_bytes / _GIB:.2f}" for name, num_bytes in rows.items())
-        text = f"{now.total_bytes / _GIB:.2f} GiB on the GPU, cache.gpu_memory_utilization {self._share:.2f}: {table}"
+        table = ", ".join(f"{name} {num_bytes / GIB:.2f}" for name, num_bytes in rows.items())
+        text = f"{now.total_bytes / GIB:.2f} GiB on the GPU, cache.gpu_memory_utilization {self._share:.2f}: {table}"
         if pool < block_bytes:
             raise ConfigError(
-                f"the GPU has no memory for one block of KV, {block_bytes / _GIB:.4f} GiB: {text}; raise "
+                f"the GPU has no memory for one block of KV, {block_bytes / GIB:.4f} GiB: {text}; raise "
                 "cache.gpu_memory_utilization, lower scheduler.max_tokens_per_step or scheduler.max_num_sequences, "
                 "shard the target (target.tensor_parallel_size), or stop other programs"
             )

@@ -24,7 +24,7 @@ from engine.attention.native import NativeAttention
 from engine.attention.torch_attention import TorchAttention
 from engine.batch.indexing import Index, index_of
 from engine.batch.span import Span, SpanStates
-from engine.config import KVDtype, Quantization
+from engine.config import CacheConfig, KVDtype, Quantization
 from engine.kv_cache.pool import KVCache, LayerShape, block_bytes
 from engine.kv_cache.state_pool import StatePool, state_bytes
 from engine.model.attention_probe import (
@@ -59,7 +59,7 @@ from engine.sequence.request_tokens import ZEROS
 from protos.errors import ConfigError
 
 _PROBE_LENGTHS = (7, 5)
-_PROBE_BLOCK_SIZE = 16  # the configuration's default, so that a kernel compiled for the probe is reused
+_PROBE_BLOCK_SIZE = CacheConfig().block_size  # the default, so that a kernel compiled for the probe is reused
 _PROBE_CHUNK = 4  # tokens of the first probe sequence in an earlier pass
 _MAX_TABLE = 4096  # positions of a probe for decoders with a table of all positions
 _FAR = 1 << 17  # positions of a probe of models without a limit

@@ -16,12 +16,10 @@ from transformers import LlamaForCausalLM
 from models.draft_heads.head_acceptance import DraftLogits
 from tuning.eagle3_student import Eagle3Student, view_of
 from tuning.optimizer import PairedOptimizer
-from tuning.run import distillation_loss
+from tuning.run import DRAFT_WEIGHT, NUM_DRAFTS, distillation_loss
 from tuning.train import Budget, TrainingReport, autocast, train
 
 DRAFT_VOCAB_SIZE = 3072  # these cover 98.3% of the library's tokens, of the demo's 4,096
-NUM_STEPS = 4
-STEP_WEIGHT = 0.8  # weight of each draft's loss relative to its predecessor's
 UNROLLED_FROM = 0.4  # share of the budget; until then only the first draft is trained, at a third of the cost
 NUM_COUNTED_BATCHES = 256  # batches of texts that choose the vocabulary
 
@@ -55,7 +53,7 @@ class Eagle3Lesson:
     def __call__(self, progress: float) -> Tensor:
         """Return the loss of the next batch: at first of the first draft, later of whole rounds."""
         ids = self._next_texts()  # [B, T]
-        num_steps = NUM_STEPS if progress >= UNROLLED_FROM else 1
+        num_steps = NUM_DRAFTS if progress >= UNROLLED_FROM else 1
         num_rounds = ids.shape[1] - num_steps
         with autocast(ids.device):
             view = view_of(self._target, ids, taps_of(self._target))
@@ -63,10 +61,10 @@ class Eagle3Lesson:
             wanted = view.logits.index_select(-1, self._target_ids)  # [B, T, draft vocabulary]
             head = self._student.lm_head.weight
             losses = [
-                self._loss(states, head, wanted[:, 1 + step :][:, :num_rounds], 1.0) * STEP_WEIGHT**step
+                self._loss(states, head, wanted[:, 1 + step :][:, :num_rounds], 1.0) * DRAFT_WEIGHT**step
                 for step, states in enumerate(self._student.steps(view.features, embedded, num_steps))
             ]
-        return torch.stack(losses).sum() / sum(STEP_WEIGHT**step for step in range(num_steps))
+        return torch.stack(losses).sum() / sum(DRAFT_WEIGHT**step for step in range(num_steps))
 
 
 def train_eagle3(

@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 
 from protos.errors import RequestError, UnavailableError
 from protos.served_draft import (
+    ANSWER_S,
+    CHECK_TIMEOUT_S,
+    RETURN_S,
     CanaryOutcome,
     CheckDraft,
     DraftOrder,
@@ -23,8 +26,8 @@ from router.backend.backend import Backend
 logger = logging.getLogger(__name__)
 
 _SHOW_TIMEOUT_S = 10.0
-_CHECK_TIMEOUT_S = 330.0  # the pairs' own limit comes first
-_RETURN_S = 630.0  # for the pairs to restore old drafts
+_CHECK_S = CHECK_TIMEOUT_S + ANSWER_S
+_RETURN_S = RETURN_S + ANSWER_S
 
 
 class DraftAdmin:
@@ -54,7 +57,7 @@ class DraftAdmin:
             DeadlineExceededError: the new draft did not start in time on a pair, which restores its old one.
         """
         current_client.get().require_admin()
-        await self._order(CheckDraft(order.path, order.method), _CHECK_TIMEOUT_S)
+        await self._order(CheckDraft(order.path, order.method), _CHECK_S)
         logger.warning("an admin exchanges the drafts for %s", order.path)
         try:
             return await self._order(order, order.wait_s + _RETURN_S)
@@ -67,7 +70,7 @@ class DraftAdmin:
         Raises: as `swap`.
         """
         current_client.get().require_admin()
-        await self._order(CheckDraft(order.path, order.method), _CHECK_TIMEOUT_S)
+        await self._order(CheckDraft(order.path, order.method), _CHECK_S)
         logger.warning("an admin tries the draft %s", order.path)
         return await self._order(order, _SHOW_TIMEOUT_S)
 

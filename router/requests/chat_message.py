@@ -64,7 +64,6 @@ class Role(StrEnum):
 
 RESULTS = (Role.TOOL, Role.FUNCTION, Role.IPYTHON)
 _TEMPLATE_ROLES = {Role.DEVELOPER: Role.SYSTEM} | dict.fromkeys(RESULTS, Role.TOOL)
-MAX_MESSAGES = 1 << 16  # of one chat: it also bounds the number of mistakes that are listed
 
 
 class ChatMessageFields(Body):

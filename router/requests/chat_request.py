@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema, model_validator
 
+from protos.client_text import MAX_PARTS
 from protos.errors import RequestError
 from protos.messages import GrammarKind
 from router.requests.body import Body
-from router.requests.chat_message import MAX_MESSAGES, RESULTS, ChatMessageFields, Role
+from router.requests.chat_message import RESULTS, ChatMessageFields, Role
 from router.requests.constraints.json_schema import check_parts
 from router.requests.constraints.structured_output import Constraint
 from router.requests.generation_fields import MAX_LOGPROBS, GenerationFields, Int, TokenLimit
@@ -21,7 +22,7 @@ _INSTRUCTIONS = (Role.SYSTEM, Role.DEVELOPER)
 _CHOICE_SCHEMA = {"anyOf": [{"enum": ["none", "auto", "required", None]}, {"type": "object"}]}
 
 
-Messages = Annotated[list[ChatMessageFields], Field(min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[list[ChatMessageFields], Field(min_length=1, max_length=MAX_PARTS)]
 
 
 class UnreadPartError(RequestError):

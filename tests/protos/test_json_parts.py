@@ -44,13 +44,13 @@ def test_what_is_in_texts_does_not_count(value: object) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(client_text, "LARGE_BYTES", -1)
         patch.setattr(client_text, "_MAX_VALUES", num_commas + 1)
-        patch.setattr(client_text, "_MAX_PARTS", num_parts)
+        patch.setattr(client_text, "MAX_PARTS", num_parts)
         check_parts(text, "it")
         patch.setattr(client_text, "_MAX_VALUES", num_commas)
         with pytest.raises(RequestError, match=f"it holds {num_commas + 1} values"):
             check_parts(text, "it")
         patch.setattr(client_text, "_MAX_VALUES", num_commas + 1)
-        patch.setattr(client_text, "_MAX_PARTS", num_parts - 1)
+        patch.setattr(client_text, "MAX_PARTS", num_parts - 1)
         with pytest.raises(RequestError, match=f"it holds {num_parts} lists"):
             check_parts(text, "it")
 

@@ -71,9 +71,9 @@ ROWS = [
     f"| gRPC calls of one connection | {server.MAX_STREAMS} |",
     f"| choices of one request | {sequence_requests.MAX_CHOICES} |",
     f"| {completion_request.MAX_PROMPTS:,} and {chat_request.MAX_TOOLS:,} |",
-    f"of more than {client_text.LARGE_BYTES // KIB} KiB | {client_text._MAX_PARTS:,} lists, objects, fields and "
+    f"of more than {client_text.LARGE_BYTES // KIB} KiB | {client_text.MAX_PARTS:,} lists, objects, fields and "
     f"texts; {client_text._MAX_VALUES:,} values |",
-    f"| messages, tools and tool calls of one gRPC message | {convert._MAX_ENTRIES:,} |",
+    f"| messages, tools and tool calls of one gRPC message | {convert.MAX_PARTS:,} |",
     f"| logprobs of one prompt | {sequence_requests.MAX_PROMPT_LOGPROBS:,}, ",
     f"| a JSON schema; the schemas of all tools | {json_schema.MAX_PARTS:,} fields and items |",
     f"| a grammar | {grammar_compiler.MAX_SOURCE_BYTES // KIB} KiB, {grammar_compiler.MAX_RULES:,} rules, "

@@ -10,13 +10,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from statistics import NormalDist
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 POWER = 0.99
-_POWER_Z = 2.3263  # the normal quantile of POWER
+_POWER_Z = NormalDist().inv_cdf(POWER)
 SHIFT = math.log(0.63 / 0.37) - math.log(0.60 / 0.40)  # the tilt that serves a token of 60% at 63%
 FAULT_RATE = 0.1  # an impossible outcome that a check must find
 _IMPOSSIBLE = 1e-4  # its rate at a server that does as it reports: a broken line, a machine's fault

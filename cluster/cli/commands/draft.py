@@ -17,12 +17,12 @@ from typer import Argument, Option
 from cluster.cli.console import console
 from cluster.cli.server import API_KEY, NO_ANSWER, URL, ServerUrl
 from protos.errors import ConfigError
-from protos.served_draft import TryDraft
+from protos.served_draft import ANSWER_S, CHECK_TIMEOUT_S, RETURN_S, TryDraft
 
 draft = typer.Typer(help="Show and replace the drafts of a running server.", no_args_is_help=True)
 
 _SHOW_TIMEOUT_S = 30.0
-_CHECK_AND_RETURN_S = 1000.0  # the server's own limits, without the wait for the new draft
+_CHECK_AND_RETURN_S = CHECK_TIMEOUT_S + RETURN_S + 3 * ANSWER_S  # without the wait for the new draft
 
 _TRIAL = TryDraft("")
 

@@ -21,9 +21,8 @@ from cluster.planning.replica_plan import (
     memory_of,
 )
 from cluster.planning.roofline import DeviceSpec, PassCost
+from engine.config import GIB
 from protos.errors import ConfigError
-
-_GIB = 1 << 30
 
 
 def plan(
@@ -109,14 +108,14 @@ def _memory_table(deployment: ReplicaPlan, memory: Memory) -> Table:
     table = Table("memory of a replica", "GiB", "")
     share = memory.draft_bytes / memory.target_bytes
     table.add_row(
-        "target's weights", f"{memory.target_bytes / _GIB:.2f}", f"{deployment.target.num_weights / 1e9:.2f} B"
+        "target's weights", f"{memory.target_bytes / GIB:.2f}", f"{deployment.target.num_weights / 1e9:.2f} B"
     )
     if deployment.draft is not None:
         note = f"{deployment.draft.num_weights / 1e9:.2f} B: {share:.0%} of the target's"
-        table.add_row("draft's weights", f"{memory.draft_bytes / _GIB:.2f}", note)
+        table.add_row("draft's weights", f"{memory.draft_bytes / GIB:.2f}", note)
         kv_share = deployment.draft.kv_bytes / deployment.target.kv_bytes
         table.add_row("draft's KV", "", f"{kv_share:.0%} of the target's, per token")
-    table.add_row("left for KV", f"{memory.pool_bytes / _GIB:.2f}", f"{memory.num_streams} streams of full length")
+    table.add_row("left for KV", f"{memory.pool_bytes / GIB:.2f}", f"{memory.num_streams} streams of full length")
     return table
 
 

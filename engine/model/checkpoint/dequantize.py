@@ -20,11 +20,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.model.checkpoint.scheme import Scheme, WeightFormat
-from engine.model.checkpoint.stored_weights import GROUP_INDICES, StoredWeight, not_whole, stored_weights
+from engine.model.checkpoint.stored_weights import GROUP_INDICES, WORD_BITS, StoredWeight, not_whole, stored_weights
 from engine.model.checkpoint.unread_weight import UnreadWeight
 from engine.model.checkpoint.weight_files import TensorHeader, tensor_headers
 
-_WORD_BITS = 32
 _PART_ROWS = 256
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # place of each of eight outputs in a word
@@ -178,8 +177,8 @@ _PARTS = {
 
 def _unpack(words: Tensor, num_bits: int, places: Seq[int] | None = None) -> Tensor:
     """Unpack [n, m] int32 -> [n * 32 / bits, m] int16, lowest bits first, or by the places of numbers in a word."""
-    numbers = torch.empty(words.shape[0], _WORD_BITS // num_bits, words.shape[1], dtype=torch.int16)
-    for number, place in enumerate(places or range(_WORD_BITS // num_bits)):
+    numbers = torch.empty(words.shape[0], WORD_BITS // num_bits, words.shape[1], dtype=torch.int16)
+    for number, place in enumerate(places or range(WORD_BITS // num_bits)):
         numbers[:, number] = words >> place * num_bits & (1 << num_bits) - 1
     return numbers.flatten(0, 1)
 

@@ -21,8 +21,10 @@ from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError  # type: i
 from huggingface_hub.file_download import http_get, repo_folder_name
 from huggingface_hub.utils import WeakFileLock, build_hf_headers, disable_progress_bars  # type: ignore[attr-defined]
 
+from engine.config import GIB
 from engine.model.checkpoint.node_memory import available_bytes
 from engine.model.checkpoint.progress import ProgressReport
+from engine.model.checkpoint.weight_files import SHA256_DIGITS
 from protos.errors import ConfigError
 
 _WEIGHTS = "*.safetensors"
@@ -31,8 +33,6 @@ _COPIES = ("*/*", "consolidated*")  # the same weights in other formats
 _NUM_DOWNLOADS = 4  # at a time
 _API_TIMEOUT_S = 10.0
 _POLL_S = 0.2
-_GIB = 1 << 30
-_SHA256_DIGITS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +156,8 @@ def _check_room(model: HubModel) -> None:
     """
     if model.num_bytes > (available := available_bytes()):
         raise ConfigError(
-            f"the weights of {model.model_id!r} are {model.num_bytes / _GIB:.1f} GiB, but this node has "
-            f"{available / _GIB:.1f} GiB of memory available; nothing was fetched. Take a smaller or quantized model, "
+            f"the weights of {model.model_id!r} are {model.num_bytes / GIB:.1f} GiB, but this node has "
+            f"{available / GIB:.1f} GiB of memory available; nothing was fetched. Take a smaller or quantized model, "
             "or a larger node"
         )
     cache = Path(constants.HF_HUB_CACHE)
@@ -165,8 +165,8 @@ def _check_room(model: HubModel) -> None:
     missing, free = model.num_bytes - model.num_cached_bytes, shutil.disk_usage(cache).free
     if missing > free:
         raise ConfigError(
-            f"{missing / _GIB:.1f} GiB of {model.model_id!r} must be fetched into {str(cache)!r}, which has "
-            f"{free / _GIB:.1f} GiB free; make room, or set HF_HOME to a larger disk"
+            f"{missing / GIB:.1f} GiB of {model.model_id!r} must be fetched into {str(cache)!r}, which has "
+            f"{free / GIB:.1f} GiB free; make room, or set HF_HOME to a larger disk"
         )
 
 
@@ -232,7 +232,7 @@ def _fetch(model: HubModel, file: HubFile, watch: _Watch) -> None:
 
 def _is_whole(file: HubFile) -> bool:
     """True if a file fetched in several parts has the digest of its name."""
-    if len(file.blob.name) != _SHA256_DIGITS:
+    if len(file.blob.name) != SHA256_DIGITS:
         return file.partial.stat().st_size == file.num_bytes
     with file.partial.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest() == file.blob.name

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from engine.config import GIB
 from engine.model.checkpoint.weight_files import tensor_headers
 from protos.errors import ConfigError
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:  # the command line looks at memory without torch
 
 _DONTNEED = getattr(mmap, "MADV_DONTNEED", None)
 _CGROUP = Path("/sys/fs/cgroup")
-_GIB = 1 << 30
 _FLOATS = ("BF16", "F16", "F32", "F64")  # loaded in the model's dtype; other dtypes are packed
 
 
@@ -44,8 +44,8 @@ def check_memory(folder: Path, name: str, float_bytes: float) -> None:
     )
     if needed > (available := available_bytes()):
         raise ConfigError(
-            f"the weights of {name!r} take {needed / _GIB:.1f} GiB, but this node has "
-            f"{available / _GIB:.1f} GiB of memory available; take a smaller or quantized model, or a larger node"
+            f"the weights of {name!r} take {needed / GIB:.1f} GiB, but this node has "
+            f"{available / GIB:.1f} GiB of memory available; take a smaller or quantized model, or a larger node"
         )
 
 
@@ -53,7 +53,7 @@ def check_pool_memory(needed: int) -> None:
     """Raise ConfigError if a full KV pool of `needed` bytes exceeds this node's memory."""
     if needed > (available := available_bytes()):
         raise ConfigError(
-            f"the KV pool takes up to {needed / _GIB:.1f} GiB, but this node has {available / _GIB:.1f} GiB of memory "
+            f"the KV pool takes up to {needed / GIB:.1f} GiB, but this node has {available / GIB:.1f} GiB of memory "
             "available; lower cache.memory_gib or cache.num_blocks, or take a larger node"
         )
 

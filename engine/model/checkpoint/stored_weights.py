@@ -11,7 +11,7 @@ from engine.model.checkpoint.scheme import SECTIONS, Scheme, WeightFormat, refus
 from engine.model.checkpoint.weight_files import TensorHeader
 from protos.errors import ConfigError
 
-_WORD_BITS = 32
+WORD_BITS = 32
 _BYTE_DTYPES = ("F8_E4M3", "F8_E5M2", "I8")
 # Tensors of each format, after the module's name: first the tensor that identifies the format, then the others.
 _NUMBERS = {
@@ -150,7 +150,7 @@ class _Module:
         self._check_dtypes()
         kind, scales = self._kind, self._shape_of("scales" if self._kind in _BY_GROUP else self._scale_name())
         rows, columns = self._matrix(_NUMBERS[kind])
-        per_word = _WORD_BITS // self._scheme.num_bits
+        per_word = WORD_BITS // self._scheme.num_bits
         match kind:
             case WeightFormat.GPTQ:
                 shape = (columns, rows * per_word)

@@ -20,7 +20,7 @@ from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_DIGITS = 64
+SHA256_DIGITS = 64
 _LARGE_BYTES = 64 << 20  # smaller files are read faster than a stored digest pays off
 
 
@@ -31,7 +31,7 @@ def file_digest(file: Path) -> str:
     by file attributes that change with the contents.
     """
     real = file.resolve()
-    if real.parent.name == "blobs" and len(real.name) == _DIGITS:
+    if real.parent.name == "blobs" and len(real.name) == SHA256_DIGITS:
         return real.name
     stat = real.stat()
     if stat.st_size < _LARGE_BYTES:
@@ -43,7 +43,7 @@ def file_digest(file: Path) -> str:
         with note.open("a+", encoding="ascii") as text:
             fcntl.flock(text, fcntl.LOCK_EX)  # one process of a pair reads the file, the others wait for it
             text.seek(0)
-            if len(digest := text.read()) != _DIGITS:
+            if len(digest := text.read()) != SHA256_DIGITS:
                 digest = _read(real)
                 text.truncate(0)
                 text.write(digest)

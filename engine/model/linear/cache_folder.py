@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.config import GIB
 from engine.model.checkpoint.weight_files import cache_root
 from protos.errors import ConfigError
 
@@ -18,8 +19,7 @@ logger = logging.getLogger(__name__)
 
 BOUND = "OUTRIDER_CACHE_GIB"
 _DEFAULT_GIB = 20.0
-_GIB = 1 << 30
-LEAST_FREE = _GIB  # of the disk, for others
+LEAST_FREE = GIB  # of the disk, for others
 ABOUT = "about.json"  # its time is the time of the last use
 
 
@@ -52,7 +52,7 @@ def max_bytes() -> int:
         gib = math.nan
     if not 0 <= gib < math.inf:
         raise ConfigError(f"{BOUND} is {text!r}; set it to the most GiB of packed weights on disk, 0 for none")
-    return int(gib * _GIB)
+    return int(gib * GIB)
 
 
 def packed_entries() -> list[CacheEntry]:

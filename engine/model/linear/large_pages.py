@@ -17,7 +17,7 @@ from torch import Tensor
 
 _PAGE_BYTES = 2 << 20
 _REGION_BYTES = 16 * _PAGE_BYTES  # resident as it fills
-_LINE_BYTES = 64  # of the cache
+LINE_BYTES = 64  # of the cache
 
 
 class _Region:
@@ -52,7 +52,7 @@ def in_large_pages(weight: Tensor) -> Tensor:
 def empty_in_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return an uninitialized tensor in main memory, at the begin of a line of the cache."""
     num_bytes = math.prod(shape) * dtype.itemsize
-    memory = _take(-(-num_bytes // _LINE_BYTES) * _LINE_BYTES)
+    memory = _take(-(-num_bytes // LINE_BYTES) * LINE_BYTES)
     return memory[:num_bytes].view(dtype).view(shape)
 
 

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from engine.model.linear.cache_folder import ABOUT, LEAST_FREE, make_room, max_bytes, packed_root
+from engine.model.linear.large_pages import LINE_BYTES
 from engine.model.linear.weight_store import NO_STORE, WeightStore, decoded, encoded
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,6 @@ T = TypeVar("T")
 _FORMAT = 1  # increase it when the file's layout changes
 _MAGIC = b"outrider"
 _END = struct.Struct("<32sQ8s")  # digest and bytes of the index, magic
-_LINE_BYTES = 64
 _CHUNK_BYTES = 1 << 20  # that are read for a digest
 _MAX_WAIT_S = 1800.0  # for another process that packs the same weights
 _PRIVATE = 0o077
@@ -226,7 +226,7 @@ class _Writer:
             raise OSError(f"the disk of {str(self._entry)!r} is nearly full")
 
     def _append(self, tensor: Tensor) -> None:
-        self._size = -(-self._size // _LINE_BYTES) * _LINE_BYTES
+        self._size = -(-self._size // LINE_BYTES) * LINE_BYTES
         contents = memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
         self._tensors.append(
             {

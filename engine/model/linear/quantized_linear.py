@@ -40,7 +40,7 @@ from engine.model.linear.packed_linear import Linear, LinearFactory, linear_of, 
 from engine.model.linear.weight_store import OUTPUTS, converted, parts_of
 
 _TINY = 2.0**-24  # float16's smallest number: a scale is never zero
-_HUGE = 65504.0
+_HUGE = torch.finfo(torch.float16).max
 _TIMES = (-8, *range(7, 0, -1), *range(8, 16))  # of a step in the greatest number of a group
 _MAX_ROUNDED_ERROR = 0.05  # of a product whose rows are rounded to 8 bits; seen: 0.01
 
