@@ -9,7 +9,7 @@ import msgspec
 from engine.accounting.engine_stats import EngineStats
 from engine.proposer.vocab_mapping.counts import TranslationCounts
 from protos import errors
-from protos.cache_delta import CacheDelta
+from protos.block_keys import CacheDelta
 from protos.errors import EngineError, ServingError
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
 

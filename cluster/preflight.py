@@ -14,8 +14,7 @@ from typing import Any
 
 import psutil
 
-from cluster.checkpoints.gguf_models import convert_gguf_models
-from cluster.checkpoints.model_files import check_models, resolve_model_path, weight_bytes
+from cluster.checkpoints import check_models, convert_gguf_models, resolve_model_path, weight_bytes
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile
 from cluster.local.serve_environment import is_free

@@ -14,7 +14,7 @@ from actors.settings import (
     PrefillSettings,
     ProcessShare,
 )
-from cluster.checkpoints.model_files import resolve_model_path, weight_bytes
+from cluster.checkpoints import resolve_model_path, weight_bytes
 from cluster.config import DeployConfig
 from cluster.placement.placement import GpuDemand, PairPlacement, PlacementRequest
 from cluster.schema.replicas import CacheSection

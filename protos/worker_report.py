@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protos.cache_delta import CacheDelta
+from protos.block_keys import CacheDelta
 
 
 @dataclass(frozen=True, slots=True)

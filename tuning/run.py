@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from tuning.draft import TunableDraft
 from tuning.log_windows import Window
-from tuning.optimizer import PairedOptimizer
 from tuning.student import Student
-from tuning.train import Budget, TrainingClock, autocast, train
+from tuning.train import Budget, PairedOptimizer, TrainingClock, autocast, train
 
 _LEAST = 1e-5  # a lower bound for unknown probabilities
 _NEVER = -40.0  # the logarithm of a probability of 0

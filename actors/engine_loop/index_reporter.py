@@ -11,7 +11,7 @@ from typing import Protocol
 
 from actors.shell_messages import Snapshot, Status
 from engine.accounting.engine_stats import EngineStats
-from protos.cache_delta import CacheDelta
+from protos.block_keys import CacheDelta
 from protos.errors import UnavailableError
 from protos.worker_report import WorkerLoad, WorkerReport
 

@@ -19,8 +19,7 @@ import msgspec
 import zmq
 
 from engine.kv_cache.block_pool import BlockContent
-from protos.block_keys import BlockKey, split_keys
-from protos.cache_delta import CacheDelta
+from protos.block_keys import BlockKey, CacheDelta, split_keys
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 
 from actors.shell_messages import Snapshot, Status
 from engine.accounting.engine_stats import EngineStats
-from protos.block_keys import BlockKey, join_keys, split_keys
-from protos.cache_delta import CacheDelta
+from protos.block_keys import BlockKey, CacheDelta, join_keys, split_keys
 
 
 class KVEventBuffer:

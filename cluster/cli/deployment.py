@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from cluster.checkpoints.model_files import resolve_model_path
+from cluster.checkpoints import resolve_model_path
 from cluster.deploy_file import LOOPBACK, read_yaml
 from protos.errors import ConfigError
 from router.ingress import GRPC_SERVICER_FUNCTIONS

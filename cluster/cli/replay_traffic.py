@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from actors.settings import PairSettings
-from cluster.checkpoints.gguf_models import convert_gguf_models
+from cluster.checkpoints import convert_gguf_models
 from cluster.cli.figures import ClassFigures, Reading, drafts_between, figures_between, read_metrics
 from cluster.config import DeployConfig
 from cluster.deploy_file import checked_deployment

@@ -11,7 +11,7 @@ from typing import Any
 
 from actors.process.process_logging import configure_logging, is_json_wanted
 from actors.settings import PairSettings
-from cluster.checkpoints.gguf_models import convert_gguf_models
+from cluster.checkpoints import convert_gguf_models
 from cluster.config import DeployConfig
 from cluster.deploy_file import VLLM_SERVICER_FUNCTION, DeployFile, in_url
 from cluster.local.http_server import DRAIN_S, HttpServer, MetricsForOperators, Places, share_of_files

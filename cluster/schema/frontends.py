@@ -1,4 +1,4 @@
-"""The frontends that take requests, and the choice of a pair for each request."""
+"""The frontends that take requests, the choice of a pair for each of them, and the log for training."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from engine.kv_cache.block_pool import BlockContent, BlockPool
 from engine.kv_cache.state_pool import StateSlots
 from engine.sequence.request_tokens import TokenBlocks
-from protos.block_keys import BlockKey, child_key, join_keys, root_key
-from protos.cache_delta import CacheDelta
+from protos.block_keys import BlockKey, CacheDelta, child_key, join_keys, root_key
 
 CacheDeltaSink = Callable[[CacheDelta], None]
 StoredSink = Callable[[list[BlockContent], BlockKey], None]  # with the key of the parent of the first block

@@ -51,8 +51,7 @@ from engine.model.linear.weight_store import NO_STORE, WeightStore
 from engine.model.loader import tokenizer_file
 from engine.model.position_limit import max_positions
 from engine.model.shard import shard_model
-from engine.model.tensor_parallel.plan import not_sharded
-from engine.model.tensor_parallel.rank import ALONE, Rank
+from engine.model.tensor_parallel import ALONE, Rank, not_sharded
 from engine.native.library import processor_name
 from engine.native.logits import widened
 from engine.sequence.request_tokens import ZEROS

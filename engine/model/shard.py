@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from engine.kv_cache.pool import LayerShape
 from engine.model.attention_probe import record_layers
 from engine.model.linear.packed_linear import Linear, LinearFactory, PackedLinear, linear_of
-from engine.model.tensor_parallel.plan import ShardStyle, not_sharded, shard_plan
-from engine.model.tensor_parallel.rank import Rank
+from engine.model.tensor_parallel import Rank, ShardStyle, not_sharded, shard_plan
 from protos.errors import ConfigError
 
 

@@ -28,12 +28,18 @@ from models.training.architecture import (
     target_config,
 )
 from models.training.corpus import Corpus, collect
-from models.training.rollout import RolloutPool, mixed_sources, write_rollouts
 from models.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
-from models.training.tokens import WindowStream, plain_positions, skipped_positions, tokenize_corpus
-from tuning.optimizer import PairedOptimizer
+from models.training.tokens import (
+    RolloutPool,
+    WindowStream,
+    mixed_sources,
+    plain_positions,
+    skipped_positions,
+    tokenize_corpus,
+    write_rollouts,
+)
 from tuning.run import distillation_loss, next_token_loss
-from tuning.train import Budget, TrainingReport, autocast, train
+from tuning.train import Budget, PairedOptimizer, TrainingReport, autocast, train
 
 ROLLOUT_EVERY_BATCHES = 4
 LONG_PHASE_START = 0.75

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig
 from engine.engine_core.loading import load_engine
-from models.training.rollout import RolloutPool
+from models.training.tokens import RolloutPool
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams
 from router.tokenizer.tokenizer_files import load_tokenizer_files

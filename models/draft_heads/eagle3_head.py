@@ -15,9 +15,8 @@ from transformers import LlamaForCausalLM
 
 from models.draft_heads.head_acceptance import DraftLogits
 from tuning.eagle3_student import Eagle3Student, view_of
-from tuning.optimizer import PairedOptimizer
 from tuning.run import DRAFT_WEIGHT, NUM_DRAFTS, distillation_loss
-from tuning.train import Budget, TrainingReport, autocast, train
+from tuning.train import Budget, PairedOptimizer, TrainingReport, autocast, train
 
 DRAFT_VOCAB_SIZE = 3072  # these cover 98.3% of the library's tokens, of the demo's 4,096
 UNROLLED_FROM = 0.4  # share of the budget; until then only the first draft is trained, at a third of the cost

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from models.demo_pair.acceptance import Acceptance, summarise
+from models.demo_pair.evaluate import Acceptance, summarise
 from tuning.score import choose, generate
 
 # Of ids [B, T] and K: for j = 0 .. K - 1 the logits [B, at least T - K - 1, V] whose row p predicts token p + 2 + j.
@@ -56,7 +56,7 @@ def measure_head(
     num_draft_tokens: int = 5,
     seed: int = 0,
 ) -> Acceptance:
-    """Measure as `models.demo_pair.acceptance.measure_acceptance` does, with a head as the draft.
+    """Measure as `models.demo_pair.evaluate.measure_acceptance` does, with a head as the draft.
 
     `per_token` is the acceptance of the first draft of a round, over all positions.
     """

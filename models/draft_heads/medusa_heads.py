@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from models.demo_pair.acceptance import Acceptance, summarise
+from models.demo_pair.evaluate import Acceptance, summarise
 from models.training.architecture import hidden_states
 from models.training.tokens import plain_positions
 from tuning.score import choose, generate

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from engine.model.checkpoint.dtype import resolve_dtype
-from models.demo_pair.acceptance import Acceptance
 from models.demo_pair.card import DEMO_FOLDER, acceptance_table, read_json
-from models.demo_pair.evaluate import NUM_PROMPTS, held_out_prompts
+from models.demo_pair.evaluate import NUM_PROMPTS, Acceptance, held_out_prompts
 from models.demo_pair.train_demo_pair import machine
 from models.draft_heads.chats import answered, made_prompts, read_prompts
 from models.draft_heads.eagle3_head import DRAFT_VOCAB_SIZE, eagle3_logits, train_eagle3
@@ -29,12 +28,10 @@ from models.draft_heads.head_acceptance import measure_head
 from models.draft_heads.medusa_heads import MedusaLesson, load_heads, measure_heads, save_heads
 from models.training.architecture import load_checkpoint
 from models.training.corpus import collect
-from models.training.rollout import mixed_sources, write_rollouts
 from models.training.tokenizer import load_tokenizer
-from models.training.tokens import WindowStream, encode, tokenize_corpus
-from tuning.optimizer import schedule
+from models.training.tokens import WindowStream, encode, mixed_sources, tokenize_corpus, write_rollouts
 from tuning.student import TrainableMedusaHeads
-from tuning.train import Budget, TrainingReport
+from tuning.train import Budget, TrainingReport, schedule
 
 logger = logging.getLogger(__name__)
 

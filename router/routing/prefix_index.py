@@ -18,8 +18,7 @@ from itertools import islice
 
 import numpy as np
 
-from protos.block_keys import BlockKey, split_keys
-from protos.cache_delta import CacheDelta
+from protos.block_keys import BlockKey, CacheDelta, split_keys
 from protos.worker_report import PrefixHolder
 
 _UNKNOWN_EPOCH = -1  # of a worker that was sent a request before its first report

@@ -2,7 +2,7 @@
 
 import torch
 
-from tuning.optimizer import orthogonalise, schedule
+from tuning.train import orthogonalise, schedule
 
 
 def test_orthogonalised_singular_values_are_near_one() -> None:

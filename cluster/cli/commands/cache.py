@@ -1,4 +1,4 @@
-"""`outrider cache`: lists and clears the files that this machine keeps of models."""
+"""`outrider cache` lists and clears the files that this machine keeps of models; `outrider env` prints variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from cluster.checkpoints.gguf_models import converted_root
+from cluster.checkpoints import converted_root
 from cluster.cli.console import report
 from cluster.local.own_files import PRIVATE, private_root
 from cluster.local.serve_environment import cluster_variables

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from cluster.checkpoints.model_files import resolve_model_path
+from cluster.checkpoints import resolve_model_path
 from cluster.cli.console import report
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile, read_deploy_file

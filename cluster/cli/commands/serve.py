@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from cluster.checkpoints.model_files import hub_models
+from cluster.checkpoints import hub_models
 from cluster.cli.commands.check import check_deployment
 from cluster.cli.console import console, report
 from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, to_yaml

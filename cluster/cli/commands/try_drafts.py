@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer import Argument, Option
 
-from cluster.checkpoints.model_files import resolve_model_path
+from cluster.checkpoints import resolve_model_path
 from cluster.cli.console import console, report
 from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, to_yaml
 from cluster.cli.replay_traffic import TrafficRequest, Trial, TrialFigures, read_traffic, run_trial

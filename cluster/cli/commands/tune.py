@@ -19,8 +19,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from typer import Option
 
-from cluster.checkpoints.gguf_models import convert_gguf_models
-from cluster.checkpoints.model_files import resolve_model_path
+from cluster.checkpoints import convert_gguf_models, resolve_model_path
 from cluster.cli.console import console, report
 from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, located
 from cluster.cli.replay_traffic import Replay, TrafficRequest, read_traffic

@@ -1,4 +1,4 @@
-"""Refuses weights that do not match the model that their configuration describes."""
+"""Refuses weights that do not match the model that their configuration describes, or that are not finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Safetensors files of a model folder and the headers of their tensors. No weight is read."""
+"""Safetensors files of a model folder: their digests, and the headers of their tensors. No weight is read."""
 
 from __future__ import annotations
 

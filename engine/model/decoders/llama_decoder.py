@@ -32,7 +32,7 @@ from engine.model.linear.packed_linear import Linear, LinearFactory, keeps_numbe
 from engine.model.linear.stand_in import halves_of, slices_of, stand_in
 from engine.model.linear.weight_store import NO_STORE, WeightStore
 from engine.model.position_limit import max_positions
-from engine.model.tensor_parallel.rank import ALONE, Rank
+from engine.model.tensor_parallel import ALONE, Rank
 
 _MLP_ROWS = 128  # of a prefill chunk at a time, so that the MLP's intermediate result stays in the cache
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

@@ -56,7 +56,7 @@ from engine.model.resident_memory import leave_checkpoint, trim_heap
 from engine.model.runner.kept_weights import kept_weights
 from engine.model.runner.pass_queue import PassQueue
 from engine.model.runner.warm_up import warm_up
-from engine.model.tensor_parallel.rank import ALONE, Rank
+from engine.model.tensor_parallel import ALONE, Rank
 from engine.native.library import native_instructions
 from engine.recurrent.stock_functions import keeps_states
 from engine.remote_prefill.kv_transfer import KVLayout

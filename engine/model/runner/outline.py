@@ -31,7 +31,7 @@ from engine.model.generation_defaults import unknown_ends
 from engine.model.loader import load_config
 from engine.model.position_limit import unread_warning
 from engine.model.runner.model_runner import length_limit, usable_quantization
-from engine.model.tensor_parallel.plan import check_divisible, shard_plan
+from engine.model.tensor_parallel import check_divisible, shard_plan
 from engine.recurrent.state_pass import RecordingStates
 from engine.recurrent.stock_functions import connect
 from protos.errors import ConfigError

@@ -27,7 +27,7 @@ from engine.model.runner.rank_messages import (
     receive,
     send,
 )
-from engine.model.tensor_parallel.rank import Rank
+from engine.model.tensor_parallel import Rank
 from protos.errors import ConfigError, EngineError
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from engine.kv_cache.block_pool import KVMove
 from engine.model.loader import load_config
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.rank_group import RankGroup
-from engine.model.tensor_parallel.plan import check_divisible
+from engine.model.tensor_parallel import check_divisible
 
 
 def load_runner(

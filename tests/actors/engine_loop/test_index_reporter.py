@@ -12,8 +12,7 @@ from actors.engine_loop.index_reporter import IndexReporter
 from actors.shell_messages import Snapshot, Status
 from engine.accounting.engine_stats import DraftStats, EngineStats
 from engine.accounting.step_times import StepTimes
-from protos.block_keys import join_keys, split_keys
-from protos.cache_delta import CacheDelta
+from protos.block_keys import CacheDelta, join_keys, split_keys
 from protos.errors import UnavailableError
 from protos.worker_report import WorkerReport
 

@@ -4,7 +4,7 @@ from actors.engine_loop.status_reporter import KVEventBuffer, StatusReporter
 from actors.shell_messages import Snapshot, Status
 from engine.accounting.engine_stats import DraftStats, EngineStats
 from engine.accounting.step_times import StepTimes
-from protos.cache_delta import CacheDelta
+from protos.block_keys import CacheDelta
 
 A, B = (bytes([n]) * 16 for n in (1, 2))
 

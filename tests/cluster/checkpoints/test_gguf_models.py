@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.checkpoints.gguf_models import convert_gguf_models
+from cluster.checkpoints import convert_gguf_models
 from cluster.cli.__main__ import main
 from cluster.config import parse_config
 from protos.errors import ConfigError

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from cluster.checkpoints.model_files import check_models
+from cluster.checkpoints import check_models
 from cluster.config import parse_config
 from cluster.replica_settings import ingress_config
 from protos.errors import ConfigError

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.checkpoints.model_files import resolve_model_path
+from cluster.checkpoints import resolve_model_path
 from protos.errors import ConfigError
 
 

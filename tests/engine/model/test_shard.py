@@ -23,7 +23,7 @@ from transformers import (
     Starcoder2Config,
 )
 
-from engine.model.tensor_parallel.plan import check_divisible
+from engine.model.tensor_parallel import check_divisible
 from protos.errors import ConfigError
 from tests.engine.fixtures.families import LATENT, PLAIN, SERVED, VOCAB_SIZE, WINDOW, write_family
 from tests.engine.fixtures.pairs.rank_pair import Computed, compute_alone, compute_sharded

@@ -3,7 +3,7 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from models.demo_pair.acceptance import count_rounds, measure_acceptance, repetition, summarise, text_agreement
+from models.demo_pair.evaluate import count_rounds, measure_acceptance, repetition, summarise, text_agreement
 from tuning.score import gumbel_noise
 
 

@@ -9,12 +9,10 @@ import torch.nn.functional as F
 
 from models.demo_pair.train_demo_pair import average
 from models.training.architecture import llama_config, load_checkpoint, new_model, num_parameters, save_checkpoint
-from models.training.rollout import write_rollouts
-from models.training.tokens import TokenizedCorpus, WindowStream
-from tuning.optimizer import PairedOptimizer
+from models.training.tokens import TokenizedCorpus, WindowStream, write_rollouts
 from tuning.run import distillation_loss
 from tuning.score import penalise
-from tuning.train import Budget, autocast, train
+from tuning.train import Budget, PairedOptimizer, autocast, train
 
 
 def test_training_ends_with_its_tokens_and_leaves_a_loadable_checkpoint(tmp_path: Path) -> None:

@@ -3,8 +3,7 @@ from collections.abc import Callable
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from protos.block_keys import BlockKey, join_keys
-from protos.cache_delta import CacheDelta
+from protos.block_keys import BlockKey, CacheDelta, join_keys
 from router.routing.prefix_index import Applied, PrefixIndex
 
 

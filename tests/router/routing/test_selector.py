@@ -3,8 +3,7 @@ from functools import partial
 
 import pytest
 
-from protos.block_keys import join_keys
-from protos.cache_delta import CacheDelta
+from protos.block_keys import CacheDelta, join_keys
 from protos.worker_report import WorkerLoad
 from router.routing.index_actor import RouteRequest, Selector
 from router.routing.load import LoadTable

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from cluster.checkpoints.model_files import check_models
+from cluster.checkpoints import check_models
 from cluster.config import parse_config
 from engine.config import CacheConfig, ModelConfig, Quantization
 from engine.model.checkpoint.unread_weight import read_weight

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer
 
-from cluster.checkpoints.model_files import check_models
+from cluster.checkpoints import check_models
 from cluster.config import parse_config
 from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig

@@ -18,7 +18,7 @@ from engine.engine_core.loading import load_engine
 from engine.kv_cache.block_manager import BlockManager
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner, load_runner
-from engine.model.tensor_parallel.plan import check_divisible
+from engine.model.tensor_parallel import check_divisible
 from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.sampling.sampler import Sampler

@@ -1,1 +1,0 @@
-"""Model files: names, formats, and the files that a node lacks."""
