@@ -24,7 +24,8 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from engine.accounting.acceptance import AcceptanceTable, Floats, Ints
-from engine.accounting.cost_model import DENSE, CostModel, ExpertReads, RequestedDrafts
+from engine.accounting.cost_model import DENSE, CostModel, ExpertReads
+from engine.accounting.draft_cost import RequestedDrafts
 from engine.accounting.length_allocation import Allocation, RowPrice, allocate
 from engine.accounting.record import PassRecord, SequencePass
 from engine.accounting.speculation_gate import SpeculationGates, class_of, method_of

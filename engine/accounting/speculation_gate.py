@@ -13,7 +13,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.accounting.cost_model import CostModel, RequestedDrafts
+from engine.accounting.cost_model import CostModel
+from engine.accounting.draft_cost import RequestedDrafts
 from engine.accounting.record import PassRecord, SequencePass
 from engine.sequence.sequence import Sequence
 from protos.backoff import Backoff

@@ -8,6 +8,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
+from router.tokenizer import call_repairs as calls
 from router.tokenizer import chat_repairs as repairs
 from router.tokenizer.chat_repairs import Messages, Repair
 
@@ -61,18 +62,18 @@ _REPAIRS: dict[Rule, Repair] = {
     Rule.HARMONY_AS_FIELDS: repairs.harmony_as_fields,
     Rule.CONTENT: repairs.fill_contents,
     Rule.SYSTEM_FOR_TOOLS: repairs.system_for_tools,
-    Rule.RESULTS_AFTER_CALLS: repairs.results_after_calls,
-    Rule.CALLS_AS_TEXT: repairs.calls_as_text,
-    Rule.ORPHANS_AS_TEXT: repairs.orphans_as_text,
-    Rule.RESULTS_FOR_CALLS: repairs.results_for_calls,
-    Rule.ONE_CALL: repairs.one_call_each,
-    Rule.ARGUMENTS_AS_TEXT: repairs.arguments_as_text,
-    Rule.ARGUMENTS_AS_OBJECTS: repairs.arguments_as_objects,
-    Rule.RESULT_NAMES: repairs.named_results,
-    Rule.SHORT_IDS: repairs.short_ids,
-    Rule.UNIQUE_IDS: repairs.unique_ids,
-    Rule.IDS_OF_FUNCTIONS: repairs.ids_of_functions,
-    Rule.LONG_IDS: repairs.long_ids,
+    Rule.RESULTS_AFTER_CALLS: calls.results_after_calls,
+    Rule.CALLS_AS_TEXT: calls.calls_as_text,
+    Rule.ORPHANS_AS_TEXT: calls.orphans_as_text,
+    Rule.RESULTS_FOR_CALLS: calls.results_for_calls,
+    Rule.ONE_CALL: calls.one_call_each,
+    Rule.ARGUMENTS_AS_TEXT: calls.arguments_as_text,
+    Rule.ARGUMENTS_AS_OBJECTS: calls.arguments_as_objects,
+    Rule.RESULT_NAMES: calls.named_results,
+    Rule.SHORT_IDS: calls.short_ids,
+    Rule.UNIQUE_IDS: calls.unique_ids,
+    Rule.IDS_OF_FUNCTIONS: calls.ids_of_functions,
+    Rule.LONG_IDS: calls.long_ids,
     Rule.ONE_SYSTEM: repairs.one_system,
     Rule.LATE_SYSTEM_AS_USER: repairs.late_systems_as_users,
     Rule.NO_SYSTEM: repairs.no_system,

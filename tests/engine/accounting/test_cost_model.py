@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.accounting.cost_model import DENSE, CostModel, DraftCost, ExpertReads, PassCurve
+from engine.accounting.cost_model import DENSE, CostModel, ExpertReads, PassCurve
+from engine.accounting.draft_cost import DraftCost
 
 
 def true_s(num_rows: int) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from engine.accounting.cost_model import DraftCosts, RequestedDrafts
+from engine.accounting.draft_cost import DraftCosts, RequestedDrafts
 from engine.accounting.draft_planning import set_lengths
 from engine.accounting.length_policy import LengthPolicy
 from engine.accounting.method_chooser import EXPLORED, MethodChooser

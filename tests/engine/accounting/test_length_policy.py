@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.accounting import length_policy
-from engine.accounting.cost_model import RequestedDrafts
+from engine.accounting.draft_cost import RequestedDrafts
 from engine.accounting.draft_planning import set_lengths
 from engine.accounting.length_allocation import Allocation, allocate
 from engine.accounting.length_policy import LengthPolicy
