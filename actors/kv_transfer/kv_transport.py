@@ -37,11 +37,11 @@ import torch
 from torch import Tensor
 
 from actors.kv_transfer.nixl_carrier import DirectBlocks, NixlCarrier
+from engine.remote_prefill.fetch_failure import FetchFailure
 from engine.remote_prefill.kv_transfer import (
     ChunkHeader,
     FetchAccepted,
     FetchEnd,
-    FetchFailure,
     FetchNews,
     FetchOrder,
     KVChunk,

@@ -26,15 +26,8 @@ from engine.engine_core.loading import load_engine
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
 from engine.remote_prefill.block_export import BlockExporter, ExportedBlocks
-from engine.remote_prefill.kv_transfer import (
-    ChunkHeader,
-    FetchAccepted,
-    FetchEnd,
-    FetchFailure,
-    FetchOrder,
-    KVLayout,
-    RemoteLoad,
-)
+from engine.remote_prefill.fetch_failure import FetchFailure
+from engine.remote_prefill.kv_transfer import ChunkHeader, FetchAccepted, FetchEnd, FetchOrder, KVLayout, RemoteLoad
 from engine.sequence.request_tokens import TokenBlocks
 from protos.errors import UnavailableError
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk

@@ -17,8 +17,10 @@ from math import exp, inf, log, sqrt
 import numpy as np
 
 from engine.accounting.acceptance import Floats, Ints
-from engine.accounting.draft_cost import FADE, NUM_RECENT, DraftCosts
+from engine.accounting.draft_cost import DraftCosts
 
+_NUM_RECENT = 9  # passes whose median is the drift of all sizes; up to four outliers do not move it
+_FADE = 0.999  # per pass: a pass counts a third after about a thousand further passes
 _SHAPE_RATE = 0.05  # least part of a residual that moves the grid point itself
 _CLIP = 3.0  # times the noise: a pass with a larger residual is an outlier
 _FIRST_NOISE = 0.1  # relative noise before it is measured
@@ -77,7 +79,7 @@ class PassCurve:
         self._log_s = [0.0] * len(_GRID)
         self._num_seen = [0.0] * len(_GRID)  # decayed count of passes
         self._num_known = 0  # grid points up to the largest one seen
-        self._recent: deque[float] = deque(maxlen=NUM_RECENT)  # log of measured seconds over the shape's seconds
+        self._recent: deque[float] = deque(maxlen=_NUM_RECENT)  # log of measured seconds over the shape's seconds
         self._drift = 0.0
         self._noise = _FIRST_NOISE  # usual deviation of known sizes: half of all passes are within 0.67 of it
         self._expected: list[float] = []  # cached curve; empty if outdated
@@ -110,7 +112,7 @@ class PassCurve:
         # Compare the pass with the curve without drift.
         expected = log(self.at(num_rows)) - self._drift
         self._add_unseen(near, expected)
-        self._num_seen = [FADE * number for number in self._num_seen]
+        self._num_seen = [_FADE * number for number in self._num_seen]
         familiarity = sum(share * self._num_seen[point] / (self._num_seen[point] + 1.0) for point, share in near)
         surprise = log(seconds) - expected
         # Split the surprise: a part is drift, and the residual moves the noise and the shape.

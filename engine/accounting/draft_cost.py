@@ -1,13 +1,10 @@
-"""The cost of drafts by method: what the proposer takes for its steps and tokens, learned from earlier passes."""
+"""The seconds that drafts cost, by method: per step and per token, learned from earlier passes."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-FADE = 0.999  # per pass: a pass counts a third after about a thousand further passes
-NUM_RECENT = 9  # passes whose median is the drift of all sizes; up to four outliers do not move it
 
 
 class DraftCost:
@@ -18,8 +15,8 @@ class DraftCost:
     since a draft model computes a step of all sequences at once.
     """
 
-    NUM_RECENT = 15
-    FADE = 0.95
+    _NUM_RECENT = 15
+    _FADE = 0.95
     _TOKEN_DOUBT = 0.01
     _STEP_DOUBT = 1e-6
 

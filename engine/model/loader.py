@@ -25,7 +25,8 @@ from engine.model.checkpoint.dequantize import FLOATS, unread_weights
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.hub import fetch_model
 from engine.model.checkpoint.node_memory import check_memory
-from engine.model.checkpoint.progress import READING_ERRORS, reported_reading
+from engine.model.checkpoint.reading_errors import READING_ERRORS
+from engine.model.checkpoint.reading_progress import reported_reading
 from engine.model.checkpoint.scheme import SECTIONS, Scheme, scheme_of
 from engine.model.checkpoint.stored_weights import refuse_unscaled
 from engine.model.checkpoint.unread_weight import UnreadWeight, replace_unread, storing_experts

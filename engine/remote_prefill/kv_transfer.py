@@ -9,24 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields
-from enum import StrEnum
 from typing import Protocol
 
 from torch import Tensor
 
 from engine.kv_cache.pool import LayerShape
 from engine.kv_cache.state_pool import StateShape
+from engine.remote_prefill.fetch_failure import FetchFailure
 from engine.sequence.sequence import Sequence
-
-
-class FetchFailure(StrEnum):
-    """The cause of a failed fetch; the engine then computes the missing tokens itself."""
-
-    LOST = "lost"  # the replica or an object is gone
-    TIMEOUT = "timeout"
-    MISMATCH = "mismatch"  # another model, dtype, block size or layout
-    REFUSED = "refused"  # the replica cannot compute it: too long for its pool, or the pool is full
-    GARBLED = "garbled"  # blocks are out of order, of the wrong size, or missing
 
 
 @dataclass(frozen=True, slots=True)

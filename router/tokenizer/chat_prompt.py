@@ -11,8 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from protos.errors import RequestError
-from router.tokenizer.call_repairs import whole_tools
-from router.tokenizer.chat_repairs import Messages
+from router.tokenizer.call_repairs import Messages, whole_tools
 from router.tokenizer.chat_template import ChatTemplate, TemplateTimeError
 from router.tokenizer.template_probes import learn_rules
 from router.tokenizer.template_rules import PLAINEST, Rule

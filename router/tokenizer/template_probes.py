@@ -15,7 +15,7 @@ from enum import Enum, auto
 from typing import Any
 
 from protos.errors import RequestError
-from router.tokenizer.chat_repairs import Messages
+from router.tokenizer.call_repairs import Messages
 from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.content_parts import Message
 from router.tokenizer.template_rules import Rule, TemplateRules

@@ -10,7 +10,8 @@ from typing import Any
 
 from router.tokenizer import call_repairs as calls
 from router.tokenizer import chat_repairs as repairs
-from router.tokenizer.chat_repairs import Messages, Repair
+from router.tokenizer.call_repairs import Messages
+from router.tokenizer.chat_repairs import Repair
 
 
 class Rule(StrEnum):

@@ -42,7 +42,7 @@ from engine.model.checkpoint.dequantize import gguf_numbers
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.gguf_header import read_gguf_header
 from engine.model.checkpoint.gguf_metadata import BLOCKS, GgufHeader
-from engine.model.checkpoint.progress import READING_ERRORS
+from engine.model.checkpoint.reading_errors import READING_ERRORS
 from engine.model.checkpoint.weight_files import SafetensorsWriter, write_index
 from protos.errors import ConfigError, ServingError
 

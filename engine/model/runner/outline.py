@@ -24,7 +24,7 @@ from engine.model.checkpoint.completeness import refuse_incomplete
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.end_tokens import find_end_tokens
 from engine.model.checkpoint.hub import cached_folder
-from engine.model.checkpoint.progress import READING_ERRORS
+from engine.model.checkpoint.reading_errors import READING_ERRORS
 from engine.model.checkpoint.scheme import SECTIONS, scheme_of
 from engine.model.draft_heads.loader import load_head
 from engine.model.generation_defaults import unknown_ends

@@ -22,7 +22,8 @@ from actors.prefill.prefill_engine import PrefillEngine
 from actors.settings import PrefillSettings
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.engine_core import EngineCore
-from engine.remote_prefill.kv_transfer import ChunkHeader, FetchAccepted, FetchEnd, FetchFailure, FetchOrder, KVLayout
+from engine.remote_prefill.fetch_failure import FetchFailure
+from engine.remote_prefill.kv_transfer import ChunkHeader, FetchAccepted, FetchEnd, FetchOrder, KVLayout
 from protos.block_keys import block_keys, root_key, split_keys
 from protos.worker_report import PrefixHolder, WorkerReport
 from tests.engine.fixtures.checkpoints import write_checkpoint

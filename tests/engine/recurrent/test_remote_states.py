@@ -13,7 +13,8 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.kv_cache.state_pool import StatePool
-from engine.remote_prefill.kv_transfer import FetchFailure, FetchNews, KVChunk
+from engine.remote_prefill.fetch_failure import FetchFailure
+from engine.remote_prefill.kv_transfer import FetchNews, KVChunk
 from protos.messages import GenerateRequest, SamplingParams
 from tests.engine.fixtures.hybrids import HYBRIDS, VOCAB_SIZE, write_hybrid
 from tests.engine.fixtures.in_process_transport import Fault, InProcessTransport, intact, lost_after

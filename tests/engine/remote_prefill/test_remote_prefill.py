@@ -20,7 +20,8 @@ from engine.model.runner.model_runner import ModelRunner
 from engine.proposer import Proposer
 from engine.proposer.dispatch.no_proposer import NoProposer
 from engine.proposer.text_match.ngram import NgramProposer
-from engine.remote_prefill.kv_transfer import FetchFailure, FetchNews, KVChunk
+from engine.remote_prefill.fetch_failure import FetchFailure
+from engine.remote_prefill.kv_transfer import FetchNews, KVChunk
 from engine.remote_prefill.remote_prefill import RemotePrefill
 from engine.sampling.sampler import Sampler
 from engine.scheduler.scheduler import Scheduler
