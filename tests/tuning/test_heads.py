@@ -16,7 +16,7 @@ from engine.config import HeadConfig, HeadKind
 from engine.model.draft_heads.loader import load_head
 from engine.model.draft_heads.medusa import MedusaHeads as ServedMedusa
 from engine.model.loader import model_version
-from engine.position_log.position_log import top_logprobs
+from engine.position_log.log_writer import top_logprobs
 from engine.position_log.shard import LogFolder, LoggedModel, LoggedRequest, write_shard
 from models.draft_heads.eagle3_head import eagle3_logits, new_student, save_head
 from models.draft_heads.medusa_heads import save_heads
