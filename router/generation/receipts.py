@@ -8,7 +8,8 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -109,13 +110,16 @@ def _written(key: Ed25519PublicKey) -> str:
     return base64.b64encode(key.public_bytes(Encoding.Raw, PublicFormat.Raw)).decode()
 
 
-def digest_of_ids(token_ids: Iterable[int]) -> str:
-    """Return the SHA-256 of token ids, each in four bytes, the lowest first."""
-    return sha256(_ids_bytes(token_ids)).hexdigest()
+def digest_of_ids(token_ids: Sequence[int]) -> str:
+    """Return the SHA-256 of token ids, each in four bytes, the lowest first. Raises ValueError for other values."""
+    try:
+        return sha256(_ids_bytes(token_ids)).hexdigest()
+    except struct.error as error:
+        raise ValueError(f"these are no token ids: {error}") from None
 
 
-def _ids_bytes(token_ids: Iterable[int]) -> bytes:
-    return b"".join(token_id.to_bytes(4, "little") for token_id in token_ids)
+def _ids_bytes(token_ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 
 class ReceiptKey:

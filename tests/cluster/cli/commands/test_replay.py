@@ -211,6 +211,14 @@ def test_a_forged_receipt_fails_even_where_the_tokens_come_again(
     assert reason in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("token_ids", [[-1], [1 << 32], ["a"], 5, [None]], ids=str)
+def test_tokens_that_are_none_fail_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], token_ids: object):
+    stored = signed(tmp_path, 4, 5)
+    stored["choices"][0]["token_ids"] = token_ids
+    assert replayed(tmp_path, stored, stored) == 1
+    assert "the record has an unexpected form: " in capsys.readouterr().out
+
+
 def test_a_receipt_of_another_operator_and_an_answer_without_one_fail(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
