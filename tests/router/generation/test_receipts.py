@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from engine.engine_core import EngineCore
 from protos import outrider_pb2 as pb2
-from protos.errors import ConfigError
+from protos.errors import ConfigError, UnavailableError
 from protos.fingerprint import FingerprintPart, digest, write_fingerprint
 from protos.messages import VerifyMode
 from router.api_keys import ApiKeys
@@ -29,9 +29,11 @@ from router.grpc_api.api import GrpcApi
 from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
 from router.tokenizer.chat_template import ChatTemplate
-from router.tokenizer.tokenizer_files import load_tokenizer_files
+from router.tokenizer.tokenizer import Tokenizer
+from router.tokenizer.tokenizer_files import TokenizerFiles, load_tokenizer_files
 from tests.router.conftest import TEMPLATE
 from tests.router.fixtures.engine_backend import CARD, EngineBackend, ngram_engine, write_model
+from tests.router.fixtures.fake_backend import FakeBackend
 
 PARTS = (FingerprintPart.WEIGHTS, FingerprintPart.DRAFT, FingerprintPart.KERNELS, FingerprintPart.SETTINGS)
 FINGERPRINT = write_fingerprint({part: digest(part) for part in PARTS})
@@ -137,6 +139,21 @@ async def test_drafts_of_any_length_stops_and_streams_leave_the_same_receipt(htt
 
 def content(receipt: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in receipt.items() if name not in ("id", "created", "signature")}
+
+
+async def test_an_answer_that_moves_to_another_pair_has_the_same_receipt(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    config = IngressConfig(model_id="fake", model_path="nowhere", receipt_key_file=key_file(tmp_path))
+    receipts, num_attempts = [], []
+    for failures in ([], [UnavailableError("gone")]):
+        backend = FakeBackend(failures=list(failures), fail_after=4)
+        service = GenerationService(backend, TokenizerFiles(tokenizer), config, IngressMetrics())
+        async with client_of(service) as http:
+            asked: dict[str, Any] = {"prompt": "abc", "max_tokens": 9, "seed": 1, "receipt": True}
+            receipts.append(content((await answer_of(http, **asked))["receipt"]))
+        num_attempts.append(len(backend.requests))
+    assert num_attempts == [1, 2]
+    assert receipts[0] == receipts[1]
+    assert receipts[0]["choices"][0]["num_tokens"] == 9
 
 
 async def test_a_drawn_seed_is_in_the_receipt_and_gives_the_same_answer(http: httpx.AsyncClient) -> None:
