@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.model.checkpoint.gguf_metadata import BLOCKS
 from engine.model.checkpoint.scheme import Scheme, WeightFormat
 from engine.model.checkpoint.stored_weights import GROUP_INDICES, WORD_BITS, StoredWeight, not_whole, stored_weights
 from engine.model.checkpoint.unread_weight import UnreadWeight
@@ -108,9 +109,17 @@ def _is_in_order(groups: Tensor, step: int) -> bool:
 
 def gguf_numbers(blocks: Any, kind: str) -> Tensor:
     """Return the numbers of an array of blocks of a type, as float32."""
-    from gguf import GGMLQuantizationType, dequantize  # most checkpoints need no part of it
+    from gguf import GGMLQuantizationType, dequantize, quants  # most checkpoints need no part of it
 
-    return torch.from_numpy(dequantize(blocks, GGMLQuantizationType[kind]))
+    if kind not in BLOCKS:
+        return torch.from_numpy(dequantize(blocks, GGMLQuantizationType[kind]))
+    size, num_bytes = BLOCKS[kind]
+    rows = blocks.reshape(-1, blocks.shape[-1])
+    numbers = torch.empty(len(rows), rows.shape[1] // num_bytes * size)
+    for first in range(0, len(rows), _PART_ROWS):  # `dequantize` has all numbers twice
+        part = slice(first, first + _PART_ROWS)
+        numbers[part] = torch.from_numpy(getattr(quants, kind).dequantize_rows(rows[part]))
+    return numbers.view(*blocks.shape[:-1], -1)
 
 
 def _mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

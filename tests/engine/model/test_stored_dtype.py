@@ -32,6 +32,20 @@ def test_logits_are_those_of_the_converted_model(tmp_path: Path, family: str, st
     torch.testing.assert_close(logits, stock(torch.tensor([TEXT])).logits[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_a_pass_needs_no_file(tmp_path: Path, family: str, is_deterministic: bool) -> None:
+    write_family(tmp_path, SERVED[family]()).half().save_pretrained(tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    expected = stock(torch.tensor([TEXT])).logits[0]
+    config = ModelConfig(str(tmp_path), "float32", "cpu", deterministic=is_deterministic)
+    runner = ModelRunner(config, CacheConfig(num_blocks=2))
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    logits = runner.forward([Span(TEXT, 0, [0], len(TEXT))])
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_loaded_weights_are_views_of_their_file(tmp_path: Path) -> None:
     write_family(tmp_path, SERVED["llama"]()).bfloat16().save_pretrained(tmp_path)
     model = load_model(ModelConfig(str(tmp_path), "float32", "cpu"), keeps_dtype=LlamaDecoder.fits_config)
