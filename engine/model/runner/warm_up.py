@@ -24,6 +24,7 @@ _SAMPLINGS = (  # each compiles another sampler kernel or variant
     SamplingParams(temperature=0.0, presence_penalty=1.0),
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1.0, top_p=0.9),
     SamplingParams(temperature=0.7, top_p=0.9),
 )
 
@@ -49,4 +50,6 @@ def warm_up(forward: Callable[[list[Span]], Tensor], block_size: int, max_model_
 def _draw(logits: Tensor) -> None:
     sampler = Sampler()
     for sampling in _SAMPLINGS:
-        sampler.draw(logits, [LogitsRow(sampling, [0], 1)])
+        row = LogitsRow(sampling, [0], 1)
+        sampler.draw(logits, [row])
+        sampler.apply_processors(logits, [row])

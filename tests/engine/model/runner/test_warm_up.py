@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -59,9 +59,11 @@ def test_each_variant_of_the_samplers_kernels_is_compiled(monkeypatch: pytest.Mo
     def note(module: Any, name: str) -> None:
         function = getattr(module, name)
 
-        def noted(scores: Tensor, noise: object = None, edits: object = None) -> Tensor:
-            launched.append((name, noise is not None, edits is not None))
-            return function(scores, *(each for each in (noise, edits) if name == "draw" or each is not None))
+        def noted(*arguments: Any, **named: Any) -> Tensor:
+            given = [*arguments, *named.values()]
+            kinds = (triton_draw.RowNoise, triton_draw.RowEdits)
+            launched.append((name, *(any(isinstance(each, kind) for each in given) for kind in kinds)))
+            return cast(Tensor, function(*arguments, **named))
 
         monkeypatch.setattr(module, name, noted)
 
@@ -69,9 +71,14 @@ def test_each_variant_of_the_samplers_kernels_is_compiled(monkeypatch: pytest.Mo
         monkeypatch.setattr(module, "runs_triton", lambda tensor: True)
     note(triton_draw, "draw")
     note(triton_draw, "edit")
+    note(triton_nucleus, "draw_nucleus")
     note(triton_nucleus, "nucleus_thresholds")
     runner = WarmUpRunner(64)
     warm_up(runner.forward, runner.block_size, runner.max_model_len)
-    variants = {launch[1:] for launch in launched if launch[0] == "draw"}
-    assert variants == {(False, False), (False, True), (True, False), (True, True)}
-    assert {launch[0] for launch in launched} == {"draw", "edit", "nucleus_thresholds"}
+    assert set(launched) == {
+        *(("draw", has_noise, has_edits) for has_noise in (False, True) for has_edits in (False, True)),
+        ("draw_nucleus", True, False),
+        ("draw_nucleus", True, True),
+        ("edit", False, True),
+        ("nucleus_thresholds", False, False),
+    }
