@@ -5,9 +5,10 @@ from dataclasses import replace
 from actors.pair.pair_metrics import PairMetrics
 from actors.shell_messages import DraftChannelStats, Pong
 from engine.accounting.drift import DriftStats
-from engine.accounting.engine_stats import ClassStats, DraftStats, EngineStats, Histogram
+from engine.accounting.engine_stats import ClassStats, DraftStats, EngineStats, Histogram, RemotePrefillStats
 from engine.accounting.step_times import StepTimes
 from engine.proposer.vocab_mapping.counts import TranslationCounts
+from engine.remote_prefill.fetch_failure import FetchFailure
 from protos.served_draft import CanaryOutcome, CanaryReport, DraftReport
 from router.metrics.exposition import merge_metrics
 
@@ -125,3 +126,16 @@ def test_queue_times_are_a_histogram():
 
 def test_there_are_no_metrics_before_the_first_pong():
     assert PairMetrics().text() == ""
+
+
+def test_prompt_tokens_of_prefill_replicas_are_not_local_and_every_cause_of_a_failure_has_a_series():
+    remote = RemotePrefillStats(num_tokens=20, failures={"timeout": 3})
+    engine = EngineStats(2, 3, 0, 0, 8, 2, 100, 32, 0, DraftStats(), StepTimes(), remote=remote)
+    metrics = PairMetrics()
+    metrics.update(Pong(0.0, engine, {}), num_refused=0)
+    lines = metrics.text().splitlines()
+    assert "outrider_prefill_local_tokens_total 48.0" in lines
+    assert "outrider_prefill_remote_tokens_total 20.0" in lines
+    name = "outrider_prefill_transfers_failed_total"
+    counts = {line.split('"')[1]: float(line.split()[-1]) for line in lines if line.startswith(name)}
+    assert counts == dict.fromkeys(map(str, FetchFailure), 0.0) | {"timeout": 3.0}

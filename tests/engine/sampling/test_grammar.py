@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -348,10 +349,17 @@ def test_a_grammar_that_is_compiled_holds_up_no_other(folder: Path) -> None:
     waiting = [
         compiler.prepare(request("w", Grammar(GrammarKind.REGEX, "a" * size, "guided_regex"))) for size in range(1, 16)
     ]
-    with pytest.raises(OverloadedError, match="16 grammars wait"):
+    with pytest.raises(OverloadedError, match="16 grammars wait") as caught:
         compiler.prepare(request("b", Grammar(GrammarKind.REGEX, "b", "guided_regex")))
+    assert caught.value.retry_after_s == 4  # a quarter of a second for each
     assert all(future is not None and future.result(60) for future in waiting)
     assert compiler.matcher(request("b", Grammar(GrammarKind.REGEX, "b", "guided_regex"))) is not None
+
+
+def test_threads_started_after_the_compiler_s_have_the_usual_stack(folder: Path) -> None:
+    compiler = GrammarCompiler(folder / "tokenizer.json", BYTE_VOCAB_SIZE, (END_ID,))
+    (compiler.prepare(request("a", Grammar(GrammarKind.REGEX, "a", "guided_regex"))) or Future()).result(60)
+    assert threading.stack_size() == 0  # the system's
 
 
 def test_a_tenant_leaves_places_at_the_compiler_to_others(folder: Path) -> None:
@@ -390,10 +398,13 @@ def test_a_tenant_with_many_grammars_pushes_out_its_own_alone(folder: Path) -> N
     ]
     for each in few:
         (compiler.prepare(each) or Future()).result(60)
+    used = replace(request("b", Grammar(GrammarKind.REGEX, "[ab]", "guided_regex")), tenant="many", cache_salt="used")
+    (compiler.prepare(used) or Future()).result(60)
     for size in range(1, 100):
         grammar = Grammar(GrammarKind.REGEX, f"[ab]{{{size}}}", "guided_regex")
         many = replace(request("b", grammar), tenant="many", cache_salt=str(size))
         (compiler.prepare(many) or Future()).result(60)
+        assert compiler.prepare(used) is None, "the one used last stays"
     assert all(compiler.prepare(each) is None for each in few)
     assert compiler.prepare(many) is None
 

@@ -71,6 +71,14 @@ def test_the_load_policy_ignores_prefixes():
     assert decision.worker_id == "a"
 
 
+def test_the_load_policy_takes_the_least_loaded_worker_where_costs_are_close() -> None:
+    """Costs within 20 ms are alike for a hot prefix, and not for the load."""
+    loads = fleet(load("a", 8), replace(load("b"), num_running_requests=3))
+    short = replace(REQUEST, num_tokens=100)
+    assert rank(Policy.LOAD, short, loads, CONFIG).worker_id == "b"
+    assert rank(Policy.PREFIX, short, loads, CONFIG).worker_id == "a"
+
+
 def test_a_faster_worker_is_preferred_for_the_same_work():
     decision = rank(Policy.PREFIX, REQUEST, fleet(load("slow", 100), load("fast", 300, rate=4000.0)), CONFIG)
     assert decision.worker_id == "fast"
