@@ -14,7 +14,7 @@ from engine.engine_core.loading import load_engine
 from engine.model.runner.model_runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.verifier.verifier import Verifier
-from engine.verifier.verify_task import VerifyTask
+from engine.verifier.verify_task import IMPOSSIBLE_ID, VerifyTask
 from protos.messages import GenerateRequest, Grammar, GrammarKind, SamplingParams
 from tests.engine.fixtures.builders import make_sequence
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, END_ID, write_tokenizer
@@ -38,6 +38,9 @@ def test_tokens_are_drawn_without_reading_anything_back() -> None:
     assert (drawn.shape, drawn.dtype, drawn.device.type) == ((len(samplings),), torch.int64, "meta")
     logits = torch.randn(len(samplings), 16)
     expected = [outcome.token_ids[0] for outcome in Verifier(Sampler()).verify(logits, tasks)]
+    assert Verifier(Sampler()).draw(logits, tasks).tolist() == expected
+    logits[1, 5], logits[3] = float("nan"), float("-inf")
+    expected[1] = expected[3] = IMPOSSIBLE_ID
     assert Verifier(Sampler()).draw(logits, tasks).tolist() == expected
 
 
