@@ -8,12 +8,11 @@ writes it.
     keys   |      block 0      | block 1 ...     [N, P, H, D] per layer; slot s is row s % P of block s // P
            +---------------------------+
 
-Exported KV blocks of a sharded model: each rank has its own heads, other engines see all heads.
+Each rank of a sharded model stores its own heads, and other engines see all heads (`ShardedKVLayout`). In families
+whose attention is not sharded every rank has all heads, so one rank's block is the whole block.
 
-In families whose attention is not sharded every rank has all heads, so one rank's block is the whole block.
-
-a block of rank r, one layer    keys [P, H / ranks, D], values [P, H / ranks, D]
-the block as exported            keys [P, H, D], values [P, H, D]: the same bytes as without ranks
+    a block of rank r, one layer     keys [P, H / ranks, D], values [P, H / ranks, D]
+    the block as exported            keys [P, H, D], values [P, H, D]: the same bytes as without ranks
 """
 
 from __future__ import annotations

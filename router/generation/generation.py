@@ -195,7 +195,7 @@ def _with_logprobs(echo: Delta, first_chunk: TokenChunk) -> Delta:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What an answer names as its origin; `receipt` is None unless the client wants one."""
+    """The model and fingerprint that an answer names; `receipt` is None unless the client wants one."""
 
     model_id: str
     system_fingerprint: str

@@ -94,6 +94,7 @@ class DraftModel:
                 token_ids = index_tensor((chain.last_id for chain in chains), steps[0].input_ids.device)
             for step in steps:
                 if is_stopped():
+                    self.sampler.give_up()
                     return False
                 step.input_ids.copy_(self.translation.feed(token_ids))
                 token_ids = self.sampler.extend(chains, self.translation.align(self.runner.run(step)))

@@ -174,6 +174,10 @@ class ChainSampler:
             self._read()
         return token_ids
 
+    def give_up(self) -> None:
+        """Forget the tokens on the device; their chains have no further use."""
+        self._unread = []
+
     def _read(self) -> None:
         """Give every token on the device to its chain."""
         unread, self._unread = self._unread, []

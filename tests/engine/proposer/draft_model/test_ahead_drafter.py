@@ -23,6 +23,7 @@ from tests.engine.fixtures.drafters import GREEDY, SAMPLED, DrafterParts, DraftO
 
 K = 3
 MODES = list(VerifyMode)
+UNPENALIZED = replace(SAMPLED, presence_penalty=0.0)
 PENALIZED = replace(SAMPLED, top_p=1.0, temperature=1.0, repetition_penalty=1.3)
 
 
@@ -172,16 +173,19 @@ def test_a_long_prompt_is_read_in_pieces_after_the_others(folder: Path) -> None:
     assert [each.request_id for each in prepared] == ["a"] * 12 + ["b"] * 3
 
 
+@pytest.mark.parametrize("sampling", [SAMPLED, UNPENALIZED], ids=["penalized", "unpenalized"])
 @pytest.mark.parametrize("num_steps", range(1, 8))
 def test_drafting_ahead_that_is_stopped_ends_at_once_without_a_trace(
-    folder: Path, drafter: DrafterParts, num_steps: int
+    folder: Path, drafter: DrafterParts, num_steps: int, sampling: SamplingParams
 ) -> None:
-    sequence = new_sequence(drafter, "a", 9, SAMPLED)
+    """The tokens of a chain without penalties are read only when it is long enough."""
+    sequence = new_sequence(drafter, "a", 9, sampling)
     expected = pending_pass(drafter, sequence)
     asked = count()
     prepared = draft_ahead(drafter, [expected], is_stopped=lambda: next(asked) >= num_steps)
     assert next(asked) <= num_steps + 2
     assert len(prepared) in (0, 12)
+    assert not drafter.proposer._model.sampler._unread, "tokens of drafts that were given up would pile up"
     sequence.token_ids += [*expected.draft_ids[:2], 7]
     assert drafter.draft([sequence], K) == [DraftOracle(folder).draft(sequence, K)]
 
