@@ -206,6 +206,20 @@ def test_ids_outside_the_vocabulary_never_reach_the_model() -> None:
     assert (drafts.num_invalid_tokens, drafts.num_draft_tokens) == (drafts.num_drafts, drafts.num_drafts)
 
 
+def test_drafts_are_shown_at_their_place_to_who_wants_them() -> None:
+    shown: list[TokenChunk] = []
+    core = make_core(ScriptedProposer(lambda sequence, k: right(sequence, k) if len(sequence.token_ids) % 2 else []))
+    core.on_drafted = shown.extend
+    core.add(replace(request("a", (1, 2), max_tokens=12), returns_drafts=True))
+    core.add(request("b", max_tokens=12))
+    tokens = outputs(run(core))["a"]
+    assert {chunk.request_id for chunk in shown} == {"a"}
+    assert all(chunk.draft_ids and not chunk.token_ids for chunk in shown)
+    assert {chunk.offset for chunk in shown} > {1}
+    for chunk in shown:
+        assert list(chunk.draft_ids) == tokens[chunk.offset : chunk.offset + len(chunk.draft_ids)]
+
+
 def test_a_draft_is_cut_to_what_was_planned() -> None:
     runner = FakeRunner(64, 4, V)
     core = make_core(ScriptedProposer(lambda sequence, max_tokens: [1] * 50), runner=runner, num_drafts=3)

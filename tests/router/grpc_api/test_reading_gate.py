@@ -184,6 +184,47 @@ async def test_endless_calls_of_one_address_are_bounded(service: GenerationServi
         assert await _first(stub.Watch(health_pb2.HealthCheckRequest())) is not grpc.aio.EOF
 
 
+async def test_endless_calls_of_all_addresses_are_bounded(
+    service: GenerationService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading_gate, "_MAX_ENDLESS", 2)
+    async with gated(service) as served:
+        stub = health_pb2_grpc.HealthStub(served.channel)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(3)]
+        ended = [each for each in watches if await _first(each) is grpc.aio.EOF]
+        assert [await each.code() for each in ended] == [grpc.StatusCode.RESOURCE_EXHAUSTED]
+
+
+async def test_an_open_call_has_limits_of_its_own(service: GenerationService) -> None:
+    async with gated(service, open_limits=ReadingLimits(read_s=0.3)) as served, asyncio.timeout(5):
+        late = unfinished(served.channel, "", CHECK)
+        assert await late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize("read_s", [0.8, 9.0])
+async def test_the_place_of_a_message_that_is_checked_is_kept_for_a_while(
+    service: GenerationService, monkeypatch: pytest.MonkeyPatch, read_s: float
+) -> None:
+    async def stay(*_: object) -> None:
+        await asyncio.sleep(9)
+
+    monkeypatch.setattr(GrpcApi, "GetModel", stay)
+    limits = ReadingLimits(1, 1, grace_s=0.1, wait_s=3.0, read_s=read_s)
+    async with gated(service, limits=limits) as served:
+        ask = outrider_pb2_grpc.GenerationStub(served.channel).GetModel
+        first = ask(MODEL)
+        await asyncio.sleep(0.3)
+        second = ask(MODEL)
+        async with asyncio.timeout(AN_ANSWER_S + limits.wait_s):
+            if read_s > limits.wait_s:
+                assert await second.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            else:
+                await served.is_empty()
+        assert not first.done()
+        first.cancel()
+        second.cancel()
+
+
 async def _first(call: Any) -> Any:
     try:
         return await call.read()

@@ -73,7 +73,7 @@ class SteppedBackend(FakeBackend):
         async for chunk in super()._run(request):
             rank += 1
             self.tokens_per_step = self.steps[rank % len(self.steps)]
-            yield chunk
+            yield replace(chunk, sources=tuple(f"{rank}:{place}" for place in range(len(chunk.token_ids))))
 
 
 @dataclass(frozen=True)
@@ -271,6 +271,7 @@ def test_tokens_and_logprobs_of_the_chunks_are_those_of_the_whole_answer(steps: 
     logprobs = [each for choice in choices if choice["logprobs"] for each in choice["logprobs"]["content"]]
     assert logprobs == whole["logprobs"]["content"]
     assert [each for choice in choices for each in choice.get("token_sources", [])] == whole["token_sources"]
+    assert len(whole["token_sources"]) == len(IDS)
     thought = [choice for choice in choices if choice["delta"].get("reasoning")]
     num_thought = len(TOKENIZER.encode("<think>I wonder.</think>", add_special_tokens=False))
     assert sum(len(choice["token_ids"]) for choice in thought) <= num_thought

@@ -274,6 +274,36 @@ def test_results_of_several_calls_are_no_orphans_and_ids_are_never_empty() -> No
     assert all(ids)
 
 
+def repaired(rule: Rule, *chat: dict[str, Any]) -> Chat:
+    return TemplateRules(frozenset({rule})).adapt(turns(list(chat)))
+
+
+def test_a_result_belongs_to_the_last_calls_and_not_to_earlier_ones_without_a_result() -> None:
+    chat = [HI, calls(call("b", name="w8w")), MORE, calls(call("b", name="w9w")), RESULT_B]
+    assert repaired(Rule.IDS_OF_FUNCTIONS, *chat)[-1]["tool_call_id"] == "functions.w9w:1"
+    chat = [HI, calls(call("call_1")), NO_ID, calls(call("call_2")), NO_ID]
+    _, _, first, _, second = repaired(Rule.SHORT_IDS, *chat)
+    for called, result in ((chat[1], first), (chat[3], second)):
+        [short] = repaired(Rule.SHORT_IDS, called)[0]["tool_calls"]
+        assert result["tool_call_id"] == short["id"]
+
+
+def test_the_text_before_several_calls_stays_with_the_first() -> None:
+    split = repaired(Rule.ONE_CALL, HI, calls(call(), call("b"), content="w8w"), RESULT, RESULT_B)
+    assert [message["content"] for message in split] == ["w1w", "w8w", "w7w", "", "w9w"]
+
+
+def test_a_result_of_an_unknown_call_gets_the_name_of_the_last_function() -> None:
+    results = repaired(Rule.RESULT_NAMES, HI, calls(call(name="w8w"), call("b", name="w9w")), RESULT, NO_ID)[2:]
+    assert [result["name"] for result in results] == ["w8w", "w9w"]
+
+
+def test_no_note_is_added_where_there_are_as_many_results_as_calls() -> None:
+    chat = turns([HI, calls(), {**RESULT, "tool_call_id": "other"}])
+    assert repaired(Rule.RESULTS_FOR_CALLS, *chat) == chat
+    assert len(repaired(Rule.RESULTS_FOR_CALLS, HI, calls(call("a"), call("b"), call("c")), RESULT_B)) == 5
+
+
 def test_a_long_chat_is_adapted_in_no_time() -> None:
     many = calls(*(call(f"id{rank}") for rank in range(3000)))
     results = [{**RESULT, "tool_call_id": f"id{rank}"} for rank in reversed(range(3000))]
