@@ -22,8 +22,6 @@ from engine.config import EngineConfig, StepConfig
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
 
-_CORES_PER_GPU = 4
-
 
 class DeployConfig(EngineSection):
     """All of deploy.yaml's `args`.
@@ -59,7 +57,7 @@ class DeployConfig(EngineSection):
     @property
     def cores_per_gpu(self) -> int:
         """The cores that a pair gets for each GPU that it demands."""
-        return self.target.num_threads or _CORES_PER_GPU
+        return self.target.num_threads or 4  # cores per GPU
 
     def conflicts(self) -> Iterator[str]:
         num_ranks, gpu = self.target.tensor_parallel_size, self.draft.gpu

@@ -24,8 +24,6 @@ from protos.errors import ConfigError, ServingError
 
 logger = logging.getLogger(__name__)
 
-_DEADLINE_S = 600.0  # a file in GGUF is converted on each node
-_NICENESS = 10  # lower than running streams
 # A method's name follows while it runs; an application's name may have dots.
 _REPLICA = re.compile(r"ray::(TargetActor|DraftActor)|ray::ServeReplica:.+:(Pair|Prefill)(\.\w+(\(\))?)?$")
 
@@ -101,7 +99,7 @@ def _ask(
             found.append(_room(config, is_on_gpu=is_on_gpu))
             continue
         try:
-            found.append(ray.get(asked.pop(0), timeout=_DEADLINE_S))
+            found.append(ray.get(asked.pop(0), timeout=600.0))  # a file in GGUF is converted on each node
         except RayError as error:
             reason = str(error).strip().rpartition("\n")[2] or type(error).__name__
             raise ConfigError(
@@ -112,7 +110,7 @@ def _ask(
 
 def find(config: DeployConfig, settings: PairSettings | None, *, is_on_gpu: bool) -> NodeFinding:
     """Check this node in a worker of its raylet: files, GPUs and, with `settings`, the models' structure."""
-    os.nice(_NICENESS)
+    os.nice(10)  # lower than running streams
     try:
         config = check_files(config, logger.info)
         if settings is not None:

@@ -36,12 +36,6 @@ from router.config import IngressConfig, IngressSettings
 from router.requests.reasoning_format import HARMONY, MARKS, find_reasoning
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 
-_MIN_DRAFT_PART = 0.1  # of a GPU that it shares with its target
-_TARGET_BYTES_PER_DRAFT_BYTE = 4  # a draft's token takes a fifth of the target's or less
-
-# On nodes without GPUs: frontends first, since streams wait for their milliseconds; then decoding, then prompts.
-_PAIR_NICENESS = 5
-_PREFILL_NICENESS = 15
 PREFILL_CHUNK_TOKENS = 512  # between two transfers of KV blocks
 _TUNE_MINUTES = 10.0
 _FRESH = "20000"  # positions logged after the alarm; the draft knows the earlier traffic
@@ -65,7 +59,8 @@ def draft_cache_config(section: CacheSection, shared_part: float | None = None) 
     target = replace(section.to_engine(), dtype=KVDtype.AUTO)
     if target.memory_bytes is None:
         return target
-    target = replace(target, memory_bytes=target.memory_bytes // _TARGET_BYTES_PER_DRAFT_BYTE)
+    # A draft's token takes a fifth of the target's or less.
+    target = replace(target, memory_bytes=target.memory_bytes // 4)
     if shared_part is None or target.gpu_memory_utilization is None:
         return target
     share = shared_part * target.gpu_memory_utilization
@@ -74,7 +69,7 @@ def draft_cache_config(section: CacheSection, shared_part: float | None = None) 
 
 def draft_part(target_bytes: int, draft_bytes: int) -> float:
     """Return the draft's part of a shared GPU: its share of all weights, at least a tenth."""
-    return max(_MIN_DRAFT_PART, draft_bytes / max(1, target_bytes + draft_bytes))
+    return max(0.1, draft_bytes / max(1, target_bytes + draft_bytes))
 
 
 def placement_request(config: DeployConfig) -> PlacementRequest:
@@ -114,7 +109,7 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
         more_drafts=tuple(more),
         target_share=placement.target,
         draft_share=placement.draft,
-        niceness=0 if placement.num_gpus else _PAIR_NICENESS,
+        niceness=0 if placement.num_gpus else 5,  # frontends first, since streams wait for their milliseconds
         kv_transport=config.prefill.kv_transport,
         max_requests=config.scheduler.max_num_sequences + config.pair.max_queued_requests,
         kv_events=None if config.pair.kv_events is None else config.pair.kv_events.endpoint,
@@ -141,7 +136,7 @@ def prefill_settings(config: DeployConfig, engine: EngineConfig, placement: Pair
             scheduler=replace(engine.scheduler, max_tokens_per_step=PREFILL_CHUNK_TOKENS),
             log=None,
         ),
-        niceness=0 if placement.num_gpus else _PREFILL_NICENESS,
+        niceness=0 if placement.num_gpus else 15,  # decoding first, then prompts
         kv_transport=config.prefill.kv_transport,
     )
 

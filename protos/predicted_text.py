@@ -13,8 +13,6 @@ import numpy as np
 _MIN_MATCH = 2  # last tokens of the text that must occur in the prediction to realign after a divergence
 _MAX_MATCH = 16  # last tokens that are compared to rank such positions
 _MAX_CANDIDATES = 128  # positions compared on either side of the divergence: one token may be repeated throughout
-_NO_TOKEN = -1  # before the prediction's first token
-_NOT_EVEN_THAT = -2  # before the text's first token
 _BACKWARD = np.arange(_MAX_MATCH - 1, -1, -1)
 
 
@@ -27,7 +25,7 @@ class Prediction:
     def __init__(self, token_ids: Sequence[int]) -> None:
         self.token_ids = tuple(token_ids)
         ids = np.asarray(self.token_ids, np.int64)
-        self._padded = np.concatenate([np.full(_MAX_MATCH, _NO_TOKEN), ids])
+        self._padded = np.concatenate([np.full(_MAX_MATCH, -1), ids])  # -1: before the prediction's first token
         pairs = (ids[:-1] << 32) | ids[1:]
         order = np.argsort(pairs, kind="stable")  # equal pairs keep the order of the text
         self._pairs: list[int] = pairs[order].tolist()
@@ -60,7 +58,7 @@ class Prediction:
         return positions[: min(behind, _MAX_CANDIDATES)] + positions[behind : behind + _MAX_CANDIDATES]
 
     def _match_lens(self, positions: Sequence[int], tail: Sequence[int]) -> np.ndarray:  # [positions] int64
-        last = np.full(_MAX_MATCH, _NOT_EVEN_THAT)
+        last = np.full(_MAX_MATCH, -2)  # -2: before the text's first token
         last[: len(tail)] = tail[::-1]
         before = self._padded[np.asarray(positions)[:, None] + _BACKWARD]  # [positions, _MAX_MATCH], the nearest first
         matches: np.ndarray = (before == last).cumprod(axis=1).sum(axis=1)

@@ -20,10 +20,6 @@ from protos.errors import AuthenticationError, ConfigError, PermissionDeniedErro
 logger = logging.getLogger(__name__)
 
 _SCHEME = "bearer "
-_LOOK_AGAIN_S = 1.0
-_LOG_AGAIN_S = 60.0  # of a file that still cannot be read
-_SETTLED_S = 2.0  # a file that changed more recently is read again at the next check
-_BYTES_PER_TOKEN = 4  # of English text, to charge a refused request
 _NUMBER = re.compile(r"\d{1,9}(\.\d{1,9})?")
 _OPTIONS: dict[str, Callable[[str], bool]] = {  # after a key, each with the test of its value
     "tenant": bool,
@@ -109,7 +105,7 @@ class Client:
     def charge_refusal(self, num_bytes: int) -> None:
         """Count a request that was refused, which cost work all the same: a token for every few bytes."""
         if self.rate is not None:
-            self.rate.charge(1 + num_bytes // _BYTES_PER_TOKEN)
+            self.rate.charge(1 + num_bytes // 4)  # 4 bytes of English text are about a token
 
     def require_admin(self) -> None:
         """Raise PermissionDeniedError for a client that may not see or change the server's inside."""
@@ -202,7 +198,7 @@ class ApiKeys:
 
         It is tried again at every look, so a failure lasts no longer than its cause.
         """
-        if self._path is None or self._clock() - self._looked_s < _LOOK_AGAIN_S:
+        if self._path is None or self._clock() - self._looked_s < 1.0:
             return
         self._looked_s = self._clock()
         known, wrong_lines = self._clients, self._wrong_lines
@@ -210,7 +206,7 @@ class ApiKeys:
             if self._stamp is None or _stamp_of(self._path.stat()) != self._stamp:
                 self._read(self._path)
         except (OSError, ConfigError) as error:
-            if self._clock() - self._logged_s >= _LOG_AGAIN_S:
+            if self._clock() - self._logged_s >= 60.0:
                 self._logged_s = self._clock()
                 logger.error("the API keys stay as they were %.0f s ago: %s", self._clock() - self._known_s, error)
             return
@@ -245,7 +241,8 @@ class ApiKeys:
             raise ConfigError(wrong_lines[0])
         self._clients, self._wrong_lines = _with_refusals(clients), tuple(wrong_lines)
         # What is still being written may change without a new time.
-        is_settled = abs(time.time() - status.st_mtime) > _SETTLED_S
+        # A file that changed more recently is read again at the next check.
+        is_settled = abs(time.time() - status.st_mtime) > 2.0
         self._stamp = _stamp_of(status) if is_settled else None
 
     def _add_line(self, line: bytes, clients: dict[str, Client]) -> None:

@@ -16,11 +16,6 @@ from engine.position_log.shard import LoggedModel, LoggedRequest, count_shard, l
 from protos.errors import ConfigError
 
 LogEnd = Mapping[str, tuple[int, int]]  # requests and positions of each file, by its name
-_POLL_S = 1.0
-WINDOW_TOKENS = 2048  # a cut text would teach a task that never occurs: to draft after half of a prompt
-_HELD_OUT = 10  # one request of so many measures
-_MAX_HELD_OUT_POSITIONS = 8192
-_MAX_TRAINING_POSITIONS = 1 << 20
 _MIN_POSITIONS = 500
 
 
@@ -42,7 +37,7 @@ def wait_for_positions(
     report(f"waiting for {num_positions} new positions, {timeout_s / 60:.0f} minutes at most")
     until_s, num_found = time.monotonic() + timeout_s, 0
     while num_found < num_positions and time.monotonic() < until_s:
-        time.sleep(_POLL_S)
+        time.sleep(1.0)
         now = log_end(folder)
         num_found = sum(number - end.get(name, (0, 0))[1] for name, (_, number) in now.items())
     report(f"{num_found} positions are new")
@@ -85,8 +80,8 @@ class Part:
 class Log:
     """The requests of a log that train, and others that measure; a request is always on the same side."""
 
-    training: Part = field(default_factory=lambda: Part(_MAX_TRAINING_POSITIONS))
-    held_out: Part = field(default_factory=lambda: Part(_MAX_HELD_OUT_POSITIONS))
+    training: Part = field(default_factory=lambda: Part(1 << 20))
+    held_out: Part = field(default_factory=lambda: Part(8192))
 
     @property
     def is_full(self) -> bool:
@@ -99,7 +94,7 @@ class Log:
 
     def add(self, request: LoggedRequest) -> None:
         """Take an older request in."""
-        is_measuring = zlib.crc32(request.token_ids.tobytes()) % _HELD_OUT == 0
+        is_measuring = zlib.crc32(request.token_ids.tobytes()) % 10 == 0  # one request of ten measures
         (self.held_out if is_measuring else self.training).add(request)
 
 
@@ -142,7 +137,8 @@ def read_log(folder: Path, target: LoggedModel, report: Callable[[str], None], e
     return log
 
 
-def windows_of(request: LoggedRequest, num_tokens: int = WINDOW_TOKENS) -> Iterator[Window]:
+# A cut text would teach a task that never occurs: to draft after half of a prompt.
+def windows_of(request: LoggedRequest, num_tokens: int = 2048) -> Iterator[Window]:
     """Yield windows of at most `num_tokens` that hold each position of a request once, with half a window before it."""
     rows = request.positions.astype(np.int64) - 1  # row i predicts token i + 1
     for begin in range(0, len(request.token_ids), num_tokens // 2):

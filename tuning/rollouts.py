@@ -23,11 +23,6 @@ from protos.messages import GREEDY_BELOW, GenerateRequest, SamplingParams
 from tuning.log_windows import Log
 
 _NUM_STREAMS = 64
-_POOL_BYTES = 1 << 30  # for all prompts of a small target: each is prefilled once and continued often
-_MAX_LOG_BYTES = 1 << 30
-_MIN_TOKENS = 64
-_OF_GREEDY = 0.3  # temperature after prompts of greedy requests, for similar but not equal texts
-_MAX_PROMPT_SHARE = 0.75  # of the model's context; a longer prompt leaves no room
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +62,9 @@ def prompts_of(log: Log) -> list[LoggedPrompt]:
         token_ids = _prompt(request)
         if token_ids and token_ids not in measuring:
             is_greedy = request.temperature < GREEDY_BELOW
-            temperature = _OF_GREEDY if is_greedy else request.temperature
-            num_tokens = max(_MIN_TOKENS, len(request.token_ids) - len(token_ids))
+            # After greedy requests, 0.3 gives similar but not equal texts.
+            temperature = 0.3 if is_greedy else request.temperature
+            num_tokens = max(64, len(request.token_ids) - len(token_ids))
             found[token_ids, temperature] = LoggedPrompt(token_ids, temperature, request.repetition_penalty, num_tokens)
     return list(found.values())
 
@@ -83,9 +79,9 @@ def _write(
     core = load_engine(
         EngineConfig(
             ModelConfig(target, num_threads=torch.get_num_threads()),
-            CacheConfig(memory_bytes=_POOL_BYTES),
+            CacheConfig(memory_bytes=1 << 30),  # each prompt of a small target is prefilled once and continued often
             SchedulerConfig(max_num_sequences=_NUM_STREAMS),
-            log=PositionLogConfig(str(folder), _MAX_LOG_BYTES),
+            log=PositionLogConfig(str(folder), 1 << 30),
         )
     )
     runner = core.runner
@@ -112,7 +108,7 @@ def _fitting(prompts: Sequence[LoggedPrompt], max_model_len: int) -> list[Logged
     return [
         replace(prompt, num_tokens=min(prompt.num_tokens, tokens))
         for prompt, tokens in zip(prompts, room, strict=True)
-        if tokens >= (1 - _MAX_PROMPT_SHARE) * max_model_len
+        if tokens >= 0.25 * max_model_len  # a longer prompt leaves no room
     ]
 
 

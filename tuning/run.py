@@ -20,7 +20,6 @@ from tuning.student import Student
 from tuning.train import Budget, PairedOptimizer, TrainingClock, autocast, train
 
 _LEAST = 1e-5  # a lower bound for unknown probabilities
-_NEVER = -40.0  # the logarithm of a probability of 0
 
 
 def next_token_loss(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
@@ -50,7 +49,8 @@ def top_distillation_loss(logits: Tensor, top_ids: Tensor, top_logprobs: Tensor,
     log_q = F.log_softmax(logits.float(), dim=-1).gather(1, top_ids.clamp(min=0))  # [N, k]
     missing = (top_logprobs.exp() * is_unknown).sum(-1).clamp(max=1.0 - _LEAST)  # [N]
     log_p = top_logprobs - torch.log1p(-missing)[:, None]
-    log_p, log_q = (_with_rest(each.masked_fill(is_unknown, _NEVER)) for each in (log_p, log_q))
+    # e^-40 stands for a probability of 0.
+    log_p, log_q = (_with_rest(each.masked_fill(is_unknown, -40.0)) for each in (log_p, log_q))
     return ((1.0 - missing) * _divergence(log_p, log_q, l1_weight)).mean()
 
 
@@ -69,11 +69,8 @@ def _divergence(log_p: Tensor, log_q: Tensor, l1_weight: float) -> Tensor:
 
 
 _SCALE = 2.0  # alpha over rank
-_NEIGHBOURS = 4  # candidates by length for each window of a batch
-_L1_WEIGHT = 1.0  # as of the demo draft's own training
 NUM_DRAFTS = 4  # of a round, that heads learn; the weights decrease
 DRAFT_WEIGHT = 0.8  # of each draft's loss relative to its predecessor's
-_OTHERS_RATE = 0.2  # the learning rate of embeddings and norms relative to the matrices', as for the demo draft
 _TOKENS_PER_STEP = 2048
 _CHECKPOINT_EVERY_S = 20.0
 
@@ -161,7 +158,8 @@ class LogLesson:
         total, weight, weights = torch.zeros((), device=device), 1.0, 0.0
         with autocast(device):
             for logits in student.logits(windows, student.num_unlike(NUM_DRAFTS)):
-                total = total + weight * top_distillation_loss(logits, top_ids, top_logprobs, _L1_WEIGHT)
+                # As in the demo draft's own training.
+                total = total + weight * top_distillation_loss(logits, top_ids, top_logprobs, 1.0)
                 weight, weights = weight * DRAFT_WEIGHT, weights + weight
         loss = total / weights
         if not torch.isfinite(loss):
@@ -173,7 +171,8 @@ class LogLesson:
         self._num_steps += 1
         last = int(rng.integers(len(self._windows)))
         number = max(1, self._budget.tokens_per_step // len(self._windows[last].token_ids))
-        alike = self._windows[max(0, last + 1 - _NEIGHBOURS * number) : last + 1]
+        # Four candidates by length for each window of a batch.
+        alike = self._windows[max(0, last + 1 - 4 * number) : last + 1]
         return [alike[index] for index in rng.choice(len(alike), min(number, len(alike)), replace=False)]
 
 
@@ -287,7 +286,8 @@ class TrainingRun:
         matrices = [each for each in named if each.ndim == 2 and id(each) not in vocabulary]
         chosen = {id(each) for each in matrices}
         others = [each for each in named if id(each) not in chosen]
-        return [*matrices, *others], PairedOptimizer(matrices, others, rate, _OTHERS_RATE * rate)
+        # Embeddings and norms learn slower, as in the demo draft.
+        return [*matrices, *others], PairedOptimizer(matrices, others, rate, 0.2 * rate)
 
     def _save(self, clock: TrainingClock, parameters: Sequence[nn.Parameter], optimizer: PairedOptimizer) -> None:
         self._state = {

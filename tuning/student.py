@@ -17,14 +17,11 @@ from torch import Tensor, nn
 
 from tuning.log_windows import Window, read_batch
 
-NUM_HEADS = 4
-NUM_BLOCKS = 2
-
 
 class TrainableMedusaHeads(nn.Module):
     """`num_heads` stacks of residual blocks x + silu(W x + b), initialised as the identity."""
 
-    def __init__(self, hidden_size: int, num_heads: int = NUM_HEADS, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(self, hidden_size: int, num_heads: int = 4, num_blocks: int = 2) -> None:
         super().__init__()
         self.num_heads, self.num_blocks = num_heads, num_blocks
         self.blocks = nn.ModuleList(_Blocks(hidden_size, num_blocks) for _ in range(num_heads))
@@ -47,9 +44,6 @@ class _Blocks(nn.Module):
         return hidden
 
 
-_ANY_NUMBER = 1 << 16
-
-
 class Student(ABC):
     """A draft in float32; D is the number of tokens that it can draft.
 
@@ -59,7 +53,7 @@ class Student(ABC):
         max_drafts: the largest number of drafts of a round.
     """
 
-    def __init__(self, model: nn.Module, *, are_drafts_alike: bool, max_drafts: int = _ANY_NUMBER) -> None:
+    def __init__(self, model: nn.Module, *, are_drafts_alike: bool, max_drafts: int = 1 << 16) -> None:
         self.model = model
         self.are_drafts_alike = are_drafts_alike
         self.max_drafts = max_drafts

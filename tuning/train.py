@@ -18,10 +18,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import LlamaForCausalLM
 
-WARMUP_FRACTION = 0.02
-DECAY_FRACTION = 0.35
-MOMENTUM = 0.95
-WEIGHT_DECAY = 0.1
 # The quintic of Keller Jordan, https://kellerjordan.github.io/posts/muon/
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
@@ -39,7 +35,8 @@ def product_dtype(device: torch.device) -> torch.dtype:
 
 def schedule(progress: float) -> float:
     """Return the factor on every learning rate at `progress` in [0, 1]: up, flat, and linearly down to nothing."""
-    return min(1.0, (progress + 1e-3) / WARMUP_FRACTION, max(0.0, (1.0 - progress) / DECAY_FRACTION))
+    # The rate rises in the first 2% and falls in the last 35%.
+    return min(1.0, (progress + 1e-3) / 0.02, max(0.0, (1.0 - progress) / 0.35))
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
@@ -72,7 +69,8 @@ def one_thread() -> Iterator[None]:
 class Muon:
     """Orthogonalised Nesterov momentum with decoupled weight decay."""
 
-    def __init__(self, parameters: list[Parameter]) -> None:
+    def __init__(self, parameters: list[Parameter], momentum: float = 0.95, weight_decay: float = 0.1) -> None:
+        self._momentum, self._weight_decay = momentum, weight_decay
         self._momenta = [(parameter, torch.zeros_like(parameter)) for parameter in parameters]
 
     @property
@@ -86,10 +84,10 @@ class Muon:
         with one_thread():
             for parameter, momentum in self._momenta:
                 assert parameter.grad is not None
-                momentum.lerp_(parameter.grad, 1.0 - MOMENTUM)
-                update = orthogonalise(parameter.grad.lerp(momentum, MOMENTUM))
+                momentum.lerp_(parameter.grad, 1.0 - self._momentum)
+                update = orthogonalise(parameter.grad.lerp(momentum, self._momentum))
                 scale = max(1.0, update.shape[0] / update.shape[1]) ** 0.5
-                parameter.mul_(1.0 - lr * WEIGHT_DECAY).add_(update, alpha=-lr * scale)
+                parameter.mul_(1.0 - lr * self._weight_decay).add_(update, alpha=-lr * scale)
 
 
 class PairedOptimizer:
@@ -133,7 +131,6 @@ class PairedOptimizer:
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINT_EVERY_S = 240.0
 LOG_EVERY_STEPS = 10
 
 
@@ -147,7 +144,7 @@ class Budget:
     short_window_tokens: int = 512
     long_window_tokens: int = 1024
     max_tokens: int | None = None
-    checkpoint_every_s: float = CHECKPOINT_EVERY_S
+    checkpoint_every_s: float = 240.0
 
 
 @dataclass(frozen=True, slots=True)

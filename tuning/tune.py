@@ -30,9 +30,6 @@ from tuning.score import Score, score_draft
 
 _TRIALS_SHARE = 0.3  # share of the minutes for all short trainings together
 _LONG_SHARE = 0.6  # share for the long one; the rest is for measuring
-_ROLLOUTS_SHARE = 0.3  # share of the minutes before the trainings, for small targets, which write fast enough
-_SMALL_BYTES = 2 << 30
-_GAIN = 1.01  # a smaller one may be chance
 
 OnProgress = Callable[[str, float], None]  # the run, and the share of all training that is done
 Report = Callable[[str], None]
@@ -158,7 +155,8 @@ def tune(settings: TuneSettings, report: Report, on_progress: OnProgress) -> boo
     ).run()
     best = max([before, *scored], key=lambda each: each.score.tokens_per_pass)
     model = None if best.run is None else best.run.trained()
-    if model is None or best.score.tokens_per_pass < _GAIN * before.score.tokens_per_pass:
+    # A smaller gain may be chance.
+    if model is None or best.score.tokens_per_pass < 1.01 * before.score.tokens_per_pass:
         report("no training has made a draft that is better on this traffic; nothing is written")
     else:
         draft.write(model, settings.output, _figures(settings, log, before, best))
@@ -190,7 +188,7 @@ def _rollouts_share(settings: TuneSettings) -> float:
     if settings.rollouts is not None:
         return settings.rollouts
     num_bytes = sum(file.stat().st_size for file in Path(settings.target).glob("*.safetensors"))
-    return _ROLLOUTS_SHARE if num_bytes <= _SMALL_BYTES else 0.0
+    return 0.3 if num_bytes <= 2 << 30 else 0.0  # small targets write fast enough
 
 
 def _logged_model(target: str) -> LoggedModel:

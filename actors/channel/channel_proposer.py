@@ -62,7 +62,6 @@ class OfferTable:
 
 
 _NEVER = -1
-_LONGEST_PASS_S = 1.0  # of one pass, as far as it counts as silence of the draft
 
 
 class SyncedSequence:
@@ -232,7 +231,8 @@ class ChannelProposer:
         """Count a pass without drafts: at most a second since the last such pass is silence, the rest is idle time."""
         now_s = self._clock()
         if self._missed_at_s is not None:
-            self._stats.silent_s += min(now_s - self._missed_at_s, _LONGEST_PASS_S)
+            # A longer pass does not count as silence of the draft.
+            self._stats.silent_s += min(now_s - self._missed_at_s, 1.0)
         self._missed_at_s = now_s
         self._timeout.missed()
 

@@ -11,13 +11,7 @@ from actors.channel.draft_messages import PROTOCOL_VERSION, DraftMessage, Hello,
 from actors.process.frames import FrameConnection, connect
 from protos.frames import ConnectionLostError
 
-_LONGEST_S = 1.0
-_SHORTEST_S = 0.02
-_TIMES_USUAL = 4.0
-_WEIGHT_OF_NEWEST = 0.1
 logger = logging.getLogger(__name__)
-_RECONNECT_INTERVAL_S = 0.1
-_SEND_TIMEOUT_S = 0.05
 
 
 class AdaptiveTimeout:
@@ -36,15 +30,15 @@ class AdaptiveTimeout:
         if self._is_silent:
             return 0.0
         if self._usual_s is None:
-            return _LONGEST_S
-        return min(_LONGEST_S, max(_SHORTEST_S, _TIMES_USUAL * self._usual_s))
+            return 1.0
+        return min(1.0, max(0.02, 4.0 * self._usual_s))
 
     def answered(self, latency_s: float) -> None:
         """Note offers that came `latency_s` after the request."""
         self._is_silent = False
         if self._usual_s is None:
             self._usual_s = latency_s
-        self._usual_s += _WEIGHT_OF_NEWEST * (latency_s - self._usual_s)
+        self._usual_s += 0.1 * (latency_s - self._usual_s)
 
     def heard(self) -> None:
         """Note offers ahead of a verdict: the draft is alive."""
@@ -76,7 +70,7 @@ class DraftLink:
         if self._connection is None or not self.is_connected:
             return False
         try:
-            self._connection.send(news, _SEND_TIMEOUT_S)
+            self._connection.send(news, timeout_s=0.05)
         except ConnectionLostError as error:
             self._drop(error)
             return False
@@ -104,7 +98,7 @@ class DraftLink:
     def _reconnect(self) -> None:
         if self._connection is not None or self._clock() < self._retry_at_s:
             return
-        self._retry_at_s = self._clock() + _RECONNECT_INTERVAL_S
+        self._retry_at_s = self._clock() + 0.1
         self._connection = connect(self._path, DraftMessage)
 
     def _hear(self, messages: list[DraftMessage]) -> list[Offers]:

@@ -14,7 +14,6 @@ from engine.model.loader import load_config
 from engine.proposer.vocab_mapping.choice import choose_vocabulary
 from protos.errors import ConfigError, RequestError
 
-_NUM_BLOCKS = 8  # of the KV pool: nothing is drafted here
 _GPU = "cuda"
 
 
@@ -50,7 +49,7 @@ def _refuse_unloadable(settings: PairSettings, path: str) -> None:
     assert cache is not None, "a draft model has a pool"
     if model.device.startswith(_GPU):
         return
-    pool = replace(cache, num_blocks=_NUM_BLOCKS, memory_bytes=None, gpu_memory_utilization=None)
+    pool = replace(cache, num_blocks=8, memory_bytes=None, gpu_memory_utilization=None)  # few: nothing is drafted here
     chosen = with_draft_at(settings, path)
     load_draft(replace(chosen, draft=replace(chosen.draft, cache=pool)))
 

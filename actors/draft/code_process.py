@@ -27,7 +27,6 @@ from protos.errors import ConfigError
 READY = "ready"
 
 _METHODS = ("open", "propose", "commit", "close")
-_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ def proposer_of(name: str) -> Proposer:
 
 def main() -> None:
     """Load the class, report on stdout, and draft until this process is killed."""
-    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of prctl(2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the target decides
     configure_logging()
     report = os.fdopen(os.dup(1), "w")

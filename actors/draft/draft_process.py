@@ -13,8 +13,6 @@ from actors.settings import PairSettings
 from engine.model.cuda_graphs.buckets import sized
 from engine.proposer.draft_model.loader import Drafter, load_drafter
 
-_PROMPT_SHARE = 4  # times the target's tokens per step: the draft prefills that many, and is still done sooner
-
 
 def load_draft(settings: PairSettings) -> Drafter:
     """Load the draft model of a pair that has one.
@@ -25,7 +23,8 @@ def load_draft(settings: PairSettings) -> Drafter:
     engine, draft = settings.engine, settings.draft
     assert draft.model is not None, "the pair has a draft model"
     assert draft.cache is not None, "a draft model has a pool"
-    limits = replace(engine.scheduler, max_tokens_per_step=_PROMPT_SHARE * engine.scheduler.max_tokens_per_step)
+    # The draft prefills four times the target's tokens per step, and still ends sooner.
+    limits = replace(engine.scheduler, max_tokens_per_step=4 * engine.scheduler.max_tokens_per_step)
     return load_drafter(
         replace(draft.model, graphs=sized(draft.model.graphs, limits, engine.speculation)),
         draft.cache,

@@ -21,10 +21,6 @@ from protos.messages import GenerateRequest, TokenChunk
 logger = logging.getLogger(__name__)
 
 
-_REPORT_S = 0.05  # between two reports of a busy engine: after a pass its counters are out of the CPU's cache
-_IDLE_TURN_S = 0.5  # between calls of `before_step` without work, so that an idle engine meets a new draft process
-
-
 class Engine(Protocol):
     """The part of `engine.engine_core.EngineCore` that the loop needs."""
 
@@ -158,7 +154,8 @@ class EngineLoop:
         is_busy = self._engine.has_work and not self._engine.is_starved
         if is_busy and now_s < self._next_report_s:
             return
-        self._next_report_s = now_s + _REPORT_S if is_busy else -inf
+        # Not after each pass: its counters are out of the CPU's cache then.
+        self._next_report_s = now_s + 0.05 if is_busy else -inf
         self.stats = self._engine.stats()
         if self._reporter is not None:
             self._reporter.report(self.stats)
@@ -166,7 +163,8 @@ class EngineLoop:
     def _sleep(self) -> None:
         self._turned_s = None
         if not self._commands and not self._is_closing:
-            self._wake.wait(_IDLE_TURN_S)
+            # `before_step` runs without work too, so that an idle engine meets a new draft process.
+            self._wake.wait(0.5)
         self._wake.clear()
 
     def _carry_out_commands(self) -> None:

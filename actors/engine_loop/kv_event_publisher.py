@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 REPLAY_OFFSET = 100  # between the two ports
 _MAX_PORTS = 64  # pairs of one node; each takes the next free port
 _MAX_BATCHES = 10_000  # that can be sent again
-_PERIOD_S = 0.05  # between polls of the socket for missed batches
 _MEDIUM = "GPU"  # vLLM's word for the pool that attention reads, on processors too
 _END = (-1).to_bytes(8, "big", signed=True)
 
@@ -115,7 +114,7 @@ class KVEventPublisher:
     def _take(self) -> list[Event]:
         """Return all queued events; an empty list if none arrive for a while."""
         try:
-            events = self._events.get(timeout=_PERIOD_S)
+            events = self._events.get(timeout=0.05)  # then the socket is polled for missed batches
             while not self._events.empty():
                 events = [*events, *self._events.get()]
         except queue.Empty:

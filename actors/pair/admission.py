@@ -11,10 +11,6 @@ from dataclasses import dataclass
 from protos.errors import OverloadedError
 from protos.messages import GenerateRequest
 
-_RESERVED_S = 5.0  # an admitted request's other choices may arrive this late; they may go to other pairs
-_WANTING_S = 2.0  # after a refusal a tenant counts as still wanting places this long
-_JITTER = 0.25  # added to Retry-After, so that requests refused together do not return together
-
 
 @dataclass(slots=True)
 class _TenantLoad:
@@ -74,7 +70,8 @@ class PairAdmission:
         else:
             self._check(request, tenant)
             if request.num_places > 1:
-                until_s = self._clock() + _RESERVED_S
+                # The request's other choices may arrive until then; they may go to other pairs.
+                until_s = self._clock() + 5.0
                 self._reserved[request.group_id] = _Reservation(request.tenant, request.num_places - 1, until_s)
         tenant.num_inside += 1
 
@@ -135,12 +132,12 @@ class PairAdmission:
 
     @staticmethod
     def _is_wanting(tenant: _TenantLoad, now_s: float) -> bool:
-        return now_s - tenant.refused_s < _WANTING_S
+        return now_s - tenant.refused_s < 2.0  # after a refusal a tenant counts as still wanting places
 
     def _retry_after_s(self, num_missing: int) -> float:
         """Predict the time until `num_missing` places are free, if each is freed once per usual duration."""
         wait_s = max(1.0, num_missing * self._usual_duration_s / self._max_requests)
-        return round(wait_s * (1 + _JITTER * self._jitter()), 1)
+        return round(wait_s * (1 + 0.25 * self._jitter()), 1)  # requests refused together do not return together
 
     def _use_reserved(self, group_id: str) -> None:
         reserved = self._reserved.pop(group_id, None)

@@ -27,10 +27,6 @@ logger = logging.getLogger(__name__)
 
 NO_GAIN = 3  # the trainer's exit status if no training gave a better draft
 _PREFIX = "draft-"
-_MAX_DRAFTS = 3  # kept on disk, not counting the drafts in use
-_LOCK_POLL_S = 1.0
-_GRACE = 3.0  # times its minutes, for a trainer that gives way to other work
-_LEAST_GRACE_S = 600.0
 
 
 class AutoTune:
@@ -89,7 +85,7 @@ class AutoTune:
                 if is_mine:
                     made = [each for each in self._drafts() if each.stat().st_mtime >= alarm_at_s]
                     return max(made, default=None) or await self._train()
-            await asyncio.sleep(_LOCK_POLL_S)
+            await asyncio.sleep(1.0)
 
     async def _train(self) -> Path | None:
         """Run the trainer to its end. Return None if it made no better draft, or failed."""
@@ -110,7 +106,8 @@ class AutoTune:
                 *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=stream, stderr=stream, env=_environment()
             )
             try:
-                async with asyncio.timeout(max(_LEAST_GRACE_S, _GRACE * 60 * self._settings.minutes)):
+                # Three times its minutes, for a trainer that gives way to other work.
+                async with asyncio.timeout(max(600.0, 3.0 * 60 * self._settings.minutes)):
                     status = await trainer.wait()
             except TimeoutError:
                 self._note(f"the training took too long and was stopped; see {log}", logging.ERROR)
@@ -133,7 +130,7 @@ class AutoTune:
             shutil.rmtree(each, ignore_errors=True)
         used = {self._draft.report.path, self._draft.deployed_path}
         unused = [each for each in self._drafts() if str(each) not in used]
-        for each in unused[: max(0, len(unused) - _MAX_DRAFTS)]:
+        for each in unused[: max(0, len(unused) - 3)]:  # not counting the drafts in use
             shutil.rmtree(each, ignore_errors=True)
             each.with_suffix(".log").unlink(missing_ok=True)
 

@@ -19,8 +19,6 @@ from protos.served_draft import CanaryOutcome, CanaryReport, TryDraft
 
 logger = logging.getLogger(__name__)
 
-_SETTLE_S = 2.0  # for a new draft to prefill the running sequences
-_POLL_S = 1.0
 
 Sums = Seq[GoodputStats]
 
@@ -109,10 +107,10 @@ class Canary:
 
     async def _block(self) -> Sums:
         """Return the sums of `block_s` of decoding. If the target restarts, so does the block."""
-        await self._sleep(_SETTLE_S)
+        await self._sleep(2.0)  # for a new draft to prefill the running sequences
         begin = await self._sums()
         while True:
-            await self._sleep(_POLL_S)
+            await self._sleep(1.0)
             now = await self._sums()
             block = None if begin is None or now is None else since(begin, now)
             if block is None:

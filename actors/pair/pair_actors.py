@@ -22,8 +22,6 @@ from actors.target.target_actor import TargetActor
 from protos.errors import DeadlineExceededError, EngineError, RequestError, ServingError
 from protos.served_draft import CHECK_TIMEOUT_S
 
-_CHECK_NICENESS = 10  # the serving pair gets the cores first
-_POLL_S = 0.1
 logger = logging.getLogger(__name__)
 _TARGET_BUNDLE = 1
 _DRAFT_BUNDLE = 2
@@ -118,13 +116,13 @@ class DraftHandle:
                     return start
             except RayActorError:  # between two processes
                 pass
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(0.1)
 
 
 def _check_candidate(settings: PairSettings, path: str) -> None:
     from actors.draft.candidate_check import check_candidate  # loads torch, which the shell must not
 
-    os.nice(_CHECK_NICENESS)
+    os.nice(10)  # the serving pair gets the cores first
     check_candidate(settings, path)
 
 

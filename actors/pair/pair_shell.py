@@ -43,9 +43,6 @@ def _ignore(name: str) -> None:
     """Ignore the alarm."""
 
 
-_SIGN_OF_LIFE_S = 5.0
-
-
 class PairShell:
     """Admits requests and passes their tokens on."""
 
@@ -79,7 +76,7 @@ class PairShell:
             if request.num_places > 1:
                 yield []  # lets the ingress send the request's other choices
             while not stream.is_finished:
-                yield await stream.next(_SIGN_OF_LIFE_S)
+                yield await stream.next(timeout_s=5.0)
         finally:
             self._admission.leave(request, time.monotonic() - arrived_s)
             if stream is not None:

@@ -32,8 +32,6 @@ from protos.messages import GenerateRequest, ModelCard
 
 logger = logging.getLogger(__name__)
 
-_RECONNECT_INTERVAL_S = 0.05
-
 
 class TargetListener(Protocol):
     """Receives the target's events on the shell's event loop, in this order after each greeting."""
@@ -149,7 +147,7 @@ class TargetClient:
                     logger.warning("target lost with %d requests: %s", len(self._streams), error)
             finally:
                 self._disconnect()
-            await asyncio.sleep(_RECONNECT_INTERVAL_S)
+            await asyncio.sleep(0.05)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         self._codec = FrameCodec(TargetToShell)

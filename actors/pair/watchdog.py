@@ -14,8 +14,6 @@ from protos.errors import UnavailableError
 
 logger = logging.getLogger(__name__)
 
-_PERIOD_S = 1.0
-
 
 class Watchdog:
     """Pings the target once a second. Fences and restarts a target that does not respond or makes no progress.
@@ -53,7 +51,7 @@ class Watchdog:
     async def run(self) -> None:
         """Watch until cancelled."""
         while True:
-            await asyncio.sleep(_PERIOD_S)
+            await asyncio.sleep(1.0)
             if self._client.is_connected:
                 await self._check_target()
 

@@ -28,7 +28,6 @@ POLL_S = 0.5  # of a process that serves its peer and watches for its end
 SEND_TIMEOUT_S = 5.0  # for a peer that has stopped reading
 _PREFIX = "outrider-sockets-"
 _LOCK = "lock"
-_MOST_BYTES, _SHORT = 48, Path("/tmp")  # of TMPDIR: the rest of a socket's path takes up to 59 bytes
 _locks: list[int] = []  # open for as long as this process lives
 
 Incoming = TypeVar("Incoming")
@@ -143,8 +142,8 @@ def private_folder() -> Path:
     it ends; process ids would mean nothing where containers share the temporary folder.
     """
     parent = Path(tempfile.gettempdir())
-    if len(os.fsencode(parent)) > _MOST_BYTES:
-        parent = _SHORT
+    if len(os.fsencode(parent)) > 48:  # the rest of a socket's path takes up to 59 bytes of 107
+        parent = Path("/tmp")
     for folder in parent.glob(f"{_PREFIX}*"):
         if _is_left(folder):
             shutil.rmtree(folder, ignore_errors=True)

@@ -17,17 +17,13 @@ from protos.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _LOAD_TIMEOUT_S = 120.0
-_SILENT_S = 10.0  # of passes without an answer: then the process hangs
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 300.0
-_STEADY_S = 60.0  # of drafting: a later failure is the first one again
 
 
 class CodeDraft(ChannelProposer):
     """Starts the process, and starts it again when it has ended or hangs. Each failure in a row doubles the pause."""
 
-    def __init__(
-        self, folder: Path, name: str, *, silent_s: float = _SILENT_S, pause_s: float = _FIRST_PAUSE_S
-    ) -> None:
+    # Seconds of passes without an answer: then the process hangs.
+    def __init__(self, folder: Path, name: str, *, silent_s: float = 10.0, pause_s: float = 1.0) -> None:
         """Return when the class `name` drafts.
 
         Raises:
@@ -76,7 +72,8 @@ class CodeDraft(ChannelProposer):
             steady_s = self._outlive()
             if self._closing.is_set():
                 return
-            pause_s = self._pause_s if steady_s > _STEADY_S else min(2 * pause_s, _LONGEST_PAUSE_S)
+            # After 60 s of drafting a failure is the first one again.
+            pause_s = self._pause_s if steady_s > 60.0 else min(2 * pause_s, 300.0)
             logger.error("draft.code %s is started again in %.0f s", self._name, pause_s)
             if self._closing.wait(pause_s):
                 return

@@ -15,7 +15,6 @@ from cluster.cli.server import API_KEY
 from cluster.deploy_file import LOOPBACK, DeployFile
 
 _PROMPT = "def main():\n    parser = argparse.ArgumentParser("
-_NUM_TOKENS = 96
 _TIMEOUT_S = 30.0  # of the whole race; a slower machine gets no race
 
 
@@ -30,7 +29,7 @@ def race(url: str, model: str) -> None:
             results = []
             for enabled in (False, True):
                 console.print(f"draft {'on ' if enabled else 'off'} ", end="", style="bold")
-                ids, seconds = _run(client, model, _NUM_TOKENS, enabled, deadline_s)
+                ids, seconds = _run(client, model, num_tokens=96, enabled=enabled, deadline_s=deadline_s)
                 results.append((ids, seconds))
                 console.print(f"{len(ids) / seconds:7.1f} tokens/s  ({len(ids)} tokens in {seconds:.2f} s)")
     except (OpenAIError, TimeoutError) as error:

@@ -17,7 +17,6 @@ from rich.progress import Progress as Bars
 from engine.model.checkpoint.progress import FOLDER_VARIABLE, Progress, read_progress
 
 _LINE_PERIOD_S = 5.0
-_POLL_S = 0.25
 
 
 @contextmanager
@@ -73,7 +72,7 @@ class LoadingView:
         return read_progress(self._folder)
 
     def _run(self) -> None:
-        while not self._is_stopped.wait(_POLL_S):
+        while not self._is_stopped.wait(0.25):
             self._show()
 
     def _show(self) -> None:

@@ -27,8 +27,6 @@ from router.openai.api import build_app
 
 _DROPPED = ("model", "stream", "stream_options", "speculation")  # the trial sets these
 
-_REQUEST_TIMEOUT_S = 600.0
-
 
 @dataclass(frozen=True, slots=True)
 class TrafficRequest:
@@ -225,7 +223,7 @@ class Replay:
     ) -> dict[str, Any]:
         salt = f"trial {self._num_runs} {request.body.get('cache_salt', '')}"
         body = {**request.body, "speculation": speculation, "cache_salt": salt}
-        async with free, asyncio.timeout(_REQUEST_TIMEOUT_S):
+        async with free, asyncio.timeout(600.0):
             response = await self._client.post(request.path, json=body)
         answer = response.json()
         if response.status_code != 200:

@@ -18,7 +18,6 @@ from protos.errors import ConfigError, ServingError
 
 URL = "http://127.0.0.1:8000/v1"
 API_KEY = "none"
-_TIMEOUT_S = 10.0
 
 NOT_UNDERSTOOD = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 NO_ANSWER = (OSError, HTTPException, *NOT_UNDERSTOOD)  # without OpenAI's client
@@ -76,7 +75,7 @@ def served_model(url: str, api_key: str, model: str | None) -> str:
     if not (api_key.isascii() and api_key.isprintable()):
         raise ConfigError("--api-key has a character that an HTTP header cannot carry; use printable ASCII")
     try:
-        with understood(), OpenAI(base_url=url, api_key=api_key, timeout=_TIMEOUT_S, max_retries=0) as client:
+        with understood(), OpenAI(base_url=url, api_key=api_key, timeout=10.0, max_retries=0) as client:
             names = _model_names(client, url)
     except AnswerError as error:
         raise ConfigError(f"the server at {url} does not list its models: {error}") from None

@@ -16,7 +16,6 @@ from textual.widgets import DataTable, Footer, Static
 from cluster.cli.figures import ClassFigures, Figures, Reading, figures_between, read_metrics
 from cluster.cli.server import NO_ANSWER
 
-_TIMEOUT_S = 5.0
 _MAX_POSITIONS = 8
 
 
@@ -26,7 +25,7 @@ def http_reader(url: str, api_key: str) -> Callable[[], Reading]:
     request = Request(address, headers={"Authorization": f"Bearer {api_key}"})
 
     def read() -> Reading:
-        with urlopen(request, timeout=_TIMEOUT_S) as response:
+        with urlopen(request, timeout=5.0) as response:
             return read_metrics(response.read().decode("utf-8"))
 
     return read

@@ -37,10 +37,7 @@ from router.client_limits import (
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ACCEPTED_AT_ONCE = 64  # accepted before one of them is counted
-_BACKLOG = 2048  # connections that wait to be accepted
-_SPARE_FILES = 48 + _ACCEPTED_AT_ONCE  # for all other files of this process
 _SAY_AGAIN_S = 60.0
-_IPV6_NETWORK = 64
 DRAIN_S = 30  # for running requests, after the first Ctrl-C
 
 Address = IPv4Address | IPv6Address
@@ -56,7 +53,8 @@ def share_of_files(num_wanted: int) -> int:
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    num_left = most - len(os.listdir("/dev/fd")) - _SPARE_FILES
+    num_own = len(os.listdir("/dev/fd")) + 48 + _ACCEPTED_AT_ONCE  # 48 more for all other files of this process
+    num_left = most - num_own
     num_all = MAX_HTTP_CONNECTIONS + NUM_OPERATOR_CONNECTIONS + MAX_GRPC_CONNECTIONS
     return num_wanted if most == resource.RLIM_INFINITY else max(1, min(num_wanted, num_left * num_wanted // num_all))
 
@@ -107,7 +105,7 @@ def _address(host: str) -> Address:
 
 
 def _network(address: Address) -> str:
-    return str(address if address.version == 4 else ip_network((address, _IPV6_NETWORK), strict=False))
+    return str(address if address.version == 4 else ip_network((address, 64), strict=False))  # one client's
 
 
 class _Protocol(HttpToolsProtocol):
@@ -310,7 +308,7 @@ class HttpServer(uvicorn.Server):
         await server.start_serving()
         for each in server.sockets:
             with socket.fromfd(each.fileno(), each.family, each.type) as listener:
-                listener.listen(_BACKLOG)
+                listener.listen(2048)
 
     def _newcomer(self) -> asyncio.Protocol:
         make = partial(_Protocol, self.config, self.server_state, self.lifespan.state)

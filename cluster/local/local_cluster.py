@@ -31,7 +31,6 @@ from protos.errors import ConfigError
 from protos.linux import wait_for_cores
 
 _PROJECT = Path(__file__).resolve().parents[2]
-_POLL_S = 0.5
 _OWNER = "owner"
 _FOLDERS, _PREFIX = Path("/tmp"), "outray-"  # short, whatever TMPDIR is: HAProxy takes 97 bytes of a socket's path
 
@@ -129,14 +128,14 @@ class LocalCluster:
             if status.is_failed:
                 raise ConfigError(f"the deployment failed: {_reason(status.message)}")
             on_wait(status)
-            time.sleep(_POLL_S)
+            time.sleep(0.5)
 
     def undeploy(self) -> None:
         """Let running requests finish, then remove the application; the cluster stays for the next one."""
         for name in serve.status().applications:
             serve.delete(name, _blocking=False)  # it would wait for a minute at most
         while serve.status().applications:
-            time.sleep(_POLL_S)
+            time.sleep(0.5)
 
     def stop(self) -> None:
         """Let running requests finish, then stop everything.

@@ -132,7 +132,6 @@ _PROXY_PORTS = (
     "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
 )
 _GRPC_PORTS = ("RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT")
-_NUM_GRPC_PORTS = 100  # one for each replica of this machine
 
 
 def set_variables() -> None:
@@ -153,7 +152,8 @@ def set_variables() -> None:
         os.environ["RAY_TMPDIR"] = private_root()
     if os.environ["RAY_AUTH_MODE"] == "token" and not any(name in os.environ for name in _TOKENS):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    ports = free_ports(len(_PROXY_PORTS) + _NUM_GRPC_PORTS)  # in one draw: two draws might return the same port
+    # One port for each replica of this machine.
+    ports = free_ports(len(_PROXY_PORTS) + 100)  # in one draw: two draws might return the same port
     for name, port in zip(_PROXY_PORTS, ports, strict=False):
         os.environ.setdefault(name, str(port))
     if not any(name in os.environ for name in _GRPC_PORTS):

@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 SHELL_CPUS = 0.1
 INGRESS_CPUS = 0.05
-_KIND_SHARE = 0.001  # of the resource that names a node's kind of GPU, as for Ray's own `accelerator_type`
 _NUM_VERSIONS = 4  # of the ingress at once: replicas that a redeploy has replaced finish their streams
 
 
@@ -52,7 +51,8 @@ class GpuDemand:
     @property
     def resources(self) -> dict[str, float]:
         """The Ray resource of nodes with this kind of GPU."""
-        return {} if self.kind is None else {f"accelerator_type:{self.kind}": _KIND_SHARE}
+        # As for Ray's own `accelerator_type`.
+        return {} if self.kind is None else {f"accelerator_type:{self.kind}": 0.001}
 
 
 @dataclass(frozen=True, slots=True)

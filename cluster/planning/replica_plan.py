@@ -17,7 +17,6 @@ from engine.accounting.length_allocation import allocate
 from engine.config import GIB, SchedulerConfig
 from protos.errors import ConfigError
 
-_USABLE = 0.9  # of a device's memory, as `cache.gpu_memory_utilization`
 _BUSY = 0.8  # the part of a replica's capacity for traffic: arrivals are uneven
 _STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -158,7 +157,7 @@ def memory_of(deployment: ReplicaPlan) -> Memory:
     draft = deployment.draft
     target_bytes = deployment.target.weight_bytes
     draft_bytes = draft.weight_bytes if draft else 0.0
-    usable = deployment.device.memory_gib * GIB * _USABLE * deployment.num_devices
+    usable = deployment.device.memory_gib * GIB * 0.9 * deployment.num_devices  # as `cache.gpu_memory_utilization`
     pool = usable - target_bytes - draft_bytes
     token_bytes = deployment.target.kv_bytes + (draft.kv_bytes if draft else 0.0)
     num_tokens = deployment.prompt_tokens + deployment.output_tokens

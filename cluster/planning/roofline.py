@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from cluster.planning.model_shape import ModelShape, entry_of
 
-_LINK_LATENCY_S = 10e-6  # of one all-reduce between GPUs of a group, assumed
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
@@ -54,7 +52,8 @@ class DeviceSpec:
         """Return the seconds of one sum among the devices of a replica, 0 with one."""
         if num_devices == 1:
             return 0.0
-        return _LINK_LATENCY_S + 2 * (num_devices - 1) / num_devices * num_bytes / (self.link_gb_s * 1e9)
+        # 10 us: assumed latency of one all-reduce between GPUs of a group.
+        return 10e-6 + 2 * (num_devices - 1) / num_devices * num_bytes / (self.link_gb_s * 1e9)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,6 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-PERIOD_S = 2.0
-_TIMEOUT_S = 10.0
 _KINDS = {"crt": "cert", "ca-file": "ca-file"}  # in the configuration, and in commands
 
 
@@ -49,7 +47,7 @@ def main() -> None:
     # Give each file once at first: it may have changed between HAProxy's reading and ours.
     files = [WatchedFile(_KINDS[kind], name) for kind, name in sorted(names)]
     while found and files and os.getppid() == haproxy:
-        time.sleep(PERIOD_S)
+        time.sleep(2.0)
         for file in files:
             if (contents := file.news()) is not None:
                 _replace(found[1], file, contents)
@@ -72,7 +70,7 @@ def _replace(admin_socket: str, file: WatchedFile, contents: bytes) -> None:
 
 def _ask(admin_socket: str, command: bytes) -> str:
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(_TIMEOUT_S)
+        connection.settimeout(10.0)
         connection.connect(admin_socket)
         connection.sendall(command)
         connection.shutdown(socket.SHUT_WR)

@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TAKEOVER_S = 60.0  # enough for Serve to start its own on a busy machine; without one, Serve has been shut down
-_RESTART_S = 1.0  # between two starts of ours, if it cannot run at all
-_PERIOD_S = 0.1
 _TIMEOUT_S = 2.0
 _MAX_SENT = 253  # descriptors in one message, by Linux
 _WAITS_FOR_ROUTES = re.compile(rb"^description: waits for routes", re.MULTILINE | re.IGNORECASE)
@@ -72,7 +70,7 @@ def _first_answer(admin_socket: str, haproxy: int) -> HAProxyState | None:
         answer = answering(admin_socket)
         if answer is not None and answer.pid == haproxy:
             return answer
-        time.sleep(_PERIOD_S)
+        time.sleep(0.1)
     return None
 
 
@@ -143,7 +141,7 @@ def _stand_in(command: list[str], configuration: Path, admin_socket: str, cluste
     own, began_s = _started(command), time.monotonic()
     deadline_s = began_s + TAKEOVER_S
     while _parent(cluster):
-        time.sleep(_PERIOD_S)
+        time.sleep(0.1)
         now_s, answer = time.monotonic(), answering(admin_socket)
         if (answer and not answer.is_waiting_for_routes) or now_s > deadline_s:
             own.send_signal(signal.SIGUSR1)
@@ -151,7 +149,7 @@ def _stand_in(command: list[str], configuration: Path, admin_socket: str, cluste
             return
         if answer:
             deadline_s = now_s + TAKEOVER_S
-        if own.poll() is not None and now_s > began_s + _RESTART_S:
+        if own.poll() is not None and now_s > began_s + 1.0:  # between two starts of ours, if it cannot run at all
             if not configuration.exists():
                 return
             own, began_s = _started(command), now_s

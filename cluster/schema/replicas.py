@@ -12,11 +12,9 @@ from actors.settings import KVTransportKind
 from cluster.schema.section import EngineSection, Section, one_of
 from engine.config import GIB, CacheConfig, KVDtype, SchedulerConfig
 
-_ONGOING_REQUESTS = 16.0  # per replica
 _PACE = {"look_back_period_s": 30.0, "upscale_delay_s": 30.0, "downscale_delay_s": 600.0}  # longer than a start
 _WORK_POLICY = "cluster.work_policy:WorkPolicy"
 _COUNTED = {"CPU", "GPU", "memory", "object_store_memory"}  # by Ray itself
-_MOST_GIB = 1 << 20
 _MOST_REPLICAS = 10_000
 _ADDRESS = r"^tcp://[^:/]+:[1-9][0-9]{0,4}$"
 
@@ -32,7 +30,7 @@ class CacheSection(EngineSection):
     """
 
     block_size: int = Field(default=16, ge=1, le=1024)
-    memory_gib: float | None = Field(default=None, gt=0, le=_MOST_GIB, strict=False)
+    memory_gib: float | None = Field(default=None, gt=0, le=1 << 20, strict=False)
     num_blocks: int | None = Field(default=None, ge=2)
     dtype: Annotated[KVDtype, one_of(*KVDtype)] = KVDtype.AUTO
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1, strict=False)
@@ -95,7 +93,7 @@ class PrefillAutoscalingSection(Section):
         bounds = {"min_replicas": self.min_replicas, "max_replicas": self.max_replicas, **_PACE}
         limits = self._limits
         if not any(limits.values()):
-            return {**bounds, "target_ongoing_requests": _ONGOING_REQUESTS}
+            return {**bounds, "target_ongoing_requests": 16.0}
         return {**bounds, "policy": {"policy_function": _WORK_POLICY, "policy_kwargs": limits}}
 
 

@@ -15,8 +15,6 @@ from engine.sequence.request_tokens import DraftRule, RequestTokens
 from engine.sequence.sequence import Sequence, SequenceStatus
 from protos.messages import SpeculationMethod, SpeculationParams, StepStats
 
-_MARKER_TOKENS = 16  # longest marker that is found when two passes each commit a part of it
-
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
@@ -38,7 +36,8 @@ class StepText:
         """True if the text ends between the markers; the last marker in its `num_new` last tokens decides."""
         if self._think is None:
             return True
-        text = self._text(token_ids[max(0, len(token_ids) - num_new - _MARKER_TOKENS) :])
+        # Finds markers of up to 16 tokens that two passes commit in part.
+        text = self._text(token_ids[max(0, len(token_ids) - num_new - 16) :])
         begin, end = (text.rfind(marker) for marker in self._think)
         return was_thinking if begin == end else begin > end  # equal if both are absent
 

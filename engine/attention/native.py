@@ -28,8 +28,6 @@ from engine.native.library import Instructions, kernels_for, native_library
 from protos.errors import ConfigError
 
 MAX_HEAD_DIM = 256  # of a head
-_CHAIN = -1  # in place of a span's first node
-_SPAN_FIELDS = 6
 
 _POINTERS = ("query", "new_keys", "new_values", "keys", "values", "out", "slots", "sinks")
 _LAYOUT = ("spans", "tables", "nodes", "paths")
@@ -142,7 +140,7 @@ class _SpanArrays:
             table, tree = len(self._tables), span.tree_start
             # The span's chain, up to the first node of its tree.
             if num_chained:
-                self._spans.extend((first_row, num_chained, span.start, table, tree, _CHAIN))
+                self._spans.extend((first_row, num_chained, span.start, table, tree, -1))  # -1: no first node
             # The tree's nodes as a second span, each with its path from `tree_start`.
             if num_nodes:
                 first = span.start + num_chained
@@ -156,7 +154,7 @@ class _SpanArrays:
 
     @property
     def num_spans(self) -> int:
-        return len(self._spans) // _SPAN_FIELDS
+        return len(self._spans) // 6  # fields of a span
 
     def arrays(self) -> dict[str, array[int]]:
         """The arrays by their names in the call; they live as long as this."""

@@ -30,7 +30,6 @@ from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache
 
 _MAX_SPANS = 16  # rows of one step that attend to the same keys
-_MIN_SAVED_SHARE = 0.5  # of the blocks to be read; below it the mask costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,8 @@ def share(extents: Seq[Extent], block_size: int) -> list[SharedExtents]:
     for members in by_start.values():
         for first in range(0, len(members), _MAX_SPANS):
             group = _shared(members[first : first + _MAX_SPANS], block_size)
-            if len(group.first_keys) <= (1 - _MIN_SAVED_SHARE) * sum(each.num_blocks for each in group.extents):
+            # With fewer saved blocks the mask costs more than it saves.
+            if len(group.first_keys) <= 0.5 * sum(each.num_blocks for each in group.extents):
                 groups.append(group)
     return groups
 
@@ -119,8 +119,6 @@ def _sees(extent: Extent, block_ids: dict[int, int]) -> list[bool]:
 
 
 MAX_PACKED_ROWS = 16  # longer spans are prefill chunks
-_MIN_PADDING_TOKENS = 512  # padding below this costs less than one more read
-_MAX_PADDING_RATIO = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +300,7 @@ def _buckets(extents: list[Extent], block_size: int) -> Iterator[list[Extent]]:
     num_needed = 0
     for extent in sorted(extents, key=lambda extent: extent.num_blocks):
         num_padding = (len(bucket) * extent.num_blocks - num_needed) * block_size
-        if num_padding > max(_MIN_PADDING_TOKENS, _MAX_PADDING_RATIO * num_needed * block_size):
+        if num_padding > max(512, 0.25 * num_needed * block_size):  # little padding costs less than one more read
             yield bucket
             bucket, num_needed = [], 0
         bucket.append(extent)

@@ -18,8 +18,6 @@ from engine.batch.span import Span
 
 Index = slice | Tensor
 
-_ALIGNMENT = 64
-
 
 @cache
 def _has_triton() -> bool:
@@ -57,7 +55,7 @@ def send_arrays(arrays: Seq[NDArray[Any]], device: torch.device) -> list[Tensor]
 
     Each starts at a multiple of 64 bytes: Triton compiles a kernel again for pointers with another alignment.
     """
-    starts = [0, *accumulate(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)]
+    starts = [0, *accumulate(-(-array.nbytes // 64) * 64 for array in arrays)]
     whole = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     for start, array in zip(starts, arrays, strict=False):
         whole.numpy()[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

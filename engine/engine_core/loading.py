@@ -36,8 +36,6 @@ from protos.messages import SpeculationMethod
 
 logger = logging.getLogger(__name__)
 
-_SNAPSHOTS_PER_SEQUENCE = 4
-
 
 def load_engine(
     config: EngineConfig,
@@ -93,7 +91,7 @@ def load_engine(
 
 def _num_states(config: EngineConfig) -> int:
     """Return the states of a model with recurrent layers: before a pass, after each row, and snapshots of prefixes."""
-    per_sequence = 2 + config.speculation.max_num_tokens + _SNAPSHOTS_PER_SEQUENCE
+    per_sequence = 2 + config.speculation.max_num_tokens + 4  # four snapshots
     return 1 + config.scheduler.max_num_sequences * per_sequence
 
 

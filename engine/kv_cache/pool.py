@@ -30,9 +30,6 @@ from engine.kv_cache.kv_dtype import head_bytes, head_width, kernel_view, loaded
 from engine.kv_cache.state_pool import StatePool, zeros
 from protos.errors import ConfigError
 
-_NUM_FREE_BLOCKS = 1 << 16  # of a model without attention, whose blocks take no memory
-_MIN_VIEW_BYTES = 1 << 18  # per layer; copying more costs more time than another attention call
-
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -77,7 +74,8 @@ class KVCache:
         self.dtype = dtype
         self.device = device
         largest = max((shape.num_elements for shape in shapes), default=1)
-        self.min_view_tokens = _MIN_VIEW_BYTES // (largest * dtype.itemsize)
+        # Copying more costs more time than another attention call.
+        self.min_view_tokens = (1 << 18) // (largest * dtype.itemsize)
         self.kind = kind
         self.max_head_dim = max((dim for shape in shapes for dim in (shape.key_dim, shape.value_dim)), default=0)
         self._memory_dtype = memory_dtype(kind, dtype)
@@ -173,7 +171,8 @@ def pool_size(config: CacheConfig, bytes_per_block: int) -> int:
         num_blocks = config.num_blocks
     else:
         assert config.memory_bytes is not None, "CacheConfig guarantees one of the two"
-        num_blocks = config.memory_bytes // bytes_per_block if bytes_per_block else _NUM_FREE_BLOCKS
+        # Without attention, blocks take no memory.
+        num_blocks = config.memory_bytes // bytes_per_block if bytes_per_block else 1 << 16
     if num_blocks < 1:
         raise ConfigError(
             f"the KV pool of {config.memory_bytes} bytes holds no block: one takes {bytes_per_block} bytes; "

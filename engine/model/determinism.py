@@ -20,7 +20,6 @@ from engine.model.attention_probe import LayerRecord
 
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LENGTH = 24  # tokens of the checked text
-_OTHER_LENGTH = 11
 
 Forward = Callable[[list[Span]], Tensor]  # logits of the spans' rows
 
@@ -66,7 +65,7 @@ def first_difference(forward: Forward, vocab_size: int) -> str | None:
     `forward` has a pool of three blocks of at least `_LENGTH` slots.
     """
     text = [(5 + 11 * position) % vocab_size for position in range(_LENGTH)]
-    other = Span([(2 + 3 * position) % vocab_size for position in range(_OTHER_LENGTH)], 0, [2], 0)
+    other = Span([(2 + 3 * position) % vocab_size for position in range(11)], 0, [2], 0)
     expected = forward([_span(text, 0, _LENGTH)])
     passes = {
         "chunks": [[_span(text, 0, 10)], [_span(text, 10, _LENGTH)]],

@@ -20,7 +20,6 @@ from protos.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 WEIGHTS_REMEDY = "raise target.tensor_parallel_size, or stop other programs"
-_SAMPLER_COPIES = 2  # float32 scores and noise, in addition to the logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ class MemoryMeter:
             ConfigError: less than one block is left.
         """
         # Measured use so far, and the share of the GPU that is left for the pool.
-        now, sampling = self._read(), _SAMPLER_COPIES * logits_bytes
+        now, sampling = self._read(), 2 * logits_bytes  # float32 scores and noise, in addition to the logits
         others = 0 if self._counts_own_use else self._before.used_bytes
         weights = self._loaded.used_bytes - self._before.used_bytes
         passes = now.used_bytes - self._loaded.used_bytes - trial_bytes

@@ -18,8 +18,6 @@ from engine.model.linear.packed_experts import packed_parameters
 from engine.model.linear.packed_linear import LinearFactory, gains
 from engine.model.linear.weight_store import NO_STORE, WeightStore
 
-_LARGE_BYTES = 1 << 20
-
 
 def leave_checkpoint(
     model: nn.Module,
@@ -48,7 +46,7 @@ def leave_checkpoint(
                 continue
             stored = parameter.data
             own_dtype = _own_dtype(stored, dtype, is_kept=is_kept)
-            keeper = store if parameter.nbytes >= _LARGE_BYTES else NO_STORE
+            keeper = store if parameter.nbytes >= 1 << 20 else NO_STORE
             own = keeper.product(f"{path}.{name}", partial(_copied, parameter, own_dtype))
             if isinstance(parameter, UnreadWeight):
                 read[parameter] = nn.Parameter(own, requires_grad=False)

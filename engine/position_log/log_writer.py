@@ -78,9 +78,6 @@ def _pinned(values: Tensor) -> Tensor:
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 5.0  # seconds between writes of the newest file, which grows until it is full
-_SHARD_BYTES = 8 << 20
-_NICENESS = 10
-_CLOSE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +119,7 @@ class LogWriter:
         shard_bytes: a file of this size is full.
     """
 
-    def __init__(self, folder: LogFolder, model: LoggedModel, shard_bytes: int = _SHARD_BYTES) -> None:
+    def __init__(self, folder: LogFolder, model: LoggedModel, shard_bytes: int = 8 << 20) -> None:
         self.num_positions = 0
         self.num_bytes = 0
         self.num_taken_bytes = 0  # bytes of rows taken from the queue
@@ -146,11 +143,11 @@ class LogWriter:
     def close(self) -> None:
         """Write the remaining positions. A second call does nothing."""
         self._queue.put(None)
-        self._thread.join(timeout=_CLOSE_S)
+        self._thread.join(timeout=10.0)
 
     def _run(self) -> None:
         thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+        os.setpriority(os.PRIO_PROCESS, thread, max(10, os.getpriority(os.PRIO_PROCESS, thread)))
         try:
             self._write_until_closed()
         except OSError as error:

@@ -17,9 +17,6 @@ from engine.position_log.shard import LogFolder, LoggedModel
 from engine.sequence.sequence import Sequence
 from engine.verifier.verify_task import VerifyTask
 
-_MAX_WAITING_BYTES = 32 << 20  # rows that the writer has not taken yet; further rows are dropped
-_MAX_POSITIONS = 4096  # logged positions of one request
-
 
 @dataclass(frozen=True, slots=True)
 class _CopiedRows:
@@ -68,7 +65,8 @@ class PositionLog:
             first_rows.append(len(rows))
             rows += range(tasks[index].first_row, tasks[index].first_row + num_drafts[index] + 1)
         num_bytes = len(rows) * logits.shape[1] * logits.element_size()
-        if self._num_put_bytes - self._writer.num_taken_bytes + num_bytes > _MAX_WAITING_BYTES:
+        # The writer lags; further rows are dropped.
+        if self._num_put_bytes - self._writer.num_taken_bytes + num_bytes > 32 << 20:
             self._num_dropped += len(chosen)  # at least the sampled position of each
             return
         num_tokens = [len(tasks[index].sequence.token_ids) for index in chosen]
@@ -115,5 +113,5 @@ class PositionLog:
         self._writer.close()
 
     def _is_logged(self, sequence: Sequence) -> bool:
-        has_room = not self._writer.is_stopped and sequence.num_output_tokens < _MAX_POSITIONS
+        has_room = not self._writer.is_stopped and sequence.num_output_tokens < 4096
         return sequence.request.is_logged and has_room

@@ -169,9 +169,6 @@ def _model_of(file: Path, metadata: dict[str, str]) -> LoggedModel:
     return LoggedModel(metadata.get("model_version", ""), int(metadata.get("vocab_size", 0)))
 
 
-_STALE_S = 600.0  # an older partial file was left by a killed process
-
-
 class LogFolder:
     """The files of all processes that write into one folder. `make_room` limits them to `max_bytes` together."""
 
@@ -187,7 +184,7 @@ class LogFolder:
     def make_room(self, current: Path) -> None:
         """Remove partial files of killed processes, and the oldest files until the rest fit, but not `current`."""
         for file in self._path.glob(f"*{PARTIAL}"):
-            if _age_s(file) > _STALE_S:
+            if _age_s(file) > 600.0:  # a killed process left it
                 file.unlink(missing_ok=True)
         files = [(file, _size(file)) for file in log_files(self._path)]
         excess = sum(size for _, size in files) - self._max_bytes

@@ -22,8 +22,6 @@ from engine.kv_cache.state_pool import StatePool, StateShape
 from engine.native.library import kernels_for
 from engine.sequence.request_tokens import ZEROS
 
-_NUM_TENSORS, _NUM_SIZES = 10, 5
-
 
 class ScanSlots:
     """The spans of a pass for the kernel: the slot before each, its last row, and the slot after each row or -1."""
@@ -60,7 +58,7 @@ def scan(*rows: Tensor, matrices: Tensor, slots: ScanSlots, is_delta: bool) -> T
 @cache
 def _kernel(library: ctypes.CDLL) -> Any:
     kernel = library.outrider_scan
-    kernel.argtypes = [ctypes.c_void_p] * _NUM_TENSORS + [ctypes.c_int64] * _NUM_SIZES + [ctypes.c_int]
+    kernel.argtypes = [ctypes.c_void_p] * 10 + [ctypes.c_int64] * 5 + [ctypes.c_int]  # tensors, sizes
     kernel.restype = ctypes.c_int
     return kernel
 

@@ -80,13 +80,6 @@ def _remote_s(num_tokens: int, local_tokens_per_s: float, remote: RemoteOutlook)
     return move_s + remote.num_queued_tokens / tokens_per_s + num_tokens * slower_s
 
 
-_WEIGHT_OF_NEWEST = 0.2
-_LOAD_LIFETIME_S = 30.0  # a replica that is silent for longer may be gone
-_HALF_LIFE_S = 10.0  # of the measured costs per call and per token, so that a once slow path is tried again
-_FIRST_PAUSE_S = 1.0
-_LONGEST_PAUSE_S = 30.0
-
-
 @dataclass(frozen=True, slots=True)
 class _Heard:
     load: RemoteLoad
@@ -103,11 +96,12 @@ class _Fading:
 
     @property
     def value(self) -> float:
-        return self._mean * float(0.5 ** ((self._clock() - self._at_s) / _HALF_LIFE_S))
+        # Fades within some 10 s, so that a once slow path is tried again.
+        return self._mean * float(0.5 ** ((self._clock() - self._at_s) / 10.0))
 
     def observe(self, value: float) -> None:
         mean = self.value
-        self._mean = mean + _WEIGHT_OF_NEWEST * (value - mean) if mean > 0 else value
+        self._mean = mean + 0.2 * (value - mean) if mean > 0 else value
         self._at_s = self._clock()
 
 
@@ -125,12 +119,13 @@ class ReplicaRates:
         self._transfer_s_per_token = _Fading(clock)
         self._first_accepted_s: float | None = None
         self._num_unheard_tokens: dict[int, int] = {}  # of orders that no replica has accepted yet
-        self.gate = BackoffGate(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, clock)
+        self.gate = BackoffGate(first_s=1.0, longest_s=30.0, clock=clock)
 
     def outlook(self) -> RemoteOutlook:
         """Predict for the next order: the shortest known queue, drained since, plus our unaccepted orders."""
         now_s = self._clock()
-        self._heard = {id_: heard for id_, heard in self._heard.items() if now_s - heard.at_s < _LOAD_LIFETIME_S}
+        # A replica that is silent for longer may be gone.
+        self._heard = {id_: heard for id_, heard in self._heard.items() if now_s - heard.at_s < 30.0}
         queued = min((_drained(heard, now_s) for heard in self._heard.values()), default=0.0)
         rates = [heard.load.tokens_per_s for heard in self._heard.values() if heard.load.tokens_per_s > 0]
         return RemoteOutlook(

@@ -37,13 +37,6 @@ from engine.sequence.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-_MAX_NEWS_PER_STEP = 4  # decoding sequences wait while a chunk is copied in
-_MIN_TIMEOUT_S = 5.0
-_ACCEPT_TIMEOUT_S = 2.0  # replicas accept at once; without one, Serve waits for one
-_FIRST_ACCEPT_TIMEOUT_S = 8.0  # the first order waits for Serve's router to start
-_TIMEOUT_BEFORE_RATES_S = 30.0
-_TIMES_EXPECTED = 4.0  # the time-out in multiples of the expected time
-
 
 class RemotePrefill:
     """Implements `PrefillSource` over a `KVTransport`.
@@ -108,7 +101,7 @@ class RemotePrefill:
             self._drop(fetch)
 
     def receive(self, load: Callable[[], PrefillLoad]) -> bool:
-        all_news = self._transport.poll(_MAX_NEWS_PER_STEP)
+        all_news = self._transport.poll(4)  # decoding sequences wait while a chunk is copied in
         for news in all_news:
             if fetch := self._fetches.get(news.fetch_id):  # else this step has given it up
                 self._handle(fetch, news)
@@ -155,7 +148,8 @@ class RemotePrefill:
         first_block = sequence.num_computed_tokens // self._blocks.block_size
         end_block = first_block + num_blocks
         timeout_s = self._timeout_s(placement)
-        accept_timeout_s = _ACCEPT_TIMEOUT_S if self._has_accepted else _FIRST_ACCEPT_TIMEOUT_S
+        # The first order waits for Serve's router to start; later ones are accepted at once.
+        accept_timeout_s = 2.0 if self._has_accepted else 8.0
         deadline_s = now_s + min(timeout_s, accept_timeout_s)
         fetch = KVFetch(next(self._fetch_ids), sequence, first_block, end_block, now_s, timeout_s, deadline_s)
         self._fetches.add(fetch)
@@ -170,8 +164,8 @@ class RemotePrefill:
     def _timeout_s(self, placement: PrefillPlacement) -> float:
         rate = self._meter.outlook().tokens_per_s or self._rates.prefill_tokens_per_s
         if rate == 0:
-            return _TIMEOUT_BEFORE_RATES_S
-        return max(_MIN_TIMEOUT_S, _TIMES_EXPECTED * (placement.remote_s + placement.num_tokens / rate))
+            return 30.0
+        return max(5.0, 4.0 * (placement.remote_s + placement.num_tokens / rate))  # four times the expected time
 
     def _handle(self, fetch: KVFetch, news: FetchNews) -> None:
         match news:

@@ -42,7 +42,6 @@ from tuning.run import distillation_loss, next_token_loss
 from tuning.train import Budget, PairedOptimizer, TrainingReport, autocast, train
 
 ROLLOUT_EVERY_BATCHES = 4
-LONG_PHASE_START = 0.75
 CPU_MINUTES = (50.0, 14.0)
 CUDA_MINUTES = (20.0, 8.0)
 ROLLOUT_PROMPT_TOKENS = 256
@@ -116,7 +115,7 @@ class TargetLesson:
 
     def __call__(self, progress: float) -> Tensor:
         """Return the loss of the next batch at `progress` in [0, 1]."""
-        is_long = progress >= LONG_PHASE_START
+        is_long = progress >= 0.75
         num_tokens = self._budget.long_window_tokens if is_long else self._budget.short_window_tokens
         num_windows = self._budget.tokens_per_step // num_tokens
         ids = self._stream.windows(num_windows, num_tokens).to(self._budget.device)  # [B, T + 1]

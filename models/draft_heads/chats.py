@@ -25,7 +25,6 @@ from router.tokenizer.tokenizer_files import load_tokenizer_files
 HELD_OUT_EVERY = 16  # one of so many chats is held out for measurement
 TEMPERATURES = (0.0, 0.7)  # used in turn for the answers
 MEASURED_PROMPT_TOKENS = 64  # of a held-out chat; the target continues them
-_CACHE_BYTES = 1 << 30  # a pool for all answers that run at once
 _FORMS = (
     "Explain {} to a child.",
     "Explain {} in a few sentences.",
@@ -164,7 +163,8 @@ def answered(folder: Path, prompts: Sequence[str], max_tokens: int, seed: int) -
         raise ConfigError(f"{folder} has no chat template; choose a chat model")
     rendered = [files.chat_template.render([{"role": "user", "content": prompt}]) for prompt in prompts]
     texts = {str(index): files.tokenizer.encode(text, add_special_tokens=False) for index, text in enumerate(rendered)}
-    core = load_engine(EngineConfig(ModelConfig(str(folder)), CacheConfig(memory_bytes=_CACHE_BYTES)))
+    # For all answers that run at once.
+    core = load_engine(EngineConfig(ModelConfig(str(folder)), CacheConfig(memory_bytes=1 << 30)))
     for index, (name, ids) in enumerate(texts.items()):
         temperature = TEMPERATURES[index % len(TEMPERATURES)]
         sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed + index)

@@ -19,8 +19,6 @@ from tuning.run import DRAFT_WEIGHT, NUM_DRAFTS, distillation_loss
 from tuning.train import Budget, PairedOptimizer, TrainingReport, autocast, train
 
 DRAFT_VOCAB_SIZE = 3072  # these cover 98.3% of the library's tokens, of the demo's 4,096
-UNROLLED_FROM = 0.4  # share of the budget; until then only the first draft is trained, at a third of the cost
-NUM_COUNTED_BATCHES = 256  # batches of texts that choose the vocabulary
 
 
 def taps_of(target: LlamaForCausalLM) -> tuple[int, ...]:
@@ -52,7 +50,7 @@ class Eagle3Lesson:
     def __call__(self, progress: float) -> Tensor:
         """Return the loss of the next batch: at first of the first draft, later of whole rounds."""
         ids = self._next_texts()  # [B, T]
-        num_steps = NUM_DRAFTS if progress >= UNROLLED_FROM else 1
+        num_steps = NUM_DRAFTS if progress >= 0.4 else 1  # the first draft alone takes a third of the time
         num_rounds = ids.shape[1] - num_steps
         with autocast(ids.device):
             view = view_of(self._target, ids, taps_of(self._target))
@@ -74,7 +72,7 @@ def train_eagle3(
     draft_vocab_size: int = DRAFT_VOCAB_SIZE,
 ) -> TrainingReport:
     """Train a head on batches of texts [B, T] into `folder`, in the original format."""
-    texts = torch.cat([next_texts() for _ in range(NUM_COUNTED_BATCHES)])
+    texts = torch.cat([next_texts() for _ in range(256)])  # 256 batches of texts choose the vocabulary
     target_ids = frequent_ids(texts, target.config.vocab_size, draft_vocab_size)
     student = new_student(target, draft_vocab_size).to(budget.device)
     student.begin_as(target, target_ids)

@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 WINDOW_TOKENS = 256
 WINDOWS_PER_STEP = 8
-ROLLOUT_PROMPT_TOKENS = 128
-ROLLOUT_EVERY_BATCHES = 2
 MEASURED_TOKENS = 128
 LOG_EVERY_STEPS = 20
 
@@ -78,8 +76,10 @@ def corpus_material(target: LlamaForCausalLM, arguments: argparse.Namespace) -> 
     """Alternate windows of the corpus with windows of the target's own text, as at serving time."""
     tokenizer, corpus = load_tokenizer(arguments.target), collect()
     stream = WindowStream(tokenize_corpus(tokenizer, corpus), arguments.seed)
-    rollouts = write_rollouts(target, stream, arguments.rollouts, ROLLOUT_PROMPT_TOKENS, WINDOW_TOKENS, arguments.seed)
-    sources = mixed_sources(stream, rollouts, ROLLOUT_EVERY_BATCHES)
+    rollouts = write_rollouts(
+        target, stream, arguments.rollouts, num_prompt_tokens=128, num_tokens=WINDOW_TOKENS, seed=arguments.seed
+    )
+    sources = mixed_sources(stream, rollouts, every_batches=2)
     documents = [document.text for document in corpus.held_out if not document.is_test]
     return Material(
         lambda: next(sources).windows(WINDOWS_PER_STEP, WINDOW_TOKENS)[:, :-1],

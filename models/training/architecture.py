@@ -13,7 +13,6 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from models.training.tokenizer import MAX_CONTEXT_TOKENS, VOCAB_SIZE
 
-ROPE_THETA = 50_000.0
 REPETITION_PENALTY = 1.2  # for generation_config.json: small models fall into loops on their own text
 END_OF_TEXT_ID = 0
 END_OF_TURN_ID = 4
@@ -30,7 +29,7 @@ def llama_config(num_layers: int, hidden_size: int, mlp_size: int, num_heads: in
         num_key_value_heads=num_kv_heads,
         head_dim=64,
         max_position_embeddings=MAX_CONTEXT_TOKENS,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        rope_parameters={"rope_type": "default", "rope_theta": 50_000.0},
         tie_word_embeddings=True,
         bos_token_id=END_OF_TEXT_ID,
         eos_token_id=END_OF_TEXT_ID,

@@ -18,9 +18,6 @@ SKIPPED_FOLDERS = frozenset(
 )
 SKIPPED_PREFIXES = ("_sysconfigdata", "bad_", "badsyntax_")
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
-HELD_OUT_PERCENT = 3
-MAX_FILE_BYTES = 250_000
-MAX_CHAT_CHARACTERS = 2_500
 SYSTEM_PROMPT = "You write Python."
 
 
@@ -40,7 +37,7 @@ class Document:
     def is_held_out(self) -> bool:
         """True if the file is held out; a digest of its name decides, so the split is the same in every run."""
         digest = hashlib.sha256(self.name.encode()).digest()
-        return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
+        return int.from_bytes(digest[:4], "big") % 100 < 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +69,7 @@ def read_documents(root: Path) -> Iterator[Document]:
     """Return the usable source files below `root`, ordered by name: UTF-8, and not too large."""
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if is_skipped(relative) or not 0 < path.stat().st_size <= MAX_FILE_BYTES:
+        if is_skipped(relative) or not 0 < path.stat().st_size <= 250_000:
             continue
         try:
             text = path.read_text(encoding="utf-8")
@@ -105,7 +102,7 @@ def chat_examples(document: Document) -> Iterator[ChatExample]:
 def _chat_example(lines: list[str], node: ast.FunctionDef) -> ChatExample | None:
     summary = (ast.get_docstring(node) or "").strip().split("\n")[0]
     source = "\n".join(lines[node.lineno - 1 : node.end_lineno])
-    if not summary or len(source) > MAX_CHAT_CHARACTERS:
+    if not summary or len(source) > 2_500:
         return None
     request = f"Write a Python function `{node.name}`. {summary}"
     messages = [

@@ -15,8 +15,6 @@ from models.training.corpus import Corpus, Document, chat_examples
 from models.training.tokenizer import END_OF_TEXT, MAX_CONTEXT_TOKENS, render_chat
 from tuning.score import generate
 
-TEST_SHARE = 0.15
-
 
 @dataclass(frozen=True, slots=True)
 class TokenizedCorpus:
@@ -28,7 +26,7 @@ class TokenizedCorpus:
 
     def epoch(self, rng: np.random.Generator) -> np.ndarray:
         """Return one shuffled stream: the library, its chats and a random part of the test suite."""
-        chosen = rng.permutation(len(self.tests))[: int(len(self.tests) * TEST_SHARE)]
+        chosen = rng.permutation(len(self.tests))[: int(len(self.tests) * 0.15)]
         documents = self.library + self.chats + [self.tests[index] for index in chosen]
         return np.concatenate([documents[index] for index in rng.permutation(len(documents))])
 

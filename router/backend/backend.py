@@ -15,9 +15,6 @@ from protos.served_draft import DraftOrder, DraftReport
 
 Answer = TypeVar("Answer")
 
-_REST = 4  # pauses after an answer, in multiples of its duration: answering takes a fifth of the time at most
-_MAX_PAUSE_S = 1.0
-
 
 class SharedAnswer(Generic[Answer]):
     """Computes one answer at a time; callers that arrive during a computation share the next one.
@@ -46,7 +43,8 @@ class SharedAnswer(Generic[Answer]):
                 return await self._make()
             finally:
                 now_s = time.monotonic()
-                self._rest_until_s = now_s + min(_REST * (now_s - began_s), _MAX_PAUSE_S)
+                # Answering takes a fifth of the time at most.
+                self._rest_until_s = now_s + min(4 * (now_s - began_s), 1.0)
 
 
 class TokenStreams(Protocol):

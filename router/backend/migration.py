@@ -40,7 +40,6 @@ SILENCE_S = 30.0  # a pair that is silent for longer is given up, and the stream
 _MAX_MIGRATIONS = 64  # within the deadline
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
-_MOST_LOST_ENGINES = 3  # without a token in between: a request that crashes engines must not reach all of them
 _APART_S = 3.0  # at most; requests that crashed together twice are separated
 
 
@@ -228,7 +227,7 @@ class MigrationState:
             ServingError: `error`, if no attempt is left.
         """
         self._num_lost_engines += isinstance(error, EngineLostError)
-        if self._num_lost_engines >= _MOST_LOST_ENGINES:
+        if self._num_lost_engines >= 3:  # a request that crashes engines must not reach all of them
             raise EngineError(
                 f"{self._num_lost_engines} engines in a row ended while they computed this request, with no token "
                 "between. It is not tried again; if another request was the cause, send it once more."

@@ -13,7 +13,6 @@ _NUM_FREE = 3  # consecutive refusals until the gate closes: another pair may ha
 _FIRST_PAUSE_S = 0.05  # also the time that a trial request gets to be answered before the next one is let in
 _STREAK_S = 1.0  # the longest gap between refusals of one streak
 _LONGEST_PAUSE_S = 0.2  # freed places may stay idle for this long, but the pair does not: others wait in its queue
-_LEAST_SPACING_S = 0.001
 
 
 @dataclass(slots=True)
@@ -76,5 +75,5 @@ class RefusalGate:
             return
         streak.spacing_s /= 2
         streak.until_s = self._clock()
-        if streak.num_refusals <= _NUM_FREE or streak.spacing_s < _LEAST_SPACING_S:
+        if streak.num_refusals <= _NUM_FREE or streak.spacing_s < 0.001:
             del self._streaks[request.tenant]

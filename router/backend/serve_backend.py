@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 _RETRY_AFTER_S = 2.0
 _NAME = re.compile(r'\breplica="([^"]*)"')
 _TAKEN_TIMEOUT_S = 2.0  # for a pair to take the request, before the application's state is checked
-_END_OF_STREAM_TIMEOUT_S = 1.0
-_PREFILL_METRICS_TIMEOUT_S = 4.0  # for Serve to know a replica, and for each to answer
 
 
 class ServeBackend:
@@ -141,7 +139,7 @@ class ServeBackend:
         if self._prefill is None:
             return []
         try:
-            async with asyncio.timeout(_PREFILL_METRICS_TIMEOUT_S):
+            async with asyncio.timeout(4.0):  # for Serve to know a replica, and for each to answer
                 return await _metrics_of(self._prefill_texts, self._prefill)
         except Exception as error:
             logger.warning("prefill replicas did not send their metrics: %s", error)
@@ -177,7 +175,7 @@ async def _end(stream: DeploymentResponseGenerator[Any], reading: asyncio.Task[N
     """Drain a finished stream, so that Serve counts it as done; cancel any other."""
     if is_finished:
         with suppress(TimeoutError):
-            async with asyncio.timeout(_END_OF_STREAM_TIMEOUT_S):
+            async with asyncio.timeout(1.0):
                 return await reading
     reading.cancel()
     stream.cancel()

@@ -17,7 +17,6 @@ from protos.messages import TokenChunk
 
 logger = logging.getLogger(__name__)
 
-_READ_BYTES = 1 << 18
 _LATE_TOKENS_TIMEOUT_S = 1.0  # for tokens still on their way when Serve's stream has ended
 
 
@@ -116,7 +115,7 @@ class TokenListener:
         peer: socket.socket = writer.get_extra_info("socket")
         codec: FrameCodec[list[TokenChunk]] = FrameCodec(list[TokenChunk])
         try:
-            while is_own(peer) and (data := await reader.read(_READ_BYTES)):
+            while is_own(peer) and (data := await reader.read(1 << 18)):
                 for chunks in codec.feed(data):
                     self._sort(chunks)
         except (OSError, ConnectionLostError) as error:

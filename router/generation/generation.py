@@ -29,8 +29,6 @@ from router.tokenizer.tokenizer import Tokenizer
 Item = TypeVar("Item")
 Item_co = TypeVar("Item_co", covariant=True)
 
-_MAX_PENDING = 64  # a client that reads slowly holds the streams back, not the memory
-
 
 class ClosableStream(AsyncIterable[Item_co], Protocol[Item_co]):
     """An asynchronous iterable that can be closed early, as async generators can."""
@@ -40,7 +38,8 @@ class ClosableStream(AsyncIterable[Item_co], Protocol[Item_co]):
 
 async def fan_in(streams: Sequence[ClosableStream[Item]]) -> AsyncGenerator[Item, None]:
     """Yield the items of all streams as they come. The first error ends all of them; closing closes all of them."""
-    queue: asyncio.Queue[Item | _End] = asyncio.Queue(_MAX_PENDING)
+    # A client that reads slowly holds the streams back, not the memory.
+    queue: asyncio.Queue[Item | _End] = asyncio.Queue(64)
     tasks = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
     num_open = len(tasks)
     try:

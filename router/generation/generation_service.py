@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CARD_LIFE_S = 60.0
-_NUM_GRAMMARS = 2  # that are made at a time
 _CARD_TIMEOUT_S = 10.0
 _METRICS_TIMEOUT_S = 5.0
 
@@ -87,7 +85,7 @@ class GenerationService:
         self._format = format_.with_tokens(files.tokenizer) if format_ is not None and is_read else None
         self._response_template = self._read_response_template()
         self.body_work = BodyWork()
-        self._grammars = asyncio.Semaphore(_NUM_GRAMMARS)
+        self._grammars = asyncio.Semaphore(2)  # grammars that are made at a time
         self._card: ModelCard | None = None
         self._card_read_s = 0.0
         self.fresh_card = SharedAnswer(self._read_card).get
@@ -111,7 +109,7 @@ class GenerationService:
 
     async def card(self) -> ModelCard:
         """Return the pair's model card; read again once a minute, since a redeploy may change it."""
-        if self._card is None or time.monotonic() - self._card_read_s > _CARD_LIFE_S:
+        if self._card is None or time.monotonic() - self._card_read_s > 60.0:
             try:
                 self._card = await self.fresh_card()
             except ServingError as error:

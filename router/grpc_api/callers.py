@@ -21,7 +21,6 @@ FORWARDED_FOR = "x-forwarded-for"  # set by the proxy: its caller's address
 # Releases the place of the current call's message; called once the message is checked or refused.
 leave_place: ContextVar[Callable[[], object]] = ContextVar("leave_place", default=lambda: None)
 _LOOPBACK = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:")
-_SITE_BITS = 64  # of an IPv6 address: one client owns all addresses of such a network
 
 
 class Caller(Protocol):
@@ -65,5 +64,5 @@ def address(context: Caller, *, has_proxy: bool) -> str:
     except ValueError:
         return "unknown"  # callers without an address share one
     if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
-        return str(ipaddress.ip_network((found, _SITE_BITS), strict=False))
+        return str(ipaddress.ip_network((found, 64), strict=False))  # one client owns all addresses of such a network
     return str(getattr(found, "ipv4_mapped", None) or found)

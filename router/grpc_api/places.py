@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from protos.errors import OverloadedError
 
-_MAX_WAITING = 1024  # calls of all; beyond it, the longest waiting call of the caller with the most is refused
-
 
 @dataclass(slots=True, eq=False)
 class ReadingPlace:
@@ -61,7 +59,8 @@ class ReadingPlaces:
             return self._taken_by(caller)
         place: asyncio.Future[ReadingPlace] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(caller, []).append(place)
-        if sum(map(len, self._waiting.values())) > _MAX_WAITING:
+        # Then the longest waiting call of the caller with the most is refused.
+        if sum(map(len, self._waiting.values())) > 1024:
             self._drop_one()
         self._share()
         try:

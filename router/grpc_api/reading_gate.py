@@ -24,8 +24,6 @@ from router.grpc_api.callers import address, authenticate, check_peer, leave_pla
 from router.grpc_api.places import ReadingPlace, ReadingPlaces
 
 MAX_MESSAGE_BYTES = 8 << 20  # as for an HTTP body; Serve's proxy gets it from `cluster.local.serve_environment`
-_LARGE_BYTES = 1 << 20  # of a message, whose memory is returned to the system
-_TRIM_S = 0.3  # after a large one, to cover all that arrive until then
 _LAST_TRIM_S = 2.0  # after the last large one, which has been checked and freed by then
 _MAX_ENDLESS = 1024  # concurrent calls without a key that end only when the client wants
 _MAX_ENDLESS_OF_CALLER = 64
@@ -156,12 +154,12 @@ class ReadingGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio h
 
     def note_read(self, num_bytes: int) -> None:
         """Schedule the return of a large message's memory: the C library would keep hundreds of MiB of fragments."""
-        if num_bytes <= _LARGE_BYTES:
+        if num_bytes <= 1 << 20:
             return
         loop = asyncio.get_running_loop()
         if not self._is_trimming:
             self._is_trimming = True
-            loop.call_later(_TRIM_S, loop.run_in_executor, None, self._trim)
+            loop.call_later(0.3, loop.run_in_executor, None, self._trim)  # covers all that arrive until then
         if self._last_trim is not None:
             self._last_trim.cancel()
         self._last_trim = loop.call_later(_LAST_TRIM_S, loop.run_in_executor, None, self._trim)

@@ -17,7 +17,6 @@ from router.grpc_api.reading_gate import MAX_MESSAGE_BYTES, ReadingGate
 
 _OPTIONS = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
 MAX_STREAMS = 100  # per connection
-_MAX_CALLS = 4096  # at once; more are refused as RESOURCE_EXHAUSTED
 _SERVICES = (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)
 
 
@@ -48,7 +47,8 @@ async def start_grpc_server(
     Raises:
         ConfigError: the address is not available.
     """
-    server = grpc.aio.server(interceptors=[gate], options=[*_OPTIONS, *limits], maximum_concurrent_rpcs=_MAX_CALLS)
+    # More are refused as RESOURCE_EXHAUSTED.
+    server = grpc.aio.server(interceptors=[gate], options=[*_OPTIONS, *limits], maximum_concurrent_rpcs=4096)
     outrider_pb2_grpc.add_GenerationServicer_to_server(api, server)  # type: ignore[no-untyped-call]
     health_pb2_grpc.add_HealthServicer_to_server(api, server)
     names = _SERVICES if add_more is None else (*_SERVICES, add_more(server))

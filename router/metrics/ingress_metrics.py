@@ -12,10 +12,8 @@ from protos.messages import SpeculationStats
 from router.api_keys import ApiKeys
 from router.routing.router_metrics import RouterMetrics
 
-_MOST_TENANTS = 32
 _OTHERS = "other"  # all further tenants
 _NOBODY = "none"  # a client without a key
-_LONGEST_NAME = 32  # a key without a name is its own tenant, named by its digest
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
@@ -67,10 +65,11 @@ class TrafficMetrics:
         """Return a tenant's own name for the first tenants, and one shared label for later ones."""
         if tenant in self._tenants:
             return self._tenants[tenant]
-        if len(self._tenants) >= _MOST_TENANTS:
+        if len(self._tenants) >= 32:
             return _OTHERS
         label = tenant or _NOBODY
-        self._tenants[tenant] = label if len(label) <= _LONGEST_NAME else f"key-{label[:8]}"
+        # A key without a name is its own tenant, named by its digest.
+        self._tenants[tenant] = label if len(label) <= 32 else f"key-{label[:8]}"
         return self._tenants[tenant]
 
     @staticmethod

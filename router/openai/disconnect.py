@@ -14,8 +14,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 Result = TypeVar("Result")
 
-_LINGER_S = 1.0  # for a client that reads its answer only when it has sent its body
-
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """Return the result of `work`, which is cancelled if the client goes away first. The body must have been read.
@@ -80,7 +78,7 @@ class CloseUnread:
                 return
             # Drain the body for a while: closing at once would reset the connection before the client reads the answer.
             await send({**message, "more_body": True})
-            await read_rest(_LINGER_S)
+            await read_rest(1.0)  # for a client that reads its answer only when it has sent its body
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         await self._app(scope, noting_receive, closing_send)

@@ -36,7 +36,6 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 _FULL = "X-Outrider-Full"  # for the proxy (cluster/proxy/refusals.cfg), which removes it
-_CLIENT_CLOSED_REQUEST = 499  # nginx's code; it only ever reaches logs and metrics
 
 
 def error_object(error: ServingError) -> ErrorAnswer:
@@ -109,7 +108,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(_: Request, error: Exception) -> Response:
-    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    return Response(status_code=499)  # nginx's code; it only ever reaches logs and metrics
 
 
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:

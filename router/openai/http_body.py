@@ -38,10 +38,8 @@ IGNORED_FIELDS = "ignored_fields"  # of a request's state
 # A wrong name in these is always refused: they constrain the answer.
 _OURS = ("speculation", "structured_outputs", "response_format")
 _MAX_IGNORED = 64
-_MAX_NAME = 256
 _MAX_MISTAKES = 1000
 BODIES_IN_FLIGHT = 16  # of the greatest length, read and checked at one time
-_MAX_DIGITS = 20
 _CHARSETS = ("utf-8", "utf8", "us-ascii")
 _WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
@@ -157,7 +155,7 @@ def _check_type(header: str) -> None:
 
 def _announced(request: Request) -> int:
     length = request.headers.get("content-length", "")
-    return int(length) if length.isdecimal() and len(length) < _MAX_DIGITS else 0
+    return int(length) if length.isdecimal() and len(length) < 20 else 0  # of 64 bits
 
 
 def _parsed(raw: bytearray, request: Request, schema: type[Schema], *, is_strict: bool) -> Schema:
@@ -188,7 +186,7 @@ def ignore_fields(request: Request, names: Sequence[str]) -> None:
     if not names:
         return
     known = getattr(request.state, IGNORED_FIELDS, [])
-    shown = [name[:_MAX_NAME] for name in names[:_MAX_IGNORED]]
+    shown = [name[:256] for name in names[:_MAX_IGNORED]]
     setattr(request.state, IGNORED_FIELDS, [*known, *shown][:_MAX_IGNORED])
     logger.info("%s: %d ignored fields: %s", for_log(request.url.path), len(names), ", ".join(map(for_log, shown)))
 

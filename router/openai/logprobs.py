@@ -13,8 +13,6 @@ from protos.messages import TokenLogprobs
 from router.generation.delta import Delta
 from router.tokenizer.tokenizer import Tokenizer
 
-_MIN_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI's value for "very unlikely"
-
 
 class CompletionLogprobs(Logprobs):
     """OpenAI's type, whose servers also send null for a token without a prediction (an echoed prompt's)."""
@@ -94,4 +92,4 @@ def _top_by_text(position: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, flo
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _MIN_LOGPROB)
+    return max(logprob, -9999.0)  # JSON has no minus infinity; OpenAI's value for "very unlikely"

@@ -20,14 +20,12 @@ from router.openai.errors import error_response
 from router.openai.http_body import IGNORED_FIELDS
 
 _IGNORED_HEADER = "X-Ignored-Fields"
-_MAX_HEADER_CHARACTERS = 2048
 
 _HEADER = "x-request-id"
 _ID = re.compile(r"[!-~]{1,128}")  # goes into logs and back to the client
 _HOST = re.compile(r"[^\s/?#@\\]+")  # a name and a port: nothing that an address has before or after them
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-_MAX_BEGUN = 8  # requests that begin in one turn of the event loop
 
 
 class NameIgnoredFields:
@@ -45,7 +43,7 @@ class NameIgnoredFields:
         async def naming_send(message: Message) -> None:
             if message["type"] == "http.response.start" and (names := state.get(IGNORED_FIELDS)):
                 value = ", ".join(quote(name, errors="replace") for name in names)
-                MutableHeaders(scope=message)[_IGNORED_HEADER] = value[:_MAX_HEADER_CHARACTERS]
+                MutableHeaders(scope=message)[_IGNORED_HEADER] = value[:2048]
             await send(message)
 
         await self._app(scope, receive, naming_send)
@@ -78,7 +76,7 @@ class BeginInTurn:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._places = asyncio.Semaphore(_MAX_BEGUN)
+        self._places = asyncio.Semaphore(8)  # requests that begin in one turn of the event loop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and has_body(Headers(scope=scope)):

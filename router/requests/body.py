@@ -41,7 +41,6 @@ _LIMITS = {
     "enum": "one of {expected}",
 }
 Result = TypeVar("Result")
-SMALL_BYTES = 1 << 14  # of a body: its work takes a few milliseconds, whatever it holds
 
 
 def as_request_error(error: ValidationError, schema: type[BaseModel]) -> RequestError:
@@ -121,7 +120,7 @@ class BodyWork:
 
     async def run(self, num_bytes: int, work: Callable[[], Result]) -> Result:
         """Return the result of `work` on a body of `num_bytes`."""
-        if num_bytes <= SMALL_BYTES:
+        if num_bytes <= 1 << 14:  # its work takes a few milliseconds, whatever it holds
             return work()
         async with self._turn:
             with _no_collection():

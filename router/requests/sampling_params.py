@@ -58,7 +58,6 @@ class GenerateParams:
 
 
 Number = TypeVar("Number", int, float)
-_SMALLEST_TOP_P = 1e-9  # keeps one token, as 0 asks for
 _TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
@@ -175,7 +174,7 @@ def sampling_params(
         seed=seed,
         temperature=_default(fields.temperature, defaults.temperature),
         top_k=max(_default(fields.top_k, defaults.top_k), 0),
-        top_p=max(_default(fields.top_p, defaults.top_p), _SMALLEST_TOP_P),
+        top_p=max(_default(fields.top_p, defaults.top_p), 1e-9),  # keeps one token, as 0 asks for
         min_p=_default(fields.min_p, defaults.min_p),
         repetition_penalty=_default(fields.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=_default(fields.presence_penalty, 0.0),

@@ -23,8 +23,6 @@ from router.requests.sampling_params import (
 # Logprobs of one prompt, which leave its pair in one message: 15 bytes each, of 64 MiB for a message.
 MAX_PROMPT_LOGPROBS = 2_000_000
 MAX_CHOICES = 128
-_LOGGED_SHARE = 0.1  # of requests without `store`
-_COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may fill the context
 
 
 def check_num_choices(num_prompts: int, num_per_prompt: int) -> None:
@@ -129,7 +127,7 @@ def _request(
 
 def _is_logged(params: GenerateParams) -> bool:
     store = params.fields.store
-    return zlib.crc32(params.request_id.encode()) < _LOGGED_SHARE * (1 << 32) if store is None else store
+    return zlib.crc32(params.request_id.encode()) < 0.1 * (1 << 32) if store is None else store
 
 
 def _priority(asked: int | None, client: Client) -> int:
@@ -177,7 +175,7 @@ def _within_length(
 def _token_limit(params: GenerateParams) -> int | None:
     """Return the limit that the client or the endpoint sets; None for what fits, which -1 asks for as in llama.cpp."""
     if params.max_tokens is None:
-        return None if params.is_chat else _COMPLETION_MAX_TOKENS
+        return None if params.is_chat else 16  # OpenAI's default for /v1/completions; a chat may fill the context
     return None if params.max_tokens < 0 else params.max_tokens
 
 

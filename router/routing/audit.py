@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_MIN_REQUESTS_FOR_ALARM = 20
-
 
 @dataclass(frozen=True, slots=True)
 class RouteForecast:
@@ -87,4 +85,4 @@ class RouteAudit:
         Their block keys differ then, or the index receives no reports. One predicted hit clears the alarm and restarts
         the count.
         """
-        return self.num_unforeseen_in_a_row >= _MIN_REQUESTS_FOR_ALARM
+        return self.num_unforeseen_in_a_row >= 20

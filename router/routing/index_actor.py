@@ -31,7 +31,6 @@ from router.routing.routed_call import RouteQuery, RouteReply
 Ranker = Callable[[PolicyInput, FleetLoad], Decision]
 
 _MAX_SESSIONS = 100_000
-_GRACE_S = 1.0  # after its predicted first token, while a request's blocks may still be unreported
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,8 @@ class Selector:
     def _reserve(self, request: RouteRequest, decision: Decision, now_s: float) -> None:
         chosen = decision.ranked(1)[0]
         self._turn += 1
-        self.index.reserve(chosen.worker_id, request.keys, now_s, hold_s=chosen.ttft_s + _GRACE_S)
+        # After its predicted first token a request's blocks may still be unreported.
+        self.index.reserve(chosen.worker_id, request.keys, now_s, hold_s=chosen.ttft_s + 1.0)
         uncached_tokens = request.num_tokens - chosen.cached_tokens
         self.loads.sent(chosen.worker_id, SentWork(request.request_id, uncached_tokens, now_s))
         self._remember(request.session_id, chosen.worker_id)
@@ -97,7 +97,6 @@ class Selector:
 
 SILENCE_S = 10.0  # a worker silent for this long has left: live ones report every second
 logger = logging.getLogger(__name__)
-_SWEEP_S = 1.0
 _LEAVE_AFTER_S = 30.0  # without a report: the application has ended
 
 
@@ -221,7 +220,7 @@ class IndexActor:
 
     async def _sweep(self) -> None:
         while time.monotonic() - self._last_report_s < _LEAVE_AFTER_S:
-            await asyncio.sleep(_SWEEP_S)
+            await asyncio.sleep(1.0)
             for worker_id in self._state.forget_silent(time.monotonic()):
                 logger.warning("pair %s has not reported for a while; its blocks are forgotten", worker_id)
         logger.info("no pair has reported for %.0f s; the index exits", _LEAVE_AFTER_S)

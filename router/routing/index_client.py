@@ -25,10 +25,6 @@ from router.routing.routed_call import RouteQuery, RouteReply
 logger = logging.getLogger(__name__)
 
 _NAMESPACE = "outrider"
-_REPORT_TIMEOUT_S = 2.0
-_FIRST_PAUSE_S = 0.1  # without queries after a failure; a late reply ends the pause
-_LONGEST_PAUSE_S = 2.0
-_FETCH_SHARE = 0.5  # an estimate on the safe side: the replica has measured it, and computes where that is faster
 
 Reply = TypeVar("Reply")
 
@@ -61,7 +57,7 @@ class IndexClient:
         self._name = f"outrider-index-{application}-{digest}"
         self._config = config
         self._connect = connect or _get_or_create
-        self._gate = BackoffGate(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, clock)
+        self._gate = BackoffGate(first_s=0.1, longest_s=2.0, clock=clock)  # a late reply ends a pause without queries
         self._actor: Any = None
         self._connecting: asyncio.Task[Any] | None = None
 
@@ -90,7 +86,7 @@ class IndexClient:
         Raises:
             UnavailableError: no reply within two seconds.
         """
-        return await self._call(lambda actor: actor.report.remote(report), _REPORT_TIMEOUT_S)
+        return await self._call(lambda actor: actor.report.remote(report), timeout_s=2.0)
 
     def withdraw(self, worker_id: str, request_id: str) -> None:
         """End a reservation, without waiting for a reply; does nothing without an index."""
@@ -160,7 +156,8 @@ class IndexClient:
 
 def open_prefill_index(application: str, config: RouterConfig) -> IndexClient:
     """Return the index of an application's prefill replicas, separate from the index of its pairs."""
-    return IndexClient(f"{application}-prefill", replace(config, fetch_share=_FETCH_SHARE))
+    # A safe estimate: the replica has measured it, and computes where that is faster.
+    return IndexClient(f"{application}-prefill", replace(config, fetch_share=0.5))
 
 
 def _get_or_create(name: str, config: RouterConfig) -> Any:

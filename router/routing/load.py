@@ -22,7 +22,6 @@ from protos.worker_report import WorkerLoad
 FloatArray = NDArray[np.float64]
 
 _SILENT_FROM_S, _SILENT_UNTIL_S = 5.0, 60.0  # age of work that a worker has not reported on
-_FORGET_S = 10.0  # after the last request sent without a signal since: the router cannot know whether they still run
 
 _ROW = np.dtype(
     [
@@ -153,11 +152,12 @@ class LoadTable:
         rows = self._table[gather.table_rows]  # [W], a copy
         rates = self._rates(rows)
         drained = self._speed(rates, rows) * np.maximum(now_s - rows["as_of_s"], 0.0)
+        # The router cannot know whether they still run.
         return FleetLoad(
             worker_ids=gather.worker_ids,
             rows=gather.rows,
             backlog_tokens=np.maximum(rows["backlog_tokens"] - drained, 0.0),
-            num_requests=np.where(now_s - rows["sent_s"] > _FORGET_S, rows["reported_requests"], rows["num_requests"]),
+            num_requests=np.where(now_s - rows["sent_s"] > 10.0, rows["reported_requests"], rows["num_requests"]),
             decode_tokens=rows["decode_tokens"],
             prefill_tokens_per_s=rates,
             decode_slowdown=rows["decode_slowdown"],

@@ -22,8 +22,6 @@ from protos.block_keys import BlockKey, CacheDelta, split_keys
 from protos.worker_report import PrefixHolder
 
 _UNKNOWN_EPOCH = -1  # of a worker that was sent a request before its first report
-_MANY_BITS = 24  # numpy finds more bits than this faster than a loop
-_EVICT_FRACTION = 1 / 16  # of a full view, evicted at once: the cost per block stays constant
 
 
 class Applied(StrEnum):
@@ -250,7 +248,8 @@ class PrefixIndex:
             self._evict(view)
 
     def _evict(self, view: _View) -> None:
-        num_evicted = len(view.held) - self._max_blocks + int(self._max_blocks * _EVICT_FRACTION)
+        # Many at once: the cost per block stays constant.
+        num_evicted = len(view.held) - self._max_blocks + self._max_blocks // 16
         oldest = list(islice(view.held, num_evicted))
         for key in oldest:
             del view.held[key]
@@ -295,7 +294,7 @@ class PrefixIndex:
 
 def _slots(bits: int) -> list[int]:
     """Return the positions of the ones in `bits`, lowest first."""
-    if bits.bit_count() > _MANY_BITS:
+    if bits.bit_count() > 24:  # numpy finds more bits than this faster than a loop
         octets = np.frombuffer(bits.to_bytes((bits.bit_length() + 7) // 8, "little"), dtype=np.uint8)
         slots: list[int] = np.flatnonzero(np.unpackbits(octets, bitorder="little")).tolist()
         return slots

@@ -20,8 +20,6 @@ from router.config import RouterConfig
 from router.routing.index_client import IndexClient, IndexTimeoutError, open_prefill_index
 from router.routing.routed_call import Route, RoutedCall, RouteQuery, RouteReply
 
-_NUM_RANKED = 3  # pairs after them are ordered by load
-
 Ranks = list[list[str]]  # worker ids; the workers of one rank are tried together, the least busy first
 
 
@@ -53,7 +51,7 @@ class RouteChooser:
         if call.is_over:
             call.withdraw()
         logger.debug("request %s: %s", call.request.request_id, reply.formula)
-        ranked = reply.worker_ids[:_NUM_RANKED]
+        ranked = reply.worker_ids[:3]  # pairs after them are ordered by load
         rest = [worker_id for worker_id in worker_ids if worker_id not in ranked]
         return [*([worker_id] for worker_id in ranked), *self.by_load(rest)]
 

@@ -49,7 +49,6 @@ _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 _NATIVE = ("text", "input_text", "output_text", "refusal")
 _BYTES = {"image": "image", "screenshot": "image", "audio": "audio", "video": "video"}  # kinds without a text
 _NOTES = {**_BYTES, "file": "file", "document": "file", "upload": "file"}
-_MAX_DEPTH = 8
 # The keys of texts in parts and items of other kinds, in the order they are tried.
 _TEXT_KEYS = (
     *("title", "url", "text", "refusal", "logs", "stdout", "stderr"),
@@ -116,7 +115,7 @@ def note_for(kind: str) -> str:
 
 def text_in(value: object, depth: int = 0) -> str:
     """Return the text in a part or an item; nothing of thoughts, of encrypted texts and of bytes."""
-    if isinstance(value, str) or depth > _MAX_DEPTH:
+    if isinstance(value, str) or depth > 8:
         return value if isinstance(value, str) else ""
     if isinstance(value, list):
         return "\n".join(filter(None, (text_in(each, depth + 1) for each in value)))

@@ -13,7 +13,6 @@ from typing import Protocol
 
 from router.tokenizer.tokenizer import Tokenizer
 
-_NUM_CONTEXT_TOKENS = 5  # of the prompt, which decide whether the first new token begins with a space
 _REPLACEMENT = "\ufffd"
 
 
@@ -76,7 +75,7 @@ class WindowDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._window = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
+        self._window = list(prompt_token_ids[-5:])  # they decide whether the first new token begins with a space
         self._num_read = len(self._window)
 
     def push(self, token_id: int) -> str:

@@ -10,10 +10,6 @@ from tokenizers import Tokenizer as TokenizerCore
 from protos.errors import RequestError
 from protos.token_bytes import find_token_bytes
 
-# A few milliseconds of encoding or decoding; beyond, a thread keeps the event loop free.
-_LARGE_TEXT_CHARACTERS = 8_192
-_MANY_TOKENS = 2_048
-
 
 class Tokenizer:
     """One model's tokenizer.
@@ -52,7 +48,7 @@ class Tokenizer:
 
     async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encode as `encode` does; a long text is encoded in a thread, outside the interpreter lock."""
-        if len(text) <= _LARGE_TEXT_CHARACTERS:
+        if len(text) <= 8_192:  # some milliseconds; a longer text leaves the event loop free
             return self.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
 
@@ -62,7 +58,7 @@ class Tokenizer:
 
     async def decode_async(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decode as `decode` does; many tokens are decoded in a thread, outside the interpreter lock."""
-        if len(token_ids) <= _MANY_TOKENS:
+        if len(token_ids) <= 2_048:  # some milliseconds
             return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
         texts = await asyncio.to_thread(self._core.decode_batch, [list(token_ids)], skip_special_tokens)
         return str(texts[0])

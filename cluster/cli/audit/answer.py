@@ -12,7 +12,6 @@ from cluster.cli.audit.prediction import Prediction
 from cluster.cli.audit.wire import Body
 
 NOT_READABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-_ANY = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ def choices_in(data: Any, num_top: int) -> tuple[Choice, ...]:
 
     Raises one of `NOT_READABLE` for another form.
     """
-    return tuple(_choice(each, num_top or _ANY) for each in data["choices"])
+    return tuple(_choice(each, num_top or 1000) for each in data["choices"])
 
 
 def _choice(data: Mapping[str, Any], num_top: int) -> Choice:

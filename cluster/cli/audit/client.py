@@ -34,9 +34,6 @@ from cluster.cli.audit.wire import (
 COMPLETIONS, CHAT = "/completions", "/chat/completions"
 
 _MAX_WAITS = 6  # for a server that limits the rate, each request
-_MAX_WAIT_S = 20.0
-_MAX_ENDS = 4  # asks whose answers end without a token
-_MAX_FAILURES = 3  # one after the other; then the server is taken for gone
 _BUSY = (429, 503)
 _NO_ENDPOINT = (404, 405, 501)
 _WHOLE_WORD = re.compile(r" \w+")  # merges do not cross its space
@@ -58,7 +55,7 @@ class Budget:
     @property
     def end(self) -> str:
         """A sentence if there is no request or no time left, or the server is gone; else empty."""
-        if self.num_failures >= _MAX_FAILURES:
+        if self.num_failures >= 3:  # in a row: the server is taken for gone
             return f"the server has not answered {self.num_failures} requests in a row"
         if self.num_requests >= self.max_requests:
             return f"--requests {self.max_requests} are used up"
@@ -120,7 +117,7 @@ class Server:
 
     async def predict(self, prompt: str | Sequence[int]) -> Prediction | None:
         """Return the reported distribution of the next token, asked again where the answer ends at once."""
-        for _ in range(_MAX_ENDS):
+        for _ in range(4):  # asks whose answers end without a token
             if (first := (await self.ask(prompt, max_tokens=1, logprobs=self.num_top)).first_prediction) is not None:
                 return first
         return None
@@ -205,7 +202,7 @@ class Server:
                 return response
             if response.status_code not in _BUSY:
                 raise RefusedError(response.status_code, message_of(response))
-            await asyncio.sleep(min(retry_after(response, 2.0**wait / 4), self.left_s, _MAX_WAIT_S))
+            await asyncio.sleep(min(retry_after(response, 2.0**wait / 4), self.left_s, 20.0))
         raise NoVerdictError(f"the server limits the rate: status {response.status_code} {_MAX_WAITS} times in a row")
 
 

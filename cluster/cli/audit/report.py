@@ -19,7 +19,6 @@ from cluster.cli.audit.trial import Verdict
 from protos.client_text import for_log
 from protos.errors import ConfigError
 
-_REPLAY_TIMEOUT_S = 120.0
 _STYLE = (
     "body{font:15px/1.5 system-ui;max-width:64em;margin:2em auto;padding:0 1em}"
     "td,th{text-align:left;vertical-align:top;padding:.3em .8em .3em 0;border-top:1px solid #ccc}"
@@ -116,7 +115,7 @@ def replayed(finding: dict[str, Any], base_url: str, key: str) -> str:
     url, body = finding["request"]["url"], finding["request"]["body"]
     headers = {"Authorization": f"Bearer {key}"} if url.startswith(f"{base_url}/") else {}
     try:
-        response = httpx.post(url, json=body, headers=headers, timeout=_REPLAY_TIMEOUT_S)
+        response = httpx.post(url, json=body, headers=headers, timeout=120.0)
         now = _now(response)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         now = f"no answer ({error or type(error).__name__})"

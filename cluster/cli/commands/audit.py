@@ -19,8 +19,6 @@ from cluster.cli.server import API_KEY, URL, base_url, finite
 from protos.client_text import for_log
 from protos.errors import ConfigError
 
-_NO_VERDICT = 2
-
 
 def audit(
     url: Annotated[str, Argument(help="base address of the server, with or without /v1", callback=base_url)] = URL,
@@ -63,7 +61,7 @@ def audit(
     if done.number(Verdict.FOUND):
         raise typer.Exit(1)
     if not done.number(Verdict.HOLDS):
-        raise typer.Exit(_NO_VERDICT)
+        raise typer.Exit(2)  # no verdict
 
 
 def _chosen(only: list[str] | None) -> list[Check]:

@@ -21,7 +21,6 @@ from protos.served_draft import ANSWER_S, CHECK_TIMEOUT_S, RETURN_S, TryDraft
 
 draft = typer.Typer(help="Show and replace the drafts of a running server.", no_args_is_help=True)
 
-_SHOW_TIMEOUT_S = 30.0
 _CHECK_AND_RETURN_S = CHECK_TIMEOUT_S + RETURN_S + 3 * ANSWER_S  # without the wait for the new draft
 
 _TRIAL = TryDraft("")
@@ -33,7 +32,7 @@ Key = Annotated[str, Option(envvar="OPENAI_API_KEY", help="key of an admin")]
 @draft.command()
 def show(url: ServerUrl = URL, api_key: Key = API_KEY) -> None:
     """Show the draft of every pair."""
-    _print(_call(url, api_key, "/admin/drafts", None, _SHOW_TIMEOUT_S))
+    _print(_call(url, api_key, "/admin/drafts", None, timeout_s=30.0))
 
 
 @draft.command()

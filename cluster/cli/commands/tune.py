@@ -27,16 +27,11 @@ from cluster.deploy_file import checked_deployment
 from cluster.local.local_service import local_settings, running_service
 from protos.errors import ConfigError
 
-_NUM_STREAMS = 8
-_WRITE_TIMEOUT_S = 30.0  # several times the log's write period
-_POLL_S = 0.2
-
 NO_GAIN = 3  # the exit status if no training gave a better draft
 _FULL_RATES = "0.0015,0.004"
 _SHORT_RATE = "0.003"  # if there is no time to compare
 _SHORT_MINUTES = 15.0
 _LOW_RANK_RATES = "0.0005,0.002,0.006"
-_NICENESS = 19
 _LINE_SHARE = 0.1  # between lines of progress if the output is not a terminal
 
 
@@ -71,7 +66,7 @@ def _answer(deployment: dict[str, Any], requests: list[TrafficRequest]) -> int:
 
     async def replay() -> int:
         async with running_service(config, settings) as service:
-            run = await Replay(service).run(requests, _NUM_STREAMS, 0, None)
+            run = await Replay(service).run(requests, num_streams=8, num_tokens=0, verify=None)
             await asyncio.to_thread(_wait_written, config.tune.folder)
             return run.num_tokens
 
@@ -80,12 +75,12 @@ def _answer(deployment: dict[str, Any], requests: list[TrafficRequest]) -> int:
 
 def _wait_written(folder: Path | None) -> None:
     """Wait for the next write of the log; it then has all finished requests."""
-    ended_s, until_s = time.time(), time.monotonic() + _WRITE_TIMEOUT_S
+    ended_s, until_s = time.time(), time.monotonic() + 30.0  # several times the log's write period
     while time.monotonic() < until_s:
         files = [] if folder is None else list(folder.glob("*"))
         if any(file.stat().st_mtime > ended_s for file in files):
             return
-        time.sleep(_POLL_S)
+        time.sleep(0.2)
 
 
 def tune(  # long: a table of options and their help
@@ -163,7 +158,7 @@ def tune(  # long: a table of options and their help
         rollouts=rollouts,
         num_fresh=fresh,
     )
-    os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
+    os.setpriority(os.PRIO_PROCESS, 0, 19)
     try:
         with _progress() as on_progress:
             is_better = tune_draft(wanted, report, on_progress)

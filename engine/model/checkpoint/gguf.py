@@ -51,8 +51,6 @@ logger = logging.getLogger(__name__)
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")  # one per family
 _EXPERT_SIZE = "moe_intermediate_size"
 _ROPE_DIVISORS = "rope_freqs.weight"
-_ENTRY_BYTES = 200  # of a header, without the name
-_PART_ROWS = 64
 _SAFETENSORS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"}
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -96,7 +94,7 @@ def _write_weights(
 ) -> dict[str, tuple[int, ...]]:
     """Write the weights one by one, in a file for each dtype; return their shapes by name."""
     shapes: dict[str, tuple[int, ...]] = {}
-    room = sum(len(name) + _ENTRY_BYTES for name in model.state_dict())
+    room = sum(len(name) + 200 for name in model.state_dict())  # 200 bytes for the rest of an entry
     writers: dict[str, SafetensorsWriter] = {}
     for name, kind, tensor in _weights(header, model):
         if kind in BLOCKS and tensor.dtype is torch.uint8 and dtype is None:
@@ -163,7 +161,7 @@ def _are_equal(blocks: Tensor, kind: str, numbers: Tensor) -> bool:
     size, num_bytes = BLOCKS[kind]
     if (*blocks.shape[:-1], blocks.shape[-1] // num_bytes * size) != tuple(numbers.shape):
         return False
-    rows = zip(blocks.split(_PART_ROWS), numbers.split(_PART_ROWS), strict=True)
+    rows = zip(blocks.split(64), numbers.split(64), strict=True)
     return all(torch.equal(gguf_numbers(some.numpy(), kind), same) for some, same in rows)
 
 

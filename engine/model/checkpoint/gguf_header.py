@@ -29,16 +29,11 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 # Larger claims are refused before anything is read. A tokenizer of 262,144 tokens has about 800,000 strings (20 MB);
 # the largest models have a few thousand tensors.
-_MAX_BYTES = 1 << 28
-_MAX_STRINGS = 1 << 21
 _MAX_ENTRIES = 1 << 16
-_MIN_ENTRY_BYTES = 13  # a key, its type, a value of one byte
-_MIN_TENSOR_BYTES = 24  # name, number of dimensions, type, offset
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")  # a string's length
 _MAX_DIMS = 4
-_ALIGNMENT = 32
 _BLOCK_NUMBERS = (2, 3, 6, 7, 8, 10, 11, 12, 13, 14)
 # Supported types: name, numbers per block, bytes per block.
 _TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2)} | {
@@ -83,8 +78,8 @@ class _HeaderParser:
     def __init__(self, content: mmap | bytes, file: Path) -> None:
         self._content, self._file = content, file
         self._place = 0
-        self._end = min(len(content), _MAX_BYTES)
-        self._num_strings_left = _MAX_STRINGS
+        self._end = min(len(content), 1 << 28)
+        self._num_strings_left = 1 << 21
 
     def header(self) -> GgufHeader:
         if (magic := self._content[: len(_MAGIC)]) != _MAGIC:
@@ -99,7 +94,8 @@ class _HeaderParser:
                 f"{str(self._file)!r} claims {num_tensors:,} tensors and {num_values:,} values of metadata; the limit "
                 f"is {_MAX_ENTRIES:,} each; fetch the file again"
             )
-        self._expect(num_values * _MIN_ENTRY_BYTES + num_tensors * _MIN_TENSOR_BYTES)
+        # A value has a key, its type and a byte; a tensor has a name, its number of dimensions, its type and an offset.
+        self._expect(num_values * 13 + num_tensors * 24)
         # Metadata.
         values: dict[str, Value] = {}
         for _ in range(num_values):
@@ -111,7 +107,7 @@ class _HeaderParser:
             raise ConfigError(
                 f"{str(self._file)!r} is one of {num_parts} parts; join them with llama-gguf-split --merge"
             )
-        alignment = positive_integer(self._file, "general.alignment", values.get("general.alignment", _ALIGNMENT))
+        alignment = positive_integer(self._file, "general.alignment", values.get("general.alignment", 32))
         # Tensors; the end of the last one must lie within the file.
         tensors: dict[str, GgufTensor] = {}
         num_bytes = 0

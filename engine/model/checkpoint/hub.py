@@ -30,9 +30,7 @@ from protos.errors import ConfigError
 _WEIGHTS = "*.safetensors"
 _FILES = (_WEIGHTS, "*.json", "*.txt", "*.model", "*.jinja")  # and configuration, tokenizer
 _COPIES = ("*/*", "consolidated*")  # the same weights in other formats
-_NUM_DOWNLOADS = 4  # at a time
 _API_TIMEOUT_S = 10.0
-_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +172,11 @@ def _fetch_weights(model: HubModel) -> None:
     first_bytes = model.num_cached_bytes
     report = ProgressReport("fetching", model.model_id, model.num_bytes, first_bytes)
     watch = _Watch()
-    with ThreadPoolExecutor(_NUM_DOWNLOADS, thread_name_prefix="hub") as pool:
+    with ThreadPoolExecutor(4, thread_name_prefix="hub") as pool:
         running: set[Future[None]] = {pool.submit(_fetch, model, file, watch) for file in model.weights}
         try:
             while running:
-                done, running = wait(running, _POLL_S, FIRST_EXCEPTION)
+                done, running = wait(running, 0.2, FIRST_EXCEPTION)
                 for future in done:
                     future.result()
                 report.at(model.num_cached_bytes)

@@ -18,8 +18,6 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "OUTRIDER_PROGRESS_FOLDER"
-_LOG_PERIOD_S = 5.0
-_FILE_PERIOD_S = 0.2
 _numbers = count()
 
 
@@ -76,7 +74,7 @@ class ProgressReport:
         progress = Progress(
             self._activity, self._model, num_bytes, self._total_bytes, now_s - self._began_s, self._first_bytes
         )
-        period_s = _LOG_PERIOD_S if self._file is None else _FILE_PERIOD_S
+        period_s = 5.0 if self._file is None else 0.2
         if now_s - self._told_s >= period_s or progress.is_done or now_s == self._began_s:
             self._told_s = now_s
             self._tell(progress)

@@ -69,7 +69,6 @@ def _read(file: Path) -> str:
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _LENGTH = struct.Struct("<Q")  # of a file's header
-_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +187,7 @@ class SafetensorsWriter:
     def __init__(self, file: Path, room: int) -> None:
         """Begin a file whose header takes at most `room` bytes."""
         self.file = file
-        self._room = -(-room // _ALIGNMENT) * _ALIGNMENT
+        self._room = -(-room // 64) * 64
         self._header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self._stream = file.open("wb")
         self._stream.seek(_LENGTH.size + self._room)

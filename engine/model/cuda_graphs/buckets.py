@@ -23,7 +23,6 @@ from protos.messages import SpeculationMethod
 
 _FINE_LIMIT = 128  # above it, sizes are a share of the power of two below apart
 _FINE, _COARSE = 8, 4  # that share's divisor: of the usual passes, and of those with longer drafts
-_MAX_HALVINGS = 2  # of the longest draft, each with recordings of its own
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -84,7 +83,7 @@ def _row_counts(speculation: SpeculationConfig) -> list[int]:
     if speculation.tree is not None:
         longest = max(longest, speculation.tree.num_nodes)
     usual = max(1, speculation.num_tokens)
-    halves = [longest >> halving for halving in range(1, _MAX_HALVINGS + 1)]
+    halves = [longest >> halving for halving in (1, 2)]  # each with recordings of its own
     lengths = {0, speculation.num_tokens, longest, *(half for half in halves if half >= 2 * usual)}
     return sorted(length + 1 for length in lengths)
 

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_WARM_UP_PASSES = 2  # kernels are compiled and libraries have their workspaces before anything is recorded
-
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
@@ -35,7 +33,7 @@ class CudaGraph:
         """
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(_WARM_UP_PASSES):
+            for _ in range(2):  # kernels are compiled and libraries have their workspaces before anything is recorded
                 compute()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()

@@ -32,7 +32,6 @@ from engine.model.gpu_memory import enough_memory
 logger = logging.getLogger(__name__)
 
 _REMEDY = "lower cache.gpu_memory_utilization or scheduler.max_num_sequences, or set target.cuda_graphs to off"
-_MAX_REPLAY_ERROR = 0.03  # of a row; the kernels are the same, libraries may choose among theirs
 
 Forward = Callable[[ForwardBatch, Tensor], ForwardOutput]  # a pass, and where its logits go
 Compute = Callable[[], ForwardOutput]
@@ -139,7 +138,8 @@ class CudaGraphRunner:
                 return
             # Use the recording only if its replay repeats the pass.
             error_share = self._replay_error(static, bucket, compute, replay)
-            if error_share <= (0.0 if self._is_batch_invariant else _MAX_REPLAY_ERROR):
+            # The kernels are the same, libraries may choose among theirs.
+            if error_share <= (0.0 if self._is_batch_invariant else 0.03):
                 self._passes[bucket] = _RecordedBatch(static, replay)
             else:
                 logger.warning("%s is computed call by call: its replay differs by %.1f%%", bucket, 100 * error_share)

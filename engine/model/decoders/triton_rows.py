@@ -14,7 +14,6 @@ from torch import Tensor
 
 from engine.model.decoders.row_operations import RowOperations
 
-_SHORT_ROW = 1024
 _HEADS = 8  # that one program rotates
 
 
@@ -125,5 +124,5 @@ class TritonRows(RowOperations):
                 self._epsilon,
                 GROUP=group,
                 BLOCK=triton.next_power_of_2(size),
-                num_warps=4 if size <= _SHORT_ROW else 8,
+                num_warps=4 if size <= 1024 else 8,
             )

@@ -106,7 +106,6 @@ def _text_key(node: ast.expr | None) -> str:
     raise ValueError("a key is no text")
 
 
-_MAX_UNIONS = 8  # within each other
 _TYPES: dict[type, tuple[str, ...]] = {
     bool: ("boolean",),
     int: ("integer", "number"),
@@ -141,7 +140,7 @@ def with_definitions(schema: object, outer: Mapping[str, object]) -> object:
 
 def types_of(schema: object, num_unions: int = 0) -> frozenset[str]:
     """Return the JSON types that a schema allows at its top; empty if it names no type or nests too many unions."""
-    if not isinstance(schema, Mapping) or num_unions > _MAX_UNIONS:
+    if not isinstance(schema, Mapping) or num_unions > 8:  # unions within each other
         return frozenset()
     named = schema.get("type")
     types = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else set()

@@ -17,7 +17,6 @@ from router.requests.tools import NAME_PATTERN, ToolUse
 _HEAD = re.compile(rf"\s*call:\s*({NAME_PATTERN})\s*(?=\{{|$)")
 _KEY = re.compile(r'\s*([^\s:{}\[\],"<]+)\s*:')
 _BARE = re.compile(r"[^,{}\[\]]*")
-_MAX_DEPTH = 64
 
 
 def read_gemma_call(text: str, quote: str) -> list[tuple[str, Mapping[str, object]]]:
@@ -43,7 +42,7 @@ class _ValueParser:
         self._quote = quote
 
     def value(self, depth: int) -> object:
-        if depth > _MAX_DEPTH:
+        if depth > 64:
             raise ValueError("it is nested too deeply")
         self._skip()
         if self._takes("{"):

@@ -38,7 +38,6 @@ _FROM_NUL = re.compile(
     r"(?P<range>(?:\\x00|\\u0000|\x00)-)|\[\^(?P<first>[\]-]?)|\\P(?P<property>\{[^}]*\}|\w)|\\.", re.S
 )
 _ANNOTATIONS = frozenset(("type", "title", "description"))  # of a schema of keys, which are texts
-_NO_END_ROUNDS = 32  # of the search for definitions that can end; the rest counts as endless
 
 Schema = dict[str, Any]
 
@@ -255,7 +254,7 @@ def _refuse_no_end(root: Schema, param: str) -> None:
     """Raise RequestError where each value must hold another of its own kind, so that no finite one matches."""
     definitions = _definitions(root)
     endless = set(definitions)  # as far as is known
-    for _ in range(_NO_END_ROUNDS):
+    for _ in range(32):  # definitions that have shown no end by then count as endless
         names = [name for name in reversed(definitions) if name in endless]
         definitions = dict(reversed(definitions.items()))  # a chain of references is followed either way round
         num_before = len(endless)

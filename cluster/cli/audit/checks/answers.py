@@ -15,9 +15,7 @@ from cluster.cli.audit.wire import Body, NoVerdictError, RefusedError
 _TEXT_TOKENS = 24
 _STOP_LENGTH = 3
 _FORMAT_TOKENS = 300
-_FORMAT_CHOICES = 8
 _EARLY_TOKENS, _EARLY_LIMIT = 40, 48
-_LEAST_EARLY = 0.2  # choices that end early by themselves
 
 _COLORS = {"type": "string", "enum": ["red", "green", "blue"]}
 _SCHEMAS: tuple[Body, ...] = (
@@ -132,7 +130,8 @@ async def _ends_early(server: Server) -> str:
         raise NoVerdictError("without logprobs the tokens of a choice cannot be counted")
     for text in ("Yes or no? Answer:", *PROMPTS):
         answer = await server.ask(text, max_tokens=_EARLY_LIMIT, n=min(16, server.max_choices), logprobs=1)
-        if sum(map(_is_early, answer.choices)) >= _LEAST_EARLY * len(answer.choices):
+        # Enough choices that end early by themselves.
+        if sum(map(_is_early, answer.choices)) >= 0.2 * len(answer.choices):
             return text
     raise NoVerdictError(f"no answer ends within {_EARLY_TOKENS} tokens by itself")
 
@@ -191,7 +190,7 @@ async def _validate(audit: Audit, trial: Trial, fields: Any, texts: Any) -> None
 
 async def _ask_formats(server: Server, fields: Body) -> Sequence[Answer]:
     """Ask in a chat, or as a text where there is no chat."""
-    number = min(_FORMAT_CHOICES, server.max_choices)
+    number = min(8, server.max_choices)
     ways = [(CHAT, number), (CHAT, 1)]
     if not (server.is_chat or "tools" in fields):
         ways.append((COMPLETIONS, number))

@@ -16,11 +16,7 @@ from cluster.cli.audit.trial import Trial
 from cluster.cli.audit.wire import NoVerdictError
 
 FAR = 0.1  # total variation between two asks that rounding does not explain
-_MAX_TRIED = 400  # prefixes that a server may refuse before the check gives up
-NEAR_TIE = 0.25  # nats between two tokens that rounding may exchange
 _NUM_COMPANIONS = 16
-_COMPANION_TOKENS = 64
-_NUM_FILLERS = 64  # other prompts, to evict a prefix
 _WORDS = ("river", "stone", "apple", "cloud", "table", "green", "seven", "paper", "winter", "music", "garden", "silver")
 
 
@@ -67,7 +63,7 @@ def compare_prediction(
 
 def check_prefixes(part: HitEvidence, num_tried: int) -> None:
     """Raise NoVerdictError if many prefixes were tried and the server took none."""
-    if num_tried > _MAX_TRIED and not part.num_draws:
+    if num_tried > 400 and not part.num_draws:  # so many prefixes the server may refuse
         raise NoVerdictError("the server reads the text of its own tokens as other tokens, so no prefix can be given")
 
 
@@ -118,7 +114,7 @@ async def cache(audit: Audit, trial: Trial) -> None:
             later = await _greedy(server, text)
             num_cached += bool((later.usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
             compare_greedy(trial, part, first, later)
-        for _ in range(_NUM_FILLERS // 16):
+        for _ in range(4):  # 64 other prompts, to evict the prefixes
             await all_of(server.ask(_filler(noise), max_tokens=1) for _ in range(16))
         for text, first in firsts:
             compare_greedy(trial, part, first, await _greedy(server, text))
@@ -139,7 +135,7 @@ def compare_greedy(trial: Trial, part: HitEvidence, first: Answer, again: Answer
         gap = max(prediction.gap_below_top(token), second.gap_below_top(other))
         distance = prediction.distance(second)
         seen = None
-        if gap > NEAR_TIE:
+        if gap > 0.25:  # nats between two tokens that rounding may exchange
             seen = f"token {position + 1} ({other!r}) is {gap:.2f} nats less likely than the likeliest one"
         elif distance > FAR:
             seen = f"the distribution of token {position + 1} ({other!r}) is {distance:.2f} away from the first ask's"
@@ -160,7 +156,7 @@ async def _paths(server: Server, text: str) -> Sequence[Answer]:
 async def _keep_busy(server: Server, rank: int) -> None:
     noise = random.Random(rank)
     while True:
-        await server.ask(_filler(noise), max_tokens=_COMPANION_TOKENS)
+        await server.ask(_filler(noise), max_tokens=64)
 
 
 def _filler(noise: random.Random) -> str:

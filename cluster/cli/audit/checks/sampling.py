@@ -19,15 +19,10 @@ from cluster.cli.audit.trial import Trial
 from cluster.cli.audit.wire import NoVerdictError
 
 _LEAST_DRAWS = 512  # whatever the planned fault takes
-_MOST_DRAWS = 50_000  # of a parameter whose loss would hardly show
-_LEAST_EFFECT = 2e-3  # nats per draw of an ignored parameter; below it, the draws would be too many
 _MARGIN = 0.03  # from a filter's bound to the nearest token: rounding does not cross it
-_LEAST_REMOVED = 0.15
 _BIAS = -2.0
 _PENALTY = 1.0
-_LEAST_REPEATED = 0.02  # share of texts that begin with a token twice
 _PATH = 4  # tokens of an answer
-_NUM_PREFIXES = 24
 _FILTERS = ("top_p", "top_k", "min_p")
 
 Prefix = tuple[str, ...]
@@ -145,7 +140,7 @@ async def _setting(audit: Audit, name: str) -> Setting:
         return await _biased(audit.server, prompts[0])
     found = [setting for prompt in prompts for setting in _settings(prompt, name)]
     best = max(found, key=lambda setting: setting.effect, default=None)
-    if best is None or best.effect < _LEAST_EFFECT:
+    if best is None or best.effect < 2e-3:  # nats per draw; below it, the draws would be too many
         raise NoVerdictError("no prompt's distribution would show the parameter")
     return best
 
@@ -164,7 +159,8 @@ def _settings(prompt: Prompt, name: str) -> Iterator[Setting]:
             "min_p": round(math.sqrt(probs[number] * probs[number - 1]) / probs[0], 4),
         }[name]
         setting = Setting(prompt, name, value, partial(_filtered, name=name, value=value))
-        if setting.claim is not None and len(setting.claim.cells) > 1 and 1 - sum(probs[:number]) > _LEAST_REMOVED:
+        share_removed = 1 - sum(probs[:number])
+        if setting.claim is not None and len(setting.claim.cells) > 1 and share_removed > 0.15:
             yield setting
 
 
@@ -228,7 +224,7 @@ async def _draw_paths(
         for answer in answers:
             for prefix, prediction in plain.items():
                 _weigh(trial, part, answer, prefix, [claim_of(prediction, prefix) for claim_of in readings])
-        if not part.num_draws or part.num_needed(trial.part_threshold) > _MOST_DRAWS:
+        if not part.num_draws or part.num_needed(trial.part_threshold) > 50_000:  # its loss would hardly show
             raise NoVerdictError("no prefix's distribution would show the parameter")
 
 
@@ -237,7 +233,7 @@ async def _after_prefixes(server: Server, prompt: Prompt, answers: Sequence[Answ
     choices = [choice for answer in answers for choice in answer.choices]
     prefixes = Counter(each.tokens[:length] for each in choices for length in range(1, min(_PATH, len(each.tokens))))
     plain: dict[Prefix, Prediction] = {}
-    for prefix, _ in prefixes.most_common(_NUM_PREFIXES):
+    for prefix, _ in prefixes.most_common(24):
         choice = next(each for each in choices if each.tokens[: len(prefix)] == prefix)
         if (prediction := await server.forced(prompt.text, choice, len(prefix))) is not None:
             plain[prefix] = prediction
@@ -273,6 +269,6 @@ async def _most_repeating(audit: Audit) -> Prompt:
 
     prompts = audit.open_prompts(99)
     shares = await all_of(share(prompt) for prompt in prompts)
-    if max(shares) < _LEAST_REPEATED:
+    if max(shares) < 0.02:  # share of texts that begin with a token twice
         raise NoVerdictError("no prompt makes the model repeat a token")
     return prompts[shares.index(max(shares))]

@@ -19,7 +19,6 @@ from cluster.cli.audit.wire import Body, NoVerdictError, RefusedError
 _SWITCHES: tuple[Body, ...] = ({"speculation": {"enabled": False}}, {"speculative.n_max": 0})
 _DRAFT_COUNTS = ("accepted_draft_tokens", "rejected_draft_tokens", "draft_n", "num_draft_tokens")
 _REPETITIVE = ("a b c d " * 6, "1, 2, 3, " * 6, "def f(x):\n    return x\n\n\n" * 4, "the cat and the dog, " * 5) * 2
-_GREEDY_TOKENS = 24
 _BAD: tuple[Body, ...] = (
     {"max_tokens": -5},
     {"temperature": -1.0},
@@ -159,7 +158,7 @@ async def seeds(audit: Audit, trial: Trial) -> None:
 
 
 async def _greedy(server: Server, text: str) -> Answer:
-    return await server.ask(text, max_tokens=_GREEDY_TOKENS, temperature=0.0, logprobs=server.num_top or None)
+    return await server.ask(text, max_tokens=24, temperature=0.0, logprobs=server.num_top or None)
 
 
 async def _refusal(server: Server, bad: Body) -> str:
