@@ -27,7 +27,7 @@ MODEL_KINDS = tuple(method for method in SpeculationMethod if method.can_branch)
 NAME_PATTERN = "[a-z][a-z0-9_]{0,31}"  # no hyphen: it parts a method from a class of requests
 _OWN_WEIGHTS = (SpeculationMethod.MTP, SpeculationMethod.SELF)
 _KINDS_WITH_PATH = tuple(kind for kind in MODEL_KINDS if kind not in _OWN_WEIGHTS)
-_SELF_KEYS = {"quantization", "num_layers"}
+_OWN_KEYS = {SpeculationMethod.SELF: {"quantization", "num_layers"}, SpeculationMethod.MTP: {"num_layers"}}
 _KINDS = tuple(m for m in SpeculationMethod if m not in (SpeculationMethod.HYBRID, SpeculationMethod.AUTO))
 
 
@@ -66,11 +66,11 @@ class DraftSection(Section):
     """The source of drafts.
 
     `kind` model is a second model. medusa, eagle3, peagle, dflash, dspark and mtp are heads on the target's hidden
-    states, in the target's process, dtype, device and threads; they have their own files at `path`, and mtp is a layer
-    of the target's checkpoint. ngram drafts from the text itself, suffix from the text and earlier ones under the same
-    cache_salt. self is the target's own weights in its process, over its own KV: in `quantization` (int4 if neither key
-    is set), only the first `num_layers` layers, or both. python is a class of yours (`code: module:Class`), in its own
-    process. none is plain decoding.
+    states, in the target's process, dtype, device and threads; they have their own files at `path`, and mtp is all such
+    layers of the target's checkpoint, or the first `num_layers`. ngram drafts from the text itself, suffix from the
+    text and earlier ones under the same cache_salt. self is the target's own weights in its process, over its own KV:
+    in `quantization` (int4 if neither key is set), only the first `num_layers` layers, or both. python is a class of
+    yours (`code: module:Class`), in its own process. none is plain decoding.
 
     A draft model may have another tokenizer (docs/speculation.md).
 
@@ -92,10 +92,11 @@ class DraftSection(Section):
     def head(self) -> HeadConfig | None:
         """The head that drafts in the target's process, or None."""
         if self.kind is SpeculationMethod.SELF:
-            is_left_open = not _SELF_KEYS & self.model_fields_set
+            is_left_open = not _OWN_KEYS[self.kind] & self.model_fields_set
             quantization = Quantization.INT4 if is_left_open else self.quantization
             return HeadConfig(HeadKind.SELF, None, quantization, self.num_layers)
-        return HeadConfig(HeadKind(self.kind), self.path) if str(self.kind) in tuple(HeadKind) else None
+        is_head = str(self.kind) in tuple(HeadKind)
+        return HeadConfig(HeadKind(self.kind), self.path, num_layers=self.num_layers) if is_head else None
 
     def conflicts(self) -> Iterator[str]:
         if self.kind in _KINDS_WITH_PATH and self.path is None:
@@ -105,16 +106,16 @@ class DraftSection(Section):
                 f"kind '{self.kind}' loads no model of its own; remove path {self.path!r} or set kind to "
                 f"{quoted(_KINDS_WITH_PATH)}"
             )
-        is_self = self.kind is SpeculationMethod.SELF
-        own = self.model_fields_set - {"kind", "path"} - (_SELF_KEYS if is_self else set())
+        own = self.model_fields_set - {"kind", "path"} - _OWN_KEYS.get(self.kind, set())
         if self.head is not None and own:
             yield f"kind '{self.kind}' computes as its target does; remove {', '.join(sorted(own))}"
         if self.kind is SpeculationMethod.PYTHON and self.code is None:
             yield "kind 'python' needs code, a class as 'module:Class'"
         if self.kind is not SpeculationMethod.PYTHON and self.code is not None and self.head is None:
             yield f"code is for kind 'python', and the kind is '{self.kind}'; remove one of the two"
-        if self.num_layers is not None and not is_self:
-            yield f"num_layers is for kind 'self', and the kind is '{self.kind}'; remove one of the two"
+        if self.num_layers is not None and self.kind not in _OWN_KEYS:
+            kinds = quoted(tuple(_OWN_KEYS))
+            yield f"num_layers is for the kinds {kinds}, and the kind is '{self.kind}'; remove one of the two"
 
 
 def _checked_drafts(value: Any) -> Any:

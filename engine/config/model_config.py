@@ -138,7 +138,8 @@ class HeadKind(StrEnum):
 class HeadConfig:
     """A head and its folder or Hub id; `path` is None for heads made of the target's own weights (mtp, self).
 
-    SELF drafts with the target's weights in another `quantization`, with its first `num_layers` layers, or both.
+    SELF drafts with the target's weights in another `quantization`, with its first `num_layers` layers, or both. MTP
+    drafts with its first `num_layers` layers, or all.
     """
 
     kind: HeadKind

@@ -166,7 +166,7 @@ def test_a_target_that_drafts_for_itself_does_so_in_int4_unless_it_is_told_other
     assert config.offered_methods == ("self", "hybrid", "suffix", "ngram", "none")
     assert "remove dtype" in error_of(draft={"kind": "self", "dtype": "float32"})
     assert "loads no model of its own; remove path" in error_of(draft={"kind": "self", "path": "d"})
-    assert "num_layers is for kind 'self'" in error_of(draft={"kind": "model", "path": "d", "num_layers": 2})
+    assert "num_layers is for the kinds 'self'" in error_of(draft={"kind": "model", "path": "d", "num_layers": 2})
     assert "needs a draft in its own process" in error_of(draft={"kind": "self"}, speculation={"mode": "async"})
 
 

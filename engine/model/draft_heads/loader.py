@@ -40,7 +40,7 @@ def load_head(
         ConfigError: it does not exist, is incomplete, does not fit the target, or asks for lossy acceptance.
     """
     if config.kind is HeadKind.MTP:
-        return load_mtp(target, device)
+        return load_mtp(target, device, config.num_layers)
     assert config.kind is not HeadKind.SELF, "the runner makes it of its own model"
     if config.path is None:
         raise ConfigError(f"draft.kind {str(config.kind)!r} needs draft.path, the head's folder or Hub id")

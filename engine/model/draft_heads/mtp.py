@@ -1,12 +1,12 @@
-"""The target's own multi-token-prediction layer (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+"""The target's own multi-token-prediction modules (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-transformers skips it when it loads the model.
+transformers skips them when it loads the model. Each module is one layer; module k is counted from 0.
 
-    state p = block(W [enorm(embed(t(p+1))) ; hnorm(feature p)])        logits of t(p+2) = lm_head(norm(state p))
+    state(0) p = block(W [enorm(embed(t(p+1)))   ; hnorm(feature p)])       logits of t(p+2) = lm_head(norm(state(0) p))
+    state(k) p = block(W [enorm(embed(t(p+1+k))) ; hnorm(state(k-1) p)])    logits of t(p+2+k)
 
 transformers knows the published names (`model.layers.{L}.enorm`, `.hnorm`, `.eh_proj`, `.shared_head.norm`; `mtp.fc`,
-`mtp.pre_fc_norm_*` and others) and makes the block of the target's own classes. A model with several such layers drafts
-with the first alone, again and again, as those with one do.
+`mtp.pre_fc_norm_*` and others) and makes the blocks of the target's own classes.
 """
 
 from __future__ import annotations
@@ -33,44 +33,51 @@ _COUNT_NAMES = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_la
 
 
 class MtpHead:
-    """Implements `RecurrentHead`; S and F are the target's hidden size, features are states after the final norm."""
+    """Implements `RecurrentHead`; S and F are the target's hidden size, features are states after the final norm.
+
+    Attributes:
+        num_modules: each has one layer of the pool.
+    """
 
     def __init__(self, model: Any, first_layer: int) -> None:
-        """Takes over transformers' `MtpModel`, its attention now in layer `first_layer` of the pool."""
-        del model.layers[1:]
+        """Takes over transformers' `MtpModel`, its attention now in the layers of the pool from `first_layer` on."""
         if model.device.type == "cpu":
             leave_checkpoint(model, linear_of)
         self.taps = HiddenStateTaps(is_final=True)
         self.lm_head: Linear = model.shared_head  # until the runner replaces it with the target's packed head
         model.shared_head = torch.nn.Identity()
         self._model = model
-        self._layer = model.layers[0]
+        self.num_modules = len(model.layers)
         self._finish = model.shared_post_norm if model.use_shared_post_norm else torch.nn.Identity()
         self._scale = float(getattr(model.config, "logits_mup_width_multiplier", None) or 1.0)
         model.config._attn_implementation = ATTENTION_NAME
-        self._layer.mtp_block.self_attn.layer_idx = first_layer
-        self.layer_shapes = self._record_shapes(first_layer)
-        pack_linears(self._layer)
+        for module, layer in enumerate(model.layers):
+            layer.mtp_block.self_attn.layer_idx = first_layer + module
+        self.layer_shapes = [self._record_shape(first_layer, module) for module in range(self.num_modules)]
+        pack_linears(model.layers)
 
     def read(self, batch: ForwardBatch | None, features: Tensor) -> Tensor:
         assert batch is not None, "it has KV"
         return self.forward(batch, features)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, states: Tensor) -> Tensor:
-        found = self._step(batch.input_ids, batch.position_ids, states, batch.attention)
+    def forward(self, batch: ForwardBatch, states: Tensor, module: int = 0) -> Tensor:
+        """See `RecurrentHead`; the tokens of a module are `module + 1` after the states."""
+        if module:  # no row that is not finite gets into slots that a later text may read before it writes them
+            states = states.nan_to_num(0.0, 0.0, 0.0)
+        found = self._step(batch.input_ids, batch.position_ids, states, batch.attention, module)
         return found if batch.logit_rows is None else found.index_select(0, batch.logit_rows)
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
         return self.lm_head(states / self._scale if self._scale != 1.0 else states).float()
 
-    def _step(self, token_ids: Tensor, positions: Tensor, states: Tensor, attention: object) -> Tensor:
+    def _step(self, token_ids: Tensor, positions: Tensor, states: Tensor, attention: object, module: int) -> Tensor:
         embedded = self._model.embed_tokens(token_ids)[None]  # [1, T, hidden]
         has_per_layer_rope = getattr(self._model, "has_per_layer_rope", False)  # transformers 5.17 has none
-        rope = {"layer_type": self._model.config.layer_types[0]} if has_per_layer_rope else {}
+        rope = {"layer_type": self._model.config.layer_types[module]} if has_per_layer_rope else {}
         rotary = self._model.rotary_emb(embedded, position_ids=positions[None], **rope)
-        found = self._layer(
+        found = self._model.layers[module](
             embedded,
             states[None],
             position_embeddings=rotary,
@@ -82,25 +89,25 @@ class MtpHead:
         return cast(Tensor, self._finish(found)[0])
 
     @torch.inference_mode()
-    def _record_shapes(self, first_layer: int) -> list[LayerShape]:
+    def _record_shape(self, first_layer: int, module: int) -> LayerShape:
         recording = RecordingPass()
         token_ids = torch.zeros(2, dtype=torch.long, device=self._model.embed_tokens.weight.device)
-        weight = self._layer.eh_proj.weight
+        weight = self._model.layers[module].eh_proj.weight
         states = torch.zeros(2, weight.shape[0], dtype=weight.dtype, device=weight.device)
-        self._step(token_ids, torch.arange(2, device=weight.device), states, recording)
-        if [record.layer for record in recording.records] != [first_layer]:
+        self._step(token_ids, torch.arange(2, device=weight.device), states, recording, module)
+        if [record.layer for record in recording.records] != [first_layer + module]:
             raise ConfigError(
                 f"the MTP layer of model type {self._model.config.model_type!r} calls the attention function "
                 f"{len(recording.records)} times, but a paged pool supports 1; serve the model without it"
             )
-        return [record.shape for record in recording.records]
+        return recording.records[0].shape
 
 
-def load_mtp(target: PreTrainedModel, device: torch.device) -> MtpHead:
-    """Return the MTP layer of the target's own weights, on `device`.
+def load_mtp(target: PreTrainedModel, device: torch.device, max_modules: int | None = None) -> MtpHead:
+    """Return the MTP of the target's own weights, on `device`; its first `max_modules` modules, or all.
 
     Raises:
-        ConfigError: the target has no MTP layer, or transformers cannot load it.
+        ConfigError: the target has no MTP, or fewer modules, or transformers cannot load it.
     """
     config = target.config.get_text_config()
     num_layers = next((count for name in _COUNT_NAMES if (count := getattr(config, name, None))), 0)
@@ -109,6 +116,8 @@ def load_mtp(target: PreTrainedModel, device: torch.device) -> MtpHead:
             f"draft.kind is 'mtp', but the target (model type {config.model_type!r}) has no "
             "num_nextn_predict_layers in its config.json; choose another draft.kind"
         )
+    if max_modules is not None and max_modules > num_layers:
+        raise ConfigError(f"draft.num_layers is {max_modules}, but the target's MTP has {num_layers}; draft with fewer")
     config.num_mtp_layers = num_layers
     target._keys_to_ignore_on_load_unexpected = _published_names(target, num_layers)  # where MtpModel looks for them
     try:
@@ -117,6 +126,7 @@ def load_mtp(target: PreTrainedModel, device: torch.device) -> MtpHead:
         raise ConfigError(
             f"draft.kind is 'mtp', but the MTP layer of {target.config.name_or_path!r} cannot be loaded: {error}"
         ) from error
+    del model.layers[max_modules or num_layers :]
     if device != target.device:
         for name in ("embed_tokens", "rotary_emb", "shared_head"):  # the target's own, which stay in place
             setattr(model, name, deepcopy(getattr(model, name)))

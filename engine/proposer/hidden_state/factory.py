@@ -6,11 +6,12 @@ from engine.config import TreeConfig
 from engine.model.draft_heads.dflash import DFlashHead
 from engine.model.draft_heads.eagle3 import ParallelEagleHead
 from engine.model.draft_heads.medusa import MedusaHeads
+from engine.model.draft_heads.mtp import MtpHead
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer import HeadProposer, Proposer
 from engine.proposer.dispatch.guarded_proposer import GuardedProposer
 from engine.proposer.hidden_state.block import BlockProposer
-from engine.proposer.hidden_state.recurrent import RecurrentProposer
+from engine.proposer.hidden_state.recurrent import MtpProposer, RecurrentProposer
 from engine.proposer.self_proposer import SelfProposer
 
 
@@ -20,6 +21,8 @@ def head_proposer(runner: ModelRunner, tree: TreeConfig | None) -> HeadProposer 
         return None
     if isinstance(runner.head, (MedusaHeads, ParallelEagleHead, DFlashHead)):
         return BlockProposer(runner, runner.head, tree)
+    if isinstance(runner.head, MtpHead):
+        return MtpProposer(runner, runner.head, tree)
     return RecurrentProposer(runner, runner.head, tree)
 
 

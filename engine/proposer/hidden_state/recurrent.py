@@ -8,16 +8,24 @@ that are reserved for verification. After verification the true pairs overwrite 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from engine.batch.indexing import index_tensor
+from engine.batch.span import Span
 from engine.config import TreeConfig
 from engine.model.draft_heads.head import RecurrentHead
+from engine.model.draft_heads.mtp import MtpHead
+from engine.model.forward_batch import ForwardBatch
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.growth.chain import Chain, next_steps
 from engine.proposer.growth.tree import Tree
 from engine.proposer.hidden_state.state_proposer import StateProposer
+from engine.proposer.passed_rows import PassedRows
+from engine.sequence.request_tokens import RequestTokens
 
 
 class RecurrentProposer(StateProposer):
@@ -32,14 +40,21 @@ class RecurrentProposer(StateProposer):
         self._head = head
 
     def _grow(self, chains: Seq[Chain], states: Tensor) -> None:
-        token_ids = self._chain_sampler.extend(chains, self._head.logits(states))
+        self._grow_after(chains, states, self._chain_sampler.extend(chains, self._head.logits(states)))
+
+    def _forward(self, step: ForwardBatch, states: Tensor) -> Tensor:
+        """Return the next states of chains; the step has their tokens."""
+        return self._head.forward(step, states)
+
+    def _grow_after(self, chains: Seq[Chain], states: Tensor, token_ids: Tensor) -> None:
+        """Extend chains after their last tokens `token_ids` [B], which were drawn from `states`."""
         while growing := [row for row, chain in enumerate(chains) if chain.num_left > 0]:
             if len(growing) < len(chains):
                 index = index_tensor(growing, states.device)
                 chains, states, token_ids = [chains[row] for row in growing], states[index], token_ids[index]
             for step in self._runner.plan_steps(next_steps(chains)):
                 step.input_ids.copy_(token_ids)
-                states = self._head.forward(step, states)
+                states = self._forward(step, states)
                 token_ids = self._chain_sampler.extend(chains, self._head.logits(states))
 
     def _branch(self, trees: Seq[Tree], states: Tensor) -> None:
@@ -58,6 +73,103 @@ class RecurrentProposer(StateProposer):
             if trees:
                 spans = [span._replace(start=span.start - 1) for span in (tree.span() for tree in trees)]
                 states = self._head.forward(self._runner.lay_out(spans), states[parents])
+
+
+@dataclass(frozen=True, slots=True)
+class _LastStates:
+    """Each module's last state before any draft entered, `[1, S]`, or `[0, S]` where the text has not come so far."""
+
+    num_tokens: int  # committed
+    states: Seq[Tensor]
+
+
+class MtpProposer(RecurrentProposer):
+    """Grows each of the first drafts by its own module of an MTP, and later drafts by the last module.
+
+    With n committed tokens, three modules have these pairs of their predecessor's states and later tokens:
+
+        position      n - 4     n - 3     n - 2
+        module 0      t(n-3)    t(n-2)    t(n-1)     its last state gives draft 0
+        module 1      t(n-2)    t(n-1)    draft 0    its last state gives draft 1
+        module 2      t(n-1)    draft 0   draft 1    its last state gives draft 2
+
+    A pair with a draft is computed in every pass, and the true pair overwrites it as soon as its token is committed.
+    The pairs at the end of a cached prefix may have tokens of another continuation. Trees grow by the first
+    module alone.
+    """
+
+    def __init__(self, runner: ModelRunner, head: MtpHead, tree: TreeConfig | None) -> None:
+        super().__init__(runner, head, tree)
+        self._mtp = head
+        self._position_offset = -head.num_modules
+        self._last: WeakKeyDictionary[RequestTokens, _LastStates] = WeakKeyDictionary()
+
+    def _read(self, passed: Seq[PassedRows], features: Tensor) -> Tensor:
+        """Let each module read the pairs whose tokens are committed now."""
+        before = [self._last_states(each.sequence, each.start + 1, features) for each in passed]
+        found: list[list[Tensor]] = [[] for _ in passed]
+        inputs = list(features.split([len(each.rows) for each in passed]))
+        for module in range(self._mtp.num_modules):
+            spans = [
+                _span(each.sequence.block_table, each.num_tokens - 1 - module, each.next_ids[-len(states) :])
+                for each, states in zip(passed, inputs, strict=True)
+                if len(states)
+            ]
+            outputs = self._run(module, spans, inputs)
+            for index, (last, states) in enumerate(zip(before, outputs, strict=True)):
+                joined = torch.cat((last[module], states))
+                inputs[index] = joined[:-1]
+                found[index].append(joined[-1:].clone())
+        for each, states_of in zip(passed, found, strict=True):
+            self._last[each.sequence] = _LastStates(each.num_tokens, states_of)
+        newest = [states_of[0] for each, states_of in zip(passed, found, strict=True) if each.is_newest]
+        return torch.cat(newest) if newest else features[:0]
+
+    def _grow(self, chains: Seq[Chain], states: Tensor) -> None:
+        token_ids = self._chain_sampler.extend(chains, self._head.logits(states))
+        inputs, drafts = states.split(1), token_ids[:, None]  # [B, drafts so far]
+        for module in range(1, self._mtp.num_modules):
+            growing = [row for row, chain in enumerate(chains) if chain.num_left > 0]
+            if not growing:
+                return
+            chains, inputs, drafts = [chains[row] for row in growing], [inputs[row] for row in growing], drafts[growing]
+            ends = [len(chain.sequence.token_ids) - 1 for chain in chains]
+            spans = [
+                _span(chain.block_table, end, [0] * len(each))
+                for chain, end, each in zip(chains, ends, inputs, strict=True)
+            ]
+            pairs = torch.cat([drafts[row, -len(each) :] for row, each in enumerate(inputs)])
+            outputs = self._run(module, spans, inputs, pairs)
+            states = torch.stack([each[-1] for each in outputs])
+            token_ids = self._chain_sampler.extend(chains, self._head.logits(states))
+            drafts = torch.cat((drafts, token_ids[:, None]), dim=1)
+            last = [self._last_states(chain.sequence, end + 1, states) for chain, end in zip(chains, ends, strict=True)]
+            inputs = [torch.cat((each[module], output)) for each, output in zip(last, outputs, strict=True)]
+        self._grow_after(chains, states, token_ids)
+
+    def _forward(self, step: ForwardBatch, states: Tensor) -> Tensor:
+        return self._mtp.forward(step, states, self._mtp.num_modules - 1)
+
+    def _run(self, module: int, spans: Seq[Span], inputs: Seq[Tensor], ids: Tensor | None = None) -> Seq[Tensor]:
+        """Return a module's state for each of the inputs, which have the rows of `spans`; `ids` are their tokens."""
+        if not spans:
+            return inputs
+        batch = self._runner.lay_out(spans)
+        if ids is not None:
+            batch.input_ids.copy_(ids)
+        return self._mtp.forward(batch, torch.cat(tuple(inputs)), module).split([len(each) for each in inputs])
+
+    def _last_states(self, sequence: RequestTokens, num_tokens: int, like: Tensor) -> Seq[Tensor]:
+        """Return the last states of a text of `num_tokens`; empty ones after a cached prefix."""
+        last = self._last.get(sequence)
+        if last is None or last.num_tokens != num_tokens:
+            return [like[:0]] * self._mtp.num_modules
+        return last.states
+
+
+def _span(block_table: Seq[int], end: int, token_ids: Seq[int]) -> Span:
+    """Return the rows of `token_ids` that end at position `end`, all with a state."""
+    return Span(token_ids, end - len(token_ids), block_table, len(token_ids))
 
 
 def _parent_rows(trees: Seq[Tree], levels: Seq[Seq[int]]) -> list[int]:

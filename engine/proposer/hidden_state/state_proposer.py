@@ -76,6 +76,9 @@ class StateProposer(ABC):
     Drafts have at most `max_depth` tokens; without a `tree` all drafts are chains.
     """
 
+    # A head computes a draft together with the state before it, one slot earlier than a draft model.
+    _position_offset = -1
+
     def __init__(
         self, runner: ModelRunner, head: DraftHead, tree: TreeConfig | None, max_depth: int | None = None
     ) -> None:
@@ -108,9 +111,13 @@ class StateProposer(ABC):
             return
         if len(rows) < len(features) or not has_kv:
             features = features.index_select(0, torch.tensor(rows, device=features.device))
+        self._states.keep(newest, self._read(passed, features))
+
+    def _read(self, passed: Seq[PassedRows], features: Tensor) -> Tensor:
+        """Return the state after each sequence that has sampled; a head without KV reads no other rows."""
         spans = [Span(p.next_ids, p.start, p.sequence.block_table, int(p.is_newest)) for p in passed]
-        batch = self._runner.lay_out(spans) if has_kv else None
-        self._states.keep(newest, self._reading_head.read(batch, features))
+        batch = self._runner.lay_out(spans) if self._reading_head.layer_shapes else None
+        return self._reading_head.read(batch, features)
 
     @torch.inference_mode()
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
@@ -140,14 +147,13 @@ class StateProposer(ABC):
 
     def _chain(self, query: DraftQuery) -> Chain:
         sequence = query.sequence
-        # A head computes a draft together with the state before it, one slot earlier than a draft model.
         return Chain(
             sequence,
             sequence.token_ids,
             sequence.block_table,
             self._depth(query),
             matcher=sequence.matcher,
-            position_offset=-1,
+            position_offset=self._position_offset,
         )
 
     def _tree(self, query: DraftQuery) -> Tree:

@@ -99,9 +99,13 @@ def test_an_mtp_layer_that_is_configured_and_missing_is_refused(tmp_path: Path) 
         runner(tmp_path / "target", HeadConfig(HeadKind.MTP))
 
 
-def test_of_several_mtp_layers_the_first_drafts(tmp_path: Path) -> None:
+def test_all_mtp_layers_draft_or_as_many_as_are_asked_for(tmp_path: Path) -> None:
     write_llama_with_mtp(tmp_path / "target", num_mtp_layers=2)
-    assert len(runner(tmp_path / "target", HeadConfig(HeadKind.MTP)).kv_layout.layers) == 3
+    for num_layers, found in ((None, 2), (1, 1), (2, 2)):
+        head = HeadConfig(HeadKind.MTP, num_layers=num_layers)
+        assert len(runner(tmp_path / "target", head).kv_layout.layers) == 2 + found
+    with pytest.raises(ConfigError, match=r"draft.num_layers is 3, but the target's MTP has 2"):
+        runner(tmp_path / "target", HeadConfig(HeadKind.MTP, num_layers=3))
 
 
 def test_a_heads_kv_is_paid_for_from_the_same_budget(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from engine.batch.draft import Draft
@@ -42,7 +43,9 @@ from tests.engine.fixtures.heads.block_heads import (
 )
 from tests.engine.fixtures.heads.eagle3_fixtures import PlainEagle3, head_tensors, write_original
 from tests.engine.fixtures.heads.heads_fixtures import (
+    HIDDEN_SIZE,
     fit_medusa,
+    random,
     transformers_mtp,
     write_deepseek,
     write_llama_with_mtp,
@@ -69,7 +72,7 @@ TREE = TreeConfig(num_nodes=7, max_batch=NUM_PROMPTS)
 
 @dataclass(frozen=True, slots=True)
 class HeadModels:
-    """A target with an MTP layer among its weights, and other heads, named after their kind.
+    """A target with three MTP layers among its weights, and other heads, named after their kind.
 
     Its first layer drafts for it as SELF.
     """
@@ -89,7 +92,7 @@ class HeadModels:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> HeadModels:
     root = tmp_path_factory.mktemp("heads")
-    write_llama_with_mtp(root / "target")
+    write_llama_with_mtp(root / "target", num_mtp_layers=3)
     fit_medusa(root / "medusa", root / "target")
     write_original(root / "eagle3", head_tensors(root / "target", len(EAGLE3_TAPS)), EAGLE3_TAPS)
     write_peagle(root / "peagle", peagle_tensors(root / "target", len(EAGLE3_TAPS)), EAGLE3_TAPS)
@@ -115,7 +118,7 @@ class HeadSetup:
 
 
 SETUPS = {
-    "batch": HeadSetup(),
+    "batch": HeadSetup(num_drafts=5),
     "chunked, then prefix hits": HeadSetup(max_tokens_per_step=13, num_repeats=2),
     "preempted": HeadSetup(num_blocks=16),
     "trees": HeadSetup(tree=TREE, num_drafts=4, num_repeats=2),
@@ -137,9 +140,14 @@ CASES = [
 
 
 def build(
-    world: HeadModels, kind: HeadKind | None, setup: HeadSetup, transport: InProcessTransport | None = None
+    world: HeadModels,
+    head: HeadKind | HeadConfig | None,
+    setup: HeadSetup,
+    transport: InProcessTransport | None = None,
 ) -> EngineCore:
-    method = SpeculationMethod.NONE if kind is None else SpeculationMethod(kind)
+    if isinstance(head, HeadKind):
+        head = world.head(head)
+    method = SpeculationMethod.NONE if head is None else SpeculationMethod(head.kind)
     methods = (method, *setup.methods)
     config = EngineConfig(
         ModelConfig(
@@ -151,7 +159,7 @@ def build(
         CacheConfig(P, setup.num_blocks, memory_bytes=None),
         SchedulerConfig(max_tokens_per_step=setup.max_tokens_per_step, max_model_len=120),
         SpeculationConfig(setup.num_drafts, setup.verify, 8, methods, setup.tree, setup.adaptive),
-        None if kind is None else world.head(kind),
+        head,
         min_remote_prefill_tokens=8,
     )
     return load_engine(config, transport=transport)
@@ -263,22 +271,23 @@ class FirstLayer:
 
 
 class HeadOracle:
-    """The MTP layer as transformers has it, run over the whole text for every draft."""
+    """The MTP layers as transformers has them, run over the whole text for every draft: in turn, then the last."""
 
     def __init__(self, target: Path) -> None:
-        self._target, self._layer = transformers_mtp(target)
+        self._target, self._mtp = transformers_mtp(target)
 
     @torch.no_grad()
     def drafts(self, token_ids: Seq[int], num_drafts: int) -> tuple[int, ...]:
         ids = torch.tensor([token_ids])
         states = self._target(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
-        ids = ids[:, 1:]
-        for _ in range(num_drafts):
-            positions = torch.arange(1, ids.shape[1] + 1)[None]
-            found = self._layer.forward_layer(0, states, positions, None, input_ids=ids)
-            chosen = self._layer._project_to_logits(found[:, -1]).argmax(-1, keepdim=True)
-            ids, states = torch.cat((ids, chosen), dim=1), torch.cat((states, found[:, -1:]), dim=1)
-        return tuple(ids[0, len(token_ids) - 1 :].tolist())
+        last = len(self._mtp.layers) - 1
+        for depth in range(num_drafts):
+            layer = min(depth, last)
+            positions = torch.arange(states.shape[1])[None] + layer + 1
+            found = self._mtp.forward_layer(layer, states, positions, None, input_ids=ids[:, layer + 1 :])
+            ids = torch.cat((ids, self._mtp._project_to_logits(found[:, -1]).argmax(-1, keepdim=True)), dim=1)
+            states = found if depth < last else torch.cat((states, found[:, -1:]), dim=1)
+        return tuple(ids[0, len(token_ids) :].tolist())
 
 
 Oracles = dict[HeadKind, HeadOracle | PlainEagle3 | FirstLayer]
@@ -386,6 +395,43 @@ def test_a_head_drafts_for_a_target_on_two_ranks(
     finally:
         assert isinstance(engine.runner, TensorParallelRunner)
         engine.runner.close()
+
+
+def test_more_mtp_layers_foresee_more_than_the_first_one_again(tmp_path: Path) -> None:
+    """The first layer reads the target's states well and its own badly."""
+    write_llama_with_mtp(tmp_path / "target", num_mtp_layers=3)
+    weights = load_file(tmp_path / "target" / "model.safetensors")
+    weights["model.embed_tokens.weight"] *= 30
+    weights["model.layers.2.eh_proj.weight"][:, HIDDEN_SIZE:] += random(HIDDEN_SIZE, HIDDEN_SIZE, seed=5, scale=0.2)
+    save_file(weights, tmp_path / "target" / "model.safetensors", metadata={"format": "pt"})
+    world, found = HeadModels(tmp_path), []
+    for num_layers in (1, 3):
+        engine = build(world, HeadConfig(HeadKind.MTP, num_layers=num_layers), HeadSetup())
+        texts = generate(engine, requests(HeadSetup()))
+        found.append((texts, engine.stats().drafts.num_accepted_tokens))
+    (one_text, accepted_of_one), (text, accepted) = found
+    assert text == one_text
+    assert accepted > 1.3 * accepted_of_one
+
+
+def test_mtp_layers_draft_after_a_prefix_whose_last_pairs_were_never_computed(world: HeadModels) -> None:
+    """They lie in slots whose former text was not finite: the text ended before the tokens of the pairs came."""
+    setup = HeadSetup(num_blocks=8)
+    engine = build(world, HeadKind.MTP, setup)
+    plain = requests(setup)[0]
+    poison = VOCAB_SIZE - 1
+    with torch.no_grad():
+        engine.runner._model.decoder._embedding[poison] = float("nan")
+    faulty = replace(plain, request_id="faulty", prompt_token_ids=(poison, *range(1, 8 * P - 4)))
+    generate(engine, [faulty])
+    prefix = tuple(range(1, 2 * P + 1))
+    short = replace(plain, prompt_token_ids=prefix, sampling=SamplingParams(temperature=0.0, max_tokens=1))
+    generate(engine, [short])
+    drafted = record(engine)
+    generate(engine, [replace(plain, prompt_token_ids=(*prefix, 40, 41))])
+    assert engine.stats().num_prefix_hit_tokens == len(prefix)
+    assert drafted
+    assert all(0 <= token_id < VOCAB_SIZE for each in drafted for token_id in each.draft.token_ids)
 
 
 def test_the_published_family_drafts_as_transformers_does(tmp_path: Path) -> None:
