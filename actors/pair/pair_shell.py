@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import random
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from actors.pair.admission import PairAdmission
 from actors.pair.pair_draft import PairDrafts, require_exchangeable
 from actors.pair.pair_metrics import PairMetrics
 from actors.pair.target_client import TargetClient
 from actors.settings import PairSettings
 from actors.shell_messages import Pong
 from engine.accounting.drift import DriftStats
+from protos.errors import OverloadedError
 from protos.fingerprint import with_draft
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
 from protos.served_draft import DraftOrder, DraftReport
@@ -119,3 +121,136 @@ class PairShell:
         self._drift_alarms.update(pong.engine.drift)
         drafts = () if self._drafts is None else self._drafts.reports
         self._metrics.update(pong, self._admission.num_refused, drafts)
+
+
+@dataclass(slots=True)
+class _TenantLoad:
+    """A tenant with requests inside, or refused recently."""
+
+    weight: float
+    num_inside: int = 0
+    refused_s: float = -math.inf
+    num_wanted: int = 1  # places of the request refused last
+
+
+@dataclass(frozen=True, slots=True)
+class _Reservation:
+    """Places for the choices of one request that have not arrived yet."""
+
+    tenant: str
+    num_places: int
+    until_s: float
+
+
+class PairAdmission:
+    """Counts requests, and computes Retry-After from their recent duration.
+
+    The first choice of a request names the number of its choices. There is a place for each, or the request is refused
+    before any of them runs. The other choices are never refused, and neither is a request that moves here from a lost
+    pair.
+
+    While a tenant is refused, free places are kept for it, up to its share of all places by weight. Otherwise tenants
+    would be admitted as often as they send requests, and served at that rate whatever their weights.
+    """
+
+    def __init__(
+        self,
+        max_requests: int,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        """`jitter` is in [0, 1)."""
+        self.num_refused = 0
+        self._max_requests = max_requests
+        self._clock = clock
+        self._jitter = jitter
+        self._tenants: dict[str, _TenantLoad] = {}
+        self._reserved: dict[str, _Reservation] = {}  # by group
+        self._usual_duration_s = 1.0
+
+    def enter(self, request: GenerateRequest) -> None:
+        """Take a place.
+
+        Raises:
+            OverloadedError: there are not enough places.
+        """
+        tenant = self._tenants.setdefault(request.tenant, _TenantLoad(request.weight))
+        tenant.weight = request.weight
+        if request.is_admitted:
+            self._use_reserved(request.group_id)
+        else:
+            self._check(request, tenant)
+            if request.num_places > 1:
+                # The request's other choices may arrive until then; they may go to other pairs.
+                until_s = self._clock() + 5.0
+                self._reserved[request.group_id] = _Reservation(request.tenant, request.num_places - 1, until_s)
+        tenant.num_inside += 1
+
+    def leave(self, request: GenerateRequest, duration_s: float) -> None:
+        """Free the place of a request, which has taken `duration_s`.
+
+        With the first choice of a request end the places that wait for its other choices: they are let in anyway.
+        """
+        self._tenants[request.tenant].num_inside -= 1
+        if request.num_places > 1:
+            self._reserved.pop(request.group_id, None)
+        self._usual_duration_s += 0.1 * (duration_s - self._usual_duration_s)
+
+    def _check(self, request: GenerateRequest, tenant: _TenantLoad) -> None:
+        """Refuse a request without room. A request with more choices than places needs an empty pair."""
+        now_s = self._clock()
+        self._forget(now_s, request.tenant)
+        num_taken = self._num_taken()
+        num_kept = self._num_kept_from(request.tenant, now_s)
+        if num_taken and num_taken + num_kept + request.num_places > self._max_requests:
+            self.num_refused += 1
+            tenant.refused_s, tenant.num_wanted = now_s, request.num_places
+            asked = f"; this request has {request.num_places} choices" if request.num_places > 1 else ""
+            raise OverloadedError(
+                f"{num_taken} requests are running or queued, and this pair takes {self._max_requests}{asked}; "
+                "send it again later, or raise pair.max_queued_requests or pair.num_replicas",
+                retry_after_s=self._retry_after_s(num_taken + num_kept + request.num_places - self._max_requests),
+            )
+
+    def _forget(self, now_s: float, newcomer: str) -> None:
+        self._reserved = {group: each for group, each in self._reserved.items() if each.until_s > now_s}
+        self._tenants = {
+            name: tenant
+            for name, tenant in self._tenants.items()
+            if name == newcomer or tenant.num_inside or self._is_wanting(tenant, now_s)
+        }
+
+    def _num_taken(self) -> int:
+        reserved = sum(each.num_places for each in self._reserved.values())
+        return reserved + sum(tenant.num_inside for tenant in self._tenants.values())
+
+    def _num_kept_from(self, newcomer: str, now_s: float) -> int:
+        """Return the places kept from this tenant: the unfilled shares of other tenants that want places.
+
+        Nothing is kept for a request larger than its tenant's unfilled share: it would wait next to idle places.
+        """
+        weights = sum(tenant.weight for tenant in self._tenants.values())
+        num_kept = 0
+        for name, tenant in self._tenants.items():
+            if name != newcomer and self._is_wanting(tenant, now_s):
+                num_lacking = int(self._max_requests * tenant.weight / weights) - self._num_taken_by(name)
+                num_kept += num_lacking if num_lacking >= tenant.num_wanted else 0
+        return num_kept
+
+    def _num_taken_by(self, name: str) -> int:
+        reserved = sum(each.num_places for each in self._reserved.values() if each.tenant == name)
+        return reserved + self._tenants[name].num_inside
+
+    @staticmethod
+    def _is_wanting(tenant: _TenantLoad, now_s: float) -> bool:
+        return now_s - tenant.refused_s < 2.0  # after a refusal a tenant counts as still wanting places
+
+    def _retry_after_s(self, num_missing: int) -> float:
+        """Predict the time until `num_missing` places are free, if each is freed once per usual duration."""
+        wait_s = max(1.0, num_missing * self._usual_duration_s / self._max_requests)
+        return round(wait_s * (1 + 0.25 * self._jitter()), 1)  # requests refused together do not return together
+
+    def _use_reserved(self, group_id: str) -> None:
+        reserved = self._reserved.pop(group_id, None)
+        if reserved is not None and reserved.num_places > 1:
+            self._reserved[group_id] = _Reservation(reserved.tenant, reserved.num_places - 1, reserved.until_s)

@@ -42,7 +42,7 @@ from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
 from engine.native.library import native_digest, native_instructions
 from engine.proposer.dispatch.guarded_proposer import GuardedProposer
-from engine.proposer.dispatch.methods import proposer_of
+from engine.proposer.dispatch.method_dispatcher import proposer_of
 from engine.proposer.draft_model.loader import Drafter
 from engine.sequence.request_tokens import TokenBlocks
 from protos.block_keys import PROBE_SALT, probe_token_ids

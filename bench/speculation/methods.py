@@ -29,7 +29,7 @@ from engine.config import (
     TreeConfig,
 )
 from engine.proposer import Proposer
-from engine.proposer.dispatch.methods import proposer_of
+from engine.proposer.dispatch.method_dispatcher import proposer_of
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from protos.messages import SpeculationMethod, VerifyMode
 

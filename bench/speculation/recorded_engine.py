@@ -15,15 +15,14 @@ from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer import Proposer
-from engine.proposer.dispatch.no_proposer import NoProposer
+from engine.proposer.dispatch.guarded_proposer import NoProposer
 from engine.proposer.hidden_state.factory import head_proposer
 from engine.sampling.sampler import Sampler
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.request_tokens import DraftRule
 from engine.sequence.sequence import Sequence
 from engine.verifier.verifier import Verifier
-from engine.verifier.verify_result import VerifyResult
-from engine.verifier.verify_task import VerifyTask
+from engine.verifier.verify_task import VerifyResult, VerifyTask
 from protos.messages import GenerateRequest
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention.base import LayerOptions
-from engine.attention.hidden_keys import attend_seen
+from engine.attention.torch_attention import attend_seen
 from engine.batch.draft import path_to
 from engine.batch.indexing import Index, index_tensor
 from engine.batch.span import Span

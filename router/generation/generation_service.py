@@ -25,13 +25,12 @@ from router.metrics.ingress_metrics import IngressMetrics
 from router.metrics.tracing import TracedStreams, tracer_from_environment
 from router.requests.body import BodyWork
 from router.requests.chat_request import ChatCompletionRequest, ChatPromptFields
-from router.requests.completion_request import CompletionRequest
+from router.requests.completion_request import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.requests.constraints.structured_output import Constraint
 from router.requests.generation_fields import GenerationFields
 from router.requests.reasoning_format import HARMONY, Thinking, find_reasoning, thinking_after
 from router.requests.sampling_params import GenerateParams, Prompt, bad_word_forms, check_token_ids
 from router.requests.sequence_requests import check_num_choices, check_room, generate_requests, truncated
-from router.requests.tokenize_request import DetokenizeRequest, TokenizeRequest
 from router.requests.tools import ToolUse, with_prompted_tools
 from router.tokenizer.chat_prompt import chat_prompt
 from router.tokenizer.tokenizer_files import TokenizerFiles

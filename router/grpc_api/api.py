@@ -30,8 +30,7 @@ from router.grpc_api.messages import choice_message, chunk_message, receipt_text
 from router.metrics.tracing import call_span
 from router.requests.body import as_request_error
 from router.requests.chat_request import ChatCompletionRequest
-from router.requests.completion_request import CompletionRequest
-from router.requests.tokenize_request import TokenizeRequest
+from router.requests.completion_request import CompletionRequest, TokenizeRequest
 
 logger = logging.getLogger(__name__)
 

@@ -35,31 +35,29 @@ from router.openai.answers import (
     running_draft,
 )
 from router.openai.chat_writer import ChatWriter, CompletionWriter
-from router.openai.disconnect import CloseUnread, unless_disconnected
 from router.openai.errors import add_error_handlers
 from router.openai.event_stream import start_stream
 from router.openai.http_body import BodyReader, ignore_fields
-from router.openai.messages_request import MessagesRequest
-from router.openai.messages_writer import MessagesWriter
+from router.openai.messages_request import MessagesRequest, MessagesWriter
 from router.openai.openapi import openapi_document
 from router.openai.request_head import (
     BeginInTurn,
     CheckHost,
+    CloseUnread,
     NameIgnoredFields,
     OneSlash,
     add_cors,
     names_of_server,
     origins_pattern,
+    unless_disconnected,
 )
 from router.openai.response_writer import ResponseWriter
-from router.openai.responses_request import ResponsesRequest
-from router.openai.responses_writer import ResponsesWriter
+from router.openai.responses_request import ResponsesRequest, ResponsesWriter
 from router.openai.static_page import PAGE_PREFIX, StaticPage
 from router.requests.admin_request import KillDrafts, StopCanaries, SwapDrafts, TryDrafts
 from router.requests.chat_request import ChatCompletionRequest, unread_parts
-from router.requests.completion_request import CompletionRequest
+from router.requests.completion_request import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.requests.foreign_turn import ForeignTurn
-from router.requests.tokenize_request import DetokenizeRequest, TokenizeRequest
 
 logger = logging.getLogger(__name__)
 

@@ -28,9 +28,8 @@ from router.openai.messages_request import MessagesRequest
 from router.openai.responses_request import ResponsesRequest
 from router.requests.admin_request import KillDrafts, StopCanaries, SwapDrafts, TryDrafts
 from router.requests.chat_request import ChatCompletionRequest
-from router.requests.completion_request import CompletionRequest
+from router.requests.completion_request import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.requests.generation_fields import NOT_SERVED
-from router.requests.tokenize_request import DetokenizeRequest, TokenizeRequest
 
 _REF = "#/components/schemas/{model}"
 _STRICT = ("SpeculationFields", "StructuredOutputs")  # a wrong name in these is refused everywhere

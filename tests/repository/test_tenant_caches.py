@@ -22,11 +22,11 @@ from actors.draft.draft_server import DraftServer
 from actors.process.frames import FrameListener, private_folder
 from engine.batch.draft import Draft
 from engine.kv_cache.block_manager import BlockManager
-from engine.proposer.draft_model.draft_sequences import DraftSequences
+from engine.proposer.draft_model.draft_sequence import DraftSequences
 from engine.proposer.text_match.prediction import PredictionMatcher
-from engine.proposer.text_match.shared_texts import NoiseId, SharedTexts
+from engine.proposer.text_match.suffix import NoiseId, SharedTexts
 from engine.proposer.vocab_mapping.translation import SameVocabulary
-from engine.sampling import token_tables
+from engine.sampling import masks
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sequence.request_tokens import RequestTokens, TokenBlocks
 from protos.block_keys import PROBE_SALT, block_keys, probe_token_ids, root_key
@@ -54,9 +54,9 @@ KERNELS += " engine/model/linear/native_quantized engine/model/linear/native_pro
 KERNELS += " engine/native/library engine/batch/indexing engine/sampling/masks engine/recurrent/state_pass"
 KERNELS += " engine/model/linear/packed_experts"
 KEPT = {
-    "engine/proposer/text_match/shared_texts.py": "finished_texts",
+    "engine/proposer/text_match/suffix.py": "finished_texts",
     "engine/sampling/grammar_compiler.py": "grammars",
-    "engine/sampling/token_tables.py": "biases",
+    "engine/sampling/masks.py": "biases",
     "engine/kv_cache/block_pool.py": "prefixes",
     "engine/kv_cache/state_pool.py": "by the salted keys of blocks (tests/engine/recurrent)",
     "engine/proposer/text_match/prediction.py": "predictions",
@@ -198,8 +198,8 @@ def biases(tmp_path: Path) -> Callable[[GenerateRequest], bool]:
         sampling = next(
             (each for each, tenant in known if tenant == request.tenant), SamplingParams(logit_bias=((5, 1.0),))
         )
-        made = token_tables.bias_of(sampling, scores)
-        is_found = any(made is other for other in (token_tables.bias_of(each, scores) for each, _ in known))
+        made = masks.bias_of(sampling, scores)
+        is_found = any(made is other for other in (masks.bias_of(each, scores) for each, _ in known))
         known.append((sampling, request.tenant))
         return is_found
 

@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 
 from engine.attention.base import LayerOptions
 from engine.batch.indexing import runs_triton
-from engine.model.decoders.decoder_layer import DecoderLayer, GatedMlp
-from engine.model.decoders.native_layers import DecoderShape, NativeLayers
+from engine.model.decoders.native_layers import DecoderLayer, DecoderShape, GatedMlp, NativeLayers
 from engine.model.decoders.rotary import RotaryTable
 from engine.model.decoders.row_operations import RowOperations, row_operations
 from engine.model.forward_batch import ForwardBatch

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.attention.base import LayerOptions
 from engine.attention.native import MAX_HEAD_DIM, AttentionCall, NativePass
-from engine.model.decoders.decoder_layer import DecoderLayer, GatedMlp
 from engine.model.decoders.row_operations import NativeRows
 from engine.model.forward_batch import ForwardBatch
 from engine.model.linear.native_product import NativeProduct, PackedWeight
@@ -25,6 +25,31 @@ from engine.model.linear.native_quantized import NativeQuantizedProduct
 from engine.model.linear.packed_experts import NativeMixture
 from engine.model.linear.packed_linear import Linear
 from engine.native.library import Instructions, native_library
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """`down(silu(gate(x)) * up(x))`."""
+
+    gated: Linear  # silu(gate(x)) * up(x)
+    down: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden]."""
+        return self.down(self.gated(x))
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer of a rank."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Linear
+    head_norm: Tensor | None  # [Hq + H, D] of q and k (Qwen3)
+    output: Linear
+    mlp_norm: Tensor  # [hidden]
+    mlp: Linear  # a `GatedMlp`, or a mixture of experts
+    options: LayerOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from multiprocessing.connection import Connection
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from engine.batch.span import Span
@@ -12,8 +24,17 @@ from engine.config import CacheConfig, HeadConfig, ModelConfig
 from engine.kv_cache.block_pool import KVMove
 from engine.model.loader import load_config
 from engine.model.runner.model_runner import ModelRunner
-from engine.model.runner.rank_group import RankGroup
-from engine.model.tensor_parallel import check_divisible
+from engine.model.runner.rank_messages import (
+    RankMessage,
+    RankStatus,
+    RunnerCall,
+    join_ranks,
+    rank_device,
+    receive,
+    send,
+)
+from engine.model.tensor_parallel import Rank, check_divisible
+from protos.errors import ConfigError, EngineError
 
 
 def load_runner(
@@ -75,3 +96,124 @@ class TensorParallelRunner(ModelRunner):
     def copy_blocks(self, source_ids: Seq[int], block_ids: Seq[int]) -> None:
         self._ranks.tell("copy_blocks", list(source_ids), list(block_ids))
         super().copy_blocks(source_ids, block_ids)
+
+
+logger = logging.getLogger(__name__)
+
+_COLLECTIVE_TIMEOUT_S = 100.0  # below the watchdog's limit for a step, so that the log names the cause
+_LOAD_TIMEOUT_S = 1800.0
+
+
+class RankGroup:
+    """Processes of ranks 1, 2, ...; this process is rank 0, in the constructing thread.
+
+    When a rank dies, a call that waits for it raises at once if gloo connects the ranks. Between GPUs it may wait until
+    the timeout of a collective; end the process instead (`watch`). The ranks die with the thread that started
+    them.
+
+    Attributes:
+        rank: this process.
+    """
+
+    def __init__(
+        self, model: ModelConfig, cache: CacheConfig, max_model_len: int | None = None, head: HeadConfig | None = None
+    ) -> None:
+        """Start the others, which load at once.
+
+        Raises:
+            ConfigError: this machine has too few GPUs.
+            EngineError: this process leads a group already.
+        """
+        device = rank_device(model, 0)
+        if dist.is_initialized():
+            raise EngineError("this process already has a sharded model, and the limit is 1; close it first")
+        self._on_lost: Callable[[str], None] = lambda reason: None
+        self.rank = Rank(0, model.tensor_parallel_size, device, self._barrier)
+        self._folder = tempfile.mkdtemp(prefix=f"outrider-{os.getpid()}-ranks-")
+        self._is_closing = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        messages = [
+            RankMessage(index, model, cache, max_model_len, head, self._folder, _COLLECTIVE_TIMEOUT_S)
+            for index in range(model.tensor_parallel_size)
+        ]
+        try:
+            for message in messages[1:]:
+                self._start(message)
+            self._await_progress()  # else a rank that cannot start would block until the timeout
+            join_ranks(messages[0], device)
+        except BaseException:
+            self.close()
+            raise
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Have every other rank call this method of its runner now. Raises EngineError if one is gone or stuck."""
+        for index, connection in enumerate(self._connections, start=1):
+            try:
+                send(connection, RunnerCall(method, arguments))
+            except OSError as error:
+                raise EngineError(f"rank {index} of the target takes no calls: {error}") from error
+
+    def watch(self, on_lost: Callable[[str], None]) -> None:
+        """Call `on_lost` with the reason when a rank has died, in another thread or in this call."""
+        self._on_lost = on_lost
+        for index, process in enumerate(self._processes, start=1):
+            if process.poll() is not None:
+                on_lost(f"rank {index} of the target exited with code {process.returncode}")
+
+    def close(self) -> None:
+        """End the other ranks; a second call does nothing."""
+        self._is_closing = True
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, message: RankMessage) -> None:
+        ours, theirs = socket.socketpair()
+        # A stopped rank must not stop this one for good: a full pipe raises after a while.
+        limit = struct.pack("ll", int(message.timeout_s), int(message.timeout_s % 1 * 1e6))
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "engine.model.runner.rank_process", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        connection = Connection(ours.detach())
+        self._processes.append(process)
+        self._connections.append(connection)
+        send(connection, message)
+        threading.Thread(target=self._watch, args=(message.index, process), name="rank-watch", daemon=True).start()
+
+    def _barrier(self) -> None:
+        """Wait until every rank has its weights, then let all continue. Raises ConfigError with a rank's failure."""
+        self._await_progress()
+        for connection in self._connections:
+            send(connection, RankStatus())
+
+    def _await_progress(self) -> None:
+        for index, connection in enumerate(self._connections, start=1):
+            try:
+                if not connection.poll(_LOAD_TIMEOUT_S):
+                    raise EngineError(
+                        f"rank {index} of the target did not load within {_LOAD_TIMEOUT_S} s; see its log"
+                    )
+                progress: RankStatus = receive(connection)
+            except (EOFError, OSError) as error:
+                raise EngineError(f"rank {index} of the target died while loading; see its log") from error
+            if progress.failure is not None:
+                raise ConfigError(f"rank {index} of the target: {progress.failure}")
+
+    def _watch(self, index: int, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        if not self._is_closing:
+            reason = f"rank {index} of the target exited with code {code}"
+            logger.error("%s; the engine cannot continue without it", reason)
+            self._on_lost(reason)

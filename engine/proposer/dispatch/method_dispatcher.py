@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.proposer import Proposer
+from engine.proposer.dispatch.hybrid_proposer import HybridProposer
+from engine.proposer.text_match.ngram import NgramProposer
+from engine.proposer.text_match.prediction import PredictionMatcher
+from engine.proposer.text_match.suffix import SuffixProposer
 from engine.sequence.checked_draft import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
+from protos.messages import SpeculationMethod
 
 Ranking = tuple[Proposer, ...]
 
@@ -90,3 +96,27 @@ def _ensure_open(opened: _OpenSequence, rank: int) -> None:
         opened.num_opened = rank + 1
     elif rank > 0:
         opened.ranking[rank].commit((opened.sequence,))
+
+
+def proposer_of(
+    methods: Collection[str],
+    model: Proposer | None = None,
+    model_method: SpeculationMethod = SpeculationMethod.MODEL,
+    others: Mapping[str, Proposer] = MappingProxyType({}),
+) -> Proposer | None:
+    """Return one proposer for all of `methods`; None if they only allow plain decoding.
+
+    `model`, a draft model or a head, drafts for `model_method`; n-grams replace it while it has no draft. A request's
+    prediction takes precedence. `others` are further draft models, by the names of their methods.
+    """
+    suffix, ngram = SuffixProposer(), NgramProposer()
+    rankings: dict[str, Ranking] = {
+        SpeculationMethod.SUFFIX: (suffix,),
+        SpeculationMethod.NGRAM: (ngram,),
+        **{name: (draft, ngram) for name, draft in others.items()},
+    }
+    if model is not None:
+        rankings[model_method] = (model, ngram)
+        rankings[SpeculationMethod.HYBRID] = (HybridProposer(suffix, model), ngram)
+    offered = {method: ranking for method, ranking in rankings.items() if method in methods}
+    return HybridProposer(PredictionMatcher(), MethodDispatcher(offered)) if offered else None

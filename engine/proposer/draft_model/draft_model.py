@@ -12,8 +12,7 @@ from torch import Tensor
 from engine.batch.indexing import index_tensor
 from engine.batch.span import Span
 from engine.model.runner.model_runner import ModelRunner
-from engine.proposer.draft_model.draft_sequence import DraftSequence
-from engine.proposer.draft_model.draft_sequences import DraftSequences
+from engine.proposer.draft_model.draft_sequence import DraftSequence, DraftSequences
 from engine.proposer.growth.chain import Chain, ChainSampler, next_steps
 from engine.proposer.growth.tree import Tree
 from engine.proposer.growth.tree_sampler import TreeSampler

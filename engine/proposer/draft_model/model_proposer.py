@@ -22,8 +22,7 @@ from engine.model.loader import load_config, tokenizer_file
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.ahead_drafter import FAN_OUT, AheadDrafter
 from engine.proposer.draft_model.draft_model import DraftModel, PrefillJob
-from engine.proposer.draft_model.draft_sequence import DraftSequence
-from engine.proposer.draft_model.draft_sequences import DraftSequences
+from engine.proposer.draft_model.draft_sequence import DraftSequence, DraftSequences
 from engine.proposer.growth.block import Blocks, RowLogits
 from engine.proposer.growth.chain import Chain
 from engine.proposer.growth.tree import Tree

@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.pair.admission import PairAdmission
+from actors.pair.pair_shell import PairAdmission
 from protos.errors import OverloadedError
 from protos.messages import GenerateRequest
 

@@ -16,7 +16,7 @@ from engine.config import SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
 from engine.proposer import Proposer
-from engine.proposer.dispatch.no_proposer import NoProposer
+from engine.proposer.dispatch.guarded_proposer import NoProposer
 from engine.sampling.sampler import Sampler
 from engine.scheduler import async_scheduling as overlap
 from engine.scheduler.async_scheduling import AsyncScheduling, InFlightBatch, SyncScheduling
@@ -24,8 +24,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import Batch
 from engine.sequence.sequence import Sequence
 from engine.verifier.verifier import Verifier
-from engine.verifier.verify_result import VerifyResult
-from engine.verifier.verify_task import VerifyTask
+from engine.verifier.verify_task import VerifyResult, VerifyTask
 from protos.messages import (
     FinishReason,
     GenerateRequest,

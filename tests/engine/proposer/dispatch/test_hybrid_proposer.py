@@ -8,7 +8,7 @@ import pytest
 
 from engine.batch.draft import Draft
 from engine.proposer.dispatch.hybrid_proposer import HybridProposer
-from engine.proposer.dispatch.methods import proposer_of
+from engine.proposer.dispatch.method_dispatcher import proposer_of
 from engine.proposer.text_match.prediction import PredictionMatcher
 from engine.proposer.text_match.suffix import SuffixProposer
 from engine.proposer.text_match.text_matcher import TextMatch

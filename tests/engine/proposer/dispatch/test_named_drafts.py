@@ -11,7 +11,7 @@ from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
 from engine.proposer import Proposer
 from engine.proposer.dispatch.guarded_proposer import GuardedProposer
-from engine.proposer.dispatch.methods import proposer_of
+from engine.proposer.dispatch.method_dispatcher import proposer_of
 from engine.sampling.sampler import Sampler
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.sequence import Sequence

@@ -10,8 +10,14 @@ from itertools import islice
 import pytest
 
 from engine.batch.draft import NO_DRAFT, Draft
-from engine.proposer.text_match.shared_texts import NoiseId, SharedTexts
-from engine.proposer.text_match.suffix import MatchAcceptance, SuffixProposer, VotedToken, continuation
+from engine.proposer.text_match.suffix import (
+    MatchAcceptance,
+    NoiseId,
+    SharedTexts,
+    SuffixProposer,
+    VotedToken,
+    continuation,
+)
 from engine.proposer.text_match.suffix_index import SuffixIndex
 from engine.sequence.sequence import Sequence
 from protos.errors import ConfigError
