@@ -107,12 +107,15 @@ class SyncedSequence:
             is_next=sequence.num_computed_tokens > 0,
             cache_salt=sequence.request.cache_salt,
             tenant=sequence.request.tenant,
+            num_nodes=sequence.num_wanted_nodes,
         )
 
     def commit(self) -> Commit:
         """Return a message with the tokens committed since the last message."""
-        new_ids = tuple(self.sequence.token_ids[self._sent_len :])
-        return Commit(self.sequence.request_id, self._sent_len, new_ids, self.sequence.num_wanted_drafts)
+        sequence = self.sequence
+        new_ids = tuple(sequence.token_ids[self._sent_len :])
+        wanted = sequence.num_wanted_drafts, sequence.num_wanted_nodes
+        return Commit(sequence.request_id, self._sent_len, new_ids, *wanted)
 
     def mark_sent(self) -> None:
         """Note that an `opening` or a `commit` was sent."""

@@ -14,14 +14,15 @@ from engine.proposer.vocab_mapping.counts import TranslationCounts
 from protos.messages import SamplingParams, VerifyMode
 
 DRAFT_SOCKET = "draft.sock"
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):
     """Start (or restart) drafting for a sequence with these committed tokens; replaces any earlier state of it.
 
-    The next pass can verify `num_drafts` drafts. If that pass `is_next`, the draft offers them now; if not, it has time
-    to prefill. `cache_salt` and `tenant` separate requests in the draft's caches.
+    The next pass can verify `num_drafts` drafts, or a tree of `num_nodes` if that is not 0. If that pass `is_next`, the
+    draft offers them now; if not, it has time to prefill. `cache_salt` and `tenant` separate requests in the draft's
+    caches.
     """
 
     request_id: str
@@ -34,15 +35,20 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
     is_next: bool
     cache_salt: str = ""
     tenant: str = ""
+    num_nodes: int = 0
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True):
-    """`token_ids` follow the first `base_len` committed tokens; `num_drafts` more are wanted unless offered."""
+    """`token_ids` follow the first `base_len` committed tokens; `num_drafts` more are wanted unless offered.
+
+    They may be a tree of that depth if `num_nodes` is not 0.
+    """
 
     request_id: str
     base_len: int
     token_ids: tuple[int, ...]
     num_drafts: int
+    num_nodes: int = 0
 
 
 class Round(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -48,7 +48,6 @@ def serve_draft(settings: PairSettings, folder: Path, is_ready: Callable[[], Non
         proposer,
         proposer.model_version,
         drafter.ahead,
-        settings.engine.speculation.tree,
         lambda: proposer.counts,
     )
     is_ready()

@@ -14,7 +14,6 @@ from actors.channel.channel_proposer import OfferTable
 from actors.channel.draft_messages import PROTOCOL_VERSION, Commit, Hello, Offers, Open, Round
 from actors.process.frames import POLL_S, SEND_TIMEOUT_S, FrameConnection, FrameListener
 from engine.batch.draft import NO_DRAFT, Draft
-from engine.config import TreeConfig
 from engine.proposer import Proposer
 from engine.proposer.draft_model.offer import Offer
 from engine.proposer.vocab_mapping.counts import TranslationCounts
@@ -64,10 +63,13 @@ class DraftAhead:
         return self._tables[sequence.request_id].draft
 
     def expect(self, sequence: RequestTokens, draft: Draft, num_drafts: int) -> None:
-        """Prepare for the target's next pass, which verifies `draft`; the pass after it may have `num_drafts`."""
+        """Prepare for the target's next pass, which verifies `draft`; the pass after it may have `num_drafts`.
+
+        Of a tree, outcomes after its first branch are prepared.
+        """
         from engine.proposer.draft_model.ahead_drafter import PendingPass  # as above
 
-        self._due[sequence.request_id] = PendingPass(sequence, draft.token_ids, num_drafts)
+        self._due[sequence.request_id] = PendingPass(sequence, draft.first_path().token_ids, num_drafts)
 
     def run(self, send: Callable[[tuple[Offer, ...]], None], is_stopped: Callable[[], bool]) -> None:
         """Draft for all expected passes and send the offers; return at once when `is_stopped`."""
@@ -104,7 +106,6 @@ class DraftServer:
         proposer: Proposer,
         draft_version: str,
         ahead_drafter: AheadDrafter | None = None,
-        tree: TreeConfig | None = None,
         counts: Callable[[], TranslationCounts] = TranslationCounts,
     ) -> None:
         """`counts` returns the translation counts so far of a draft with its own tokenizer."""
@@ -112,7 +113,6 @@ class DraftServer:
         self._proposer = proposer
         self._draft_version = draft_version
         self._ahead = None if ahead_drafter is None else DraftAhead(ahead_drafter)
-        self._tree = tree
         self._counts = counts
         self._reported_counts = counts()
         self._sequences: dict[str, RequestTokens] = {}
@@ -211,8 +211,7 @@ class DraftServer:
         return {each: number for each, number in requested.items() if number > 0 and each in self._sequences}
 
     def _draft(self, requested: dict[str, int]) -> tuple[Offer, ...]:
-        num_requested = len(requested)
-        queries = [self._query(self._sequences[each], number, num_requested) for each, number in requested.items()]
+        queries = [self._query(self._sequences[each], number) for each, number in requested.items()]
         drafts = self._proposer.propose(queries)
         return tuple(
             Offer(query.sequence.request_id, len(query.sequence.token_ids), draft)
@@ -224,10 +223,14 @@ class DraftServer:
         if request_ids:
             self._proposer.propose([UnscheduledQuery(self._sequences[request_id], 1) for request_id in request_ids])
 
-    def _query(self, sequence: RequestTokens, num_drafts: int, num_requested: int) -> UnscheduledQuery:
-        """Return the query with the tree size that the target will have for this number of sequences."""
-        num_nodes = 0 if self._tree is None else self._tree.num_nodes_for(num_requested, sequence.verify)
-        return UnscheduledQuery(sequence, num_drafts, num_nodes)
+    def _query(self, sequence: RequestTokens, num_drafts: int) -> UnscheduledQuery:
+        """Return the query of a draft that was not made ahead.
+
+        Drafts made ahead are chains. What was prepared in time must not change the shape of drafts that are drawn: then
+        the text of a seed would depend on it.
+        """
+        is_chain = self._ahead is not None and not sequence.is_matched
+        return UnscheduledQuery(sequence, num_drafts, 0 if is_chain else sequence.node_allowance)
 
     def _open(self, opening: Open) -> None:
         self._forget((opening.request_id,))
@@ -241,6 +244,7 @@ class DraftServer:
         sequence = self._sequences.get(commit.request_id)
         if sequence is None:
             return False
+        sequence.node_allowance = commit.num_nodes
         num_known = len(sequence.token_ids) - commit.base_len
         if num_known < 0:
             self._forget((commit.request_id,))
@@ -277,4 +281,4 @@ def _sequence(opening: Open) -> RequestTokens:
         cache_salt=opening.cache_salt,
         tenant=opening.tenant,
     )
-    return RequestTokens(request, DraftRule(opening.num_drafts, opening.verify))
+    return RequestTokens(request, DraftRule(opening.num_drafts, opening.verify, num_tree_nodes=opening.num_nodes))

@@ -21,7 +21,7 @@ MODES = (
     DecodeMode("plain"),
     DecodeMode("sync", 4),
     DecodeMode("async", 4, is_ahead=True),
-    DecodeMode("tree", 4, tree=TreeConfig(TreeKind.DYNAMIC, 8, max_batch=8)),
+    DecodeMode("tree", 4, tree=TreeConfig(TreeKind.DYNAMIC, 8)),
     DecodeMode("waiting", overlaps=False),  # plain, the host seeing every token before the next pass
 )
 
@@ -55,8 +55,7 @@ def measure_decoding(plan: Plan, results: GpuResults, speed: DeviceSpeed, folder
 
 
 def _cells(plan: Plan, mode: DecodeMode) -> Iterator[Cell]:
-    most = max(plan.batches) if mode.tree is None else mode.tree.max_batch
-    return (Cell(mode, batch, context) for context in plan.contexts for batch in plan.batches if batch <= most)
+    return (Cell(mode, batch, context) for context in plan.contexts for batch in plan.batches)
 
 
 def _num_blocks(plan: Plan) -> int:

@@ -160,7 +160,7 @@ class GpuBench:
     def _engine(self, mode: DecodeMode, proposer: Proposer) -> EngineCore:
         blocks = BlockManager(self._num_blocks, self.runner.block_size, self.runner.model_version)
         source = CopiedPrefill(self.runner, self._text_blocks)
-        scheduler = Scheduler(self._limits, blocks, self.runner.max_model_len, source, mode.tree)
+        scheduler = Scheduler(self._limits, blocks, self.runner.max_model_len, source)
         speculation = SpeculationConfig(mode.num_drafts, tree=mode.tree)
         verifier = Verifier(Sampler())
         overlaps = mode.overlaps and self.runner.can_overlap

@@ -86,7 +86,7 @@ class SharedTarget:
 
     def engine(self, speculation: SpeculationConfig, make_proposer: Callable[[], Proposer | None]) -> RecordedEngine:
         """Return an engine whose drafts come from the target's head, or else from the made proposer."""
-        scheduler = Scheduler(SchedulerConfig(), self._blocks, self._runner.max_model_len, tree=speculation.tree)
+        scheduler = Scheduler(SchedulerConfig(), self._blocks, self._runner.max_model_len)
         verifier = RecordedVerifier(Sampler())
         head = head_proposer(self._runner, speculation.tree)
         proposer = head or make_proposer() or NoProposer()

@@ -18,7 +18,7 @@ _SCALING = {
     "downscale_delay_s": "it is always 600",
 }
 
-_TREE = "a tree is dynamic, in passes of at most 4 sequences; num_nodes sets its size"
+_TREE = "a tree is dynamic; num_nodes limits its size"
 
 # What holds now, or what to set, by the path of the key.
 REMOVED = {

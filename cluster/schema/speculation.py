@@ -23,10 +23,11 @@ class DraftMode(StrEnum):
 
 
 class TreeSection(EngineSection):
-    """Draft trees, in passes of at most four sequences; `num_tokens` is then their depth.
+    """Draft trees of up to `num_nodes` nodes: the likeliest ones of each pass.
 
-    A tree has the `num_nodes` likeliest nodes of each pass. For `rejection` it has the best shape of that size, the
-    same in every pass. A request with `block` gets chains.
+    With `adaptive` each pass has chains or trees, of the size that pays; otherwise all drafts have `num_nodes` nodes
+    and a depth of `num_tokens`. For `rejection` a tree has the best shape of its size, and with `mode` async drafts are
+    chains. A sampled request with `block` gets chains.
     """
 
     num_nodes: int = TreeConfig().num_nodes
@@ -69,8 +70,8 @@ class SpeculationSection(Section):
     nothing to make (suffixes, also in hybrid, and a client's prediction) have up to `max_num_tokens`; they end early
     where they are unlikely to continue.
 
-    With `adaptive`, every pass of every request gets its own K, from 0 to the request's limit; `num_tokens` is the
-    first. Otherwise K is `num_tokens`. The default is true for chains in mode sync.
+    With `adaptive`, every pass of every request gets its own K, from 0 to the request's limit, and its own shape if
+    there is a `tree`; `num_tokens` is the first K. Otherwise K is `num_tokens`.
 
     A request may choose any method that the deployment can run, one of `drafts` by its name. A request without a choice
     gets `method`, by default the draft's kind. `auto` takes the method that was measured to be the fastest for greedy
@@ -90,17 +91,10 @@ class SpeculationSection(Section):
     mode: Annotated[DraftMode, one_of(*DraftMode)] = DraftMode.SYNC
     verify: Annotated[VerifyMode, one_of(*VerifyMode)] = VerifyMode.COUPLED
     method: _Method | None = None
-    adaptive: bool | None = None
+    adaptive: bool = True
     target_itl_ms: float | None = Field(default=None, gt=0, strict=False)
     tree: TreeSection | None = None
     steps: StepsSection | None = None
-
-    @property
-    def is_adaptive(self) -> bool:
-        """`adaptive`, or its default."""
-        if self.adaptive is not None:
-            return self.adaptive
-        return self.mode is DraftMode.SYNC and self.tree is None
 
     def to_engine(self, methods: tuple[str, ...]) -> SpeculationConfig:
         """Return the speculation of an engine that offers `methods`, the default first."""
@@ -110,7 +104,7 @@ class SpeculationSection(Section):
             self.max_num_tokens,
             methods,
             None if self.tree is None else self.tree.to_engine(),
-            self.is_adaptive,
+            self.adaptive,
             None if self.steps is None else self.steps.to_engine(),
             None if self.target_itl_ms is None else self.target_itl_ms / 1000,
         )
@@ -118,13 +112,9 @@ class SpeculationSection(Section):
     def conflicts(self) -> Iterator[str]:
         if self.steps is not None and self.mode is not DraftMode.SYNC:
             yield f"steps are for mode 'sync', and the mode is '{self.mode}'; remove one of the two"
-        if self.tree is not None and self.adaptive:
-            yield "adaptive is for chains, and tree sets its own size; remove one of the two"
         if self.tree is not None and self.verify is VerifyMode.BLOCK:
             yield "verify 'block' is for chains, and there is a tree; set verify to 'coupled' or remove one of the two"
-        if self.tree is not None and self.mode is not DraftMode.SYNC:
-            yield f"tree is for mode 'sync', and the mode is '{self.mode}'; remove one of the two"
-        is_planned = self.is_adaptive and self.num_tokens > 0
+        is_planned = self.adaptive and self.num_tokens > 0
         if self.method is SpeculationMethod.AUTO and not is_planned:
             yield "method 'auto' needs the measurements of adaptive lengths; set adaptive to true, or name a method"
         if self.target_itl_ms is not None and not is_planned:

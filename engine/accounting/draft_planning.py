@@ -1,4 +1,4 @@
-"""Plans the lengths and methods of an engine's drafts; an adaptive configuration learns them from earlier passes."""
+"""Plans the shapes and methods of an engine's drafts; an adaptive configuration learns them from earlier passes."""
 
 from __future__ import annotations
 
@@ -65,17 +65,19 @@ class DraftPlanning:
 
 def _length_policy(config: SpeculationConfig, experts: ExpertReads) -> LengthPolicy:
     max_pass_s = float("inf") if config.target_itl_s is None else config.target_itl_s
-    return LengthPolicy(config.num_tokens, config.max_num_tokens, max_pass_s, experts)
+    num_nodes = config.tree.num_nodes if config.tree else 0
+    return LengthPolicy(config.num_tokens, config.max_num_tokens, max_pass_s, experts, num_nodes)
 
 
 def set_lengths(policy: LengthPolicy, sequences: Seq[Sequence]) -> None:
-    """Set the draft lengths of the next pass, which samples all of `sequences`.
+    """Set the shapes of drafts in the next pass, which samples all of `sequences`.
 
-    A sequence with a fixed length keeps it, and pays no price: both depend on a clock.
+    A sequence with a fixed length keeps its shape, and pays no price: both depend on a clock.
     """
-    for sequence, length in zip(sequences, policy.lengths(sequences), strict=True):
+    for sequence, size in zip(sequences, policy.sizes(sequences), strict=True):
         if not sequence.has_fixed_length:
-            sequence.draft_allowance, sequence.least_chance = length, policy.least_chance
+            sequence.draft_allowance, sequence.node_allowance = size
+            sequence.least_chance = policy.least_chance
 
 
 class PassObserver(Protocol):

@@ -28,14 +28,19 @@ class Allocation:
 
 
 def allocate(
-    acceptance: Floats, row_seconds: Floats, step_s: float, token_s: float, max_seconds: float = np.inf
+    acceptance: Floats,
+    row_seconds: Floats,
+    step_s: float,
+    token_s: float,
+    max_seconds: float = np.inf,
+    num_steps: Floats | None = None,
 ) -> Allocation:
     """Maximise G = (B + sum of acceptance) / (C(B + drafts) + D(drafts)) over all lengths.
 
     For a given number of drafts and a given longest draft, the drafts with the largest acceptance are best
-    (arXiv:2406.14066), and they form a prefix per sequence. So every longest length and every number is tried, for any
-    shape of C. Among lengths that are nearly the best, the shortest pass is chosen: clients wait less, and an estimate
-    for few drafts is more certain.
+    (arXiv:2406.14066), and they form a prefix per sequence: of a chain, or of a tree's nodes, likeliest first. So every
+    longest length and every number is tried, for any shape of C. Among lengths that are nearly the best, the shortest
+    pass is chosen: clients wait less, and an estimate for few drafts is more certain.
 
     Args:
         acceptance: `[B, K]`, falling along K; 0 for a draft that is not allowed.
@@ -43,10 +48,13 @@ def allocate(
         step_s: Seconds in D per step of the longest draft.
         token_s: Seconds in D per drafted token.
         max_seconds: Upper limit of C + D.
+        num_steps: `[K]`, the steps of a draft model for a longest draft of 1 to K; by default as many as drafts.
     """
     num_sequences, num_positions = acceptance.shape
+    steps = np.arange(1.0, num_positions + 1.0) if num_steps is None else num_steps
     if num_sequences == 1:
-        return _allocate_to_one(acceptance[0].tolist(), row_seconds.tolist(), step_s + token_s, max_seconds)
+        draft_s = (step_s * steps + token_s * np.arange(1.0, num_positions + 1.0)).tolist()
+        return _allocate_to_one(acceptance[0].tolist(), row_seconds.tolist(), draft_s, max_seconds)
     plain = num_sequences / row_seconds[0]
     # Order all drafts by acceptance; equal ones by position, so that lengths stay prefixes.
     order = np.argsort(-acceptance.T, axis=None, kind="stable")
@@ -60,7 +68,7 @@ def allocate(
     is_in = (depths <= longest) & (chances > 0)  # [K, B * K]
     num_drafts = np.minimum(np.cumsum(is_in, axis=1), len(row_seconds))
     tokens = num_sequences + np.cumsum(is_in * chances, axis=1)
-    seconds = np.append(row_seconds, np.inf)[num_drafts] + step_s * longest + token_s * num_drafts
+    seconds = np.append(row_seconds, np.inf)[num_drafts] + step_s * steps[:, None] + token_s * num_drafts
     goodput = np.where(seconds <= max_seconds, tokens / seconds, 0.0)
     if (best := goodput.max()) <= plain:
         return Allocation(np.zeros(num_sequences, dtype=np.int64), plain, plain)
@@ -73,16 +81,16 @@ def allocate(
 
 
 def _allocate_to_one(
-    acceptance: list[float], row_seconds: list[float], draft_s: float, max_seconds: float
+    acceptance: list[float], row_seconds: list[float], draft_s: list[float], max_seconds: float
 ) -> Allocation:
     """Allocate to a single sequence; a short loop is faster than arrays."""
     plain, tokens = 1.0 / row_seconds[0], 1.0
     goodputs = []
-    for length, (chance, seconds) in enumerate(zip(acceptance, row_seconds[1:], strict=False), start=1):
+    for chance, seconds, own_s in zip(acceptance, row_seconds[1:], draft_s, strict=False):
         if chance <= 0.0:
             break
         tokens += chance
-        pass_s = seconds + length * draft_s
+        pass_s = seconds + own_s
         goodputs.append(tokens / pass_s if pass_s <= max_seconds else 0.0)
     if not goodputs or (best := max(goodputs)) <= plain:
         return Allocation(np.array([0]), plain, plain)

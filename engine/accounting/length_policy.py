@@ -1,7 +1,10 @@
-"""Chooses each sequence's number of drafts for the next pass, so that the pass makes the most tokens per second.
+"""Chooses the shape of each sequence's draft in the next pass, so that the pass makes the most tokens per second.
 
-After every pass the policy learns from the accepted drafts and the time of the pass. It chooses each next length before
-any token is drawn, so a length depends only on committed tokens, counts and clocks. Otherwise `rejection` and `block`
+A shape is none, a chain of a length, or a tree of a number of nodes. Each class of requests has the kind of shape that
+promises more in a batch of this size, and each sequence of it a number of rows.
+
+After every pass the policy learns from the accepted drafts and the time of the pass. It chooses each next shape before
+any token is drawn, so a shape depends only on committed tokens, counts and clocks. Otherwise `rejection` and `block`
 verification would be biased (the look-ahead counter-example of DSpark, arXiv:2607.05147: p = (.7, .3) comes out as
 (.85, .15)); `coupled` verification cannot be biased. In the first two modes the text of a seed depends on the lengths,
 which depend on clocks: sequences with a client's seed keep their first length.
@@ -12,6 +15,7 @@ worth a row (`engine.accounting.length_allocation`), and end where their chance 
 A plan may give all sequences length 0. Then a fixed share of the time goes to probes: a draft of one token in two
 successive passes, since the first also prefills the tokens that the draft has missed. While sequences draft, one pass
 now and then has no drafts, which measures the baseline; with several draft models, one pass uses each of them alone.
+One draft in 64 of a class has its other shape, with as many rows: it costs a 64th of what the better shape gains.
 
 A simpler rule, the best measured K of {0, 2, 4, 8} per class and batch size, is up to a quarter slower
 (bench/EXPERIMENTS.md).
@@ -19,26 +23,34 @@ A simpler rule, the best measured K of {0, 2, 4, 8} per class and batch size, is
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.accounting.acceptance import AcceptanceTable, Floats, Ints
 from engine.accounting.cost_model import DENSE, CostModel, ExpertReads
 from engine.accounting.draft_cost import RequestedDrafts
 from engine.accounting.length_allocation import Allocation, RowPrice, allocate
 from engine.accounting.record import PassRecord, SequencePass
-from engine.accounting.speculation_gate import SpeculationGates, class_of, method_of
+from engine.accounting.speculation_gate import SpeculationGates, class_of, drafter_of, method_of
+from engine.batch.draft import depths
 from engine.sequence.sequence import Sequence
 from protos.messages import SpeculationMethod
 
 # Shares of time for measurements. Fewer plain passes and more plans moved simulated goodput by 3% at most
 # (bench/EXPERIMENTS.md).
 _PLAIN_PERIOD = 64  # steps between plain passes that measure the baseline
+_SHAPE_PERIOD = 64  # passes with drafts of a class between two with as many rows in its other shape
+_DEPTH_RATE = 0.1  # of a pass in the depth of trees
 _PROBE_SHARE = 0.01  # of the time is for probes of sequences without drafts
 _PROBE_PERIODS = (60, 1000)  # fewest and most steps between two probes
 _FEW_MISSED = 2  # passes without a draft; after more, the next draft has much to prefill
-_REST = 8  # steps between two plans while no sequence drafts
+_REST = 8  # steps between two choices of shapes, and between two plans while no sequence drafts
 # What clients notice: a small gain is not worth longer and uneven passes.
 _WAKE_GAIN = 1.05  # drafts start above this expected gain: the first ones also pay for missed tokens
 _LEAST_GAIN = 1.02  # drafts end below this expected gain
@@ -46,27 +58,75 @@ _LONGEST = 6.0  # plain passes: the longest pass with drafts for a single sequen
 LONGEST_SHARED = 2.5  # the same for several sequences, which wait for each other's drafts
 
 
+Bools = NDArray[np.bool_]
+Names = NDArray[np.str_]
+
+
+class DraftSize(NamedTuple):
+    """The size of a draft: the length of a chain, or the depth and the nodes of a tree."""
+
+    num_tokens: int
+    num_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """The longest chain and the largest tree of each sequence, `[B]`; 0 where a sequence cannot have the shape."""
+
+    chains: Ints
+    trees: Ints
+    depths: Ints
+
+    @classmethod
+    def of(cls, sequences: Seq[Sequence], num_possible: Callable[[Sequence, bool], int]) -> _Limits:
+        """Return the limits of sequences, by `num_possible(sequence, is_tree)`."""
+        chains, trees = ([num_possible(each, is_tree) for each in sequences] for is_tree in (False, True))
+        return cls(np.array(chains), np.array(trees), np.array([each.num_draft_tokens for each in sequences]))
+
+    @property
+    def no_trees(self) -> Bools:
+        return np.zeros(len(self.chains), dtype=np.bool_)
+
+    def are_trees(self, names: Names, classes: set[str]) -> Bools:
+        """Return which sequences have trees if these classes have."""
+        return np.array([name in classes for name in names.tolist()]) & (self.trees > 0)
+
+    def sizes(self, lengths: Ints, is_tree: Bools) -> list[DraftSize]:
+        """Return drafts of these numbers of rows within the limits; a tree of one node is a chain."""
+        branches = is_tree & (lengths > 1)
+        nodes = np.where(branches, np.minimum(lengths, self.trees), 0)
+        depths = np.minimum(lengths, np.where(branches, self.depths, self.chains))
+        return [*map(DraftSize, depths.tolist(), nodes.tolist())]
+
+
 class LengthPolicy:
-    """Plans draft lengths from 0 to each sequence's limit. Used by the engine's thread alone.
+    """Plans a shape for each sequence: none, a chain or a tree, up to its limits. Used by the engine's thread alone.
 
     Args:
         first_length: The length before any pass is measured, and the limit until the cost of drafts is known.
         max_length: The longest draft.
         max_pass_s: The longest pass that drafts may cause; a pass that is longer without drafts gets none.
         experts: What rows read of the target's experts.
+        max_nodes: The largest tree; 0 if all drafts are chains.
 
     Attributes:
         least_chance: the price of a row in the last plan: a draft with a lower known chance is not worth it.
     """
 
     def __init__(
-        self, first_length: int, max_length: int, max_pass_s: float = np.inf, experts: ExpertReads = DENSE
+        self,
+        first_length: int,
+        max_length: int,
+        max_pass_s: float = np.inf,
+        experts: ExpertReads = DENSE,
+        max_nodes: int = 0,
     ) -> None:
         self.least_chance = 0.0
         self._first_length = first_length
         self._max_length = max_length
         self._max_pass_s = max_pass_s
-        self._acceptance = AcceptanceTable(max_length)
+        self._max_nodes = max_nodes
+        self._acceptance = self._new_acceptance()
         self._costs = CostModel(experts)
         self._price = RowPrice()
         self._gates = SpeculationGates(self._costs)
@@ -74,6 +134,11 @@ class LengthPolicy:
         self._last_plain = -_PLAIN_PERIOD  # step of the last pass without drafts
         self._last_plan = 0
         self._last_drafted: dict[str, int] = {}  # request id -> step of its last draft, or of its first pass
+        self._tree_classes: set[str] = set()
+        self._next_choice = 0  # step
+        # Steps of the draft model for a tree of 1, 2, ... nodes: that of its deepest node.
+        self._tree_steps = np.log2(np.arange(1.0, max(max_length, max_nodes) + 1.0)) + 1.0
+        self._num_choices: Counter[str] = Counter()  # passes with drafts of a class that has two shapes
         self._last_alone: dict[str, int] = {}  # method -> step of the last plan for it to draft alone
         self._is_speculating = False
         self._probed: str | None = None  # request that has had the first pass of its probe
@@ -95,7 +160,7 @@ class LengthPolicy:
 
     def forget_draft(self) -> None:
         """Forget all measurements of the draft model, since another has replaced it; keep the target's costs."""
-        self._acceptance = AcceptanceTable(self._max_length)
+        self._acceptance = self._new_acceptance()
         self._costs.forget_drafts()
         self._gates = SpeculationGates(self._costs)
         self._is_speculating = True
@@ -110,12 +175,8 @@ class LengthPolicy:
         self._step += 1
         drafted_ids = [each.sequence.request_id for each in passes if each.num_requested > 0]
         has_catch_up = not all(map(self._is_up_to_date, drafted_ids))
-        self._acceptance.observe(
-            [each.sequence.request_id for each in passes],
-            [class_of(each.sequence) for each in passes],
-            np.array([each.num_proposed for each in passes]),
-            np.array([each.num_accepted for each in passes]),
-        )
+        self._learn_acceptance([each for each in passes if not each.draft.draft.parents], is_tree=False)
+        self._learn_acceptance([each for each in passes if each.draft.draft.parents], is_tree=True)
         self._last_drafted.update(dict.fromkeys(drafted_ids, self._step))
         priced = [each for each in passes if _is_priced(each.sequence)]
         num_accepted = sum(each.num_accepted for each in priced)
@@ -124,63 +185,100 @@ class LengthPolicy:
         if len(passes) == len(record.passes):
             self._learn_time(record, has_catch_up)
 
-    def lengths(self, sequences: Seq[Sequence]) -> list[int]:
-        """Return the length of each sequence's next draft; the next pass samples all of them."""
+    def sizes(self, sequences: Seq[Sequence]) -> list[DraftSize]:
+        """Return the size of each sequence's next draft; the next pass samples all of them."""
         request_ids = [sequence.request_id for sequence in sequences]
         has_new = not self._last_drafted.keys() >= set(request_ids)
-        self._acceptance.keep_only(request_ids)
+        for table in self._acceptance:
+            table.keep_only(request_ids)
         self._last_drafted = {each: self._last_drafted.get(each, self._step) for each in request_ids}
         if not sequences:
             return []
         self._set_size(len(sequences))
         is_resting = not self._is_speculating and self._probed is None and self._step - self._last_plan < _REST
         if is_resting and not has_new and all(each.draft_allowance == 0 for each in sequences):
-            return [0] * len(sequences)
+            return [DraftSize(0, 0)] * len(sequences)
         self._last_plan = self._step
-        return [int(length) for length in self._plan(sequences)]
+        return self._plan(sequences)
 
     def _set_size(self, num_sequences: int) -> None:
         self._costs.set_size(num_sequences)
         self._gates.batch_size = num_sequences
 
-    def _plan(self, sequences: Seq[Sequence]) -> Ints:
-        num_possible = np.array([self._num_possible(sequence) for sequence in sequences])
-        num_rows = len(sequences) + sum(each.num_wanted_drafts for each in sequences if each.has_fixed_length)
+    def _plan(self, sequences: Seq[Sequence]) -> list[DraftSize]:
+        limits = _Limits.of(sequences, lambda each, is_tree: self._num_possible(each, is_tree=is_tree))
+        num_rows = len(sequences) + sum(each.num_wanted_rows for each in sequences if each.has_fixed_length)
         # Before any pass is measured, use the first length.
         if not self._costs.is_known:
             self._is_speculating = True
-            first: Ints = np.minimum(num_possible, self._first_length)
-            return first
+            return limits.sizes(np.minimum(limits.chains, self._first_length), limits.no_trees)
         # Use no drafts if a plain pass is due, or if the costs are not known for more rows.
         room = self._costs.room(num_rows)
         if self._step - self._last_plain > _PLAIN_PERIOD or room <= 0:
             self._last_plain = self._step
-            return np.zeros_like(num_possible)
-        # Plan the lengths of most methods; set a price for drafts that know their chances.
+            return limits.sizes(np.zeros_like(limits.chains), limits.no_trees)
+        # Plan the shapes of most methods; set a price for drafts that know their chances.
         is_free = np.isinf(self._max_pass_s)  # under a time limit nothing is tried
-        num_drafts = min(int(num_possible.sum()), room)
+        num_drafts = min(int(np.maximum(limits.chains, limits.trees).sum()), room)
         row_seconds = self._costs.row_seconds(num_rows, num_drafts, is_optimistic=is_free)
         is_priced = np.array([_is_priced(each) for each in sequences])
-        lengths = self._planned(sequences, np.where(is_priced, 0, num_possible), row_seconds)
-        lengths += self._priced(sequences, np.where(is_priced, num_possible, 0), row_seconds)
+        planned = replace(limits, chains=np.where(is_priced, 0, limits.chains))
+        lengths, is_tree = self._planned(sequences, planned, row_seconds)
+        lengths += self._priced(sequences, np.where(is_priced, limits.chains, 0), row_seconds)
         # Change the plan now and then to measure a method alone, or to probe a sequence without drafts.
         self._is_speculating = bool(lengths.any())
-        self._measure_alone(sequences, lengths)
-        self._probe(sequences, lengths, np.where(is_priced, 0, num_possible))
-        return lengths
+        self._measure_alone(sequences, lengths, is_tree)
+        self._probe(sequences, lengths, planned.chains)
+        return limits.sizes(lengths, is_tree)
 
-    def _planned(self, sequences: Seq[Sequence], num_possible: Ints, row_seconds: Floats) -> Ints:
-        """Return the lengths, at most `num_possible`, with the most expected tokens per second."""
-        if not num_possible.any():
-            return np.zeros_like(num_possible)
-        names = [class_of(sequence) for sequence in sequences]
-        acceptance = self._acceptance.of([sequence.request_id for sequence in sequences], names)
-        allowed = np.where([self._gates.is_open(name) for name in names], num_possible, 0)
-        acceptance[np.arange(self._max_length) >= allowed[:, None]] = 0.0
-        best = self._best_allocation(sequences, acceptance, row_seconds)
+    def _planned(self, sequences: Seq[Sequence], limits: _Limits, row_seconds: Floats) -> tuple[Ints, Bools]:
+        """Return the rows, within `limits`, with the most expected tokens per second, and which drafts are trees."""
+        no_rows = np.zeros_like(limits.chains)
+        if not limits.chains.any():
+            return no_rows, limits.no_trees
+        names = np.array([class_of(sequence) for sequence in sequences])
+        branching = sorted(set(names[limits.trees > 0].tolist()))
+        if branching and self._step >= self._next_choice:
+            self._next_choice = self._step + _REST
+            self._choose_shapes(sequences, names, branching, limits, row_seconds)
+        is_tree = limits.are_trees(names, self._tree_classes)
+        request_ids = [each.request_id for each in sequences]
+        best = self._best_allocation(sequences, names, request_ids, limits, is_tree, row_seconds)
         needed = _LEAST_GAIN if self._is_speculating else _WAKE_GAIN
-        is_worth = best.tokens_per_s > needed * best.plain_tokens_per_s
-        return best.lengths if is_worth else np.zeros_like(best.lengths)
+        if best.tokens_per_s <= needed * best.plain_tokens_per_s:
+            return no_rows, is_tree
+        # Now and then a class has as many rows in its other shape.
+        for name in branching:
+            self._num_choices[name] += 1
+            if self._num_choices[name] % _SHAPE_PERIOD == 0:
+                is_tree = is_tree ^ limits.are_trees(names, {name})
+        return best.lengths, is_tree
+
+    def _choose_shapes(
+        self, sequences: Seq[Sequence], names: Names, branching: list[str], limits: _Limits, row_seconds: Floats
+    ) -> None:
+        """Choose the classes that have trees, by the rates of whole classes: the luck of a request is no reason."""
+
+        def tokens_per_s(classes: set[str]) -> float:
+            is_tree = limits.are_trees(names, classes)
+            nobody = [""] * len(sequences)
+            return self._best_allocation(sequences, names, nobody, limits, is_tree, row_seconds).tokens_per_s
+
+        present = self._tree_classes
+        least = _LEAST_GAIN * tokens_per_s(present)
+        options = [set(branching), set[str](), *({*present} ^ {name} for name in branching)]
+        speeds = [tokens_per_s(each) for each in options]
+        if max(speeds) > least:
+            self._tree_classes = options[int(np.argmax(speeds))]
+
+    def _chances(self, names: Names, request_ids: Seq[str], limits: Ints, *, is_tree: bool) -> Floats:
+        """Return the chance of each row of a shape, `[B, W]`; 0 above the limits, and for classes that are off."""
+        chances = np.zeros((len(names), max(self._max_length, self._max_nodes)))
+        known = self._acceptance[is_tree].of(request_ids, names.tolist())
+        chances[:, : known.shape[1]] = known
+        allowed = np.where([self._gates.is_open(name) for name in names.tolist()], limits, 0)
+        chances[np.arange(chances.shape[1]) >= allowed[:, None]] = 0.0
+        return chances
 
     def _priced(self, sequences: Seq[Sequence], num_possible: Ints, row_seconds: Floats) -> Ints:
         """Set the price of a row, and return the longest lengths of sequences with priced drafts."""
@@ -193,19 +291,29 @@ class LengthPolicy:
         is_open = [self.is_open(each) for each in sequences]
         return np.where(is_open, np.minimum(num_possible, most), 0)
 
-    def _best_allocation(self, sequences: Seq[Sequence], acceptance: Floats, row_seconds: Floats) -> Allocation:
+    def _best_allocation(
+        self,
+        sequences: Seq[Sequence],
+        names: Names,
+        request_ids: Seq[str],
+        limits: _Limits,
+        is_tree: Bools,
+        row_seconds: Floats,
+    ) -> Allocation:
         """Return the best allocation over the cheapest method, the two cheapest, and so on: one may be too slow."""
+        chances = self._chances(names, request_ids, limits.chains, is_tree=False)
+        num_steps = np.arange(1.0, chances.shape[1] + 1.0)
+        if is_tree.any():
+            chances[is_tree] = self._chances(names, request_ids, limits.trees, is_tree=True)[is_tree]
+            num_steps = self._tree_steps if is_tree.all() else np.maximum(num_steps, self._tree_steps)
         limit_s, drafts = self._limit_s(len(sequences), row_seconds), self._costs.drafts
-        names = [str(method_of(sequence)) for sequence in sequences]
-        if len(set(names)) == 1:
-            return allocate(acceptance, row_seconds, *drafts.prices(names[:1]), limit_s)
-        methods = np.array(names)
-        by_price = sorted(set(names), key=lambda method: (*drafts.prices([method]), method))
+        drafters = _drafters(sequences, is_tree)
+        by_price = sorted(set(drafters), key=lambda each: (*drafts.prices([each]), each))
         allocations = []
         for number in range(1, len(by_price) + 1):
-            is_in = np.isin(methods, by_price[:number])
-            prices = drafts.prices(methods[is_in].tolist())
-            allocations.append(allocate(acceptance * is_in[:, None], row_seconds, *prices, limit_s))
+            is_in = np.isin(drafters, by_price[:number])
+            prices = drafts.prices([each for each in drafters if each in by_price[:number]])
+            allocations.append(allocate(chances * is_in[:, None], row_seconds, *prices, limit_s, num_steps))
         return max(allocations, key=lambda each: each.tokens_per_s)
 
     def _limit_s(self, num_sequences: int, row_seconds: Floats) -> float:
@@ -213,9 +321,9 @@ class LengthPolicy:
         longest_s = (_LONGEST if num_sequences == 1 else LONGEST_SHARED) * float(row_seconds[0])
         return min(self._max_pass_s / (1.0 + self._costs.noise), longest_s)
 
-    def _measure_alone(self, sequences: Seq[Sequence], lengths: Ints) -> None:
+    def _measure_alone(self, sequences: Seq[Sequence], lengths: Ints, is_tree: Bools) -> None:
         """Let one of several methods draft alone now and then, to measure the cost of each."""
-        methods = [method_of(sequence) for sequence in sequences]
+        methods = _drafters(sequences, is_tree & (lengths > 1))
         drafting = {method for method, length in zip(methods, lengths.tolist(), strict=True) if length > 0}
         if len(drafting) < 2:
             return
@@ -250,7 +358,7 @@ class LengthPolicy:
     def _is_up_to_date(self, request_id: str) -> bool:
         """True if the draft has to prefill the tokens of a few passes at most, and no prompt."""
         num_missed = self._step - 1 - self._last_drafted.get(request_id, self._step)
-        return self._acceptance.knows(request_id) and num_missed <= _FEW_MISSED
+        return any(table.knows(request_id) for table in self._acceptance) and num_missed <= _FEW_MISSED
 
     def _learn_time(self, record: PassRecord, has_catch_up: bool) -> None:
         """Learn from the time of a pass; the wait for drafts is ignored if one had to prefill missed tokens."""
@@ -267,11 +375,42 @@ class LengthPolicy:
             self._costs.drafts.observe(requested, record.times.draft_s)
         self._gates.observe(record, requested, is_speculating=self._is_speculating)
 
-    def _num_possible(self, sequence: Sequence) -> int:
-        if sequence.has_fixed_length:
+    def _num_possible(self, sequence: Sequence, *, is_tree: bool) -> int:
+        """Return the longest chain of the next pass, or the largest tree."""
+        if sequence.has_fixed_length or sequence.num_remaining_tokens <= 1:
             return 0
-        limit = self._max_length if self._costs.drafts.knows(method_of(sequence)) else self._first_length
-        return max(0, min(limit, sequence.num_draft_tokens, sequence.num_remaining_tokens - 1))
+        is_known = self._costs.drafts.knows(drafter_of(sequence, is_tree=is_tree))
+        limit = max(self._max_length, self._max_nodes) if is_known else self._first_length
+        if is_tree:
+            return min(limit, sequence.num_tree_nodes if sequence.num_draft_tokens > 0 else 0)
+        return min(limit, sequence.num_draft_tokens, sequence.num_remaining_tokens - 1)
+
+    def _learn_depth(self, passes: Seq[SequencePass]) -> None:
+        """Learn the depth of trees by their number of nodes: the first nodes of a tree are the best smaller one."""
+        deepest = np.zeros(max(each.num_proposed for each in passes))
+        for each in passes:
+            by_node = np.maximum.accumulate(depths(each.draft.draft.parents))
+            deepest[: len(by_node)] = np.maximum(deepest[: len(by_node)], by_node)
+        deepest = np.maximum.accumulate(deepest)[: len(self._tree_steps)]
+        self._tree_steps[: len(deepest)] += _DEPTH_RATE * (deepest - self._tree_steps[: len(deepest)])
+        self._tree_steps = np.maximum.accumulate(self._tree_steps)
+
+    def _new_acceptance(self) -> tuple[AcceptanceTable, AcceptanceTable]:
+        """Return a table of chains and one of trees."""
+        return AcceptanceTable(self._max_length), AcceptanceTable(self._max_nodes, has_trees=True)
+
+    def _learn_acceptance(self, passes: Seq[SequencePass], *, is_tree: bool) -> None:
+        request_ids = [each.sequence.request_id for each in passes]
+        classes = [class_of(each.sequence) for each in passes]
+        num_proposed = np.array([each.num_proposed for each in passes], dtype=np.int64)
+        if is_tree:
+            if passes:
+                self._learn_depth(passes)
+            paths = [each.outcome.path for each in passes]
+            self._acceptance[True].observe_trees(request_ids, classes, num_proposed, paths)
+        else:
+            num_accepted = np.array([each.num_accepted for each in passes], dtype=np.int64)
+            self._acceptance[False].observe(request_ids, classes, num_proposed, num_accepted)
 
 
 def _is_priced(sequence: Sequence) -> bool:
@@ -279,10 +418,19 @@ def _is_priced(sequence: Sequence) -> bool:
     return method_of(sequence) == SpeculationMethod.SUFFIX
 
 
+def _drafters(sequences: Seq[Sequence], is_tree: Bools) -> list[str]:
+    return [drafter_of(each, is_tree=flag) for each, flag in zip(sequences, is_tree.tolist(), strict=True)]
+
+
 def _requested(passes: Seq[SequencePass]) -> dict[str, RequestedDrafts]:
-    """Return the requested drafts of a pass, by method."""
-    numbers: dict[str, list[int]] = {}
+    """Return the requested drafts of a pass, by what they cost alike."""
+    numbers: dict[str, list[tuple[int, int]]] = {}
     for each in passes:
         if each.num_requested > 0:
-            numbers.setdefault(method_of(each.sequence), []).append(each.num_requested)
-    return {method: RequestedDrafts(max(requested), sum(requested)) for method, requested in numbers.items()}
+            is_tree = each.scheduled.max_tree_nodes > 0
+            num_steps = each.draft.depth if is_tree and each.num_proposed else each.num_requested
+            numbers.setdefault(drafter_of(each.sequence, is_tree=is_tree), []).append((num_steps, each.num_requested))
+    return {
+        drafter: RequestedDrafts(max(steps for steps, _ in sizes), sum(rows for _, rows in sizes))
+        for drafter, sizes in numbers.items()
+    }

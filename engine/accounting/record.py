@@ -26,8 +26,8 @@ class SequencePass(NamedTuple):
 
     @property
     def num_requested(self) -> int:
-        """The longest draft that the proposer was asked for; 0 if it was not asked."""
-        return self.scheduled.max_draft_tokens
+        """The longest chain or the largest tree that the proposer was asked for; 0 if it was not asked."""
+        return self.scheduled.max_tree_nodes or self.scheduled.max_draft_tokens
 
     @property
     def num_proposed(self) -> int:

@@ -7,7 +7,7 @@ from engine.accounting.speculation_gate import kind_of
 from engine.config import SpeculationConfig
 from engine.sequence.request_tokens import DraftRule
 from protos.errors import RequestError
-from protos.messages import GenerateRequest, SpeculationMethod, VerifyMode
+from protos.messages import GenerateRequest, SpeculationMethod, VerifyMode, has_own_weights
 
 
 def draft_rule(request: GenerateRequest, deployment: SpeculationConfig, chooser: MethodChooser) -> DraftRule:
@@ -16,14 +16,15 @@ def draft_rule(request: GenerateRequest, deployment: SpeculationConfig, chooser:
     K of free drafts is None if the request or the policy sets one K for all drafts. K must not depend on a clock if the
     request has a seed and its verification makes the text depend on K.
     """
-    params = request.speculation
+    params, method = request.speculation, _method(request, deployment, chooser)
     has_one_length = params.num_tokens is not None or _is_planned(request, deployment)
     return DraftRule(
         num_draft_tokens=_num_draft_tokens(request, deployment),
         verify=params.verify or deployment.verify,
-        method=_method(request, deployment, chooser),
+        method=method,
         num_free_draft_tokens=None if has_one_length else deployment.free_draft_limit,
         has_fixed_length=_has_fixed_length(request, deployment),
+        num_tree_nodes=_num_tree_nodes(request, deployment, method),
     )
 
 
@@ -48,6 +49,13 @@ def _num_draft_tokens(request: GenerateRequest, deployment: SpeculationConfig) -
     if _is_planned(request, deployment):
         return deployment.max_num_tokens
     return deployment.free_draft_limit if method == SpeculationMethod.SUFFIX else deployment.num_tokens
+
+
+def _num_tree_nodes(request: GenerateRequest, deployment: SpeculationConfig, method: str) -> int:
+    """Return the largest tree of a request; 0 if its drafts come from the text, or its verification is for chains."""
+    verify = request.speculation.verify or deployment.verify
+    can_branch = verify is not VerifyMode.BLOCK or request.sampling.is_greedy
+    return deployment.tree.num_nodes if deployment.tree and can_branch and has_own_weights(method) else 0
 
 
 def check_steps(request: GenerateRequest, is_allowed: bool, deployment: SpeculationConfig) -> None:

@@ -177,10 +177,13 @@ class SpeculationGates:
         draft_s = record.times.draft_s
         draft_s = min(draft_s, _MAX_SURPRISE * expected_s) if expected_s > 0.0 else draft_s
         for name, part in members.items():
-            method, num_requested = method_of(part[0].sequence), sum(each.num_requested for each in part)
-            share = num_requested / requested[method].num_tokens * shares[method] if num_requested else 0.0
+            share = 0.0
+            for each in part:
+                if each.num_requested:
+                    drafter = drafter_of(each.sequence, is_tree=each.scheduled.max_tree_nodes > 0)
+                    share += each.num_requested / requested[drafter].num_tokens * shares[drafter]
             step = self._class_step(record, part, draft_s, share * draft_s)
-            is_drafting = is_speculating and num_requested > 0
+            is_drafting = is_speculating and any(each.num_requested for each in part)
             self._gate(name).observe(step, len(record.passes), is_drafting=is_drafting)
 
     def _class_step(self, record: PassRecord, part: list[SequencePass], draft_s: float, own_s: float) -> ClassStep:
@@ -208,6 +211,11 @@ class SpeculationGates:
 def method_of(sequence: Sequence) -> str:
     """Return the source of a sequence's drafts."""
     return "prediction" if sequence.request.prediction_token_ids else sequence.method
+
+
+def drafter_of(sequence: Sequence, *, is_tree: bool) -> str:
+    """Return what the drafts of a sequence cost alike: the method, as chains or as trees."""
+    return f"{method_of(sequence)}-tree" if is_tree else method_of(sequence)
 
 
 def class_of(sequence: Sequence) -> str:

@@ -61,6 +61,18 @@ class Draft:
             return self.token_ids[: node + 1]
         return tuple(self.token_ids[each] for each in path_to(self.parents, node))
 
+    def first_path(self) -> Draft:
+        """Return a tree's chain of first children; a chain itself."""
+        if not self.parents:
+            return self
+        nodes: list[int] = []
+        for node, parent in enumerate(self.parents):
+            if parent == (nodes[-1] if nodes else -1):
+                nodes.append(node)
+        has_distributions = len(self.distributions) == len(self.token_ids)
+        distributions = tuple(self.distributions[node] for node in nodes) if has_distributions else ()
+        return Draft(tuple(self.token_ids[node] for node in nodes), distributions, source=self.source)
+
     @property
     def depth(self) -> int:
         """The most tokens that a verifier can accept."""

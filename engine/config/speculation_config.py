@@ -65,10 +65,10 @@ class TreeKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TreeConfig:
-    """Tree drafts, used while at most `max_batch` sequences decode: in larger batches each row costs time.
+    """Tree drafts of `num_nodes` nodes, or of at most so many in an adaptive deployment, which also has chains.
 
-    A tree has `num_nodes` nodes. `parents` is the shape of a static tree, as in `Draft`; without it the
-    shape is the best one for the acceptance assumed in `engine.proposer.growth.tree_shape`.
+    `parents` is the shape of a static tree, as in `Draft`; without it the shape is the best one for the acceptance
+    assumed in `engine.proposer.growth.tree_shape`.
 
     Raises:
         ConfigError: `num_nodes` is out of range, or `parents` is not a tree of `num_nodes` nodes.
@@ -76,7 +76,6 @@ class TreeConfig:
 
     kind: TreeKind = TreeKind.DYNAMIC
     num_nodes: int = 8
-    max_batch: int = 4
     parents: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -95,10 +94,6 @@ class TreeConfig:
                 "children, and -1 means the committed tokens"
             )
 
-    def num_nodes_for(self, num_sequences: int, verify: VerifyMode) -> int:
-        """Return the nodes per tree while `num_sequences` decode; 0 for a chain, as in block verification."""
-        return self.num_nodes if num_sequences <= self.max_batch and verify is not VerifyMode.BLOCK else 0
-
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
@@ -109,11 +104,14 @@ class SpeculationConfig:
     offer, the default first; a name outside `SpeculationMethod` is a further draft model. A deployment with
     `num_tokens` 0 drafts only for requests that ask.
 
-    With `adaptive`, each pass of each request gets its own K between 0 and `max_num_tokens` (or the request's limit),
-    and `num_tokens` is only the first K. Drafts then keep a pass within `target_itl_s`, and the method AUTO chooses
-    another method for each class of requests (`engine.accounting.method_chooser`).
+    With a `tree`, drafts are trees of depth K.
 
-    With a `tree`, drafts are trees of depth K. With `steps`, a request may ask for approximate reasoning steps; without
+    With `adaptive`, each pass of each request gets its own shape: none, a chain of up to `max_num_tokens` (or the
+    request's limit), or a tree of up to its `num_nodes`; `num_tokens` is only the first K. Drafts then keep a pass
+    within `target_itl_s`, and the method AUTO chooses another method for each class of requests
+    (`engine.accounting.method_chooser`).
+
+    With `steps`, a request may ask for approximate reasoning steps; without
     them everything is exact.
 
     Raises:

@@ -72,8 +72,7 @@ def load_engine(
     source = None
     if transport is not None:
         source = RemotePrefill(transport, runner, blocks, rates, config.min_remote_prefill_tokens)
-    tree = config.speculation.tree
-    scheduler = Scheduler(config.scheduler, blocks, runner.max_model_len, source, tree, rates=rates)
+    scheduler = Scheduler(config.scheduler, blocks, runner.max_model_len, source, rates=rates)
     position_log = None
     if config.log is not None:
         logged = LoggedModel(model_version(config.model.path), runner.vocab_size)

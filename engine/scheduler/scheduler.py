@@ -21,7 +21,7 @@ from operator import attrgetter, itemgetter
 
 from engine.accounting.engine_stats import WAIT_BUCKETS_S, Histogram
 from engine.accounting.rates import RateMeter
-from engine.config import SchedulerConfig, TreeConfig
+from engine.config import SchedulerConfig
 from engine.kv_cache.block_manager import BlockManager
 from engine.remote_prefill.fetch_table import NoPrefillSource, PrefillLoad, PrefillSource
 from engine.sampling.grammar import DEAR_MASK_S
@@ -39,7 +39,7 @@ from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.sequence import Sequence, SequenceStatus
 from engine.verifier.verify_task import VerifyResult
 from protos.errors import RequestError
-from protos.messages import FinishReason, TokenChunk, TokenLogprobs, has_own_weights
+from protos.messages import FinishReason, TokenChunk, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +77,11 @@ class Scheduler:
         blocks: BlockManager,
         max_model_len: int,
         source: PrefillSource | None = None,
-        tree: TreeConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
         rates: RateMeter | None = None,
     ) -> None:
         self.num_preemptions = 0
         self.queue_times, self.prefill_times = Histogram(WAIT_BUCKETS_S), Histogram(WAIT_BUCKETS_S)
-        self._tree = tree
         self._max_num_sequences = min(config.max_num_sequences, blocks.max_sequences or config.max_num_sequences)
         self._max_tokens_per_step = config.max_tokens_per_step
         self._max_stall_passes = config.max_stall_passes
@@ -329,11 +327,9 @@ class Scheduler:
             num_tokens = len(sequence.token_ids)
             # A seeded text may depend on K, so a sequence of fixed length drafts even in a crowd.
             has_none = (is_crowded or _has_dear_masks(sequence)) and not sequence.has_fixed_length
-            num_rows = num_drafts = 0 if has_none else min(sequence.num_wanted_drafts, budget)
-            num_nodes = 0
-            if self._tree is not None and num_drafts > 0:
-                num_nodes = min(_num_tree_nodes(self._tree, sequence, len(ready)), budget)
-                num_rows = max(num_drafts, num_nodes)
+            num_drafts = 0 if has_none else min(sequence.num_wanted_drafts, budget)
+            num_nodes = min(sequence.node_allowance, budget) if num_drafts > 0 else 0
+            num_rows = max(num_drafts, num_nodes)
             # Most sequences have slots already. Where the pool is short, the drafts shrink to the available ones.
             has_slots = num_tokens + num_rows <= size * len(sequence.block_table)
             if not has_slots and not blocks.reserve(sequence, num_tokens + num_rows):
@@ -456,10 +452,6 @@ class Scheduler:
             self._waiting.remove(sequence)
         del self._sequences[sequence.request_id]
         return finish(sequence, kept, logprobs)
-
-
-def _num_tree_nodes(tree: TreeConfig, sequence: Sequence, num_ready: int) -> int:
-    return tree.num_nodes_for(num_ready, sequence.verify) if has_own_weights(sequence.method) else 0
 
 
 def _has_dear_masks(sequence: Sequence) -> bool:

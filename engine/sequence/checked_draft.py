@@ -66,7 +66,7 @@ class CheckedDraft(NamedTuple):
     @property
     def first_branch(self) -> tuple[int, ...]:
         """The computed tokens of a chain, or of a tree's first branch."""
-        return _first_path(self.computed).token_ids if self.draft.parents else self.token_ids
+        return self.computed.first_path().token_ids
 
     @property
     def is_cut(self) -> bool:
@@ -83,8 +83,8 @@ def check_draft(draft: Draft, query: DraftQuery, vocabulary: Vocabulary) -> Chec
     """
     if draft.parents:
         draft = draft.head(_num_well_formed(draft, query.max_draft_tokens))
-        is_tree = query.max_tree_nodes > 0 and query.sequence.verify is not VerifyMode.BLOCK
-        draft = draft if is_tree else _first_path(draft)
+        can_branch = query.sequence.is_matched or query.sequence.verify is not VerifyMode.BLOCK
+        draft = draft if can_branch and query.max_tree_nodes > 0 else draft.first_path()
     draft = draft.head(query.max_tree_nodes if draft.parents else query.max_draft_tokens)
     token_ids = draft.token_ids
     num_valid = vocabulary.num_known(token_ids)
@@ -99,14 +99,3 @@ def _num_well_formed(draft: Draft, max_depth: int) -> int:
     num_placed = next((i for i, parent in enumerate(parents) if not -1 <= parent < i), len(parents))
     by_depth = depths(parents[:num_placed])
     return next((i for i, depth in enumerate(by_depth) if depth > max_depth), num_placed)
-
-
-def _first_path(draft: Draft) -> Draft:
-    """Return the chain of first children."""
-    nodes: list[int] = []
-    for node, parent in enumerate(draft.parents):
-        if parent == (nodes[-1] if nodes else -1):
-            nodes.append(node)
-    has_distributions = len(draft.distributions) == len(draft.token_ids)
-    distributions = tuple(draft.distributions[node] for node in nodes) if has_distributions else ()
-    return Draft(tuple(draft.token_ids[node] for node in nodes), distributions, source=draft.source)

@@ -59,7 +59,8 @@ class DraftRule:
     """The drafts of one request: their number, verification and source.
 
     `num_draft_tokens` is the largest K of a pass; 0 is plain decoding. `num_free_draft_tokens` is K for drafts that
-    cost nothing to make; None uses `num_draft_tokens`. If `has_fixed_length`, every pass has the same K.
+    cost nothing to make; None uses `num_draft_tokens`. `num_tree_nodes` is the largest tree; with 0 drafts are chains.
+    If `has_fixed_length`, every pass has the same K and the same tree.
     """
 
     num_draft_tokens: int
@@ -67,6 +68,7 @@ class DraftRule:
     method: str = SpeculationMethod.NONE
     num_free_draft_tokens: int | None = None
     has_fixed_length: bool = False
+    num_tree_nodes: int = 0
 
 
 class RequestTokens(TokenBlocks):
@@ -92,7 +94,9 @@ class RequestTokens(TokenBlocks):
         self.num_draft_tokens = rule.num_draft_tokens
         self.num_free_draft_tokens = rule.num_free_draft_tokens
         self.has_fixed_length = rule.has_fixed_length
+        self.num_tree_nodes = rule.num_tree_nodes
         self.draft_allowance = rule.num_draft_tokens  # largest K of the next pass
+        self.node_allowance = rule.num_tree_nodes  # largest tree of the next pass; 0 for a chain
         self.least_chance = 0.0  # the next pass drops drafts with a lower known chance of acceptance
         self.num_matched = 0  # ready drafts for the next pass; they may exceed `draft_allowance`
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -121,6 +125,16 @@ class RequestTokens(TokenBlocks):
         num_left = self.max_output_tokens - 1 - len(self.token_ids) + self.num_prompt_tokens
         num_drafts = min(num_drafts, num_left)
         return num_drafts if num_drafts > 0 else 0
+
+    @property
+    def num_wanted_rows(self) -> int:
+        """Drafts that the next pass verifies."""
+        return max(self.num_wanted_drafts, self.num_wanted_nodes)
+
+    @property
+    def num_wanted_nodes(self) -> int:
+        """Nodes of the next pass's tree; 0 for a chain, or without drafts."""
+        return self.node_allowance if self.num_wanted_drafts > 0 else 0
 
     @property
     def num_wanted_matches(self) -> int:

@@ -224,9 +224,9 @@ def test_the_method_may_be_left_to_what_is_measured_and_the_pass_bounded_where_l
     assert parse_config(config | {"speculation": {"target_itl_ms": 40}}).to_engine().speculation.target_itl_s == 0.04
     assert "set adaptive to true" in error_of(speculation={"method": "auto", "adaptive": False})
     assert "target_itl_ms 40 bounds" in error_of(
-        draft=config["draft"], speculation={"target_itl_ms": 40, "mode": "async"}
+        draft=config["draft"], speculation={"target_itl_ms": 40, "adaptive": False}
     )
-    parse_config(config | {"speculation": {"target_itl_ms": 40, "method": "auto", "mode": "async", "adaptive": True}})
+    parse_config(config | {"speculation": {"target_itl_ms": 40, "method": "auto", "mode": "async"}})
 
 
 def test_a_method_that_cannot_be_had_is_refused():
@@ -255,14 +255,17 @@ def test_a_size_that_is_no_number_is_refused():
         ({}, True),
         ({"num_tokens": 8}, True),
         ({"adaptive": False}, False),
-        ({"mode": "async"}, False),
-        ({"mode": "async", "adaptive": True}, True),
-        ({"tree": {}}, False),
+        ({"mode": "async"}, True),
+        ({"mode": "async", "adaptive": False}, False),
+        ({"tree": {}}, True),
+        ({"mode": "async", "tree": {}}, True),
+        ({"mode": "async", "tree": {}, "adaptive": True}, True),
     ],
 )
-def test_lengths_are_adaptive_where_nothing_else_is_said_of_them(speculation: dict[str, Any], is_adaptive: bool):
+def test_shapes_are_adaptive_unless_the_file_refuses(speculation: dict[str, Any], is_adaptive: bool):
     draft = {"kind": "model", "path": "d"}
-    assert parse_config({**MINIMAL, "draft": draft, "speculation": speculation}).speculation.is_adaptive is is_adaptive
+    config = parse_config({**MINIMAL, "draft": draft, "speculation": speculation})
+    assert config.to_engine().speculation.adaptive is is_adaptive
 
 
 def test_two_sizes_of_one_cache_are_refused():
@@ -289,7 +292,7 @@ def test_a_tree_has_eight_nodes_unless_the_file_gives_a_number() -> None:
     draft = {"kind": "model", "path": "d"}
     default = parse_config({**MINIMAL, "draft": draft, "speculation": {"tree": {}}}).speculation.tree
     assert default is not None
-    assert default.to_engine() == TreeConfig(TreeKind.DYNAMIC, num_nodes=8, max_batch=4)
+    assert default.to_engine() == TreeConfig(TreeKind.DYNAMIC, num_nodes=8)
     small = parse_config({**MINIMAL, "draft": draft, "speculation": {"tree": {"num_nodes": 3}}}).speculation.tree
     assert small is not None
     assert small.to_engine() == TreeConfig(num_nodes=3)
@@ -300,7 +303,6 @@ def test_a_tree_has_eight_nodes_unless_the_file_gives_a_number() -> None:
     [
         ({"tree": {"num_nodes": 65}}, "args.speculation.tree: speculation.tree.num_nodes is 65; use 1 to 64"),
         ({"tree": {"width": 2}}, "args.speculation.tree.width: unknown key"),
-        ({"mode": "async", "tree": {}}, "tree is for mode 'sync'"),
         ({"verify": "block", "tree": {}}, "verify 'block' is for chains, and there is a tree"),
         ({"tree": {}}, "set draft.kind to 'model' or 'medusa' or "),
     ],

@@ -119,7 +119,7 @@ def serving(folders: Folders, path: Path, fan_out: int | None, tree: TreeConfig 
     proposer = ModelProposer.from_config(model, CACHE, SchedulerConfig(), tree=tree)
     ahead_drafter = None if fan_out is None else WatchedAheadDrafter(proposer.ahead_drafter(fan_out))
     listener = FrameListener(path)
-    server = DraftServer(listener, proposer, proposer.model_version, ahead_drafter, tree)
+    server = DraftServer(listener, proposer, proposer.model_version, ahead_drafter)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
@@ -217,10 +217,10 @@ def test_methods_are_chosen_by_measurement_beside_drafts_that_work_ahead_and_one
 
 
 @pytest.mark.parametrize("verify", [VerifyMode.COUPLED, VerifyMode.REJECTION])
-def test_trees_cross_the_channel_while_few_sequences_run(
+def test_trees_cross_the_channel_with_any_number_of_sequences(
     verify: VerifyMode, folders: Folders, folder: Path, reference: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tree = TreeConfig(num_nodes=6, max_batch=2)
+    tree = TreeConfig(num_nodes=6)
     batch = requests()
     taken: list[tuple[int, Draft]] = []  # by the number of sequences in the pass
     with serving(folders, folder / "draft.sock", None, tree):
@@ -236,8 +236,8 @@ def test_trees_cross_the_channel_while_few_sequences_run(
         channel.disconnect()
     if verify is VerifyMode.COUPLED:
         assert all(texts[each] == reference[each.partition(",")[0]] for each in texts)
-    assert any(draft.parents and draft.depth < len(draft.token_ids) for number, draft in taken if number <= 2)
-    assert not any(draft.parents for number, draft in taken if number == 4)
+    for batch_size in (1, 4):
+        assert any(draft.depth < len(draft.token_ids) for number, draft in taken if number == batch_size)
     assert drafts.num_invalid_tokens == 0
     assert drafts.acceptance_length > 2.0
 

@@ -438,7 +438,7 @@ def test_no_recording_is_lost_where_rows_are_written_in_any_order(
     assert passes._buckets == graph_buckets(graphs)
 
 
-@pytest.mark.parametrize("tree", [None, TreeConfig(num_nodes=5, max_batch=4)])
+@pytest.mark.parametrize("tree", [None, TreeConfig(num_nodes=5)])
 def test_texts_are_the_same_with_padded_passes(folders: Folders, tree: TreeConfig | None) -> None:
     def generate(kind: GraphKind) -> dict[str, list[int]]:
         graphs = GraphConfig(kind, batches=(2, 4))

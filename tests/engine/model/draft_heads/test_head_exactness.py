@@ -67,7 +67,7 @@ SAMPLINGS = (
     SamplingParams(temperature=1.0, presence_penalty=1.0, top_p=0.9),
     SamplingParams(temperature=0.9, repetition_penalty=1.3, num_logprobs=2),
 )
-TREE = TreeConfig(num_nodes=7, max_batch=NUM_PROMPTS)
+TREE = TreeConfig(num_nodes=7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,9 @@ SETUPS = {
     "chunked, then prefix hits": HeadSetup(max_tokens_per_step=13, num_repeats=2),
     "preempted": HeadSetup(num_blocks=16),
     "trees": HeadSetup(tree=TREE, num_drafts=4, num_repeats=2),
-    "trees, preempted": HeadSetup(tree=replace(TREE, max_batch=3), num_blocks=16),
+    "trees, preempted": HeadSetup(tree=TREE, num_blocks=16),
     "adaptive": HeadSetup(adaptive=True),
+    "adaptive trees": HeadSetup(tree=TREE, adaptive=True),
     "padded": HeadSetup(graphs=GraphKind.EAGER),
     "methods": HeadSetup(methods=(SpeculationMethod.HYBRID, SpeculationMethod.NONE, SpeculationMethod.SUFFIX)),
 }

@@ -61,7 +61,7 @@ def generate(runner: ModelRunner, draft: Path | None, tree: TreeConfig | None = 
     """Texts of four requests; the pool is small enough that blocks are used again."""
     limits = SchedulerConfig(max_num_sequences=3, max_tokens_per_step=16)
     blocks = BlockManager(runner.num_blocks, runner.block_size, runner.model_version)
-    scheduler = Scheduler(limits, blocks, runner.max_model_len, tree=tree)
+    scheduler = Scheduler(limits, blocks, runner.max_model_len)
     speculation = SpeculationConfig(3 if draft else 0, tree=tree)
     proposer = None
     if draft is not None:
@@ -86,7 +86,7 @@ def test_texts_are_those_of_an_unsharded_model_with_and_without_drafts(
     expected = generate(alone, None)
     assert generate(sharded, None) == expected
     assert generate(sharded, folders.draft) == expected
-    tree = TreeConfig(num_nodes=6, max_batch=3)  # whose accepted paths are moved
+    tree = TreeConfig(num_nodes=6)  # whose accepted paths are moved
     assert generate(sharded, folders.draft, tree) == expected
 
 

@@ -73,7 +73,7 @@ def ahead(folders: Folders) -> Proposer:
 
 
 def trees(folders: Folders) -> Proposer:
-    return intersection(folders, TreeConfig(max_batch=64))
+    return intersection(folders, TreeConfig())
 
 
 def text(folders: Folders) -> Proposer:
@@ -122,7 +122,7 @@ def test_the_output_is_the_one_without_a_draft(
     folders: Folders, reference: Texts, drafting: Callable[[Folders], Proposer], least: float
 ) -> None:
     proposer = drafting(folders)
-    engine = new_engine(folders, proposer, tree=TreeConfig(max_batch=64) if drafting is trees else None)
+    engine = new_engine(folders, proposer, tree=TreeConfig() if drafting is trees else None)
     assert generate(engine, requests()) == reference
     assert engine.stats().drafts.acceptance_length > least
     if isinstance(proposer, AheadProposer):

@@ -70,7 +70,7 @@ def texts(core: EngineCore, requests: Seq[GenerateRequest]) -> dict[str, tuple[i
 SPECULATION = SpeculationConfig(3, methods=(SpeculationMethod.MODEL,))
 
 
-@pytest.mark.parametrize("tree", [None, TreeConfig(num_nodes=5, max_batch=8)], ids=["chains", "trees"])
+@pytest.mark.parametrize("tree", [None, TreeConfig(num_nodes=5)], ids=["chains", "trees"])
 def test_one_pass_drafts_what_the_model_computes_after_masks_and_changes_no_token(
     tree: TreeConfig | None, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:

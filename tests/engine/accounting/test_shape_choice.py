@@ -1,0 +1,92 @@
+"""Chains or trees on simulated pairs: the policy has the shape that pays, at every number of streams."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from engine.accounting import length_policy
+from engine.accounting.length_policy import LengthPolicy
+from tests.engine.fixtures.pairs.simulated_pair import MAX_DRAFTS, Costs, SimulatedPair, best_fixed, plain_speed
+
+NODES = 8
+FLAT = (0.62, 0.46, 0.36, 0.28, 0.22, 0.18, 0.15, 0.13)  # alternatives are worth much: trees pay
+STEEP = (0.55, 0.42, 0.3, 0.2, 0.15, 0.1, 0.08, 0.06)  # worse than the chains of the same draft
+WRONG = (0.02,) * NODES
+COSTS = Costs(weights_s=0.010, row_s=0.0006, fixed_s=0.0005, draft_step_s=0.0006, draft_row_s=0.00002)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The chance of a chain's drafts, and of a tree's nodes."""
+
+    chain: float
+    nodes: tuple[float, ...]
+
+    def pair(self, costs: Costs = COSTS) -> SimulatedPair:
+        return SimulatedPair(lambda index, step: self.chain, costs, nodes=self.nodes)
+
+    def best(self, num_streams: int, costs: Costs = COSTS) -> float:
+        """The tokens per second of the best fixed shape."""
+        trees = [
+            num_streams
+            * (1 + sum(self.nodes[:size]))
+            / (costs.target_s(num_streams * (size + 1)) + costs.draft_s([size] * num_streams, 0, size.bit_length()))
+            for size in range(2, NODES + 1)
+        ]
+        return max(*trees, best_fixed(num_streams, self.chain, costs)[1], plain_speed(num_streams, costs))
+
+
+TREES, CHAINS, NOTHING = World(0.55, FLAT), World(0.8, STEEP), World(0.02, WRONG)
+
+
+def new_policy() -> LengthPolicy:
+    return LengthPolicy(4, MAX_DRAFTS, max_nodes=NODES)
+
+
+@pytest.mark.parametrize("num_streams", [1, 8, 32])
+@pytest.mark.parametrize(("world", "has_trees"), [(TREES, True), (CHAINS, False)])
+def test_no_fixed_shape_is_five_percent_better(world: World, has_trees: bool, num_streams: int) -> None:
+    pair, policy = world.pair(), new_policy()
+    pair.run(num_streams, 100, policy)
+    num_before = len(pair.num_trees)
+    assert pair.run(num_streams, 150, policy) >= 0.95 * world.best(num_streams)
+    share = np.mean(pair.num_trees[num_before:]) / num_streams
+    if num_streams == 1:
+        assert share > 0.8 if has_trees else share < 0.1
+
+
+@pytest.mark.parametrize("num_streams", [1, 8, 32])
+def test_a_draft_that_is_wrong_on_purpose_costs_two_percent_at_most(num_streams: int) -> None:
+    assert NOTHING.pair().run(num_streams, 500, new_policy()) >= 0.98 * plain_speed(num_streams, COSTS)
+
+
+@pytest.mark.parametrize("world", [TREES, CHAINS])
+def test_two_seconds_after_a_change_of_load_the_shape_fits(world: World) -> None:
+    """One stream, 32, and one again, with two seconds of passes before each measurement."""
+    pair, policy = world.pair(), new_policy()
+    for num_streams in (1, 32, 1, 32):
+        pass_s = COSTS.target_s(num_streams) * length_policy.LONGEST_SHARED
+        pair.run(num_streams, int(2.0 / pass_s), policy)
+        assert pair.run(num_streams, 100, policy) >= 0.93 * world.best(num_streams)
+
+
+def test_the_other_shape_is_measured_in_one_draft_of_64_with_as_many_rows() -> None:
+    pair, policy = CHAINS.pair(), new_policy()
+    pair.run(1, 200, policy)
+    pair.num_trees.clear()
+    pair.lengths.clear()
+    pair.run(1, 640, policy)
+    explored = [length for length, is_tree in zip(pair.lengths, pair.num_trees, strict=True) if is_tree]
+    assert 5 <= len(explored) <= 640 / 64
+    assert max(explored) <= max(pair.lengths)
+
+
+def test_a_draft_whose_trees_have_become_better_is_found_out() -> None:
+    pair, policy = CHAINS.pair(), new_policy()
+    pair.run(1, 200, policy)
+    pair.nodes = (0.95,) * NODES
+    pair.run(1, 1200, policy)
+    assert np.mean(pair.num_trees[-100:]) > 0.8
