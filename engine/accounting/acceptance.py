@@ -94,7 +94,7 @@ class AcceptanceTable:
         return self._falling(rates)
 
     def _falling(self, rates: Floats) -> Floats:
-        """Return the chances of all positions; those of nodes fall between the least before and the most after them."""
+        """Return falling chances; a node's is between the least before it and the most after it."""
         if not self._has_trees:
             return rates.cumprod(axis=1)
         after = np.maximum.accumulate(rates[:, ::-1], axis=1)[:, ::-1]

@@ -1,7 +1,7 @@
 """Chooses the shape of each sequence's draft in the next pass, so that the pass makes the most tokens per second.
 
-A shape is none, a chain of a length, or a tree of a number of nodes. Each class of requests has the kind of shape that
-promises more in a batch of this size, and each sequence of it a number of rows.
+A sequence has no drafts, a chain of a length, or a tree of a number of nodes. Each class of requests has chains or
+trees, whichever promise more in a batch of this size, and each sequence has its own number of rows.
 
 After every pass the policy learns from the accepted drafts and the time of the pass. It chooses each next shape before
 any token is drawn, so a shape depends only on committed tokens, counts and clocks. Otherwise `rejection` and `block`
@@ -15,7 +15,7 @@ worth a row (`engine.accounting.length_allocation`), and end where their chance 
 A plan may give all sequences length 0. Then a fixed share of the time goes to probes: a draft of one token in two
 successive passes, since the first also prefills the tokens that the draft has missed. While sequences draft, one pass
 now and then has no drafts, which measures the baseline; with several draft models, one pass uses each of them alone.
-One draft in 64 of a class has its other shape, with as many rows: it costs a 64th of what the better shape gains.
+One draft in 64 of a class has its other shape, with as many rows: it costs a 64th of the better shape's gain.
 
 A simpler rule, the best measured K of {0, 2, 4, 8} per class and batch size, is up to a quarter slower
 (bench/EXPERIMENTS.md).
@@ -136,7 +136,7 @@ class LengthPolicy:
         self._last_drafted: dict[str, int] = {}  # request id -> step of its last draft, or of its first pass
         self._tree_classes: set[str] = set()
         self._next_choice = 0  # step
-        # Steps of the draft model for a tree of 1, 2, ... nodes: that of its deepest node.
+        # Steps of the draft model for a tree of 1, 2, ... nodes: the depth of its deepest node.
         self._tree_steps = np.log2(np.arange(1.0, max(max_length, max_nodes) + 1.0)) + 1.0
         self._num_choices: Counter[str] = Counter()  # passes with drafts of a class that has two shapes
         self._last_alone: dict[str, int] = {}  # method -> step of the last plan for it to draft alone
@@ -423,7 +423,7 @@ def _drafters(sequences: Seq[Sequence], is_tree: Bools) -> list[str]:
 
 
 def _requested(passes: Seq[SequencePass]) -> dict[str, RequestedDrafts]:
-    """Return the requested drafts of a pass, by what they cost alike."""
+    """Return the requested drafts of a pass, by drafter."""
     numbers: dict[str, list[tuple[int, int]]] = {}
     for each in passes:
         if each.num_requested > 0:

@@ -214,7 +214,7 @@ def method_of(sequence: Sequence) -> str:
 
 
 def drafter_of(sequence: Sequence, *, is_tree: bool) -> str:
-    """Return what the drafts of a sequence cost alike: the method, as chains or as trees."""
+    """Return the name for the cost of a sequence's drafts: the method, with chains or with trees."""
     return f"{method_of(sequence)}-tree" if is_tree else method_of(sequence)
 
 
