@@ -1,7 +1,7 @@
 """Chooses the shape of each sequence's draft in the next pass, so that the pass makes the most tokens per second.
 
 A sequence has no drafts, a chain of a length, or a tree of a number of nodes. Each class of requests has chains or
-trees, whichever promise more in a batch of this size, and each sequence has its own number of rows.
+trees, by the speed that they promise in a batch of this size, and each sequence has its own number of rows.
 
 After every pass the policy learns from the accepted drafts and the time of the pass. It chooses each next shape before
 any token is drawn, so a shape depends only on committed tokens, counts and clocks. Otherwise `rejection` and `block`
