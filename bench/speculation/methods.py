@@ -90,10 +90,11 @@ class Suite:
     def chain(self, name: str, verify: VerifyMode) -> Method:
         return Method(name, self.headless, SpeculationConfig(_CHAIN, verify), lambda: self.model)
 
-    def tree(self) -> Method:
+    def tree(self, is_adaptive: bool = False) -> Method:
         tree = TreeConfig(num_nodes=_NODES)
         model = self._model(tree)
-        return Method("draft, tree", self.headless, SpeculationConfig(_NODES, tree=tree), lambda: model)
+        speculation = SpeculationConfig(_NODES, tree=tree, adaptive=is_adaptive)
+        return Method(_name("draft, tree", is_adaptive), self.headless, speculation, lambda: model)
 
     def adaptive(self) -> Method:
         speculation = SpeculationConfig(_CHAIN, adaptive=True)
@@ -158,6 +159,7 @@ MAKERS: dict[str, Callable[[Suite], Method]] = {
     "draft, rejection": partial(Suite.chain, name="draft, rejection", verify=VerifyMode.REJECTION),
     "draft, block": partial(Suite.chain, name="draft, block", verify=VerifyMode.BLOCK),
     "draft, tree": Suite.tree,
+    "draft, tree, adaptive": partial(Suite.tree, is_adaptive=True),
     "draft, async": Suite.ahead,
     "draft, adaptive": Suite.adaptive,
     "hybrid": Suite.hybrid,

@@ -24,6 +24,7 @@ class PairFigures:
     kv_usage: float
     tokens_per_pass: float | None
     is_draft_away: bool
+    shapes: str = ""  # the shares of passes, as in "chain 80%, none 20%"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ def _gauge(reading: Reading, name: str, replica: str) -> float:
 def _pairs(growth: _Growth, now: Reading) -> tuple[PairFigures, ...]:
     accepted = growth.by("outrider_spec_decode_num_accepted_tokens", "replica")
     drafts = growth.by("outrider_spec_decode_num_drafts", "replica")
+    shapes = growth.by("outrider_spec_decode_passes", "replica", "shape")
     return tuple(
         PairFigures(
             replica=replica,
@@ -124,9 +126,15 @@ def _pairs(growth: _Growth, now: Reading) -> tuple[PairFigures, ...]:
             tokens_per_pass=1 + accepted[replica,] / drafts[replica,] if drafts.get((replica,)) else None,
             is_draft_away=_gauge(now, "outrider_draft_num_connections", replica) > 0
             and 0.0 in _by(now, "outrider_draft_connected", "replica").get(replica, ()),
+            shapes=_shares({shape: number for (pair, shape), number in sorted(shapes.items()) if pair == replica}),
         )
         for replica in sorted(_by(now, "outrider_kv_cache_usage", "replica"))
     )
+
+
+def _shares(numbers: dict[str, float]) -> str:
+    total = sum(numbers.values())
+    return ", ".join(f"{name} {number / total:.0%}" for name, number in numbers.items() if number)
 
 
 def _classes(growth: _Growth, now: Reading) -> tuple[ClassFigures, ...]:

@@ -54,7 +54,9 @@ class TopView(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        self.query_one("#pairs", DataTable).add_columns("pair", "running", "waiting", "KV", "tokens per pass", "draft")
+        self.query_one("#pairs", DataTable).add_columns(
+            "pair", "running", "waiting", "KV", "tokens per pass", "draft", "shapes"
+        )
         positions = [f"pos. {position}" for position in range(_MAX_POSITIONS)]
         self.query_one("#classes", DataTable).add_columns("acceptance of", *positions)
         self.run_worker(self._follow())
@@ -89,9 +91,8 @@ class TopView(App[None]):
         for pair in figures.pairs:
             tokens = "" if pair.tokens_per_pass is None else f"{pair.tokens_per_pass:.2f}"
             draft = "away" if pair.is_draft_away else ""
-            pairs.add_row(
-                Text(pair.replica), str(pair.num_running), str(pair.num_waiting), f"{pair.kv_usage:.0%}", tokens, draft
-            )
+            numbers = (str(pair.num_running), str(pair.num_waiting), f"{pair.kv_usage:.0%}", tokens)
+            pairs.add_row(Text(pair.replica), *numbers, draft, pair.shapes)
         classes = self.query_one("#classes", DataTable).clear()
         for each in figures.classes:
             classes.add_row(*_class_row(each))

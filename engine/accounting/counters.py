@@ -44,7 +44,7 @@ class TimeTotals:
 
 
 class DraftCounters:
-    """The draft counters of an engine. Passes without drafts and passes that are not exact do not count."""
+    """The draft counters of an engine. All but the shapes leave out passes without drafts or that are not exact."""
 
     def __init__(self, config: SpeculationConfig) -> None:
         own = (each for each in config.methods if each in _OWN_METHODS)
@@ -53,6 +53,7 @@ class DraftCounters:
         self._priced = (SpeculationMethod.SUFFIX,) if is_adaptive(config) else ()
         self._num_drafts = self._num_draft_tokens = self._num_accepted_tokens = self._num_invalid_tokens = 0
         self._per_pos: list[int] = []
+        self._shapes: Counter[str] = Counter()
         self._classes: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
         self._drift = DriftMonitor()
 
@@ -65,6 +66,7 @@ class DraftCounters:
             self._num_accepted_tokens,
             tuple(self._per_pos),
             self._num_invalid_tokens,
+            dict(self._shapes),
         )
 
     @property
@@ -87,6 +89,7 @@ class DraftCounters:
 
     def on_pass(self, record: PassRecord) -> None:
         """Count a pass."""
+        self._shapes.update([each.draft.shape for each in record.passes])
         drafted = [each for each in record.passes if each.outcome.is_exact and each.draft.num_valid > 0]
         for outcome, count in Counter(map(self._outcome_of, drafted)).items():
             self._count(outcome, count)

@@ -175,8 +175,9 @@ class LengthPolicy:
         self._step += 1
         drafted_ids = [each.sequence.request_id for each in passes if each.num_requested > 0]
         has_catch_up = not all(map(self._is_up_to_date, drafted_ids))
-        self._learn_acceptance([each for each in passes if not each.draft.draft.parents], is_tree=False)
-        self._learn_acceptance([each for each in passes if each.draft.draft.parents], is_tree=True)
+        # A chain that came where a tree was requested is what such a request yields.
+        self._learn_acceptance([each for each in passes if not each.scheduled.max_tree_nodes], is_tree=False)
+        self._learn_acceptance([each for each in passes if each.scheduled.max_tree_nodes], is_tree=True)
         self._last_drafted.update(dict.fromkeys(drafted_ids, self._step))
         priced = [each for each in passes if _is_priced(each.sequence)]
         num_accepted = sum(each.num_accepted for each in priced)
@@ -389,7 +390,8 @@ class LengthPolicy:
         """Learn the depth of trees by their number of nodes: the first nodes of a tree are the best smaller one."""
         deepest = np.zeros(max(each.num_proposed for each in passes))
         for each in passes:
-            by_node = np.maximum.accumulate(depths(each.draft.draft.parents))
+            parents = each.draft.draft.parents or range(-1, each.num_proposed - 1)
+            by_node = np.maximum.accumulate(depths(parents))
             deepest[: len(by_node)] = np.maximum(deepest[: len(by_node)], by_node)
         deepest = np.maximum.accumulate(deepest)[: len(self._tree_steps)]
         self._tree_steps[: len(deepest)] += _DEPTH_RATE * (deepest - self._tree_steps[: len(deepest)])
@@ -406,7 +408,7 @@ class LengthPolicy:
         if is_tree:
             if passes:
                 self._learn_depth(passes)
-            paths = [each.outcome.path for each in passes]
+            paths = [each.outcome.path or range(each.num_accepted) for each in passes]
             self._acceptance[True].observe_trees(request_ids, classes, num_proposed, paths)
         else:
             num_accepted = np.array([each.num_accepted for each in passes], dtype=np.int64)

@@ -330,7 +330,8 @@ class EngineCore:
             if (report := scheduled.sequence.report) is not None:
                 method = counters.method_of(draft, scheduled.sequence)
                 reason = plain_reason(scheduled, draft, is_class_open=planning.is_open(scheduled.sequence))
-                report.record(token_sources(draft, outcome, method), method, reason)
+                drafter = f"{method}:tree" if draft.shape == "tree" else method
+                report.record(token_sources(draft, outcome, method), drafter, reason)
 
     @timed("commit_s")
     def _observe(self, issued: InFlightBatch, passes: Seq[SequencePass]) -> None:

@@ -308,7 +308,7 @@ class Scheduler:
     def _compute_mask(self, sequence: Sequence) -> None:
         assert sequence.matcher is not None
         mask_s = sequence.matcher.prepare()
-        num_masks = 1 if _has_dear_masks(sequence) else 1 + sequence.num_wanted_drafts
+        num_masks = 1 if _has_dear_masks(sequence) else 1 + sequence.num_wanted_rows
         self._masks_s += num_masks * mask_s
         sequence.last_step = self._num_steps
 

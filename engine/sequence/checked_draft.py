@@ -69,6 +69,13 @@ class CheckedDraft(NamedTuple):
         return self.computed.first_path().token_ids
 
     @property
+    def shape(self) -> str:
+        """The shape that the model computes: none, chain or tree."""
+        if self.num_valid == 0:
+            return "none"
+        return "tree" if self.draft.parents else "chain"
+
+    @property
     def is_cut(self) -> bool:
         return self.num_valid < len(self.draft.token_ids)
 

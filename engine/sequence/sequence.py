@@ -27,11 +27,11 @@ class TokenReport:
         self._drafted: Counter[str] = Counter()
         self._plain: Counter[PlainReason] = Counter()
 
-    def record(self, sources: Seq[str], method: str, reason: PlainReason | None) -> None:
-        """Count one pass: with drafts of `method`, or without drafts for `reason`."""
+    def record(self, sources: Seq[str], drafter: str, reason: PlainReason | None) -> None:
+        """Count one pass: with drafts of `drafter`, a method or its trees, or without drafts for `reason`."""
         self.sources = tuple(sources)
         if reason is None:
-            self._drafted[method] += 1
+            self._drafted[drafter] += 1
         else:
             self._plain[reason] += 1
 

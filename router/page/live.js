@@ -57,6 +57,8 @@ function showLive(samples, seconds) {
   }));
   const rings = alarms(samples);
   byId("alarms").replaceChildren(...(rings.length ? rings.map((text) => element("li", `⚠ ${text}`, "on")) : [element("li", "No alarms.")]));
+  const shapes = [...sumBy(samples, "outrider_spec_decode_passes", "shape")], all = sum(samples, "outrider_spec_decode_passes");
+  byId("live-shapes").textContent = all ? `Drafts of all passes: ${shapes.map(([shape, number]) => `${shape} ${percent(number, all)}`).join(", ")}.` : "";
   const passes = sum(samples, "outrider_spec_decode_num_drafts");
   const positions = [...sumBy(samples, "outrider_spec_decode_num_accepted_tokens_per_pos", "position")].sort(([a], [b]) => a - b);
   let before = passes;

@@ -25,12 +25,14 @@ class CountingProposer:
     def __init__(self) -> None:
         self.open_ids: set[str] = set()
         self.read: list[tuple[str, tuple[int, ...]]] = []
+        self.num_nodes: list[int] = []
 
     def open(self, sequence) -> None:
         self.open_ids.add(sequence.request_id)
 
     def propose(self, batch) -> list[Draft]:
         self.read += [(scheduled.sequence.request_id, tuple(scheduled.sequence.token_ids)) for scheduled in batch]
+        self.num_nodes += [scheduled.max_tree_nodes for scheduled in batch]
         return [
             Draft(tuple(scheduled.sequence.token_ids[-1] + 1 + i for i in range(scheduled.max_draft_tokens)))
             for scheduled in batch
@@ -226,6 +228,23 @@ def test_an_outcome_that_was_offered_ahead_is_not_answered_but_looked_beyond(asy
     async_target.send(Round(commits=(Commit("a", 3, (4, 5, 6), 2),)), 1.0)
     assert outcomes_of(async_target.hear()) == {(7, 8, 9): (10, 11)}
     assert proposer.read == []
+
+
+@pytest.mark.parametrize(("verify", "num_nodes"), [(VerifyMode.COUPLED, 5), (VerifyMode.REJECTION, 0)])
+def test_where_drafts_are_made_ahead_only_matched_sequences_have_trees(
+    async_target, proposer: CountingProposer, verify: VerifyMode, num_nodes: int
+):
+    begun = Open("a", (1, 2), 2, SamplingParams(), 0, verify, 2, True, num_nodes=5)
+    async_target.send(Round(opens=(begun,)), 1.0)
+    assert async_target.hear().is_answer
+    assert proposer.num_nodes == [num_nodes]
+
+
+def test_the_size_of_a_tree_comes_with_each_commit(target: FrameConnection, proposer: CountingProposer):
+    ask(target, Round(opens=(Open("a", (1, 2), 2, SamplingParams(), 0, VerifyMode.COUPLED, 2, True, num_nodes=5),)))
+    ask(target, Round(commits=(Commit("a", 2, (3,), 2, 7),)))
+    ask(target, Round(commits=(Commit("a", 3, (4,), 2),)))
+    assert proposer.num_nodes == [5, 7, 0]
 
 
 def test_any_other_outcome_is_answered_first(async_target):

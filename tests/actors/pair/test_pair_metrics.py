@@ -29,7 +29,7 @@ CONTRACT = {
 
 
 def text() -> str:
-    drafts = DraftStats(4, 16, 6, (4, 2, 0, 0))
+    drafts = DraftStats(4, 16, 6, (4, 2, 0, 0), num_passes_by_shape={"none": 2, "tree": 4})
     engine = EngineStats(2, 3, 0, 0, 8, 2, 100, 32, 0, drafts, StepTimes(), num_overlapped_passes=5)
     metrics = PairMetrics()
     channel = DraftChannelStats(is_connected=True, translated=TranslationCounts(20, 3))

@@ -19,6 +19,8 @@ def exposition(tokens: int, accepted: int, drafted: int, alarm: int = 0, connect
         f'outrider_generation_tokens{{ingress="j"}} {tokens}',
         f'outrider_spec_decode_num_drafts{{replica="a"}} {drafted}',
         f'outrider_spec_decode_num_accepted_tokens{{replica="a"}} {accepted}',
+        f'outrider_spec_decode_passes{{replica="a",shape="chain"}} {drafted}',
+        f'outrider_spec_decode_passes{{replica="a",shape="tree"}} {3 * drafted}',
         f"outrider_spec_decode_class_draft_tokens_per_pos{{{class_labels}}} {drafted}",
         f"outrider_spec_decode_class_accepted_tokens_per_pos{{{class_labels}}} {accepted}",
         f'outrider_spec_decode_drift_alarm{{class="model-greedy-free",replica="a"}} {alarm}',
@@ -36,6 +38,7 @@ def test_rates_are_of_what_has_grown_in_all_replicas():
     figures = figures_between(before, now, 2.0)
     assert figures.output_tokens_per_s == 50.0
     assert figures.pairs[0].tokens_per_pass == 1 + 30 / 40
+    assert figures.pairs[0].shapes == "chain 25%, tree 75%"
     assert figures.classes[0].acceptance == (30 / 40,)
     assert figures.speedups == {"model-greedy": 1.5}
     assert figures.alarms == ()
@@ -57,7 +60,14 @@ async def test_the_screen_follows_the_readings_and_tells_of_alarms():
         assert str(app.query_one("#alarms", Static).render()) == "no alarms"
         await app.refresh_figures()
         await pilot.pause()
-        assert app.query_one("#pairs", DataTable).get_row_at(0)[1:] == ["3", "0", "25%", "1.50", "away"]
+        assert app.query_one("#pairs", DataTable).get_row_at(0)[1:] == [
+            "3",
+            "0",
+            "25%",
+            "1.50",
+            "away",
+            "chain 25%, tree 75%",
+        ]
         assert str(app.query_one("#classes", DataTable).get_row_at(0)[1]) == "50%"
         said = str(app.query_one("#alarms", Static).render())
         assert "acceptance of model-greedy-free is far below" in said

@@ -9,7 +9,20 @@ import pytest
 
 from engine.accounting import length_policy
 from engine.accounting.length_policy import LengthPolicy
-from tests.engine.fixtures.pairs.simulated_pair import MAX_DRAFTS, Costs, SimulatedPair, best_fixed, plain_speed
+from engine.accounting.record import SequencePass
+from engine.batch.draft import Draft
+from engine.sequence.batch import ScheduledSequence
+from engine.sequence.checked_draft import CheckedDraft
+from engine.verifier.verify_task import VerifyResult
+from tests.engine.fixtures.builders import pass_record
+from tests.engine.fixtures.pairs.simulated_pair import (
+    MAX_DRAFTS,
+    Costs,
+    SimulatedPair,
+    best_fixed,
+    new_sequence,
+    plain_speed,
+)
 
 NODES = 8
 FLAT = (0.62, 0.46, 0.36, 0.28, 0.22, 0.18, 0.15, 0.13)  # alternatives are worth much: trees pay
@@ -90,3 +103,16 @@ def test_a_draft_whose_trees_have_become_better_is_found_out() -> None:
     pair.nodes = (0.95,) * NODES
     pair.run(1, 1200, policy)
     assert np.mean(pair.num_trees[-100:]) > 0.8
+
+
+def test_chains_that_come_where_trees_were_requested_are_evidence_about_trees() -> None:
+    policy, sequence, trees = new_policy(), new_sequence(0), []
+    sequence.num_tree_nodes = NODES
+    for _ in range(60):
+        (size,) = policy.sizes([sequence])
+        draft = CheckedDraft(Draft((0,) * size.num_tokens), size.num_tokens)
+        trees.append(size.num_nodes)
+        passed = SequencePass(ScheduledSequence(sequence, 0, 1, *size), draft, VerifyResult((0,), 0))
+        policy.on_pass(pass_record([passed], 0.001 * size.num_tokens, 0.01))
+    assert any(trees[:30]), "trees are tried"
+    assert not any(trees[30:])

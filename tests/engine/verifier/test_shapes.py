@@ -139,7 +139,10 @@ def test_shapes_that_change_in_every_pass_change_no_token(
     engine = build(folders, drafter := proposer(folders))
     assert generate(engine, batch_size) == plain
     assert seen == {"none", "chain", "tree"}
-    assert engine.stats().drafts.acceptance_length > 1.5
+    drafts = engine.stats().drafts
+    assert drafts.acceptance_length > 1.5
+    assert drafts.num_passes_by_shape.keys() == seen
+    assert sum(drafts.num_passes_by_shape.values()) - drafts.num_passes_by_shape["none"] == drafts.num_drafts
     if isinstance(drafter, AheadProposer):
         assert 0 < drafter.num_hits < drafter.num_lookups
 

@@ -140,9 +140,14 @@ def _accepting_share(target_probs: Tensor, sibling: rejection.Sibling) -> float:
     return low
 
 
-def check_enumeration(name: str, num_tokens: int = 3, sampling: SamplingParams = SamplingParams()) -> None:
+def check_enumeration(
+    name: str,
+    num_tokens: int = 3,
+    sampling: SamplingParams = SamplingParams(),
+    planned: Callable[[Draft], Draft] = lambda tree: tree,
+) -> None:
     for pair in pair_library(num_tokens):
-        trees = drawn_trees(pair, sampling, SHAPES[name])
+        trees = [(planned(tree), prob) for tree, prob in drawn_trees(pair, sampling, SHAPES[name])]
         emitted = emitted_probs(pair, sampling, trees, 3)
         assert total_variation(emitted, joint_probs(pair.target, sampling, 3)) < 1e-12, pair.name
 
@@ -150,6 +155,21 @@ def check_enumeration(name: str, num_tokens: int = 3, sampling: SamplingParams =
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_pass_with_a_drawn_tree_emits_exactly_the_target_distribution(name: str) -> None:
     check_enumeration(name)
+
+
+@pytest.mark.parametrize("num_nodes", [0, 1, 2])
+def test_a_plan_of_fewer_nodes_keeps_a_drawn_tree_exact(num_nodes: int) -> None:
+    check_enumeration("branches above and below", planned=lambda tree: tree.head(num_nodes))
+
+
+def test_a_plan_that_looks_at_a_token_it_decides_about_is_caught() -> None:
+    """A mutant ends a tree before its first node with token 0."""
+
+    def without_zero(tree: Draft) -> Draft:
+        return tree.head(tree.token_ids.index(0) if 0 in tree.token_ids else len(tree.token_ids))
+
+    with pytest.raises(AssertionError):
+        check_enumeration("two roots", planned=without_zero)
 
 
 @pytest.mark.parametrize(
