@@ -123,7 +123,7 @@ class PagedModel:
         self._padding_ids: Index | None = None
         if is_deterministic:
             has_kernel = is_batch_invariant(plan_attention) or self._is_native(plan_attention)
-            fits = LlamaDecoder.fits(model)
+            fits = LlamaDecoder.fits(model, rank)
             packs = rank.size == 1 and packs_all_experts(model, linear_factory(quantization, self._dtype))
             if reason := obstacle(
                 model, records, has_own_kernel=has_kernel, has_own_decoder=fits, has_own_experts=packs
@@ -253,7 +253,7 @@ def _decoder(
     make_linear, make_head = (linear_factory(quantization, dtype, is_head=is_head) for is_head in (False, True))
     if is_deterministic and model.device.type == "cuda":
         make_linear = make_head = batch_invariant_on_gpu
-    if LlamaDecoder.fits(model) and (rank.size == 1 or not has_experts(model)):
+    if LlamaDecoder.fits(model, rank):
         options = [record.options for record in records]
         decoder = LlamaDecoder(
             model,

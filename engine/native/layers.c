@@ -1,4 +1,4 @@
-/* Runs the layers of a Llama-shaped decoder in one call, with the kernels of the other files. A step of a small model
+/* Runs the layers of a decoder in one call, with the kernels of the other files. A step of a small model
    is many short kernels, and a call from Python costs as much as some of them. */
 
 #include "attention/types.h"
@@ -9,29 +9,36 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MLP_ROWS = 128 /* rows of the MLP at a time, so that its intermediate results stay in the cache */ };
+enum {
+    MLP_ROWS = 128, /* rows of the MLP at a time, so that its intermediate results stay in the cache */
+    MAX_TABLES = 2, /* of rotary angles: some families have one for windows and one for all keys */
+};
 
 /* engine/model/decoders/native_layers.py has the same fields here and below. */
 struct layer {
-    const void *input_norm, *mlp_norm; /* [hidden] */
-    const void *head_norm;             /* [heads + kv heads, D] for queries and keys, or NULL */
+    const void *input_norm, *output_norm, *mlp_norm, *mlp_output_norm; /* [hidden], or NULL: no such norm */
+    const void *head_norm; /* [heads + kv heads, D] for queries and keys, or NULL */
     struct weight qkv, output, gated, down;
     const struct mixture *mixture; /* in place of `gated` and `down`, or NULL */
     int64_t window; /* 0: none */
+    int64_t table;  /* of rotary angles; -1: positions are not encoded */
     float scaling, softcap;
 };
 
 struct decoder {
     const struct layer *layers;
     int64_t hidden_size, num_heads, num_kv_heads, head_dim;
-    int64_t is_bf16;
+    int64_t num_rotated_dims; /* of a head */
+    int64_t norms_projections; /* all queries of a row are normed together, and all keys */
+    int64_t is_bf16, has_bf16_norms;
     float epsilon;
+    float residual_scale; /* of what a layer adds to the residual stream */
 };
 
 struct rows {
     char *hidden; /* [T, hidden], the residual stream; updated in place */
     char *delta;  /* [T, hidden], the last output that is not yet added to it */
-    const void *angles; /* [T, 2, D] */
+    const void *angles[MAX_TABLES]; /* [T, 2, num_rotated_dims] */
     int64_t num_rows;
     int64_t has_delta; /* delta has a value before the first layer; after the last layer it always has */
     const int64_t *kept; /* [num_kept], ascending: the rows needed after the last layer, moved to the front of hidden
@@ -80,34 +87,59 @@ static char *allocate_buffers(const struct decoder *d, int64_t first, int64_t la
 
 static void multiply_quantized(const struct weight *w, const void *x, void *out, int64_t num_rows, int64_t is_bf16,
                                char *scratch) {
-    const int bits = (int)w->kind, group = (int)w->group, is_gated = (int)w->is_gated;
+    const int bits = (int)w->kind, group = (int)w->group, gate = (int)w->gate;
     if (is_bf16)
         outrider_quantized_product(x, w->packed, w->tables, w->bias, out, num_rows, w->num_inputs, w->num_outputs, bits,
-                                   group, is_gated, (int8_t *)scratch);
+                                   group, gate, (int8_t *)scratch);
     else
         outrider_quantized_float_product(x, w->packed, w->tables, w->bias, out, num_rows, w->num_inputs, w->num_outputs,
-                                         bits, group, is_gated, (int8_t *)scratch);
+                                         bits, group, gate, (int8_t *)scratch);
 }
 
-/* Computes out = x W^T, or silu(gate) * up; rows are bfloat16 or float32. */
+/* Computes out = x W^T, or function(gate) * up; rows are bfloat16 or float32. */
 static void multiply(const struct weight *w, const void *x, void *out, int64_t num_rows, int64_t is_bf16,
                      char *scratch) {
     const int64_t num_inputs = w->num_inputs, num_outputs = w->num_outputs;
     if (w->kind != BFLOAT16)
         multiply_quantized(w, x, out, num_rows, is_bf16, scratch);
+    else if (is_bf16 && w->gate)
+        outrider_gated_product(x, w->packed, w->bias, out, num_rows, num_inputs, num_outputs, w->gate);
     else if (is_bf16)
-        (w->is_gated ? outrider_gated_product : outrider_product)(x, w->packed, w->bias, out, num_rows, num_inputs,
-                                                                  num_outputs);
+        outrider_product(x, w->packed, w->bias, out, num_rows, num_inputs, num_outputs);
+    else if (w->gate)
+        outrider_gated_float_product(x, w->packed, w->bias, out, num_rows, num_inputs, num_outputs, w->gate);
     else
-        (w->is_gated ? outrider_gated_float_product : outrider_float_product)(x, w->packed, w->bias, out, num_rows,
-                                                                              num_inputs, num_outputs);
+        outrider_float_product(x, w->packed, w->bias, out, num_rows, num_inputs, num_outputs);
 }
 
-/* Computes hidden += delta and normed = norm(hidden). */
-static void add_norm(const struct decoder *d, const struct rows *r, const void *weight, int has_delta, char *normed) {
+/* Computes hidden += delta and returns norm(hidden), in `normed` if there is such a norm. */
+static const char *add_norm(const struct decoder *d, const struct rows *r, const void *weight, int has_delta,
+                            char *normed) {
     const void *hidden = has_delta ? r->delta : r->hidden;
     outrider_add_norm(hidden, has_delta ? r->hidden : NULL, weight, normed, r->num_rows, d->hidden_size, d->epsilon,
-                      (int)d->is_bf16);
+                      d->residual_scale, (int)d->is_bf16, (int)d->has_bf16_norms);
+    return weight ? normed : r->hidden;
+}
+
+/* Norms delta in place, if there is such a norm. */
+static void norm_delta(const struct decoder *d, const struct rows *r, const void *weight) {
+    if (weight)
+        outrider_add_norm(r->delta, NULL, weight, r->delta, r->num_rows, d->hidden_size, d->epsilon, 1.0f,
+                          (int)d->is_bf16, (int)d->has_bf16_norms);
+}
+
+/* Norms the queries and keys of `qkv`, by heads or all queries and all keys of a row together. */
+static void norm_heads(const struct decoder *d, const char *weight, int64_t num_rows, int64_t stride, char *qkv) {
+    const int is_bf16 = (int)d->is_bf16, has_bf16_weight = (int)d->has_bf16_norms;
+    const int64_t dim = d->head_dim, num_queries = d->num_heads * dim;
+    if (!d->norms_projections) {
+        outrider_norm_heads(qkv, weight, num_rows, stride, d->num_heads + d->num_kv_heads, dim, d->epsilon, is_bf16,
+                            has_bf16_weight);
+        return;
+    }
+    outrider_norm_heads(qkv, weight, num_rows, stride, 1, num_queries, d->epsilon, is_bf16, has_bf16_weight);
+    outrider_norm_heads(qkv + num_queries * (is_bf16 ? 2 : 4), weight + num_queries * (has_bf16_weight ? 2 : 4),
+                        num_rows, stride, 1, d->num_kv_heads * dim, d->epsilon, is_bf16, has_bf16_weight);
 }
 
 /* Rotates the queries and keys of buffers->qkv and computes buffers->attended. Returns 1 if memory is short. */
@@ -116,9 +148,10 @@ static int attend(const struct decoder *d, const struct layer *l, const struct r
     const int64_t item = d->is_bf16 ? 2 : 4, dim = d->head_dim;
     const int64_t num_rotated = d->num_heads + d->num_kv_heads, stride = (num_rotated + d->num_kv_heads) * dim;
     const int is_bf16 = (int)d->is_bf16;
-    if (l->head_norm)
-        outrider_norm_heads(buffers->qkv, l->head_norm, r->num_rows, stride, num_rotated, dim, d->epsilon, is_bf16);
-    outrider_rotate(buffers->qkv, r->angles, r->num_rows, stride, num_rotated, dim, is_bf16);
+    if (l->head_norm) norm_heads(d, l->head_norm, r->num_rows, stride, buffers->qkv);
+    if (l->table >= 0)
+        outrider_rotate(buffers->qkv, r->angles[l->table], r->num_rows, stride, num_rotated, dim, d->num_rotated_dims,
+                        is_bf16);
     a->query = buffers->qkv;
     a->new_keys = buffers->qkv + d->num_heads * dim * item;
     a->new_values = buffers->qkv + num_rotated * dim * item;
@@ -144,16 +177,17 @@ static void keep_rows(const struct decoder *d, struct rows *r, const struct buff
     r->num_rows = r->num_kept;
 }
 
-static void feed_forward(const struct decoder *d, const struct layer *l, const struct rows *r,
+/* Computes delta from x [rows, hidden]. */
+static void feed_forward(const struct decoder *d, const struct layer *l, const struct rows *r, const char *x,
                          const struct buffers *buffers) {
     if (l->mixture) {
-        run_mixture(l->mixture, buffers->normed, r->delta, r->num_rows, buffers->scratch);
+        run_mixture(l->mixture, x, r->delta, r->num_rows, buffers->scratch);
         return;
     }
     const int64_t row_bytes = d->hidden_size * (d->is_bf16 ? 2 : 4);
     for (int64_t row = 0; row < r->num_rows; row += MLP_ROWS) {
         const int64_t num_rows = min(MLP_ROWS, r->num_rows - row);
-        multiply(&l->gated, buffers->normed + row * row_bytes, buffers->gated, num_rows, d->is_bf16, buffers->scratch);
+        multiply(&l->gated, x + row * row_bytes, buffers->gated, num_rows, d->is_bf16, buffers->scratch);
         multiply(&l->down, buffers->gated, r->delta + row * row_bytes, num_rows, d->is_bf16, buffers->scratch);
     }
 }
@@ -168,15 +202,17 @@ int outrider_run_layers(const struct decoder *d, const struct attention *pass, v
     int is_short = !memory;
     for (int64_t i = first; i < last && !is_short; i++) {
         const struct layer *l = d->layers + i;
-        add_norm(d, r, l->input_norm, i > first || r->has_delta, buffers.normed);
-        multiply(&l->qkv, buffers.normed, buffers.qkv, r->num_rows, d->is_bf16, buffers.scratch);
+        const char *x = add_norm(d, r, l->input_norm, i > first || r->has_delta, buffers.normed);
+        multiply(&l->qkv, x, buffers.qkv, r->num_rows, d->is_bf16, buffers.scratch);
         attention.keys = keys[i], attention.values = values[i];
         is_short = attend(d, l, r, &attention, &buffers);
         if (i + 1 == last && r->num_kept < r->num_rows) keep_rows(d, r, &buffers);
         if (!r->num_rows) break;
         multiply(&l->output, buffers.attended, r->delta, r->num_rows, d->is_bf16, buffers.scratch);
-        add_norm(d, r, l->mlp_norm, 1, buffers.normed);
-        feed_forward(d, l, r, &buffers);
+        norm_delta(d, r, l->output_norm);
+        x = add_norm(d, r, l->mlp_norm, 1, buffers.normed);
+        feed_forward(d, l, r, x, &buffers);
+        norm_delta(d, r, l->mlp_output_norm);
     }
     free(memory);
     return is_short;

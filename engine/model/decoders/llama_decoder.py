@@ -1,4 +1,4 @@
-"""Llama-shaped models in as few operations as torch allows; every other family runs through transformers' own modules.
+"""Dense decoders in as few operations as torch allows; families without a description run through transformers' own.
 
 A small model on a processor is limited by the number of operations, not by arithmetic. Here q, k and v are one product,
 gate and up another, rotary tables are computed once, and no module is called; where every one of a layer's operations
@@ -9,6 +9,7 @@ this forward to the stock model's logits at every start, as it does the others.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 
 from engine.attention.base import LayerOptions
 from engine.batch.indexing import runs_triton
+from engine.model.decoders.decoder_family import embedding_scale, family_of, gate_of, residual_scale, rotaries
 from engine.model.decoders.native_layers import DecoderLayer, DecoderShape, GatedMlp, NativeLayers
 from engine.model.decoders.rotary import RotaryTable
 from engine.model.decoders.row_operations import RowOperations, row_operations
@@ -28,14 +30,12 @@ from engine.model.linear.batch_invariant_linear import batch_invariant
 from engine.model.linear.gated_linear import GatedProduct, JoinedGate, gated_of
 from engine.model.linear.packed_experts import NativeMixture, pack_experts
 from engine.model.linear.packed_linear import Linear, LinearFactory, keeps_numbers, linear_of
-from engine.model.linear.stand_in import halves_of, slices_of, stand_in
+from engine.model.linear.stand_in import halves_of, joined_of, slices_of, stand_in
 from engine.model.linear.weight_store import NO_STORE, WeightStore
 from engine.model.position_limit import max_positions
 from engine.model.tensor_parallel import ALONE, Rank
 
 _MLP_ROWS = 128  # of a prefill chunk at a time, so that the MLP's intermediate result stays in the cache
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-_EXPERT_FAMILIES = ("mixtral", "qwen3_moe")  # on processors
 
 
 class LlamaDecoder:
@@ -73,20 +73,32 @@ class LlamaDecoder:
         self.features: Tensor | None = None
         self._taps = taps
         config = model.config
+        family, gate = family_of(config), gate_of(config)
+        assert family is not None, "`fits` says so"
+        assert gate is not None, "`fits` says so"
+        self._family, self._gate = family, gate
         attention = model.model.layers[0].self_attn
         self._rank = rank
         self._vocab_size = model.lm_head.weight.shape[0]
         self._head_dim = attention.head_dim
         self._num_heads = config.num_attention_heads // rank.size
         self._num_kv_heads = config.num_key_value_heads // rank.size
-        self._epsilon = config.rms_norm_eps
+        self._epsilon, self._residual_scale = config.rms_norm_eps, residual_scale(model)
         self._dtype: torch.dtype = model.model.norm.weight.dtype  # of rows; weights and embedding may have another
-        self._rows = _row_operations(model, self._head_dim)
         self._embedding = rank.to_device(model.model.embed_tokens.weight)
         self._is_deterministic = is_deterministic
-        rotary = model.model.rotary_emb.to(self._embedding.device)
+        self._embedding_scale = embedding_scale(model)
+        self._logit_scale = 1.0 / getattr(config, "logits_scaling", 1.0)
+        self._logit_softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        model.model.rotary_emb.to(self._embedding.device)
         like = self._embedding.new_empty(0, dtype=self._dtype)
-        self._rotary = RotaryTable(rotary, like, max_positions(config), is_deterministic)
+        self._rotaries = {
+            kind: RotaryTable(rotary, like, max_positions(config), is_deterministic)
+            for kind, rotary in rotaries(model).items()
+        }
+        self._num_rotated_dims = next(iter(self._rotaries.values())).num_dims
+        self._rows = _row_operations(model, math.gcd(self._head_dim, self._num_rotated_dims))
+        self._norms_projections = False
         self._make_linear, self._store = make_linear, store
         if rank.size == 1:
             pack_experts(model, make_linear, store)
@@ -94,7 +106,7 @@ class LlamaDecoder:
         for index, layer_options in enumerate(options):
             self._layers.append(self._take_layer(index, model.model.layers[index], layer_options))
         self._native_layers = self._one_call()
-        self._final_norm = rank.to_device(model.model.norm.weight)
+        self._final_norm = rank.to_device(family.norm_weight(model.model.norm))
         head, make = model.lm_head, make_head or make_linear
         bias = None if head.bias is None else rank.shard_vocab(head.bias)
         function = store.product("lm_head", lambda: make(rank.shard_vocab(head.weight), bias))
@@ -102,15 +114,16 @@ class LlamaDecoder:
         self._stand_in({head: self.lm_head})
 
     @staticmethod
-    def fits(model: PreTrainedModel) -> bool:
-        """True if `model` is of a family whose layers are computed here."""
-        is_elsewhere = model.device.type != "cpu" and model.config.model_type in _EXPERT_FAMILIES
-        return LlamaDecoder.fits_config(model.config) and not is_elsewhere
+    def fits(model: PreTrainedModel, rank: Rank = ALONE) -> bool:
+        """True if `model` is of a family whose layers are computed here, on such a rank."""
+        family = family_of(model.config)
+        is_alone = rank.size == 1 and model.device.type == "cpu"
+        return family is not None and (is_alone or family.runs_anywhere)
 
     @staticmethod
     def fits_config(config: Any) -> bool:
         """True for the configuration of a model that `fits`."""
-        return config.model_type in (*FAMILIES, *_EXPERT_FAMILIES) and config.hidden_act == "silu"
+        return family_of(config) is not None
 
     @property
     def options(self) -> list[LayerOptions]:
@@ -126,14 +139,16 @@ class LlamaDecoder:
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Logits of the pass's rows, [R, V]."""
         hidden = self._embedding.index_select(0, batch.input_ids).to(self._dtype)  # [T, hidden]
-        angles = self._rotary.at(batch)
+        if self._embedding_scale != 1.0:
+            hidden *= torch.tensor(self._embedding_scale, dtype=self._dtype)  # rounded first, as in transformers
+        angles = [table.at(batch) for table in self._rotaries.values()]
         tapped: list[Tensor] = []
         delta: Tensor | None = None  # of the layers so far, not yet part of `hidden`
         first = 0
         # Run the layers up to each tap, so that the tapped sum is complete.
         for tap in sorted({index for index in self._taps.layers if index < len(self._layers)}):
             hidden, delta = self._run_layers(range(first, tap), hidden, delta, angles, batch)
-            hidden, delta = hidden if delta is None else hidden + delta, None
+            hidden, delta = self._rows.add_norm(hidden, delta, None)[0], None
             tapped.append(hidden.clone())
             first = tap
         # Without taps, the last layers skip rows whose logits nobody needs.
@@ -147,14 +162,21 @@ class LlamaDecoder:
         self.features = joined(tapped)
         if self._taps and batch.logit_rows is not None:
             states = states.index_select(0, batch.logit_rows)
-        return self._rank.all_gather(self.lm_head(states), self._vocab_size)
+        return self._capped(self._rank.all_gather(self.lm_head(states), self._vocab_size))
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        if self._logit_scale != 1.0:
+            logits *= self._logit_scale
+        if self._logit_softcap is not None:
+            logits.div_(self._logit_softcap).tanh_().mul_(self._logit_softcap)
+        return logits
 
     def _run_layers(
         self,
         layers: range,
         hidden: Tensor,
         delta: Tensor | None,
-        angles: Tensor,
+        angles: Seq[Tensor],
         batch: ForwardBatch,
         kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -170,20 +192,29 @@ class LlamaDecoder:
             attended = self._attend(index, layer, normed, angles, batch)
             if kept is not None and index == layers[-1]:
                 hidden, attended = hidden.index_select(0, kept), attended.index_select(0, kept)
-            attended = self._rank.all_reduce(layer.output(attended))
+            attended = self._normed(self._rank.all_reduce(layer.output(attended)), layer.output_norm)
             hidden, normed = self._rows.add_norm(hidden, attended, layer.mlp_norm)
-            delta = self._feed_forward(layer, normed)
+            delta = self._normed(self._feed_forward(layer, normed), layer.mlp_output_norm)
         return hidden, delta
 
-    def _attend(self, index: int, layer: DecoderLayer, normed: Tensor, angles: Tensor, batch: ForwardBatch) -> Tensor:
+    def _normed(self, delta: Tensor, norm: Tensor | None) -> Tensor:
+        return delta if norm is None else self._rows.add_norm(delta, None, norm)[1]
+
+    def _attend(
+        self, index: int, layer: DecoderLayer, normed: Tensor, angles: Seq[Tensor], batch: ForwardBatch
+    ) -> Tensor:
         """[T, hidden] -> [T, Hq * D]."""
         num_rows = normed.shape[0]
         num_rotated = self._num_heads + self._num_kv_heads
         qkv = layer.qkv(normed).view(num_rows, -1, self._head_dim)
         value = qkv[:, num_rotated:]  # [T, H, D]
-        if layer.head_norm is not None:
+        if layer.head_norm is not None and self._norms_projections:
+            qkv = self._rows.norm_projections(qkv, (self._num_heads, self._num_kv_heads), layer.head_norm)
+        elif layer.head_norm is not None:
             qkv = self._rows.norm_heads(qkv, num_rotated, layer.head_norm)
-        query_key = self._rows.rotate(qkv, num_rotated, angles).transpose(0, 1)[None]  # [1, Hq + H, T, D]
+        if layer.table is not None:
+            qkv = self._rows.rotate(qkv, num_rotated, angles[layer.table])
+        query_key = qkv[:, :num_rotated].transpose(0, 1)[None]  # [1, Hq + H, T, D]
         query, key = query_key[:, : self._num_heads], query_key[:, self._num_heads :]
         attended = batch.attention.attend(index, query, key, value.transpose(0, 1)[None], layer.options)
         return attended.reshape(num_rows, -1)
@@ -195,34 +226,45 @@ class LlamaDecoder:
         return self._rank.all_reduce(torch.cat([layer.mlp(rows) for rows in normed.split(_MLP_ROWS)]))
 
     def _take_layer(self, index: int, layer: Any, options: LayerOptions) -> DecoderLayer:
-        attention, mlp = layer.self_attn, layer.mlp
-        inputs = (attention.q_proj, attention.k_proj, attention.v_proj)
+        attention, mlp, family = layer.self_attn, layer.mlp, self._family
+        is_joined = hasattr(attention, "qkv_proj")
+        inputs = (attention.qkv_proj,) if is_joined else (attention.q_proj, attention.k_proj, attention.v_proj)
 
         def kept(name: str, make: Callable[[], Linear]) -> Linear:
             return self._store.product(f"layers.{index}.{name}", make)
 
         joined_inputs = kept("qkv", lambda: self._joined(*inputs))
-        qkv = self._rowwise(joined_inputs, attention.q_proj.in_features)
+        qkv = self._rowwise(joined_inputs, inputs[0].in_features)
         output = self._rowwise(kept("output", lambda: self._summed(attention.o_proj)), attention.o_proj.in_features)
         self._stand_in({attention.o_proj: output})
         self._stand_in(dict(zip(inputs, slices_of(qkv, inputs), strict=True)))
+        norms = [family.norm(layer, place) for place in range(len(family.norms))]
+        before, after, mlp_before, mlp_after = (None if norm is None else self._rank.to_device(norm) for norm in norms)
+        kinds = list(self._rotaries)
+        kind = None if None in kinds else attention.config.layer_types[index]
         return DecoderLayer(
-            input_norm=self._rank.to_device(layer.input_layernorm.weight),
+            input_norm=before,
             qkv=qkv,
             head_norm=self._head_norm(attention),
             output=output,
-            mlp_norm=self._rank.to_device(layer.post_attention_layernorm.weight),
+            output_norm=after,
+            mlp_norm=mlp_before,
             mlp=_mixture_of(mlp) if hasattr(mlp, "experts") else self._take_mlp(index, mlp),
+            mlp_output_norm=mlp_after,
             options=options,
+            table=kinds.index(kind) if family.encodes_positions(attention) else None,
         )
 
     def _take_mlp(self, index: int, mlp: Any) -> GatedMlp:
-        gated = self._store.product(f"layers.{index}.gated", lambda: self._gated(mlp.gate_proj, mlp.up_proj))
+        joined = getattr(mlp, "gate_up_proj", None)
+        gate, up = (mlp.gate_proj, mlp.up_proj) if joined is None else _halves(joined)
+        gated = self._store.product(f"layers.{index}.gated", lambda: self._gated(gate, up))
         summed = self._store.product(f"layers.{index}.down", lambda: self._summed(mlp.down_proj))
         down = self._rowwise(summed, mlp.down_proj.in_features)
-        products = zip((mlp.gate_proj, mlp.up_proj), halves_of(gated), strict=True)
-        self._stand_in({mlp.down_proj: down, **dict(products)})
-        return GatedMlp(self._rowwise(gated, mlp.gate_proj.in_features), down)
+        halves = halves_of(gated)
+        products = {gate: halves[0], up: halves[1]} if joined is None else {joined: joined_of(halves)}
+        self._stand_in({mlp.down_proj: down, **products})
+        return GatedMlp(self._rowwise(gated, gate.in_features), down)
 
     def _one_call(self) -> NativeLayers | None:
         if self._rank.size > 1:
@@ -232,7 +274,10 @@ class LlamaDecoder:
             num_heads=self._num_heads,
             num_kv_heads=self._num_kv_heads,
             head_dim=self._head_dim,
+            num_rotated_dims=self._num_rotated_dims,
+            norms_projections=self._norms_projections,
             epsilon=self._epsilon,
+            residual_scale=self._residual_scale,
             dtype=self._dtype,
         )
         return NativeLayers.of(self._layers, shape)
@@ -244,7 +289,11 @@ class LlamaDecoder:
     def _head_norm(self, attention: Any) -> Tensor | None:
         if not hasattr(attention, "q_norm"):
             return None
-        query, key = self._rank.to_device(attention.q_norm.weight), self._rank.to_device(attention.k_norm.weight)
+        norms = (self._family.norm_weight(norm) for norm in (attention.q_norm, attention.k_norm))
+        query, key = map(self._rank.to_device, norms)
+        self._norms_projections = query.numel() > self._head_dim
+        if self._norms_projections:
+            return torch.cat((query, key)).view(-1, self._head_dim)
         return torch.cat((query.expand(self._num_heads, -1), key.expand(self._num_kv_heads, -1)))
 
     def _rowwise(self, function: Linear, num_inputs: int) -> Linear:
@@ -260,9 +309,9 @@ class LlamaDecoder:
             stand_in(products, self._dtype, is_exact=is_exact, is_checked=is_checked)
 
     def _gated(self, gate: nn.Linear, up: nn.Linear) -> GatedProduct:
-        """`silu(gate(x)) * up(x)`."""
-        gated = gated_of(gate, up, self._make_linear) if self._rank.size == 1 else None
-        return gated or JoinedGate(self._joined(gate, up))
+        """`function(gate(x)) * up(x)`."""
+        gated = gated_of(gate, up, self._make_linear, self._gate) if self._rank.size == 1 else None
+        return gated or JoinedGate(self._joined(gate, up), self._gate)
 
     def _joined(self, *linears: nn.Linear) -> Linear:
         """One product in place of several with the same input; outputs lie side by side."""
@@ -276,6 +325,15 @@ def _mixture_of(mixture: nn.Module) -> Linear:
     return NativeMixture.of(mixture) or (lambda rows: mixture(rows[None])[0])
 
 
+def _halves(joined: nn.Linear) -> tuple[nn.Linear, nn.Linear]:
+    """Return the gate and up of a layer that has both, as layers; they share its weight."""
+    size = joined.out_features // 2
+    gate, up = (nn.Linear(joined.in_features, size, bias=False, device="meta") for _ in range(2))
+    for half, weight in zip((gate, up), joined.weight.split(size), strict=True):
+        half.weight = nn.Parameter(weight, requires_grad=False)
+    return gate, up
+
+
 def _row_operations(model: Any, head_dim: int) -> RowOperations:
     weight, epsilon = model.model.norm.weight, model.config.rms_norm_eps
     if runs_triton(weight):
@@ -283,4 +341,4 @@ def _row_operations(model: Any, head_dim: int) -> RowOperations:
         from engine.model.decoders.triton_rows import TritonRows
 
         return TritonRows(epsilon)
-    return row_operations(weight.shape[0], head_dim, weight, epsilon)
+    return row_operations(weight.shape[0], head_dim, weight, epsilon, residual_scale(model))

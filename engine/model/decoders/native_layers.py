@@ -8,6 +8,7 @@ for the interpreter's lock again where other threads of the process want it. The
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cache
@@ -29,9 +30,9 @@ from engine.native.library import Instructions, native_library
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """`down(silu(gate(x)) * up(x))`."""
+    """`down(function(gate(x)) * up(x))`."""
 
-    gated: Linear  # silu(gate(x)) * up(x)
+    gated: Linear  # function(gate(x)) * up(x)
     down: Linear
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -41,15 +42,24 @@ class GatedMlp:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer of a rank."""
+    """One layer of a rank. Where a norm [hidden] is None, the family has none there."""
 
-    input_norm: Tensor  # [hidden]
+    input_norm: Tensor | None
     qkv: Linear
-    head_norm: Tensor | None  # [Hq + H, D] of q and k (Qwen3)
+    head_norm: Tensor | None  # [Hq + H, D] of q and k
     output: Linear
-    mlp_norm: Tensor  # [hidden]
+    output_norm: Tensor | None  # of the attention's output
+    mlp_norm: Tensor | None
     mlp: Linear  # a `GatedMlp`, or a mixture of experts
+    mlp_output_norm: Tensor | None
     options: LayerOptions
+    table: int | None  # of rotary angles; None: positions are not encoded
+
+    @property
+    def norms(self) -> list[Tensor]:
+        """The norms over the hidden states."""
+        norms = (self.input_norm, self.output_norm, self.mlp_norm, self.mlp_output_norm)
+        return [norm for norm in norms if norm is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +70,26 @@ class DecoderShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    num_rotated_dims: int  # of a head
+    norms_projections: bool
     epsilon: float  # of the norms
+    residual_scale: float
     dtype: torch.dtype
+
+
+_NORMS = ("input_norm", "output_norm", "mlp_norm", "mlp_output_norm")
+MAX_TABLES = 2  # of rotary angles
 
 
 class _Layer(ctypes.Structure):
     """`struct layer` of the kernel."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("input_norm", "mlp_norm", "head_norm")),
+        *((name, ctypes.c_void_p) for name in (*_NORMS, "head_norm")),
         *((name, PackedWeight) for name in ("qkv", "output", "gated", "down")),
         ("mixture", ctypes.c_void_p),
         ("window", ctypes.c_int64),
+        ("table", ctypes.c_int64),
         ("scaling", ctypes.c_float),
         ("softcap", ctypes.c_float),
     ]
@@ -82,8 +100,9 @@ class _Decoder(ctypes.Structure):
 
     _fields_ = [
         ("layers", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "is_bf16")),
-        ("epsilon", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, ctypes.c_int64) for name in ("num_rotated_dims", "norms_projections", "is_bf16", "has_bf16_norms")),
+        *((name, ctypes.c_float) for name in ("epsilon", "residual_scale")),
     ]
 
 
@@ -91,7 +110,8 @@ class _Rows(ctypes.Structure):
     """`struct rows` of the kernel."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("hidden", "delta", "angles")),
+        *((name, ctypes.c_void_p) for name in ("hidden", "delta")),
+        ("angles", ctypes.c_void_p * MAX_TABLES),
         ("num_rows", ctypes.c_int64),
         ("has_delta", ctypes.c_int64),
         ("kept", ctypes.c_void_p),
@@ -112,16 +132,21 @@ class NativeLayers:
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
+            num_rotated_dims=shape.num_rotated_dims,
+            norms_projections=shape.norms_projections,
             is_bf16=shape.dtype is torch.bfloat16,
+            has_bf16_norms=any(norm.dtype is torch.bfloat16 for norm in layers[0].norms),
             epsilon=shape.epsilon,
+            residual_scale=shape.residual_scale,
         )
         self._run = _kernel()
 
     @classmethod
     def of(cls, layers: Seq[DecoderLayer], shape: DecoderShape) -> NativeLayers | None:
         """Return `layers`, or None where anything of them is no kernel of ours over such rows."""
-        norm = layers[0].input_norm
-        if not NativeRows.fit(shape.hidden_size, shape.head_dim, norm) or shape.head_dim > MAX_HEAD_DIM:
+        head_dim, like = math.gcd(shape.head_dim, shape.num_rotated_dims), torch.empty(0, dtype=shape.dtype)
+        is_on_cpu = layers[0].norms[0].device.type == "cpu"
+        if not is_on_cpu or not NativeRows.fit(shape.hidden_size, head_dim, like) or shape.head_dim > MAX_HEAD_DIM:
             return None
         calls = [_layer_call(layer, shape.dtype) for layer in layers]
         present = [call for call in calls if call is not None]
@@ -136,7 +161,7 @@ class NativeLayers:
         self,
         hidden: Tensor,
         delta: Tensor | None,
-        angles: Tensor,
+        angles: Seq[Tensor],
         batch: ForwardBatch,
         layers: range,
         kept: Tensor | None = None,
@@ -146,7 +171,7 @@ class NativeLayers:
         Args:
             hidden: [T, hidden], contiguous; the residual stream, overwritten in place.
             delta: not yet added to `hidden`, [T, hidden], contiguous; overwritten; None before the first layer.
-            angles: [T, 2, D] of the rows.
+            angles: [T, 2, R] of the rows, from each rotary table.
             batch: the pass.
             layers: a run of layers.
             kept: the rows to return, [R] int64, ascending; all rows if None.
@@ -164,7 +189,7 @@ class NativeLayers:
         rows = _Rows(
             hidden=hidden.data_ptr(),
             delta=out.data_ptr(),
-            angles=angles.data_ptr(),
+            angles=(ctypes.c_void_p * MAX_TABLES)(*(table.data_ptr() for table in angles)),
             num_rows=len(hidden),
             has_delta=delta is not None,
             kept=None if kept is None else kept.data_ptr(),
@@ -185,13 +210,13 @@ def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
     if options.sinks is not None or None in weights or not is_known:
         return None
     return _Layer(
-        layer.input_norm.data_ptr(),
-        layer.mlp_norm.data_ptr(),
+        *(None if norm is None else norm.data_ptr() for norm in (getattr(layer, name) for name in _NORMS)),
         None if layer.head_norm is None else layer.head_norm.data_ptr(),
         *weights,
         *[PackedWeight()] * (4 - len(weights)),
         mixture,
         options.window or 0,
+        -1 if layer.table is None else layer.table,
         options.scaling,
         options.softcap or 0.0,
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.model.forward_batch import ForwardBatch
 
 _FIRST_POSITIONS = 2048
+Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # from [..., D] like the heads and positions [1, T]
 
 
 class RotaryTable:
@@ -17,9 +20,9 @@ class RotaryTable:
     """
 
     def __init__(
-        self, embedding: nn.Module, like: Tensor, max_positions: int | None = None, is_whole: bool = False
+        self, embedding: Rotary, like: Tensor, max_positions: int | None = None, is_whole: bool = False
     ) -> None:
-        """`embedding` is a rotary module of transformers; the table has dtype and device of `like`.
+        """`embedding` computes as a rotary module of transformers; the table has dtype and device of `like`.
 
         A table that grows is computed again, and some rotary scalings then change the early positions too: one that
         `is_whole` has all of `max_positions` from the first.
@@ -29,25 +32,32 @@ class RotaryTable:
         self._max_positions = max_positions
         self._table = self._rows((is_whole and max_positions) or _FIRST_POSITIONS)
 
+    @property
+    def num_dims(self) -> int:
+        """Numbers of a head that are rotated."""
+        return self._table.shape[-1]
+
     def at(self, batch: ForwardBatch) -> Tensor:
-        """Cosines and sines of the pass's rows, [T, 2, D], for `rotate`."""
+        """Cosines and sines of the pass's rows, [T, 2, R], for `rotate`."""
         if batch.num_positions > self._table.shape[0]:
             self._table = self._rows(2 * batch.num_positions)
         return self._table.index_select(0, batch.position_ids)
 
     def _rows(self, num_positions: int) -> Tensor:
-        """[positions, 2, D], the first half of the sines negated."""
+        """[positions, 2, R], the first half of the sines negated."""
         num_positions = min(num_positions, self._max_positions or num_positions)
         positions = torch.arange(num_positions, device=self._like.device)[None]
-        cos, sin = self._embedding(self._like, positions)  # [1, positions, D]
+        cos, sin = self._embedding(self._like, positions)  # [1, positions, R]
         half = sin.shape[-1] // 2
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
         return torch.stack((cos[0], sin[0]), dim=1)
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotary position embedding of x [T, heads, D] by rows of the table [T, 2, D].
+    """Rotary position embedding of the first R numbers of each head of x [T, heads, D] by rows of the table [T, 2, R].
 
     The halves of a head change places; the sign of the sines makes up for it.
     """
+    if (num_dims := table.shape[-1]) < x.shape[-1]:
+        return torch.cat((rotate(x[..., :num_dims], table), x[..., num_dims:]), dim=-1)
     return torch.addcmul(x * table[:, :1], x.roll(x.shape[-1] // 2, dims=-1), table[:, 1:])

@@ -25,8 +25,11 @@ class RowOperations(ABC):
     """The operations of one model; a row's result does not depend on other rows."""
 
     @abstractmethod
-    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return hidden + delta and its RMS norm times `weight`, [T, hidden] each; `delta` may be overwritten."""
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return hidden + scale * delta and its RMS norm times `weight`, [T, hidden] each; `delta` may be overwritten.
+
+        Without a weight both are the sum. A weight may be float32 for rows of another dtype.
+        """
 
     @abstractmethod
     def norm_heads(self, heads: Tensor, num_normed: int, weight: Tensor) -> Tensor:
@@ -45,23 +48,42 @@ class RowOperations(ABC):
         Args:
             heads: [T, heads, D].
             num_rotated: how many of them are queries and keys.
-            table: [T, 2, D], rows of a `RotaryTable`.
+            table: [T, 2, R], rows of a `RotaryTable`; the first R numbers of a head are rotated.
         """
+
+    def norm_projections(self, heads: Tensor, sizes: tuple[int, int], weight: Tensor) -> Tensor:
+        """Return the first heads of each row, all `sizes[0]` queries normed together, and then all `sizes[1]` keys.
+
+        Args:
+            heads: [T, heads, D].
+            sizes: how many heads are queries, and keys.
+            weight: [sum of sizes, D].
+
+        Returns:
+            [T, sum of sizes, D].
+        """
+        num_rows, _, dim = heads.shape
+        parts = zip(heads[:, : sum(sizes)].split(sizes, 1), weight.split(sizes), strict=True)
+        normed = [self.norm_heads(part.flatten(1)[:, None], 1, own.flatten()[None]) for part, own in parts]
+        return torch.cat([part.reshape(num_rows, -1, dim) for part in normed], 1)
 
 
 class TorchRows(RowOperations):
     """The operations by torch, on any device."""
 
-    def __init__(self, epsilon: float) -> None:
-        """`epsilon` is added to the variance in the norms."""
-        self._epsilon = epsilon
+    def __init__(self, epsilon: float, scale: float = 1.0) -> None:
+        """`epsilon` is added to the variance in the norms; `scale` multiplies what is added to the residual stream."""
+        self._epsilon, self._scale = epsilon, scale
 
-    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        total = hidden if delta is None else hidden + delta
-        return total, F.rms_norm(total, weight.shape, weight, self._epsilon)
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        total = hidden if delta is None else torch.add(hidden, delta, alpha=self._scale)
+        if weight is None:
+            return total, total
+        return total, F.rms_norm(total.to(weight.dtype), weight.shape, weight, self._epsilon).to(total.dtype)
 
     def norm_heads(self, heads: Tensor, num_normed: int, weight: Tensor) -> Tensor:
-        return F.rms_norm(heads[:, :num_normed], weight.shape[-1:], eps=self._epsilon) * weight
+        normed = F.rms_norm(heads[:, :num_normed].to(weight.dtype), weight.shape[-1:], eps=self._epsilon)
+        return (normed * weight).to(heads.dtype)
 
     def rotate(self, heads: Tensor, num_rotated: int, table: Tensor) -> Tensor:
         return rotate(heads[:, :num_rotated], table)
@@ -70,52 +92,62 @@ class TorchRows(RowOperations):
 class NativeRows(RowOperations):
     """The operations by our kernels."""
 
-    def __init__(self, epsilon: float) -> None:
-        """`epsilon` is added to the variance in the norms."""
-        self._epsilon = epsilon
+    def __init__(self, epsilon: float, scale: float = 1.0) -> None:
+        """`epsilon` is added to the variance in the norms; `scale` multiplies what is added to the residual stream."""
+        self._epsilon, self._scale = epsilon, scale
         self._add_norm, self._norm_heads, self._rotate = _kernels()
 
     @staticmethod
     def fit(hidden_size: int, head_dim: int, weights: Tensor) -> bool:
-        """True if this process has the kernels and they take rows and heads of such sizes in the dtype of `weights`."""
+        """True if this process has the kernels and they take rows and heads of such sizes in the dtype of `weights`.
+
+        Of a head that is rotated in part, `head_dim` is the greatest common divisor of its size and the part's.
+        """
         has_sizes = hidden_size % _LANES == 0 and head_dim % (2 * _LANES) == 0
         return has_sizes and weights.device.type == "cpu" and kernels_for(weights.dtype) is not None
 
-    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         hidden = hidden.contiguous()
-        total = None if delta is None else delta.contiguous()
-        out = torch.empty_like(hidden)
+        total = None if delta is None else hidden.clone()
+        added = hidden if delta is None else delta.contiguous()
+        out = added if weight is None else torch.empty_like(hidden)
         num_rows, size = hidden.shape
         self._add_norm(
-            hidden.data_ptr(),
+            added.data_ptr(),
             None if total is None else total.data_ptr(),
-            weight.data_ptr(),
+            None if weight is None else weight.data_ptr(),
             out.data_ptr(),
             num_rows,
             size,
             self._epsilon,
+            self._scale,
             hidden.dtype is torch.bfloat16,
+            weight is not None and weight.dtype is torch.bfloat16,
         )
-        return hidden if total is None else total, out
+        total = hidden if total is None else total
+        return total, total if weight is None else out
 
     def norm_heads(self, heads: Tensor, num_normed: int, weight: Tensor) -> Tensor:
         heads = heads.contiguous()
         num_rows, num_heads, dim = heads.shape
         sizes = num_rows, num_heads * dim, num_normed, dim
-        self._norm_heads(heads.data_ptr(), weight.data_ptr(), *sizes, self._epsilon, heads.dtype is torch.bfloat16)
+        dtypes = [each.dtype is torch.bfloat16 for each in (heads, weight)]
+        self._norm_heads(heads.data_ptr(), weight.data_ptr(), *sizes, self._epsilon, *dtypes)
         return heads
 
     def rotate(self, heads: Tensor, num_rotated: int, table: Tensor) -> Tensor:
         heads = heads.contiguous()
         num_rows, num_heads, dim = heads.shape
-        is_bfloat16 = heads.dtype is torch.bfloat16
-        self._rotate(heads.data_ptr(), table.data_ptr(), num_rows, num_heads * dim, num_rotated, dim, is_bfloat16)
+        sizes = num_rows, num_heads * dim, num_rotated, dim, table.shape[-1]
+        self._rotate(heads.data_ptr(), table.data_ptr(), *sizes, heads.dtype is torch.bfloat16)
         return heads[:, :num_rotated]
 
 
-def row_operations(hidden_size: int, head_dim: int, weights: Tensor, epsilon: float) -> RowOperations:
+def row_operations(
+    hidden_size: int, head_dim: int, weights: Tensor, epsilon: float, scale: float = 1.0
+) -> RowOperations:
     """Return our kernels where they take rows and heads of such sizes in the dtype of `weights`, else torch's."""
-    return NativeRows(epsilon) if NativeRows.fit(hidden_size, head_dim, weights) else TorchRows(epsilon)
+    return (NativeRows if NativeRows.fit(hidden_size, head_dim, weights) else TorchRows)(epsilon, scale)
 
 
 @cache
@@ -125,8 +157,8 @@ def _kernels() -> tuple[Any, Any, Any]:
     pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     add_norm, norm_heads = library.outrider_add_norm, library.outrider_norm_heads
     rotate_rows = library.outrider_rotate
-    add_norm.argtypes = [pointer] * 4 + [size, size, ctypes.c_float, flag]
-    norm_heads.argtypes = [pointer] * 2 + [size] * 4 + [ctypes.c_float, flag]
-    rotate_rows.argtypes = [pointer] * 2 + [size] * 4 + [flag]
+    add_norm.argtypes = [pointer] * 4 + [size, size, ctypes.c_float, ctypes.c_float, flag, flag]
+    norm_heads.argtypes = [pointer] * 2 + [size] * 4 + [ctypes.c_float, flag, flag]
+    rotate_rows.argtypes = [pointer] * 2 + [size] * 5 + [flag]
     add_norm.restype = norm_heads.restype = rotate_rows.restype = None
     return add_norm, norm_heads, rotate_rows

@@ -80,7 +80,10 @@ class TritonRows(RowOperations):
         """`epsilon` is added to the variance in the norms."""
         self._epsilon = epsilon
 
-    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        if weight is None:
+            total = hidden if delta is None else hidden + delta
+            return total, total
         hidden = hidden.contiguous()
         total = hidden if delta is None else torch.empty_like(hidden)
         normed = torch.empty_like(hidden)

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.config import HeadConfig, Quantization
-from engine.model.decoders.llama_decoder import FAMILIES, LlamaDecoder
+from engine.model.decoders.decoder_family import SELF_DRAFTING
+from engine.model.decoders.llama_decoder import LlamaDecoder
 from engine.model.decoders.stock_decoder import StockDecoder
 from engine.model.forward_batch import ForwardBatch
 from engine.model.linear.quantized_linear import can_quantize, linear_factory
@@ -83,9 +84,9 @@ def _packed(
 
 def _check(config: HeadConfig, stock: PreTrainedModel, quantization: Quantization) -> None:
     model_type, num_layers = stock.config.model_type, stock.config.num_hidden_layers
-    if model_type not in FAMILIES or not LlamaDecoder.fits(stock):
+    if model_type not in SELF_DRAFTING or not LlamaDecoder.fits(stock):
         raise ConfigError(
-            f"draft.kind is 'self', which needs a model of type {_listed(FAMILIES)}, but the target's is "
+            f"draft.kind is 'self', which needs a model of type {_listed(SELF_DRAFTING)}, but the target's is "
             f"{model_type!r}; choose another draft.kind"
         )
     if config.num_layers is not None and config.num_layers >= num_layers:

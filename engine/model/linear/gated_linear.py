@@ -1,4 +1,4 @@
-"""`silu(gate(x)) * up(x)` by products that do the rest themselves, while a result is still in the core."""
+"""`function(gate(x)) * up(x)` by products that do the rest themselves, while a result is still in the core."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.batch.indexing import runs_triton
-from engine.model.linear.native_product import NativeGate, NativeProduct, alternating
+from engine.model.linear.native_product import Gate, NativeGate, NativeProduct, alternating
 from engine.model.linear.native_quantized import NativeQuantizedProduct
 from engine.model.linear.packed_linear import (
     ROWS_HINT,
@@ -26,7 +26,7 @@ _MIN_FUSED_ELEMENTS = 1 << 20  # below that oneDNN's second call costs more than
 
 
 class GatedProduct(Protocol):
-    """`silu(gate(x)) * up(x)`, of rows [..., in] -> [..., out]."""
+    """`function(gate(x)) * up(x)`, of rows [..., in] -> [..., out]."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -34,45 +34,48 @@ class GatedProduct(Protocol):
         """Return `gate(x)` and `up(x)`, each [..., out]."""
 
 
-def gated_of(gate: nn.Linear, up: nn.Linear, make_linear: LinearFactory = linear_of) -> GatedProduct | None:
+def gated_of(
+    gate: nn.Linear, up: nn.Linear, make_linear: LinearFactory = linear_of, function: Gate = Gate.SILU
+) -> GatedProduct | None:
     """Return the fused product, or None if nothing is faster than the two products of `make_linear`.
 
     `gate` and `up` have one shape and dtype, and both a bias [out] or neither.
     """
     if not keeps_numbers(make_linear):
-        return _quantized(gate, up, make_linear)
+        return _quantized(gate, up, make_linear, function)
     dtype = rows_dtype(make_linear) or gate.weight.dtype
     if NativeProduct.fits(gate.weight, dtype) and NativeProduct.fits(up.weight, dtype):
-        return NativeGate(gate.weight, up.weight, gate.bias, up.bias, dtype)
+        return NativeGate(gate.weight, up.weight, gate.bias, up.bias, dtype, function)
     is_large = gate.weight.numel() >= _MIN_FUSED_ELEMENTS
-    if dtype == torch.bfloat16 and can_reorder(gate.weight, dtype) and is_large:
+    if function is Gate.SILU and dtype == torch.bfloat16 and can_reorder(gate.weight, dtype) and is_large:
         return _Reordered(gate, up)
     return None
 
 
-def _quantized(gate: nn.Linear, up: nn.Linear, make_linear: LinearFactory) -> GatedProduct | None:
+def _quantized(gate: nn.Linear, up: nn.Linear, make_linear: LinearFactory, function: Gate) -> GatedProduct | None:
     """One product of our own kernel, where `make_linear` gives that."""
     if gate.out_features % (OUTPUTS // 2) or not NativeQuantizedProduct.fits(gate.weight):
         return None
     bias = None if gate.bias is None else alternating(gate.bias, up.bias)
     product = make_linear(alternating(gate.weight, up.weight), bias)
-    return product.gated() if isinstance(product, NativeQuantizedProduct) else None
+    return product.gated(function) if isinstance(product, NativeQuantizedProduct) else None
 
 
 class JoinedGate(Storable):
     """A gate and up as one product, `joined` [..., in] -> [..., gate and up]."""
 
-    def __init__(self, joined: Linear) -> None:
-        self._joined = joined
+    def __init__(self, joined: Linear, function: Gate = Gate.SILU) -> None:
+        self._joined, self._gate = joined, int(function)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if runs_triton(x):
+        if runs_triton(x) and self._gate == Gate.SILU:
             # Not at the top: processes without a GPU may have no Triton, and need none.
             from engine.model.linear.triton_gate import gate_joined
 
             return gate_joined(self._joined(x))
         gate, up = self.halves(x)
-        return F.silu(gate).mul_(up)  # in place: fresh memory costs a prefill chunk as much as the product
+        activated = F.silu(gate) if self._gate == Gate.SILU else F.gelu(gate, approximate="tanh")
+        return activated.mul_(up)  # in place: fresh memory costs a prefill chunk as much as the product
 
     def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = self._joined(x).chunk(2, dim=-1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from enum import IntEnum
 from functools import cache
 from typing import Any, ClassVar
 
@@ -63,12 +64,20 @@ def compare_product(
 _NUM_BITS = 16  # of a packed weight
 
 
+class Gate(IntEnum):
+    """`enum gate` of the kernels: the product is function(gate) * up."""
+
+    NONE = 0
+    SILU = 1
+    GELU_TANH = 2  # the approximation of gelu by tanh
+
+
 class PackedWeight(ctypes.Structure):
     """`struct weight` of engine/native/layers.c; it refers to the tensors of a product."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("packed", "tables", "bias")),
-        *((name, ctypes.c_int64) for name in ("num_inputs", "num_outputs", "num_bits", "group_size", "is_gated")),
+        *((name, ctypes.c_int64) for name in ("num_inputs", "num_outputs", "num_bits", "group_size", "gate")),
     ]
 
 
@@ -77,7 +86,7 @@ class NativeProduct(Storable):
 
     is_batch_invariant: ClassVar = True
     _kernels: ClassVar = {torch.bfloat16: "outrider_product", torch.float32: "outrider_float_product"}
-    _is_gated: ClassVar = False
+    _gate: int = Gate.NONE
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> None:
         """Pack `weight` [out, in] for rows of `dtype`; None for the weight's."""
@@ -109,10 +118,15 @@ class NativeProduct(Storable):
         rows = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self._width)
         bias = None if self._bias is None else self._bias.data_ptr()
-        sizes = rows.numel() // self._num_inputs, self._num_inputs, self._num_outputs
+        sizes = rows.numel() // self._num_inputs, self._num_inputs, self._num_outputs, *self._more
         multiply = _kernel(self._kernels[self._dtype])
         multiply(rows.data_ptr(), self._packed.data_ptr(), bias, out.data_ptr(), *sizes)
         return out
+
+    @property
+    def _more(self) -> tuple[int, ...]:
+        """Return the arguments of the kernel that follow the sizes."""
+        return ()
 
     def packed_weight(self, dtype: torch.dtype) -> PackedWeight | None:
         """The weight for a kernel over rows of `dtype`, valid as long as this product; None where it takes others."""
@@ -120,15 +134,14 @@ class NativeProduct(Storable):
             return None
         bias = None if self._bias is None else self._bias.data_ptr()
         return PackedWeight(
-            self._packed.data_ptr(), None, bias, self._num_inputs, self._num_outputs, _NUM_BITS, 0, self._is_gated
+            self._packed.data_ptr(), None, bias, self._num_inputs, self._num_outputs, _NUM_BITS, 0, self._gate
         )
 
 
 class NativeGate(NativeProduct):
-    """`silu(gate(x)) * up(x)`: both products lie side by side in the packed weight and meet while still in the core."""
+    """`function(gate(x)) * up(x)`: both products are next to each other in the packed weight and meet in the core."""
 
     _kernels: ClassVar = {torch.bfloat16: "outrider_gated_product", torch.float32: "outrider_gated_float_product"}
-    _is_gated: ClassVar = True
 
     def __init__(
         self,
@@ -137,17 +150,22 @@ class NativeGate(NativeProduct):
         gate_bias: Tensor | None,
         up_bias: Tensor | None,
         dtype: torch.dtype | None = None,
+        function: Gate = Gate.SILU,
     ) -> None:
         """Pack `gate` and `up` [out, in], of one shape and dtype, for rows of `dtype`; None for the weights'."""
         bias = None
         if gate_bias is not None and up_bias is not None:
             bias = alternating(gate_bias, up_bias)
         super().__init__(alternating(gate, up), bias, dtype)
-        self._width = gate.shape[0]
+        self._width, self._gate = gate.shape[0], function
+
+    @property
+    def _more(self) -> tuple[int, ...]:
+        return (self._gate,)
 
     def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return `gate(x)` and `up(x)`, each [..., out]."""
-        plain = NativeProduct.of({**vars(self), "_width": self._num_outputs})
+        plain = NativeProduct.of({**vars(self), "_width": self._num_outputs, "_gate": Gate.NONE})
         return apart(plain(x))
 
 
@@ -199,6 +217,6 @@ def _kernel(name: str) -> Any:
     library = native_library(Instructions.AVX2)
     assert library is not None, "NativeProduct.fits checks that there is one"
     function = getattr(library, name)
-    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3
+    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * (3 + ("gated" in name))
     function.restype = None
     return function

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.model.linear.large_pages import empty_in_large_pages
-from engine.model.linear.native_product import PackedWeight, apart, tiled
+from engine.model.linear.native_product import Gate, PackedWeight, apart, tiled
 from engine.model.linear.weight_store import OUTPUTS, Storable
 from engine.native.library import Instructions, native_library
 
@@ -51,7 +51,7 @@ class NativeQuantizedProduct(Storable):
         return product
 
     def _pack(self, num_outputs: int, parts: Iterable[PackedPart], bias: Tensor | None) -> None:
-        self._num_outputs, self._is_gated = num_outputs, False
+        self._num_outputs, self._gate = num_outputs, int(Gate.NONE)
         self._bias = None if bias is None else _whole_pairs(bias.detach().float())
         num_pairs, pair = -(-num_outputs // OUTPUTS), 0
         for part in parts:
@@ -75,16 +75,16 @@ class NativeQuantizedProduct(Storable):
         biased._bias = _whole_pairs(bias.detach().float())
         return biased
 
-    def gated(self) -> NativeQuantizedProduct:
-        """Return `silu(gate) * up`, where the outputs of this one are theirs, `alternating`."""
+    def gated(self, function: Gate = Gate.SILU) -> NativeQuantizedProduct:
+        """Return `function(gate) * up`, where the outputs of this one are theirs, `alternating`."""
         gate = copy.copy(self)
-        gate._is_gated = True
+        gate._gate = function
         return gate
 
     def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return `gate(x)` and `up(x)` of a `gated` product, each [..., out]."""
         plain = copy.copy(self)
-        plain._is_gated = False
+        plain._gate = Gate.NONE
         return apart(plain(x))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class NativeQuantizedProduct(Storable):
             raise TypeError(f"rows are of {x.shape[-1]} numbers; the weight takes {self._num_inputs}")
         rows = x.contiguous() if x.dtype in _KERNELS else x.float().contiguous()
         width = len(self._packed) * OUTPUTS
-        out = rows.new_empty(*x.shape[:-1], width // 2 if self._is_gated else width)
+        out = rows.new_empty(*x.shape[:-1], width // 2 if self._gate else width)
         num_rows = rows.numel() // self._num_inputs
         scratch = torch.empty(_scratch_size()(num_rows, self._num_inputs), dtype=torch.int8)
         _kernel(rows.dtype)(
@@ -107,7 +107,7 @@ class NativeQuantizedProduct(Storable):
             width,
             self._num_bits,
             self._group_size,
-            self._is_gated,
+            self._gate,
             scratch.data_ptr(),
         )
         return (out if width == self._num_outputs else out[..., : self._num_outputs]).to(x.dtype)
@@ -119,7 +119,7 @@ class NativeQuantizedProduct(Storable):
         bias = None if self._bias is None else self._bias.data_ptr()
         tensors = self._packed.data_ptr(), self._tables.data_ptr(), bias
         sizes = self._num_inputs, self._num_outputs, self._num_bits, self._group_size
-        return PackedWeight(*tensors, *sizes, self._is_gated)
+        return PackedWeight(*tensors, *sizes, self._gate)
 
 
 @dataclass(frozen=True, slots=True)

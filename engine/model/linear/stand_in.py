@@ -58,5 +58,14 @@ def halves_of(gated: GatedProduct) -> tuple[Linear, Linear]:
     return partial(_half, gated, 0), partial(_half, gated, 1)
 
 
+def joined_of(parts: Seq[Linear]) -> Linear:
+    """Return the product that joins the outputs of `parts` in order."""
+    return partial(_join, tuple(parts))
+
+
+def _join(parts: tuple[Linear, ...], x: Tensor) -> Tensor:
+    return torch.cat([part(x) for part in parts], dim=-1)
+
+
 def _half(gated: GatedProduct, index: int, x: Tensor) -> Tensor:
     return gated.halves(x)[index]

@@ -13,7 +13,7 @@
 #include "lanes/lanes.h"
 #include "processor.h"
 #include "products/products.h"
-#include "products/silu.h"
+#include "products/gate.h"
 #include "team.h"
 
 enum {
@@ -37,7 +37,7 @@ struct product {
     const float *bias;   /* [num_outputs of the packed weight] or NULL */
     bf16 *out;           /* [rows, num_outputs], or half as many if gated */
     int64_t num_rows, num_inputs, num_outputs;
-    int is_gated;
+    int gate;
 };
 
 /* The input of up to 16 rows from one pair: `steps` x 32 inputs. A tile of x has rows `stride` numbers apart; the next
@@ -200,9 +200,9 @@ AVX INLINE void finish(const struct product *p, int64_t row, int64_t pair, const
         first = _mm512_add_ps(first, _mm512_loadu_ps(p->bias + pair * OUTPUTS));
         second = _mm512_add_ps(second, _mm512_loadu_ps(p->bias + pair * OUTPUTS + 16));
     }
-    if (p->is_gated) {
+    if (p->gate) {
         bf16 *to = p->out + row * (p->num_outputs / 2) + pair * 16;
-        _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(rough_silu(first), second)));
+        _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(rough_gate(p->gate, first), second)));
     } else {
         bf16 *to = p->out + row * p->num_outputs + pair * OUTPUTS;
         _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
@@ -344,8 +344,8 @@ void outrider_product(const bf16 *x, const bf16 *weight, const float *bias, bf16
     multiply((struct product){x, weight, bias, out, num_rows, num_inputs, num_outputs, 0});
 }
 
-/* Computes out [rows, N / 2] = silu(gate) * up. Each pair of W has 16 outputs of the gate and the same 16 of up. */
+/* Computes out [rows, N / 2] = function(gate) * up. Each pair of W has 16 outputs of the gate and the same 16 of up. */
 void outrider_gated_product(const bf16 *x, const bf16 *weight, const float *bias, bf16 *out, int64_t num_rows,
-                            int64_t num_inputs, int64_t num_outputs) {
-    multiply((struct product){x, weight, bias, out, num_rows, num_inputs, num_outputs, 1});
+                            int64_t num_inputs, int64_t num_outputs, int64_t gate) {
+    multiply((struct product){x, weight, bias, out, num_rows, num_inputs, num_outputs, (int)gate});
 }

@@ -8,7 +8,7 @@
 #include "products/numbers.h"
 #include "products/products.h"
 #include "products/quantized.h"
-#include "products/silu.h"
+#include "products/gate.h"
 #include "team.h"
 
 #include <math.h>
@@ -85,7 +85,7 @@ static void sort_rows(const struct routing *r, int64_t num_experts, int64_t *sta
 AVX2 static void activate(const void *x, int64_t at, int64_t size, void *out, int64_t to, int is_bf16) {
     for (int64_t i = 0; i < size; i += 8) {
         const __m256 gate = load_eight(x, at + i, is_bf16), up = load_eight(x, at + size + i, is_bf16);
-        store_eight(out, to + i, _mm256_mul_ps(exact_silu(gate), up), is_bf16);
+        store_eight(out, to + i, _mm256_mul_ps(exact_gate(SILU, gate), up), is_bf16);
     }
 }
 

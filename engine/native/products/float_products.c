@@ -27,7 +27,7 @@ struct float_product {
     const float *bias;   /* [num_outputs] or NULL */
     float *out;          /* [rows, num_outputs], or half as many if gated */
     int64_t num_rows, num_inputs, num_outputs;
-    int is_gated;
+    int gate;
 };
 
 /* The input of a few rows from one pair: `steps` x 32 inputs. Each step prefetches the lines [from, to) of W, `ahead`
@@ -140,10 +140,10 @@ AVX2 static void add_up_to_6(int64_t rows, struct part part, float *sums, int is
 
 /* Applies bias and epilogue to the sums [rows, 32] of one pair. */
 AVX2 static void finish(const struct float_product *p, int64_t row, int64_t rows, int64_t pair, const float *sums) {
-    const int64_t width = p->is_gated ? OUTPUTS / 2 : OUTPUTS, num_pairs = p->num_outputs / OUTPUTS;
+    const int64_t width = p->gate ? OUTPUTS / 2 : OUTPUTS, num_pairs = p->num_outputs / OUTPUTS;
     const float *bias = p->bias ? p->bias + pair * OUTPUTS : NULL;
     for (int64_t i = 0; i < rows; i++)
-        finish_row(bias, p->is_gated, sums + i * OUTPUTS, p->out + ((row + i) * num_pairs + pair) * width);
+        finish_row(bias, p->gate, sums + i * OUTPUTS, p->out + ((row + i) * num_pairs + pair) * width);
 }
 
 /* Multiplies up to BLOCK_ROWS rows by the pairs [first, last). A block of a pair stays in the cache across the rows. */
@@ -204,8 +204,8 @@ void outrider_float_product(const float *x, const bf16 *weight, const float *bia
     multiply((struct float_product){x, weight, bias, out, num_rows, num_inputs, num_outputs, 0});
 }
 
-/* Computes out [rows, N / 2] = silu(gate) * up. Each pair of W has 16 outputs of the gate and the same 16 of up. */
+/* Computes out [rows, N / 2] = function(gate) * up. Each pair of W has 16 outputs of the gate and the same 16 of up. */
 void outrider_gated_float_product(const float *x, const bf16 *weight, const float *bias, float *out, int64_t num_rows,
-                                  int64_t num_inputs, int64_t num_outputs) {
-    multiply((struct float_product){x, weight, bias, out, num_rows, num_inputs, num_outputs, 1});
+                                  int64_t num_inputs, int64_t num_outputs, int64_t gate) {
+    multiply((struct float_product){x, weight, bias, out, num_rows, num_inputs, num_outputs, (int)gate});
 }

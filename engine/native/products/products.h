@@ -7,17 +7,17 @@
 void outrider_product(const bf16 *x, const bf16 *weight, const float *bias, bf16 *out, int64_t num_rows,
                       int64_t num_inputs, int64_t num_outputs);
 void outrider_gated_product(const bf16 *x, const bf16 *weight, const float *bias, bf16 *out, int64_t num_rows,
-                            int64_t num_inputs, int64_t num_outputs);
+                            int64_t num_inputs, int64_t num_outputs, int64_t gate);
 void outrider_float_product(const float *x, const bf16 *weight, const float *bias, float *out, int64_t num_rows,
                             int64_t num_inputs, int64_t num_outputs);
 void outrider_gated_float_product(const float *x, const bf16 *weight, const float *bias, float *out, int64_t num_rows,
-                                  int64_t num_inputs, int64_t num_outputs);
+                                  int64_t num_inputs, int64_t num_outputs, int64_t gate);
 void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const uint16_t *tables, const float *bias,
                                 bf16 *out, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int bits,
-                                int group, int is_gated, int8_t *scratch);
+                                int group, int gate, int8_t *scratch);
 void outrider_quantized_float_product(const float *x, const uint8_t *weight, const uint16_t *tables, const float *bias,
                                       float *out, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int bits,
-                                      int group, int is_gated, int8_t *scratch);
+                                      int group, int gate, int8_t *scratch);
 
 /* The part of `outrider_product`, or of `outrider_float_product`, that one thread computes: all rows, at most
    PART_ROWS, by the pairs [first, last) of 32 outputs. */

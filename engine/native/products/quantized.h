@@ -28,7 +28,8 @@ struct quantized {
     int64_t num_rows, num_inputs, num_outputs, num_groups;
     int group; /* inputs that share a scale */
     int bits; /* 8: a weight is number * scale, -127 to 127; 4: number * scale + base, 0 to 15 */
-    int is_gated, is_bf16; /* rows and results are bfloat16, or else float32 */
+    int gate; /* `enum gate` */
+    int is_bf16; /* rows and results are bfloat16, or else float32 */
 };
 
 /* The input of a few rows from one pair: `num_groups` groups. With each group of W, the lines [from, to) at `ahead`
@@ -71,6 +72,6 @@ static inline void set_rows(struct part *part, const struct quantized *p, int64_
 
 /* Returns the address of one row's results of one pair. */
 static inline void *out_of(const struct quantized *p, int64_t row, int64_t pair) {
-    const int64_t width = p->is_gated ? OUTPUTS / 2 : OUTPUTS;
+    const int64_t width = p->gate ? OUTPUTS / 2 : OUTPUTS;
     return (char *)p->out + (row * (p->num_outputs / OUTPUTS) + pair) * width * (p->is_bf16 ? 2 : 4);
 }

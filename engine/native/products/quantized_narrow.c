@@ -168,9 +168,9 @@ AVX2 void finish_narrow(const struct quantized *p, int64_t row, int64_t rows, in
     for (int64_t i = 0; i < rows; i++, sums += OUTPUTS) {
         void *out = out_of(p, row + i, pair);
         float results[OUTPUTS];
-        finish_row(bias, p->is_gated, sums, p->is_bf16 ? results : out);
+        finish_row(bias, p->gate, sums, p->is_bf16 ? results : out);
         if (p->is_bf16)
-            for (int at = 0; at < (p->is_gated ? OUTPUTS / 2 : OUTPUTS); at += 8)
+            for (int at = 0; at < (p->gate ? OUTPUTS / 2 : OUTPUTS); at += 8)
                 _mm_storeu_si128((__m128i *)((bf16 *)out + at), to_bf16(_mm256_loadu_ps(results + at)));
     }
 }

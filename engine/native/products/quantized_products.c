@@ -66,23 +66,23 @@ static void multiply(struct quantized p, const void *x, int8_t *scratch) {
 }
 
 /* Computes out [rows, N] = x [rows, K] W^T (+ bias). N is a multiple of 32, K of `group`; `group` is 32, or 64 with 8
-   bits. If gated, out [rows, N / 2] = silu(gate) * up; each pair of W has 16 outputs of the gate and the same 16 of
+   bits. If gated, out [rows, N / 2] = function(gate) * up; each pair of W has 16 outputs of the gate and the same 16 of
    up. */
 void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const uint16_t *tables, const float *bias,
                                 bf16 *out, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int bits,
-                                int group, int is_gated, int8_t *scratch) {
+                                int group, int gate, int8_t *scratch) {
     multiply((struct quantized){.weight = weight, .tables = tables, .bias = bias, .out = out, .num_rows = num_rows,
                                 .num_inputs = num_inputs, .num_outputs = num_outputs, .bits = bits,
-                                .group = group, .is_gated = is_gated, .is_bf16 = 1}, x, scratch);
+                                .group = group, .gate = gate, .is_bf16 = 1}, x, scratch);
 }
 
 /* Does the same with float32 rows. */
 void outrider_quantized_float_product(const float *x, const uint8_t *weight, const uint16_t *tables, const float *bias,
                                       float *out, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int bits,
-                                      int group, int is_gated, int8_t *scratch) {
+                                      int group, int gate, int8_t *scratch) {
     multiply((struct quantized){.weight = weight, .tables = tables, .bias = bias, .out = out, .num_rows = num_rows,
                                 .num_inputs = num_inputs, .num_outputs = num_outputs, .bits = bits,
-                                .group = group, .is_gated = is_gated}, x, scratch);
+                                .group = group, .gate = gate}, x, scratch);
 }
 
 int64_t outrider_quantized_scratch(int64_t num_rows, int64_t num_inputs) {

@@ -2,7 +2,7 @@
 
 #include "amx.h"
 #include "products/quantized.h"
-#include "products/silu.h"
+#include "products/gate.h"
 
 enum {
     BLOCK_INPUTS = 768, /* inputs that stay in the L1 cache across rows */
@@ -230,8 +230,8 @@ AVX static void finish(const struct quantized *p, int64_t row, int64_t rows, int
                 p->bias ? _mm512_loadu_ps(p->bias + pair * OUTPUTS + half * 16) : _mm512_setzero_ps();
             result[half] = _mm512_add_ps(_mm512_loadu_ps(sums + i * OUTPUTS + half * 16), bias);
         }
-        if (p->is_gated) {
-            const __m512 gated = _mm512_mul_ps(rough_silu(result[0]), result[1]);
+        if (p->gate) {
+            const __m512 gated = _mm512_mul_ps(rough_gate(p->gate, result[0]), result[1]);
             _mm256_storeu_si256(out_of(p, row + i, pair), (__m256i)_mm512_cvtneps_pbh(gated));
         } else {
             _mm512_storeu_si512(out_of(p, row + i, pair), (__m512i)_mm512_cvtne2ps_pbh(result[1], result[0]));

@@ -5,6 +5,8 @@
 #include "processor.h"
 
 enum kind { INT4 = 4, INT8 = 8, BFLOAT16 = 16 };
+/* What a product does with a pair of 16 + 16 outputs: nothing, or function(gate) * up, half as many outputs. */
+enum gate { NO_GATE, SILU, GELU_TANH };
 
 /* engine/model/linear/native_product.py has the same fields. */
 struct weight {
@@ -14,5 +16,5 @@ struct weight {
     int64_t num_inputs, num_outputs;
     int64_t kind;
     int64_t group;    /* inputs that share a scale, for INT4 and INT8 */
-    int64_t is_gated; /* the product has half as many outputs */
+    int64_t gate;     /* `enum gate` */
 };

@@ -10,14 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    Exaone4Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from engine.attention.native import native_or_torch
@@ -47,6 +56,10 @@ SIZES = {
     "pad_token_id": None,
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+SIZES_OF_TWO_HEADS = {name: size for name, size in SIZES.items() if name != "head_dim"}
+SIZES_OF_TWO_HEADS |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+HALF_ROTATED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "mistral": MistralConfig(**SIZES, sliding_window=9),
@@ -54,6 +67,21 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, mlp_only_layers=[1]),
+    "phi3": Phi3Config(**{**SIZES, "head_dim": 64}, rope_parameters=HALF_ROTATED),
+    "granite": GraniteConfig(
+        **SIZES_OF_TWO_HEADS,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.3,
+        attention_multiplier=0.1,
+        logits_scaling=2.0,
+    ),
+    "smollm3": SmolLM3Config(**SIZES_OF_TWO_HEADS, no_rope_layer_interval=2),
+    "gemma": GemmaConfig(**SIZES),
+    "gemma2": Gemma2Config(**SIZES, **WINDOWS, final_logit_softcapping=5.0),
+    "gemma3_text": Gemma3TextConfig(**SIZES, **WINDOWS),
+    "olmo2": Olmo2Config(**SIZES_OF_TWO_HEADS),
+    "olmo3": Olmo3Config(**SIZES_OF_TWO_HEADS, **WINDOWS),
+    "exaone4": Exaone4Config(**SIZES, **WINDOWS),
 }
 TEXT = torch.randint(3, 96, (240,), generator=torch.Generator().manual_seed(1)).tolist()
 FIRST_TABLE, SECOND_TABLE = list(range(20, 0, -1)), [21, 22]

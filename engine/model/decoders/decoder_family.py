@@ -1,0 +1,107 @@
+"""How the layers of a family of dense models are computed: a description, read by `FusedDecoder`.
+
+What a loaded model shows by itself (norms of queries and keys, windows, multipliers, sizes) is not repeated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from engine.model.decoders.rotary import Rotary
+from engine.model.linear.native_product import Gate
+
+_GATES = {"silu": Gate.SILU, "gelu_pytorch_tanh": Gate.GELU_TANH}
+# A layer's attributes: the norms before and after the attention, before and after the MLP.
+_BEFORE = ("input_layernorm", None, "post_attention_layernorm", None)
+_AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_AFTER = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+
+
+def _always(attention: Any) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderFamily:
+    """One family.
+
+    Attributes:
+        norms: the names of a layer's norms before and after the attention, before and after the MLP; None: no norm.
+        adds_one: a norm multiplies by 1 + weight, in float32.
+        encodes_positions: whether a layer's attention rotates queries and keys.
+        runs_anywhere: also on several ranks and on GPUs.
+    """
+
+    norms: tuple[str | None, str | None, str | None, str | None] = _BEFORE
+    adds_one: bool = False
+    encodes_positions: Callable[[Any], bool] = _always
+    runs_anywhere: bool = False
+
+    def norm(self, layer: nn.Module, place: int) -> Tensor | None:
+        """Return the weight of a layer's norm at a place of `norms`."""
+        name = self.norms[place]
+        return None if name is None else self.norm_weight(getattr(layer, name))
+
+    def norm_weight(self, norm: Any) -> Tensor:
+        """Return the numbers that a norm multiplies by."""
+        weight: Tensor = norm.weight
+        return 1.0 + weight.float() if self.adds_one else weight
+
+
+_LLAMA = DecoderFamily(runs_anywhere=True)
+_PLAIN = DecoderFamily()
+FAMILIES = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "mixtral": _PLAIN,
+    "qwen3_moe": _PLAIN,
+    "phi3": _PLAIN,
+    "granite": _PLAIN,
+    "smollm3": DecoderFamily(encodes_positions=lambda attention: bool(attention.use_rope)),
+    "gemma": DecoderFamily(adds_one=True),
+    "gemma2": DecoderFamily(_AROUND, adds_one=True),
+    "gemma3_text": DecoderFamily(_AROUND, adds_one=True),
+    "olmo2": DecoderFamily(_AFTER),
+    "olmo3": DecoderFamily(_AFTER),
+    "exaone4": DecoderFamily(
+        _AFTER, encodes_positions=lambda attention: attention.sliding_window is None or attention.is_sliding
+    ),
+}
+
+SELF_DRAFTING = tuple(name for name in FAMILIES if name not in ("mixtral", "qwen3_moe"))  # those without experts
+
+
+def family_of(config: Any) -> DecoderFamily | None:
+    """Return the description of a model's family; None if it has none."""
+    return FAMILIES.get(config.model_type) if gate_of(config) is not None else None
+
+
+def gate_of(config: Any) -> Gate | None:
+    """Return the function of a model's gates; None for one that no kernel computes."""
+    return _GATES.get(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or "")
+
+
+def rotaries(model: Any) -> dict[str | None, Rotary]:
+    """Return a model's rotary functions by the type of layer; one with the key None is for all layers."""
+    rotary = model.model.rotary_emb
+    if not hasattr(rotary, "layer_types"):
+        return {None: rotary}
+    return {kind: partial(rotary, layer_type=kind) for kind in rotary.layer_types}
+
+
+def embedding_scale(model: Any) -> float:
+    """Return what an embedding is multiplied by."""
+    own = getattr(model.model.embed_tokens, "scalar_embed_scale", None)
+    return float(own if own is not None else getattr(model.config, "embedding_multiplier", 1.0))
+
+
+def residual_scale(model: Any) -> float:
+    """Return what a layer's outputs are multiplied by before they are added to the residual stream."""
+    return float(getattr(model.config, "residual_multiplier", 1.0))
