@@ -30,6 +30,9 @@ struct decoder {
     int64_t hidden_size, num_heads, num_kv_heads, head_dim;
     int64_t num_rotated_dims; /* of a head */
     int64_t norms_projections; /* all queries of a row are normed together, and all keys */
+    int64_t rotates_pairs;     /* of neighbors, not of a head's halves */
+    int64_t centers;           /* norms subtract the mean */
+    int64_t is_parallel;       /* the MLP reads what the attention reads */
     int64_t is_bf16, has_bf16_norms;
     float epsilon;
     float residual_scale; /* of what a layer adds to the residual stream */
@@ -117,7 +120,7 @@ static const char *add_norm(const struct decoder *d, const struct rows *r, const
                             char *normed) {
     const void *hidden = has_delta ? r->delta : r->hidden;
     outrider_add_norm(hidden, has_delta ? r->hidden : NULL, weight, normed, r->num_rows, d->hidden_size, d->epsilon,
-                      d->residual_scale, (int)d->is_bf16, (int)d->has_bf16_norms);
+                      d->residual_scale, (int)d->centers, (int)d->is_bf16, (int)d->has_bf16_norms);
     return weight ? normed : r->hidden;
 }
 
@@ -125,7 +128,7 @@ static const char *add_norm(const struct decoder *d, const struct rows *r, const
 static void norm_delta(const struct decoder *d, const struct rows *r, const void *weight) {
     if (weight)
         outrider_add_norm(r->delta, NULL, weight, r->delta, r->num_rows, d->hidden_size, d->epsilon, 1.0f,
-                          (int)d->is_bf16, (int)d->has_bf16_norms);
+                          (int)d->centers, (int)d->is_bf16, (int)d->has_bf16_norms);
 }
 
 /* Norms the queries and keys of `qkv`, by heads or all queries and all keys of a row together. */
@@ -151,7 +154,7 @@ static int attend(const struct decoder *d, const struct layer *l, const struct r
     if (l->head_norm) norm_heads(d, l->head_norm, r->num_rows, stride, buffers->qkv);
     if (l->table >= 0)
         outrider_rotate(buffers->qkv, r->angles[l->table], r->num_rows, stride, num_rotated, dim, d->num_rotated_dims,
-                        is_bf16);
+                        (int)d->rotates_pairs, is_bf16);
     a->query = buffers->qkv;
     a->new_keys = buffers->qkv + d->num_heads * dim * item;
     a->new_values = buffers->qkv + num_rotated * dim * item;
@@ -174,6 +177,7 @@ static void keep_rows(const struct decoder *d, struct rows *r, const struct buff
     const int64_t item = d->is_bf16 ? 2 : 4;
     move_to_front(r, r->hidden, d->hidden_size * item);
     move_to_front(r, buffers->attended, d->num_heads * d->head_dim * item);
+    if (d->is_parallel) move_to_front(r, buffers->normed, d->hidden_size * item);
     r->num_rows = r->num_kept;
 }
 
@@ -210,7 +214,8 @@ int outrider_run_layers(const struct decoder *d, const struct attention *pass, v
         if (!r->num_rows) break;
         multiply(&l->output, buffers.attended, r->delta, r->num_rows, d->is_bf16, buffers.scratch);
         norm_delta(d, r, l->output_norm);
-        x = add_norm(d, r, l->mlp_norm, 1, buffers.normed);
+        const char *normed = add_norm(d, r, l->mlp_norm, 1, buffers.normed);
+        x = d->is_parallel ? x : normed;
         feed_forward(d, l, r, x, &buffers);
         norm_delta(d, r, l->mlp_output_norm);
     }

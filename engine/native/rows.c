@@ -9,23 +9,33 @@
 enum { PART_ROWS = 32 /* fewer rows are not worth another thread */ };
 
 /* Computes one row: sum += scale * hidden, unless `sum` is NULL, and out = (sum or hidden) / root mean square * weight,
-   unless `weight` is NULL. `out` may be `hidden`. */
+   unless `weight` is NULL. With `is_centered`, it subtracts the mean first. `out` may be `hidden`. */
 VECTOR_CODE INLINE void norm_row(const void *hidden, void *sum, const void *weight, void *out, int64_t row,
-                                 int64_t size, float epsilon, float scale, const int is_bf16, const int has_bf16_weight) {
+                                 int64_t size, float epsilon, float scale, int is_centered, const int is_bf16,
+                                 const int has_bf16_weight) {
     const int64_t at = row * size;
     const floats factor = lanes_set(scale);
-    floats squares = lanes_zero();
+    floats squares = lanes_zero(), total = lanes_zero();
     for (int64_t i = 0; i < size; i += LANES) {
         floats x = load_numbers(hidden, at + i, is_bf16);
         if (sum) x = store_numbers(sum, at + i, lanes_fma(x, factor, load_numbers(sum, at + i, is_bf16)), is_bf16);
         squares = lanes_fma(x, x, squares);
+        total = lanes_add(x, total);
     }
     if (!weight) return;
+    const void *from = sum ? sum : hidden;
+    const floats center = lanes_set(is_centered ? lanes_sum(total) / (float)size : 0.0f);
+    if (is_centered) {
+        squares = lanes_zero();
+        for (int64_t i = 0; i < size; i += LANES) {
+            const floats x = lanes_sub(load_numbers(from, at + i, is_bf16), center);
+            squares = lanes_fma(x, x, squares);
+        }
+    }
     const float mean = lanes_sum(squares) / (float)size;
     const floats inverse = lanes_set(1.0f / __builtin_sqrtf(mean + epsilon));
-    const void *from = sum ? sum : hidden;
     for (int64_t i = 0; i < size; i += LANES) {
-        const floats x = lanes_mul(load_numbers(from, at + i, is_bf16), inverse);
+        const floats x = lanes_mul(lanes_sub(load_numbers(from, at + i, is_bf16), center), inverse);
         store_numbers(out, at + i, lanes_mul(x, load_numbers(weight, i, has_bf16_weight)), is_bf16);
     }
 }
@@ -37,13 +47,14 @@ struct norm {
     void *out;
     int64_t num_rows, size;
     float epsilon, scale;
-    int is_bf16, has_bf16_weight;
+    int is_centered, is_bf16, has_bf16_weight;
 };
 
 VECTOR_CODE void PART(norm_part)(const void *work, int64_t part) {
     const struct norm *n = work;
 #define NORM(is_bf16, has_bf16_weight) \
-    norm_row(n->hidden, n->sum, n->weight, n->out, row, n->size, n->epsilon, n->scale, is_bf16, has_bf16_weight)
+    norm_row(n->hidden, n->sum, n->weight, n->out, row, n->size, n->epsilon, n->scale, n->is_centered, is_bf16, \
+             has_bf16_weight)
     for (int64_t row = part * PART_ROWS; row < min((part + 1) * PART_ROWS, n->num_rows); row++) {
         if (!IS_BF16(n)) NORM(0, 0);
         else if (n->has_bf16_weight) NORM(1, 1);
@@ -111,21 +122,40 @@ VECTOR_CODE INLINE void rotate_row(void *x, int64_t at, const void *table, int64
     }
 }
 
+/* Does the same where `swapped` exchanges neighbors. */
+VECTOR_CODE INLINE void rotate_pairs_row(void *x, int64_t at, const void *table, int64_t num_heads, int64_t dim,
+                                         int64_t num_dims, const int is_bf16) {
+    for (int64_t i = 0; i < num_dims; i += LANES) {
+        const floats cos = load_numbers(table, i, is_bf16), sin = load_numbers(table, num_dims + i, is_bf16);
+        for (int64_t head = 0; head < num_heads; head++) {
+            const int64_t place = at + head * dim + i;
+            const floats number = load_numbers(x, place, is_bf16);
+            const floats turned = lanes_fma(lanes_swap_neighbors(number), sin, lanes_mul(number, cos));
+            store_numbers(x, place, turned, is_bf16);
+        }
+    }
+}
+
 struct rotation {
     void *x;
     const void *table;
     int64_t num_rows, stride, num_heads, dim, num_dims;
-    int is_bf16;
+    int in_pairs, is_bf16;
 };
 
 VECTOR_CODE void PART(rotate_part)(const void *work, int64_t part) {
     const struct rotation *r = work;
+#define ROTATE(one_row, is_bf16) \
+    one_row(r->x, row * r->stride, angles, r->num_heads, r->dim, r->num_dims, is_bf16)
     const int64_t table_bytes = 2 * r->num_dims * (IS_BF16(r) ? 2 : 4);
     for (int64_t row = part * PART_ROWS; row < min((part + 1) * PART_ROWS, r->num_rows); row++) {
         const void *angles = (const char *)r->table + row * table_bytes;
-        if (IS_BF16(r)) rotate_row(r->x, row * r->stride, angles, r->num_heads, r->dim, r->num_dims, 1);
-        else rotate_row(r->x, row * r->stride, angles, r->num_heads, r->dim, r->num_dims, 0);
+        if (IS_BF16(r) && r->in_pairs) ROTATE(rotate_pairs_row, 1);
+        else if (IS_BF16(r)) ROTATE(rotate_row, 1);
+        else if (r->in_pairs) ROTATE(rotate_pairs_row, 0);
+        else ROTATE(rotate_row, 0);
     }
+#undef ROTATE
 }
 
 #ifndef NARROW /* compiled once: the entry points of both widths */
@@ -137,8 +167,9 @@ PARTS(rotate_part);
 /* `norm_row` for all rows: hidden, sum and out [rows, size], weight [size]. `size` is a multiple of 16; `sum` may be
    NULL. */
 void outrider_add_norm(const void *hidden, void *sum, const void *weight, void *out, int64_t num_rows, int64_t size,
-                       float epsilon, float scale, int is_bf16, int has_bf16_weight) {
-    const struct norm norm = {hidden, sum, weight, out, num_rows, size, epsilon, scale, is_bf16, has_bf16_weight};
+                       float epsilon, float scale, int is_centered, int is_bf16, int has_bf16_weight) {
+    const struct norm norm = {hidden,  sum,   weight,      out,     num_rows,       size,
+                              epsilon, scale, is_centered, is_bf16, has_bf16_weight};
     share_out(FITTING(norm_part), &norm, (num_rows + PART_ROWS - 1) / PART_ROWS);
 }
 
@@ -151,10 +182,11 @@ void outrider_norm_heads(void *x, const void *weight, int64_t num_rows, int64_t 
 }
 
 /* Rotates the first `num_dims` of the first `num_heads` heads of x [rows, stride numbers] in place; table
-   [rows, 2, num_dims]: cosines, then sines with the first half negated. `num_dims` is a multiple of 32. */
+   [rows, 2, num_dims]: cosines, then sines with the first half negated. `num_dims` is a multiple of 32. With `in_pairs`,
+   neighbors turn together, and the first of each two sines is negated. */
 void outrider_rotate(void *x, const void *table, int64_t num_rows, int64_t stride, int64_t num_heads, int64_t dim,
-                     int64_t num_dims, int is_bf16) {
-    const struct rotation rotation = {x, table, num_rows, stride, num_heads, dim, num_dims, is_bf16};
+                     int64_t num_dims, int in_pairs, int is_bf16) {
+    const struct rotation rotation = {x, table, num_rows, stride, num_heads, dim, num_dims, in_pairs, is_bf16};
     share_out(FITTING(rotate_part), &rotation, (num_rows + PART_ROWS - 1) / PART_ROWS);
 }
 

@@ -19,6 +19,8 @@ _GATES = {"silu": Gate.SILU, "gelu_pytorch_tanh": Gate.GELU_TANH}
 # A layer's attributes: the norms before and after the attention, before and after the MLP.
 _BEFORE = ("input_layernorm", None, "post_attention_layernorm", None)
 _AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_BEFORE_AND_AFTER = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+_ONE = ("input_layernorm", None, None, None)
 _AFTER = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 
@@ -33,12 +35,18 @@ class DecoderFamily:
     Attributes:
         norms: the names of a layer's norms before and after the attention, before and after the MLP; None: no norm.
         adds_one: a norm multiplies by 1 + weight, in float32.
+        centers: a norm subtracts the mean.
+        rotates_pairs: neighbors in a head are rotated together, not its halves.
+        is_parallel: the MLP reads what the attention reads.
         encodes_positions: whether a layer's attention rotates queries and keys.
         runs_anywhere: also on several ranks and on GPUs.
     """
 
     norms: tuple[str | None, str | None, str | None, str | None] = _BEFORE
     adds_one: bool = False
+    centers: bool = False
+    rotates_pairs: bool = False
+    is_parallel: bool = False
     encodes_positions: Callable[[Any], bool] = _always
     runs_anywhere: bool = False
 
@@ -68,6 +76,15 @@ FAMILIES = {
     "gemma": DecoderFamily(adds_one=True),
     "gemma2": DecoderFamily(_AROUND, adds_one=True),
     "gemma3_text": DecoderFamily(_AROUND, adds_one=True),
+    "glm": DecoderFamily(rotates_pairs=True),
+    "glm4": DecoderFamily(_BEFORE_AND_AFTER, rotates_pairs=True),
+    "cohere2": DecoderFamily(
+        _ONE,
+        centers=True,
+        rotates_pairs=True,
+        is_parallel=True,
+        encodes_positions=lambda attention: attention.sliding_window is not None,
+    ),
     "olmo2": DecoderFamily(_AFTER),
     "olmo3": DecoderFamily(_AFTER),
     "exaone4": DecoderFamily(
@@ -105,3 +122,8 @@ def embedding_scale(model: Any) -> float:
 def residual_scale(model: Any) -> float:
     """Return what a layer's outputs are multiplied by before they are added to the residual stream."""
     return float(getattr(model.config, "residual_multiplier", 1.0))
+
+
+def norm_epsilon(config: Any) -> float:
+    """Return what is added to the variance in the norms."""
+    return float(getattr(config, "rms_norm_eps", None) or config.layer_norm_eps)

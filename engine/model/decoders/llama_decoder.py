@@ -20,7 +20,14 @@ from transformers import PreTrainedModel
 
 from engine.attention.base import LayerOptions
 from engine.batch.indexing import runs_triton
-from engine.model.decoders.decoder_family import embedding_scale, family_of, gate_of, residual_scale, rotaries
+from engine.model.decoders.decoder_family import (
+    embedding_scale,
+    family_of,
+    gate_of,
+    norm_epsilon,
+    residual_scale,
+    rotaries,
+)
 from engine.model.decoders.native_layers import DecoderLayer, DecoderShape, GatedMlp, NativeLayers
 from engine.model.decoders.rotary import RotaryTable
 from engine.model.decoders.row_operations import RowOperations, row_operations
@@ -83,17 +90,17 @@ class LlamaDecoder:
         self._head_dim = attention.head_dim
         self._num_heads = config.num_attention_heads // rank.size
         self._num_kv_heads = config.num_key_value_heads // rank.size
-        self._epsilon, self._residual_scale = config.rms_norm_eps, residual_scale(model)
+        self._epsilon, self._residual_scale = norm_epsilon(config), residual_scale(model)
         self._dtype: torch.dtype = model.model.norm.weight.dtype  # of rows; weights and embedding may have another
         self._embedding = rank.to_device(model.model.embed_tokens.weight)
         self._is_deterministic = is_deterministic
         self._embedding_scale = embedding_scale(model)
-        self._logit_scale = 1.0 / getattr(config, "logits_scaling", 1.0)
+        self._logit_scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
         self._logit_softcap: float | None = getattr(config, "final_logit_softcapping", None)
         model.model.rotary_emb.to(self._embedding.device)
         like = self._embedding.new_empty(0, dtype=self._dtype)
         self._rotaries = {
-            kind: RotaryTable(rotary, like, max_positions(config), is_deterministic)
+            kind: RotaryTable(rotary, like, max_positions(config), is_deterministic, family.rotates_pairs)
             for kind, rotary in rotaries(model).items()
         }
         self._num_rotated_dims = next(iter(self._rotaries.values())).num_dims
@@ -191,9 +198,10 @@ class LlamaDecoder:
             hidden, normed = self._rows.add_norm(hidden, delta, layer.input_norm)
             attended = self._attend(index, layer, normed, angles, batch)
             if kept is not None and index == layers[-1]:
-                hidden, attended = hidden.index_select(0, kept), attended.index_select(0, kept)
+                hidden, attended, normed = (rows.index_select(0, kept) for rows in (hidden, attended, normed))
             attended = self._normed(self._rank.all_reduce(layer.output(attended)), layer.output_norm)
-            hidden, normed = self._rows.add_norm(hidden, attended, layer.mlp_norm)
+            hidden, mlp_normed = self._rows.add_norm(hidden, attended, layer.mlp_norm)
+            normed = normed if self._family.is_parallel else mlp_normed
             delta = self._normed(self._feed_forward(layer, normed), layer.mlp_output_norm)
         return hidden, delta
 
@@ -213,7 +221,7 @@ class LlamaDecoder:
         elif layer.head_norm is not None:
             qkv = self._rows.norm_heads(qkv, num_rotated, layer.head_norm)
         if layer.table is not None:
-            qkv = self._rows.rotate(qkv, num_rotated, angles[layer.table])
+            qkv = self._rows.rotate(qkv, num_rotated, angles[layer.table], in_pairs=self._family.rotates_pairs)
         query_key = qkv[:, :num_rotated].transpose(0, 1)[None]  # [1, Hq + H, T, D]
         query, key = query_key[:, : self._num_heads], query_key[:, self._num_heads :]
         attended = batch.attention.attend(index, query, key, value.transpose(0, 1)[None], layer.options)
@@ -276,6 +284,9 @@ class LlamaDecoder:
             head_dim=self._head_dim,
             num_rotated_dims=self._num_rotated_dims,
             norms_projections=self._norms_projections,
+            rotates_pairs=self._family.rotates_pairs,
+            centers=self._family.centers,
+            is_parallel=self._family.is_parallel,
             epsilon=self._epsilon,
             residual_scale=self._residual_scale,
             dtype=self._dtype,
@@ -335,10 +346,12 @@ def _halves(joined: nn.Linear) -> tuple[nn.Linear, nn.Linear]:
 
 
 def _row_operations(model: Any, head_dim: int) -> RowOperations:
-    weight, epsilon = model.model.norm.weight, model.config.rms_norm_eps
+    weight, epsilon = model.model.norm.weight, norm_epsilon(model.config)
     if runs_triton(weight):
         # Not at the top: processes without a GPU may have no Triton, and need none.
         from engine.model.decoders.triton_rows import TritonRows
 
         return TritonRows(epsilon)
-    return row_operations(weight.shape[0], head_dim, weight, epsilon, residual_scale(model))
+    family = family_of(model.config)
+    centers = family is not None and family.centers
+    return row_operations(weight.shape[0], head_dim, weight, epsilon, residual_scale(model), centers=centers)

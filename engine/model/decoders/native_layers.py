@@ -72,6 +72,9 @@ class DecoderShape:
     head_dim: int
     num_rotated_dims: int  # of a head
     norms_projections: bool
+    rotates_pairs: bool
+    centers: bool
+    is_parallel: bool
     epsilon: float  # of the norms
     residual_scale: float
     dtype: torch.dtype
@@ -101,7 +104,8 @@ class _Decoder(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, ctypes.c_int64) for name in ("num_rotated_dims", "norms_projections", "is_bf16", "has_bf16_norms")),
+        *((name, ctypes.c_int64) for name in ("num_rotated_dims", "norms_projections", "rotates_pairs", "centers")),
+        *((name, ctypes.c_int64) for name in ("is_parallel", "is_bf16", "has_bf16_norms")),
         *((name, ctypes.c_float) for name in ("epsilon", "residual_scale")),
     ]
 
@@ -134,6 +138,9 @@ class NativeLayers:
             head_dim=shape.head_dim,
             num_rotated_dims=shape.num_rotated_dims,
             norms_projections=shape.norms_projections,
+            rotates_pairs=shape.rotates_pairs,
+            centers=shape.centers,
+            is_parallel=shape.is_parallel,
             is_bf16=shape.dtype is torch.bfloat16,
             has_bf16_norms=any(norm.dtype is torch.bfloat16 for norm in layers[0].norms),
             epsilon=shape.epsilon,

@@ -42,13 +42,14 @@ class RowOperations(ABC):
         """
 
     @abstractmethod
-    def rotate(self, heads: Tensor, num_rotated: int, table: Tensor) -> Tensor:
+    def rotate(self, heads: Tensor, num_rotated: int, table: Tensor, *, in_pairs: bool = False) -> Tensor:
         """Return the first heads of each row, rotated: [T, num_rotated, D]; `heads` may be overwritten.
 
         Args:
             heads: [T, heads, D].
             num_rotated: how many of them are queries and keys.
             table: [T, 2, R], rows of a `RotaryTable`; the first R numbers of a head are rotated.
+            in_pairs: the table is.
         """
 
     def norm_projections(self, heads: Tensor, sizes: tuple[int, int], weight: Tensor) -> Tensor:
@@ -71,30 +72,37 @@ class RowOperations(ABC):
 class TorchRows(RowOperations):
     """The operations by torch, on any device."""
 
-    def __init__(self, epsilon: float, scale: float = 1.0) -> None:
-        """`epsilon` is added to the variance in the norms; `scale` multiplies what is added to the residual stream."""
-        self._epsilon, self._scale = epsilon, scale
+    def __init__(self, epsilon: float, scale: float = 1.0, *, centers: bool = False) -> None:
+        """`epsilon` is added to the variance in the norms; `scale` multiplies what is added to the residual stream.
+
+        `centers`: norms over the hidden states subtract the mean.
+        """
+        self._epsilon, self._scale, self._centers = epsilon, scale, centers
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         total = hidden if delta is None else torch.add(hidden, delta, alpha=self._scale)
         if weight is None:
             return total, total
-        return total, F.rms_norm(total.to(weight.dtype), weight.shape, weight, self._epsilon).to(total.dtype)
+        norm = F.layer_norm if self._centers else F.rms_norm
+        return total, norm(total.to(weight.dtype), weight.shape, weight, eps=self._epsilon).to(total.dtype)
 
     def norm_heads(self, heads: Tensor, num_normed: int, weight: Tensor) -> Tensor:
         normed = F.rms_norm(heads[:, :num_normed].to(weight.dtype), weight.shape[-1:], eps=self._epsilon)
         return (normed * weight).to(heads.dtype)
 
-    def rotate(self, heads: Tensor, num_rotated: int, table: Tensor) -> Tensor:
-        return rotate(heads[:, :num_rotated], table)
+    def rotate(self, heads: Tensor, num_rotated: int, table: Tensor, *, in_pairs: bool = False) -> Tensor:
+        return rotate(heads[:, :num_rotated], table, in_pairs=in_pairs)
 
 
 class NativeRows(RowOperations):
     """The operations by our kernels."""
 
-    def __init__(self, epsilon: float, scale: float = 1.0) -> None:
-        """`epsilon` is added to the variance in the norms; `scale` multiplies what is added to the residual stream."""
-        self._epsilon, self._scale = epsilon, scale
+    def __init__(self, epsilon: float, scale: float = 1.0, *, centers: bool = False) -> None:
+        """`epsilon` is added to the variance in the norms; `scale` multiplies what is added to the residual stream.
+
+        `centers`: norms over the hidden states subtract the mean.
+        """
+        self._epsilon, self._scale, self._centers = epsilon, scale, centers
         self._add_norm, self._norm_heads, self._rotate = _kernels()
 
     @staticmethod
@@ -121,6 +129,7 @@ class NativeRows(RowOperations):
             size,
             self._epsilon,
             self._scale,
+            self._centers,
             hidden.dtype is torch.bfloat16,
             weight is not None and weight.dtype is torch.bfloat16,
         )
@@ -135,19 +144,21 @@ class NativeRows(RowOperations):
         self._norm_heads(heads.data_ptr(), weight.data_ptr(), *sizes, self._epsilon, *dtypes)
         return heads
 
-    def rotate(self, heads: Tensor, num_rotated: int, table: Tensor) -> Tensor:
+    def rotate(self, heads: Tensor, num_rotated: int, table: Tensor, *, in_pairs: bool = False) -> Tensor:
         heads = heads.contiguous()
         num_rows, num_heads, dim = heads.shape
         sizes = num_rows, num_heads * dim, num_rotated, dim, table.shape[-1]
-        self._rotate(heads.data_ptr(), table.data_ptr(), *sizes, heads.dtype is torch.bfloat16)
+        self._rotate(heads.data_ptr(), table.data_ptr(), *sizes, in_pairs, heads.dtype is torch.bfloat16)
         return heads[:, :num_rotated]
 
 
 def row_operations(
-    hidden_size: int, head_dim: int, weights: Tensor, epsilon: float, scale: float = 1.0
+    hidden_size: int, head_dim: int, weights: Tensor, epsilon: float, scale: float = 1.0, *, centers: bool = False
 ) -> RowOperations:
     """Return our kernels where they take rows and heads of such sizes in the dtype of `weights`, else torch's."""
-    return (NativeRows if NativeRows.fit(hidden_size, head_dim, weights) else TorchRows)(epsilon, scale)
+    return (NativeRows if NativeRows.fit(hidden_size, head_dim, weights) else TorchRows)(
+        epsilon, scale, centers=centers
+    )
 
 
 @cache
@@ -157,8 +168,8 @@ def _kernels() -> tuple[Any, Any, Any]:
     pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     add_norm, norm_heads = library.outrider_add_norm, library.outrider_norm_heads
     rotate_rows = library.outrider_rotate
-    add_norm.argtypes = [pointer] * 4 + [size, size, ctypes.c_float, ctypes.c_float, flag, flag]
+    add_norm.argtypes = [pointer] * 4 + [size, size, ctypes.c_float, ctypes.c_float, flag, flag, flag]
     norm_heads.argtypes = [pointer] * 2 + [size] * 4 + [ctypes.c_float, flag, flag]
-    rotate_rows.argtypes = [pointer] * 2 + [size] * 5 + [flag]
+    rotate_rows.argtypes = [pointer] * 2 + [size] * 5 + [flag, flag]
     add_norm.restype = norm_heads.restype = rotate_rows.restype = None
     return add_norm, norm_heads, rotate_rows

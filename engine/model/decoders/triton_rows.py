@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.model.decoders.rotary import rotate
 from engine.model.decoders.row_operations import RowOperations
 
 _HEADS = 8  # that one program rotates
@@ -96,7 +97,9 @@ class TritonRows(RowOperations):
         self._norm(normed, rows, rows, None, weight)
         return normed
 
-    def rotate(self, heads: Tensor, num_rotated: int, table: Tensor) -> Tensor:
+    def rotate(self, heads: Tensor, num_rotated: int, table: Tensor, *, in_pairs: bool = False) -> Tensor:
+        if in_pairs or table.shape[-1] < heads.shape[-1]:
+            return rotate(heads[:, :num_rotated], table, in_pairs=in_pairs)
         rows = heads.contiguous().flatten(1)
         num_rows, size = len(rows), heads.shape[-1]
         rotated = heads.new_empty(num_rows, num_rotated, size)

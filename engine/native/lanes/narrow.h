@@ -79,6 +79,11 @@ AVX2 INLINE float lanes_highest(floats x) {
     return two[0] > two[1] ? two[0] : two[1];
 }
 
+/* Exchanges each two neighbors. */
+AVX2 INLINE floats lanes_swap_neighbors(floats x) {
+    return (floats){_mm256_permute_ps(x.low, 0xb1), _mm256_permute_ps(x.high, 0xb1)};
+}
+
 AVX2 INLINE floats lanes_fraction(floats x) {
     return (floats){_mm256_sub_ps(x.low, _mm256_floor_ps(x.low)), _mm256_sub_ps(x.high, _mm256_floor_ps(x.high))};
 }

@@ -29,6 +29,9 @@ typedef __mmask64 byte_mask;
 #define lanes_sum _mm512_reduce_add_ps
 #define lanes_highest _mm512_reduce_max_ps
 
+/* Exchanges each two neighbors. */
+#define lanes_swap_neighbors(x) _mm512_permute_ps(x, 0xb1)
+
 /* `lanes_fraction` is x - floor(x); `lanes_scale` is y 2^floor(x). */
 #define lanes_fraction(x) _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)
 #define lanes_scale(y, x) _mm512_scalef_ps(y, x)

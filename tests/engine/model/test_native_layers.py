@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    Cohere2Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
+    GlmConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -79,6 +82,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gemma": GemmaConfig(**SIZES),
     "gemma2": Gemma2Config(**SIZES, **WINDOWS, final_logit_softcapping=5.0),
     "gemma3_text": Gemma3TextConfig(**SIZES, **WINDOWS),
+    "glm": GlmConfig(**{**SIZES, "head_dim": 64}, rope_parameters=HALF_ROTATED, attention_bias=True),
+    "glm4": Glm4Config(**{**SIZES, "head_dim": 64}, rope_parameters=HALF_ROTATED),
+    "cohere2": Cohere2Config(**SIZES_OF_TWO_HEADS, **WINDOWS, logit_scale=0.5),
     "olmo2": Olmo2Config(**SIZES_OF_TWO_HEADS),
     "olmo3": Olmo3Config(**SIZES_OF_TWO_HEADS, **WINDOWS),
     "exaone4": Exaone4Config(**SIZES, **WINDOWS),
