@@ -1,1 +1,1 @@
-"""Decoders: transformers' own modules for any family, and a faster one for Llama-shaped models."""
+"""Decoders: transformers' own modules for any family, and a faster one for described families."""

@@ -6,7 +6,7 @@ What a loaded model shows by itself (norms of queries and keys, windows, multipl
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -63,6 +63,8 @@ class DecoderFamily:
 
 _LLAMA = DecoderFamily(runs_anywhere=True)
 _PLAIN = DecoderFamily()
+_PAIRS = DecoderFamily(rotates_pairs=True)
+_COHERE = DecoderFamily(_ONE, centers=True, rotates_pairs=True, is_parallel=True)
 FAMILIES = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -70,21 +72,21 @@ FAMILIES = {
     "qwen3": _LLAMA,
     "mixtral": _PLAIN,
     "qwen3_moe": _PLAIN,
+    "cwm": _PLAIN,
+    "internlm3": _PLAIN,
+    "ministral": _PLAIN,
     "phi3": _PLAIN,
+    "seed_oss": _PLAIN,
     "granite": _PLAIN,
     "smollm3": DecoderFamily(encodes_positions=lambda attention: bool(attention.use_rope)),
     "gemma": DecoderFamily(adds_one=True),
     "gemma2": DecoderFamily(_AROUND, adds_one=True),
     "gemma3_text": DecoderFamily(_AROUND, adds_one=True),
-    "glm": DecoderFamily(rotates_pairs=True),
+    "ernie4_5": _PAIRS,
+    "glm": _PAIRS,
     "glm4": DecoderFamily(_BEFORE_AND_AFTER, rotates_pairs=True),
-    "cohere2": DecoderFamily(
-        _ONE,
-        centers=True,
-        rotates_pairs=True,
-        is_parallel=True,
-        encodes_positions=lambda attention: attention.sliding_window is not None,
-    ),
+    "cohere": _COHERE,
+    "cohere2": replace(_COHERE, encodes_positions=lambda attention: attention.sliding_window is not None),
     "olmo2": DecoderFamily(_AFTER),
     "olmo3": DecoderFamily(_AFTER),
     "exaone4": DecoderFamily(
@@ -97,7 +99,8 @@ SELF_DRAFTING = tuple(name for name in FAMILIES if name not in ("mixtral", "qwen
 
 def family_of(config: Any) -> DecoderFamily | None:
     """Return the description of a model's family; None if it has none."""
-    return FAMILIES.get(config.model_type) if gate_of(config) is not None else None
+    is_plain = gate_of(config) is not None and not getattr(config, "use_qk_norm", False)  # Cohere's own kind of norm
+    return FAMILIES.get(config.model_type) if is_plain else None
 
 
 def gate_of(config: Any) -> Gate | None:

@@ -425,7 +425,7 @@ class ModelRunner:
 
 
 def _keeps_dtype(config: PreTrainedConfig) -> bool:
-    """True for models whose weights are packed as the files have them: Llama-shaped ones, and mixtures of experts."""
+    """True for models whose weights are packed as the files have them: described families, and mixtures of experts."""
     return LlamaDecoder.fits_config(config) or config_has_experts(config)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import (
     Cohere2Config,
+    CohereConfig,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -84,6 +85,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gemma3_text": Gemma3TextConfig(**SIZES, **WINDOWS),
     "glm": GlmConfig(**{**SIZES, "head_dim": 64}, rope_parameters=HALF_ROTATED, attention_bias=True),
     "glm4": Glm4Config(**{**SIZES, "head_dim": 64}, rope_parameters=HALF_ROTATED),
+    "cohere": CohereConfig(**SIZES_OF_TWO_HEADS),
     "cohere2": Cohere2Config(**SIZES_OF_TWO_HEADS, **WINDOWS, logit_scale=0.5),
     "olmo2": Olmo2Config(**SIZES_OF_TWO_HEADS),
     "olmo3": Olmo3Config(**SIZES_OF_TWO_HEADS, **WINDOWS),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import Gemma3TextConfig
 
 from engine.config import CacheConfig, EngineConfig, HeadConfig, HeadKind, ModelConfig, Quantization, SpeculationConfig
 from engine.engine_core import EngineCore
@@ -14,6 +15,7 @@ from engine.model.draft_heads import self_draft
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams
 from tests.engine.fixtures.checkpoints import write_checkpoint
+from tests.engine.fixtures.families import PLAIN, WINDOW, write_family
 from tests.engine.fixtures.native_kernels import needs_float_kernels
 
 INT4 = HeadConfig(HeadKind.SELF, quantization=Quantization.INT4)
@@ -57,6 +59,16 @@ def test_a_quantized_target_drafts_with_its_own_first_layers() -> None:
     engine = engine_of(DEMO, replace(INT4, num_layers=2), Quantization.INT4)
     assert texts(engine, SpeculationParams()) == texts(engine, SpeculationParams(enabled=False))
     assert engine.stats().drafts.num_draft_tokens > 0
+
+
+@needs_float_kernels
+def test_gemma_drafts_for_itself(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    sizes = {**PLAIN, "hidden_size": 64, "num_hidden_layers": len(kinds), "head_dim": 32}
+    write_family(tmp_path, Gemma3TextConfig(**sizes, sliding_window=WINDOW, layer_types=kinds))
+    engine = engine_of(tmp_path, replace(INT4, num_layers=2))
+    assert texts(engine, SpeculationParams()) == texts(engine, SpeculationParams(enabled=False))
+    assert engine.stats().drafts.num_draft_tokens > 20
 
 
 @pytest.mark.parametrize(
