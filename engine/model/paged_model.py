@@ -37,7 +37,7 @@ from engine.model.attention_probe import (
     understood,
 )
 from engine.model.checkpoint.node_memory import check_pool_memory
-from engine.model.decoders.llama_decoder import LlamaDecoder
+from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.decoders.stock_decoder import StockDecoder, counts_rows
 from engine.model.determinism import first_difference, has_experts, obstacle
 from engine.model.forward_batch import ForwardBatch
@@ -123,7 +123,7 @@ class PagedModel:
         self._padding_ids: Index | None = None
         if is_deterministic:
             has_kernel = is_batch_invariant(plan_attention) or self._is_native(plan_attention)
-            fits = LlamaDecoder.fits(model, rank)
+            fits = FusedDecoder.fits(model, rank)
             packs = rank.size == 1 and packs_all_experts(model, linear_factory(quantization, self._dtype))
             if reason := obstacle(
                 model, records, has_own_kernel=has_kernel, has_own_decoder=fits, has_own_experts=packs
@@ -247,15 +247,15 @@ def _decoder(
     *,
     is_deterministic: bool,
     store: WeightStore,
-) -> tuple[LlamaDecoder | StockDecoder, list[LayerShape]]:
+) -> tuple[FusedDecoder | StockDecoder, list[LayerShape]]:
     """Return the decoder of `rank`, which takes over `model`, and the KV of each layer on this rank."""
     shapes = [record.shape for record in records]
     make_linear, make_head = (linear_factory(quantization, dtype, is_head=is_head) for is_head in (False, True))
     if is_deterministic and model.device.type == "cuda":
         make_linear = make_head = batch_invariant_on_gpu
-    if LlamaDecoder.fits(model, rank):
+    if FusedDecoder.fits(model, rank):
         options = [record.options for record in records]
-        decoder = LlamaDecoder(
+        decoder = FusedDecoder(
             model,
             options,
             make_linear,
@@ -280,7 +280,7 @@ def _decoder(
 
 
 def _circumstances(
-    plan_attention: PlanAttention, decoder: LlamaDecoder | StockDecoder, *, is_deterministic: bool
+    plan_attention: PlanAttention, decoder: FusedDecoder | StockDecoder, *, is_deterministic: bool
 ) -> str:
     """Name everything that the agreement depends on, except the weights, our code and kernels."""
     attention = getattr(plan_attention, "__qualname__", repr(type(plan_attention)))
@@ -360,7 +360,7 @@ def _far_position(model: PreTrainedModel) -> int:
     if counts_rows(model):
         return 0
     limit = max_positions(model.config) or 1 << 17
-    return max(0, min(limit, 4096 if LlamaDecoder.fits(model) else limit) - _PROBE_LENGTHS[1])
+    return max(0, min(limit, 4096 if FusedDecoder.fits(model) else limit) - _PROBE_LENGTHS[1])
 
 
 def _others(token_ids: list[int], vocab_size: int) -> list[int]:

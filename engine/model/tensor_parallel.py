@@ -10,7 +10,7 @@ products are cut by outputs; the second by inputs, and their partial results are
 Sharding of a model over ranks: transformers' plan for its family, or a refusal by name.
 
 A family's plan maps modules and parameters to a style of sharding ("colwise": by outputs). The families of
-`engine.model.decoders.llama_decoder` are sharded by its own code in the same way. For all families the plan names the
+`engine.model.decoders.fused_decoder` are sharded by its own code in the same way. For all families the plan names the
 sizes that the number of ranks must divide. No weights are needed: the model is built without memory.
 """
 

@@ -32,10 +32,10 @@ struct decoder {
     int64_t norms_projections; /* all queries of a row are normed together, and all keys */
     int64_t rotates_pairs;     /* of neighbors, not of a head's halves */
     int64_t centers;           /* norms subtract the mean */
-    int64_t is_parallel;       /* the MLP reads what the attention reads */
+    int64_t is_parallel;       /* the attention and the MLP read the same rows */
     int64_t is_bf16, has_bf16_norms;
     float epsilon;
-    float residual_scale; /* of what a layer adds to the residual stream */
+    float residual_scale; /* factor of a layer's outputs in the residual stream */
 };
 
 struct rows {

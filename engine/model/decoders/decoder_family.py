@@ -33,11 +33,12 @@ class DecoderFamily:
     """One family.
 
     Attributes:
-        norms: the names of a layer's norms before and after the attention, before and after the MLP; None: no norm.
+        norms: the names of a layer's norms before and after the attention, before and after the MLP, None where
+            a layer has no norm.
         adds_one: a norm multiplies by 1 + weight, in float32.
         centers: a norm subtracts the mean.
         rotates_pairs: neighbors in a head are rotated together, not its halves.
-        is_parallel: the MLP reads what the attention reads.
+        is_parallel: the attention and the MLP read the same rows.
         encodes_positions: whether a layer's attention rotates queries and keys.
         runs_anywhere: also on several ranks and on GPUs.
     """
@@ -74,7 +75,6 @@ FAMILIES = {
     "qwen3_moe": _PLAIN,
     "cwm": _PLAIN,
     "internlm3": _PLAIN,
-    "ministral": _PLAIN,
     "phi3": _PLAIN,
     "seed_oss": _PLAIN,
     "granite": _PLAIN,
@@ -123,10 +123,10 @@ def embedding_scale(model: Any) -> float:
 
 
 def residual_scale(model: Any) -> float:
-    """Return what a layer's outputs are multiplied by before they are added to the residual stream."""
+    """Return the factor of a layer's outputs in the residual stream."""
     return float(getattr(model.config, "residual_multiplier", 1.0))
 
 
 def norm_epsilon(config: Any) -> float:
-    """Return what is added to the variance in the norms."""
+    """Return the number added to the variance in the norms."""
     return float(getattr(config, "rms_norm_eps", None) or config.layer_norm_eps)

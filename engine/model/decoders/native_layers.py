@@ -53,7 +53,7 @@ class DecoderLayer:
     mlp: Linear  # a `GatedMlp`, or a mixture of experts
     mlp_output_norm: Tensor | None
     options: LayerOptions
-    table: int | None  # of rotary angles; None: positions are not encoded
+    table: int | None  # of rotary angles; None if positions are not encoded
 
     @property
     def norms(self) -> list[Tensor]:

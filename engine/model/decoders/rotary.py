@@ -57,7 +57,7 @@ class RotaryTable:
         cos, sin = self._embedding(self._like, positions)  # [1, positions, R]
         half = sin.shape[-1] // 2
         if self._in_pairs:
-            if torch.equal(sin[..., :half], sin[..., half:]):  # each angle stands once in each half
+            if torch.equal(sin[..., :half], sin[..., half:]):  # each half has each angle once
                 cos, sin = (each[..., :half].repeat_interleave(2, dim=-1) for each in (cos, sin))
             sin = sin * sin.new_tensor((-1.0, 1.0)).repeat(half)
         else:

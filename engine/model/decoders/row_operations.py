@@ -73,7 +73,7 @@ class TorchRows(RowOperations):
     """The operations by torch, on any device."""
 
     def __init__(self, epsilon: float, scale: float = 1.0, *, centers: bool = False) -> None:
-        """`epsilon` is added to the variance in the norms; `scale` multiplies what is added to the residual stream.
+        """`epsilon` is added to the variance in the norms; `scale` multiplies a layer's outputs in the residual stream.
 
         `centers`: norms over the hidden states subtract the mean.
         """
@@ -98,7 +98,7 @@ class NativeRows(RowOperations):
     """The operations by our kernels."""
 
     def __init__(self, epsilon: float, scale: float = 1.0, *, centers: bool = False) -> None:
-        """`epsilon` is added to the variance in the norms; `scale` multiplies what is added to the residual stream.
+        """`epsilon` is added to the variance in the norms; `scale` multiplies a layer's outputs in the residual stream.
 
         `centers`: norms over the hidden states subtract the mean.
         """

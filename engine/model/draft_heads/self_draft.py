@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from engine.config import HeadConfig, Quantization
 from engine.model.decoders.decoder_family import SELF_DRAFTING
-from engine.model.decoders.llama_decoder import LlamaDecoder
+from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.decoders.stock_decoder import StockDecoder
 from engine.model.forward_batch import ForwardBatch
 from engine.model.linear.quantized_linear import can_quantize, linear_factory
@@ -50,11 +50,11 @@ class SelfDraft:
         self._dtype = dtype
         self.is_shared = self.quantization in (Quantization.NONE, quantization)
         self._stock: Any = None if self.is_shared else _with_same_weights(stock)
-        self._decoder: LlamaDecoder | None = None
+        self._decoder: FusedDecoder | None = None
 
-    def begin(self, target: LlamaDecoder | StockDecoder, store: WeightStore = NO_STORE) -> None:
+    def begin(self, target: FusedDecoder | StockDecoder, store: WeightStore = NO_STORE) -> None:
         """Take the target's layers, or pack the weights again, kept in `store`; `target` is of the same model."""
-        assert isinstance(target, LlamaDecoder), "_check has refused the others"
+        assert isinstance(target, FusedDecoder), "_check has refused the others"
         if self.is_shared:
             self._decoder = target.first(self.num_layers)
         else:
@@ -75,16 +75,16 @@ def _with_same_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _packed(
-    stock: Any, target: LlamaDecoder, quantization: Quantization, dtype: torch.dtype, store: WeightStore
-) -> LlamaDecoder:
+    stock: Any, target: FusedDecoder, quantization: Quantization, dtype: torch.dtype, store: WeightStore
+) -> FusedDecoder:
     options = target.options[: len(stock.model.layers)]
     make_linear, make_head = (linear_factory(quantization, dtype, is_head=is_head) for is_head in (False, True))
-    return LlamaDecoder(stock, options, make_linear, make_head=make_head, store=store)
+    return FusedDecoder(stock, options, make_linear, make_head=make_head, store=store)
 
 
 def _check(config: HeadConfig, stock: PreTrainedModel, quantization: Quantization) -> None:
     model_type, num_layers = stock.config.model_type, stock.config.num_hidden_layers
-    if model_type not in SELF_DRAFTING or not LlamaDecoder.fits(stock):
+    if model_type not in SELF_DRAFTING or not FusedDecoder.fits(stock):
         raise ConfigError(
             f"draft.kind is 'self', which needs a model of type {_listed(SELF_DRAFTING)}, but the target's is "
             f"{model_type!r}; choose another draft.kind"

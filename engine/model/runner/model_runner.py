@@ -37,7 +37,7 @@ from engine.model.checkpoint.end_tokens import ids_without_token, refuse_tokens_
 from engine.model.cuda_graphs.buckets import graph_buckets
 from engine.model.cuda_graphs.graph import ForwardOutput
 from engine.model.cuda_graphs.graph_runner import CudaGraphRunner, RecordedStep
-from engine.model.decoders.llama_decoder import LlamaDecoder
+from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.determinism import config_has_experts
 from engine.model.draft_heads.loader import Head, load_head, whole_lm_head
 from engine.model.draft_heads.self_draft import SelfDraft
@@ -183,7 +183,7 @@ class ModelRunner:
         """Pack and check `stock` and its head; no page of their files stays in memory."""
         quantization = usable_quantization(model, device)
         if device.type == "cpu":
-            is_fast = self._rank.size == 1 and LlamaDecoder.fits(stock)
+            is_fast = self._rank.size == 1 and FusedDecoder.fits(stock)
             make_linear = linear_factory(quantization, self._dtype)
             leave_checkpoint(stock, make_linear, self._dtype, keeps_embeddings=is_fast, store=store)
         self.head: Head | None = None
@@ -426,7 +426,7 @@ class ModelRunner:
 
 def _keeps_dtype(config: PreTrainedConfig) -> bool:
     """True for models whose weights are packed as the files have them: described families, and mixtures of experts."""
-    return LlamaDecoder.fits_config(config) or config_has_experts(config)
+    return FusedDecoder.fits_config(config) or config_has_experts(config)
 
 
 def usable_quantization(model: ModelConfig, device: torch.device) -> Quantization:

@@ -37,7 +37,7 @@ from engine.attention.native import native_or_torch
 from engine.attention.torch_attention import TorchAttention
 from engine.batch.span import Span
 from engine.config import KVDtype, Quantization
-from engine.model.decoders.llama_decoder import LlamaDecoder
+from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.decoders.native_layers import NativeLayers
 from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps
@@ -135,7 +135,7 @@ def one_by_one(model: PagedModel, spans: list[Span], kind: KVDtype = KVDtype.AUT
 def is_one_call(model: PagedModel) -> bool:
     cache = model.new_cache(2, 16)
     batch = ForwardBatch.of([Span([5], 0, [0], 1)], cache, native_or_torch)
-    with patch.object(LlamaDecoder, "_attend", side_effect=AssertionError):
+    with patch.object(FusedDecoder, "_attend", side_effect=AssertionError):
         try:
             model.forward(batch)
         except AssertionError:

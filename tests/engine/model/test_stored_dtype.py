@@ -12,7 +12,7 @@ from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig, Quantization
 from engine.model.checkpoint.node_memory import drop_pages
 from engine.model.checkpoint.unread_weight import UnreadWeight, read_weight
-from engine.model.decoders.llama_decoder import LlamaDecoder
+from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.loader import load_model
 from engine.model.runner.model_runner import ModelRunner
 from protos.errors import ConfigError
@@ -48,7 +48,7 @@ def test_a_pass_needs_no_file(tmp_path: Path, family: str, is_deterministic: boo
 
 def test_loaded_weights_are_views_of_their_file(tmp_path: Path) -> None:
     write_family(tmp_path, SERVED["llama"]()).bfloat16().save_pretrained(tmp_path)
-    model = load_model(ModelConfig(str(tmp_path), "float32", "cpu"), keeps_dtype=LlamaDecoder.fits_config)
+    model = load_model(ModelConfig(str(tmp_path), "float32", "cpu"), keeps_dtype=FusedDecoder.fits_config)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert str(tmp_path) in Path("/proc/self/maps").read_text()
 

@@ -45,7 +45,7 @@ from engine.model.tensor_parallel import ALONE, Rank
 _MLP_ROWS = 128  # of a prefill chunk at a time, so that the MLP's intermediate result stays in the cache
 
 
-class LlamaDecoder:
+class FusedDecoder:
     """The forward of one loaded model; takes over its weights and leaves its layers empty.
 
     Attributes:
@@ -137,7 +137,7 @@ class LlamaDecoder:
         """The attention of each layer."""
         return [layer.options for layer in self._layers]
 
-    def first(self, num_layers: int) -> LlamaDecoder:
+    def first(self, num_layers: int) -> FusedDecoder:
         """Return a decoder of the first `num_layers` layers and the same norm and head; it shares all weights."""
         decoder = copy.copy(self)
         decoder._layers, decoder._taps, decoder.features = self._layers[:num_layers], NO_TAPS, None
