@@ -19,23 +19,14 @@ import numpy as np
 from engine.accounting.acceptance import Floats, Ints
 from engine.accounting.draft_cost import DraftCosts
 
-_NUM_RECENT = 9  # passes whose median is the drift of all sizes; up to four outliers do not move it
-_FADE = 0.999  # per pass: a pass counts a third after about a thousand further passes
-_SHAPE_RATE = 0.05  # least part of a residual that moves the grid point itself
-_CLIP = 3.0  # times the noise: a pass with a larger residual is an outlier
-_FIRST_NOISE = 0.1  # relative noise before it is measured
-_LEAST_NOISE = 0.002
 _NOISE_STEP = 1.05  # factor that moves the noise until half of the passes are within 0.67 of it
 _REACH = 2.0  # the curve covers sizes up to this multiple of the largest one seen
 # 1, 2, 3, 4, 6, 8, 12, 16 ... rows: close enough for a straight line between neighbours.
 _GRID = sorted({1, *(2**i for i in range(1, 17)), *(3 * 2**i for i in range(16))})
-_BEYOND = 2  # grid points of the curve after the largest one seen, up to `_REACH` times it
 _OUTLIER_WEIGHT = 0.01  # of a pass: the weight of an outlier at a size that was never seen
 _FAMILIAR = 0.5  # familiarity of a size with one pass
 _APART = 1.5  # least ratio of two sizes whose difference gives the cost of a row
 _RISE = 0.5  # of the known cost of a row, or of its experts, assumed per row at sizes that were never seen
-_OPTIMISM = 2.0  # standard errors subtracted from a cost
-_NUM_RECENT_PROMPTS = 8  # passes whose prompt rows predict the prompt rows of the next pass
 _LEAST_SHARE = 0.01  # of a pass's time: the least cost of sampled rows, even if a prompt hides it
 _GRID_ARRAY = np.array(_GRID, dtype=np.float64)
 
@@ -79,9 +70,10 @@ class PassCurve:
         self._log_s = [0.0] * len(_GRID)
         self._num_seen = [0.0] * len(_GRID)  # decayed count of passes
         self._num_known = 0  # grid points up to the largest one seen
-        self._recent: deque[float] = deque(maxlen=_NUM_RECENT)  # log of measured seconds over the shape's seconds
+        # Up to four outliers do not move their median.
+        self._recent: deque[float] = deque(maxlen=9)  # log of measured seconds over the shape's seconds
         self._drift = 0.0
-        self._noise = _FIRST_NOISE  # usual deviation of known sizes: half of all passes are within 0.67 of it
+        self._noise = 0.1  # usual deviation of known sizes: half of all passes are within 0.67 of it
         self._expected: list[float] = []  # cached curve; empty if outdated
 
     def weak_copy(self) -> PassCurve:
@@ -112,7 +104,8 @@ class PassCurve:
         # Compare the pass with the curve without drift.
         expected = log(self.at(num_rows)) - self._drift
         self._add_unseen(near, expected)
-        self._num_seen = [_FADE * number for number in self._num_seen]
+        # A pass counts a third after about a thousand further passes.
+        self._num_seen = [0.999 * number for number in self._num_seen]
         familiarity = sum(share * self._num_seen[point] / (self._num_seen[point] + 1.0) for point, share in near)
         surprise = log(seconds) - expected
         # Split the surprise: a part is drift, and the residual moves the noise and the shape.
@@ -142,7 +135,8 @@ class PassCurve:
         """Move the grid points of a size by the residual of a pass, which counts as `weight` passes."""
         norm = sum(share * share for _, share in near)
         for point, share in near:
-            rate = max(_SHAPE_RATE, 1.0 / (self._num_seen[point] + 1.0))
+            # The grid point itself moves by a twentieth of the residual at least.
+            rate = max(0.05, 1.0 / (self._num_seen[point] + 1.0))
             self._log_s[point] += rate * share / norm * residual
             self._num_seen[point] += weight * share
 
@@ -154,7 +148,7 @@ class PassCurve:
 
     def _learn_noise(self, deviation: float) -> None:
         factor = _NOISE_STEP if deviation > 0.67 * self._noise else 1.0 / _NOISE_STEP
-        self._noise = max(_LEAST_NOISE, factor * self._noise)
+        self._noise = max(0.002, factor * self._noise)
 
     def _largest_residual(self, near: list[tuple[int, float]], familiarity: float) -> float:
         """Return the residual above which a pass is an outlier, in logarithms of seconds.
@@ -162,7 +156,7 @@ class PassCurve:
         A pass of a known size is an outlier if it is much too slow; a pass of a new size, if it is slower than its
         number of rows explains. A pass is never too fast by accident.
         """
-        limit = _CLIP * self._noise
+        limit = 3.0 * self._noise  # a pass with a larger residual is an outlier
         if familiarity < _FAMILIAR:
             below = range(near[-1][0] - 1, -1, -1)
             smaller = next((point for point in below if self._num_seen[point] > _OUTLIER_WEIGHT), 0)
@@ -226,7 +220,8 @@ def _extended(known: list[tuple[int, float]], experts: ExpertReads) -> list[floa
     The curve is constant before the first known point.
     """
     curve = [known[0][1]] * known[0][0]
-    ends = [*(point for point, _ in known[1:]), min(known[-1][0] + 1 + _BEYOND, len(_GRID))]
+    # Up to `_REACH` times the largest size seen.
+    ends = [*(point for point, _ in known[1:]), min(known[-1][0] + 3, len(_GRID))]
     limits = [*(seconds for _, seconds in known[1:]), inf]
     far = 0  # the last known point that is far enough from the current one
     # For each known point, fill the unknown points of (point, end), at most up to the next known seconds.
@@ -271,7 +266,7 @@ class CostModel:
         self.drafts = DraftCosts()
         self._curve = PassCurve(experts)
         self._curves: dict[int, PassCurve] = {}  # by the bit length of the number of sequences
-        self._prompt_rows: deque[int] = deque([0], maxlen=_NUM_RECENT_PROMPTS)
+        self._prompt_rows: deque[int] = deque([0], maxlen=8)  # they predict the prompt rows of the next pass
 
     @property
     def is_known(self) -> bool:
@@ -312,7 +307,7 @@ class CostModel:
 
         It is the mean over the prompt rows of recent passes. If optimistic, sizes that may be cheaper are tried again.
         """
-        optimism = _OPTIMISM if is_optimistic else 0.0
+        optimism = 2.0 if is_optimistic else 0.0  # standard errors
         rows = Counter(self._prompt_rows)
         prompt_rows = np.array(list(rows))[:, None]
         prompts_s = self._curve.seconds(prompt_rows, optimism)

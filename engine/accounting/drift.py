@@ -20,21 +20,12 @@ from typing import NamedTuple
 logger = logging.getLogger(__name__)
 
 THRESHOLD = 6.0  # standard errors
-_CLEAR = 2.0  # the alarm ends when the rate is fewer standard errors below the reference
 # Length of each recent window in steps, extended until it has so many passes.
 _RECENT_LENGTHS = ((67.0, 0.0), (1000.0, 5000.0))
 _REFERENCE_LENGTH = (5000.0, 40_000.0)  # the same for the reference; steps of an alarm do not count
-# The reference lags by so many steps and passes: a fall must not enter the reference that it is compared with.
-_LAG_STEPS, _LAG_PASSES = 1000, 5000
-_WINDOW_STEPS = 100  # length of a window; the spread of windows measures the overdispersion
-_PRIOR_SPREAD = 6.0  # overdispersion before windows are measured, as a multiple of the binomial variance
-_NUM_PRIOR_WINDOWS = 5  # weight of the prior, in windows
-_MAX_SURPRISE = 4.0  # cap on one window's variance, as a multiple of the current overdispersion
 _MIN_WINDOWS = 15  # windows before the reference is used
 _MIN_PASSES = 500.0  # passes before the reference is used
-_MIN_RECENT = 20.0  # effective passes before a recent rate is used
 _LEAST_RATE = 0.02  # lower bound on the variance p (1 - p), which vanishes near rates of 0 and 1
-_MAX_ALARM_STEPS = 20_000  # after so many steps of an alarm, the new level becomes the reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +74,8 @@ class _Window(NamedTuple):
 
 
 def _is_lag(windows: Sequence[_Window]) -> bool:
-    """True if the windows cover the lag of the reference."""
-    return (
-        sum(each.num_steps for each in windows) >= _LAG_STEPS
-        and sum(each.num_passes for each in windows) >= _LAG_PASSES
-    )
+    """True if the windows cover the lag of the reference: a fall must not enter what it is compared with."""
+    return sum(each.num_steps for each in windows) >= 1000 and sum(each.num_passes for each in windows) >= 5000
 
 
 class DriftDetector:
@@ -121,9 +109,9 @@ class DriftDetector:
         # During an alarm, look only for its end.
         if self.is_alarming:
             self._num_alarm_steps += 1
-            if self._num_alarm_steps > _MAX_ALARM_STEPS:
+            if self._num_alarm_steps > 20_000:  # the new level becomes the reference
                 self._start_over()
-            elif self._errors_below(self._recent[self._alarm_rate]) <= _CLEAR:
+            elif self._errors_below(self._recent[self._alarm_rate]) <= 2.0:  # standard errors
                 self._end_alarm()
             return False
         # Otherwise, the rate with the larger deviation decides.
@@ -136,7 +124,7 @@ class DriftDetector:
     def _start_over(self) -> None:
         self._end_alarm()
         self._reference = _Rate(*_REFERENCE_LENGTH)
-        self._spread = _PRIOR_SPREAD
+        self._spread = 6.0  # overdispersion before it is measured, as a multiple of the binomial variance
         self._num_windows = 0
 
     def _end_alarm(self) -> None:
@@ -150,7 +138,7 @@ class DriftDetector:
 
     def _observe_window(self, num_passes: int, num_accepted: int) -> None:
         self._window = self._window.and_step(num_passes, num_accepted)
-        if self._window.num_steps < _WINDOW_STEPS:
+        if self._window.num_steps < 100:  # the spread of windows measures the overdispersion
             return
         self._pending.append(self._window)
         self._window = _Window(0, 0, 0)
@@ -164,17 +152,18 @@ class DriftDetector:
         expected = self.reference
         variance = max(expected * (1 - expected), _LEAST_RATE) / window.num_passes
         self._num_windows += 1
-        share = max(1 / (self._num_windows + _NUM_PRIOR_WINDOWS), 0.01)
+        share = max(1 / (self._num_windows + 5), 0.01)  # the prior weighs five windows
         surprise = (window.num_accepted / window.num_passes - expected) ** 2 / variance
         if self._num_windows > _MIN_WINDOWS:  # a beginning fall must not count as spread
-            surprise = min(surprise, _MAX_SURPRISE * max(self._spread, 1.0))
+            # One window's variance counts at most as four times the current overdispersion.
+            surprise = min(surprise, 4.0 * max(self._spread, 1.0))
         self._spread += share * (surprise - self._spread)
 
     def _errors_below(self, recent: _Rate) -> float:
         """Return how many standard errors a recent rate is below the reference; 0 until both are measured."""
         if self._num_windows < _MIN_WINDOWS or self._reference.weight < _MIN_PASSES:
             return 0.0
-        if recent.effective < _MIN_RECENT:
+        if recent.effective < 20.0:  # too few effective passes
             return 0.0
         expected = self.reference
         share = 1 / recent.effective + 1 / self._reference.effective

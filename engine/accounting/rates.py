@@ -18,12 +18,8 @@ from math import inf
 
 from engine.accounting.record import PassRecord
 
-_MIN_CHUNK_TOKENS = 16  # in smaller chunks, a step's fixed cost hides the cost per token
 _PREFILL_DECAY = 0.97  # per step with a prefill chunk
 _DECODE_DECAY = 0.99  # per step with a decoding sequence
-_OUTLIER_FACTOR = 4.0  # a slower step counts as this many times the expected time
-_LEAST_CHUNK_TOKENS = 32  # a block or two, even if passes are fast
-_PRIOR_SPREAD = 0.01  # share of the mean of D² added to its variance, since nearly equal D give no slope
 
 
 class RateMeter:
@@ -42,7 +38,8 @@ class RateMeter:
 
     def on_pass(self, record: PassRecord) -> None:
         """Add one step. Chunks of fewer than 16 tokens do not count for prefill speed."""
-        if record.num_prefill_tokens >= _MIN_CHUNK_TOKENS and record.times.total_s > 0:
+        # In smaller chunks, a step's fixed cost hides the cost per token.
+        if record.num_prefill_tokens >= 16 and record.times.total_s > 0:
             self._observe_prefill(record)
         if record.num_decode_sequences > 0:
             self._committed = _DECODE_DECAY * self._committed + record.num_committed_tokens
@@ -63,7 +60,7 @@ class RateMeter:
         if self._tokens == 0 or self._passes == 0:
             return inf
         stall_s = num_passes * self._pass_seconds / self._passes
-        return max(_LEAST_CHUNK_TOKENS, stall_s * self._tokens / self._seconds)
+        return max(32, stall_s * self._tokens / self._seconds)  # a block or two, even if passes are fast
 
     @property
     def decode_slowdown(self) -> float:
@@ -82,7 +79,8 @@ class RateMeter:
         tokens, context, seconds = record.num_prefill_tokens, record.num_decode_context_tokens, record.times.total_s
         if self._tokens > 0:
             intercept, slope = self._line()
-            seconds = min(seconds, _OUTLIER_FACTOR * tokens * (intercept + slope * context))
+            # A slower step counts as four times the expected time.
+            seconds = min(seconds, 4.0 * tokens * (intercept + slope * context))
         self._tokens = _PREFILL_DECAY * self._tokens + tokens
         self._tokens_d = _PREFILL_DECAY * self._tokens_d + tokens * context
         self._tokens_d2 = _PREFILL_DECAY * self._tokens_d2 + tokens * context * context
@@ -99,7 +97,7 @@ class RateMeter:
         mean_d2 = self._tokens_d2 / self._tokens
         mean_seconds = self._seconds / self._tokens
         covariance = self._seconds_d / self._tokens - mean_seconds * mean_d
-        variance = mean_d2 - mean_d * mean_d + _PRIOR_SPREAD * mean_d2
+        variance = mean_d2 - mean_d * mean_d + 0.01 * mean_d2  # nearly equal D give no slope
         slope = max(covariance / variance, 0.0) if variance > 0 else 0.0
         intercept = mean_seconds - slope * mean_d
         if intercept < 0.01 * mean_seconds:

@@ -32,7 +32,6 @@ from engine.batch.indexing import Index, send, upload
 from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache
 
-_SPLITS_AT_A_TIME = 8
 _OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -160,7 +159,7 @@ def paged_attention(
                 peaks,
                 totals,
                 **sizes,
-                BLOCK_S=1 if launch.is_batch_invariant else _SPLITS_AT_A_TIME,
+                BLOCK_S=1 if launch.is_batch_invariant else 8,
                 num_warps=1,
             )
     return out

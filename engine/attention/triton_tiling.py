@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_MAX_PACKED_ROWS = 128
-_MAX_TILE_BYTES = 1 << 15  # of queries: more would leave too few registers for the sums
 _STEP_BYTES = 1 << 15  # of keys and values read at a time; three such steps fit into shared memory
 _STAGES = {16: 5, 32: 5, 64: 3}  # steps read ahead, by rows; a stage also holds the block table's entries
-_FEWEST_STAGES = 2
 _MIN_SPLIT_TOKENS = 256  # a shorter read saves less than its merge costs
 PROGRAMS_PER_PROCESSOR = 3  # as many as the shared memory of a Hopper processor has room for
 BATCH_INVARIANT_SPLIT_TOKENS = 1024  # of every split where the other rows of a pass must not matter
@@ -49,11 +46,12 @@ def choose_tiling(num_rows: int, heads: HeadShape, itemsize: int, *, is_batch_in
     packed_rows = 1 if is_batch_invariant else power_of_two(num_rows * heads.group_size)
     if itemsize > 2:  # float32 goes without matrix units, which would round it, and lives in registers
         return Tiling(16, 16, 4, 2) if packed_rows <= 16 else Tiling(32, 16, 8, 2)
-    most_rows = min(_MAX_PACKED_ROWS, _MAX_TILE_BYTES // (width * itemsize))
+    # Larger tiles of queries would leave too few registers for the sums.
+    most_rows = min(128, (1 << 15) // (width * itemsize))
     block_m = max(16, min(packed_rows, most_rows))  # a matrix unit takes 16 rows
     block_n = max(16, min(128, _STEP_BYTES // (2 * width * itemsize)))
     num_warps = 8 if block_m == 128 else 4
-    return Tiling(block_m, block_n, num_warps, _STAGES.get(block_m, _FEWEST_STAGES))
+    return Tiling(block_m, block_n, num_warps, _STAGES.get(block_m, 2))
 
 
 def choose_split(num_keys: int, num_kv_heads: int, num_processors: int) -> int:

@@ -18,7 +18,6 @@ from protos.client_text import for_log
 logger = logging.getLogger(__name__)
 
 TokenMask = bytes  # one bit per token id, set if the token is allowed; token 0 is the lowest bit of the first byte
-_MAX_AGAIN_S = 0.5  # of processor time; then no text of a grammar gets another lexer
 DEAR_MASK_S = 0.002  # of processor time; most masks take a hundredth
 
 
@@ -62,7 +61,8 @@ class CompiledGrammar:
     def begin_alone(self) -> LLMatcher | None:
         """Return a parser with a lexer of its own; None if compiling again would take too long."""
         made: list[LLMatcher] = []
-        if self.again_s + self._compile_s < _MAX_AGAIN_S:
+        # Seconds of processor time; then no text of a grammar gets another lexer.
+        if self.again_s + self._compile_s < 0.5:
             self.again_s += self._compile_s
             in_deep_thread(lambda: made.append(self._compile())).join()
         return made[0] if made else None

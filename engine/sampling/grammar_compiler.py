@@ -105,7 +105,6 @@ logger = logging.getLogger(__name__)
 
 MAX_SOURCE_BYTES = MAX_GRAMMAR_CHARACTERS
 MAX_RULES = 1000  # compile time grows with the square: 0.1 s for so many rules in Lark, 1 s in GBNF
-_NUM_CACHED = 64
 _MAX_PENDING = 16  # grammars that wait for the compiler, a few seconds each at most
 _MAX_PENDING_OF_TENANT = 4  # one tenant cannot take all places
 _RULE = re.compile(r'"\$ref"|^[^\S\n]*[?!]?\w', re.MULTILINE)  # a reference in a schema, or a line that defines a rule
@@ -212,7 +211,7 @@ class GrammarCompiler:
                 self._compiled[key] = self._submit(grammar)
                 self._pending.append((self._compiled[key], request.tenant))
             self._compiled.move_to_end(key)
-            if len(self._compiled) > _NUM_CACHED:
+            if len(self._compiled) > 64:
                 self._forget_one()
             return self._compiled[key]
 

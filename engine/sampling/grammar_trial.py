@@ -24,22 +24,18 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 MAX_COMPILE_S = 2  # of processor time
 MAX_COMPILE_BYTES = 256 << 20
 STACK_BYTES = 512 << 20  # the library recurses per rule: 1,000 nested rules overflow a thread's usual 8 MiB
-_TIMEOUT_S = 60.0  # for an answer on a busy machine, including the start of the process
-_LEXER_FUEL = 100_000  # the first mask takes 0.09 s, the next 9 ms (the library's 1,000,000: 1.7 s, 0.15 s)
-_NUM_WALKS, _WALK_TOKENS, _WALK_S = 16, 24, 0.02
 _CLOSING = ('"', ",", "}", "]", '",', '"}', "},", "],")  # tokens that lead a walk to the next key or to the end
-_CLOSING_SHARE = 0.6
 _DEAD_ENDS = ("NoExtension", "ff_tokens")  # in errors: no token can follow; the forced tokens have no end
 # In errors: a mask took more work, or more states, than the limits allow.
 LEXER_FAILED = "lexer error"
-_SHOWN = 80  # characters
 _MASK_ITEMS = 5_000  # parser items for one mask: 10 to 40 ms (the library's 50,000: 0.2 s)
 _NO_TEXT = "NoExtensionBias"  # the library's error of a mask without a token
 
 
 def limits() -> LLParserLimits:
     """Return limits in counts, not in time, so that a grammar fails at the same token on every machine."""
-    return LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, step_max_items=_MASK_ITEMS, verbose_errors=False)
+    # The first mask takes 0.09 s, the next 9 ms (the library's 1,000,000: 1.7 s, 0.15 s).
+    return LLParserLimits(initial_lexer_fuel=100_000, step_max_items=_MASK_ITEMS, verbose_errors=False)
 
 
 def new_tokenizer(file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
@@ -79,7 +75,7 @@ class GrammarTrial:
         """
         process = self._running()
         try:
-            with _killed_after(process, _TIMEOUT_S):
+            with _killed_after(process, 60.0):  # for an answer on a busy machine, including the start of the process
                 answer = _request(process, {"kind": kind, "text": text})
         except (OSError, ValueError):  # the process ended or was killed
             self.close()
@@ -172,12 +168,12 @@ def _walk(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
     Raises:
         ValueError: a text cannot be completed.
     """
-    until_s = time.thread_time() + _WALK_S
+    until_s = time.thread_time() + 0.02  # for 16 texts of up to 24 tokens
     dice = random.Random(0)
     closing = {token_id for mark in _CLOSING for token_id in tokenizer.tokenize_str(mark)[:1]}
-    for _ in range(_NUM_WALKS):
+    for _ in range(16):
         walker, written = matcher.deep_copy(), list[int]()
-        while len(written) < _WALK_TOKENS and not walker.is_stopped():
+        while len(written) < 24 and not walker.is_stopped():
             if time.thread_time() > until_s:
                 return
             allowed = _allowed(walker)
@@ -185,12 +181,12 @@ def _walk(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
                 break
             preferred = [token_id for token_id in closing if token_id in allowed]
             # Prefer closing tokens, to reach the ends of rules within a few tokens.
-            written.append(dice.choice(preferred if preferred and dice.random() < _CLOSING_SHARE else allowed))
+            written.append(dice.choice(preferred if preferred and dice.random() < 0.6 else allowed))
             walker.consume_token(written[-1])
         if walker.is_error() and len(written) == 1 and LEXER_FAILED in walker.get_error():
             raise ValueError("it is too complex: no token of a text can be read within the parser's limits")
         if walker.is_error() and any(sign in walker.get_error() for sign in _DEAD_ENDS):
-            text = tokenizer.decode_str(written)[-_SHOWN:]
+            text = tokenizer.decode_str(written)[-80:]  # characters
             raise ValueError(f"a text that begins with {json.dumps(text, ensure_ascii=False)} cannot be completed")
 
 

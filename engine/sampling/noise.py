@@ -32,10 +32,6 @@ _MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
 _GAMMA, _FACTOR_1, _FACTOR_2 = (np.uint64(each % (1 << 64)) for each in (_GOLDEN_GAMMA, _MULTIPLIER_1, _MULTIPLIER_2))
 _SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
 
-_ELEMENTS_PER_CHUNK = 1 << 15  # on a CPU, temporaries of so many lanes stay in the L2 cache
-_MIN_UNIFORM = 2.0**-64  # replaces a draw of zero, and is below the smallest other draw
-_MAX_UNIFORM = 1.0 - 2.0**-24  # the largest float32 below one
-
 
 class Purpose(IntEnum):
     """The use of a number. Different purposes make numbers at one position independent."""
@@ -94,7 +90,8 @@ def gumbel(keys: Tensor, num_lanes: int) -> Tensor:
 
 def _gumbel_of(bits: Tensor) -> Tensor:
     """Return -log(-log(1 - u)): a large Gumbel comes from a small u, where float32 is fine-grained."""
-    u = _logical_shift(bits, 1).float().mul_(2.0**-63).clamp_(_MIN_UNIFORM, _MAX_UNIFORM)
+    # A draw of zero becomes one below the smallest other draw; the largest is below one.
+    u = _logical_shift(bits, 1).float().mul_(2.0**-63).clamp_(2.0**-64, 1.0 - 2.0**-24)
     return u.neg_().log1p_().neg_().log_().neg_()
 
 
@@ -130,5 +127,6 @@ def _absorb(keys: Words, words: Words | np.uint64) -> Words:
 
 
 def _chunks(num_lanes: int, num_rows: int, device: torch.device) -> Seq[tuple[int, int]]:
-    size = num_lanes if device.type != "cpu" else max(1024, _ELEMENTS_PER_CHUNK // max(1, num_rows))
+    # On a CPU, temporaries of so many lanes stay in the L2 cache.
+    size = num_lanes if device.type != "cpu" else max(1024, (1 << 15) // max(1, num_rows))
     return [(first, min(first + size, num_lanes)) for first in range(0, num_lanes, max(1, size))]

@@ -13,14 +13,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_NUMBERS_PER_THREAD = 1 << 18  # some milliseconds of noise, worth waiting for a core
-
 
 @contextmanager
 def limited_threads(scores: Tensor) -> Iterator[None]:
     """Limit torch's threads inside the context to a number that fits operations on `scores`; never raise it."""
     num_threads = torch.get_num_threads()
-    num_wanted = min(num_threads, 1 + scores.numel() // _NUMBERS_PER_THREAD)
+    # Some milliseconds of noise are worth waiting for a core.
+    num_wanted = min(num_threads, 1 + scores.numel() // (1 << 18))
     if num_wanted == num_threads or scores.device.type != "cpu":
         yield
         return

@@ -23,8 +23,6 @@ from triton import knobs
 
 from engine.sampling.triton_draw import NO_EDITS, RowEdits, RowNoise, edited, gumbel_of, lane_bits
 
-_BLOCK = 8192
-_DRAW_BLOCK = 4096
 _NUM_WARPS = 32  # a row is one program: as many threads as it can have
 _MAX_BOUNDED = tl.constexpr(0.999)  # nuclei up to here have a lower bound that rounding cannot reach
 _NO_MASS = tl.constexpr(105.0)  # exp(-105) is 0 in float32
@@ -182,7 +180,7 @@ def draw_nucleus(
             num_tokens,
             scores.stride(0),
             0 if edits is None else edits.counts.shape[1],
-            BLOCK=_DRAW_BLOCK,
+            BLOCK=4096,
             HAS_LIBDEVICE=not knobs.runtime.interpret,
             num_warps=_NUM_WARPS,
             enable_fp_fusion=False,
@@ -199,7 +197,5 @@ def nucleus_thresholds(scores: Tensor, top_p: Tensor) -> Tensor:
     thresholds = scores.new_empty(len(scores))
     num_tokens, stride = scores.shape[1], scores.stride(0)
     with torch.cuda.device_of(scores):
-        find_thresholds[(len(scores),)](
-            thresholds, scores, top_p, num_tokens, stride, BLOCK=_BLOCK, num_warps=_NUM_WARPS
-        )
+        find_thresholds[(len(scores),)](thresholds, scores, top_p, num_tokens, stride, BLOCK=8192, num_warps=_NUM_WARPS)
     return thresholds[:, None]

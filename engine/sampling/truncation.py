@@ -21,8 +21,6 @@ from protos.messages import SamplingParams
 
 _temperature, _top_k, _top_p = map(attrgetter, ("temperature", "top_k", "top_p"))
 
-_NUCLEUS_WIDTH = 512  # tokens tried before a full sort; at usual top_p the nucleus is smaller
-
 
 def has_temperature(sampling: SamplingParams) -> bool:
     """True if a sampled request has a temperature other than 1."""
@@ -63,7 +61,8 @@ def keep_top_p(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
 
         return _cut_below(scores, nucleus_thresholds(scores, top_p[:, 0]))
     log_total = scores.logsumexp(dim=1, keepdim=True)
-    largest, mass = _leading_mass(scores, log_total, min(_NUCLEUS_WIDTH, scores.shape[1]))  # [R, width] each
+    # At usual top_p the nucleus is smaller; else all are sorted.
+    largest, mass = _leading_mass(scores, log_total, min(512, scores.shape[1]))  # [R, width] each
     if not bool((mass[:, -1:] >= top_p).all()):
         largest, mass = _leading_mass(scores, log_total, scores.shape[1])
     last_kept = (mass < top_p).sum(dim=1, keepdim=True).clamp_(max=largest.shape[1] - 1)  # [R, 1]

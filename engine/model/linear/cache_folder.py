@@ -18,7 +18,6 @@ from protos.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 BOUND = "OUTRIDER_CACHE_GIB"
-_DEFAULT_GIB = 20.0
 LEAST_FREE = GIB  # of the disk, for others
 ABOUT = "about.json"  # its time is the time of the last use
 
@@ -47,7 +46,7 @@ def max_bytes() -> int:
     """
     text = os.environ.get(BOUND, "")
     try:
-        gib = float(text) if text else _DEFAULT_GIB
+        gib = float(text) if text else 20.0
     except ValueError:
         gib = math.nan
     if not 0 <= gib < math.inf:

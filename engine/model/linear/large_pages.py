@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 _PAGE_BYTES = 2 << 20
-_REGION_BYTES = 16 * _PAGE_BYTES  # resident as it fills
 LINE_BYTES = 64  # of the cache
 
 
@@ -61,7 +60,7 @@ def _take(num_bytes: int) -> Tensor:
     with _lock:
         memory = None if _region is None else _region.take(num_bytes)
         if memory is None:
-            size = max(_REGION_BYTES, -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES)
+            size = max(16 * _PAGE_BYTES, -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES)  # resident as it fills
             _region = _Region(size)
             memory = _region.take(num_bytes)
     assert memory is not None, "the region is large enough"

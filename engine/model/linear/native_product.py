@@ -24,12 +24,11 @@ from protos.errors import ConfigError
 # Of models and products against the stock ones of the same weights; seen: 1e-6, 1e-3, 1e-2.
 MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
 MAX_ROUNDING_ERROR = 0.5  # of products whose weights are rounded; seen: 0.1. Exchanged weights differ by 1.4
-_NUM_ROWS = 2
 
 
 def probe_rows(num_inputs: int) -> Tensor:
     """Return the rows that products are compared on, [2, in] float32."""
-    return torch.randn(_NUM_ROWS, num_inputs, generator=torch.Generator().manual_seed(0))
+    return torch.randn(2, num_inputs, generator=torch.Generator().manual_seed(0))
 
 
 def check_product(product: Tensor, expected: Tensor, max_error: float) -> None:
@@ -59,9 +58,6 @@ def compare_product(
     product = torch.cat(list(converted(lambda part: F.linear(rows, part.to(dtype)), weight)), dim=-1)
     expected = product if bias is None else product + bias.to(dtype)
     check_product(function(rows), expected, MAX_RELATIVE_ERROR[dtype] if is_exact else MAX_ROUNDING_ERROR)
-
-
-_NUM_BITS = 16  # of a packed weight
 
 
 class Gate(IntEnum):
@@ -133,8 +129,9 @@ class NativeProduct(Storable):
         if dtype is not self._dtype:
             return None
         bias = None if self._bias is None else self._bias.data_ptr()
+        # 16 bits a packed weight.
         return PackedWeight(
-            self._packed.data_ptr(), None, bias, self._num_inputs, self._num_outputs, _NUM_BITS, 0, self._gate
+            self._packed.data_ptr(), None, bias, self._num_inputs, self._num_outputs, 16, 0, self._gate
         )
 
 

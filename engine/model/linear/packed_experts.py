@@ -44,9 +44,7 @@ _NUM_ARGUMENTS = {  # pointers after the structure, and sizes
     "outrider_experts_out": (4, 2),
     "outrider_mixture": (2, 1),
 }
-_TURN = 4096  # pairs of a row and an expert at a time, so that buffers stay small
 _TOP_KEYS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")  # in a configuration
-_PROBE_EXPERTS = 4  # of a row
 
 
 class _Experts(ctypes.Structure):
@@ -115,7 +113,7 @@ class PackedExperts:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1]).to(self.dtype).contiguous()
         ids, weights = top_k_index.long().contiguous(), top_k_weights.float().contiguous()
         out = torch.empty_like(rows)
-        step = max(1, _TURN // ids.shape[-1])
+        step = max(1, 4096 // ids.shape[-1])  # pairs of a row and an expert at a time, so that buffers stay small
         for first in range(0, len(rows), step):
             part = slice(first, first + step)
             self._compute(rows[part], ids[part], weights[part], out[part])
@@ -271,7 +269,7 @@ def _compare(experts: Any, packed: PackedExperts, *, is_exact: bool) -> None:
     """Compare with the stock module on rows that use every expert."""
     num_experts, dtype = len(experts.down_proj), experts.down_proj.dtype
     hidden_size = expert_weights(experts)[0].shape[1 if experts.is_transposed else 2]
-    top = min(_PROBE_EXPERTS, num_experts)
+    top = min(4, num_experts)
     num_rows = -(-num_experts // top)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(num_rows, hidden_size, generator=generator).to(dtype)

@@ -36,12 +36,9 @@ from engine.model.linear.weight_store import NO_STORE, WeightStore, decoded, enc
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_FORMAT = 1  # increase it when the file's layout changes
 _MAGIC = b"outrider"
 _END = struct.Struct("<32sQ8s")  # digest and bytes of the index, magic
-_CHUNK_BYTES = 1 << 20  # that are read for a digest
 _MAX_WAIT_S = 1800.0  # for another process that packs the same weights
-_PRIVATE = 0o077
 _FOREIGN = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, struct.error)
 
 
@@ -64,7 +61,7 @@ def packed_weights(facts: dict[str, str], model: str, *, repeats_checks: bool = 
     if not max_bytes():
         yield NO_STORE
         return
-    facts = {**facts, "format": str(_FORMAT)}
+    facts = {**facts, "format": "1"}  # increase it when the file's layout changes
     entry = packed_root() / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     try:
         store = _opened(entry, facts, model)
@@ -103,7 +100,7 @@ def _private_folder(entry: Path) -> None:
         found = folder.stat()
         if found.st_uid != os.geteuid():
             raise PermissionError(f"{str(folder)!r} is another user's; set XDG_CACHE_HOME to a folder of your own")
-        if found.st_mode & _PRIVATE:
+        if found.st_mode & 0o077:
             folder.chmod(0o700)
 
 
@@ -297,7 +294,7 @@ class _Mapping:
 def _is_whole(file: Path, header: dict[str, Any]) -> bool:
     """True if the array has its digest; it is read past the mapping, whose pages stay out of this process's memory."""
     begin, end = _extent(header)
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(1 << 20))
     with file.open("rb", buffering=0) as stream:
         stream.seek(begin)
         while begin < end and (length := stream.readinto(buffer[: end - begin])):

@@ -39,8 +39,6 @@ from protos.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _META = torch.device("meta")
-_NUM_TOKENS = 2
-_MAX_HEAD_BYTES = 2 << 30  # a head's tensors are read here; a larger head is checked at the start
 
 
 def check_outline(
@@ -106,7 +104,7 @@ def _folder(path: str) -> Path | None:
 def _check_attention(model: PreTrainedModel) -> None:
     """Raise ConfigError unless each layer of an outline calls our attention once; windows need numbers."""
     recording, states = RecordingPass(), RecordingStates()
-    positions = torch.arange(_NUM_TOKENS, device=_META)[None]
+    positions = torch.arange(2, device=_META)[None]
     with understood(model):
         model.set_attn_implementation(ATTENTION_NAME)
         recurrent = connect(model)
@@ -160,7 +158,8 @@ def _is_small(head: HeadConfig) -> bool:
     if head.path is None:
         return True
     folder = Path(head.path).expanduser()
-    return folder.is_dir() and sum(file.stat().st_size for file in folder.iterdir()) <= _MAX_HEAD_BYTES
+    # A larger head is checked at the start.
+    return folder.is_dir() and sum(file.stat().st_size for file in folder.iterdir()) <= 2 << 30
 
 
 @contextmanager

@@ -12,8 +12,6 @@ from typing import Protocol
 
 import torch
 
-_MAX_PASSES = 2  # one that the device computes, and one that it begins without waiting for the host
-
 
 class _Event(Protocol):
     def record(self) -> None:
@@ -37,7 +35,7 @@ class PassQueue:
 
     def wait(self) -> None:
         """Wait for the pass before last; call it before a pass is issued."""
-        if len(self._events) == _MAX_PASSES:
+        if len(self._events) == 2:  # one that the device computes, and one that it begins without waiting for the host
             self._events.popleft().synchronize()
 
     def issued(self) -> None:

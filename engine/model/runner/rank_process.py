@@ -30,8 +30,6 @@ from protos.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
-
 
 def main() -> None:
     """Load, then follow until rank 0 exits."""
@@ -86,7 +84,7 @@ def _follow(runner: ModelRunner, connection: Connection) -> None:
 def _die_with_parent() -> None:
     """Let the kernel kill this process, even a stopped one, when the thread that started it ends. Linux only."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of prctl(2)
         if os.getppid() == 1:
             raise EngineError("rank 0 exited before this rank started")
 

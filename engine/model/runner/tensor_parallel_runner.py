@@ -100,7 +100,6 @@ class TensorParallelRunner(ModelRunner):
 
 logger = logging.getLogger(__name__)
 
-_COLLECTIVE_TIMEOUT_S = 100.0  # below the watchdog's limit for a step, so that the log names the cause
 _LOAD_TIMEOUT_S = 1800.0
 
 
@@ -133,8 +132,9 @@ class RankGroup:
         self._is_closing = False
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
+        # Below the watchdog's limit for a step, so that the log names the cause.
         messages = [
-            RankMessage(index, model, cache, max_model_len, head, self._folder, _COLLECTIVE_TIMEOUT_S)
+            RankMessage(index, model, cache, max_model_len, head, self._folder, 100.0)
             for index in range(model.tensor_parallel_size)
         ]
         try:

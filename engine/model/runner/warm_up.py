@@ -17,8 +17,6 @@ from protos.messages import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_MAX_ROWS = 128  # the attention kernel's highest tile
-_CONTEXT_TOKENS = 600  # enough that one sequence is read in splits
 _SAMPLINGS = (  # each compiles another sampler kernel or variant
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.0, presence_penalty=1.0),
@@ -36,8 +34,8 @@ def warm_up(forward: Callable[[list[Span]], Tensor], block_size: int, max_model_
     """
     began_s = time.monotonic()
     num_rows = 1
-    while num_rows <= min(_MAX_ROWS, max_model_len):
-        start = min(_CONTEXT_TOKENS, max_model_len - num_rows)
+    while num_rows <= min(128, max_model_len):  # up to the attention kernel's highest tile
+        start = min(600, max_model_len - num_rows)  # enough that one sequence is read in splits
         table = [0] * (-(-(start + num_rows) // block_size))
         logits = forward([Span([0] * num_rows, start, table, 1, states=SpanStates(ZEROS, {}))])
         num_rows *= 2

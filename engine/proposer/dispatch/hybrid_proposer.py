@@ -16,7 +16,6 @@ from engine.sequence.request_tokens import RequestTokens
 
 _MAX_LENGTH = 64  # positions of a draft with their own acceptance
 _LONGEST_MATCH_BITS = 5  # matches of 16 tokens or more are one kind
-_RETRY_PERIOD = 32  # a kind of match with a lower expectation is still tried once in 32 times
 
 
 @dataclass(slots=True)
@@ -119,7 +118,8 @@ class HybridProposer:
 
     def _is_retried(self, kind: str) -> bool:
         self._num_passed_over[kind] = self._num_passed_over.get(kind, 0) + 1
-        return self._num_passed_over[kind] % _RETRY_PERIOD == 0
+        # A kind of match with a lower expectation is still tried once in 32 times.
+        return self._num_passed_over[kind] % 32 == 0
 
     def _learn(self, sequence: RequestTokens) -> None:
         """Count the accepted tokens of the last turn's draft, unless it was never verified."""

@@ -20,10 +20,7 @@ from engine.sequence.checked_draft import DraftQuery, UnscheduledQuery
 from engine.sequence.request_tokens import DraftRule, RequestTokens
 from protos.messages import SamplingParams, VerifyMode
 
-_WINDOW_TOKENS = 16  # committed tokens of the target that a draft is encoded with
-_MAX_STRETCH = 4  # most drafted tokens per token of the target
-_ENDLESS = 1 << 30
-_LIKELIEST = SamplingParams(temperature=0.0, max_tokens=_ENDLESS)
+_LIKELIEST = SamplingParams(temperature=0.0, max_tokens=1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +89,7 @@ class TextProposer:
         num_tokens = len(text.sequence.token_ids)
         if num_tokens == 0:
             return None
-        stretch = min(_MAX_STRETCH, num_tokens / len(query.sequence.token_ids))
+        stretch = min(4, num_tokens / len(query.sequence.token_ids))  # drafted tokens per token of the target, at most
         return UnscheduledQuery(text.sequence, math.ceil(query.max_draft_tokens * stretch))
 
     def _translate(self, query: DraftQuery, drafted_ids: Seq[int]) -> Draft:
@@ -128,7 +125,7 @@ class TextProposer:
 
     def _window(self, committed: Seq[int]) -> bytes:
         """Return the end of the committed text, after the last control token and from the start of a character."""
-        last = committed[-_WINDOW_TOKENS:]
+        last = committed[-16:]  # the draft is encoded with the target's last committed tokens
         first = next((i for i in range(len(last), 0, -1) if last[i - 1] in self._special_ids), 0)
         data = self._pair.target.spell(last[first:])
         start = next((i for i, byte in enumerate(data) if byte & 0xC0 != 0x80), len(data))

@@ -23,9 +23,6 @@ from engine.sequence.request_tokens import RequestTokens
 from engine.verifier.verify_task import IMPOSSIBLE_ID
 from protos.messages import VerifyMode
 
-_MAX_STEPS = 16  # in one plan
-_DISTRIBUTION_SIZE = 32  # at T=1, 8, 32 and 128 tokens accept 63, 68 and 71% of drafts in a synthetic study
-
 
 class Chain:
     """The growing draft of one sequence, after `prefix_ids`; `block_table` has slots for both.
@@ -121,7 +118,7 @@ class Chain:
 
 def next_steps(chains: Seq[Chain]) -> list[Span]:
     """Return a span of input tokens per chain, all of one length; only the first token of each is known yet."""
-    num_steps = min(_MAX_STEPS, *(chain.num_left for chain in chains))
+    num_steps = min(16, *(chain.num_left for chain in chains))
     return [Span([0] * num_steps, chain.next_kv_index, chain.block_table, num_steps) for chain in chains]
 
 
@@ -208,7 +205,8 @@ class ChainSampler:
         if coupled:
             token_ids[coupled] = self._sampler.sample(scores[coupled], [rows[index] for index in coupled])
         drawn = [index for index, chain in enumerate(chains) if not chain.is_coupled]
-        sample = self._sampler.sample_sparse(scores[drawn], [rows[index] for index in drawn], _DISTRIBUTION_SIZE)
+        # At T=1, 8, 32 and 128 tokens accept 63, 68 and 71% of drafts in a synthetic study.
+        sample = self._sampler.sample_sparse(scores[drawn], [rows[index] for index in drawn], k=32)
         token_ids[drawn] = torch.tensor(sample.token_ids, device=scores.device)
         for index, distribution in zip(drawn, sample.distributions, strict=True):
             chains[index].distributions.append(distribution)

@@ -14,7 +14,6 @@ from engine.sampling.noise import Purpose, random_bits
 from engine.sampling.sampler import Sampler, draft_lanes, pass_keys
 from engine.sampling.sparse_distribution import WEIGHT_BITS, choose, quantize, sparse_distributions
 
-_DISTRIBUTION_SIZE = 32  # as for chains
 _NUM_BITS = 62 - WEIGHT_BITS  # of a uniform number, which is multiplied by the remaining weight
 _LANES_PER_RANK = 1 << 16  # more than the depth of any draft
 
@@ -74,7 +73,7 @@ class TreeSampler:
         The first token equals the token that a chain draws. The noise is as in `Sampler.sample_sparse`, with a lane per
         draw. Nodes of one depth share it, and only one of them is ever verified.
         """
-        probs, token_ids = self._sampler.probs(scores, rows).topk(min(_DISTRIBUTION_SIZE, scores.shape[1]))  # [R, k]
+        probs, token_ids = self._sampler.probs(scores, rows).topk(min(32, scores.shape[1]))  # [R, k]; as for chains
         left = quantize(probs)
         distributions = sparse_distributions(token_ids, left)
         keys, lanes = pass_keys(rows, Purpose.DRAFT, scores.device), draft_lanes(rows, scores.device)

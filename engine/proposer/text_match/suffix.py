@@ -21,10 +21,7 @@ from engine.sequence.request_tokens import RequestTokens
 from protos.errors import ConfigError
 
 _NUM_KINDS = 5  # matches of 1, 2 to 3, 4 to 7, 8 to 15, and 16 tokens or more
-_WINDOW = 200.0  # votes of a kind that count
 _TRUST = 8.0  # weight of the prior, in votes
-_CONTEXT_WEIGHT = 4.0  # factor per matching token
-_AGE_WEIGHT = 0.7  # factor per later occurrence: texts tend to repeat recent tokens
 
 
 class MatchAcceptance:
@@ -47,7 +44,7 @@ class MatchAcceptance:
 
     def observe(self, match_len: int, share: float, *, is_accepted: bool) -> None:
         """Record one token; old tokens fade."""
-        kind, fade = _kind_of(match_len), 1.0 - 1.0 / _WINDOW
+        kind, fade = _kind_of(match_len), 1.0 - 1.0 / 200.0  # 200 votes of a kind count
         self._voted[kind] = fade * self._voted[kind] + share
         self._accepted[kind] = fade * self._accepted[kind] + is_accepted
 
@@ -78,7 +75,8 @@ def continuation(occurrences: Seq[Occurrence]) -> Iterator[VotedToken]:
     An occurrence with more matching context outweighs one with less; with equal context the later one wins. An
     occurrence that differs from a drafted token loses its vote.
     """
-    voters = [(_CONTEXT_WEIGHT**each.match_len * _AGE_WEIGHT**each.rank, each) for each in occurrences]
+    # Factors per matching token, and per later occurrence: texts tend to repeat recent tokens.
+    voters = [(4.0**each.match_len * 0.7**each.rank, each) for each in occurrences]
     drafted_ids: list[int] = []
     while voters:
         # Each occurrence votes for its next token.

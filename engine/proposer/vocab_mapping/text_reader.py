@@ -9,7 +9,6 @@ from collections.abc import Sequence as Seq
 from engine.proposer.common_prefix import num_equal
 from engine.proposer.vocab_mapping.byte_vocabulary import ByteVocabulary
 
-_MAX_TAIL_BYTES = 256  # text that is encoded again every time
 _MIN_TAIL_BYTES = 64  # of it that stays when the rest is settled
 _SPACES = b" \n\t\r"
 
@@ -76,7 +75,7 @@ class TextReader:
     def _settle(self) -> None:
         """Settle all but the last words of a tail that has grown long."""
         data = self._tail.encode()
-        if len(data) <= _MAX_TAIL_BYTES:
+        if len(data) <= 256:  # so much text is encoded again every time
             return
         tail_ids = self.token_ids[self._num_settled :]
         if self._draft.spell(tail_ids) != data:  # the tokenizer changes texts, so the end of a token is unknown

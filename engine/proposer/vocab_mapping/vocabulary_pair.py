@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from engine.proposer.vocab_mapping.byte_vocabulary import ByteVocabulary
 
 _MAX_PADDING_SHARE = 0.01  # of the vocabulary: most padding between two sizes of one tokenizer
-_ZIPF_SHIFT = 100  # since the first tokens of a BPE, mostly single bytes, are not its most frequent ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,8 @@ class VocabularyPair:
         """
         shared = set(self.shared_ids().values())
         spelled = sorted(self.target.id_of.values())
-        weights = {token_id: 1.0 / (_ZIPF_SHIFT + rank) for rank, token_id in enumerate(spelled)}
+        # The first tokens of a BPE, mostly single bytes, are not its most frequent ones.
+        weights = {token_id: 1.0 / (100 + rank) for rank, token_id in enumerate(spelled)}
         return sum(weights[token_id] for token_id in spelled if token_id in shared) / max(1e-9, sum(weights.values()))
 
 
