@@ -182,8 +182,6 @@ def _bytes_on_hub(model_id: str) -> int:
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 3600.0
-_DIGITS = 12  # of a file's digest, in the name of its conversion
-_CONVERTER = 3  # increase it when the conversion changes
 
 
 def convert_gguf_models(config: DeployConfig, report: Callable[[str], None] = logger.info) -> DeployConfig:
@@ -209,7 +207,8 @@ def _folder_of(path: str, dtype: ModelDtype | None, report: Callable[[str], None
         return path
     file = Path(resolve_model_path(path))
     read_gguf_header(file)  # what can be refused at once is
-    folder = converted_root() / f"{file.stem}-{file_digest(file)[:_DIGITS]}-{dtype or 'blocks'}-{_CONVERTER}"
+    # 3: the version of the conversion. Increase it when that changes.
+    folder = converted_root() / f"{file.stem}-{file_digest(file)[:12]}-{dtype or 'blocks'}-3"
     if not folder.is_dir():
         how = "its blocks are kept" if dtype is None else f"its numbers are exact in float32, then rounded to {dtype}"
         report(f"converting {file} into {folder}, once: {how}")

@@ -23,8 +23,6 @@ from protos.errors import DeadlineExceededError, EngineError, RequestError, Serv
 from protos.served_draft import CHECK_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
-_TARGET_BUNDLE = 1
-_DRAFT_BUNDLE = 2
 
 
 class DraftHandle:
@@ -147,7 +145,8 @@ class PairActors:
             ServingError: an actor could not start.
         """
         settings, devices = self._settings, self._devices
-        target = ray.remote(TargetActor).options(**_options(settings.target_share, _TARGET_BUNDLE, devices.targets))
+        # Bundles of the placement group: the shell has 0, the target 1, drafts the rest.
+        target = ray.remote(TargetActor).options(**_options(settings.target_share, 1, devices.targets))
         self._target = target.remote(settings, self._folder, self._prefill)
         if settings.draft_share is not None:
             self._start_drafts(settings.draft_share)
@@ -155,7 +154,7 @@ class PairActors:
 
     def _start_drafts(self, share: ProcessShare) -> None:
         gpus = () if self._devices.draft is None else (self._devices.draft,)
-        for bundle, (method, settings) in enumerate(self._settings.of_drafts.items(), start=_DRAFT_BUNDLE):
+        for bundle, (method, settings) in enumerate(self._settings.of_drafts.items(), start=2):
             check_options = _options(ProcessShare(), bundle, ())
             del check_options["max_restarts"]
             options = _options(share, bundle, gpus)

@@ -23,7 +23,6 @@ MAX_HTTP_CONNECTIONS = 3072
 MAX_GRPC_CONNECTIONS = 768
 OPERATOR_ADDRESSES = "127.0.0.1 ::1"
 MAX_ENDLESS_CALLS = 64  # of one address at once: gRPC calls that only the client ends
-CROWDED_SHARE = 4  # an address keeps 1/4 of its connections once half of all places are taken
 ADDRESS = "src,ipmask(32,64)"  # a client of IPv6 has a network of 2^64 addresses
 WAITS_FOR_ROUTES = "waits for routes"  # a HAProxy's description, which standby.py reads
 _RETRY_AFTER_S = 1
@@ -207,7 +206,7 @@ def _error(reason: str, kind: str = "service_unavailable_error") -> str:
 def _limits(settings: ProxySettings, max_connections: int) -> str:
     """Return rules that keep one or a few addresses from taking all places of a frontend."""
     most = settings.max_connections_per_address * max_connections // MAX_HTTP_CONNECTIONS
-    share = most if most >= max_connections else most // CROWDED_SHARE
+    share = most if most >= max_connections else most // 4  # once half of all places are taken
     return (
         "    stick-table type ipv6 size 100k expire 60s store conn_cur\n"
         f"    tcp-request connection track-sc0 {ADDRESS}\n"

@@ -51,9 +51,6 @@ def ancestors(parents: Seq[int]) -> Tensor:
     return found
 
 
-_NUM_BITS = 64
-
-
 def ancestor_masks(span: Span, window: int | None) -> list[int]:
     """One int64 per row of `span`: bit j is set if the row sees node j of the span's tree; 0 for a row before the tree.
 
@@ -75,4 +72,4 @@ def _bits(parents: Seq[int], node: int, window: int | None) -> int:
 
 def _signed(bits: int) -> int:
     """The int64 of the same 64 bits."""
-    return bits - (1 << _NUM_BITS) if bits >> (_NUM_BITS - 1) else bits
+    return bits - (1 << 64) if bits >> 63 else bits

@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from heapq import heappop, heappush
 from itertools import count
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 
 from engine.accounting.engine_stats import WAIT_BUCKETS_S, Histogram
 from engine.accounting.rates import RateMeter
 from engine.config import SchedulerConfig
 from engine.kv_cache.block_manager import BlockManager
 from engine.remote_prefill.fetch_table import NoPrefillSource, PrefillLoad, PrefillSource
-from engine.sampling.grammar import DEAR_MASK_S
 from engine.scheduler.ending import (
     KeptTokens,
     LengthLimit,
@@ -34,7 +33,7 @@ from engine.scheduler.ending import (
     keep_outcome,
     with_grammar,
 )
-from engine.scheduler.fair_queue import FairQueue
+from engine.scheduler.turns import FairQueue, MaskTurns, has_dear_masks
 from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.sequence import Sequence, SequenceStatus
 from engine.verifier.verify_task import VerifyResult
@@ -44,7 +43,6 @@ from protos.messages import FinishReason, TokenChunk, TokenLogprobs
 logger = logging.getLogger(__name__)
 
 _MAX_SCORED_TOKENS = 256  # of one prompt in one step, since their logits are all in memory at once
-_MASKS_S = 0.03  # of processor time, for the masks of all grammars in one step
 
 _by_urgency = attrgetter("urgency")
 
@@ -52,7 +50,7 @@ _by_urgency = attrgetter("urgency")
 class Scheduler:
     """Plans steps within a budget of tokens and a pool of blocks.
 
-    Sequences moved from a lost pair are the most urgent, then the ones with the earliest turn (`fair_queue`). The
+    Sequences moved from a lost pair are the most urgent, then the ones with the earliest turn (`FairQueue`). The
     rules:
 
     1. Verification comes first: a sequence that has caught up computes its last token and up to K drafts, or the nodes
@@ -65,8 +63,8 @@ class Scheduler:
        cannot deadlock.
     4. When a slot is missing, blocks reserved for drafts are released first, then the least urgent running sequence is
        preempted. The most urgent one is never preempted, so there is always progress.
-    5. A grammar's next mask is computed before its sequence is scheduled. When the masks of a step have taken
-       `_MASKS_S`, the sequences with dearer masks wait, and the longest waiting goes on.
+    5. A grammar's next mask is computed before its sequence is scheduled. When the masks of a step have taken their
+       time, the sequences with dearer masks wait, and the longest waiting goes on (`MaskTurns`).
     6. `source` may fetch blocks of a new sequence from a prefill engine. Meanwhile the sequence computes nothing, holds
        its slots and one token of the budget, and delays no other sequence.
     """
@@ -96,8 +94,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # most urgent first
         self._running: list[Sequence] = []  # most urgent first
         self._deadlines: list[tuple[float, int, str]] = []  # heap of (time, arrival, request id); may hold ended ones
-        self._num_steps = 0
-        self._masks_s = 0.0  # processor time of this step's masks
+        self._masks = MaskTurns()
         self._ended: list[TokenChunk] = []  # last chunks of sequences that ended outside `commit`
 
     @property
@@ -181,7 +178,7 @@ class Scheduler:
         self._expire()
         ready, prefilling = self._secure_ready()
         is_crowded = self._is_crowded(len(ready), prefilling)
-        going_on = self._with_masks([each for each in ready if not each.is_held])
+        going_on = self._masks.start_step([each for each in ready if not each.is_held])
         decodes = self._schedule_decodes(going_on, is_crowded=is_crowded)
         budget = self._max_tokens_per_step - len(ready) - sum([each.max_draft_rows for each in decodes])
         if decodes and self._max_stall_passes is not None:
@@ -201,7 +198,7 @@ class Scheduler:
             return None
         if any(sequence.num_wanted_drafts > 0 for sequence in sequences):
             return None
-        if sum([each.matcher.grammar.mask_s for each in sequences if each.matcher is not None]) > _MASKS_S:
+        if not self._masks.fit(sequences):
             return None
         going_on = [sequence for sequence in sequences if sequence.num_remaining_tokens > 1]
         for sequence in going_on:
@@ -283,35 +280,6 @@ class Scheduler:
             if victim is sequence:
                 return
 
-    def _with_masks(self, ready: list[Sequence]) -> list[Sequence]:
-        """Return the sequences whose masks this step has time for, in the same order; cheap masks come first.
-
-        Of the others, the sequence that has waited longest goes on, so each has its turn.
-        """
-        self._num_steps, self._masks_s = self._num_steps + 1, 0.0
-        bound = [(each.matcher.grammar.mask_s, each.last_step, each) for each in ready if each.matcher is not None]
-        waiting = [each for _, _, each in sorted(bound, key=itemgetter(0, 1)) if not self._has_mask(each)]
-        if not waiting:
-            return ready
-        self._compute_mask(min(waiting, key=attrgetter("last_step")))
-        return [each for each in ready if each.matcher is None or each.last_step == self._num_steps]
-
-    def _has_mask(self, sequence: Sequence) -> bool:
-        """Compute the next mask of a sequence's grammar if the step has time for it. True if it may be sampled."""
-        if sequence.matcher is None:
-            return True
-        if self._masks_s >= _MASKS_S:
-            return False
-        self._compute_mask(sequence)
-        return True
-
-    def _compute_mask(self, sequence: Sequence) -> None:
-        assert sequence.matcher is not None
-        mask_s = sequence.matcher.prepare()
-        num_masks = 1 if _has_dear_masks(sequence) else 1 + sequence.num_wanted_rows
-        self._masks_s += num_masks * mask_s
-        sequence.last_step = self._num_steps
-
     def _is_crowded(self, num_ready: int, prefilling: Seq[Sequence]) -> bool:
         """True if some sequences decode and this step could prefill more than that, running and new ones together."""
         num_prefilling = sum([not sequence.is_fetching for sequence in prefilling])
@@ -326,7 +294,7 @@ class Scheduler:
         for sequence in ready:
             num_tokens = len(sequence.token_ids)
             # A seeded text may depend on K, so a sequence of fixed length drafts even in a crowd.
-            has_none = (is_crowded or _has_dear_masks(sequence)) and not sequence.has_fixed_length
+            has_none = (is_crowded or has_dear_masks(sequence)) and not sequence.has_fixed_length
             num_drafts = 0 if has_none else min(sequence.num_wanted_drafts, budget)
             num_nodes = min(sequence.node_allowance, budget) if num_drafts > 0 else 0
             num_rows = max(num_drafts, num_nodes)
@@ -361,7 +329,7 @@ class Scheduler:
             if sequence.is_scoring:
                 num_tokens = min(num_tokens, _MAX_SCORED_TOKENS)
             start = sequence.num_computed_tokens
-            if start + num_tokens == len(sequence.token_ids) and not self._has_mask(sequence):
+            if start + num_tokens == len(sequence.token_ids) and not self._masks.has_mask(sequence):
                 num_tokens -= 1
             if num_tokens == 0:
                 continue
@@ -452,11 +420,6 @@ class Scheduler:
             self._waiting.remove(sequence)
         del self._sequences[sequence.request_id]
         return finish(sequence, kept, logprobs)
-
-
-def _has_dear_masks(sequence: Sequence) -> bool:
-    """True if the sequence gets no drafts, since each would need a mask."""
-    return sequence.matcher is not None and sequence.matcher.grammar.mask_s > DEAR_MASK_S
 
 
 def _is_ready(sequence: Sequence) -> bool:

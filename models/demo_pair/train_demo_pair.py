@@ -41,10 +41,8 @@ from models.training.tokens import (
 from tuning.run import distillation_loss, next_token_loss
 from tuning.train import Budget, PairedOptimizer, TrainingReport, autocast, train
 
-ROLLOUT_EVERY_BATCHES = 4
 CPU_MINUTES = (50.0, 14.0)
 CUDA_MINUTES = (20.0, 8.0)
-ROLLOUT_PROMPT_TOKENS = 256
 
 
 class DraftLesson:
@@ -59,7 +57,7 @@ class DraftLesson:
         budget: Budget,
     ) -> None:
         self._model, self._target, self._budget = model, target, budget
-        self._sources = mixed_sources(stream, rollouts, ROLLOUT_EVERY_BATCHES)
+        self._sources = mixed_sources(stream, rollouts, every_batches=4)
         self._loss = torch.compile(distillation_loss, dynamic=False)
 
     def __call__(self, progress: float) -> Tensor:
@@ -207,7 +205,9 @@ def make_draft(arguments: argparse.Namespace, corpus: Corpus) -> None:
     stream = window_stream(arguments, corpus, arguments.seed + 1)
     target = load_checkpoint(arguments.out / "target", torch.bfloat16, draft_budget.device)
     num_tokens = draft_budget.short_window_tokens
-    rollouts = write_rollouts(target, stream, arguments.rollouts, ROLLOUT_PROMPT_TOKENS, num_tokens, arguments.seed)
+    rollouts = write_rollouts(
+        target, stream, arguments.rollouts, num_prompt_tokens=256, num_tokens=num_tokens, seed=arguments.seed
+    )
     folder = arguments.out / "draft"
     earlier = read_json(folder / "training.json") if arguments.resume else None
     report = distil_draft(target, stream, rollouts, draft_budget, folder, arguments.seed + 1, arguments.resume)

@@ -43,7 +43,6 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
     "config.json",
 )
-_CHUNK_BYTES = 1 << 20
 _NUMBERS = ("frequency_penalty", "presence_penalty", "min_p", "min_tokens", "top_k")
 _NOT_ZERO = ("top_p", "repetition_penalty", "n")  # 0 means that the field is not set
 _FLAGS = ("ignore_eos", "include_stop_str_in_output")
@@ -173,7 +172,7 @@ class VllmEngineApi(GrpcCalls):
         async with self._call("VllmEngine.GetTokenizer", grpc_context):
             authenticate(self._api_keys, grpc_context)
             archive = await asyncio.to_thread(_archive, Path(self._service.config.model_path))
-            pieces = [archive[start : start + _CHUNK_BYTES] for start in range(0, len(archive), _CHUNK_BYTES)]
+            pieces = [archive[start : start + (1 << 20)] for start in range(0, len(archive), 1 << 20)]
             for piece in pieces[:-1]:
                 yield common_pb2.GetTokenizerChunk(data=piece)
             yield common_pb2.GetTokenizerChunk(data=pieces[-1], sha256=hashlib.sha256(archive).hexdigest())

@@ -32,7 +32,6 @@ _FULL_RATES = "0.0015,0.004"
 _SHORT_RATE = "0.003"  # if there is no time to compare
 _SHORT_MINUTES = 15.0
 _LOW_RANK_RATES = "0.0005,0.002,0.006"
-_LINE_SHARE = 0.1  # between lines of progress if the output is not a terminal
 
 
 def log_traffic(deployment: dict[str, Any], requests: list[TrafficRequest], folder: Path) -> None:
@@ -219,4 +218,4 @@ class _Lines:
     def show(self, name: str, share: float) -> None:
         if share >= self._next:
             report(f"{share:4.0%} {name}")
-            self._next = share - share % _LINE_SHARE + _LINE_SHARE
+            self._next = share - share % 0.1 + 0.1  # ten lines in all

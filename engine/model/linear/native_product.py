@@ -130,9 +130,7 @@ class NativeProduct(Storable):
             return None
         bias = None if self._bias is None else self._bias.data_ptr()
         # 16 bits a packed weight.
-        return PackedWeight(
-            self._packed.data_ptr(), None, bias, self._num_inputs, self._num_outputs, 16, 0, self._gate
-        )
+        return PackedWeight(self._packed.data_ptr(), None, bias, self._num_inputs, self._num_outputs, 16, 0, self._gate)
 
 
 class NativeGate(NativeProduct):

@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 
-from engine.scheduler.fair_queue import PRIORITY_TOKENS, FairQueue
+from engine.scheduler.turns import PRIORITY_TOKENS, FairQueue
 from protos.messages import GenerateRequest
 
 
