@@ -25,9 +25,8 @@ from engine.model.draft_heads.published import HeadFormat, TargetShape
 from engine.model.loader import load_model
 from protos.errors import ConfigError
 from tuning.draft import TunableDraft, copy_files, partial_of, rename_whole
-from tuning.eagle3_student import Eagle3Student
 from tuning.log_windows import Window
-from tuning.student import Student, TrainableMedusaHeads
+from tuning.student import Eagle3Student, Student, TrainableMedusaHeads
 
 _OF_VOCABULARY = ("d2t", "t2d")
 _WEIGHTS = "model.safetensors"

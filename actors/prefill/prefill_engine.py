@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from actors.engine_loop.engine_loop import Do, EngineLoop
+from actors.engine_loop.engine_loop import Do, EngineLoop, KVEventBuffer, StatusReporter
 from actors.engine_loop.index_reporter import IndexReporter, ReportSink
-from actors.engine_loop.status_reporter import KVEventBuffer, StatusReporter
 from actors.kv_transfer.kv_transport import BlocksReply, PeerTransport, PrefillReply
 from actors.kv_transfer.nixl_carrier import DirectBlocks, DirectStats, choose_carrier
 from actors.process.actor_thread import ActorThread

@@ -15,8 +15,7 @@ import torch
 from actors.channel.channel_proposer import ChannelProposer
 from actors.channel.draft_messages import DRAFT_SOCKET
 from actors.draft.draft_process import load_draft
-from actors.engine_loop.engine_loop import AbortAll, EngineLoop
-from actors.engine_loop.status_reporter import KVEventBuffer, StatusReporter
+from actors.engine_loop.engine_loop import AbortAll, EngineLoop, KVEventBuffer, StatusReporter
 from actors.kv_transfer.kv_transport import PrefillTransport
 from actors.kv_transfer.nixl_carrier import choose_carrier
 from actors.process.frames import POLL_S, SEND_TIMEOUT_S, FrameConnection, FrameListener

@@ -52,8 +52,7 @@ from engine.model.loader import tokenizer_file
 from engine.model.position_limit import max_positions
 from engine.model.shard import shard_model
 from engine.model.tensor_parallel import ALONE, Rank, not_sharded
-from engine.native.library import processor_name
-from engine.native.logits import widened
+from engine.native.library import processor_name, widened
 from engine.sequence.request_tokens import ZEROS
 from protos.errors import ConfigError
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from engine.batch.draft import SparseDistribution
 from engine.batch.indexing import index_tensor, runs_triton, send, send_arrays
-from engine.native.logits import highest
-from engine.sampling.logits_row import LogitsRow, RowBatch
+from engine.native.library import highest
+from engine.sampling.logits_row import LogitsRow, RowBatch, RunRequests
 from engine.sampling.masks import (
     add_bias,
     has_banned_tokens,
@@ -35,7 +35,6 @@ from engine.sampling.masks import (
 )
 from engine.sampling.noise import Purpose, gumbel, noise_keys, random_bits
 from engine.sampling.penalties import TokenCounts, has_penalties, penalize
-from engine.sampling.run_requests import RunRequests
 from engine.sampling.sparse_distribution import WEIGHT_BITS, choose, quantize, sparse_distributions
 from engine.sampling.truncation import (
     divide_by_temperature,

@@ -12,7 +12,7 @@ from operator import itemgetter
 
 from torch import Tensor
 
-from engine.native.logits import are_finite
+from engine.native.library import are_finite
 from engine.sampling.logits_row import RowBatch
 from engine.sampling.logprobs import LogprobQuery, token_logprobs
 from engine.sampling.sampler import Sampler

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from models.draft_heads.head_acceptance import DraftLogits
-from tuning.eagle3_student import Eagle3Student, view_of
 from tuning.run import DRAFT_WEIGHT, NUM_DRAFTS, distillation_loss
+from tuning.student import Eagle3Student, view_of
 from tuning.train import Budget, PairedOptimizer, TrainingReport, autocast, train
 
 DRAFT_VOCAB_SIZE = 3072  # these cover 98.3% of the library's tokens, of the demo's 4,096

@@ -23,8 +23,8 @@ from actors.process.frames import FrameListener, private_folder
 from engine.batch.draft import Draft
 from engine.kv_cache.block_manager import BlockManager
 from engine.proposer.draft_model.draft_sequence import DraftSequences
-from engine.proposer.text_match.prediction import PredictionMatcher
 from engine.proposer.text_match.suffix import NoiseId, SharedTexts
+from engine.proposer.text_match.text_matcher import PredictionMatcher
 from engine.proposer.vocab_mapping.translation import SameVocabulary
 from engine.sampling import masks
 from engine.sampling.grammar_compiler import GrammarCompiler
@@ -50,8 +50,8 @@ ROOT = Path(__file__).parents[2]
 PROMPT = tuple(range(1, 41))
 # What the code keeps under a key: a probe of this module, or why no client's text is in the key.
 KERNELS = "engine/model/decoders/native_layers engine/model/decoders/row_operations engine/attention/native"
-KERNELS += " engine/model/linear/native_quantized engine/model/linear/native_product engine/native/logits"
-KERNELS += " engine/native/library engine/batch/indexing engine/sampling/masks engine/recurrent/state_pass"
+KERNELS += " engine/model/linear/native_quantized engine/model/linear/native_product"
+KERNELS += " engine/native/library engine/batch/indexing engine/recurrent/state_pass"
 KERNELS += " engine/model/linear/packed_experts"
 KEPT = {
     "engine/proposer/text_match/suffix.py": "finished_texts",
@@ -59,7 +59,7 @@ KEPT = {
     "engine/sampling/masks.py": "biases",
     "engine/kv_cache/block_pool.py": "prefixes",
     "engine/kv_cache/state_pool.py": "by the salted keys of blocks (tests/engine/recurrent)",
-    "engine/proposer/text_match/prediction.py": "predictions",
+    "engine/proposer/text_match/text_matcher.py": "predictions",
     "router/routing/index_actor.py": "by the names of conversations, which `Client.secret` makes (test_api_keys.py)",
     "router/tokenizer/chat_prompt.py": "by the server's own template",
     "router/openai/openapi.py": "one document, the same for all",
@@ -211,7 +211,7 @@ def predictions(tmp_path: Path) -> Callable[[GenerateRequest], bool]:
     matcher, names = PredictionMatcher(), iter("abcdefgh")
 
     def ask(request: GenerateRequest) -> bool:
-        with mock.patch("engine.proposer.text_match.prediction.Prediction", side_effect=Prediction) as made:
+        with mock.patch("engine.proposer.text_match.text_matcher.Prediction", side_effect=Prediction) as made:
             matcher.open(sequence_of(replace(request, request_id=next(names), prediction_token_ids=PROMPT)))
         return not made.called
 

@@ -22,7 +22,7 @@ from engine.model.decoders.stock_decoder import StockDecoder
 from engine.model.forward_batch import ForwardBatch
 from engine.model.linear.quantized_linear import can_quantize, linear_factory
 from engine.model.linear.weight_store import NO_STORE, WeightStore
-from engine.native.logits import widened
+from engine.native.library import widened
 from protos.errors import ConfigError
 
 

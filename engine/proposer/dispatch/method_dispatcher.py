@@ -11,8 +11,8 @@ from engine.batch.draft import NO_DRAFT, Draft
 from engine.proposer import Proposer
 from engine.proposer.dispatch.hybrid_proposer import HybridProposer
 from engine.proposer.text_match.ngram import NgramProposer
-from engine.proposer.text_match.prediction import PredictionMatcher
 from engine.proposer.text_match.suffix import SuffixProposer
+from engine.proposer.text_match.text_matcher import PredictionMatcher
 from engine.sequence.checked_draft import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 from protos.messages import SpeculationMethod

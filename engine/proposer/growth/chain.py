@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.batch.draft import Draft, SparseDistribution
 from engine.batch.span import Span
-from engine.native.logits import are_finite
+from engine.native.library import are_finite
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import Purpose

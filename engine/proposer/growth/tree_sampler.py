@@ -7,7 +7,7 @@ from itertools import islice
 
 from torch import Tensor
 
-from engine.native.logits import are_finite
+from engine.native.library import are_finite
 from engine.proposer.growth.tree import Child, Tree
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import Purpose, random_bits

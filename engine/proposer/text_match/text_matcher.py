@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from engine.batch.draft import DraftSource
 from engine.sequence.request_tokens import RequestTokens
+from protos.predicted_text import PredictedText, Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +45,66 @@ class TextMatcher(Protocol):
 
     def match(self, sequence: RequestTokens, max_tokens: int) -> TextMatch | None:
         """Return the next tokens, at most `max_tokens`, or None."""
+
+
+class _FollowedPrediction:
+    """A sequence's prediction, and how far the output has been compared with it."""
+
+    def __init__(self, sequence: RequestTokens, prediction: Prediction) -> None:
+        self.text = PredictedText(prediction)
+        self.num_compared = sequence.num_prompt_tokens
+        self.num_agreed = 0  # tokens since the output last differed from the prediction
+
+    def extend(self, token_ids: Seq[int]) -> None:
+        self.num_compared += len(token_ids)
+        for token_id in token_ids:
+            before = self.text.position
+            self.text.read((token_id,))
+            is_agreed = before is not None and self.text.position == before + 1
+            self.num_agreed = self.num_agreed + 1 if is_agreed else 0
+
+
+class PredictionMatcher:
+    """A `TextMatcher` that drafts from the request's prediction while the output agrees with it.
+
+    A prediction must be independent of the verifier's noise. Except in `coupled` verification, a text sampled with the
+    same seed would bias the output, so the ingress refuses a prediction together with a seed there.
+    """
+
+    source = DraftSource.PREDICTION
+
+    def __init__(self) -> None:
+        self._following: dict[str, _FollowedPrediction] = {}
+        # One for all choices of a request. Not shared between tenants or salts: timing would reveal another's text.
+        self._predictions: WeakValueDictionary[tuple[str, str, tuple[int, ...]], Prediction] = WeakValueDictionary()
+
+    def is_for(self, sequence: RequestTokens) -> bool:
+        """True if the request has a prediction."""
+        return bool(sequence.request.prediction_token_ids)
+
+    def open(self, sequence: RequestTokens) -> None:
+        """Start at the beginning of the prediction."""
+        key = sequence.request.tenant, sequence.request.cache_salt, sequence.request.prediction_token_ids
+        prediction = self._predictions.get(key)
+        if prediction is None:
+            prediction = self._predictions[key] = Prediction(sequence.request.prediction_token_ids)
+        self._following[sequence.request_id] = _FollowedPrediction(sequence, prediction)
+
+    def commit(self, sequences: Seq[RequestTokens]) -> None:
+        """Compare the new tokens with the prediction."""
+        for sequence in sequences:
+            following = self._following.get(sequence.request_id)
+            if following is not None:
+                following.extend(sequence.token_ids[following.num_compared :])
+
+    def close(self, request_id: str) -> None:
+        """Remove the sequence."""
+        self._following.pop(request_id, None)
+
+    def match(self, sequence: RequestTokens, max_tokens: int) -> TextMatch | None:
+        """Return the next tokens of the prediction; None if the output has left it."""
+        following = self._following.get(sequence.request_id)
+        token_ids = following.text.next(max_tokens) if following is not None else ()
+        if following is None or not token_ids:
+            return None
+        return TextMatch(token_ids, following.num_agreed)

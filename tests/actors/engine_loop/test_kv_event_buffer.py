@@ -1,6 +1,6 @@
 """The sum that the buffer makes of a cache's deltas: nothing lost, nothing twice."""
 
-from actors.engine_loop.status_reporter import KVEventBuffer
+from actors.engine_loop.engine_loop import KVEventBuffer
 from protos.block_keys import CacheDelta
 
 A, B, C = (bytes([n]) * 16 for n in (1, 2, 3))

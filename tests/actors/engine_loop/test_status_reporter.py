@@ -1,6 +1,6 @@
 """Frames about the target itself: when one is sent to the shell, and which fields it omits."""
 
-from actors.engine_loop.status_reporter import KVEventBuffer, StatusReporter
+from actors.engine_loop.engine_loop import KVEventBuffer, StatusReporter
 from actors.shell_messages import Snapshot, Status
 from engine.accounting.engine_stats import DraftStats, EngineStats
 from engine.accounting.step_times import StepTimes

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.engine_loop.engine_loop import EngineLoop
-from actors.engine_loop.status_reporter import KVEventBuffer, StatusReporter
+from actors.engine_loop.engine_loop import EngineLoop, KVEventBuffer, StatusReporter
 from actors.pair.target_client import TargetClient
 from actors.pair.token_feed import TokenStream
 from actors.process.frames import FrameListener

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.native.logits import highest, widened
+from engine.native.library import highest, widened
 
 SHAPES = pytest.mark.parametrize("shape", [(1, 1), (1, 15), (3, 49_152), (2, 40_001), (17, 96)])
 

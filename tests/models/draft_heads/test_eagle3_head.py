@@ -14,9 +14,9 @@ from transformers import LlamaForCausalLM
 from models.draft_heads.eagle3_head import Eagle3Lesson, eagle3_logits, new_student, save_head
 from models.draft_heads.head_acceptance import count_rounds, verdicts
 from models.training.architecture import llama_config, new_model
-from tuning.eagle3_student import Eagle3Student, view_of
 from tuning.run import distillation_loss
 from tuning.score import generate
+from tuning.student import Eagle3Student, view_of
 
 NUM_LAYERS = 7  # the least number with three default layers
 TARGET_IDS = torch.arange(0, 4096, 3)

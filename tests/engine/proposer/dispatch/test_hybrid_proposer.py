@@ -9,9 +9,8 @@ import pytest
 from engine.batch.draft import Draft
 from engine.proposer.dispatch.hybrid_proposer import HybridProposer
 from engine.proposer.dispatch.method_dispatcher import proposer_of
-from engine.proposer.text_match.prediction import PredictionMatcher
 from engine.proposer.text_match.suffix import SuffixProposer
-from engine.proposer.text_match.text_matcher import TextMatch
+from engine.proposer.text_match.text_matcher import PredictionMatcher, TextMatch
 from engine.sequence.sequence import Sequence
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams
 from tests.engine.engine_core.test_engine_core import greedy, make_core, outputs, right, run, wrong

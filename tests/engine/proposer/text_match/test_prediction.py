@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.proposer.text_match.prediction import PredictionMatcher
+from engine.proposer.text_match.text_matcher import PredictionMatcher
 from protos.messages import GenerateRequest, SamplingParams
 from protos.predicted_text import Prediction
 from tests.engine.fixtures.builders import sequence_of
@@ -33,7 +33,7 @@ def num_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             super().__init__(token_ids)
             made.append(len(token_ids))
 
-    monkeypatch.setattr("engine.proposer.text_match.prediction.Prediction", Counted)
+    monkeypatch.setattr("engine.proposer.text_match.text_matcher.Prediction", Counted)
     return made
 
 
