@@ -74,7 +74,7 @@ class _Window(NamedTuple):
 
 
 def _is_lag(windows: Sequence[_Window]) -> bool:
-    """True if the windows cover the lag of the reference: a fall must not enter what it is compared with."""
+    """True if the windows cover the lag of the reference, so that a fall does not enter the reference."""
     return sum(each.num_steps for each in windows) >= 1000 and sum(each.num_passes for each in windows) >= 5000
 
 
