@@ -17,7 +17,15 @@ from tokenizers import Tokenizer, decoders, models
 
 from engine.accounting.length_policy import DraftSize, LengthPolicy
 from engine.batch.draft import Draft
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, TreeConfig
+from engine.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ModelDtype,
+    SchedulerConfig,
+    SpeculationConfig,
+    TreeConfig,
+)
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.proposer import Proposer
@@ -58,7 +66,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 def trees(folders: Folders) -> ModelProposer:
-    model, cache = ModelConfig(str(folders.draft), dtype="float32"), CacheConfig(num_blocks=256, memory_bytes=None)
+    model, cache = (
+        ModelConfig(str(folders.draft), dtype=ModelDtype.FLOAT32),
+        CacheConfig(num_blocks=256, memory_bytes=None),
+    )
     return ModelProposer.from_config(model, cache, SchedulerConfig(), tree=TREE)
 
 
@@ -80,7 +91,7 @@ def requests() -> list[GenerateRequest]:
 
 def build(folders: Folders, proposer: Proposer | None) -> EngineCore:
     speculation = SpeculationConfig(4, max_num_tokens=6, tree=TREE, adaptive=True)
-    model = ModelConfig(str(folders.target), dtype="float32")
+    model = ModelConfig(str(folders.target), dtype=ModelDtype.FLOAT32)
     limits, cache = SchedulerConfig(max_model_len=128), CacheConfig(num_blocks=256, memory_bytes=None)
     return load_engine(EngineConfig(model, cache, limits, speculation), proposer)
 
@@ -114,7 +125,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     def any_sizes(policy: LengthPolicy, sequences: Seq[Sequence]) -> list[DraftSize]:
         return [_any_size(dice, each) for each in sequences]
 
-    computed = CheckedDraft.computed.fget
+    computed = vars(CheckedDraft)["computed"].fget
 
     def noted(checked: CheckedDraft) -> Draft:
         draft: Draft = computed(checked)
@@ -151,7 +162,7 @@ def test_a_plan_of_rows_that_drops_a_branch_is_caught(
     folders: Folders, plain: Texts, seen: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mutant computes all rows of a tree as one chain."""
-    noted = CheckedDraft.computed.fget
+    noted = vars(CheckedDraft)["computed"].fget
 
     def without_branches(checked: CheckedDraft) -> Draft:
         draft: Draft = noted(checked)
