@@ -68,10 +68,15 @@ class PooledStates:
 
     def __init__(self, spans: Seq[Span], pool: StatePool) -> None:
         self.pool = pool
-        self.states = [_states_of(span) for span in spans]
+        self._spans = spans
         self.ends = list(accumulate(len(span.token_ids) for span in spans))
         self.starts = [0, *self.ends[:-1]]
         self._windows: dict[int, _Window] = {}
+
+    @cached_property
+    def states(self) -> list[SpanStates]:
+        """The slots of each span; a head's spans have no slots, and nothing asks for them."""
+        return [_states_of(span) for span in self._spans]
 
     @cached_property
     def scan_slots(self) -> ScanSlots:

@@ -26,16 +26,16 @@ from engine.model.linear.packed_linear import Linear, linear_of
 class DFlashHead:
     """Implements `BlockHead`; its states are empty, since the text's states are in its KV."""
 
-    def __init__(self, config: HeadFormat, reader: HeadReader, first_layer: int) -> None:
-        """Take over the tensors; `first_layer` is the head's first KV layer in the pool, after the target's."""
+    def __init__(self, config: HeadFormat, reader: HeadReader) -> None:
+        """Take over the tensors."""
         assert config.block is not None, "a parallel head has blocks"
         width = config.layer.hidden_size
         self._config, self._block = config, config.block
         self.taps = config.taps
         self.num_more_rows = 0 if config.block.is_anchor_drafting else 1
         self.max_drafts: int | None = config.block.num_rows - self.num_more_rows
-        self._layers = reader.layers(first_layer, has_pairs=False)
-        self.layer_shapes = self._layers.shapes
+        self._layers = reader.layers(has_pairs=False)
+        self.layer_shapes, self.place = self._layers.shapes, self._layers.place
         self._fuse = reader.linear("fc", width, len(config.taps.layers) * config.target.hidden_size)
         self._hidden_norm = reader.vector("hidden_norm", width)
         self._embedding, self._target_ids = reader.embedding(), reader.target_ids()

@@ -33,15 +33,15 @@ from engine.model.linear.packed_linear import Linear
 class Eagle3Head:
     """One head over its target: a `RecurrentHead` whose states have the head's own width."""
 
-    def __init__(self, config: HeadFormat, reader: HeadReader, first_layer: int) -> None:
-        """Take over the tensors; `first_layer` is the head's first KV layer in the pool, after the target's."""
+    def __init__(self, config: HeadFormat, reader: HeadReader) -> None:
+        """Take over the tensors."""
         width, norms = config.layer.hidden_size, config.norms
         num_taps = len(config.taps.layers)
         size = config.target.hidden_size
         self.taps = config.taps
         self._config, self._norms = config, norms
-        self._layers = reader.layers(first_layer, has_pairs=True)
-        self.layer_shapes = self._layers.shapes
+        self._layers = reader.layers(has_pairs=True)
+        self.layer_shapes, self.place = self._layers.shapes, self._layers.place
         own = reader.lm_head(is_needed=True)
         assert own is not None, "it was asked for"
         self.lm_head: Linear = own  # until the runner replaces it with the target's
@@ -97,8 +97,8 @@ class ParallelEagleHead(Eagle3Head):
     max_drafts: int | None = None
     num_more_rows = -1
 
-    def __init__(self, config: HeadFormat, reader: HeadReader, first_layer: int) -> None:
-        super().__init__(config, reader, first_layer)
+    def __init__(self, config: HeadFormat, reader: HeadReader) -> None:
+        super().__init__(config, reader)
         assert config.block is not None, "a parallel head has blocks"
         self._mask_id = config.block.mask_id
         size = len(config.taps.layers) * config.target.hidden_size

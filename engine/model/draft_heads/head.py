@@ -25,13 +25,16 @@ class DraftHead(Protocol):
 
     Attributes:
         taps: the features it reads.
-        layer_shapes: the KV of each of its layers; the first is layer `first_layer` of the pool.
+        layer_shapes: the KV of each of its layers.
         lm_head: the target's, set by the runner before the first pass; heads with their own ignore it.
     """
 
     taps: HiddenStateTaps
     layer_shapes: list[LayerShape]
     lm_head: Linear
+
+    def place(self, first_layer: int) -> None:
+        """Keep its KV from layer `first_layer` of the pool on, after the target's; called before the first pass."""
 
     def read(self, batch: ForwardBatch | None, features: Tensor) -> Tensor:
         """Take the target's features [T, F] of verified rows, and write their KV.

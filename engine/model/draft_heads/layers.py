@@ -42,14 +42,14 @@ class HeadLayer:
 
 
 class HeadLayers:
-    """The layers of one head, over the pool's layers from `first_layer` on."""
+    """The layers of one head."""
 
-    def __init__(self, config: HeadFormat, layers: Seq[HeadLayer], final_norm: Tensor, first_layer: int) -> None:
+    def __init__(self, config: HeadFormat, layers: Seq[HeadLayer], final_norm: Tensor) -> None:
         layer = config.layer
         self.shapes = [LayerShape(layer.num_key_value_heads, layer.head_dim, layer.head_dim)] * len(layers)
         self.rows: RowOperations = row_operations(layer.hidden_size, layer.head_dim, final_norm, layer.rms_norm_eps)
         self.input_norm, self.final_norm = layers[0].input_norm, final_norm
-        self._layers, self._first_layer = layers, first_layer
+        self._layers, self._first_layer = layers, 0
         self._next_norms = [*(each.input_norm for each in layers[1:]), final_norm]
         self._num_heads, self._num_kv_heads = layer.num_attention_heads, layer.num_key_value_heads
         self._head_dim = layer.head_dim
@@ -70,6 +70,10 @@ class HeadLayers:
             hidden, normed = self.rows.add_norm(hidden, layer.output(attended), layer.mlp_norm)
             hidden, x = self.rows.add_norm(hidden, layer.mlp(normed), self._next_norms[index])
         return hidden, x
+
+    def place(self, first_layer: int) -> None:
+        """Keep their KV from layer `first_layer` of the pool on."""
+        self._first_layer = first_layer
 
     def write_context(self, batch: ForwardBatch, context: Tensor) -> None:
         """Write each layer's keys and values of `context` [T, X] into the pass's slots."""
@@ -126,7 +130,7 @@ class HeadReader:
         """Return the prefix of a layer's tensors."""
         return "midlayer." if index == 0 and self._has_midlayer else f"layers.{index}."
 
-    def layers(self, first_layer: int, *, has_pairs: bool) -> HeadLayers:
+    def layers(self, *, has_pairs: bool) -> HeadLayers:
         """Return all layers; with `has_pairs` the first one reads an embedding next to a state, else all read context.
 
         Raises ConfigError if a tensor is missing or has another shape.
@@ -136,7 +140,7 @@ class HeadReader:
             self._layer(index, 2 if has_pairs and index == 0 else 1, has_context=not has_pairs)
             for index in range(config.layer.num_hidden_layers)
         ]
-        return HeadLayers(config, found, self.vector("norm", config.layer.hidden_size), first_layer)
+        return HeadLayers(config, found, self.vector("norm", config.layer.hidden_size))
 
     def linear(self, name: str, *shape: int) -> Linear:
         """Return the product with a weight."""

@@ -56,7 +56,7 @@ def load_head(
     masks = {} if form.block is None else read_mask_embedding(folder, form.block.mask_id)
     weights = Weights(read_tensors(folder) | masks, f"the {config.kind} head in {config.path!r}")
     reader = HeadReader(form, weights, embedding, quantization)
-    head = _OF_LAYERS[config.kind](form, reader, num_layers)
+    head = _OF_LAYERS[config.kind](form, reader)
     reader.finish()
     return head
 

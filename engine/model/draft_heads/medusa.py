@@ -77,6 +77,9 @@ class MedusaHeads:
         self._vocab_size = vocab_size
         self._token_map = token_map
 
+    def place(self, first_layer: int) -> None:
+        """Do nothing: it has no KV."""
+
     def read(self, batch: ForwardBatch | None, features: Tensor) -> Tensor:
         return features
 

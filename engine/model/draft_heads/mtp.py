@@ -11,6 +11,7 @@ transformers knows the published names (`model.layers.{L}.enorm`, `.hnorm`, `.eh
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from typing import Any, cast
 
@@ -22,13 +23,17 @@ from transformers.modeling_layers import MtpModel
 from engine.attention.torch_attention import ATTENTION_NAME, PASS_KEYWORD
 from engine.kv_cache.pool import LayerShape
 from engine.model.attention_probe import RecordingPass
+from engine.model.checkpoint.weight_files import tensor_headers
 from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import HiddenStateTaps
 from engine.model.linear.packed_linear import Linear, linear_of, pack_linears
+from engine.model.loader import fetched_folder
 from engine.model.resident_memory import leave_checkpoint
+from engine.recurrent.stock_functions import keeps_states
 from protos.errors import ConfigError
 
 _MtpModel: Any = MtpModel  # its decorators hide its signatures
+_ATTENTION = "full_attention"
 _COUNT_NAMES = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
@@ -39,8 +44,8 @@ class MtpHead:
         num_modules: each has one layer of the pool.
     """
 
-    def __init__(self, model: Any, first_layer: int) -> None:
-        """Takes over transformers' `MtpModel`, its attention now in the layers of the pool from `first_layer` on."""
+    def __init__(self, model: Any) -> None:
+        """Take over transformers' `MtpModel`."""
         if model.device.type == "cpu":
             leave_checkpoint(model, linear_of)
         self.taps = HiddenStateTaps(is_final=True)
@@ -51,10 +56,12 @@ class MtpHead:
         self._finish = model.shared_post_norm if model.use_shared_post_norm else torch.nn.Identity()
         self._scale = float(getattr(model.config, "logits_mup_width_multiplier", None) or 1.0)
         model.config._attn_implementation = ATTENTION_NAME
-        for module, layer in enumerate(model.layers):
-            layer.mtp_block.self_attn.layer_idx = first_layer + module
-        self.layer_shapes = [self._record_shape(first_layer, module) for module in range(self.num_modules)]
+        self.layer_shapes = [self._record_shape(module) for module in range(self.num_modules)]
         pack_linears(model.layers)
+
+    def place(self, first_layer: int) -> None:
+        for module, layer in enumerate(self._model.layers):
+            layer.mtp_block.self_attn.layer_idx = first_layer + module
 
     def read(self, batch: ForwardBatch | None, features: Tensor) -> Tensor:
         assert batch is not None, "it has KV"
@@ -89,13 +96,13 @@ class MtpHead:
         return cast(Tensor, self._finish(found)[0])
 
     @torch.inference_mode()
-    def _record_shape(self, first_layer: int, module: int) -> LayerShape:
+    def _record_shape(self, module: int) -> LayerShape:
         recording = RecordingPass()
         token_ids = torch.zeros(2, dtype=torch.long, device=self._model.embed_tokens.weight.device)
         weight = self._model.layers[module].eh_proj.weight
         states = torch.zeros(2, weight.shape[0], dtype=weight.dtype, device=weight.device)
         self._step(token_ids, torch.arange(2, device=weight.device), states, recording, module)
-        if [record.layer for record in recording.records] != [first_layer + module]:
+        if len(recording.records) != 1:
             raise ConfigError(
                 f"the MTP layer of model type {self._model.config.model_type!r} calls the attention function "
                 f"{len(recording.records)} times, but a paged pool supports 1; serve the model without it"
@@ -111,14 +118,17 @@ def load_mtp(target: PreTrainedModel, device: torch.device, max_modules: int | N
     """
     config = target.config.get_text_config()
     num_layers = next((count for name in _COUNT_NAMES if (count := getattr(config, name, None))), 0)
+    num_layers = num_layers or _num_stored(config.name_or_path or target.config.name_or_path)
     if not num_layers:
         raise ConfigError(
             f"draft.kind is 'mtp', but the target (model type {config.model_type!r}) has no "
-            "num_nextn_predict_layers in its config.json; choose another draft.kind"
+            "num_nextn_predict_layers in its config.json and no tensors mtp.layers.*; choose another draft.kind"
         )
     if max_modules is not None and max_modules > num_layers:
         raise ConfigError(f"draft.num_layers is {max_modules}, but the target's MTP has {num_layers}; draft with fewer")
     config.num_mtp_layers = num_layers
+    if keeps_states(target) and getattr(config, "mtp_layer_types", None) is None:
+        config.mtp_layer_types = [_ATTENTION] * num_layers  # as Qwen publishes it
     target._keys_to_ignore_on_load_unexpected = _published_names(target, num_layers)  # where MtpModel looks for them
     try:
         model = _MtpModel.from_pretrained(target, device_map={"": target.device})
@@ -130,7 +140,13 @@ def load_mtp(target: PreTrainedModel, device: torch.device, max_modules: int | N
     if device != target.device:
         for name in ("embed_tokens", "rotary_emb", "shared_head"):  # the target's own, which stay in place
             setattr(model, name, deepcopy(getattr(model, name)))
-    return MtpHead(model.to(device, target.dtype).eval().requires_grad_(False), config.num_hidden_layers)
+    return MtpHead(model.to(device, target.dtype).eval().requires_grad_(False))
+
+
+def _num_stored(path: str) -> int:
+    """Return the number of MTP layers among a checkpoint's tensors; Qwen3-Next's configuration does not name it."""
+    names = tensor_headers(fetched_folder(path))
+    return len({found[1] for name in names if (found := re.match(r"mtp\.layers\.(\d+)\.", name))})
 
 
 def _published_names(target: PreTrainedModel, num_layers: int) -> list[str]:

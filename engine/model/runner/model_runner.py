@@ -58,7 +58,6 @@ from engine.model.runner.pass_queue import PassQueue
 from engine.model.runner.warm_up import warm_up
 from engine.model.tensor_parallel import ALONE, Rank
 from engine.native.library import native_instructions
-from engine.recurrent.stock_functions import keeps_states
 from engine.remote_prefill.kv_transfer import KVLayout
 from protos.errors import ConfigError
 
@@ -190,11 +189,6 @@ class ModelRunner:
         self._head_layers: Seq[LayerShape] = ()
         self.self_draft: SelfDraft | None = None
         taps, own_lm_head = NO_TAPS, None
-        if head is not None and keeps_states(stock):
-            raise ConfigError(
-                f"draft.kind is {str(head.kind)!r}, but model type {stock.config.model_type!r} has recurrent layers, "
-                "whose states a head cannot share; use a draft model, suffix, ngram or none"
-            )
         if head is not None and head.kind is HeadKind.SELF:
             self.self_draft = SelfDraft(head, stock, quantization, self._dtype)
         elif head is not None:
@@ -213,6 +207,7 @@ class ModelRunner:
         )
         if self.head is not None:
             self.head.lm_head = own_lm_head or self._model.lm_head
+            self.head.place(len(self._model.layer_shapes))
         if self.self_draft is not None:
             quantized = replace(model, quantization=self.self_draft.quantization)
             kept_as = f"draft of {self.self_draft.num_layers} layers"
