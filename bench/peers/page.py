@@ -9,10 +9,9 @@ import json
 import os
 import statistics
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from bench.contenders.contender import equal_share
-from bench.peers.install import LLAMA, OPENVINO, OPENVINO_EXPORT
+from bench.peers.install import LLAMA, LLAMA_SOURCE, OPENVINO, OPENVINO_EXPORT
+from bench.peers.shapes import SHAPES
 from bench.peers.system import DraftingMode, Measurement, RaceResults, System, SystemLimits
 
 TOGETHER_S = 1e-3
@@ -30,15 +30,20 @@ PAGE = "benchmarks.md"
 README = "README.md"
 README_PART = "numbers"
 RECORDS = ("peers", "peers-smollm2")
+SHAPES_PART = "peers-shapes"
+SHAPE_RECORDS = tuple(f"peers-{shape}" for shape in SHAPES)
 _MARK = "<!-- {}: {} -->\n"
 
 _OURS = "outrider"
+_NO_RAY = "no Ray"
+_SHARES = ("own_share", "reference_share")
 # Records, peers and numbers of streams that README.md quotes; without drafts where a peer had none.
 _README_LEADS = (
     ("peers", "transformers", 1, None),
-    ("peers", "openvino", 1, None),
-    ("peers-smollm2", "llama-server", 1, "plain"),
-    ("peers-smollm2", "openvino", 8, "plain"),
+    ("peers-smollm2", "llama-server", 1, None),
+    ("peers-smollm2", "openvino", 8, None),
+    ("peers-qwen3-moe-0.9b", "llama-server", 1, "plain"),
+    ("peers-qwen3-moe-0.9b", "openvino", 8, "plain"),
 )
 
 Record = dict[str, Any]
@@ -50,7 +55,8 @@ class PeerRow:
     """One system in one mode on one kind of text at one number of streams, at the fastest of `num_tried` settings.
 
     `first_token` is from the start of the run, `between` from one arrival of tokens to the next of the same stream.
-    `own_share` is the share of tokens equal to the system's own without the draft, `reference_share` to the reference.
+    `own_share` is the share of tokens equal to the system's own without the draft, `reference_share` to the reference,
+    if there is one.
     """
 
     system: str
@@ -65,7 +71,7 @@ class PeerRow:
     first_token: Percentiles
     between: Percentiles
     own_share: float | None
-    reference_share: float
+    reference_share: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +91,9 @@ class Conditions:
         lengths = ", ".join(map(str, self.limits.draft_lengths))
         return [
             f"`{self.command}`. Target: {self.target}, {self.note}.",
-            f"Each system drafts at the fastest of its settings (K of {lengths}; kinds and lengths of n-grams), "
-            "searched once for each text and number of streams. The record has them.",
-            f"{self.num_prompt_tokens} prompt tokens, {self.num_tokens} greedy tokens for each; rounds: "
-            f"{self.num_rounds}, each after a warm-up of every system.",
+            f"{self.num_prompt_tokens} prompt tokens, {self.num_tokens} greedy tokens for each; K of {lengths}; "
+            f"rounds: {self.num_rounds}, each after a warm-up of every system.",
             f"{self.limits.num_threads} threads; {self.machine}; load average at the start {self.load_before:.1f}.",
-            f"{', '.join(f'{name} {number}' for name, number in self.versions.items())}, {OPENVINO} "
-            f"(exported by {OPENVINO_EXPORT}), {LLAMA}.",
         ]
 
     @property
@@ -128,7 +130,7 @@ def rows_of(measurements: Seq[Measurement], references: Mapping[str, Seq[Seq[int
             _percentiles([times[0] for times in arrivals]),
             _percentiles([gap for times in arrivals for gap in gaps(times)]),
             equal_share(members[0].outputs, plain[0].run.outputs) if plain and mode is not DraftingMode.PLAIN else None,
-            equal_share(members[0].outputs, references[text][:num_streams]),
+            equal_share(members[0].outputs, references[text][:num_streams]) if text in references else None,
         )
         rows.append(row)
     return rows
@@ -146,7 +148,7 @@ def _percentiles(seconds: Seq[float]) -> Percentiles:
 
 def record_of(rows: Seq[PeerRow], results: RaceResults, systems: Seq[System], conditions: Conditions) -> Record:
     """Return the results of a run as JSON: command, machine, versions, settings, rows and failures."""
-    peers = (each.partition("==")[::2] for each in (OPENVINO, OPENVINO_EXPORT, LLAMA))
+    peers = (each.partition("==")[::2] for each in (OPENVINO, OPENVINO_EXPORT, LLAMA, LLAMA_SOURCE))
     return {
         "command": conditions.command,
         "machine": conditions.machine,
@@ -155,6 +157,7 @@ def record_of(rows: Seq[PeerRow], results: RaceResults, systems: Seq[System], co
         "rounds": conditions.num_rounds,
         "conditions": conditions.lines(),
         "settings": [list(each) for each in dict.fromkeys((system.name, system.settings) for system in systems)],
+        "starts": {system: [asdict(each) for each in starts] for system, starts in results.starts.items()},
         "rows": [asdict(row) for row in rows],
         "failures": results.failures,
     }
@@ -166,14 +169,15 @@ def write(folder: Path, name: str, record: Record) -> None:
     (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     page, readme = folder / PAGE, folder.parent / README
     if page.exists():
-        page.write_text(with_part(page.read_text(encoding="utf-8"), name, part(record)), encoding="utf-8")
+        name, text = (SHAPES_PART, shapes_part(read_records(folder))) if name in SHAPE_RECORDS else (name, part(record))
+        page.write_text(with_part(page.read_text(encoding="utf-8"), name, text), encoding="utf-8")
         text = readme.read_text(encoding="utf-8")
         readme.write_text(with_part(text, README_PART, readme_part(read_records(folder))), encoding="utf-8")
 
 
 def read_records(folder: Path = DOCS) -> dict[str, Record]:
     """Return the records of a folder by name."""
-    files = {name: folder / f"{name}.json" for name in RECORDS}
+    files = {name: folder / f"{name}.json" for name in (*RECORDS, *SHAPE_RECORDS)}
     return {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.is_file()}
 
 
@@ -227,37 +231,74 @@ def _doubts(ours: Record, peers: Seq[Record]) -> list[str]:
 
 
 def part(record: Record) -> str:
-    """Return the table and the conditions of a record as Markdown, list items wrapped at 120 columns."""
+    """Return the first text's table, all texts' ratios and the conditions as Markdown, wrapped at 120 columns."""
     rows = record["rows"]
     lines = [f"- {line}" for line in (*record["conditions"], *_caveats(rows))]
     lines += [f"- Not measured to the end: {system}: {reason}" for system, reason in record["failures"].items()]
-    fill = partial(textwrap.fill, width=120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    tables = []
-    for text in dict.fromkeys(row["text"] for row in rows):
-        members = [row for row in rows if row["text"] == text]
-        tables.append(f"{text}:\n\n{_table(members)}{_leads_table(members)}")
-    return "\n".join(tables) + "\n" + "".join(f"{fill(line)}\n" for line in lines)
+    text = f"{rows[0]['text']}:\n\n{_table(record)}{_leads_table(rows)}\n"
+    return text + "".join(f"{_filled(line)}\n" for line in lines)
+
+
+def shapes_part(records: Mapping[str, Record]) -> str:
+    """Return the plain figures of random weights in published shapes, all records in one table, as Markdown."""
+    shapes = [records[name] for name in SHAPE_RECORDS if name in records]
+    keys = list(dict.fromkeys((row["text"], row["num_streams"]) for each in shapes for row in each["rows"]))
+    short = next(iter(keys), ("", 0))[0]
+    heads = [
+        f"{streams} stream{'s' if streams > 1 else ''}" if text == short else f"first token after {text.split(', ')[1]}"
+        for text, streams in keys
+    ]
+    table = f"| | {' | '.join(heads)} | ready, s | GB |\n|---|{'---|' * (len(keys) + 2)}\n"
+    for record in shapes:
+        for system in dict.fromkeys(row["system"] for row in record["rows"]):
+            plain = [row for row in record["rows"] if (row["system"], row["mode"]) == (system, DraftingMode.PLAIN)]
+            found = {(row["text"], row["num_streams"]): row for row in plain}
+            cells = [_shape_cell(found.get(key), key[0] == short) for key in keys]
+            starts = _started(record["starts"].get(system, []))
+            table += f"| {record['model']}, {system} | {' | '.join(cells)} |{starts}\n"
+    lines = []
+    for record in shapes:
+        left_out = "".join(f" Not measured: {system}: {reason}." for system, reason in record["failures"].items())
+        lines.append(f"{record['conditions'][0]} {record['conditions'][-1]}{left_out}")
+    return table + "\n" + "".join(f"{_filled(f'- {line}')}\n" for line in lines)
+
+
+def _shape_cell(row: Record | None, is_short: bool) -> str:
+    if row is None:
+        return ""
+    return _cell(row, 0.0) if is_short else f"{row['first_token']['p50'] / 1e3:.1f} s"
+
+
+def _filled(line: str) -> str:
+    """Return a list item wrapped at 120 columns."""
+    return textwrap.fill(line, width=120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _leads_table(rows: Seq[Record]) -> str:
-    """Return the ratios of our fastest row to the fastest peer's, both plain and each with its drafts."""
+    """Return the ratios of our fastest row to the fastest peer's on each text, both plain and each with its drafts."""
     streams = sorted({row["num_streams"] for row in rows})
     text = ""
-    for label, mode in (("both plain", DraftingMode.PLAIN), ("with drafts", None)):
-        found = [_lead(rows, number, "", mode) for number in streams]
-        leads = [lead for lead in found if lead is not None]
-        if len(leads) < len(streams):
-            continue
-        doubts = dict.fromkeys(doubt for *_, reasons in leads for doubt in reasons)
-        cells = "".join(
-            f" {ours['tokens_per_second'] / theirs['tokens_per_second']:.2f} ({theirs['system'].partition(' ')[0]}) |"
-            for ours, theirs, _ in leads
-        )
-        text += f"| {label}{''.join(f'; {doubt}' for doubt in doubts)} |{cells}\n"
+    for kind in dict.fromkeys(row["text"] for row in rows):
+        members = [row for row in rows if row["text"] == kind]
+        for label, mode in (("both plain", DraftingMode.PLAIN), ("with drafts", None)):
+            leads = [_lead(members, number, "", mode) for number in streams]
+            found = [lead for lead in leads if lead is not None]
+            if not found or (mode is None and all(row["mode"] == DraftingMode.PLAIN for row in members)):
+                continue
+            doubts = dict.fromkeys(doubt for *_, reasons in found for doubt in reasons)
+            cells = "".join(f" {_ratio(lead)} |" for lead in leads)
+            text += f"| {kind}, {label}{''.join(f'; {doubt}' for doubt in doubts)} |{cells}\n"
     if not text:
         return ""
     head = "".join(f" {number} stream{'s' if number > 1 else ''} |" for number in streams)
     return f"\n| fastest of ours over the fastest peer |{head}\n|---|{'---|' * len(streams)}\n{text}"
+
+
+def _ratio(lead: tuple[Record, Record, list[str]] | None) -> str:
+    if lead is None:
+        return ""
+    ours, theirs, _ = lead
+    return f"{ours['tokens_per_second'] / theirs['tokens_per_second']:.2f} ({theirs['system'].partition(' ')[0]})"
 
 
 def _caveats(rows: Seq[Record]) -> list[str]:
@@ -273,19 +314,56 @@ def _caveats(rows: Seq[Record]) -> list[str]:
     ]
 
 
-def _table(rows: Seq[Record]) -> str:
-    """A row per system and mode, a column per number of streams; shares are the least over all streams."""
+def _table(record: Record) -> str:
+    """A row per system and mode of the first text, a column per number of streams; shares are the least over all.
+
+    A precision that is never its peer's fastest is left out.
+
+    Then come the first start and the most memory at any start.
+    """
+    first = record["rows"][0]["text"]
+    rows, starts = [row for row in record["rows"] if row["text"] == first], record.get("starts", {})
     streams = sorted({row["num_streams"] for row in rows})
     fastest = {n: max(row["tokens_per_second"] for row in rows if row["num_streams"] == n) for n in streams}
     head = "".join(f" {n} stream{'s' if n > 1 else ''} |" for n in streams)
-    text = f"| tokens/s (first token, ms) | |{head} own | f32 |\n|---|---|{'---|' * len(streams)}---|---|\n"
-    for system, mode in dict.fromkeys((row["system"], row["mode"]) for row in rows):
+    text = (
+        f"| tokens/s (first token, ms) | |{head} own | f32 | ready, s | GB |\n|---|---|{'---|' * (len(streams) + 4)}\n"
+    )
+    for system, mode in dict.fromkeys((row["system"], row["mode"]) for row in rows if _is_peers_fastest(row, rows)):
         members = {row["num_streams"]: row for row in rows if (row["system"], row["mode"]) == (system, mode)}
         cells = "".join(f" {_cell(members.get(n), fastest[n])} |" for n in streams)
-        own = [row["own_share"] for row in members.values() if row["own_share"] is not None]
-        reference = min(row["reference_share"] for row in members.values())
-        text += f"| {system} | {mode} |{cells} {_percent(min(own)) if own else ''} | {_percent(reference)} |\n"
+        shares = "".join(
+            f" {_least(row[key] for row in members.values())} |" for key in ("own_share", "reference_share")
+        )
+        started = _started(starts.get(system, []) if mode == DraftingMode.PLAIN else [])
+        text += f"| {system} | {mode} |{cells}{shares}{started}\n"
     return text
+
+
+def _is_peers_fastest(row: Record, rows: Seq[Record]) -> bool:
+    """Whether no other precision of the same peer is faster at this mode and number of streams."""
+
+    def place(each: Record) -> tuple[object, ...]:
+        system = each["system"]
+        return system.partition(" ")[0], system.endswith(_NO_RAY), each["mode"], each["num_streams"]
+
+    fits = (each["tokens_per_second"] for each in rows if place(each) == place(row))
+    return bool(row["tokens_per_second"] == max(fits))
+
+
+def _least(shares: Iterable[float | None]) -> str:
+    found = [share for share in shares if share is not None]
+    return _percent(min(found)) if found else ""
+
+
+def _started(starts: Seq[Record]) -> str:
+    """Return the cells of the first start's seconds, the later ones' median, and of the most memory."""
+    if not starts:
+        return " | |"
+    seconds = [each["ready_s"] for each in starts]
+    later = f", {statistics.median(seconds[1:]):.1f}" if seconds[1:] else ""
+    memory = max(each["peak_bytes"] or 0 for each in starts)
+    return f" {seconds[0]:.1f}{later} | {f'{memory / 1e9:.2f}' if memory else ''} |"
 
 
 def _cell(row: Record | None, fastest: float) -> str:

@@ -12,9 +12,11 @@ from pathlib import Path
 from bench.contenders.contender import Contender, ContenderRun, Prompts
 from bench.contenders.event_streams import Body, run_streams
 from bench.contenders.http_contender import HttpContender
+from bench.contenders.prompts import PROMPT_TOKENS
 from bench.peers.system import DraftingMode, ModelPair, Precision, SystemLimits
 from bench.served.application import BASE_URL, MODEL_ID, ServedApplication, ServedPairSettings, start_served
 
+LLAMA_SCRIPT = Path(__file__).parent / "llama_server.py"
 PORT = 8130
 START_TIMEOUT_S = 120.0
 
@@ -87,14 +89,17 @@ class OutriderSystem:
 
 
 class LlamaServerContender:
-    """Streams from a llama-server with some options: requests cannot choose them."""
+    """Streams from a llama-server with some parameters: requests cannot choose them.
 
-    def __init__(self, system: LlamaServerSystem, options: Seq[str]) -> None:
-        self.name = f"{system.name} {' '.join(options)}"
-        self._system, self._options = system, options
+    It has as many slots as streams, since it reserves the context of each.
+    """
+
+    def __init__(self, system: LlamaServerSystem, params: Body) -> None:
+        self.name = f"{system.name} {json.dumps(params)}"
+        self._system, self._params = system, params
 
     def run(self, prompts: Prompts, num_tokens: int) -> ContenderRun:
-        self._system.restart(self._options)
+        self._system.restart(self._params, len(prompts), max(map(len, prompts)))
         bodies = [_body(prompt, num_tokens) for prompt in prompts]
         streams = run_streams(f"http://127.0.0.1:{PORT}/completion", bodies, self._system.limits.deadline_s)
         return ContenderRun.of_streams(streams, lambda event: event.data.get("tokens") or [])
@@ -107,42 +112,49 @@ class LlamaServerSystem:
     """llama-server plain, with its n-gram modes, and with the draft model; one process at a time."""
 
     def __init__(
-        self, server: Path, pair: ModelPair, limits: SystemLimits, logs: Path, *, weights: str = "bf16"
+        self, command: Seq[str], pair: ModelPair, limits: SystemLimits, logs: Path, *, weights: str = "bf16"
     ) -> None:
         self.name = f"llama-server {weights}"
         self.limits = limits
-        self._command = [str(server), "--model", str(pair.target), *_options(limits)]
+        self._command = command
         self._pair = pair
         self._log = logs / f"llama-server-{weights}.log"
-        self.settings = f"`{' '.join(_options(limits))}`; requests with cache_prompt false; keys and values in float16"
-        self._running: Seq[str] | None = None
+        self.settings = (
+            f"`{json.dumps(_fixed(limits))}` and a slot for each stream; requests with cache_prompt false; keys and "
+            "values in float16"
+        )
+        self._running: Body | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> dict[DraftingMode, dict[str, Contender]]:
-        options: dict[DraftingMode, list[list[str]]] = {
-            DraftingMode.PLAIN: [[]],
+        self.restart({}, 1, PROMPT_TOKENS)
+        params: dict[DraftingMode, list[Body]] = {
+            DraftingMode.PLAIN: [{}],
             DraftingMode.LOOKUP: _lookups(self.limits),
         }
         if self._pair.draft is not None:
-            options[DraftingMode.DRAFT] = _drafts(self._pair.draft, self.limits)
+            params[DraftingMode.DRAFT] = _drafts(self._pair.draft, self.limits)
         return {
-            mode: {" ".join(_shown(each)) or "plain": LlamaServerContender(self, each) for each in searched}
-            for mode, searched in options.items()
+            mode: {json.dumps(_shown(each)): LlamaServerContender(self, each) for each in searched}
+            for mode, searched in params.items()
         }
 
-    def restart(self, options: Seq[str]) -> None:
-        """Let a server with these options run. Raises RuntimeError if it does not get ready."""
-        if options == self._running:
+    def restart(self, params: Body, num_streams: int, num_prompt_tokens: int) -> None:
+        """Let a server with these parameters run. Raises RuntimeError if it does not get ready."""
+        num_tokens = max(num_prompt_tokens, PROMPT_TOKENS) + self.limits.max_new_tokens
+        slots = {"n_parallel": num_streams, "n_ctx": num_streams * num_tokens}
+        wanted = {"model": {"path": str(self._pair.target)}, **_fixed(self.limits), **slots, **params}
+        if wanted == self._running:
             return
         self.close()
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen([*self._command, *options], stdout=log, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen([*self._command, json.dumps(wanted)], stdout=log, stderr=subprocess.STDOUT)
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline_s and self._process.poll() is None:
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=2):
-                    self._running = options
+                    self._running = wanted
                     return
             except OSError:  # not there yet, or 503 while it loads
                 time.sleep(0.2)
@@ -169,33 +181,47 @@ def _body(prompt: list[int], num_tokens: int) -> Body:
     }
 
 
-def _options(limits: SystemLimits) -> list[str]:
+def _fixed(limits: SystemLimits) -> Body:
     """Keys and values stay float16, the default and its fastest; flash attention is `auto` by default."""
-    threads = str(limits.num_threads)
-    options = ["--host", "127.0.0.1", "--port", str(PORT), "--no-webui"]
-    options += ["--threads", threads, "--threads-batch", threads, "--parallel", str(limits.max_streams)]
-    options += ["--ctx-size", str(limits.max_streams * limits.max_context), "--ubatch-size", "512"]
-    return [*options, "--cache-ram", "0", "--slot-prompt-similarity", "0"]
+    threads = {"n_threads": limits.num_threads}
+    return {
+        "port": PORT,
+        "cpuparams": threads,
+        "cpuparams_batch": threads,
+        "n_ubatch": 512,
+        "cache_ram_mib": 0,
+        "slot_prompt_similarity": 0.0,
+    }
 
 
-def _lookups(limits: SystemLimits) -> list[list[str]]:
+def _lookups(limits: SystemLimits) -> list[Body]:
     """Its n-gram modes: as they are by default, and with shorter matches and each K."""
-    types = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
-    sized = [
-        ["--spec-type", kind, f"--spec-{kind}-size-n", "3", f"--spec-{kind}-size-m", str(length)]
-        for kind in ("ngram-simple", "ngram-map-k")
-        for length in limits.draft_lengths
+
+    def mode(name: str, **sizes: int) -> Body:
+        types = [f"COMMON_SPECULATIVE_TYPE_{name.upper()}"]
+        return {"speculative": {"types": types, **({name: sizes} if sizes else {})}}
+
+    return [
+        *(mode(name) for name in ("ngram_simple", "ngram_map_k", "ngram_map_k4v", "ngram_mod", "ngram_cache")),
+        *(
+            mode(name, size_n=3, size_m=length)
+            for name in ("ngram_simple", "ngram_map_k")
+            for length in limits.draft_lengths
+        ),
     ]
-    return [*(["--spec-type", kind] for kind in types), *sized]
 
 
-def _drafts(draft: Path, limits: SystemLimits) -> list[list[str]]:
-    threads = str(limits.num_threads)
-    options = ["--spec-type", "draft-simple", "--model-draft", str(draft)]
-    options += ["--spec-draft-threads", threads, "--spec-draft-threads-batch", threads]
-    return [[*options, "--spec-draft-n-max", str(length)] for length in limits.draft_lengths]
+def _drafts(draft: Path, limits: SystemLimits) -> list[Body]:
+    threads = {"n_threads": limits.num_threads}
+    model = {"mparams": {"path": str(draft)}, "cpuparams": threads, "cpuparams_batch": threads}
+    types = ["COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE"]
+    return [{"speculative": {"types": types, "draft": {**model, "n_max": length}}} for length in limits.draft_lengths]
 
 
-def _shown(options: Seq[str]) -> list[str]:
-    """Options with the names of files alone."""
-    return [Path(each).name if each.startswith("/") else each for each in options]
+def _shown(params: Body) -> Body:
+    """The parameters with the names of files alone."""
+    if "draft" not in params.get("speculative", {}):
+        return params
+    draft = params["speculative"]["draft"]
+    shown = {**draft, "mparams": {"path": Path(draft["mparams"]["path"]).name}}
+    return {"speculative": {**params["speculative"], "draft": shown}}

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
+import psutil
+
 from bench.contenders.contender import Contender, ContenderRun, Prompts
 
 WARM_UP_TOKENS = 8
+WARM_UP_PROMPT_TOKENS = 96
+_MEMORY_PERIOD_S = 0.25
 Texts = Mapping[str, Prompts]  # prompts by the kind of their text
 
 
@@ -60,7 +66,7 @@ class SystemLimits:
     num_threads: int
     draft_lengths: tuple[int, ...]
     max_streams: int
-    max_context: int
+    max_new_tokens: int  # of one stream, drafts after the last token included
     deadline_s: float
 
 
@@ -97,11 +103,24 @@ class Measurement:
     run: ContenderRun
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The seconds of one start until requests can come, and the most memory of the processes up to the first run.
+
+    Memory is what is resident, each shared page divided by the processes that share it (PSS), every quarter of a
+    second. It is None for a system that runs in this process.
+    """
+
+    ready_s: float
+    peak_bytes: int | None
+
+
 @dataclass(slots=True)
 class RaceResults:
-    """All runs, and by system the reason for its absence from later rounds."""
+    """All runs and starts, and by system the reason for its absence from later rounds."""
 
     measurements: list[Measurement] = field(default_factory=list)
+    starts: dict[str, list[Start]] = field(default_factory=dict)
     best: dict[tuple[str, DraftingMode, str, int], str] = field(default_factory=dict)  # settings, searched once
     failures: dict[str, str] = field(default_factory=dict)
     num_rounds: int = 0
@@ -109,7 +128,7 @@ class RaceResults:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Every system at every number of streams, at most `num_rounds` times.
+    """Every system at every number of streams, at most `num_rounds` times; on `plain_texts` without drafts.
 
     A further round begins only if, taking as long as the last one, it would end within `max_s`.
     """
@@ -119,6 +138,7 @@ class Schedule:
     num_search_tokens: int
     num_rounds: int
     max_s: float
+    plain_texts: frozenset[str] = frozenset()
 
 
 def run_rounds(systems: Seq[System], texts: Texts, schedule: Schedule) -> RaceResults:
@@ -148,10 +168,19 @@ def _attempt(system: System, texts: Texts, schedule: Schedule, results: RaceResu
 
 
 def _measure(system: System, texts: Texts, schedule: Schedule, results: RaceResults) -> None:
-    modes = system.start()
+    began_s = time.monotonic()
+    with peak_memory() as peak:
+        modes = system.start()
+        ready_s = time.monotonic() - began_s
+        shortest = min(texts.values(), key=lambda prompts: len(prompts[0]))
+        next(iter(next(iter(modes.values())).values())).run(shortest[:1], WARM_UP_TOKENS)
+    if DraftingMode.PLAIN in modes:
+        results.starts.setdefault(system.name, []).append(Start(ready_s, max(peak) or None))
     for text, prompts in texts.items():
-        for num_streams in schedule.streams:
+        for num_streams in (number for number in schedule.streams if number <= len(prompts)):
             for mode, contenders in modes.items():
+                if text in schedule.plain_texts and mode is not DraftingMode.PLAIN:
+                    continue
                 chosen = prompts[:num_streams]
                 place = (system.name, mode, text, num_streams)
                 if place not in results.best:
@@ -177,7 +206,34 @@ def _fastest(contenders: Mapping[str, Contender], prompts: Prompts, num_tokens: 
 
 def _run(contender: Contender, prompts: Prompts, num_tokens: int) -> ContenderRun:
     """Warm up and run; a contender forgets afterwards all that it has learned from the texts."""
-    contender.run(prompts, WARM_UP_TOKENS)
+    contender.run([prompt[-WARM_UP_PROMPT_TOKENS:] for prompt in prompts], WARM_UP_TOKENS)
     run = contender.run(prompts, num_tokens)
     contender.close()
     return run
+
+
+@contextmanager
+def peak_memory() -> Iterator[list[int]]:
+    """Yield a list that grows by the memory of all processes below this one, until the block ends."""
+    seen, is_over = [0], threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(_MEMORY_PERIOD_S):
+            seen.append(_memory_below())
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield seen
+    finally:
+        is_over.set()
+        watcher.join()
+        seen.append(_memory_below())
+
+
+def _memory_below() -> int:
+    total = 0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended
+            total += process.memory_full_info().pss
+    return total

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from bench.contenders.contender import Contender, ContenderRun, Prompts, equal_share
-from bench.peers import servers
+from bench.contenders.transformers_contender import load
+from bench.peers import servers, shapes
 from bench.peers.install import _convert_once
 from bench.peers.libraries import Worker, WorkerSystem
 from bench.peers.page import (
@@ -18,6 +21,8 @@ from bench.peers.page import (
     README,
     README_PART,
     RECORDS,
+    SHAPE_RECORDS,
+    SHAPES_PART,
     Conditions,
     gaps,
     part,
@@ -25,6 +30,7 @@ from bench.peers.page import (
     readme_part,
     record_of,
     rows_of,
+    shapes_part,
     with_part,
 )
 from bench.peers.system import DraftingMode, ModelPair, RaceResults, Schedule, SystemLimits, run_rounds
@@ -32,7 +38,7 @@ from cluster.local.serve_environment import free_port
 
 PROMPTS = [[1, 2], [3, 4]]
 NUM_TOKENS = 4
-LIMITS = SystemLimits(num_threads=2, draft_lengths=(2, 4), max_streams=2, max_context=16, deadline_s=60.0)
+LIMITS = SystemLimits(num_threads=2, draft_lengths=(2, 4), max_streams=2, max_new_tokens=16, deadline_s=60.0)
 ECHO = """
 import json, sys
 print(json.dumps({}), flush=True)
@@ -104,6 +110,55 @@ def test_each_system_runs_at_the_fastest_of_its_settings() -> None:
     assert rows[DraftingMode.LOOKUP].tokens_per_second == NUM_TOKENS / 0.25
 
 
+def test_a_text_with_fewer_prompts_runs_at_no_more_streams_and_a_plain_one_without_drafts() -> None:
+    texts = {"both": PROMPTS, "one": [[5] * 9]}
+    schedule = Schedule((1, 2), NUM_TOKENS, NUM_TOKENS, 1, 60.0, plain_texts=frozenset({"one"}))
+    runs = [
+        (each.text, each.num_streams, each.mode)
+        for each in run_rounds([CountingSystem()], texts, schedule).measurements
+    ]
+    assert runs == [
+        *(("both", number, mode) for number in (1, 2) for mode in DraftingMode),
+        ("one", 1, DraftingMode.PLAIN),
+    ]
+
+
+class ProcessSystem(CountingSystem):
+    """Has a process that takes a while and 64 MiB to get ready."""
+
+    def start(self) -> dict[DraftingMode, dict[str, Contender]]:
+        code = "import time; block = bytearray(64 << 20); print(flush=True); time.sleep(600)"
+        self.process = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE)
+        assert self.process.stdout is not None
+        self.process.stdout.readline()
+        return super().start()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def test_each_start_has_its_seconds_and_the_most_memory_of_the_processes() -> None:
+    (start,) = held(ProcessSystem(), num_rounds=1).starts["counting bf16"]
+    assert 0 < start.ready_s < 60
+    assert start.peak_bytes is not None
+    assert 64 << 20 <= start.peak_bytes < 512 << 20
+    assert held(CountingSystem(), num_rounds=2).starts["counting bf16"][1].peak_bytes is None
+
+
+class LookupSystem(CountingSystem):
+    """Has no plain mode: another system of the same name has it."""
+
+    def start(self) -> dict[DraftingMode, dict[str, Contender]]:
+        return {mode: each for mode, each in super().start().items() if mode is DraftingMode.LOOKUP}
+
+
+def test_a_system_of_lookups_alone_is_measured_and_its_start_is_left_to_the_plain_one() -> None:
+    outcome = held(LookupSystem(), num_rounds=1)
+    assert outcome.failures == outcome.starts == {}
+    assert {each.mode for each in outcome.measurements} == {DraftingMode.LOOKUP}
+
+
 def test_a_round_that_would_end_too_late_does_not_begin() -> None:
     assert held(CountingSystem(), num_rounds=5, max_s=0.0).num_rounds == 1
 
@@ -146,7 +201,8 @@ def test_the_page_never_rounds_a_share_up_to_all() -> None:
         json.dumps(record_of(rows_of(outcome.measurements, REFERENCE), outcome, [CountingSystem()], conditions))
     )
     text = part(record)
-    assert "| counting bf16 | with draft | 8.0 (100) | 16.0 (100) | 75% | 62.5% |" in text
+    assert "| counting bf16 | plain | 8.0 (100) | 16.0 (100) |  | 75% | 0.0, 0.0 |  |" in text
+    assert "| counting bf16 | with draft | 8.0 (100) | 16.0 (100) | 75% | 62.5% | | |" in text
     assert "| counting bf16 | with lookup | **16.0** (100) | **32.0** (100) | 100% | 75% |" in text
     assert "- With one setting of drafts, without a search for the best: counting bf16 with draft." in text
     assert "- Not measured to the end: absent bf16: RuntimeError: it would not start" in text
@@ -163,6 +219,24 @@ def test_the_page_of_figures_is_that_of_the_records(name: str) -> None:
     assert with_part(text, name, part(record)) == text, "run python -m bench.peers.page"
 
 
+def test_the_table_of_shapes_is_that_of_the_records() -> None:
+    text = (DOCS / PAGE).read_text(encoding="utf-8")
+    assert with_part(text, SHAPES_PART, shapes_part(read_records())) == text, "run python -m bench.peers.page"
+
+
+def test_a_shape_of_random_weights_has_a_tokenizer_of_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"model_type": "qwen2", "vocab_size": 400, "hidden_size": 32, "intermediate_size": 64} | {
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1
+    }  # fmt: skip
+    monkeypatch.setattr(shapes, "SHAPES", {"tiny": shape})
+    monkeypatch.setattr(shapes, "CACHE", tmp_path)
+    folder = shapes.random_checkpoint("tiny")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert (tokenizer.get_vocab_size(), tokenizer.decode(tokenizer.encode("grün").ids)) == (400, "grün")
+    assert load(folder).config.vocab_size == 400
+    assert [len(each) for each in shapes.random_prompts("tiny", 2, 7)] == [7, 7]
+
+
 def test_every_number_of_the_readme_is_that_of_a_record() -> None:
     text = (DOCS.parent / README).read_text(encoding="utf-8")
     assert with_part(text, README_PART, readme_part(read_records())) == text, "run python -m bench.peers.page"
@@ -176,7 +250,32 @@ def row(system: str, speed: float, mode: DraftingMode = DraftingMode.PLAIN, num_
 
 def record_with(*rows: dict[str, object]) -> dict[str, object]:
     named = {"model": "m", "machine": "two cores", "rounds": 2}
-    return {"conditions": [], "settings": [], "failures": {}, "rows": list(rows), **named}
+    return {"conditions": ["one", "two"], "settings": [], "failures": {}, "starts": {}, "rows": list(rows), **named}
+
+
+def test_all_texts_have_their_ratio_and_the_first_its_table() -> None:
+    rows = [row("outrider int4", 30.0), row("openvino int4", 20.0)]
+    text = part(record_with(*rows, *({**each, "text": "chats"} for each in rows)))
+    assert text.count("| outrider int4 | plain |") == 1
+    assert "| code, both plain | 1.50 (openvino) |\n| chats, both plain | 1.50 (openvino) |" in text
+
+
+def test_the_table_leaves_out_a_precision_that_is_never_its_peers_fastest() -> None:
+    rows = [row("outrider int4", 30.0), row("outrider bf16", 20.0), row("outrider bf16, no Ray", 10.0)]
+    text = part(record_with(*rows, row("openvino bf16", 5.0)))
+    shown = [line.split("|")[1].strip() for line in text.splitlines() if "| plain |" in line]
+    assert shown == ["outrider int4", "outrider bf16, no Ray", "openvino bf16"]
+
+
+def test_all_shapes_stand_in_one_table() -> None:
+    long = {"text": "code, 512", "first_token": {"p50": 1500.0}}
+    record = record_with(row("outrider int4", 30.0), row("outrider int4", 1.0) | long)
+    record["starts"] = {
+        "outrider int4": [{"ready_s": 9.0, "peak_bytes": 12 * 10**8}, {"ready_s": 4.0, "peak_bytes": 10**9}]
+    }
+    text = shapes_part(dict.fromkeys(SHAPE_RECORDS[:2], record))
+    assert text.startswith("| | 1 stream | first token after 512 | ready, s | GB |\n")
+    assert text.count("| m, outrider int4 | 30.0 (1) | 1.5 s | 9.0, 4.0 | 1.20 |") == 2
 
 
 def test_a_row_that_is_not_best_against_best_has_its_reason() -> None:
@@ -191,8 +290,8 @@ def test_a_row_that_is_not_best_against_best_has_its_reason() -> None:
     ):
         assert f"not best against best: {reason} |" in readme_part({"peers": record_with(*ours, *rows)})
         table = part(record_with(*ours, *rows))
-        assert f"| with drafts; not best against best: {reason} |" in table
-        assert "| both plain | 1.50 (openvino) |" in table
+        assert f"| code, with drafts; not best against best: {reason} |" in table
+        assert "| code, both plain | 1.50 (openvino) |" in table
 
 
 def test_a_record_that_is_not_there_has_no_row() -> None:
@@ -203,6 +302,7 @@ def test_a_record_that_is_not_there_has_no_row() -> None:
 LLAMA = """
 import json, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
+params = json.loads(sys.argv[1])
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
@@ -210,40 +310,40 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.do_GET()
-        for _ in range(body["n_predict"]):
-            self.wfile.write(b"data: " + json.dumps({"tokens": [len(sys.argv)]}).encode() + b"\\n\\n")
-HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+        answer = [params["n_parallel"], params["n_ctx"], params.get("speculative", {}).get("draft", {}).get("n_max", 0)]
+        for token in answer[: body["n_predict"]]:
+            self.wfile.write(b"data: " + json.dumps({"tokens": [token]}).encode() + b"\\n\\n")
+HTTPServer(("127.0.0.1", params["port"]), Handler).serve_forever()
 """
 
 
 def test_llama_server_runs_plain_with_each_lookup_and_with_the_draft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each setting has a process of its own; the stub answers with the number of its arguments."""
+    """Each setting and number of streams has a process of its own; the stub answers with its parameters."""
     monkeypatch.setattr(servers, "PORT", free_port())
-    program = tmp_path / "llama-server"
-    program.write_text(f"#!{sys.executable} -S\n{LLAMA}")
-    program.chmod(0o755)
+    program = tmp_path / "llama_server.py"
+    program.write_text(LLAMA)
     pair = ModelPair(tmp_path / "target.gguf", tmp_path / "draft.gguf")
-    system = servers.LlamaServerSystem(program, pair, LIMITS, tmp_path)
+    system = servers.LlamaServerSystem([sys.executable, "-S", str(program)], pair, LIMITS, tmp_path)
     modes = system.start()
     try:
-        tokens = {mode: each[max(each)].run(PROMPTS[:1], NUM_TOKENS).outputs[0] for mode, each in modes.items()}
+        plain = modes[DraftingMode.PLAIN]["{}"]
+        outputs = [plain.run([[1] * length] * number, 3).outputs for number, length in ((1, 5), (2, 100))]
+        draft = modes[DraftingMode.DRAFT][max(modes[DraftingMode.DRAFT])].run([[1]], 3).outputs
     finally:
         system.close()
-    assert list(modes[DraftingMode.PLAIN]) == ["plain"]
-    assert (
-        "--spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 4"
-        in modes[DraftingMode.LOOKUP]
-    )
-    assert "--spec-type ngram-cache" in modes[DraftingMode.LOOKUP]
-    assert [setting.split()[-2:] for setting in modes[DraftingMode.DRAFT]] == [
-        ["--spec-draft-n-max", "2"],
-        ["--spec-draft-n-max", "4"],
+    assert outputs == [[[1, 96 + 16, 0]], [[2, 2 * (100 + 16), 0]] * 2]
+    assert draft == [[1, 96 + 16, 4]]
+    lookups = [json.loads(each)["speculative"] for each in modes[DraftingMode.LOOKUP]]
+    types = [f"COMMON_SPECULATIVE_TYPE_NGRAM_{name}" for name in ("SIMPLE", "MAP_K", "MAP_K4V", "MOD", "CACHE")]
+    assert [each["types"] for each in lookups[:5]] == [[each] for each in types]
+    assert {"types": types[:1], "ngram_simple": {"size_n": 3, "size_m": 4}} in lookups
+    drafts = [json.loads(each)["speculative"]["draft"] for each in modes[DraftingMode.DRAFT]]
+    assert [(each["mparams"], each["n_max"]) for each in drafts] == [
+        ({"path": "draft.gguf"}, 2),
+        ({"path": "draft.gguf"}, 4),
     ]
-    (plain,), (draft,) = set(tokens[DraftingMode.PLAIN]), set(tokens[DraftingMode.DRAFT])
-    assert len(tokens[DraftingMode.PLAIN]) == NUM_TOKENS
-    assert draft == plain + 10
 
 
 def test_a_worker_answers_line_by_line_and_is_gone_afterwards(tmp_path: Path) -> None:
