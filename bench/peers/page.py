@@ -259,7 +259,7 @@ def shapes_part(records: Mapping[str, Record]) -> str:
     lines = []
     for record in shapes:
         left_out = "".join(f" Not measured: {system}: {reason}." for system, reason in record["failures"].items())
-        lines.append(f"{record['conditions'][0]} {record['conditions'][-1]}{left_out}")
+        lines.append(f"{record['model']}, rounds: {record['rounds']}; {record['conditions'][-1]}{left_out}")
     return table + "\n" + "".join(f"{_filled(f'- {line}')}\n" for line in lines)
 
 

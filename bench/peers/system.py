@@ -107,8 +107,8 @@ class Measurement:
 class Start:
     """The seconds of one start until requests can come, and the most memory of the processes up to the first run.
 
-    Memory is what is resident, each shared page divided by the processes that share it (PSS), every quarter of a
-    second. It is None for a system that runs in this process.
+    Memory is the proportional set size of all processes together, read every quarter of a second. It is None for a
+    system that runs in this process.
     """
 
     ready_s: float
