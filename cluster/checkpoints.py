@@ -12,11 +12,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from cluster.config import DeployConfig
-from engine.config import ModelDtype
+from engine.config import ModelDtype, Quantization
 from engine.model.checkpoint.end_tokens import find_end_tokens, refuse_tokens_without_rows
 from engine.model.checkpoint.gguf_header import read_gguf_header
 from engine.model.checkpoint.hub import cached_folder, find_model, require_model, require_repository
-from engine.model.checkpoint.scheme import scheme_of
+from engine.model.checkpoint.scheme import WeightFormat, scheme_of
 from engine.model.checkpoint.stored_weights import refuse_unscaled, stored_weights
 from engine.model.checkpoint.weight_files import (
     cache_root,
@@ -170,6 +170,26 @@ def weight_bytes(path: str) -> int:
         quantized = stored_weights(scheme, tensor_headers(folder), str(folder))
         num_bytes += sum(2 * math.prod(stored.shape) for stored in quantized)
     return num_bytes
+
+
+_GPU_FACTORS = {Quantization.INT8: 0.6, Quantization.INT4: 0.4}  # of bfloat16, embeddings among them
+_READ_FORMATS = {WeightFormat.GPTQ, WeightFormat.AWQ, WeightFormat.PACKED, WeightFormat.SCALED}  # by our products
+
+
+def gpu_weight_bytes(path: str, quantization: Quantization = Quantization.NONE, num_ranks: int = 1) -> int:
+    """Return the bytes of a model's weights on one of `num_ranks` GPUs.
+
+    A whole model keeps the few bits of its files where a GPU multiplies by them; ranks keep parts of 2 bytes a number.
+    """
+    folder = Path(resolve_model_path(path))
+    folder = folder if folder.is_dir() else cached_folder(path) or folder
+    scheme = scheme_of(read_config(folder), str(folder)) if folder.is_dir() else None
+    if num_ranks == 1 and quantization is not Quantization.NONE:
+        return int(_GPU_FACTORS[quantization] * weight_bytes(path))
+    is_read = scheme is not None and _READ_FORMATS.issuperset(scheme.formats) and not scheme.has_group_index
+    if num_ranks == 1 and is_read:
+        return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return weight_bytes(path) // num_ranks
 
 
 def _bytes_on_hub(model_id: str) -> int:

@@ -14,7 +14,13 @@ from typing import Any
 
 import psutil
 
-from cluster.checkpoints import check_models, convert_gguf_models, resolve_model_path, weight_bytes
+from cluster.checkpoints import (
+    check_models,
+    convert_gguf_models,
+    gpu_weight_bytes,
+    resolve_model_path,
+    weight_bytes,
+)
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile
 from cluster.local.serve_environment import is_free
@@ -269,9 +275,9 @@ def check_gpu_memory(config: DeployConfig, topology: NodeTopology, num_pairs: in
     per_pair = num_ranks if shares else num_ranks + 1
     places = [index for index in range(min(len(memory), num_pairs * per_pair)) if index % per_pair < num_ranks]
     pool = 0 if config.cache.is_measured else (config.cache.to_engine().memory_bytes or 0) // num_ranks
-    drafts = sum(map(weight_bytes, config.draft_paths))
+    drafts = sum(gpu_weight_bytes(path, config.draft.quantization) for path in config.draft_paths)
     parts = {
-        "weights": weight_bytes(config.target.path) // num_ranks,
+        "weights": gpu_weight_bytes(config.target.path, config.target.quantization, num_ranks),
         "draft": drafts if shares else 0,
         "KV pool": pool,
     }

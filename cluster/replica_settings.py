@@ -14,7 +14,7 @@ from actors.settings import (
     PrefillSettings,
     ProcessShare,
 )
-from cluster.checkpoints import resolve_model_path, weight_bytes
+from cluster.checkpoints import gpu_weight_bytes, resolve_model_path
 from cluster.config import DeployConfig
 from cluster.placement.placement import GpuDemand, PairPlacement, PlacementRequest
 from cluster.schema.replicas import CacheSection
@@ -198,7 +198,7 @@ def _draft_settings(config: DeployConfig, placement: PairPlacement) -> Iterator[
 
 def _draft_parts(config: DeployConfig, placement: PairPlacement) -> list[float | None]:
     """Return each draft model's part of a shared GPU; None for a GPU of its own."""
-    weights = [weight_bytes(path) for path in config.draft_models.values()]
+    weights = [gpu_weight_bytes(path, config.draft.quantization) for path in config.draft_models.values()]
     part = _shared_part(config, placement)
     if part is None and len(weights) == 1:
         return [None]
@@ -211,8 +211,8 @@ def _shared_part(config: DeployConfig, placement: PairPlacement) -> float | None
     num_ranks, drafts = config.target.tensor_parallel_size, config.draft_models
     if not drafts or placement.num_gpus != num_ranks:
         return None
-    weights = sum(map(weight_bytes, drafts.values()))
-    return draft_part(weight_bytes(config.target.path) // num_ranks, weights)
+    weights = sum(gpu_weight_bytes(path, config.draft.quantization) for path in drafts.values())
+    return draft_part(gpu_weight_bytes(config.target.path, config.target.quantization, num_ranks), weights)
 
 
 def ingress_config(config: DeployConfig) -> IngressConfig:

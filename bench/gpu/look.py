@@ -8,7 +8,8 @@
     kernels        the device's time of one pass by kernel, at 1, 5 and 640 rows
     sampling       noise and truncation at 1, 128 and 640 rows
     fill           host time that lays out one recorded pass
-    products       every matrix product of a layer at 1 to 640 rows, with bandwidth and product rate
+    products       every matrix product of a layer at 1 to 640 rows, with bandwidth and product rate, in bfloat16 and in
+                   few bits, these also in other tiles
     attention      the attention kernel over six tilings, next to torch's own
     deterministic  the same texts by a deterministic model, where not one token may differ
 
@@ -51,8 +52,10 @@ from engine.config import (
 )
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
+from engine.model.checkpoint.unread_weight import QuantizedWeight
 from engine.model.cuda_graphs.graph import ForwardOutput, GraphRecorder
 from engine.model.cuda_graphs.static_batch import StaticBatch
+from engine.model.linear.quantized_linear import to_int4
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.sampler import Sampler
@@ -279,19 +282,57 @@ def look_at_products(look: Look) -> None:
         "head": (shape.vocab_size, width),
     }
     for name, (num_outputs, num_inputs) in products.items():
-        copies = 1 if look.is_smoke else -(-CACHE_BYTES // (2 * num_outputs * num_inputs))
+        copies = 1 if look.is_smoke else -(-2 * CACHE_BYTES // (num_outputs * num_inputs))  # of 4 bits
         weights = [torch.randn(num_outputs, num_inputs, dtype=look.dtype, device=look.device) for _ in range(copies)]
-        for num_rows in (1, 5, 40, 128, 640):
-            rows = torch.randn(num_rows, num_inputs, dtype=look.dtype, device=look.device)
-            seconds = look.device_seconds(*(partial(F.linear, rows, weight) for weight in weights))
-            look.add(
-                "products",
-                product=name,
-                rows=num_rows,
-                us=round(1e6 * seconds, 1),
-                gigabytes_per_s=round(weights[0].nbytes / seconds / 1e9),
-                teraflops=round(2 * num_rows * weights[0].numel() / seconds / 1e12, 1),
-            )
+        for form, (multiply, num_bytes) in _forms(look, weights).items():
+            for num_rows in (1, 5, 40, 128, 640):
+                rows = torch.randn(num_rows, num_inputs, dtype=look.dtype, device=look.device)
+                seconds = look.device_seconds(*(partial(each, rows) for each in multiply))
+                look.add(
+                    "products",
+                    product=name,
+                    form=form,
+                    rows=num_rows,
+                    us=round(1e6 * seconds, 1),
+                    gigabytes_per_s=round(num_bytes / seconds / 1e9),
+                    teraflops=round(2 * num_rows * num_outputs * num_inputs / seconds / 1e12, 1),
+                )
+
+
+def _forms(look: Look, weights: Seq[Tensor]) -> dict[str, tuple[list[Callable[[Tensor], Tensor]], int]]:
+    """Return products by `weights` in each form, and the bytes of one; few bits also in other tiles of few rows."""
+    forms: dict[str, tuple[list[Callable[[Tensor], Tensor]], int]] = {
+        "bfloat16": ([partial(F.linear, weight=weight) for weight in weights], weights[0].nbytes)
+    }
+    if not look.has_gpu:
+        return forms
+    # Not at the top: it needs Triton, which a machine without a GPU may lack.
+    from engine.model.linear.triton_few_bits import FewBitsProduct
+    from engine.model.linear.triton_product import TileSize
+
+    ones = torch.ones(len(weights[0]), 1, device=look.device)
+    stored = {
+        "float8": [QuantizedWeight(weight.to(torch.float8_e4m3fn), ones) for weight in weights],
+        "int4": [_of_128(weight) for weight in weights],
+        "our int4": [to_int4(weight) for weight in weights],
+    }
+    tiles = {"": None, " 16 outputs": (16, 6, 4), " 64 outputs": (64, 4, 4), " 8 warps": (32, 5, 8)}
+    for form, parts in stored.items():
+        for suffix, tile in tiles.items() if form != "our int4" else [("", None)]:
+            products = [FewBitsProduct(part, None, look.dtype, is_deterministic=False) for part in parts]
+            for product in products if tile else ():
+                num_outputs, num_stages, num_warps = tile or (32, 5, 4)
+                product._low = TileSize(16, num_outputs, product._low.num_inputs, num_warps, num_stages)
+            forms[form + suffix] = (list(products), products[0].nbytes)
+    return forms
+
+
+def _of_128(weight: Tensor) -> QuantizedWeight:
+    """Return numbers from 0 to 15 with a zero of 8 and a scale for 128 inputs, as GPTQ's are."""
+    groups = weight.float().unflatten(1, (-1, 128))
+    scales = groups.abs().amax(dim=-1) / 7
+    numbers = (groups / scales[..., None]).round_().add_(8).to(torch.int8).flatten(1)
+    return QuantizedWeight(numbers, scales.half(), zeros=torch.full_like(scales, 8))
 
 
 def look_at_sampling(look: Look) -> None:

@@ -20,13 +20,14 @@ Index = slice | Tensor
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """True if Triton is installed."""
     return find_spec("triton") is not None
 
 
 def runs_triton(tensor: Tensor) -> bool:
     """True if Triton kernels can compute on a tensor's device."""
-    return tensor.is_cuda and _has_triton()
+    return tensor.is_cuda and has_triton()
 
 
 def index_of(values: Seq[int], device: torch.device) -> Index:

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
@@ -28,7 +29,7 @@ from engine.model.checkpoint.node_memory import check_memory
 from engine.model.checkpoint.reading_errors import READING_ERRORS
 from engine.model.checkpoint.reading_progress import reported_reading
 from engine.model.checkpoint.scheme import SECTIONS, Scheme, scheme_of
-from engine.model.checkpoint.stored_weights import refuse_unscaled
+from engine.model.checkpoint.stored_weights import refuse_unscaled, stored_weights
 from engine.model.checkpoint.unread_weight import UnreadWeight, replace_unread, storing_experts
 from engine.model.checkpoint.weight_files import (
     INDEX,
@@ -39,6 +40,7 @@ from engine.model.checkpoint.weight_files import (
     weight_files,
 )
 from engine.model.gpu_memory import WEIGHTS_REMEDY, enough_memory
+from engine.model.linear.quantized_linear import reads_few_bits
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -99,9 +101,53 @@ def load_model(
     logger.info("loaded %s (%s) as %s on %s", config.path, model_config.model_type, dtype, device)
     size = sum(each.numel() * each.itemsize for each in model.parameters()) / (1 << 30)
     with enough_memory(device, f"the weights of {config.path!r}, {size:.1f} GiB", WEIGHTS_REMEDY):
-        if device.type != "cpu":
-            replace_unread(model, lambda weight: weight.read().to(device))
+        if device.type != "cpu" or reads_few_bits(device):
+            _move_unread(model, device, folder, config, scheme)
         return cast(PreTrainedModel, model.to(device).eval().requires_grad_(False))
+
+
+def _move_unread(
+    model: nn.Module, device: torch.device, folder: Path, config: ModelConfig, scheme: Scheme | None
+) -> None:
+    """Move weights to a GPU; linear layers of few bits are left for their packing, which takes one at a time."""
+    reads, rounds = reads_few_bits(device), Quantization(config.quantization) is not Quantization.NONE
+    embeddings = {id(module.weight) for module in model.modules() if type(module) is nn.Embedding}
+    linears = [
+        module for module in model.modules() if type(module) is nn.Linear and id(module.weight) not in embeddings
+    ]
+    for module in linears if reads and rounds else ():
+        if not isinstance(weight := module.weight, UnreadWeight):
+            source = (f"a weight of {list(weight.shape)}", config.path)
+            module.weight = nn.Parameter(UnreadWeight(weight.detach, weight.shape, weight.dtype, source), False)
+    packed = {id(module.weight) for module in linears} if reads else set()
+    num_packed = 0
+
+    def moved(weight: UnreadWeight) -> Tensor:
+        nonlocal num_packed
+        if id(weight) in packed and (rounds or weight.has_form):
+            num_packed += 1
+            return weight.on(device)
+        return weight.read().to(device)
+
+    replace_unread(model, moved)
+    if scheme is not None and not rounds:
+        _warn_of_size(model, device, folder, scheme, num_packed)
+
+
+def _warn_of_size(model: nn.Module, device: torch.device, folder: Path, scheme: Scheme, num_packed: int) -> None:
+    """Log the quantized weights that are not computed as they are stored, and the memory that they take."""
+    num_stored = len(stored_weights(scheme, tensor_headers(folder), str(folder)))
+    if num_stored <= num_packed:
+        return
+    size = sum(each.numel() * each.itemsize for each in model.parameters()) / (1 << 30)
+    files = sum(file.stat().st_size for file in weight_files(folder)) / (1 << 30)
+    major, minor = torch.cuda.get_device_capability(device)
+    logger.warning(
+        "%d of %d weights in %s are computed in the model's dtype on this GPU of compute capability %d.%d: all take up "
+        "to %.1f GiB, and their files %.1f. Few bits need Triton, a GPU of 8.0 or later, and linear layers whose "
+        "groups of inputs are in order and multiples of 32",
+        *(num_stored - num_packed, num_stored, scheme.method, major, minor, size, files),
+    )
 
 
 def _storing(kept: torch.dtype | None, config: ModelConfig) -> AbstractContextManager[None]:

@@ -37,16 +37,17 @@ from engine.model.attention_probe import (
     understood,
 )
 from engine.model.checkpoint.node_memory import check_pool_memory
+from engine.model.checkpoint.unread_weight import has_quantized
 from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.decoders.stock_decoder import StockDecoder, counts_rows
 from engine.model.determinism import first_difference, has_experts, obstacle
 from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps
-from engine.model.linear.batch_invariant_linear import batch_invariant_factory, batch_invariant_on_gpu
+from engine.model.linear.batch_invariant_linear import batch_invariant_factory
 from engine.model.linear.native_product import MAX_RELATIVE_ERROR
 from engine.model.linear.packed_experts import make_routers_batch_invariant, pack_experts, packs_all_experts
 from engine.model.linear.packed_linear import Linear, pack_linears
-from engine.model.linear.quantized_linear import dequantized, linear_factory
+from engine.model.linear.quantized_linear import dequantized, gpu_linear_factory, linear_factory, reads_few_bits
 from engine.model.linear.weight_store import NO_STORE, WeightStore
 from engine.model.loader import tokenizer_file
 from engine.model.position_limit import max_positions
@@ -250,8 +251,12 @@ def _decoder(
     """Return the decoder of `rank`, which takes over `model`, and the KV of each layer on this rank."""
     shapes = [record.shape for record in records]
     make_linear, make_head = (linear_factory(quantization, dtype, is_head=is_head) for is_head in (False, True))
-    if is_deterministic and model.device.type == "cuda":
-        make_linear = make_head = batch_invariant_on_gpu
+    is_on_gpu = model.device.type == "cuda" or reads_few_bits(model.device)
+    if is_on_gpu and (is_deterministic or quantization is not Quantization.NONE or has_quantized(model)):
+        make_linear, make_head = (
+            gpu_linear_factory(quantization, dtype, is_head=is_head, is_deterministic=is_deterministic)
+            for is_head in (False, True)
+        )
     if FusedDecoder.fits(model, rank):
         options = [record.options for record in records]
         decoder = FusedDecoder(

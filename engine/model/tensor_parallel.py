@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from engine.model.checkpoint.unread_weight import keeps_form
 from protos.errors import ConfigError
 
 
@@ -175,7 +176,8 @@ class Rank:
 
     def shard(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's part of a tensor that is sharded along `dim`, on its device."""
-        return self.to_device(tensor.chunk(self.size, dim)[self.index])
+        parts = (tensor,) if self.size == 1 and keeps_form(tensor) else tensor.chunk(self.size, dim)
+        return self.to_device(parts[self.index])
 
     def summed_bias(self, bias: Tensor | None) -> Tensor | None:
         """Return the bias of a summed product; only one rank adds it."""

@@ -22,10 +22,11 @@ from torch.nn import functional as F
 from engine.model.checkpoint.gguf_metadata import BLOCKS
 from engine.model.checkpoint.scheme import Scheme, WeightFormat
 from engine.model.checkpoint.stored_weights import GROUP_INDICES, WORD_BITS, StoredWeight, not_whole, stored_weights
-from engine.model.checkpoint.unread_weight import UnreadWeight
+from engine.model.checkpoint.unread_weight import QuantizedWeight, UnreadWeight
 from engine.model.checkpoint.weight_files import TensorHeader, tensor_headers
 
 _PART_ROWS = 256
+_INPUTS = 32
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # place of each of eight outputs in a word
 _FP4 = (*(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0))
@@ -47,7 +48,10 @@ def unread_weights(folder: Path, scheme: Scheme | None) -> dict[str, Tensor]:
         groups = _group_index({last: _read(*file) for last, file in files.items() if last in GROUP_INDICES})
         _check_groups(stored, groups, path)
         read = partial(_read_dequantized, stored, files, scheme)
-        weights[stored.name] = UnreadWeight(read, stored.shape, torch.float32, (stored.name, path), stored.strides)
+        as_stored = partial(_read_stored, stored, files, scheme) if _has_form(stored, headers, groups) else None
+        weights[stored.name] = UnreadWeight(
+            read, stored.shape, torch.float32, (stored.name, path), stored.strides, stored=as_stored
+        )
     return weights
 
 
@@ -59,6 +63,24 @@ def _unread(header: TensorHeader, name: str, path: str) -> Tensor:
 
 def _read_dequantized(stored: StoredWeight, files: Mapping[str, tuple[TensorHeader, str]], scheme: Scheme) -> Tensor:
     return dequantized(stored, {last: _read(*file) for last, file in files.items()}, scheme)
+
+
+def _has_form(stored: StoredWeight, headers: Mapping[str, TensorHeader], groups: Tensor | None) -> bool:
+    """True for a matrix whose groups of inputs are in order, and multiples of what kernels take at a time."""
+    group_size = 1 if stored.format not in _PARTS else min(stored.step[1], stored.shape[1])
+    if group_size % _INPUTS or _columns(stored, {} if groups is None else {"g_idx": groups}) is not None:
+        return False
+    return stored.format is not WeightFormat.SCALED or headers[stored.tensors["weight"]].dtype in ("F8_E4M3", "I8")
+
+
+def _read_stored(
+    stored: StoredWeight, files: Mapping[str, tuple[TensorHeader, str]], scheme: Scheme
+) -> QuantizedWeight:
+    parts = _PARTS[stored.format]({last: _read(*file) for last, file in files.items()}, scheme)
+    scales, zeros = (None if each is None else _grid(each) for each in (parts.scales, parts.zeros))
+    assert scales is not None, "`_Parts` has them"
+    zeros = None if zeros is None else zeros.float()
+    return QuantizedWeight(parts.numbers, scales, zeros=zeros, row_step=-(-stored.shape[0] // len(scales)))
 
 
 def _group_index(tensors: Mapping[str, Tensor]) -> Tensor | None:
@@ -136,9 +158,13 @@ def _mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 def _spread(values: Tensor, rows: Tensor, columns: Tensor | None) -> Tensor:
     """Repeat [], [1], [out] or [row steps, column steps] over its rows, and over `columns`; [rows, ..., 1] float32."""
-    grid: Tensor = values.float().reshape(len(values), -1) if values.ndim else values.float().reshape(1, 1)
+    grid = _grid(values).float()
     spread = grid[rows.clamp(max=len(grid) - 1)]
     return (spread if columns is None else spread[:, columns])[..., None]
+
+
+def _grid(values: Tensor) -> Tensor:
+    return values.reshape(len(values), -1) if values.ndim else values.reshape(1, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,10 @@ forgotten. The numbers come from the files, dequantized where they have few bits
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from typing import Any
 
@@ -26,12 +28,80 @@ _Columns = list[list[Tensor]]  # a list of all gates, a list of all ups
 _is_storing: ContextVar[bool] = ContextVar("is_storing", default=False)
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """Numbers [out, in] of few bits, whole ones or float8; a weight is (number - zero) * scale + base.
+
+    `scales`, `bases` and `zeros` are [rows of scales, groups]: for groups of inputs and for `row_step` outputs. Without
+    bases or zeros these are 0.
+    """
+
+    numbers: Tensor
+    scales: Tensor
+    bases: Tensor | None = None
+    zeros: Tensor | None = None
+    row_step: int = 1
+
+    @property
+    def group_size(self) -> int:
+        """The number of inputs that share a scale."""
+        return self.numbers.shape[1] // self.scales.shape[1]
+
+    def dequantized(self) -> Tensor:
+        """The weight that this one encodes, [out, in] float32."""
+        groups: Tensor = self.numbers.float().unflatten(1, (self.scales.shape[1], -1))
+        groups = groups if self.zeros is None else groups - self._spread(self.zeros)
+        groups = groups * self._spread(self.scales)
+        return (groups if self.bases is None else groups + self._spread(self.bases)).flatten(1)
+
+    def to(self, device: torch.device) -> QuantizedWeight:
+        """Return it on a device."""
+        parts = {each.name: getattr(self, each.name) for each in fields(self)}
+        tensors = {name: part.to(device) for name, part in parts.items() if isinstance(part, Tensor)}
+        return replace(self, **tensors)
+
+    def by_rows(self) -> QuantizedWeight:
+        """Return it with scales for each output."""
+        if self.row_step == 1:
+            return self
+        names, rows = ("scales", "bases", "zeros"), torch.arange(len(self.numbers), device=self.scales.device)
+        parts = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(self, **{name: part[rows // self.row_step] for name, part in parts.items()}, row_step=1)
+
+    def _spread(self, values: Tensor) -> Tensor:
+        rows = torch.arange(len(self.numbers), device=values.device) // self.row_step
+        return values.float()[rows, :, None]
+
+
+def joined_quantized(parts: Seq[QuantizedWeight]) -> QuantizedWeight | None:
+    """Return weights with the same inputs as one; None if they are not stored alike."""
+    step = parts[0].row_step
+    if any(part.row_step != step or len(part.numbers) % step for part in parts):
+        parts = [part.by_rows() for part in parts]
+    kinds = {(part.numbers.dtype, part.scales.dtype, part.scales.shape[1], part.bases is None) for part in parts}
+    if len(kinds) > 1:
+        return None
+    if any(part.zeros is not None for part in parts):
+        none = [part.scales.new_zeros(part.scales.shape) if part.zeros is None else part.zeros for part in parts]
+        parts = [replace(part, zeros=zeros) for part, zeros in zip(parts, none, strict=True)]
+    bases, zeros = ([getattr(part, name) for part in parts] for name in ("bases", "zeros"))
+    return QuantizedWeight(
+        torch.cat([part.numbers for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        None if bases[0] is None else torch.cat(bases),
+        None if zeros[0] is None else torch.cat(zeros),
+        parts[0].row_step,
+    )
+
+
 class UnreadWeight(Tensor):
     """A tensor that has a shape and a dtype; operations get the numbers that a function reads."""
 
     _numbers: Callable[[], Tensor]
     _source: tuple[str, str]  # the weight's name and the checkpoint
     _stored_dtype: torch.dtype
+    _stored: Callable[[], QuantizedWeight | None] | None  # the numbers before they are dequantized
+    _keeps_form: bool  # a kernel may ask for these
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -42,10 +112,17 @@ class UnreadWeight(Tensor):
         dtype: torch.dtype,
         source: tuple[str, str],
         strides: tuple[int, ...] | None = None,
+        *,
+        stored: Callable[[], QuantizedWeight | None] | None = None,
+        device: torch.device | None = None,
     ) -> UnreadWeight:
-        """Stand for what `numbers` returns, of this shape and dtype; `source` is its name and the checkpoint's."""
-        weight = Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype)
+        """Stand for what `numbers` returns, of this shape and dtype on `device`.
+
+        `source` is its name and the checkpoint's. `stored`, if given, returns the numbers as they are stored.
+        """
+        weight = Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype, device=device or "cpu")
         weight._numbers, weight._source, weight._stored_dtype = numbers, source, dtype
+        weight._stored, weight._keeps_form = stored, False
         return weight
 
     def read(self) -> Tensor:
@@ -54,14 +131,40 @@ class UnreadWeight(Tensor):
         Raises:
             ConfigError: one is NaN or infinite.
         """
-        numbers = self._numbers().to(self.dtype)
+        stored = self.quantized()  # a GPU dequantizes sooner than the processor
+        numbers = (self._numbers() if stored is None else stored.dequantized()).to(self.device, self.dtype)
         if numbers.is_floating_point():
             refuse_not_finite_tensor(numbers, *self._source)
         return numbers
 
+    def quantized(self) -> QuantizedWeight | None:
+        """Return the weight as it is stored, if it has few bits and a kernel takes them (`on`).
+
+        Raises:
+            ConfigError: a scale or a float8 is NaN or infinite.
+        """
+        stored = self._stored() if self._keeps_form and self._stored is not None else None
+        if stored is None:
+            return None
+        for part in (stored.scales, stored.numbers):
+            if part.is_floating_point():
+                refuse_not_finite_tensor(part.float(), *self._source)
+        return stored.to(self.device)
+
+    @property
+    def has_form(self) -> bool:
+        """True if the files have it in few bits, in a form that `quantized` returns."""
+        return self._stored is not None
+
+    def on(self, device: torch.device) -> UnreadWeight:
+        """Return the weight for the kernels of a device, which take few bits as they are stored."""
+        weight = self._copy(self.dtype, self._stored_dtype, device)
+        weight._keeps_form = True
+        return weight
+
     def as_stored(self) -> UnreadWeight:
         """Return the weight before its dtype was changed."""
-        return UnreadWeight(self._numbers, self.shape, self._stored_dtype, self._source, self.stride())
+        return self._copy(self._stored_dtype, self._stored_dtype, self.device)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"UnreadWeight({self._source[0]}, {tuple(self.shape)}, {self.dtype})"
@@ -72,18 +175,41 @@ class UnreadWeight(Tensor):
     ) -> Any:
         first, keywords = args[0], kwargs or {}
         is_stored = isinstance(first, cls) and first.dtype is first._stored_dtype  # or it would not be rounded twice
-        if func in _SAME or (func is _CONVERTED and is_stored and _changes_dtype_only(keywords)):
+        if func in _SAME or (func is _CONVERTED and is_stored and _changes_dtype_only(first, keywords)):
             return first._as(keywords.get("dtype") or first.dtype)
         return func(*tree_map_only(cls, cls.read, args), **tree_map_only(cls, cls.read, keywords))
 
     def _as(self, dtype: torch.dtype) -> UnreadWeight:
-        converted = UnreadWeight(self._numbers, self.shape, dtype, self._source, self.stride())
-        converted._stored_dtype = self._stored_dtype
-        return converted
+        return self._copy(dtype, self._stored_dtype, self.device)
+
+    def _copy(self, dtype: torch.dtype, stored_dtype: torch.dtype, device: torch.device) -> UnreadWeight:
+        strides, stored = self.stride(), self._stored
+        weight = UnreadWeight(self._numbers, self.shape, dtype, self._source, strides, stored=stored, device=device)
+        weight._stored_dtype, weight._keeps_form = stored_dtype, self._keeps_form
+        return weight
 
 
-def _changes_dtype_only(keywords: dict[str, Any]) -> bool:
-    return set(keywords) <= {"dtype", "device"} and torch.device(keywords.get("device") or "cpu").type == "cpu"
+def _changes_dtype_only(weight: Tensor, keywords: dict[str, Any]) -> bool:
+    device = torch.device(keywords.get("device") or weight.device)
+    return set(keywords) <= {"dtype", "device"} and device.type == weight.device.type
+
+
+def joined_weights(weights: Seq[Tensor]) -> Tensor:
+    """Return weights [out, in] one after the other; those that keep their form stay unread, if they have one form."""
+    unread = [weight for weight in weights if isinstance(weight, UnreadWeight) and weight._keeps_form]
+    if len(unread) < len(weights) or len(weights) == 1:
+        return weights[0] if len(weights) == 1 else torch.cat(list(weights))
+
+    def numbers() -> Tensor:
+        return torch.cat([weight.read() for weight in unread])
+
+    def stored() -> QuantizedWeight | None:
+        parts = [part for weight in unread if (part := weight.quantized()) is not None]
+        return joined_quantized(parts) if len(parts) == len(unread) else None
+
+    first = unread[0]
+    shape = sum(len(weight) for weight in unread), first.shape[1]
+    return UnreadWeight(numbers, shape, first.dtype, first._source, stored=stored, device=first.device).on(first.device)
 
 
 def stacked(columns: _Columns, source: tuple[str, str]) -> UnreadWeight | None:
@@ -132,6 +258,16 @@ def replace_unread(model: nn.Module, function: Callable[[UnreadWeight], Tensor])
                 if parameter not in changed:
                     changed[parameter] = nn.Parameter(function(parameter), requires_grad=False)
                 setattr(module, name, changed[parameter])
+
+
+def keeps_form(weight: Tensor) -> bool:
+    """True for an unread weight that kernels take as it is stored (`UnreadWeight.on`)."""
+    return isinstance(weight, UnreadWeight) and weight._keeps_form
+
+
+def has_quantized(model: nn.Module) -> bool:
+    """True if a parameter of `model` keeps the few bits that it is stored in (`UnreadWeight.on`)."""
+    return any(map(keeps_form, model.parameters()))
 
 
 @contextmanager

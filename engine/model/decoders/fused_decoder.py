@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from engine.attention.base import LayerOptions
 from engine.batch.indexing import runs_triton
+from engine.model.checkpoint.unread_weight import joined_weights
 from engine.model.decoders.decoder_family import (
     embedding_scale,
     family_of,
@@ -328,7 +329,7 @@ class FusedDecoder:
         """One product in place of several with the same input; outputs lie side by side."""
         biases: list[Tensor] = [self._rank.shard_rows(linear.bias) for linear in linears if linear.bias is not None]
         weights: list[Tensor] = [self._rank.shard_rows(linear.weight) for linear in linears]
-        return self._make_linear(torch.cat(weights), torch.cat(biases) if biases else None)
+        return self._make_linear(joined_weights(weights), torch.cat(biases) if biases else None)
 
 
 def _mixture_of(mixture: nn.Module) -> Linear:

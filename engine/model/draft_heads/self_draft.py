@@ -101,9 +101,10 @@ def _check(config: HeadConfig, stock: PreTrainedModel, quantization: Quantizatio
     is_packed_anew = config.quantization not in (Quantization.NONE, quantization)
     if is_packed_anew and not can_quantize(stock.device):
         raise ConfigError(
-            f"draft.quantization is '{config.quantization}', which needs our kernels (compiled at install) on a "
-            f"processor with AVX2, but the target runs on {stock.device} without them; set it to 'none' and "
-            f"draft.num_layers to less than {num_layers}"
+            f"draft.quantization is '{config.quantization}', which needs our kernels: on a processor with AVX2 "
+            f"(compiled at install), or Triton and a GPU of compute capability 8.0; "
+            f"the target runs on {stock.device}. Set "
+            f"it to 'none' and draft.num_layers to less than {num_layers}"
         )
 
 

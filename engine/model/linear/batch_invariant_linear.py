@@ -34,14 +34,6 @@ def batch_invariant_factory(make_linear: LinearFactory, dtype: torch.dtype | Non
     return make_batch_invariant
 
 
-def batch_invariant_on_gpu(weight: Tensor, bias: Tensor | None) -> Linear:
-    """`F.linear` by our kernel, whose tiles are the same for any number of rows."""
-    # Not at the top: processes without a GPU may have no Triton, and need none.
-    from engine.model.linear.triton_product import TritonProduct
-
-    return TritonProduct(weight, bias)
-
-
 def batch_invariant(function: Linear, num_inputs: int, dtype: torch.dtype) -> Linear:
     """`function` of rows [..., num_inputs]; a row's result does not depend on other rows.
 

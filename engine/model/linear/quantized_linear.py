@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,8 +24,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from engine.batch.indexing import has_triton
 from engine.config import Quantization
-from engine.model.checkpoint.unread_weight import read_weight
+from engine.model.checkpoint.unread_weight import QuantizedWeight, UnreadWeight, joined_quantized, read_weight
 from engine.model.linear.native_product import check_product, probe_rows
 from engine.model.linear.native_quantized import (
     GROUP_SIZE,
@@ -39,24 +39,12 @@ from engine.model.linear.native_quantized import (
 from engine.model.linear.packed_linear import Linear, LinearFactory, linear_of, plain_factory, weight_of
 from engine.model.linear.weight_store import OUTPUTS, converted, parts_of
 
+LEAST_CAPABILITY = (8, 0)  # of GPUs with bfloat16 products
+_PART_ROWS = 4096  # that a GPU rounds at a time
 _TINY = 2.0**-24  # float16's smallest number: a scale is never zero
 _HUGE = torch.finfo(torch.float16).max
 _TIMES = (-8, *range(7, 0, -1), *range(8, 16))  # of a step in the greatest number of a group
 _MAX_ROUNDED_ERROR = 0.05  # of a product whose rows are rounded to 8 bits; seen: 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedWeight:
-    """Whole numbers [out, in], with `scales` and `bases` [out, groups] of float16 precision; no bases: zeros."""
-
-    numbers: Tensor
-    scales: Tensor
-    bases: Tensor | None = None
-
-    def dequantized(self) -> Tensor:
-        """The weight that these levels encode, [out, in] float32."""
-        groups: Tensor = self.numbers.float().unflatten(1, (self.scales.shape[1], -1)) * self.scales[..., None]
-        return (groups if self.bases is None else groups + self.bases[..., None]).flatten(1)
 
 
 def _int8_group_size(weight: Tensor) -> int:
@@ -109,7 +97,7 @@ def _steps_of(groups: Tensor, times: Seq[int]) -> Tensor:
     Weights of GGUF's Q4_0, of GPTQ and AWQ of 4 bits, and of MXFP4 (of halves) are such multiples.
     """
     extremes, rest = _extremes(groups).flatten(), groups.flatten(0, -2)
-    steps, places = torch.zeros_like(extremes), torch.arange(len(extremes))
+    steps, places = torch.zeros_like(extremes), torch.arange(len(extremes), device=groups.device)
     for most in times:  # the likeliest come first
         step = _float16(extremes / most)
         off = (rest / step[:, None]).round_().mul_(step[:, None]).sub_(rest).abs_().amax(dim=-1)
@@ -150,7 +138,7 @@ def quantizer(
             groups of 64. (It is multiplied by the last rows of a prompt only.)
     """
     is_narrow = len(weight) < OUTPUTS  # a gate, or a choice of experts: few bytes, and much follows from them
-    if quantization is Quantization.NONE or is_narrow or not NativeQuantizedProduct.fits(weight):
+    if quantization is Quantization.NONE or is_narrow or not _has_groups(weight):
         return None
     times = _times(weight)
     if quantization is Quantization.INT4 and not is_head:
@@ -158,6 +146,11 @@ def quantizer(
     if is_head or times:
         return partial(to_int8_groups, group_size=GROUP_SIZE, times=times)
     return partial(to_int8_groups, group_size=_int8_group_size(weight))
+
+
+def _has_groups(weight: Tensor) -> bool:
+    has_whole = weight.ndim == 2 and weight.numel() > 0 and weight.shape[1] % GROUP_SIZE == 0
+    return has_whole and can_quantize(weight.device)
 
 
 def linear_factory(
@@ -169,9 +162,48 @@ def linear_factory(
     return partial(_quantized_linear, quantization, is_head, dtype=dtype)
 
 
+def gpu_linear_factory(
+    quantization: Quantization, dtype: torch.dtype, *, is_head: bool = False, is_deterministic: bool = False
+) -> LinearFactory:
+    """`linear_factory` for a GPU: weights of few bits are multiplied as they are stored, or as `quantization` rounds.
+
+    `is_deterministic`: a row's bits do not depend on other rows.
+    """
+    return partial(_linear_on_gpu, quantization, is_head, is_deterministic, dtype=dtype)
+
+
+def _linear_on_gpu(
+    quantization: Quantization,
+    is_head: bool,
+    is_deterministic: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> Linear:
+    dtype = dtype or weight.dtype
+    # Not at the top: processes without a GPU may have no Triton, and need none.
+    from engine.model.linear.triton_few_bits import FewBitsProduct
+    from engine.model.linear.triton_product import TritonProduct
+
+    stored = weight.quantized() if isinstance(weight, UnreadWeight) else None
+    if stored is None or quantization is not Quantization.NONE:
+        weight = read_weight(weight)
+        round_ = quantizer(weight, quantization, is_head=is_head)
+        stored = None if round_ is None else joined_quantized([round_(rows) for rows in weight.split(_PART_ROWS)])
+    if stored is not None:
+        return FewBitsProduct(stored, bias, dtype, is_deterministic=is_deterministic)
+    weight = read_weight(weight)
+    return TritonProduct(weight.to(dtype), bias) if is_deterministic else linear_of(weight, bias, dtype)
+
+
 def can_quantize(device: torch.device) -> bool:
-    """True if this process has the kernels for the device, a processor with AVX2."""
-    return device.type == "cpu" and has_quantized_kernels()
+    """True if this process has kernels for the device: a processor with AVX2, or a GPU with Triton."""
+    return has_quantized_kernels() if device.type == "cpu" else reads_few_bits(device)
+
+
+def reads_few_bits(device: torch.device) -> bool:
+    """True if products on a device read weights of 4 and 8 bits as they are stored: a GPU from Ampere on."""
+    return device.type == "cuda" and has_triton() and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
 
 
 @contextmanager
@@ -206,6 +238,8 @@ def _quantized_linear(
     quantization: Quantization, is_head: bool, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None
 ) -> Linear:
     """Round, pack and check some outputs at a time: they stay in the cache, and no whole copy of `weight` is made."""
+    if reads_few_bits(weight.device):
+        return _linear_on_gpu(quantization, is_head, False, weight, bias, dtype)
     weight = read_weight(weight)
     round_ = quantizer(weight, quantization, is_head=is_head)
     if round_ is None:

@@ -12,7 +12,7 @@ processor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -23,18 +23,24 @@ from engine.attention.triton_attention import operand
 
 
 @dataclass(frozen=True, slots=True)
-class _TileSize:
+class TileSize:
+    """A program's part of a product, and its compilation."""
+
     num_rows: int
     num_outputs: int
     num_inputs: int  # at a time
     num_warps: int
     num_stages: int
 
+    def of_inputs(self, num_inputs: int) -> TileSize:
+        """Return the same tile with other steps."""
+        return replace(self, num_inputs=num_inputs)
 
-_LOW = _TileSize(16, 32, 128, num_warps=4, num_stages=4)
-_TALL = _TileSize(64, 128, 128, num_warps=8, num_stages=2)  # K in the same steps
-_LOW_FLOAT32 = _TileSize(16, 32, 32, num_warps=4, num_stages=2)
-_TALL_FLOAT32 = _TileSize(64, 64, 32, num_warps=8, num_stages=2)
+
+_LOW = TileSize(16, 32, 128, num_warps=4, num_stages=4)
+_TALL = TileSize(64, 128, 128, num_warps=8, num_stages=2)  # K in the same steps
+_LOW_FLOAT32 = TileSize(16, 32, 32, num_warps=4, num_stages=2)
+_TALL_FLOAT32 = TileSize(64, 64, 32, num_warps=8, num_stages=2)
 _MIN_TALL_ROWS = 64
 
 
@@ -80,6 +86,7 @@ class TritonProduct:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """`weight` [out, in] is kept as it is."""
         self._weight, self._bias = weight.detach().contiguous(), bias
+        self._dtype, self.num_inputs = weight.dtype, weight.shape[1]
         is_float32 = weight.dtype is torch.float32
         self._low, tall = (_LOW_FLOAT32, _TALL_FLOAT32) if is_float32 else (_LOW, _TALL)
         self._tall = tall if self._are_alike(tall) else None
@@ -92,7 +99,7 @@ class TritonProduct:
         result = self._multiplied(rows, self._tall if is_tall and self._tall else self._low)
         return result.view(*x.shape[:-1], result.shape[-1])
 
-    def _multiplied(self, rows: Tensor, tile: _TileSize) -> Tensor:
+    def _multiplied(self, rows: Tensor, tile: TileSize) -> Tensor:
         num_rows, num_inputs = rows.shape
         num_outputs = len(self._weight)
         out = rows.new_empty(num_rows, num_outputs)
@@ -115,10 +122,10 @@ class TritonProduct:
             )
         return out
 
-    def _are_alike(self, tall: _TileSize) -> bool:
+    def _are_alike(self, tall: TileSize) -> bool:
         """Return whether a tall tile gives rows the bits of the low one, by a trial with random numbers."""
         if not self._weight.is_cuda:
             return False  # nothing to gain
         generator = torch.Generator().manual_seed(0)
-        rows = torch.randn(tall.num_rows, self._weight.shape[1], generator=generator).to(self._weight)
+        rows = torch.randn(tall.num_rows, self.num_inputs, generator=generator).to(self._weight.device, self._dtype)
         return torch.equal(self._multiplied(rows, tall), self._multiplied(rows, self._low))

@@ -429,8 +429,8 @@ def usable_quantization(model: ModelConfig, device: torch.device) -> Quantizatio
     quantization = Quantization(model.quantization)
     if quantization is not Quantization.NONE and not can_quantize(device):
         raise ConfigError(
-            f"quantization is {str(quantization)!r}, which needs our kernels (compiled at install) on a processor with "
-            f"AVX2, but the model runs on {device} without them; set it to 'none'"
+            f"quantization is {str(quantization)!r}, which needs our kernels: on a processor with AVX2 (compiled at "
+            f"install), or Triton and a GPU of compute capability 8.0; the model runs on {device}; set it to 'none'"
         )
     return quantization
 

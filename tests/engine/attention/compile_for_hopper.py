@@ -15,6 +15,8 @@ from engine.attention.triton_kernel import attend_tiles, merge_splits
 from engine.attention.triton_tiling import HeadShape, choose_tiling
 from engine.kv_cache.triton_store import store_heads
 from engine.model.decoders.triton_rows import norm_rows, rotate_heads
+from engine.model.linear import triton_few_bits
+from engine.model.linear.triton_few_bits import Kind
 from engine.model.linear.triton_gate import gate_rows
 from engine.model.linear.triton_product import _LOW, _TALL, multiply
 from engine.sampling.triton_draw import draw_blocks, edit_blocks, pick_tokens
@@ -95,6 +97,21 @@ def compile_product() -> None:
         compile_kernel(multiply, {**types, "num_outputs": "i32"}, constants, **launch)
 
 
+def compile_few_bits() -> None:
+    for tile in (triton_few_bits._LOW, triton_few_bits._TALL):
+        for kind, step, without in ((Kind.FLOAT8, 128, "bases"), (Kind.INT8, 64, "bases"), (Kind.INT4, 32, "zeros")):
+            sizes = {"BLOCK_M": tile.num_rows, "BLOCK_N": tile.num_outputs, "BLOCK_K": step, "KIND": kind.value}
+            types = {
+                **{"out": "*bf16", "x": "*bf16", "numbers": "*i8" if kind is Kind.INT8 else "*u8"},
+                **dict.fromkeys(("scales", "zeros", "bases"), "*fp16"),
+                **dict.fromkeys(("num_rows", "num_inputs", "num_outputs"), "i32"),
+                **dict.fromkeys(("group_size", "num_scales", "row_step"), "i32"),
+            }
+            constants = {**sizes, "OPERAND": triton.language.bfloat16, "bias": None, without: None}
+            launch = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+            compile_kernel(triton_few_bits.multiply_few_bits, types, constants, **launch)
+
+
 def compile_norm() -> None:
     types = dict.fromkeys(("normed", "total", "rows", "delta", "weight"), "*bf16")
     numbers = {"row_stride": "i32", "size": "i32", "epsilon": "fp32"}
@@ -150,6 +167,7 @@ if __name__ == "__main__":
     compile_attention(1, "*bf16", {**OPTIONAL, "IS_BATCH_INVARIANT": True})
     compile_merge()
     compile_product()
+    compile_few_bits()
     compile_norm()
     compile_rows()
     compile_sampling()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,31 @@ def _pack(numbers: Tensor, num_bits: int) -> Tensor:
     words = numbers.reshape(len(numbers), -1, 32 // num_bits)
     shifts = torch.arange(0, 32, num_bits)
     return (words.long() << shifts).sum(-1).to(torch.int32)
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
+FP8 = {"quant_method": "fp8", "activation_scheme": "static"}
+BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32], "fmt": "e4m3"}
+
+
+def blocks(rows: int, columns: int) -> tuple[int, int]:
+    return -(-rows // 32), -(-columns // 32)
+
+
+BY_DEFINITION = {
+    "gptq": (gptq, GPTQ),
+    "gptq with another order": (partial(gptq, is_ordered=True), {**GPTQ, "desc_act": True}),
+    "gptq_v2": (partial(gptq, zero_offset=0), {**GPTQ, "checkpoint_format": "gptq_v2"}),
+    "gptq of 8 bits": (partial(gptq, num_bits=8), {**GPTQ, "bits": 8}),
+    "gptq, the last group smaller": (partial(gptq, group_size=48), {**GPTQ, "group_size": 48}),
+    "gptq so, without the groups' index": (
+        lambda weight: without_group_index(gptq(weight, group_size=48)),
+        {**GPTQ, "group_size": 48},
+    ),
+    "awq": (awq, AWQ),
+    "fp8 per tensor": (partial(float8, scales_shape=lambda *_: ()), FP8),
+    "fp8 per tensor, [1]": (partial(float8, scales_shape=lambda *_: (1,)), FP8),
+    "fp8 per channel": (partial(float8, scales_shape=lambda rows, _: (rows, 1)), {"quant_method": "fbgemm_fp8"}),
+    "fp8 per block": (partial(float8, scales_shape=blocks, name="weight_scale_inv"), BLOCK_FP8),
+}

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from cluster.checkpoints import check_models
+from cluster.checkpoints import check_models, gpu_weight_bytes, weight_bytes
 from cluster.config import parse_config
 from engine.config import CacheConfig, ModelConfig, Quantization
 from engine.model.checkpoint.unread_weight import read_weight
@@ -27,42 +27,19 @@ from engine.model.runner.model_runner import ModelRunner
 from protos.errors import ConfigError
 from tests.engine.fixtures.families import SERVED, write_family
 from tests.engine.model.checkpoint.quantized_folders import (
+    AWQ,
+    BLOCK_FP8,
+    BY_DEFINITION,
+    GPTQ,
     GROUP,
     Written,
     awq,
-    float8,
+    blocks,
     gptq,
     llama,
     quantize_folder,
     without_group_index,
 )
-
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
-FP8 = {"quant_method": "fp8", "activation_scheme": "static"}
-BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32], "fmt": "e4m3"}
-
-
-def blocks(rows: int, columns: int) -> tuple[int, int]:
-    return -(-rows // 32), -(-columns // 32)
-
-
-BY_DEFINITION = {
-    "gptq": (gptq, GPTQ),
-    "gptq with another order": (partial(gptq, is_ordered=True), {**GPTQ, "desc_act": True}),
-    "gptq_v2": (partial(gptq, zero_offset=0), {**GPTQ, "checkpoint_format": "gptq_v2"}),
-    "gptq of 8 bits": (partial(gptq, num_bits=8), {**GPTQ, "bits": 8}),
-    "gptq, the last group smaller": (partial(gptq, group_size=48), {**GPTQ, "group_size": 48}),
-    "gptq so, without the groups' index": (
-        lambda weight: without_group_index(gptq(weight, group_size=48)),
-        {**GPTQ, "group_size": 48},
-    ),
-    "awq": (awq, AWQ),
-    "fp8 per tensor": (partial(float8, scales_shape=lambda *_: ()), FP8),
-    "fp8 per tensor, [1]": (partial(float8, scales_shape=lambda *_: (1,)), FP8),
-    "fp8 per channel": (partial(float8, scales_shape=lambda rows, _: (rows, 1)), {"quant_method": "fbgemm_fp8"}),
-    "fp8 per block": (partial(float8, scales_shape=blocks, name="weight_scale_inv"), BLOCK_FP8),
-}
 
 
 def compressed(group: dict[str, Any], layout: str) -> dict[str, Any]:
@@ -90,6 +67,15 @@ def read(folder: Path) -> dict[str, Tensor]:
 
 def check(folder: Path) -> None:
     check_models(parse_config({"model_id": "m", "target": {"path": str(folder)}, "draft": {"kind": "none"}}))
+
+
+def test_a_gpu_counts_few_bits_as_the_files_have_them_and_ranks_do_not(tmp_path: Path) -> None:
+    write, section = BY_DEFINITION["fp8 per channel"]
+    quantize_folder(tmp_path, write, section)
+    files, path = (tmp_path / "model.safetensors").stat().st_size, str(tmp_path)
+    assert gpu_weight_bytes(path) == files < weight_bytes(path)
+    assert gpu_weight_bytes(path, num_ranks=2) == weight_bytes(path) // 2
+    assert gpu_weight_bytes(path, Quantization.INT4) == int(0.4 * weight_bytes(path))
 
 
 @pytest.mark.parametrize("name", BY_DEFINITION)

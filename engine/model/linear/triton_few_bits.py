@@ -1,0 +1,202 @@
+"""Products by weights of 4 and 8 bits on a GPU, as they are stored: one Triton kernel reads numbers and scales.
+
+    (x0 .. x127) (q0 .. q127)^T * scale    sums of a group in float32, times its scale; groups are added in order
+
+Rows are not rounded: the result is the product by the weight that numbers and scales define, in float32. A row's bits
+do not depend on other rows, as in `triton_product`. Import this module only if Triton is installed.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.attention.triton_attention import operand
+from engine.model.checkpoint.unread_weight import QuantizedWeight
+from engine.model.linear.triton_product import TileSize, TritonProduct
+
+
+class Kind(IntEnum):
+    """How a byte holds numbers."""
+
+    FLOAT8 = 0  # one of float8_e4m3fn
+    INT8 = 1
+    INT4 = 2  # two from 0 to 15: of inputs half a step apart, the first one in the low bits
+
+
+_MOST_INPUTS = 128  # of a step, which has one scale
+_LEAST_INPUTS = 32  # halves of a step of int4 are a product's least 16
+_LOW = TileSize(16, 32, _MOST_INPUTS, num_warps=4, num_stages=5)
+_TALL = TileSize(64, 128, _MOST_INPUTS, num_warps=8, num_stages=3)
+
+
+@triton.jit
+def multiply_few_bits(
+    out,  # [M, N]
+    x,  # [M, K]
+    numbers,  # [N, K] bytes, or [N, K / 2] of INT4
+    scales,  # [groups, S]
+    zeros,  # [groups, S] whole numbers, or None
+    bases,  # [groups, S] or None
+    bias,  # [N] or None
+    num_rows,
+    num_inputs,
+    num_outputs,
+    group_size,
+    num_scales,  # S
+    row_step,  # outputs that share a scale
+    KIND: tl.constexpr,
+    OPERAND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # divides a group
+):
+    """One program per tile, as in `multiply`: a weight is (number - zero) * scale + base."""
+    num_row_tiles = tl.cdiv(num_rows, BLOCK_M)
+    row = tl.program_id(0) % num_row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    output = tl.program_id(0) // num_row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_output = row < num_rows, output < num_outputs
+    PER_BYTE: tl.constexpr = 2 if KIND == 2 else 1
+    PART: tl.constexpr = BLOCK_K // PER_BYTE  # inputs of one product
+    MIDDLE: tl.constexpr = 8 if bases is None else 0
+    at = tl.arange(0, PART)
+    rows = x + row.to(tl.int64)[:, None] * num_inputs + at[None, :]
+    weights = numbers + output.to(tl.int64)[:, None] * (num_inputs // PER_BYTE) + at[None, :]
+    scale_row = output // row_step
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(0, num_inputs, BLOCK_K):
+        at_scale = first // group_size * num_scales + scale_row
+        scale = tl.load(scales + at_scale, mask=is_output, other=0.0).to(tl.float32)
+        stored = tl.load(weights + first // PER_BYTE, mask=is_output[:, None], other=0)
+        left = tl.load(rows + first, mask=is_row[:, None], other=0.0).to(OPERAND)
+        right = _numbers_of(stored, KIND, OPERAND, False, MIDDLE)
+        if zeros is not None:
+            zero = tl.load(zeros + at_scale, mask=is_output, other=0.0).to(OPERAND)
+            right = right - zero[:, None]
+        part = tl.dot(left, tl.trans(right), input_precision="ieee")
+        if bases is not None:
+            ones = tl.full([PART, BLOCK_N], 1.0, OPERAND)
+            sums = tl.dot(left, ones, input_precision="ieee")
+        if KIND == 2:
+            left = tl.load(rows + first + PART, mask=is_row[:, None], other=0.0).to(OPERAND)
+            right = _numbers_of(stored, KIND, OPERAND, True, MIDDLE)
+            if zeros is not None:
+                right = right - zero[:, None]
+            part = tl.dot(left, tl.trans(right), part, input_precision="ieee")
+            if bases is not None:
+                sums = tl.dot(left, ones, sums, input_precision="ieee")
+        acc += part * scale[None, :]
+        if bases is not None:
+            acc += sums * tl.load(bases + at_scale, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    if bias is not None:
+        acc += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    at_out = out + row.to(tl.int64)[:, None] * num_outputs + output[None, :]
+    tl.store(at_out, acc.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+@triton.jit
+def _numbers_of(stored, KIND: tl.constexpr, OPERAND: tl.constexpr, IS_HIGH: tl.constexpr, MIDDLE: tl.constexpr):
+    """The numbers of bytes, exact in OPERAND; INT4's are less by MIDDLE.
+
+    Bits are put where a larger float has them: all cards do that, and it takes fewer instructions than conversions.
+    """
+    if KIND == 1:
+        numbers = stored.to(OPERAND)
+    elif KIND == 2:
+        bits = stored.to(tl.int16)
+        four = ((bits >> 4) & 15) if IS_HIGH else (bits & 15)
+        numbers = (four | 0x4300).to(tl.bfloat16, bitcast=True).to(OPERAND) - (128.0 + MIDDLE)  # bfloat16's 128 + n
+    # Float8 in a float whose exponent has a larger bias: 2 to the difference corrects it.
+    elif tl.float16 == OPERAND:
+        bits = stored.to(tl.int16)
+        numbers = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * (2.0**8)
+    elif tl.bfloat16 == OPERAND:
+        bits = stored.to(tl.int16)
+        numbers = (((bits & 0x80) << 8) | ((bits & 0x7F) << 4)).to(tl.bfloat16, bitcast=True) * (2.0**120)
+    else:
+        bits = stored.to(tl.int32)
+        numbers = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * (2.0**120)
+    return numbers
+
+
+class FewBitsProduct(TritonProduct):
+    """`F.linear` by a quantized weight of whole groups."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, *, is_deterministic: bool):
+        """Pack `weight` for rows of `dtype`, whose groups are multiples of 32."""
+        self._dtype, self._bias, self._is_deterministic = dtype, bias, is_deterministic
+        self._num_outputs, self.num_inputs = weight.numbers.shape
+        self._group_size, self._row_step = weight.group_size, weight.row_step
+        self._kind, self._weight, zeros, bases = _packed(weight, num_inputs := _step(weight.group_size))
+        self._scales = _short(weight.scales)
+        self._zeros, self._bases = (None if each is None else _short(each) for each in (zeros, bases))
+        self._low, tall = _LOW.of_inputs(num_inputs), _TALL.of_inputs(num_inputs)
+        self._tall = tall if not is_deterministic or self._are_alike(tall) else None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that a pass reads."""
+        parts = (self._weight, self._scales, self._zeros, self._bases)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def _multiplied(self, rows: Tensor, tile: TileSize) -> Tensor:
+        num_rows = len(rows)
+        out = rows.new_empty(num_rows, self._num_outputs)
+        grid = (triton.cdiv(num_rows, tile.num_rows) * triton.cdiv(self._num_outputs, tile.num_outputs),)
+        with torch.cuda.device_of(rows):
+            multiply_few_bits[grid](
+                out,
+                rows,
+                self._weight,
+                self._scales,
+                self._zeros,
+                self._bases,
+                self._bias,
+                num_rows,
+                self.num_inputs,
+                self._num_outputs,
+                self._group_size,
+                self._scales.shape[1],
+                self._row_step,
+                KIND=self._kind.value,
+                OPERAND=operand(rows.dtype),
+                BLOCK_M=tile.num_rows,
+                BLOCK_N=tile.num_outputs,
+                BLOCK_K=tile.num_inputs,
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+            )
+        return out
+
+
+def _short(values: Tensor) -> Tensor:
+    """Transpose values of groups, [rows of scales, groups], in float16 where that keeps them."""
+    half = values.half()
+    return (half if torch.equal(half.float(), values.float()) else values).t().contiguous()
+
+
+def _step(group_size: int) -> int:
+    return next(size for size in (_MOST_INPUTS, 64, _LEAST_INPUTS) if group_size % size == 0)
+
+
+def _packed(weight: QuantizedWeight, step: int) -> tuple[Kind, Tensor, Tensor | None, Tensor | None]:
+    """Return the numbers as bytes, and zeros and bases of the numbers that the kernel makes of them."""
+    numbers, zeros, bases = weight.numbers, weight.zeros, weight.bases
+    if numbers.dtype is torch.float8_e4m3fn:
+        return Kind.FLOAT8, numbers.contiguous().view(torch.uint8), zeros, bases
+    least, most = (int(each) for each in numbers.aminmax())
+    is_int4 = least >= 0 and most <= 15  # an int8 weight with such numbers alone too
+    middle = (8 if bases is None else 0) if is_int4 else (128 if most > 127 else 0)
+    if middle:
+        zeros = weight.scales.new_zeros(weight.scales.shape) - middle if zeros is None else zeros - middle
+    zeros = None if zeros is None or not zeros.any() else zeros
+    if not is_int4:
+        return Kind.INT8, (numbers - middle).to(torch.int8), zeros, bases
+    low, high = numbers.to(torch.uint8).unflatten(1, (-1, 2, step // 2)).unbind(2)
+    return Kind.INT4, (low | high << 4).flatten(1).contiguous(), zeros, bases
