@@ -5,7 +5,8 @@
     the block                                             token    mask ... mask        -> logits of n ... n + K - 1
 
 Rows of a block see all its rows, except in causal layers. With DSpark the logits of a draft get a term of low rank that
-depends on the draft before it, and the block's first row drafts too.
+depends on the draft before it, and the block's first row drafts too. With DFlash 2 the likeliest tokens of a draft get
+scores that depend on the draft before it, and a row is mixed with the rows of its block before it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from engine.model.draft_heads.head import BlockLogits
 from engine.model.draft_heads.layers import HeadReader, spread
 from engine.model.draft_heads.published import HeadFormat
 from engine.model.forward_batch import ForwardBatch
+from engine.model.hidden_state_taps import UNKNOWN
 from engine.model.linear.packed_linear import Linear, linear_of
 
 
@@ -43,6 +45,7 @@ class DFlashHead:
         self._own_lm_head = reader.lm_head(is_needed=False)
         self.lm_head: Linear = self._own_lm_head or _no_lm_head
         self._markov = _MarkovTerm(config, reader) if config.block.markov_rank else None
+        self._selector = _Selector(config, reader) if config.block.refinement else None
         _take_confidence(config, reader)
 
     @torch.inference_mode()
@@ -65,11 +68,17 @@ class DFlashHead:
             embedded = torch.where(is_mask[:, None], self._mask_embedding, embedded)
         embedded = embedded * self._block.embedding_scale
         normed = self._layers.rows.add_norm(embedded, None, self._layers.input_norm)[1]
-        _, hidden = self._layers(batch, normed, embedded)  # [R, S]
+        places = None
+        if self._selector is not None:
+            sizes = [num + self.num_more_rows for num in num_drafts]
+            places = torch.cat([torch.arange(size, device=normed.device) for size in sizes])
+        _, hidden = self._layers(batch, normed, embedded, places)  # [R, S]
         logits = (self._own_lm_head or self.lm_head)(hidden).float() * self._block.logit_scale
         if self._block.logit_softcap is not None:
             logits = torch.tanh(logits / self._block.logit_softcap) * self._block.logit_softcap
         markov, vocab_size = self._markov, self._config.target.vocab_size
+        if (selector := self._selector) is not None:
+            return lambda rows, before: selector(logits[rows], torch.tensor(before, device=logits.device), hidden[rows])
         if markov is None:
             logits = spread(logits, self._target_ids, vocab_size)
             return lambda rows, _: logits[rows]
@@ -100,6 +109,27 @@ class _MarkovTerm:
         if self._gate is not None:
             embedded = torch.sigmoid(self._gate(torch.cat((hidden, embedded), dim=-1))) * embedded
         return self._output(embedded).float()
+
+
+class _Selector:
+    """DFlash 2's choice among the likeliest tokens of a draft, by the token before it."""
+
+    def __init__(self, config: HeadFormat, reader: HeadReader) -> None:
+        refinement = None if config.block is None else config.block.refinement
+        assert refinement is not None, "only DFlash 2 has one"
+        vocab_size, rank = config.target.vocab_size, refinement.selector_rank
+        self._num_candidates = refinement.selector_top_k
+        self._before = reader.take("candidate_selector.predecessor_codebook", vocab_size, rank)
+        self._after = reader.take("candidate_selector.successor_codebook", vocab_size, rank)
+        self._project = reader.linear("candidate_selector.hidden_projection", rank, config.layer.hidden_size)
+
+    @torch.inference_mode()
+    def __call__(self, logits: Tensor, before: Tensor, hidden: Tensor) -> Tensor:
+        """Return the logits [R, V] of the candidates after the tokens `before` [R]; other tokens get `UNKNOWN`."""
+        values, candidates = logits.topk(self._num_candidates)
+        context = self._before.index_select(0, before) * self._project(hidden)  # [R, rank]
+        scores = values + torch.einsum("rd,rkd->rk", context, self._after[candidates]).float()
+        return torch.full_like(logits, UNKNOWN).scatter_(1, candidates, scores)
 
 
 def _take_confidence(config: HeadFormat, reader: HeadReader) -> None:

@@ -27,6 +27,32 @@ from protos.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
+class BlockConvolution:
+    """Causal convolutions within a block, before and after a sublayer (DFlash 2). G groups of a row share a kernel."""
+
+    base: Tensor  # [2, taps, S]
+    kernels: Linear  # [T, S] -> [T, 2 * taps * G], each row's own part of both kernels
+
+    def before(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sublayer's input, and the rows' part of the kernel after it; `places` [T] are within blocks."""
+        own = self.kernels(x).view(len(x), 2, self.base.shape[1], -1)
+        return self._convolve(x, own[:, 0], self.base[0], places), own[:, 1]
+
+    def after(self, x: Tensor, own: Tensor, places: Tensor) -> Tensor:
+        """Return the sublayer's output, convolved."""
+        return self._convolve(x, own, self.base[1], places)
+
+    @staticmethod
+    def _convolve(x: Tensor, own: Tensor, base: Tensor, places: Tensor) -> Tensor:
+        groups = x.view(len(x), own.shape[-1], -1)
+        out = torch.zeros_like(groups)
+        for tap, kernel in enumerate(base):
+            kernels = kernel.view(1, *groups.shape[1:]) + own[:, tap, :, None]
+            out += groups.roll(tap, 0) * kernels * (places >= tap)[:, None, None]
+        return out.view_as(x)
+
+
+@dataclass(frozen=True, slots=True)
 class HeadLayer:
     """One layer: attention over the head's own KV, and a feed-forward network. S is the head's width, X its input's."""
 
@@ -39,6 +65,7 @@ class HeadLayer:
     mlp: Linear
     options: LayerOptions
     is_causal: bool  # rows of a block see no later rows
+    convolutions: tuple[BlockConvolution, BlockConvolution] | None  # of attention and network
 
 
 class HeadLayers:
@@ -57,12 +84,20 @@ class HeadLayers:
         # A scaling that follows the length follows the longest: a draft must not depend on other texts of its batch.
         self._rotary = RotaryTable(rotary, final_norm, config.rotary_length, is_whole=config.rotary_length is not None)
 
-    def __call__(self, batch: ForwardBatch, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, batch: ForwardBatch, x: Tensor, hidden: Tensor, places: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Compute the layers; `x` [T, X] is the first one's normed input, `hidden` [T, S] its residual.
 
-        Return the last hidden states of the pass's logit rows, and their final norm, [R, S].
+        Convolutions need the rows' `places` [T] in their blocks. Return the last hidden states of the pass's logit
+        rows, and their final norm, [R, S].
         """
         table = self._rotary.at(batch)
+        if places is not None:
+            for index in range(len(self._layers)):
+                hidden, x = self._convolved(index, x, hidden, batch, table, places)
+            rows = batch.logit_rows
+            return (hidden, x) if rows is None else (hidden.index_select(0, rows), x.index_select(0, rows))
         for index, layer in enumerate(self._layers):
             attended = self._attend(index, x, batch, table)
             if index == len(self._layers) - 1 and batch.logit_rows is not None:
@@ -86,6 +121,18 @@ class HeadLayers:
                 heads = self.rows.norm_heads(heads, self._num_kv_heads, layer.head_norm[self._num_heads :])
             key = self.rows.rotate(heads, self._num_kv_heads, table)
             batch.write(self._first_layer + index, key, value)
+
+    def _convolved(
+        self, index: int, x: Tensor, hidden: Tensor, batch: ForwardBatch, table: Tensor, places: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        layer = self._layers[index]
+        assert layer.convolutions is not None, "only then there are places"
+        attention, network = layer.convolutions
+        x, own = attention.before(x, places)
+        attended = layer.output(self._attend(index, x, batch, table))
+        hidden, normed = self.rows.add_norm(hidden, attention.after(attended, own, places), layer.mlp_norm)
+        normed, own = network.before(normed, places)
+        return self.rows.add_norm(hidden, network.after(layer.mlp(normed), own, places), self._next_norms[index])
 
     def _attend(self, index: int, x: Tensor, batch: ForwardBatch, table: Tensor) -> Tensor:
         """[T, X] -> [T, heads * D]; the rows' keys and values go to the pool."""
@@ -223,7 +270,23 @@ class HeadReader:
             ),
             options=LayerOptions(dim**-0.5, self._config.windows[index]),
             is_causal=self._config.are_causal[index],
+            convolutions=self._convolutions(prefix),
         )
+
+    def _convolutions(self, prefix: str) -> tuple[BlockConvolution, BlockConvolution] | None:
+        block, width = self._config.block, self._config.layer.hidden_size
+        if block is None or block.refinement is None:
+            return None
+        taps = block.refinement.conv_kernel_size
+        num_kernels = 2 * taps * (width // block.refinement.conv_group_size)
+        attention, network = (
+            BlockConvolution(
+                self.take(f"{prefix}{name}.base_kernel", 2, taps, width),
+                self.linear(f"{prefix}{name}.kernel_projection", num_kernels, width),
+            )
+            for name in ("attention_conv", "mlp_conv")
+        )
+        return attention, network
 
     def _head_norm(self, prefix: str) -> Tensor:
         layer = self._config.layer

@@ -6,7 +6,7 @@
     DFlash        the layers' fields at the top, `dflash_config`; tensors `layers.{i}.*`
 
 EAGLE-3's comes from arXiv:2503.01840 and SpecForge, DFlash's from arXiv:2602.06036, DSpark's from
-arXiv:2607.05147.
+arXiv:2607.05147. DFlash 2 is read in speculators' layout, as a DFlash.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ _UNREAD = {"attention_sink_bias": False, "add_swa_attention_sink_bias": False, "
 _UNREAD |= {"is_neox_style": True, "use_aux_hidden_state": True, "has_own_lm_head": False}
 _MASK_IDS = ("mask_token_id", "ptd_token_id", "pard_token", "dspark_noise_token_id")
 _SLIDING = "sliding_attention"
+_DFLASH2 = "dflash2"
+_DFLASH2_SIZES = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}  # defaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,16 @@ class HeadNorms:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockRefinement:
+    """What DFlash 2 adds: convolutions within the block around each sublayer, and a choice among likely tokens."""
+
+    conv_kernel_size: int
+    conv_group_size: int
+    selector_rank: int
+    selector_top_k: int
+
+
+@dataclass(frozen=True, slots=True)
 class BlockFormat:
     """A block of a parallel head: the id in place of tokens that are not drafted yet, and its sizes.
 
@@ -74,6 +86,7 @@ class BlockFormat:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    refinement: BlockRefinement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +128,10 @@ def _kind_of(config: Mapping[str, Any], path: str) -> HeadKind:
     kind, names = config.get("speculators_model_type"), " ".join(config.get("architectures") or ())
     if kind in tuple(known):
         return HeadKind(kind)
+    if kind == _DFLASH2:
+        return HeadKind.DFLASH
     if kind is not None:
-        read = ", ".join(repr(str(each)) for each in known)
+        read = ", ".join(repr(str(each)) for each in (*known, _DFLASH2))
         raise ConfigError(f"{path!r} is a speculator of type {kind!r}, which is not read; read are {read}")
     if "DFlash2" in names or "DSpine" in names or "Domino" in names:
         raise ConfigError(f"{path!r} is a head of architecture {names}, whose further layers are not read")
@@ -138,6 +153,7 @@ class _Reader:
     def __init__(self, kind: HeadKind, config: Mapping[str, Any], target: TargetShape, path: str) -> None:
         self._kind, self._target, self._path = kind, target, path
         self._is_speculators = "speculators_model_type" in config
+        self._is_dflash2 = config.get("speculators_model_type") == _DFLASH2
         # The authors' layouts have a section for each method; its fields may also be at the top.
         sections = ("eagle_config", "dflash_config")
         self._config = {**config, **{k: v for each in sections for k, v in (config.get(each) or {}).items()}}
@@ -225,7 +241,7 @@ class _Reader:
         types = getattr(layer, "layer_types", None)
         is_sliding = types is not None and types[index] == _SLIDING
         if self._is_speculators:
-            return is_sliding and not self._config.get("sliding_window_non_causal")
+            return is_sliding and not self._config.get("sliding_window_non_causal", self._is_dflash2)
         asked = [self._config.get(name) for name in ("is_causal", "causal")]
         return next((bool(each) for each in asked if each is not None), is_sliding)
 
@@ -254,12 +270,37 @@ class _Reader:
             embedding_scale=float(self._config.get("input_embedding_scale", 1.0)),
             logit_scale=float(self._config.get("output_multiplier", 1.0)),
             logit_softcap=self._config.get("final_logit_softcapping") or None,
+            refinement=self._refinement(layer, num_rows) if self._is_dflash2 else None,
         )
         if block.markov_type not in ("vanilla", "gated"):
             raise ConfigError(
                 f"{self._path!r} has markov_head_type {block.markov_type!r}; computed are 'vanilla' and 'gated'"
             )
         return block
+
+    def _refinement(self, layer: Any, num_rows: int) -> BlockRefinement:
+        sizes = {name: self._config.get(name, usual) for name, usual in _DFLASH2_SIZES.items()}
+        most = {
+            "conv_kernel_size": num_rows,
+            "conv_group_size": layer.hidden_size,
+            "selector_top_k": self._target.vocab_size,
+        }
+        for name, size in sizes.items():
+            if not isinstance(size, int) or not 1 <= size <= most.get(name, size):
+                limit = f"1 to {most[name]}" if name in most else "1 or more"
+                raise ConfigError(f"{self._path!r} has {name} {size!r} in config.json; it must be {limit}")
+        if layer.hidden_size % sizes["conv_group_size"]:
+            raise ConfigError(
+                f"{self._path!r} has conv_group_size {sizes['conv_group_size']} in config.json, which does not divide "
+                f"its hidden size {layer.hidden_size}"
+            )
+        drafted = self._config.get("draft_vocab_size") or self._target.vocab_size
+        if drafted != self._target.vocab_size:
+            raise ConfigError(
+                f"{self._path!r} is a DFlash 2 head with draft_vocab_size {drafted}; only the target's whole "
+                f"vocabulary of {self._target.vocab_size} tokens is computed"
+            )
+        return BlockRefinement(**sizes)
 
     def _check_sizes(self, layer: Any) -> None:
         hidden_size = self._config.get("target_hidden_size") or layer.hidden_size

@@ -94,6 +94,7 @@ SHAPES = {
     "windows": BlockShape(windows=(None, 3, 3), are_causal=(False, False, False), rope_theta=1e6),
     "causal windows": BlockShape(windows=(4, None), are_causal=(True, False)),
     "own vocabulary": BlockShape(windows=(None,), are_causal=(False,), is_cut=True),
+    "dflash 2": BlockShape(windows=(None, 3), is_refined=True),
     "dspark": BlockShape(is_anchor_drafting=True, is_cut=True, markov_type="vanilla"),
     "dspark, gated": BlockShape(is_anchor_drafting=True, markov_type="gated"),
 }
@@ -248,7 +249,11 @@ def refused(target: Path, head: Path, kind: HeadKind) -> str:
     ("config", "said"),
     [
         ({"speculators_model_type": "dspark"}, "kind 'dspark', and draft.kind is 'dflash'; set it to 'dspark'"),
-        ({"speculators_model_type": "dflash2"}, "type 'dflash2', which is not read"),
+        (
+            {"speculators_model_type": "xpress"},
+            "type 'xpress', which is not read; read are 'eagle3', 'peagle'",
+        ),
+        ({"speculators_model_type": "dflash2"}, "'layers.0.attention_conv.base_kernel' of shape [2, 2, 32] is missing"),
         ({"mask_token_id": None}, "mask_token_id None"),
         ({"mask_token_id": 64}, "mask_token_id 64 in config.json; it must be one of the target's 64 ids"),
         ({"block_size": 1}, "block_size 1"),
@@ -265,6 +270,25 @@ def test_a_block_head_that_does_not_fit_is_refused_by_name(
     config: dict[str, Any], said: str, target: Path, tmp_path: Path
 ) -> None:
     shape = SHAPES["whole"]
+    folder = write_block_head(tmp_path / "head", block_tensors(target, 2, shape), TAPS, shape, **config)
+    assert said in refused(target, folder, HeadKind.DFLASH)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"conv_kernel_size": 6}, "conv_kernel_size 6 in config.json; it must be 1 to 5"),
+        ({"conv_group_size": 5}, "conv_group_size 5 in config.json, which does not divide its hidden size 32"),
+        ({"selector_top_k": 65}, "selector_top_k 65 in config.json; it must be 1 to 64"),
+        ({"selector_rank": "6"}, "selector_rank '6' in config.json; it must be 1 or more"),
+        ({"selector_rank": 7}, "'candidate_selector.predecessor_codebook' has shape [64, 6], but this target needs"),
+        ({"draft_vocab_size": 60}, "draft_vocab_size 60; only the target's whole vocabulary of 64 tokens is computed"),
+    ],
+)
+def test_a_dflash_2_head_that_does_not_fit_is_refused_by_name(
+    config: dict[str, Any], said: str, target: Path, tmp_path: Path
+) -> None:
+    shape = SHAPES["dflash 2"]
     folder = write_block_head(tmp_path / "head", block_tensors(target, 2, shape), TAPS, shape, **config)
     assert said in refused(target, folder, HeadKind.DFLASH)
 
