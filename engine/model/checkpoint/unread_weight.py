@@ -57,7 +57,7 @@ class QuantizedWeight:
     def to(self, device: torch.device) -> QuantizedWeight:
         """Return it on a device."""
         parts = {each.name: getattr(self, each.name) for each in fields(self)}
-        tensors = {name: part.to(device) for name, part in parts.items() if isinstance(part, Tensor)}
+        tensors: dict[str, Any] = {name: part.to(device) for name, part in parts.items() if isinstance(part, Tensor)}
         return replace(self, **tensors)
 
     def by_rows(self) -> QuantizedWeight:
@@ -120,7 +120,7 @@ class UnreadWeight(Tensor):
 
         `source` is its name and the checkpoint's. `stored`, if given, returns the numbers as they are stored.
         """
-        weight = Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype, device=device or "cpu")
+        weight = Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype, device=device or torch.device("cpu"))
         weight._numbers, weight._source, weight._stored_dtype = numbers, source, dtype
         weight._stored, weight._keeps_form = stored, False
         return weight
