@@ -157,7 +157,8 @@ class MtpProposer(RecurrentProposer):
         batch = self._runner.lay_out(spans)
         if ids is not None:
             batch.input_ids.copy_(ids)
-        return self._mtp.forward(batch, torch.cat(tuple(inputs)), module).split([len(each) for each in inputs])
+        states = self._mtp.forward(batch, torch.cat(tuple(inputs)), module)
+        return list(states.split([len(each) for each in inputs]))
 
     def _last_states(self, sequence: RequestTokens, num_tokens: int, like: Tensor) -> Seq[Tensor]:
         """Return the last states of a text of `num_tokens`; empty ones after a cached prefix."""
