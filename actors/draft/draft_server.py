@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from actors.channel.channel_proposer import OfferTable
@@ -69,7 +70,9 @@ class DraftAhead:
         """
         from engine.proposer.draft_model.ahead_drafter import PendingPass  # as above
 
-        self._due[sequence.request_id] = PendingPass(sequence, draft.first_path().token_ids, num_drafts)
+        # The target computes nothing from an impossible token on.
+        draft_ids = tuple(takewhile(lambda token_id: token_id >= 0, draft.first_path().token_ids))
+        self._due[sequence.request_id] = PendingPass(sequence, draft_ids, num_drafts)
 
     def run(self, send: Callable[[tuple[Offer, ...]], None], is_stopped: Callable[[], bool]) -> None:
         """Draft for all expected passes and send the offers; return at once when `is_stopped`."""

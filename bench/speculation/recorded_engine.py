@@ -22,7 +22,8 @@ from engine.scheduler.scheduler import Scheduler
 from engine.sequence.request_tokens import DraftRule
 from engine.sequence.sequence import Sequence
 from engine.verifier.verifier import Verifier
-from engine.verifier.verify_task import VerifyResult, VerifyTask
+from engine.verifier.verify_result import VerifyResult
+from engine.verifier.verify_task import VerifyTask
 from protos.messages import GenerateRequest
 
 

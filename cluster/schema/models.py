@@ -113,7 +113,7 @@ class DraftSection(Section):
             yield "kind 'python' needs code, a class as 'module:Class'"
         if self.kind is not SpeculationMethod.PYTHON and self.code is not None and self.head is None:
             yield f"code is for kind 'python', and the kind is '{self.kind}'; remove one of the two"
-        if self.num_layers is not None and self.kind not in _OWN_KEYS:
+        if self.num_layers is not None and self.head is None:
             kinds = quoted(tuple(_OWN_KEYS))
             yield f"num_layers is for the kinds {kinds}, and the kind is '{self.kind}'; remove one of the two"
 

@@ -95,7 +95,7 @@ class _Limits:
         """Return drafts of these numbers of rows within the limits; a tree of one node is a chain."""
         branches = is_tree & (lengths > 1)
         nodes = np.where(branches, np.minimum(lengths, self.trees), 0)
-        depths = np.minimum(lengths, np.where(branches, self.depths, self.chains))
+        depths = np.minimum(np.where(branches, nodes, lengths), np.where(branches, self.depths, self.chains))
         return [*map(DraftSize, depths.tolist(), nodes.tolist())]
 
 
@@ -136,8 +136,7 @@ class LengthPolicy:
         self._last_drafted: dict[str, int] = {}  # request id -> step of its last draft, or of its first pass
         self._tree_classes: set[str] = set()
         self._next_choice = 0  # step
-        # Steps of the draft model for a tree of 1, 2, ... nodes: the depth of its deepest node.
-        self._tree_steps = np.log2(np.arange(1.0, max(max_length, max_nodes) + 1.0)) + 1.0
+        self._tree_steps = self._new_tree_steps()
         self._num_choices: Counter[str] = Counter()  # passes with drafts of a class that has two shapes
         self._last_alone: dict[str, int] = {}  # method -> step of the last plan for it to draft alone
         self._is_speculating = False
@@ -161,12 +160,13 @@ class LengthPolicy:
     def forget_draft(self) -> None:
         """Forget all measurements of the draft model, since another has replaced it; keep the target's costs."""
         self._acceptance = self._new_acceptance()
+        self._tree_steps, self._tree_classes = self._new_tree_steps(), set()
         self._costs.forget_drafts()
         self._gates = SpeculationGates(self._costs)
         self._is_speculating = True
 
     def on_pass(self, record: PassRecord) -> None:
-        """Learn from a pass; call it once per pass, before `lengths`."""
+        """Learn from a pass; call it once per pass, before `sizes`."""
         passes = [each for each in record.passes if each.outcome.is_exact]
         self._costs.expect_prompts(record.num_prompt_rows)
         if not passes:
@@ -251,7 +251,7 @@ class LengthPolicy:
         # Now and then a class has as many rows in its other shape.
         for name in branching:
             self._num_choices[name] += 1
-            if self._num_choices[name] % _SHAPE_PERIOD == 0:
+            if self._num_choices[name] % _SHAPE_PERIOD == 0 and np.isinf(self._max_pass_s):
                 is_tree = is_tree ^ limits.are_trees(names, {name})
         return best.lengths, is_tree
 
@@ -267,7 +267,8 @@ class LengthPolicy:
 
         present = self._tree_classes
         least = _LEAST_GAIN * tokens_per_s(present)
-        options = [set(branching), set[str](), *({*present} ^ {name} for name in branching)]
+        absent = present - set(branching)
+        options = [absent | set(branching), absent, *({*present} ^ {name} for name in branching)]
         speeds = [tokens_per_s(each) for each in options]
         if max(speeds) > least:
             self._tree_classes = options[int(np.argmax(speeds))]
@@ -397,6 +398,10 @@ class LengthPolicy:
         self._tree_steps[: len(deepest)] += _DEPTH_RATE * (deepest - self._tree_steps[: len(deepest)])
         self._tree_steps = np.maximum.accumulate(self._tree_steps)
 
+    def _new_tree_steps(self) -> Floats:
+        """Return the expected depth of a tree of 1, 2, ... nodes: the steps of its draft model."""
+        return np.log2(np.arange(1.0, max(self._max_length, self._max_nodes) + 1.0)) + 1.0
+
     def _new_acceptance(self) -> tuple[AcceptanceTable, AcceptanceTable]:
         """Return a table of chains and one of trees."""
         return AcceptanceTable(self._max_length), AcceptanceTable(self._max_nodes, has_trees=True)
@@ -430,7 +435,8 @@ def _requested(passes: Seq[SequencePass]) -> dict[str, RequestedDrafts]:
     for each in passes:
         if each.num_requested > 0:
             is_tree = each.scheduled.max_tree_nodes > 0
-            num_steps = each.draft.depth if is_tree and each.num_proposed else each.num_requested
+            # A draft whose first token is impossible has depth 0, and took a step.
+            num_steps = max(1, each.draft.depth) if is_tree and each.num_proposed else each.num_requested
             numbers.setdefault(drafter_of(each.sequence, is_tree=is_tree), []).append((num_steps, each.num_requested))
     return {
         drafter: RequestedDrafts(max(steps for steps, _ in sizes), sum(rows for _, rows in sizes))

@@ -10,7 +10,7 @@ from engine.accounting.step_times import StepTimes
 from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.checked_draft import CheckedDraft
 from engine.sequence.sequence import Sequence
-from engine.verifier.verify_task import VerifyResult
+from engine.verifier.verify_result import VerifyResult
 
 
 class SequencePass(NamedTuple):

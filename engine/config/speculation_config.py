@@ -104,7 +104,7 @@ class SpeculationConfig:
     offer, the default first; a name outside `SpeculationMethod` is a further draft model. A deployment with
     `num_tokens` 0 drafts only for requests that ask.
 
-    With a `tree`, drafts are trees of depth K.
+    With a `tree`, drafts are trees of depth K unless `adaptive`.
 
     With `adaptive`, each pass of each request gets its own shape: none, a chain of up to `max_num_tokens` (or the
     request's limit), or a tree of up to its `num_nodes`; `num_tokens` is only the first K. Drafts then keep a pass

@@ -34,7 +34,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.checked_draft import NOTHING, CheckedDraft, check_draft
 from engine.sequence.sequence import SequenceStatus
-from engine.verifier.verify_task import VerifyResult
+from engine.verifier.verify_result import VerifyResult
 from protos.errors import EngineError
 from protos.messages import GenerateRequest, TokenChunk
 

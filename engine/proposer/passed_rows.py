@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.sequence.batch import Batch
 from engine.sequence.sequence import Sequence
-from engine.verifier.verify_task import VerifyResult
+from engine.verifier.verify_result import VerifyResult
 
 
 @dataclass(frozen=True, slots=True)

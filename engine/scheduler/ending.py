@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.sequence.sequence import Sequence, SequenceStatus
-from engine.verifier.verify_task import VerifyResult
+from engine.verifier.verify_result import VerifyResult
 from protos.errors import RequestError
 from protos.messages import FinishReason, TokenChunk, TokenLogprobs
 

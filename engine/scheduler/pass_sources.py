@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.sequence.batch import ScheduledSequence
 from engine.sequence.checked_draft import CheckedDraft
-from engine.verifier.verify_task import VerifyResult
+from engine.verifier.verify_result import VerifyResult
 from protos.messages import PlainReason, TokenSource, has_own_weights
 
 

@@ -36,7 +36,7 @@ from engine.scheduler.ending import (
 from engine.scheduler.turns import FairQueue, MaskTurns, has_dear_masks
 from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.sequence import Sequence, SequenceStatus
-from engine.verifier.verify_task import VerifyResult
+from engine.verifier.verify_result import VerifyResult
 from protos.errors import RequestError
 from protos.messages import FinishReason, TokenChunk, TokenLogprobs
 
@@ -54,7 +54,7 @@ class Scheduler:
     rules:
 
     1. Verification comes first: a sequence that has caught up computes its last token and up to K drafts, or the nodes
-       of a `tree`. Every last token gets its slot before any draft does; drafts shrink to fit the budget and the pool.
+       of a tree. Every last token gets its slot before any draft does; drafts shrink to fit the budget and the pool.
        If more sequences prefill than decode, nothing is drafted, since drafting would delay the prefills.
     2. Prefill chunks fill the budget, running sequences before new ones. While others decode, chunks take at most the
        time that `max_stall_passes` allows, as measured by `rates`.

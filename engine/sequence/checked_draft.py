@@ -73,7 +73,7 @@ class CheckedDraft(NamedTuple):
         """The shape that the model computes: none, chain or tree."""
         if self.num_valid == 0:
             return "none"
-        return "tree" if self.draft.parents else "chain"
+        return "tree" if self.draft.parents and self.num_valid > 1 else "chain"
 
     @property
     def is_cut(self) -> bool:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from engine.sampling.logits_row import RowBatch
 from engine.sampling.sampler import Sampler
-from engine.verifier.verify_task import IMPOSSIBLE_ID, VerifyResult, VerifyTask
+from engine.verifier.verify_result import VerifyResult
+from engine.verifier.verify_task import IMPOSSIBLE_ID, VerifyTask
 
 
 def verify_coupled(sampler: Sampler, logits: Tensor, tasks: Seq[VerifyTask], rows: RowBatch) -> list[VerifyResult]:

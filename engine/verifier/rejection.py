@@ -28,7 +28,8 @@ from engine.sampling.sampler import Sampler, row_keys
 from engine.sampling.sparse_distribution import is_consistent, one_hot
 from engine.verifier import rejection_rule
 from engine.verifier.chain_batch import ChainBatch, draw_tokens
-from engine.verifier.verify_task import VerifyResult, VerifyTask
+from engine.verifier.verify_result import VerifyResult
+from engine.verifier.verify_task import VerifyTask
 
 
 def verify_by_rejection(sampler: Sampler, logits: Tensor, tasks: Seq[VerifyTask], rows: RowBatch) -> list[VerifyResult]:

@@ -54,7 +54,7 @@ def test_a_grammar_reaches_the_draft_unchanged() -> None:
 
 # What a draft need not know of a request; a new field of one belongs here, or into `Open`.
 NOT_FOR_DRAFTS = {
-    "speculation",  # except `verify` and the number of drafts, which `Open` has
+    "speculation",  # except `verify` and the size of drafts, which `Open` has
     "priority",
     "timeout_s",
     "prediction_token_ids",
@@ -75,7 +75,7 @@ NOT_FOR_DRAFTS = {
 
 def test_a_draft_knows_of_a_request_all_that_its_drafts_hang_on() -> None:
     request = filled(GenerateRequest)
-    sequence = RequestTokens(request, DraftRule(5, VerifyMode.BLOCK))
+    sequence = RequestTokens(request, DraftRule(5, VerifyMode.BLOCK, num_tree_nodes=7))
     sequence.num_computed_tokens = 1
     opening = SyncedSequence(sequence).opening()
     assert names(Open) == {*names(GenerateRequest) - NOT_FOR_DRAFTS - {"prompt_token_ids", "output_token_ids"}} | {
@@ -83,6 +83,7 @@ def test_a_draft_knows_of_a_request_all_that_its_drafts_hang_on() -> None:
         "num_prompt_tokens",
         "verify",
         "num_drafts",
+        "num_nodes",
         "is_next",
     }
     assert not at_default(opening)

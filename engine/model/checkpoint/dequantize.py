@@ -79,8 +79,8 @@ def _read_stored(
     parts = _PARTS[stored.format]({last: _read(*file) for last, file in files.items()}, scheme)
     scales, zeros = (None if each is None else _grid(each) for each in (parts.scales, parts.zeros))
     assert scales is not None, "`_Parts` has them"
-    zeros = None if zeros is None else zeros.float()
-    return QuantizedWeight(parts.numbers, scales, zeros=zeros, row_step=-(-stored.shape[0] // len(scales)))
+    zeros = None if zeros is None else zeros[: len(scales)].float()  # packed ones fill whole words
+    return QuantizedWeight(parts.numbers, scales, zeros=zeros, row_step=stored.step[0])
 
 
 def _group_index(tensors: Mapping[str, Tensor]) -> Tensor | None:

@@ -39,6 +39,8 @@ class DecoderFamily:
         centers: a norm subtracts the mean.
         rotates_pairs: neighbors in a head are rotated together, not its halves.
         is_parallel: the attention and the MLP read the same rows.
+        factors: the keys of the configuration with factors of embeddings, residuals and logits; others are not read.
+        has_softcap: `final_logit_softcapping` bounds logits.
         encodes_positions: whether a layer's attention rotates queries and keys.
         runs_anywhere: also on several ranks and on GPUs.
     """
@@ -48,6 +50,8 @@ class DecoderFamily:
     centers: bool = False
     rotates_pairs: bool = False
     is_parallel: bool = False
+    factors: tuple[str, ...] = ()
+    has_softcap: bool = False
     encodes_positions: Callable[[Any], bool] = _always
     runs_anywhere: bool = False
 
@@ -61,11 +65,16 @@ class DecoderFamily:
         weight: Tensor = norm.weight
         return 1.0 + weight.float() if self.adds_one else weight
 
+    def factor(self, config: Any, key: str) -> float:
+        """Return a factor of the configuration; 1 where the family has no such key."""
+        return float(getattr(config, key)) if key in self.factors else 1.0
+
 
 _LLAMA = DecoderFamily(runs_anywhere=True)
 _PLAIN = DecoderFamily()
 _PAIRS = DecoderFamily(rotates_pairs=True)
-_COHERE = DecoderFamily(_ONE, centers=True, rotates_pairs=True, is_parallel=True)
+_GEMMA = DecoderFamily(_AROUND, adds_one=True, has_softcap=True)
+_COHERE = DecoderFamily(_ONE, centers=True, rotates_pairs=True, is_parallel=True, factors=("logit_scale",))
 FAMILIES = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -77,11 +86,11 @@ FAMILIES = {
     "internlm3": _PLAIN,
     "phi3": _PLAIN,
     "seed_oss": _PLAIN,
-    "granite": _PLAIN,
+    "granite": DecoderFamily(factors=("embedding_multiplier", "residual_multiplier", "logits_scaling")),
     "smollm3": DecoderFamily(encodes_positions=lambda attention: bool(attention.use_rope)),
     "gemma": DecoderFamily(adds_one=True),
-    "gemma2": DecoderFamily(_AROUND, adds_one=True),
-    "gemma3_text": DecoderFamily(_AROUND, adds_one=True),
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
     "ernie4_5": _PAIRS,
     "glm": _PAIRS,
     "glm4": DecoderFamily(_BEFORE_AND_AFTER, rotates_pairs=True),
@@ -116,15 +125,10 @@ def rotaries(model: Any) -> dict[str | None, Rotary]:
     return {kind: partial(rotary, layer_type=kind) for kind in rotary.layer_types}
 
 
-def embedding_scale(model: Any) -> float:
-    """Return what an embedding is multiplied by."""
+def embedding_scale(model: Any, family: DecoderFamily) -> float:
+    """Return the factor of embeddings."""
     own = getattr(model.model.embed_tokens, "scalar_embed_scale", None)
-    return float(own if own is not None else getattr(model.config, "embedding_multiplier", 1.0))
-
-
-def residual_scale(model: Any) -> float:
-    """Return the factor of a layer's outputs in the residual stream."""
-    return float(getattr(model.config, "residual_multiplier", 1.0))
+    return float(own) if own is not None else family.factor(model.config, "embedding_multiplier")
 
 
 def norm_epsilon(config: Any) -> float:

@@ -26,7 +26,6 @@ from engine.model.decoders.decoder_family import (
     family_of,
     gate_of,
     norm_epsilon,
-    residual_scale,
     rotaries,
 )
 from engine.model.decoders.native_layers import DecoderLayer, DecoderShape, GatedMlp, NativeLayers
@@ -91,13 +90,13 @@ class FusedDecoder:
         self._head_dim = attention.head_dim
         self._num_heads = config.num_attention_heads // rank.size
         self._num_kv_heads = config.num_key_value_heads // rank.size
-        self._epsilon, self._residual_scale = norm_epsilon(config), residual_scale(model)
+        self._epsilon, self._residual_scale = norm_epsilon(config), family.factor(config, "residual_multiplier")
         self._dtype: torch.dtype = model.model.norm.weight.dtype  # of rows; weights and embedding may have another
         self._embedding = rank.to_device(model.model.embed_tokens.weight)
         self._is_deterministic = is_deterministic
-        self._embedding_scale = embedding_scale(model)
-        self._logit_scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
-        self._logit_softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._embedding_scale = embedding_scale(model, family)
+        self._logit_scale = family.factor(config, "logit_scale") / family.factor(config, "logits_scaling")
+        self._logit_softcap: float | None = config.final_logit_softcapping if family.has_softcap else None
         model.model.rotary_emb.to(self._embedding.device)
         like = self._embedding.new_empty(0, dtype=self._dtype)
         self._rotaries = {
@@ -105,7 +104,7 @@ class FusedDecoder:
             for kind, rotary in rotaries(model).items()
         }
         self._num_rotated_dims = next(iter(self._rotaries.values())).num_dims
-        self._rows = _row_operations(model, math.gcd(self._head_dim, self._num_rotated_dims))
+        self._rows = self._row_operations(model.model.norm.weight)
         self._norms_projections = False
         self._make_linear, self._store = make_linear, store
         if rank.size == 1:
@@ -294,6 +293,17 @@ class FusedDecoder:
         )
         return NativeLayers.of(self._layers, shape)
 
+    def _row_operations(self, weight: Tensor) -> RowOperations:
+        """Return the operations of rows like `weight`, the final norm's."""
+        if runs_triton(weight):
+            # Not at the top: processes without a GPU may have no Triton, and need none.
+            from engine.model.decoders.triton_rows import TritonRows
+
+            return TritonRows(self._epsilon)
+        dims = math.gcd(self._head_dim, self._num_rotated_dims)
+        factors = self._epsilon, self._residual_scale
+        return row_operations(weight.shape[0], dims, weight, *factors, centers=self._family.centers)
+
     def _summed(self, linear: nn.Linear) -> Linear:
         """A product by this rank's inputs; the sum over all ranks is the layer's output."""
         return self._make_linear(self._rank.shard_columns(linear.weight), self._rank.summed_bias(linear.bias))
@@ -344,15 +354,3 @@ def _halves(joined: nn.Linear) -> tuple[nn.Linear, nn.Linear]:
     for half, weight in zip((gate, up), joined.weight.split(size), strict=True):
         half.weight = nn.Parameter(weight, requires_grad=False)
     return gate, up
-
-
-def _row_operations(model: Any, head_dim: int) -> RowOperations:
-    weight, epsilon = model.model.norm.weight, norm_epsilon(model.config)
-    if runs_triton(weight):
-        # Not at the top: processes without a GPU may have no Triton, and need none.
-        from engine.model.decoders.triton_rows import TritonRows
-
-        return TritonRows(epsilon)
-    family = family_of(model.config)
-    centers = family is not None and family.centers
-    return row_operations(weight.shape[0], head_dim, weight, epsilon, residual_scale(model), centers=centers)

@@ -62,7 +62,7 @@ class RotaryTable:
             sin = sin * sin.new_tensor((-1.0, 1.0)).repeat(half)
         else:
             sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-        return torch.stack((cos[0], sin[0]), dim=1)
+        return torch.stack((cos[0], sin[0]), dim=1).to(self._like.dtype)  # some families give float32
 
 
 def rotate(x: Tensor, table: Tensor, *, in_pairs: bool = False) -> Tensor:

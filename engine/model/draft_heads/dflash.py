@@ -23,6 +23,7 @@ from engine.model.draft_heads.published import HeadFormat
 from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import UNKNOWN
 from engine.model.linear.packed_linear import Linear, linear_of
+from protos.errors import ConfigError
 
 
 class DFlashHead:
@@ -46,6 +47,10 @@ class DFlashHead:
         self.lm_head: Linear = self._own_lm_head or _no_lm_head
         self._markov = _MarkovTerm(config, reader) if config.block.markov_rank else None
         self._selector = _Selector(config, reader) if config.block.refinement else None
+        if self._selector is not None and self._target_ids is not None:
+            raise ConfigError(
+                "a DFlash 2 head with token ids of its own (d2t) cannot be computed; use a whole vocabulary"
+            )
         _take_confidence(config, reader)
 
     @torch.inference_mode()

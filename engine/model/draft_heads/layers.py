@@ -48,7 +48,8 @@ class BlockConvolution:
         out = torch.zeros_like(groups)
         for tap, kernel in enumerate(base):
             kernels = kernel.view(1, *groups.shape[1:]) + own[:, tap, :, None]
-            out += groups.roll(tap, 0) * kernels * (places >= tap)[:, None, None]
+            # A row of another block may be NaN, which no product hides.
+            out += groups.roll(tap, 0).masked_fill((places < tap)[:, None, None], 0.0) * kernels
         return out.view_as(x)
 
 

@@ -146,7 +146,7 @@ def load_mtp(target: PreTrainedModel, device: torch.device, max_modules: int | N
 def _num_stored(path: str) -> int:
     """Return the number of MTP layers among a checkpoint's tensors; Qwen3-Next's configuration does not name it."""
     names = tensor_headers(fetched_folder(path))
-    return len({found[1] for name in names if (found := re.match(r"mtp\.layers\.(\d+)\.", name))})
+    return len({found[1] for name in names if (found := re.match(r"(?:model\.)?mtp\.layers\.(\d+)\.", name))})
 
 
 def _published_names(target: PreTrainedModel, num_layers: int) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.config import HeadConfig, Quantization
-from engine.model.decoders.decoder_family import SELF_DRAFTING
+from engine.model.decoders.decoder_family import FAMILIES, SELF_DRAFTING
 from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.decoders.stock_decoder import StockDecoder
 from engine.model.forward_batch import ForwardBatch
@@ -84,10 +84,12 @@ def _packed(
 
 def _check(config: HeadConfig, stock: PreTrainedModel, quantization: Quantization) -> None:
     model_type, num_layers = stock.config.model_type, stock.config.num_hidden_layers
-    if model_type not in SELF_DRAFTING or not FusedDecoder.fits(stock):
+    device = stock.device.type
+    types = [name for name in SELF_DRAFTING if device == "cpu" or FAMILIES[name].runs_anywhere]
+    if model_type not in types or not FusedDecoder.fits(stock):
         raise ConfigError(
-            f"draft.kind is 'self', which needs a model of type {_listed(SELF_DRAFTING)}, but the target's is "
-            f"{model_type!r}; choose another draft.kind"
+            f"draft.kind is 'self', which on {device!r} needs a model of type {_listed(types)} that our own decoder "
+            f"computes, but the target's is {model_type!r}; choose another draft.kind"
         )
     if config.num_layers is not None and config.num_layers >= num_layers:
         raise ConfigError(

@@ -191,6 +191,9 @@ def _packed(weight: QuantizedWeight, step: int) -> tuple[Kind, Tensor, Tensor | 
     if numbers.dtype is torch.float8_e4m3fn:
         return Kind.FLOAT8, numbers.contiguous().view(torch.uint8), zeros, bases
     least, most = (int(each) for each in numbers.aminmax())
+    if bases is None and -8 <= least < 0 and most <= 7:  # less by the middle, as compressed-tensors reads them
+        numbers, least, most = numbers + 8, least + 8, most + 8
+        zeros = torch.full_like(weight.scales, 8.0) if zeros is None else zeros + 8
     is_int4 = least >= 0 and most <= 15  # an int8 weight with such numbers alone too
     middle = (8 if bases is None else 0) if is_int4 else (128 if most > 127 else 0)
     if middle:

@@ -13,7 +13,7 @@ from engine.accounting.record import SequencePass
 from engine.batch.draft import Draft
 from engine.sequence.batch import ScheduledSequence
 from engine.sequence.checked_draft import CheckedDraft
-from engine.verifier.verify_task import VerifyResult
+from engine.verifier.verify_result import VerifyResult
 from tests.engine.fixtures.builders import pass_record
 from tests.engine.fixtures.pairs.simulated_pair import (
     MAX_DRAFTS,
@@ -65,7 +65,7 @@ def test_no_fixed_shape_is_five_percent_better(world: World, has_trees: bool, nu
     pair, policy = world.pair(), new_policy()
     pair.run(num_streams, 100, policy)
     num_before = len(pair.num_trees)
-    assert pair.run(num_streams, 150, policy) >= 0.95 * world.best(num_streams)
+    assert pair.run(num_streams, 300, policy) >= 0.95 * world.best(num_streams)
     share = np.mean(pair.num_trees[num_before:]) / num_streams
     if num_streams == 1:
         assert share > 0.8 if has_trees else share < 0.1

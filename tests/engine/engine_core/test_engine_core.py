@@ -14,16 +14,19 @@ import torch
 from torch import Tensor
 
 import engine.engine_core
+from engine.batch.draft import Draft
 from engine.batch.span import Span
-from engine.config import SchedulerConfig, SpeculationConfig
+from engine.config import SchedulerConfig, SpeculationConfig, TreeConfig
 from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
 from engine.proposer import Proposer
 from engine.proposer.dispatch.guarded_proposer import NoProposer
 from engine.sampling.sampler import Sampler
 from engine.scheduler.scheduler import Scheduler
+from engine.sequence.batch import ScheduledSequence
 from engine.sequence.sequence import Sequence
 from engine.verifier.verifier import Verifier
+from engine.verifier.verify_task import IMPOSSIBLE_ID
 from protos.errors import EngineError, RequestError
 from protos.messages import (
     FinishReason,
@@ -50,12 +53,17 @@ def make_core(
     max_tokens_per_step: int = 256,
     enable_prefix_caching: bool = True,
     adaptive: bool = False,
+    tree: TreeConfig | None = None,
 ) -> EngineCore:
     blocks = BlockManager(num_blocks, 4, "m", enable_prefix_caching=enable_prefix_caching)
     return EngineCore(
         runner or FakeRunner(num_blocks, 4, V),
         Scheduler(SchedulerConfig(8, max_tokens_per_step), blocks, max_model_len=100),
-        Speculation(proposer or NoProposer(), Verifier(Sampler()), SpeculationConfig(num_drafts, adaptive=adaptive)),
+        Speculation(
+            proposer or NoProposer(),
+            Verifier(Sampler()),
+            SpeculationConfig(num_drafts, methods=(SpeculationMethod.MODEL,), adaptive=adaptive, tree=tree),
+        ),
     )
 
 
@@ -218,6 +226,20 @@ def test_drafts_are_shown_at_their_place_to_who_wants_them() -> None:
     assert {chunk.offset for chunk in shown} > {1}
     for chunk in shown:
         assert list(chunk.draft_ids) == tokens[chunk.offset : chunk.offset + len(chunk.draft_ids)]
+
+
+class ImpossibleTrees(ScriptedProposer):
+    """Proposes trees of an impossible token, as a draft without finite logits does."""
+
+    def propose(self, batch: Seq[ScheduledSequence]) -> list[Draft]:
+        return [Draft((IMPOSSIBLE_ID,), (), (-1,)) for _ in batch]
+
+
+def test_a_draft_without_a_possible_token_stops_nothing() -> None:
+    core = make_core(ImpossibleTrees(right), adaptive=True, tree=TreeConfig(num_nodes=8))
+    core.add(request("a", max_tokens=90))
+    assert outputs(run(core))["a"] == greedy((1, 2, 3), 90)
+    assert core.stats().drafts.num_invalid_tokens > 0
 
 
 def test_a_draft_is_cut_to_what_was_planned() -> None:

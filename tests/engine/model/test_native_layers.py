@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
+    Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -37,8 +39,10 @@ from engine.attention.native import native_or_torch
 from engine.attention.torch_attention import TorchAttention
 from engine.batch.span import Span
 from engine.config import KVDtype, Quantization
+from engine.model.decoders.decoder_family import rotaries
 from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.decoders.native_layers import NativeLayers
+from engine.model.decoders.rotary import RotaryTable
 from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps
 from engine.model.paged_model import PagedModel
@@ -83,6 +87,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gemma": GemmaConfig(**SIZES),
     "gemma2": Gemma2Config(**SIZES, **WINDOWS, final_logit_softcapping=5.0),
     "gemma3_text": Gemma3TextConfig(**SIZES, **WINDOWS),
+    "ernie4_5": Ernie4_5Config(**SIZES_OF_TWO_HEADS),
     "glm": GlmConfig(**{**SIZES, "head_dim": 64}, rope_parameters=HALF_ROTATED, attention_bias=True),
     "glm4": Glm4Config(**{**SIZES, "head_dim": 64}, rope_parameters=HALF_ROTATED),
     "cohere": CohereConfig(**SIZES_OF_TWO_HEADS),
@@ -163,6 +168,15 @@ def test_one_call_has_the_bits_of_many(
     together = logits(model, [BRANCHED, BESIDE])
     assert torch.equal(together, one_by_one(model, [BRANCHED, BESIDE]))
     assert torch.equal(together, torch.cat((logits(model, [BRANCHED]), logits(model, [BESIDE]))))
+
+
+@pytest.mark.parametrize("family", list(CONFIGS))
+def test_rotary_tables_have_the_dtype_of_rows(family: str) -> None:
+    model = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.bfloat16)
+    for rotary in rotaries(model).values():
+        table = RotaryTable(rotary, torch.empty(0, dtype=torch.bfloat16))
+        batch = Mock(num_positions=3, position_ids=torch.arange(3))
+        assert table.at(batch).dtype is torch.bfloat16
 
 
 @DTYPES

@@ -7,7 +7,7 @@ import pytest
 from engine.batch.draft import Draft
 from engine.scheduler.pass_sources import token_sources
 from engine.sequence.checked_draft import CheckedDraft
-from engine.verifier.verify_task import VerifyResult
+from engine.verifier.verify_result import VerifyResult
 
 
 @pytest.mark.parametrize(

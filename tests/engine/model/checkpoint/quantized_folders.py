@@ -18,15 +18,14 @@ Written = tuple[dict[str, Tensor], Tensor]  # tensors by their last name, and th
 Writer = Callable[[Tensor], Written]
 
 
-def llama(folder: Path, *, is_tied: bool = True) -> dict[str, Tensor]:
+def llama(folder: Path, *, is_tied: bool = True, **sizes: int) -> dict[str, Tensor]:
     """Write a small Llama of random weights and return them."""
     torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, **sizes}
     config = LlamaConfig(
-        hidden_size=64,
+        **sizes,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         vocab_size=96,
         max_position_embeddings=64,
         tie_word_embeddings=is_tied,
@@ -37,11 +36,11 @@ def llama(folder: Path, *, is_tied: bool = True) -> dict[str, Tensor]:
 
 
 def quantize_folder(
-    folder: Path, write: Writer, section: Mapping[str, Any], *, is_tied: bool = True
+    folder: Path, write: Writer, section: Mapping[str, Any], *, is_tied: bool = True, **sizes: int
 ) -> dict[str, Tensor]:
     """Write a Llama with quantized linear layers; return its weights as they are to be read, in float32."""
     weights, expected = {}, {}
-    for name, weight in llama(folder, is_tied=is_tied).items():
+    for name, weight in llama(folder, is_tied=is_tied, **sizes).items():
         module = name.removesuffix(".weight")
         if module.endswith(("_proj", "lm_head")):
             parts, expected[name] = write(weight)

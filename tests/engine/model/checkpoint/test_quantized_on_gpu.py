@@ -25,7 +25,7 @@ from engine.model.runner import model_runner
 from engine.model.runner.model_runner import ModelRunner
 from tests.engine.fixtures.attention_fixtures import DEVICE
 from tests.engine.fixtures.families import SERVED, write_family
-from tests.engine.model.checkpoint.quantized_folders import BY_DEFINITION, llama, quantize_folder
+from tests.engine.model.checkpoint.quantized_folders import BLOCK_FP8, BY_DEFINITION, llama, quantize_folder
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
@@ -101,6 +101,34 @@ def test_memory_holds_few_bits_and_no_second_copy(tmp_path: Path, products: list
     logits(tmp_path)
     assert len(products) == 9  # the head too
     assert all(product._weight.nbytes * 2 == product.num_inputs * product._num_outputs for product in products)
+
+
+def test_whole_numbers_around_zero_take_four_bits() -> None:
+    numbers = torch.randint(-8, 8, (32, 64), dtype=torch.int8)  # as compressed-tensors reads them
+    for zeros in (None, torch.randint(-8, 8, (32, 2)).float()):
+        weight = QuantizedWeight(numbers, torch.rand(32, 2), zeros=zeros)
+        product = FewBitsProduct(weight, None, torch.float32, is_deterministic=False)
+        assert product._weight.nbytes * 2 == numbers.numel()
+        rows = torch.randn(3, 64)
+        torch.testing.assert_close(product(rows), rows @ weight.dequantized().T)
+
+
+def test_outputs_that_fill_no_whole_blocks_have_their_own_scales(
+    tmp_path: Path, products: list[FewBitsProduct], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by_blocks(weight: Tensor) -> Any:
+        rows, columns = weight.shape
+        scales = torch.rand(-(-rows // 32), -(-columns // 32)) + 0.5
+        spread = scales.repeat_interleave(32, 0)[:rows].repeat_interleave(32, 1)[:, :columns]
+        numbers = (weight / spread).to(torch.float8_e4m3fn)
+        return {"weight": numbers, "weight_scale_inv": scales}, numbers.float() * spread
+
+    sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}  # keys have 48 outputs
+    quantize_folder(tmp_path, by_blocks, BLOCK_FP8, **sizes)
+    found = logits(tmp_path)
+    assert len(products) == 8
+    monkeypatch.undo()
+    torch.testing.assert_close(found, logits(tmp_path), rtol=1e-4, atol=1e-4)
 
 
 def test_a_damaged_scale_is_refused(tmp_path: Path, products: list[FewBitsProduct]) -> None:

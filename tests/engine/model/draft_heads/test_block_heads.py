@@ -16,6 +16,7 @@ from engine.batch.span import Span
 from engine.config import AttentionKind, CacheConfig, HeadConfig, HeadKind, ModelConfig, Quantization
 from engine.model.draft_heads.dflash import DFlashHead
 from engine.model.draft_heads.eagle3 import ParallelEagleHead
+from engine.model.draft_heads.layers import BlockConvolution
 from engine.model.draft_heads.loader import load_head
 from engine.model.hidden_state_taps import UNKNOWN
 from engine.model.linear.quantized_linear import can_quantize
@@ -329,3 +330,12 @@ def test_a_damaged_block_head_is_refused_by_the_tensors_name(
     tensors = block_tensors(target, 2, shape)
     damage(tensors)
     assert said in refused(target, write_block_head(tmp_path / "head", tensors, TAPS, shape), HeadKind.DSPARK)
+
+
+def test_a_row_without_finite_numbers_changes_no_other_block() -> None:
+    base = torch.ones(2, 2, 4)
+    convolution = BlockConvolution(base, lambda rows: rows.new_zeros(len(rows), 2 * 2 * 4))
+    x, places = torch.randn(4, 4), torch.tensor([0, 1, 0, 1])
+    expected = convolution.before(x, places)[0][2:]
+    x[1] = float("nan")
+    assert torch.equal(convolution.before(x, places)[0][2:], expected)

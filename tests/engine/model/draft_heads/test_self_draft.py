@@ -89,6 +89,6 @@ def test_int4_without_kernels_is_refused_with_fewer_layers_as_the_remedy(
 ) -> None:
     write_checkpoint(tmp_path, seed=0)
     monkeypatch.setattr(self_draft, "can_quantize", lambda _: False)
-    with pytest.raises(ConfigError, match=r"set it to 'none' and draft.num_layers to less than 2"):
+    with pytest.raises(ConfigError, match=r"Set it to 'none' and draft.num_layers to less than 2"):
         engine_of(tmp_path, INT4)
     assert engine_of(tmp_path, HeadConfig(HeadKind.SELF, num_layers=1)).stats().num_running == 0
