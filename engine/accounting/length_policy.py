@@ -400,7 +400,8 @@ class LengthPolicy:
 
     def _new_tree_steps(self) -> Floats:
         """Return the expected depth of a tree of 1, 2, ... nodes: the steps of its draft model."""
-        return np.log2(np.arange(1.0, max(self._max_length, self._max_nodes) + 1.0)) + 1.0
+        steps: Floats = np.log2(np.arange(1.0, max(self._max_length, self._max_nodes) + 1.0)) + 1.0
+        return steps
 
     def _new_acceptance(self) -> tuple[AcceptanceTable, AcceptanceTable]:
         """Return a table of chains and one of trees."""
