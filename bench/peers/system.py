@@ -214,12 +214,13 @@ def _run(contender: Contender, prompts: Prompts, num_tokens: int) -> ContenderRu
 
 @contextmanager
 def peak_memory() -> Iterator[list[int]]:
-    """Yield a list that grows by the memory of all processes below this one, until the block ends."""
+    """Yield a list that grows by the memory of all processes that begin below this one, until the block ends."""
     seen, is_over = [0], threading.Event()
+    others = set(psutil.Process().children(recursive=True))
 
     def watch() -> None:
         while not is_over.wait(_MEMORY_PERIOD_S):
-            seen.append(_memory_below())
+            seen.append(_memory_below(others))
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
@@ -228,12 +229,12 @@ def peak_memory() -> Iterator[list[int]]:
     finally:
         is_over.set()
         watcher.join()
-        seen.append(_memory_below())
+        seen.append(_memory_below(others))
 
 
-def _memory_below() -> int:
+def _memory_below(others: set[psutil.Process]) -> int:
     total = 0
-    for process in psutil.Process().children(recursive=True):
+    for process in set(psutil.Process().children(recursive=True)) - others:
         with suppress(psutil.Error):  # it has ended
             total += process.memory_full_info().pss
     return total
