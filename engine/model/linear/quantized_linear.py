@@ -203,7 +203,10 @@ def can_quantize(device: torch.device) -> bool:
 
 def reads_few_bits(device: torch.device) -> bool:
     """True if products on a device read weights of 4 and 8 bits as they are stored: a GPU from Ampere on."""
-    return device.type == "cuda" and has_triton() and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+    if device.type != "cuda" or not has_triton():
+        return False
+    # A process that checks a configuration has no card; the target's asks its own.
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
 
 
 @contextmanager

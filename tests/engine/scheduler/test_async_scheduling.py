@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from torch import Tensor
 
+from engine.accounting.length_policy import DraftSize
 from engine.accounting.record import PassRecord
 from engine.batch.span import Span
 from engine.config import SchedulerConfig, SpeculationConfig
@@ -396,11 +397,11 @@ class ScriptedPolicy:
     def on_pass(self, record: PassRecord) -> None:
         self.num_asked += sum(each.num_requested for each in record.passes)
 
-    def lengths(self, sequences: Seq[Sequence]) -> list[int]:
+    def sizes(self, sequences: Seq[Sequence]) -> list[DraftSize]:
         self.num_plans += 1
         length = int(self.num_plans % 4 == 0)
         self.num_wanted += sum(min(length, each.num_remaining_tokens - 1) for each in sequences)
-        return [length] * len(sequences)
+        return [DraftSize(length, 0)] * len(sequences)
 
 
 def test_a_plan_is_kept_until_a_pass_drafts_by_it() -> None:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, GptOssConfig, LongcatFlashConfig, MixtralConfig, PreTrainedConfig
 
 from engine.config import CacheConfig, HeadConfig, HeadKind, ModelConfig
+from engine.model.linear import quantized_linear
 from engine.model.runner.outline import check_outline
 from protos.errors import ConfigError
 from tests.engine.fixtures.checkpoints import write_checkpoint
@@ -100,7 +101,7 @@ def test_files_that_do_not_make_the_model_are_refused(copy: Path, spoil: Callabl
         check_outline(ModelConfig(str(copy)), CACHE)
 
 
-def test_settings_that_the_node_cannot_honour_are_refused(llama: Path):
+def test_settings_that_the_node_cannot_honour_are_refused(llama: Path, monkeypatch: pytest.MonkeyPatch):
     model = ModelConfig(str(llama))
     for changed, cache, length, message in (
         (model, CACHE, 1 << 20, r"max_model_len is 1048576, but the model has 128 positions"),
@@ -109,8 +110,12 @@ def test_settings_that_the_node_cannot_honour_are_refused(llama: Path):
     ):
         with pytest.raises(ConfigError, match=message):
             check_outline(changed, cache, length)
+    quantized = replace(model, quantization="int8")
+    monkeypatch.setattr(quantized_linear, "has_triton", lambda: True)
+    check_outline(quantized, CACHE, is_on_gpu=True)  # the process with the card asks it
+    monkeypatch.setattr(quantized_linear, "has_triton", lambda: False)
     with pytest.raises(ConfigError, match="quantization is 'int8', which needs our kernels"):
-        check_outline(replace(model, quantization="int8"), CACHE, is_on_gpu=True)
+        check_outline(quantized, CACHE, is_on_gpu=True)
 
 
 def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused(llama: Path):
