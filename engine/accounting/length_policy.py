@@ -262,8 +262,8 @@ class LengthPolicy:
 
         def tokens_per_s(classes: set[str]) -> float:
             is_tree = limits.are_trees(names, classes)
-            nobody = [""] * len(sequences)
-            return self._best_allocation(sequences, names, nobody, limits, is_tree, row_seconds).tokens_per_s
+            no_ids = [""] * len(sequences)  # the rates of classes alone
+            return self._best_allocation(sequences, names, no_ids, limits, is_tree, row_seconds).tokens_per_s
 
         present = self._tree_classes
         least = _LEAST_GAIN * tokens_per_s(present)

@@ -66,7 +66,7 @@ def _read_dequantized(stored: StoredWeight, files: Mapping[str, tuple[TensorHead
 
 
 def _has_form(stored: StoredWeight, headers: Mapping[str, TensorHeader], groups: Tensor | None) -> bool:
-    """True for a matrix whose groups of inputs are in order, and multiples of what kernels take at a time."""
+    """True for a matrix with groups of inputs in order, each a multiple of the inputs that kernels take at a time."""
     group_size = 1 if stored.format not in _PARTS else min(stored.step[1], stored.shape[1])
     if group_size % _INPUTS or _columns(stored, {} if groups is None else {"g_idx": groups}) is not None:
         return False

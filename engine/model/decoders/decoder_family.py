@@ -1,4 +1,4 @@
-"""How the layers of a family of dense models are computed: a description, read by `FusedDecoder`.
+"""Descriptions of dense families: `FusedDecoder` computes their layers by them.
 
 What a loaded model shows by itself (norms of queries and keys, windows, multipliers, sizes) is not repeated here.
 """

@@ -61,7 +61,7 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class BlockRefinement:
-    """What DFlash 2 adds: convolutions within the block around each sublayer, and a choice among likely tokens."""
+    """The additions of DFlash 2: convolutions around each sublayer within the block, a choice among likely tokens."""
 
     conv_kernel_size: int
     conv_group_size: int

@@ -23,7 +23,7 @@ from engine.model.linear.triton_product import TileSize, TritonProduct
 
 
 class Kind(IntEnum):
-    """How a byte holds numbers."""
+    """The form of the numbers in a byte."""
 
     FLOAT8 = 0  # one of float8_e4m3fn
     INT8 = 1
