@@ -23,8 +23,7 @@ from router.generation.tool_formats.tool_format import ToolFormat
 from router.generation.usage import Usage, UsageMeter
 from router.metrics.ingress_metrics import IngressMetrics, TokenClock, Traffic
 from router.requests.sampling_params import GenerateParams
-from router.tokenizer.detokenizer import make_detokenizer
-from router.tokenizer.tokenizer import Tokenizer
+from router.tokenizer.tokenizer import Tokenizer, make_detokenizer
 
 Item = TypeVar("Item")
 Item_co = TypeVar("Item_co", covariant=True)

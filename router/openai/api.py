@@ -55,9 +55,8 @@ from router.openai.response_writer import ResponseWriter
 from router.openai.responses_request import ResponsesRequest, ResponsesWriter
 from router.openai.static_page import PAGE_PREFIX, StaticPage
 from router.requests.admin_request import KillDrafts, StopCanaries, SwapDrafts, TryDrafts
-from router.requests.chat_request import ChatCompletionRequest, unread_parts
+from router.requests.chat_request import ChatCompletionRequest, ForeignTurn, unread_parts
 from router.requests.completion_request import CompletionRequest, DetokenizeRequest, TokenizeRequest
-from router.requests.foreign_turn import ForeignTurn
 
 logger = logging.getLogger(__name__)
 

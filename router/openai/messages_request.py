@@ -15,7 +15,7 @@ from router.generation.delta import Delta
 from router.openai.errors import anthropic_error_object
 from router.openai.response_writer import ResponseWriter
 from router.requests.body import Body
-from router.requests.foreign_turn import ForeignChat, ForeignTurn
+from router.requests.chat_request import ForeignChat, ForeignTurn
 from router.requests.generation_fields import Int, Seed, SpeculationFields, TokenLimit
 from router.tokenizer.content_parts import kind_of, plain_content, text_in
 

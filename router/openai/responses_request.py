@@ -15,7 +15,7 @@ from router.generation.delta import Delta
 from router.generation.generation import Generation
 from router.openai.response_writer import ResponseWriter
 from router.requests.body import Body
-from router.requests.foreign_turn import ForeignChat, ForeignTurn
+from router.requests.chat_request import ForeignChat, ForeignTurn
 from router.requests.generation_fields import Seed, SpeculationFields, Text, TokenLimit
 from router.tokenizer.content_parts import text_in
 from router.tokenizer.tokenizer import Tokenizer

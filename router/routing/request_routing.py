@@ -9,8 +9,7 @@ from dataclasses import replace
 from protos.block_keys import PROBE_SALT, block_keys, join_keys, probe_token_ids, root_key
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
 from router.api_keys import current_client
-from router.routing.audit import RouteOutcome
-from router.routing.routed_call import RoutedCall
+from router.routing.routed_call import RoutedCall, RouteOutcome
 from router.routing.router_metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)

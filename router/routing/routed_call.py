@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from protos.messages import GenerateRequest
 from protos.worker_report import PrefixHolder
-from router.routing.audit import RouteForecast
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +29,49 @@ class RouteQuery:
     refused_by: str | None = None
     is_explained: bool = False
     wants_holder: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RouteForecast:
+    """The router's expectation for one request.
+
+    Attributes:
+        predicted_blocks: leading blocks of the request that the chosen worker holds or will soon.
+        achievable_blocks: the most that any candidate holds.
+        cost_s: predicted cost of the chosen worker.
+        runner_up_cost_s: predicted cost of the best other candidate; infinite without another.
+        block_prefill_s: seconds the chosen worker needs to compute one block.
+    """
+
+    predicted_blocks: int
+    achievable_blocks: int
+    cost_s: float
+    runner_up_cost_s: float
+    block_prefill_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RouteOutcome:
+    """One routed request: the forecast, and the blocks that the engine took from its cache."""
+
+    forecast: RouteForecast
+    achieved_blocks: int
+
+    @property
+    def is_stale(self) -> bool:
+        """True if the engine no longer had blocks that the index promised."""
+        return self.achieved_blocks < self.forecast.predicted_blocks
+
+    @property
+    def is_misroute(self) -> bool:
+        """True if another worker would have been cheaper, given the engine's actual blocks."""
+        lost_s = (self.forecast.predicted_blocks - self.achieved_blocks) * self.forecast.block_prefill_s
+        return self.is_stale and self.forecast.cost_s + lost_s > self.forecast.runner_up_cost_s
+
+    @property
+    def is_unforeseen(self) -> bool:
+        """True if the engine hit although the router expected no cached block."""
+        return self.forecast.predicted_blocks == 0 < self.achieved_blocks
 
 
 @dataclass(frozen=True, slots=True)

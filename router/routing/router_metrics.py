@@ -3,16 +3,56 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from router.routing.audit import RouteAudit, RouteOutcome
-from router.routing.routed_call import Route
+from router.routing.routed_call import Route, RouteOutcome
 
 logger = logging.getLogger(__name__)
 
 _DECISION_BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.05, 0.1)
 _BLOCK_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+@dataclass(slots=True)
+class RouteAudit:
+    """Sums over all requests observed since the start: achieved against achievable reuse.
+
+    Achievable is the most blocks that any live worker held when the request was routed. `efficiency` shows the reuse
+    lost to load balancing and to stale knowledge.
+    """
+
+    num_requests: int = 0
+    num_achievable_blocks: int = 0
+    num_achieved_blocks: int = 0
+    num_unforeseen_hits: int = 0
+    num_expected_hits: int = 0  # predicted and found
+    num_unforeseen_in_a_row: int = 0  # without an expected hit between them
+
+    def observe(self, outcome: RouteOutcome) -> None:
+        """Add one request."""
+        self.num_requests += 1
+        self.num_achievable_blocks += outcome.forecast.achievable_blocks
+        self.num_achieved_blocks += outcome.achieved_blocks
+        self.num_unforeseen_hits += outcome.is_unforeseen
+        is_expected = min(outcome.forecast.predicted_blocks, outcome.achieved_blocks) > 0
+        self.num_expected_hits += is_expected
+        self.num_unforeseen_in_a_row = 0 if is_expected else self.num_unforeseen_in_a_row + outcome.is_unforeseen
+
+    @property
+    def efficiency(self) -> float:
+        """Achieved over achievable blocks; 1 if no block was achievable, above 1 if engines hit more than was known."""
+        return self.num_achieved_blocks / self.num_achievable_blocks if self.num_achievable_blocks else 1.0
+
+    @property
+    def is_blind(self) -> bool:
+        """True if engines keep hitting prefixes that the router did not expect, and never those it predicted.
+
+        Their block keys differ then, or the index receives no reports. One predicted hit clears the alarm and restarts
+        the count.
+        """
+        return self.num_unforeseen_in_a_row >= 20
 
 
 class RouterMetrics:

@@ -20,6 +20,8 @@ from router.config import RouterConfig
 from router.routing.index_client import IndexClient, IndexTimeoutError, open_prefill_index
 from router.routing.routed_call import Route, RoutedCall, RouteQuery, RouteReply
 
+logger = logging.getLogger(__name__)
+
 Ranks = list[list[str]]  # worker ids; the workers of one rank are tried together, the least busy first
 
 
@@ -93,9 +95,6 @@ def _query_for(call: RoutedCall, worker_ids: Sequence[str]) -> RouteQuery:
         is_explained=call.is_explained or logger.isEnabledFor(logging.DEBUG),
         wants_holder=call.wants_holder,
     )
-
-
-logger = logging.getLogger(__name__)
 
 
 class PrefixAwareRouter(RequestRouter):

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
-from router.routing.audit import RouteAudit, RouteForecast, RouteOutcome
+from router.routing.routed_call import RouteForecast, RouteOutcome
+from router.routing.router_metrics import RouteAudit
 
 FORECAST = RouteForecast(
     predicted_blocks=8, achievable_blocks=10, cost_s=1.0, runner_up_cost_s=1.5, block_prefill_s=0.1

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.cli.__main__ import main
-from cluster.cli.ray_serving import Interrupt, InterruptedStartError
+from cluster.cli.commands.serve import Interrupt, InterruptedStartError
 
 
 @pytest.fixture
