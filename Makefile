@@ -25,7 +25,7 @@ SERVED_smollm2 := $(SMOLLM2)
 COVERED := $(BIN)/python -m slipcover --threshold 1000 --json --omit 'router/ingress.py,router/routing/serve_router.py,cluster/work_policy.py,protos/outrider_pb2*.py,*/__main__.py'
 PERCENT := $(BIN)/python -c 'import json, sys; print(json.load(open(sys.argv[1]))["summary"]["percent_covered_display"])'
 
-.PHONY: help install serve real-model test test-served test-engine test-models test-others lint type protos demo-pair bench bench-latency bench-peers bench-speculation bench-gpu abuse audit chaos soak overload profile gpu-kit docs page manifests compat release clean
+.PHONY: help install serve real-model test test-served test-engine test-models test-others lint type protos demo-pair bench-peers bench-speculation bench-gpu abuse audit chaos soak overload profile gpu-kit docs page manifests compat release clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -94,12 +94,6 @@ demo-pair: $(INSTALLED)  ## train the bundled demo pair again
 $(BENCH_INSTALLED): $(INSTALLED)
 	@$(INSTALL) bench
 	@touch $@
-
-bench: $(BENCH_INSTALLED)  ## one table: Transformers against Outrider, plain and with the draft
-	@$(BIN)/python -m bench.pair
-
-bench-latency: $(BENCH_INSTALLED) $(SMOLLM2)  ## first tokens and gaps over HTTP, demo, real and padded model; BENCH_ARGS="--threads default 1"
-	@$(BIN)/python -m bench.served.latency $(BENCH_ARGS)
 
 abuse: $(BENCH_INSTALLED)  ## hostile clients next to seeded streams (docs/operate.md); BENCH_ARGS="--only gRPC"
 	@$(BIN)/python -m bench.served.abuse $(BENCH_ARGS)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig
 
-from bench.padded_pair import PAIRS, padded_target
+from bench.padded_pair import padded_target
 from engine.attention.native import NativePass
 from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig
@@ -100,7 +100,7 @@ def main() -> None:
     """Time every kind of pass and print it with its floor."""
     args = _parse_args()
     torch.set_num_threads(args.threads)
-    folder = args.model or padded_target(name=args.padded)
+    folder = args.model or padded_target()
     runner = _runner(folder, args)
     size = ModelSize.of(folder, args.dtype, args.quantization)
     dtype = getattr(torch, args.dtype)
@@ -116,7 +116,6 @@ def main() -> None:
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder of a model; the padded fixture if absent")
-    parser.add_argument("--padded", choices=list(PAIRS), default="demo", help="the fixture to build")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization", default="none", choices=("none", "int8", "int4"))
     parser.add_argument("--threads", type=int, default=2)

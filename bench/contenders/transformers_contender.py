@@ -47,13 +47,11 @@ class TransformersContender:
         target: PreTrainedModel,
         draft: PreTrainedModel | None = None,
         num_draft_tokens: int = 0,
-        repetition_penalty: float = 1.0,
     ) -> None:
         self.name = "transformers assisted" if num_draft_tokens else "transformers generate"
         self._num_draft_tokens = num_draft_tokens
         self._target = target
         self._draft = draft
-        self._repetition_penalty = repetition_penalty
 
     def run(self, prompts: Prompts, num_tokens: int) -> ContenderRun:
         if self._draft is not None:
@@ -77,7 +75,7 @@ class TransformersContender:
             input_ids,
             attention_mask=torch.ones_like(input_ids),
             do_sample=False,
-            repetition_penalty=self._repetition_penalty,
+            repetition_penalty=1.0,
             min_new_tokens=num_tokens,
             max_new_tokens=num_tokens,
             assistant_model=self._draft,

@@ -10,11 +10,10 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from bench.contenders.contender import Contender, ContenderRun, Prompts
-from bench.contenders.event_streams import Body, run_streams
-from bench.contenders.http_contender import HttpContender
+from bench.contenders.event_streams import Body, Event, run_streams
 from bench.contenders.prompts import PROMPT_TOKENS
 from bench.peers.system import DraftingMode, ModelPair, Precision, SystemLimits
-from bench.served.application import BASE_URL, MODEL_ID, ServedApplication, ServedPairSettings, start_served
+from bench.served.application import BASE_URL, MODEL_ID, DeployArgs, ServedApplication, start_served
 
 LLAMA_SCRIPT = Path(__file__).parent / "llama_server.py"
 PORT = 8130
@@ -39,39 +38,46 @@ class OutriderSystem:
         )
         self._limits = limits
         self._options = () if has_ray else ("--no-ray",)
-        quantization = str(precision) if precision.is_quantized else "none"
-        self._pair = ServedPairSettings(
-            pair.target,
-            pair.draft,
-            {Precision.F32: "float32", Precision.BF16: "bfloat16"}.get(precision, "auto"),
-            limits.num_threads,
-            max(limits.draft_lengths),
-            is_deterministic,
-            quantization=quantization,
-            max_stall_passes=None,
-            kv_dtype="int8" if precision.is_quantized else "auto",
-            is_adaptive=True,
-        )
+        self._draft_kind = "model" if pair.draft else "suffix" if precision is Precision.INT4 else "self"
+        self._target: Body = {
+            "path": str(pair.target.resolve()),
+            "dtype": {Precision.F32: "float32", Precision.BF16: "bfloat16"}.get(precision, "auto"),
+            "num_threads": limits.num_threads,
+            "deterministic": is_deterministic,
+            "quantization": str(precision) if precision.is_quantized else "none",
+        }
+        self._draft: Body = {"kind": self._draft_kind}
+        if pair.draft is not None:
+            self._draft |= {"path": str(pair.draft.resolve()), "dtype": self._target["dtype"]}
+        self._kv_dtype = "int8" if precision.is_quantized else "auto"
         self.settings = (
-            f"the root deploy.yaml with dtype {self._pair.dtype}, target.quantization {quantization}, cache.dtype "
-            f"{self._pair.kv_dtype}, draft {self._pair.draft_kind}, target.num_threads {limits.num_threads}, "
-            f"target.deterministic {str(is_deterministic).lower()}, speculation.adaptive true; a cache_salt per run, "
-            "so that no prefix is cached; scheduler.max_stall_passes null, as all prompts arrive together"
+            f"the root deploy.yaml with dtype {self._target['dtype']}, target.quantization "
+            f"{self._target['quantization']}, cache.dtype {self._kv_dtype}, draft {self._draft_kind}, "
+            f"target.num_threads {limits.num_threads}, target.deterministic {str(is_deterministic).lower()}, "
+            "speculation.adaptive true; a cache_salt per run, so that no prefix is cached; "
+            "scheduler.max_stall_passes null, as all prompts arrive together"
         )
         self._path = logs / f"{self.name.replace(', ', '-').replace(' ', '-')}.yaml"
         self._application: ServedApplication | None = None
 
     def start(self) -> dict[DraftingMode, dict[str, Contender]]:
-        self._application = start_served(self._path, self._pair.change, options=self._options)
+        self._application = start_served(self._path, self._change, self._options)
         self._application.wait_until_ready()
-        kind = self._pair.draft_kind
-        methods = {DraftingMode.LOOKUP: ("suffix", "ngram"), DraftingMode.DRAFT: (kind, "hybrid")}
-        if kind == "suffix":
+        methods = {DraftingMode.LOOKUP: ("suffix", "ngram"), DraftingMode.DRAFT: (self._draft_kind, "hybrid")}
+        if self._draft_kind == "suffix":
             del methods[DraftingMode.DRAFT]
         return {
             DraftingMode.PLAIN: self._contenders([{"enabled": False}]),
             **{mode: self._contenders(self._searched(names)) for mode, names in methods.items()},
         }
+
+    def _change(self, args: DeployArgs) -> None:
+        """Apply the settings to the args of a deploy.yaml."""
+        args |= {"model_id": MODEL_ID, "target": self._target, "draft": self._draft}
+        speculation = {"num_tokens": max(self._limits.draft_lengths), "mode": "sync", "adaptive": True}
+        args["speculation"] = {**args.get("speculation", {}), **speculation}
+        args["scheduler"]["max_stall_passes"] = None
+        args["cache"] = {"memory_gib": 0.5, "dtype": self._kv_dtype}
 
     def _searched(self, methods: Seq[str]) -> list[Body]:
         """Return each method with adaptive K, and with each K at most."""
@@ -80,12 +86,47 @@ class OutriderSystem:
 
     @staticmethod
     def _contenders(fields: Seq[Body]) -> dict[str, Contender]:
-        return {json.dumps({"speculation": each}): HttpContender(BASE_URL, MODEL_ID, each) for each in fields}
+        return {json.dumps({"speculation": each}): OutriderContender(each) for each in fields}
 
     def close(self) -> None:
         if self._application is not None:
             self._application.close()
             self._application = None
+
+
+class OutriderContender:
+    """Streams from the running application; `speculation` is that field of each request."""
+
+    def __init__(self, speculation: Body) -> None:
+        self.name = f"outrider {json.dumps(speculation)}"
+        self._speculation = speculation
+        self._num_runs = 0
+
+    def run(self, prompts: Prompts, num_tokens: int) -> ContenderRun:
+        self._num_runs += 1
+        bodies = [self._body(prompt, num_tokens) for prompt in prompts]
+        return ContenderRun.of_streams(run_streams(f"{BASE_URL}/completions", bodies, 600.0), _token_ids)
+
+    def _body(self, prompt: list[int], num_tokens: int) -> Body:
+        return {
+            "model": MODEL_ID,
+            "prompt": prompt,
+            "max_tokens": num_tokens,
+            "temperature": 0.0,
+            "stream": True,
+            "ignore_eos": True,
+            "repetition_penalty": 1.0,
+            "return_token_ids": True,
+            "cache_salt": f"{self._speculation} {self._num_runs}",
+            "speculation": self._speculation,
+        }
+
+    def close(self) -> None:
+        pass
+
+
+def _token_ids(event: Event) -> list[int]:
+    return [token for choice in event.data.get("choices", ()) for token in choice.get("token_ids") or ()]
 
 
 class LlamaServerContender:
