@@ -16,10 +16,12 @@ enum {
 
 /* engine/model/decoders/native_layers.py has the same fields here and below. */
 struct layer {
-    const void *input_norm, *output_norm, *mlp_norm, *mlp_output_norm; /* [hidden], or NULL: no such norm */
+    /* [hidden], or [2, hidden] with biases; NULL: no such norm. */
+    const void *input_norm, *output_norm, *mlp_norm, *mlp_output_norm;
     const void *head_norm; /* [heads + kv heads, D] for queries and keys, or NULL */
-    struct weight qkv, output, gated, down;
-    const struct mixture *mixture; /* in place of `gated` and `down`, or NULL */
+    const float *sinks;    /* [heads], or NULL */
+    struct weight qkv, output, inner, down;
+    const struct mixture *mixture; /* in place of `inner` and `down`; without any of them the caller has the MLP */
     int64_t window; /* 0: none */
     int64_t table;  /* of rotary angles; -1: positions are not encoded */
     float scaling, softcap;
@@ -32,7 +34,9 @@ struct decoder {
     int64_t norms_projections; /* all queries of a row are normed together, and all keys */
     int64_t rotates_pairs;     /* of neighbors, not of a head's halves */
     int64_t centers;           /* norms subtract the mean */
-    int64_t is_parallel;       /* the attention and the MLP read the same rows */
+    int64_t has_norm_biases;
+    int64_t is_parallel; /* the attention and the MLP read the same rows, each after its own norm if it has one */
+    int64_t activation;  /* `enum gate`: the function of an MLP without gates */
     int64_t is_bf16, has_bf16_norms;
     float epsilon;
     float residual_scale; /* factor of a layer's outputs in the residual stream */
@@ -41,6 +45,7 @@ struct decoder {
 struct rows {
     char *hidden; /* [T, hidden], the residual stream; updated in place */
     char *delta;  /* [T, hidden], the last output that is not yet added to it */
+    char *normed; /* [T, hidden], for the rows that the caller's MLP reads, or NULL; only the last layer has such */
     const void *angles[MAX_TABLES]; /* [T, 2, num_rotated_dims] */
     int64_t num_rows;
     int64_t has_delta; /* delta has a value before the first layer; after the last layer it always has */
@@ -51,7 +56,7 @@ struct rows {
 
 /* Buffers of intermediate results within a layer, and the products' scratch memory. */
 struct buffers {
-    char *normed, *qkv, *attended, *gated, *scratch;
+    char *normed, *qkv, *attended, *inner, *scratch;
 };
 
 /* Rounds up to whole cache lines. */
@@ -62,29 +67,30 @@ static int64_t max_scratch(int64_t so_far, const struct weight *w, int64_t num_r
     return w->kind == BFLOAT16 ? so_far : max(so_far, outrider_quantized_scratch(num_rows, w->num_inputs));
 }
 
-/* Allocates `buffers` for the layers [first, last). Returns the memory to free, or NULL if memory is short. */
-static char *allocate_buffers(const struct decoder *d, int64_t first, int64_t last, int64_t num_rows,
+/* Allocates `buffers` for the layers [first, last); `own_normed` is one of them, or NULL. Returns the memory to free, or
+   NULL if memory is short. */
+static char *allocate_buffers(const struct decoder *d, int64_t first, int64_t last, int64_t num_rows, char *own_normed,
                               struct buffers *buffers) {
     const int64_t item = d->is_bf16 ? 2 : 4, mlp_rows = min(num_rows, MLP_ROWS);
     /* All layers share the buffers, so each has the size of the largest layer. */
-    int64_t num_gated = 0, scratch = 0;
+    int64_t num_inner = 0, scratch = 0;
     for (const struct layer *l = d->layers + first; l < d->layers + last; l++) {
-        num_gated = max(num_gated, l->down.num_inputs);
+        num_inner = max(num_inner, l->down.num_inputs);
         scratch = max_scratch(max_scratch(scratch, &l->qkv, num_rows), &l->output, num_rows);
         if (l->mixture) scratch = max(scratch, mixture_scratch(l->mixture, num_rows));
-        else scratch = max_scratch(max_scratch(scratch, &l->gated, mlp_rows), &l->down, mlp_rows);
+        else scratch = max_scratch(max_scratch(scratch, &l->inner, mlp_rows), &l->down, mlp_rows);
     }
     const int64_t normed = round_up_to_lines(num_rows * d->hidden_size * item);
     const int64_t qkv = round_up_to_lines(num_rows * (d->num_heads + 2 * d->num_kv_heads) * d->head_dim * item);
     const int64_t attended = round_up_to_lines(num_rows * d->num_heads * d->head_dim * item);
-    const int64_t gated = round_up_to_lines(mlp_rows * num_gated * item);
-    char *memory = aligned_alloc(64, (size_t)(normed + qkv + attended + gated + round_up_to_lines(scratch)));
-    *buffers = (struct buffers){.normed = memory};
+    const int64_t inner = round_up_to_lines(mlp_rows * num_inner * item);
+    char *memory = aligned_alloc(64, (size_t)(normed + qkv + attended + inner + round_up_to_lines(scratch)));
+    *buffers = (struct buffers){.normed = own_normed ? own_normed : memory};
     if (!memory) return NULL;
     buffers->qkv = memory + normed;
     buffers->attended = buffers->qkv + qkv;
-    buffers->gated = buffers->attended + attended;
-    buffers->scratch = buffers->gated + gated;
+    buffers->inner = buffers->attended + attended;
+    buffers->scratch = buffers->inner + inner;
     return memory;
 }
 
@@ -120,7 +126,8 @@ static const char *add_norm(const struct decoder *d, const struct rows *r, const
                             char *normed) {
     const void *hidden = has_delta ? r->delta : r->hidden;
     outrider_add_norm(hidden, has_delta ? r->hidden : NULL, weight, normed, r->num_rows, d->hidden_size, d->epsilon,
-                      d->residual_scale, (int)d->centers, (int)d->is_bf16, (int)d->has_bf16_norms);
+                      d->residual_scale, (int)d->centers, (int)d->has_norm_biases, (int)d->is_bf16,
+                      (int)d->has_bf16_norms);
     return weight ? normed : r->hidden;
 }
 
@@ -128,7 +135,7 @@ static const char *add_norm(const struct decoder *d, const struct rows *r, const
 static void norm_delta(const struct decoder *d, const struct rows *r, const void *weight) {
     if (weight)
         outrider_add_norm(r->delta, NULL, weight, r->delta, r->num_rows, d->hidden_size, d->epsilon, 1.0f,
-                          (int)d->centers, (int)d->is_bf16, (int)d->has_bf16_norms);
+                          (int)d->centers, (int)d->has_norm_biases, (int)d->is_bf16, (int)d->has_bf16_norms);
 }
 
 /* Norms the queries and keys of `qkv`, by heads or all queries and all keys of a row together. */
@@ -162,7 +169,7 @@ static int attend(const struct decoder *d, const struct layer *l, const struct r
     a->query_row = a->key_row = a->value_row = stride;
     a->query_head = a->key_head = a->value_head = a->key_dim = a->value_dim = dim;
     a->num_heads = d->num_kv_heads, a->group_size = d->num_heads / d->num_kv_heads;
-    a->window = l->window, a->scaling = l->scaling, a->softcap = l->softcap, a->sinks = NULL;
+    a->window = l->window, a->scaling = l->scaling, a->softcap = l->softcap, a->sinks = l->sinks;
     return outrider_attend(a);
 }
 
@@ -191,8 +198,10 @@ static void feed_forward(const struct decoder *d, const struct layer *l, const s
     const int64_t row_bytes = d->hidden_size * (d->is_bf16 ? 2 : 4);
     for (int64_t row = 0; row < r->num_rows; row += MLP_ROWS) {
         const int64_t num_rows = min(MLP_ROWS, r->num_rows - row);
-        multiply(&l->gated, x + row * row_bytes, buffers->gated, num_rows, d->is_bf16, buffers->scratch);
-        multiply(&l->down, buffers->gated, r->delta + row * row_bytes, num_rows, d->is_bf16, buffers->scratch);
+        multiply(&l->inner, x + row * row_bytes, buffers->inner, num_rows, d->is_bf16, buffers->scratch);
+        if (d->activation)
+            outrider_activate(buffers->inner, num_rows * l->down.num_inputs, (int)d->activation, (int)d->is_bf16);
+        multiply(&l->down, buffers->inner, r->delta + row * row_bytes, num_rows, d->is_bf16, buffers->scratch);
     }
 }
 
@@ -202,7 +211,7 @@ int outrider_run_layers(const struct decoder *d, const struct attention *pass, v
                         struct rows *r, int64_t first, int64_t last) {
     struct attention attention = *pass;
     struct buffers buffers;
-    char *memory = allocate_buffers(d, first, last, r->num_rows, &buffers);
+    char *memory = allocate_buffers(d, first, last, r->num_rows, r->normed, &buffers);
     int is_short = !memory;
     for (int64_t i = first; i < last && !is_short; i++) {
         const struct layer *l = d->layers + i;
@@ -214,8 +223,10 @@ int outrider_run_layers(const struct decoder *d, const struct attention *pass, v
         if (!r->num_rows) break;
         multiply(&l->output, buffers.attended, r->delta, r->num_rows, d->is_bf16, buffers.scratch);
         norm_delta(d, r, l->output_norm);
-        const char *normed = add_norm(d, r, l->mlp_norm, 1, buffers.normed);
+        if (d->is_parallel && l->mlp_norm) x = add_norm(d, r, l->mlp_norm, 0, buffers.normed);
+        const char *normed = add_norm(d, r, d->is_parallel ? NULL : l->mlp_norm, 1, buffers.normed);
         x = d->is_parallel ? x : normed;
+        if (!l->mixture && !l->inner.packed) break;
         feed_forward(d, l, r, x, &buffers);
         norm_delta(d, r, l->mlp_output_norm);
     }

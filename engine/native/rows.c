@@ -9,10 +9,11 @@
 enum { PART_ROWS = 32 /* fewer rows are not worth another thread */ };
 
 /* Computes one row: sum += scale * hidden, unless `sum` is NULL, and out = (sum or hidden) / root mean square * weight,
-   unless `weight` is NULL. With `is_centered`, it subtracts the mean first. `out` may be `hidden`. */
+   unless `weight` is NULL. With `is_centered`, it subtracts the mean first; with `has_bias`, it adds the numbers that follow
+   `weight`. `out` may be `hidden`. */
 VECTOR_CODE INLINE void norm_row(const void *hidden, void *sum, const void *weight, void *out, int64_t row,
-                                 int64_t size, float epsilon, float scale, int is_centered, const int is_bf16,
-                                 const int has_bf16_weight) {
+                                 int64_t size, float epsilon, float scale, int is_centered, int has_bias,
+                                 const int is_bf16, const int has_bf16_weight) {
     const int64_t at = row * size;
     const floats factor = lanes_set(scale);
     floats squares = lanes_zero(), total = lanes_zero();
@@ -36,7 +37,9 @@ VECTOR_CODE INLINE void norm_row(const void *hidden, void *sum, const void *weig
     const floats inverse = lanes_set(1.0f / __builtin_sqrtf(mean + epsilon));
     for (int64_t i = 0; i < size; i += LANES) {
         const floats x = lanes_mul(lanes_sub(load_numbers(from, at + i, is_bf16), center), inverse);
-        store_numbers(out, at + i, lanes_mul(x, load_numbers(weight, i, has_bf16_weight)), is_bf16);
+        floats y = lanes_mul(x, load_numbers(weight, i, has_bf16_weight));
+        if (has_bias) y = lanes_add(y, load_numbers(weight, size + i, has_bf16_weight));
+        store_numbers(out, at + i, y, is_bf16);
     }
 }
 
@@ -47,14 +50,14 @@ struct norm {
     void *out;
     int64_t num_rows, size;
     float epsilon, scale;
-    int is_centered, is_bf16, has_bf16_weight;
+    int is_centered, has_bias, is_bf16, has_bf16_weight;
 };
 
 VECTOR_CODE void PART(norm_part)(const void *work, int64_t part) {
     const struct norm *n = work;
 #define NORM(is_bf16, has_bf16_weight) \
-    norm_row(n->hidden, n->sum, n->weight, n->out, row, n->size, n->epsilon, n->scale, n->is_centered, is_bf16, \
-             has_bf16_weight)
+    norm_row(n->hidden, n->sum, n->weight, n->out, row, n->size, n->epsilon, n->scale, n->is_centered, n->has_bias, \
+             is_bf16, has_bf16_weight)
     for (int64_t row = part * PART_ROWS; row < min((part + 1) * PART_ROWS, n->num_rows); row++) {
         if (!IS_BF16(n)) NORM(0, 0);
         else if (n->has_bf16_weight) NORM(1, 1);
@@ -164,12 +167,12 @@ PARTS(norm_part);
 PARTS(norm_heads_part);
 PARTS(rotate_part);
 
-/* `norm_row` for all rows: hidden, sum and out [rows, size], weight [size]. `size` is a multiple of 16; `sum` may be
-   NULL. */
+/* `norm_row` for all rows: hidden, sum and out [rows, size], weight [size], or [2, size] with its bias. `size` is a
+   multiple of 16; `sum` may be NULL. */
 void outrider_add_norm(const void *hidden, void *sum, const void *weight, void *out, int64_t num_rows, int64_t size,
-                       float epsilon, float scale, int is_centered, int is_bf16, int has_bf16_weight) {
-    const struct norm norm = {hidden,  sum,   weight,      out,     num_rows,       size,
-                              epsilon, scale, is_centered, is_bf16, has_bf16_weight};
+                       float epsilon, float scale, int is_centered, int has_bias, int is_bf16, int has_bf16_weight) {
+    const struct norm norm = {hidden,  sum,   weight,      out,      num_rows, size,
+                              epsilon, scale, is_centered, has_bias, is_bf16,  has_bf16_weight};
     share_out(FITTING(norm_part), &norm, (num_rows + PART_ROWS - 1) / PART_ROWS);
 }
 

@@ -10,18 +10,33 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from engine.model.decoders.rotary import Rotary
 from engine.model.linear.native_product import Gate
 
 _GATES = {"silu": Gate.SILU, "gelu_pytorch_tanh": Gate.GELU_TANH}
+_FUNCTIONS = _GATES | {  # of MLPs without gates
+    "gelu_new": Gate.GELU_TANH,
+    "gelu": Gate.GELU,
+    "relu": Gate.RELU,
+    "relu2": Gate.RELU_SQUARED,
+}
+_NORM_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")  # in a configuration
+_EPSILON = 1e-5  # of OLMo, whose configuration has none
+_OTHER_KINDS = ("use_qk_norm", "qk_layernorm", "clip_qkv")  # true: heads have norms or bounds that no kernel computes
 # A layer's attributes: the norms before and after the attention, before and after the MLP.
 _BEFORE = ("input_layernorm", None, "post_attention_layernorm", None)
 _AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 _BEFORE_AND_AFTER = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 _ONE = ("input_layernorm", None, None, None)
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier")
 _AFTER = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+
+
+def _one(config: Any) -> float:
+    return 1.0
 
 
 def _always(attention: Any) -> bool:
@@ -38,8 +53,12 @@ class DecoderFamily:
         adds_one: a norm multiplies by 1 + weight, in float32.
         centers: a norm subtracts the mean.
         rotates_pairs: neighbors in a head are rotated together, not its halves.
-        is_parallel: the attention and the MLP read the same rows.
-        factors: the keys of the configuration with factors of embeddings, residuals and logits; others are not read.
+        is_parallel: the attention and the MLP read the same rows, each after its own norm if it has one.
+        output: the attention's last product.
+        mlp: the products of an MLP, gate, up and down; or two without gates.
+        final_norm: the norm before the head.
+        factors: the keys of the configuration with factors of embeddings and residuals; others are not read.
+        logit_factor: a configuration's factor of logits.
         has_softcap: `final_logit_softcapping` bounds logits.
         encodes_positions: whether a layer's attention rotates queries and keys.
         runs_anywhere: also on several ranks and on GPUs.
@@ -50,20 +69,38 @@ class DecoderFamily:
     centers: bool = False
     rotates_pairs: bool = False
     is_parallel: bool = False
+    output: str = "o_proj"
+    mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    final_norm: str = "norm"
     factors: tuple[str, ...] = ()
+    logit_factor: Callable[[Any], float] = _one
     has_softcap: bool = False
     encodes_positions: Callable[[Any], bool] = _always
     runs_anywhere: bool = False
 
+    @property
+    def is_gated(self) -> bool:
+        """True if MLPs have gates."""
+        return len(self.mlp) > len(("up", "down"))
+
+    def function(self, config: Any) -> Gate:
+        """Return the function in a model's MLPs; NONE for one that no kernel computes."""
+        name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+        return (_GATES if self.is_gated else _FUNCTIONS).get(name or "", Gate.NONE)
+
     def norm(self, layer: nn.Module, place: int) -> Tensor | None:
         """Return the weight of a layer's norm at a place of `norms`."""
         name = self.norms[place]
-        return None if name is None else self.norm_weight(getattr(layer, name))
+        norm = nn.Identity() if name is None else getattr(layer, name)
+        return None if isinstance(norm, nn.Identity) else self.norm_weight(norm)
 
     def norm_weight(self, norm: Any) -> Tensor:
-        """Return the numbers that a norm multiplies by."""
-        weight: Tensor = norm.weight
-        return 1.0 + weight.float() if self.adds_one else weight
+        """Return the numbers that a norm multiplies by, [hidden]; [2, hidden] with those that it adds."""
+        weight: Tensor | None = getattr(norm, "weight", None)
+        if weight is None:
+            return torch.ones(norm.normalized_shape)
+        weight, bias = 1.0 + weight.float() if self.adds_one else weight, getattr(norm, "bias", None)
+        return weight if bias is None else torch.stack((weight, bias.to(weight.dtype)))
 
     def factor(self, config: Any, key: str) -> float:
         """Return a factor of the configuration; 1 where the family has no such key."""
@@ -74,7 +111,10 @@ _LLAMA = DecoderFamily(runs_anywhere=True)
 _PLAIN = DecoderFamily()
 _PAIRS = DecoderFamily(rotates_pairs=True)
 _GEMMA = DecoderFamily(_AROUND, adds_one=True, has_softcap=True)
-_COHERE = DecoderFamily(_ONE, centers=True, rotates_pairs=True, is_parallel=True, factors=("logit_scale",))
+_LAYER_NORMS = DecoderFamily(centers=True)
+_COHERE = DecoderFamily(
+    _ONE, centers=True, rotates_pairs=True, is_parallel=True, logit_factor=lambda config: config.logit_scale
+)
 FAMILIES = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -86,7 +126,24 @@ FAMILIES = {
     "internlm3": _PLAIN,
     "phi3": _PLAIN,
     "seed_oss": _PLAIN,
-    "granite": DecoderFamily(factors=("embedding_multiplier", "residual_multiplier", "logits_scaling")),
+    "helium": _PAIRS,
+    "iquestcoder": _PLAIN,
+    "olmo": _LAYER_NORMS,
+    "arcee": DecoderFamily(mlp=("up_proj", "down_proj")),
+    "jais2": replace(_LAYER_NORMS, mlp=("up_proj", "down_proj")),
+    "starcoder2": replace(_LAYER_NORMS, mlp=("c_fc", "c_proj")),
+    "phi": replace(
+        _LAYER_NORMS, norms=_ONE, is_parallel=True, output="dense", mlp=("fc1", "fc2"), final_norm="final_layernorm"
+    ),
+    "vaultgemma": DecoderFamily(
+        ("input_layernorm", None, "pre_feedforward_layernorm", None), adds_one=True, has_softcap=True
+    ),
+    "hyperclovax": DecoderFamily(
+        ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
+        factors=_MULTIPLIERS,
+        logit_factor=lambda config: config.logits_scaling,
+    ),
+    "granite": DecoderFamily(factors=_MULTIPLIERS, logit_factor=lambda config: 1 / config.logits_scaling),
     "smollm3": DecoderFamily(encodes_positions=lambda attention: bool(attention.use_rope)),
     "gemma": DecoderFamily(adds_one=True),
     "gemma2": _GEMMA,
@@ -108,13 +165,11 @@ SELF_DRAFTING = tuple(name for name in FAMILIES if name not in ("mixtral", "qwen
 
 def family_of(config: Any) -> DecoderFamily | None:
     """Return the description of a model's family; None if it has none."""
-    is_plain = gate_of(config) is not None and not getattr(config, "use_qk_norm", False)  # Cohere's own kind of norm
-    return FAMILIES.get(config.model_type) if is_plain else None
-
-
-def gate_of(config: Any) -> Gate | None:
-    """Return the function of a model's gates; None for one that no kernel computes."""
-    return _GATES.get(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or "")
+    family = FAMILIES.get(config.model_type)
+    is_plain = (
+        family is not None and family.function(config) and not any(getattr(config, key, None) for key in _OTHER_KINDS)
+    )
+    return family if is_plain else None
 
 
 def rotaries(model: Any) -> dict[str | None, Rotary]:
@@ -133,4 +188,4 @@ def embedding_scale(model: Any, family: DecoderFamily) -> float:
 
 def norm_epsilon(config: Any) -> float:
     """Return the number added to the variance in the norms."""
-    return float(getattr(config, "rms_norm_eps", None) or config.layer_norm_eps)
+    return next((float(value) for key in _NORM_EPSILONS if (value := getattr(config, key, None))), _EPSILON)

@@ -9,9 +9,10 @@ this forward to the stock model's logits at every start, as it does the others.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,22 +22,17 @@ from transformers import PreTrainedModel
 from engine.attention.base import LayerOptions
 from engine.batch.indexing import runs_triton
 from engine.model.checkpoint.unread_weight import joined_weights
-from engine.model.decoders.decoder_family import (
-    embedding_scale,
-    family_of,
-    gate_of,
-    norm_epsilon,
-    rotaries,
-)
-from engine.model.decoders.native_layers import DecoderLayer, DecoderShape, GatedMlp, NativeLayers
+from engine.model.decoders.decoder_family import embedding_scale, family_of, norm_epsilon, rotaries
+from engine.model.decoders.native_layers import DecoderLayer, DecoderShape, Mlp, NativeLayers
 from engine.model.decoders.rotary import RotaryTable
 from engine.model.decoders.row_operations import RowOperations, row_operations
 from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps, joined
 from engine.model.linear.batch_invariant_linear import batch_invariant
 from engine.model.linear.gated_linear import GatedProduct, JoinedGate, gated_of
+from engine.model.linear.native_product import Gate
 from engine.model.linear.packed_experts import NativeMixture, pack_experts
-from engine.model.linear.packed_linear import Linear, LinearFactory, keeps_numbers, linear_of
+from engine.model.linear.packed_linear import Linear, LinearFactory, keeps_numbers, linear_of, rows_dtype
 from engine.model.linear.stand_in import halves_of, joined_of, slices_of, stand_in
 from engine.model.linear.weight_store import NO_STORE, WeightStore
 from engine.model.position_limit import max_positions
@@ -80,10 +76,9 @@ class FusedDecoder:
         self.features: Tensor | None = None
         self._taps = taps
         config = model.config
-        family, gate = family_of(config), gate_of(config)
+        family = family_of(config)
         assert family is not None, "`fits` says so"
-        assert gate is not None, "`fits` says so"
-        self._family, self._gate = family, gate
+        self._family, self._gate = family, family.function(config)
         attention = model.model.layers[0].self_attn
         self._rank = rank
         self._vocab_size = model.lm_head.weight.shape[0]
@@ -91,29 +86,34 @@ class FusedDecoder:
         self._num_heads = config.num_attention_heads // rank.size
         self._num_kv_heads = config.num_key_value_heads // rank.size
         self._epsilon, self._residual_scale = norm_epsilon(config), family.factor(config, "residual_multiplier")
-        self._dtype: torch.dtype = model.model.norm.weight.dtype  # of rows; weights and embedding may have another
         self._embedding = rank.to_device(model.model.embed_tokens.weight)
+        norm = getattr(model.model, family.final_norm)
+        self._final_norm = rank.to_device(family.norm_weight(norm))
+        like = self._embedding.new_empty(0, dtype=rows_dtype(make_linear))
         self._is_deterministic = is_deterministic
         self._embedding_scale = embedding_scale(model, family)
-        self._logit_scale = family.factor(config, "logit_scale") / family.factor(config, "logits_scaling")
+        self._logit_scale = family.logit_factor(config)
         self._logit_softcap: float | None = config.final_logit_softcapping if family.has_softcap else None
         model.model.rotary_emb.to(self._embedding.device)
-        like = self._embedding.new_empty(0, dtype=self._dtype)
+        # Of rows; weights and embedding may have another.
+        self._dtype: torch.dtype = getattr(norm, "weight", like).dtype
+        like = like.to(self._dtype)
         self._rotaries = {
             kind: RotaryTable(rotary, like, max_positions(config), is_deterministic, family.rotates_pairs)
             for kind, rotary in rotaries(model).items()
         }
         self._num_rotated_dims = next(iter(self._rotaries.values())).num_dims
-        self._rows = self._row_operations(model.model.norm.weight)
+        self._rows = self._row_operations()
         self._norms_projections = False
         self._make_linear, self._store = make_linear, store
         if rank.size == 1:
             pack_experts(model, make_linear, store)
         self._layers = []
         for index, layer_options in enumerate(options):
+            if (sinks := layer_options.sinks) is not None:
+                layer_options = replace(layer_options, sinks=sinks.float().contiguous())
             self._layers.append(self._take_layer(index, model.model.layers[index], layer_options))
         self._native_layers = self._one_call()
-        self._final_norm = rank.to_device(family.norm_weight(model.model.norm))
         head, make = model.lm_head, make_head or make_linear
         bias = None if head.bias is None else rank.shard_vocab(head.bias)
         function = store.product("lm_head", lambda: make(rank.shard_vocab(head.weight), bias))
@@ -192,7 +192,13 @@ class FusedDecoder:
         After the last layer's attention only the rows `kept` are computed, all rows if None.
         """
         if self._native_layers is not None and layers and NativeLayers.take(batch):
-            return self._native_layers.run(hidden, delta, angles, batch, layers, kept)
+            for part in self._native_layers.parts(layers):
+                some = kept if part.stop == layers.stop else None
+                hidden, delta, normed = self._native_layers.run(hidden, delta, angles, batch, part, some)
+                if normed is not None:
+                    last = self._layers[part.stop - 1]
+                    delta = self._normed(self._feed_forward(last, normed), last.mlp_output_norm).contiguous()
+            return hidden, delta
         for index in layers:
             layer = self._layers[index]
             hidden, normed = self._rows.add_norm(hidden, delta, layer.input_norm)
@@ -200,7 +206,10 @@ class FusedDecoder:
             if kept is not None and index == layers[-1]:
                 hidden, attended, normed = (rows.index_select(0, kept) for rows in (hidden, attended, normed))
             attended = self._normed(self._rank.all_reduce(layer.output(attended)), layer.output_norm)
-            hidden, mlp_normed = self._rows.add_norm(hidden, attended, layer.mlp_norm)
+            if self._family.is_parallel and layer.mlp_norm is not None:
+                normed = self._rows.add_norm(hidden, None, layer.mlp_norm)[1]
+            mlp_norm = None if self._family.is_parallel else layer.mlp_norm
+            hidden, mlp_normed = self._rows.add_norm(hidden, attended, mlp_norm)
             normed = normed if self._family.is_parallel else mlp_normed
             delta = self._normed(self._feed_forward(layer, normed), layer.mlp_output_norm)
         return hidden, delta
@@ -228,13 +237,14 @@ class FusedDecoder:
         return attended.reshape(num_rows, -1)
 
     def _feed_forward(self, layer: DecoderLayer, normed: Tensor) -> Tensor:
-        is_whole = normed.shape[0] <= _MLP_ROWS or not isinstance(layer.mlp, GatedMlp)
+        is_whole = normed.shape[0] <= _MLP_ROWS or not isinstance(layer.mlp, Mlp)
         if is_whole or normed.device.type != "cpu":
             return self._rank.all_reduce(layer.mlp(normed))
         return self._rank.all_reduce(torch.cat([layer.mlp(rows) for rows in normed.split(_MLP_ROWS)]))
 
     def _take_layer(self, index: int, layer: Any, options: LayerOptions) -> DecoderLayer:
         attention, mlp, family = layer.self_attn, layer.mlp, self._family
+        projection = getattr(attention, family.output)
         is_joined = hasattr(attention, "qkv_proj")
         inputs = (attention.qkv_proj,) if is_joined else (attention.q_proj, attention.k_proj, attention.v_proj)
 
@@ -243,8 +253,8 @@ class FusedDecoder:
 
         joined_inputs = kept("qkv", lambda: self._joined(*inputs))
         qkv = self._rowwise(joined_inputs, inputs[0].in_features)
-        output = self._rowwise(kept("output", lambda: self._summed(attention.o_proj)), attention.o_proj.in_features)
-        self._stand_in({attention.o_proj: output})
+        output = self._rowwise(kept("output", lambda: self._summed(projection)), projection.in_features)
+        self._stand_in({projection: output})
         self._stand_in(dict(zip(inputs, slices_of(qkv, inputs), strict=True)))
         norms = [family.norm(layer, place) for place in range(len(family.norms))]
         before, after, mlp_before, mlp_after = (None if norm is None else self._rank.to_device(norm) for norm in norms)
@@ -263,16 +273,23 @@ class FusedDecoder:
             table=kinds.index(kind) if family.encodes_positions(attention) else None,
         )
 
-    def _take_mlp(self, index: int, mlp: Any) -> GatedMlp:
+    def _take_mlp(self, index: int, mlp: Any) -> Mlp:
+        last = getattr(mlp, self._family.mlp[-1])
+        summed = self._store.product(f"layers.{index}.down", lambda: self._summed(last))
+        down = self._rowwise(summed, last.in_features)
+        self._stand_in({last: down})
+        if not self._family.is_gated:
+            up = getattr(mlp, self._family.mlp[0])
+            inner = self._rowwise(self._store.product(f"layers.{index}.up", lambda: self._joined(up)), up.in_features)
+            self._stand_in({up: inner})
+            return Mlp(inner, down, partial(self._rows.activate, function=self._gate))
         joined = getattr(mlp, "gate_up_proj", None)
         gate, up = (mlp.gate_proj, mlp.up_proj) if joined is None else _halves(joined)
         gated = self._store.product(f"layers.{index}.gated", lambda: self._gated(gate, up))
-        summed = self._store.product(f"layers.{index}.down", lambda: self._summed(mlp.down_proj))
-        down = self._rowwise(summed, mlp.down_proj.in_features)
         halves = halves_of(gated)
         products = {gate: halves[0], up: halves[1]} if joined is None else {joined: joined_of(halves)}
-        self._stand_in({mlp.down_proj: down, **products})
-        return GatedMlp(self._rowwise(gated, gate.in_features), down)
+        self._stand_in(products)
+        return Mlp(self._rowwise(gated, gate.in_features), down)
 
     def _one_call(self) -> NativeLayers | None:
         if self._rank.size > 1:
@@ -287,22 +304,23 @@ class FusedDecoder:
             rotates_pairs=self._family.rotates_pairs,
             centers=self._family.centers,
             is_parallel=self._family.is_parallel,
+            activation=Gate.NONE if self._family.is_gated else self._gate,
             epsilon=self._epsilon,
             residual_scale=self._residual_scale,
             dtype=self._dtype,
         )
         return NativeLayers.of(self._layers, shape)
 
-    def _row_operations(self, weight: Tensor) -> RowOperations:
-        """Return the operations of rows like `weight`, the final norm's."""
-        if runs_triton(weight):
+    def _row_operations(self) -> RowOperations:
+        like = self._embedding.new_empty(0, dtype=self._dtype)
+        if runs_triton(like):
             # Not at the top: processes without a GPU may have no Triton, and need none.
             from engine.model.decoders.triton_rows import TritonRows
 
             return TritonRows(self._epsilon)
-        dims = math.gcd(self._head_dim, self._num_rotated_dims)
+        dims = self._head_dim, self._num_rotated_dims
         factors = self._epsilon, self._residual_scale
-        return row_operations(weight.shape[0], dims, weight, *factors, centers=self._family.centers)
+        return row_operations(self._embedding.shape[1], dims, like, *factors, centers=self._family.centers)
 
     def _summed(self, linear: nn.Linear) -> Linear:
         """A product by this rank's inputs; the sum over all ranks is the layer's output."""
@@ -343,8 +361,14 @@ class FusedDecoder:
 
 
 def _mixture_of(mixture: nn.Module) -> Linear:
-    """Return a stock mixture as one kernel, or as it is if its experts cannot be packed."""
-    return NativeMixture.of(mixture) or (lambda rows: mixture(rows[None])[0])
+    """Return a stock mixture as one kernel, or as it is if its experts or its router are of another kind."""
+    return NativeMixture.of(mixture) or partial(_computed, mixture)
+
+
+def _computed(mixture: nn.Module, rows: Tensor) -> Tensor:
+    result = mixture(rows[None])
+    computed: Tensor = result[0] if isinstance(result, tuple) else result  # some give the choice of experts too
+    return computed[0]
 
 
 def _halves(joined: nn.Linear) -> tuple[nn.Linear, nn.Linear]:

@@ -8,7 +8,7 @@ for the interpreter's lock again where other threads of the process want it. The
 from __future__ import annotations
 
 import ctypes
-import math
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +21,7 @@ from engine.attention.base import LayerOptions
 from engine.attention.native import MAX_HEAD_DIM, AttentionCall, NativePass
 from engine.model.decoders.row_operations import NativeRows
 from engine.model.forward_batch import ForwardBatch
-from engine.model.linear.native_product import NativeProduct, PackedWeight
+from engine.model.linear.native_product import Gate, NativeProduct, PackedWeight
 from engine.model.linear.native_quantized import NativeQuantizedProduct
 from engine.model.linear.packed_experts import NativeMixture
 from engine.model.linear.packed_linear import Linear
@@ -29,20 +29,22 @@ from engine.native.library import Instructions, native_library
 
 
 @dataclass(frozen=True, slots=True)
-class GatedMlp:
-    """`down(function(gate(x)) * up(x))`."""
+class Mlp:
+    """`down(function(gate(x)) * up(x))`, or without gates `down(function(up(x)))`."""
 
-    gated: Linear  # function(gate(x)) * up(x)
+    inner: Linear  # function(gate(x)) * up(x), or up(x)
     down: Linear
+    activate: Callable[[Tensor], Tensor] | None = None  # the function without gates
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]."""
-        return self.down(self.gated(x))
+        inner = self.inner(x)
+        return self.down(inner if self.activate is None else self.activate(inner))
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer of a rank. Where a norm [hidden] is None, the family has none there."""
+    """One layer of a rank. Where a norm, [hidden] or [2, hidden] with biases, is None, the family has none there."""
 
     input_norm: Tensor | None
     qkv: Linear
@@ -50,7 +52,7 @@ class DecoderLayer:
     output: Linear
     output_norm: Tensor | None  # of the attention's output
     mlp_norm: Tensor | None
-    mlp: Linear  # a `GatedMlp`, or a mixture of experts
+    mlp: Linear  # an `Mlp`, or a mixture of experts
     mlp_output_norm: Tensor | None
     options: LayerOptions
     table: int | None  # of rotary angles; None if positions are not encoded
@@ -75,6 +77,7 @@ class DecoderShape:
     rotates_pairs: bool
     centers: bool
     is_parallel: bool
+    activation: Gate  # of an MLP without gates
     epsilon: float  # of the norms
     residual_scale: float
     dtype: torch.dtype
@@ -88,8 +91,8 @@ class _Layer(ctypes.Structure):
     """`struct layer` of the kernel."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in (*_NORMS, "head_norm")),
-        *((name, PackedWeight) for name in ("qkv", "output", "gated", "down")),
+        *((name, ctypes.c_void_p) for name in (*_NORMS, "head_norm", "sinks")),
+        *((name, PackedWeight) for name in ("qkv", "output", "inner", "down")),
         ("mixture", ctypes.c_void_p),
         ("window", ctypes.c_int64),
         ("table", ctypes.c_int64),
@@ -105,7 +108,8 @@ class _Decoder(ctypes.Structure):
         ("layers", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim")),
         *((name, ctypes.c_int64) for name in ("num_rotated_dims", "norms_projections", "rotates_pairs", "centers")),
-        *((name, ctypes.c_int64) for name in ("is_parallel", "is_bf16", "has_bf16_norms")),
+        *((name, ctypes.c_int64) for name in ("has_norm_biases", "is_parallel", "activation", "is_bf16")),
+        ("has_bf16_norms", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("epsilon", "residual_scale")),
     ]
 
@@ -114,7 +118,7 @@ class _Rows(ctypes.Structure):
     """`struct rows` of the kernel."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("hidden", "delta")),
+        *((name, ctypes.c_void_p) for name in ("hidden", "delta", "normed")),
         ("angles", ctypes.c_void_p * MAX_TABLES),
         ("num_rows", ctypes.c_int64),
         ("has_delta", ctypes.c_int64),
@@ -128,7 +132,7 @@ class NativeLayers:
 
     def __init__(self, layers: Seq[DecoderLayer], calls: Seq[_Layer], shape: DecoderShape) -> None:
         """`of` makes them: `calls` are `layers` for the kernel, which refer to their weights."""
-        self._kept = tuple(layers)
+        self._layers, self._is_parallel = tuple(layers), shape.is_parallel
         self._calls = (_Layer * len(calls))(*calls)
         self._decoder = _Decoder(
             layers=ctypes.addressof(self._calls),
@@ -140,7 +144,9 @@ class NativeLayers:
             norms_projections=shape.norms_projections,
             rotates_pairs=shape.rotates_pairs,
             centers=shape.centers,
+            has_norm_biases=layers[0].norms[0].ndim == 2,
             is_parallel=shape.is_parallel,
+            activation=shape.activation,
             is_bf16=shape.dtype is torch.bfloat16,
             has_bf16_norms=any(norm.dtype is torch.bfloat16 for norm in layers[0].norms),
             epsilon=shape.epsilon,
@@ -151,9 +157,9 @@ class NativeLayers:
     @classmethod
     def of(cls, layers: Seq[DecoderLayer], shape: DecoderShape) -> NativeLayers | None:
         """Return `layers`, or None where anything of them is no kernel of ours over such rows."""
-        head_dim, like = math.gcd(shape.head_dim, shape.num_rotated_dims), torch.empty(0, dtype=shape.dtype)
+        head_dims, like = (shape.head_dim, shape.num_rotated_dims), torch.empty(0, dtype=shape.dtype)
         is_on_cpu = layers[0].norms[0].device.type == "cpu"
-        if not is_on_cpu or not NativeRows.fit(shape.hidden_size, head_dim, like) or shape.head_dim > MAX_HEAD_DIM:
+        if not is_on_cpu or not NativeRows.fit(shape.hidden_size, head_dims, like) or shape.head_dim > MAX_HEAD_DIM:
             return None
         calls = [_layer_call(layer, shape.dtype) for layer in layers]
         present = [call for call in calls if call is not None]
@@ -164,6 +170,14 @@ class NativeLayers:
         """True if the attention of `batch` is our kernel's."""
         return isinstance(batch.attention, NativePass)
 
+    def parts(self, layers: range) -> Iterator[range]:
+        """Cut `layers` after each whose MLP is no kernel of ours: its caller computes it."""
+        first = layers.start
+        for index in layers:
+            if index + 1 == layers.stop or self._leaves_mlp(index):
+                yield range(first, index + 1)
+                first = index + 1
+
     def run(
         self,
         hidden: Tensor,
@@ -172,8 +186,8 @@ class NativeLayers:
         batch: ForwardBatch,
         layers: range,
         kept: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute some layers of a pass that these `take`; the pass's KV of these layers is in the pool afterwards.
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Compute one of the `parts` in a pass that these `take`; its KV of these layers is in the pool afterwards.
 
         Args:
             hidden: [T, hidden], contiguous; the residual stream, overwritten in place.
@@ -184,7 +198,8 @@ class NativeLayers:
             kept: the rows to return, [R] int64, ascending; all rows if None.
 
         Returns:
-            `hidden` after the last layer and the delta not yet added to it, both [R, hidden].
+            `hidden` after the last layer and the delta not yet added to it, both [R, hidden]. If the last MLP is the
+            caller's, the delta has no value, and the third tensor has the rows for it.
 
         Raises:
             MemoryError: the buffers between the kernels do not fit.
@@ -193,9 +208,11 @@ class NativeLayers:
         assert isinstance(attention, NativePass), "`take` says so"
         out = torch.empty_like(hidden) if delta is None else delta
         num_kept = len(hidden) if kept is None else len(kept)
+        normed = torch.empty_like(hidden) if self._leaves_mlp(layers.stop - 1) else None
         rows = _Rows(
             hidden=hidden.data_ptr(),
             delta=out.data_ptr(),
+            normed=None if normed is None else normed.data_ptr(),
             angles=(ctypes.c_void_p * MAX_TABLES)(*(table.data_ptr() for table in angles)),
             num_rows=len(hidden),
             has_delta=delta is not None,
@@ -205,22 +222,31 @@ class NativeLayers:
         pass_ = ctypes.byref(attention.call), *attention.pool_addresses()
         if self._run(ctypes.byref(self._decoder), *pass_, ctypes.byref(rows), layers.start, layers.stop):
             raise MemoryError("no memory for the rows of a pass")
-        return hidden[:num_kept], out[:num_kept]
+        if normed is not None and not self._norms_mlp(self._layers[layers.stop - 1]):
+            normed = hidden
+        return hidden[:num_kept], out[:num_kept], None if normed is None else normed[:num_kept]
+
+    def _leaves_mlp(self, index: int) -> bool:
+        call = self._calls[index]
+        return call.mixture is None and call.inner.packed is None
+
+    def _norms_mlp(self, layer: DecoderLayer) -> bool:
+        return layer.mlp_norm is not None or (self._is_parallel and layer.input_norm is not None)
 
 
 def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
     options, mlp = layer.options, layer.mlp
-    products = (layer.qkv, layer.output, *((mlp.gated, mlp.down) if isinstance(mlp, GatedMlp) else ()))
-    weights = [_packed_weight(product, dtype) for product in products]
+    weights = [_packed_weight(product, dtype) for product in (layer.qkv, layer.output)]
+    of_mlp = [_packed_weight(product, dtype) for product in (mlp.inner, mlp.down)] if isinstance(mlp, Mlp) else [None]
     mixture = ctypes.addressof(mlp.call) if isinstance(mlp, NativeMixture) and mlp.dtype is dtype else None
-    is_known = isinstance(mlp, GatedMlp) or mixture is not None
-    if options.sinks is not None or None in weights or not is_known:
+    if None in weights:
         return None
+    weights += [PackedWeight()] * 2 if None in of_mlp else of_mlp
     return _Layer(
         *(None if norm is None else norm.data_ptr() for norm in (getattr(layer, name) for name in _NORMS)),
         None if layer.head_norm is None else layer.head_norm.data_ptr(),
+        None if options.sinks is None else options.sinks.data_ptr(),
         *weights,
-        *[PackedWeight()] * (4 - len(weights)),
         mixture,
         options.window or 0,
         -1 if layer.table is None else layer.table,

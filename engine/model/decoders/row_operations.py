@@ -1,4 +1,4 @@
-"""Norms, residual sums and rotary embeddings: the operations between a layer's products, row by row.
+"""Norms, residual sums, rotary embeddings and activations: the operations between a layer's products, row by row.
 
 A small model on a processor spends a third of a step there, most of it in the calls themselves: where our kernels
 (`engine/native/rows.c`) run, each is one call.
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.model.decoders.rotary import rotate
+from engine.model.linear.native_product import Gate
 from engine.native.library import Instructions, kernels_for, native_library
 
 _LANES = 16
@@ -28,7 +29,8 @@ class RowOperations(ABC):
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return hidden + scale * delta and its RMS norm times `weight`, [T, hidden] each; `delta` may be overwritten.
 
-        Without a weight both are the sum. A weight may be float32 for rows of another dtype.
+        Without a weight both are the sum. A weight [2, hidden] has the bias after it. A weight may be float32 for rows
+        of another dtype.
         """
 
     @abstractmethod
@@ -51,6 +53,14 @@ class RowOperations(ABC):
             table: [T, 2, R], rows of a `RotaryTable`; the first R numbers of a head are rotated.
             in_pairs: the table is.
         """
+
+    def activate(self, rows: Tensor, function: Gate) -> Tensor:
+        """Return a function of each number of `rows`, which may be overwritten."""
+        if function is Gate.SILU:
+            return F.silu(rows)
+        if function in (Gate.GELU, Gate.GELU_TANH):
+            return F.gelu(rows, approximate="tanh" if function is Gate.GELU_TANH else "none")
+        return F.relu(rows).square() if function is Gate.RELU_SQUARED else F.relu(rows)
 
     def norm_projections(self, heads: Tensor, sizes: tuple[int, int], weight: Tensor) -> Tensor:
         """Return the first heads of each row, all `sizes[0]` queries normed together, and then all `sizes[1]` keys.
@@ -83,8 +93,11 @@ class TorchRows(RowOperations):
         total = hidden if delta is None else torch.add(hidden, delta, alpha=self._scale)
         if weight is None:
             return total, total
+        rows, shape = total.to(weight.dtype), weight.shape[-1:]
+        if weight.ndim == 2:
+            return total, F.layer_norm(rows, shape, weight[0], weight[1], eps=self._epsilon).to(total.dtype)
         norm = F.layer_norm if self._centers else F.rms_norm
-        return total, norm(total.to(weight.dtype), weight.shape, weight, eps=self._epsilon).to(total.dtype)
+        return total, norm(rows, shape, weight, eps=self._epsilon).to(total.dtype)
 
     def norm_heads(self, heads: Tensor, num_normed: int, weight: Tensor) -> Tensor:
         normed = F.rms_norm(heads[:, :num_normed].to(weight.dtype), weight.shape[-1:], eps=self._epsilon)
@@ -103,15 +116,15 @@ class NativeRows(RowOperations):
         `centers`: norms over the hidden states subtract the mean.
         """
         self._epsilon, self._scale, self._centers = epsilon, scale, centers
-        self._add_norm, self._norm_heads, self._rotate = _kernels()
+        self._add_norm, self._norm_heads, self._rotate, self._activate = _kernels()
 
     @staticmethod
-    def fit(hidden_size: int, head_dim: int, weights: Tensor) -> bool:
+    def fit(hidden_size: int, head_dims: tuple[int, int], weights: Tensor) -> bool:
         """True if this process has the kernels and they take rows and heads of such sizes in the dtype of `weights`.
 
-        Of a head that is rotated in part, `head_dim` is the greatest common divisor of its size and the part's.
+        `head_dims` are all numbers of a head, and those that are rotated.
         """
-        has_sizes = hidden_size % _LANES == 0 and head_dim % (2 * _LANES) == 0
+        has_sizes = hidden_size % _LANES == head_dims[0] % _LANES == head_dims[1] % (2 * _LANES) == 0
         return has_sizes and weights.device.type == "cpu" and kernels_for(weights.dtype) is not None
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -130,6 +143,7 @@ class NativeRows(RowOperations):
             self._epsilon,
             self._scale,
             self._centers,
+            weight is not None and weight.ndim == 2,
             hidden.dtype is torch.bfloat16,
             weight is not None and weight.dtype is torch.bfloat16,
         )
@@ -151,25 +165,37 @@ class NativeRows(RowOperations):
         self._rotate(heads.data_ptr(), table.data_ptr(), *sizes, in_pairs, heads.dtype is torch.bfloat16)
         return heads[:, :num_rotated]
 
+    def activate(self, rows: Tensor, function: Gate) -> Tensor:
+        rows = rows.contiguous()
+        self._activate(rows.data_ptr(), rows.numel(), function, rows.dtype is torch.bfloat16)
+        return rows
+
 
 def row_operations(
-    hidden_size: int, head_dim: int, weights: Tensor, epsilon: float, scale: float = 1.0, *, centers: bool = False
+    hidden_size: int,
+    head_dims: tuple[int, int],
+    weights: Tensor,
+    epsilon: float,
+    scale: float = 1.0,
+    *,
+    centers: bool = False,
 ) -> RowOperations:
     """Return our kernels where they take rows and heads of such sizes in the dtype of `weights`, else torch's."""
-    return (NativeRows if NativeRows.fit(hidden_size, head_dim, weights) else TorchRows)(
+    return (NativeRows if NativeRows.fit(hidden_size, head_dims, weights) else TorchRows)(
         epsilon, scale, centers=centers
     )
 
 
 @cache
-def _kernels() -> tuple[Any, Any, Any]:
+def _kernels() -> tuple[Any, Any, Any, Any]:
     library = native_library(Instructions.AVX2)
     assert library is not None, "`NativeRows.fit` checks that there is one"
     pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     add_norm, norm_heads = library.outrider_add_norm, library.outrider_norm_heads
-    rotate_rows = library.outrider_rotate
-    add_norm.argtypes = [pointer] * 4 + [size, size, ctypes.c_float, ctypes.c_float, flag, flag, flag]
+    rotate_rows, activate = library.outrider_rotate, library.outrider_activate
+    add_norm.argtypes = [pointer] * 4 + [size, size, ctypes.c_float, ctypes.c_float, flag, flag, flag, flag]
     norm_heads.argtypes = [pointer] * 2 + [size] * 4 + [ctypes.c_float, flag, flag]
     rotate_rows.argtypes = [pointer] * 2 + [size] * 5 + [flag, flag]
-    add_norm.restype = norm_heads.restype = rotate_rows.restype = None
-    return add_norm, norm_heads, rotate_rows
+    activate.argtypes = [pointer, size, flag, flag]
+    add_norm.restype = norm_heads.restype = rotate_rows.restype = activate.restype = None
+    return add_norm, norm_heads, rotate_rows, activate

@@ -75,7 +75,9 @@ class HeadLayers:
     def __init__(self, config: HeadFormat, layers: Seq[HeadLayer], final_norm: Tensor) -> None:
         layer = config.layer
         self.shapes = [LayerShape(layer.num_key_value_heads, layer.head_dim, layer.head_dim)] * len(layers)
-        self.rows: RowOperations = row_operations(layer.hidden_size, layer.head_dim, final_norm, layer.rms_norm_eps)
+        self.rows: RowOperations = row_operations(
+            layer.hidden_size, (layer.head_dim, layer.head_dim), final_norm, layer.rms_norm_eps
+        )
         self.input_norm, self.final_norm = layers[0].input_norm, final_norm
         self._layers, self._first_layer = layers, 0
         self._next_norms = [*(each.input_norm for each in layers[1:]), final_norm]

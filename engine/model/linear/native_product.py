@@ -66,6 +66,9 @@ class Gate(IntEnum):
     NONE = 0
     SILU = 1
     GELU_TANH = 2  # the approximation of gelu by tanh
+    GELU = 3  # this and the next are functions of an MLP without gates alone
+    RELU = 4
+    RELU_SQUARED = 5
 
 
 class PackedWeight(ctypes.Structure):

@@ -1,6 +1,6 @@
-/* The functions of a gate: x times the logistic function of z, 1 / (1 + e^-z). silu(x) has z = x; the approximation of
+/* The functions of a gate, and of an MLP without gates: x times the logistic function of z, 1 / (1 + e^-z). silu(x) has z = x; the approximation of
    gelu(x) by tanh has z = 2 sqrt(2 / pi) (x + 0.044715 x^3). e^-z = 2^t = 2^whole 2^rest, with |rest| <= 1/2 and a
-   polynomial for 2^rest. */
+   polynomial for 2^rest. gelu(x) itself has the error function, as 1 - e^-x^2 p(t) with t = 1 / (1 + 0.3275911 x). */
 
 #pragma once
 
@@ -24,21 +24,24 @@ AVX INLINE __m512 rough_product(__m512 x, __m512 z) {
     return _mm512_mul_ps(x, _mm512_rcp14_ps(_mm512_add_ps(whole_power, _mm512_set1_ps(1.0f))));
 }
 
-/* Does the same with an error of a few units in the last place; 0 for z below -87, where silu is less than 2e-36. */
-AVX2 INLINE __m256 exact_product(__m256 x, __m256 z) {
+/* Computes e^-z with an error of a few units in the last place; z is taken as at most 87 and at least -87. */
+AVX2 INLINE __m256 negative_power(__m256 z) {
     static const float powers[NUM_POWERS] = {1.54035304e-4f, 1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f,
                                              2.40226507e-1f, 6.93147181e-1f, 1.0f};
-    const __m256 lowest = _mm256_set1_ps(-87.0f);
-    const __m256 in = _mm256_min_ps(_mm256_max_ps(z, lowest), _mm256_set1_ps(87.0f));
+    const __m256 in = _mm256_min_ps(_mm256_max_ps(z, _mm256_set1_ps(-87.0f)), _mm256_set1_ps(87.0f));
     const __m256 whole = _mm256_round_ps(_mm256_mul_ps(in, _mm256_set1_ps(-1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
     __m256 rest = _mm256_fmadd_ps(in, _mm256_set1_ps(-1.44269502f), _mm256_sub_ps(_mm256_setzero_ps(), whole));
     rest = _mm256_fmadd_ps(in, _mm256_set1_ps(-1.92596303e-8f), rest);
     __m256 power = _mm256_set1_ps(1.52527338e-5f);
     for (int i = 0; i < NUM_POWERS; i++) power = _mm256_fmadd_ps(power, rest, _mm256_set1_ps(powers[i]));
     const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
-    const __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
-    const __m256 result = _mm256_div_ps(x, _mm256_fmadd_ps(power, scale, _mm256_set1_ps(1.0f)));
-    return _mm256_and_ps(result, _mm256_cmp_ps(z, lowest, _CMP_NLT_UQ));
+    return _mm256_mul_ps(power, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
+}
+
+/* `rough_product`, as exact as that; 0 for z below -87, where silu is less than 2e-36. */
+AVX2 INLINE __m256 exact_product(__m256 x, __m256 z) {
+    const __m256 result = _mm256_div_ps(x, _mm256_add_ps(negative_power(z), _mm256_set1_ps(1.0f)));
+    return _mm256_and_ps(result, _mm256_cmp_ps(z, _mm256_set1_ps(-87.0f), _CMP_NLT_UQ));
 }
 
 AVX INLINE __m512 rough_gate(int gate, __m512 x) {
@@ -48,8 +51,26 @@ AVX INLINE __m512 rough_gate(int gate, __m512 x) {
     return rough_product(x, _mm512_mul_ps(x, factor));
 }
 
+/* Computes x / 2 (1 + erf(x / sqrt(2))) with an error of 1.5e-7 x (Abramowitz and Stegun 7.1.26). */
+AVX2 INLINE __m256 exact_gelu(__m256 x) {
+    static const float factors[] = {1.061405429f, -1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f};
+    const __m256 one = _mm256_set1_ps(1.0f), sign = _mm256_set1_ps(-0.0f);
+    const __m256 z = _mm256_mul_ps(_mm256_andnot_ps(sign, x), _mm256_set1_ps(0.707106781f));
+    const __m256 t = _mm256_div_ps(one, _mm256_fmadd_ps(z, _mm256_set1_ps(0.3275911f), one));
+    __m256 p = _mm256_setzero_ps();
+    for (int i = 0; i < 5; i++) p = _mm256_mul_ps(_mm256_add_ps(p, _mm256_set1_ps(factors[i])), t);
+    const __m256 tail = _mm256_mul_ps(p, negative_power(_mm256_mul_ps(z, z)));
+    const __m256 erf = _mm256_or_ps(_mm256_sub_ps(one, tail), _mm256_and_ps(sign, x));
+    const __m256 half = _mm256_mul_ps(x, _mm256_set1_ps(0.5f));
+    return _mm256_fmadd_ps(half, erf, half);
+}
+
 AVX2 INLINE __m256 exact_gate(int gate, __m256 x) {
+    const __m256 positive = _mm256_max_ps(_mm256_setzero_ps(), x); /* NaN stays NaN */
     if (gate == SILU) return exact_product(x, x);
+    if (gate == GELU) return exact_gelu(x);
+    if (gate == RELU) return positive;
+    if (gate == RELU_SQUARED) return _mm256_mul_ps(positive, positive);
     const __m256 square = _mm256_mul_ps(x, x);
     const __m256 factor = _mm256_fmadd_ps(square, _mm256_set1_ps(0.0713548163f), _mm256_set1_ps(1.59576912f));
     return exact_product(x, _mm256_mul_ps(x, factor));

@@ -5,8 +5,9 @@
 #include "processor.h"
 
 enum kind { INT4 = 4, INT8 = 8, BFLOAT16 = 16 };
-/* What a product does with a pair of 16 + 16 outputs: nothing, or function(gate) * up, half as many outputs. */
-enum gate { NO_GATE, SILU, GELU_TANH };
+/* What a product does with a pair of 16 + 16 outputs: nothing, or function(gate) * up, half as many outputs. The last
+   three are functions of `outrider_activate` alone. */
+enum gate { NO_GATE, SILU, GELU_TANH, GELU, RELU, RELU_SQUARED };
 
 /* engine/model/linear/native_product.py has the same fields. */
 struct weight {

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
@@ -21,18 +22,26 @@ from transformers import (
     Glm4Config,
     GlmConfig,
     GraniteConfig,
+    HeliumConfig,
+    HyperCLOVAXConfig,
+    IQuestCoderConfig,
+    Jais2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoConfig,
     Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
+    Starcoder2Config,
+    VaultGemmaConfig,
 )
 
 from engine.attention.native import native_or_torch
@@ -67,6 +76,7 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 
 SIZES_OF_TWO_HEADS = {name: size for name, size in SIZES.items() if name != "head_dim"}
 SIZES_OF_TWO_HEADS |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 HALF_ROTATED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+PART_ROTATED = {**HALF_ROTATED, "partial_rotary_factor": 0.4}
 WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
@@ -95,6 +105,15 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "olmo2": Olmo2Config(**SIZES_OF_TWO_HEADS),
     "olmo3": Olmo3Config(**SIZES_OF_TWO_HEADS, **WINDOWS),
     "exaone4": Exaone4Config(**SIZES, **WINDOWS),
+    "helium": HeliumConfig(**SIZES_OF_TWO_HEADS | {"head_dim": 32}),
+    "iquestcoder": IQuestCoderConfig(**SIZES),
+    "vaultgemma": VaultGemmaConfig(**SIZES, **WINDOWS, final_logit_softcapping=5.0),
+    "hyperclovax": HyperCLOVAXConfig(**SIZES_OF_TWO_HEADS, residual_multiplier=0.3, logits_scaling=2.0),
+    "olmo": OlmoConfig(**SIZES_OF_TWO_HEADS),
+    "arcee": ArceeConfig(**SIZES),
+    "jais2": Jais2Config(**SIZES),
+    "starcoder2": Starcoder2Config(**SIZES_OF_TWO_HEADS, sliding_window=9),
+    "phi": PhiConfig(**SIZES_OF_TWO_HEADS | {"hidden_size": 160}, rope_parameters=PART_ROTATED),
 }
 TEXT = torch.randint(3, 96, (240,), generator=torch.Generator().manual_seed(1)).tolist()
 FIRST_TABLE, SECOND_TABLE = list(range(20, 0, -1)), [21, 22]
@@ -105,12 +124,14 @@ BESIDE = Span(TEXT[200:203], 0, SECOND_TABLE, 3)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PreTrainedModel]:
-    """Float32 models whose weights are numbers of bfloat16, biases and norms too."""
+    """Float32 models whose weights are numbers of bfloat16, biases and norms too; no bias is zero."""
     root = tmp_path_factory.mktemp("models")
     found = {name: write_family(root / name, config) for name, config in CONFIGS.items()}
     for model in found.values():
         with torch.no_grad():
-            for parameter in model.parameters():
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_(std=0.1)
                 parameter.copy_(parameter.bfloat16())
     return found
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.model.decoders.row_operations import NativeRows, TorchRows
+from engine.model.linear.native_product import Gate
 from tests.engine.fixtures.native_kernels import needs_float_kernels
 
 pytestmark = [needs_float_kernels, pytest.mark.usefixtures("any_instructions")]
@@ -34,6 +35,32 @@ def test_a_sum_and_its_norm_are_those_of_torch(dtype: torch.dtype, shape: tuple[
     assert_near(
         NativeRows(EPSILON).add_norm(hidden, None, weight)[1], TorchRows(EPSILON).add_norm(hidden, None, weight)[1]
     )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"),
+    [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float32)],
+)
+def test_a_layer_norm_with_biases_is_that_of_torch(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    hidden, weight = 3.0 + torch.randn(40, 576).to(dtype), torch.randn(2, 576).to(weight_dtype)
+    ours, theirs = (kind(EPSILON, centers=True).add_norm(hidden, None, weight)[1] for kind in (NativeRows, TorchRows))
+    assert_near(ours, theirs)
+    factors, biases = weight.float()
+    whole = torch.nn.functional.layer_norm(hidden.float(), (576,), factors, biases, eps=EPSILON)
+    torch.testing.assert_close(ours.float(), whole, rtol=TOLERANCE[dtype], atol=8 * TOLERANCE[dtype])
+
+
+@DTYPES
+@pytest.mark.parametrize("function", [each for each in Gate if each])
+@pytest.mark.parametrize("shape", [(1, 3), (5, 96), (90, 1030)])
+def test_functions_of_mlps_without_gates_are_those_of_torch(
+    dtype: torch.dtype, function: Gate, shape: tuple[int, int]
+) -> None:
+    rows = (4.0 * torch.randn(shape)).to(dtype)
+    rows[0, :3] = torch.tensor([-200.0, 200.0, 0.0])
+    expected = TorchRows(EPSILON).activate(rows.clone(), function)
+    assert_near(NativeRows(EPSILON).activate(rows, function), expected)
+    assert NativeRows(EPSILON).activate(torch.full((1, 9), torch.nan, dtype=dtype), function).isnan().all()
 
 
 @DTYPES
@@ -64,7 +91,9 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
 
 def test_sizes_that_do_not_fill_registers_are_left_to_torch() -> None:
     weights = torch.zeros(1)
-    assert NativeRows.fit(576, 64, weights)
-    assert not NativeRows.fit(570, 64, weights)
-    assert not NativeRows.fit(576, 80, weights)
-    assert not NativeRows.fit(576, 64, weights.half())
+    assert NativeRows.fit(576, (64, 64), weights)
+    assert NativeRows.fit(2560, (80, 32), weights)  # Phi-2
+    assert not NativeRows.fit(570, (64, 64), weights)
+    assert not NativeRows.fit(576, (72, 64), weights)
+    assert not NativeRows.fit(576, (80, 80), weights)
+    assert not NativeRows.fit(576, (64, 64), weights.half())
