@@ -8,12 +8,14 @@ from pathlib import Path
 
 from actors.channel.draft_messages import DRAFT_SOCKET
 from actors.draft.draft_server import DraftServer
+from actors.process.actor_thread import without_compiler
 from actors.process.frames import FrameListener
 from actors.settings import PairSettings
 from engine.model.cuda_graphs.buckets import sized
 from engine.proposer.draft_model.loader import Drafter, load_drafter
 
 
+@without_compiler()
 def load_draft(settings: PairSettings) -> Drafter:
     """Load the draft model of a pair that has one.
 

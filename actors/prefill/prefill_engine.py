@@ -17,7 +17,7 @@ from actors.engine_loop.engine_loop import Do, EngineLoop, KVEventBuffer, Status
 from actors.engine_loop.index_reporter import IndexReporter, ReportSink
 from actors.kv_transfer.kv_transport import BlocksReply, PeerTransport, PrefillReply
 from actors.kv_transfer.nixl_carrier import DirectBlocks, DirectStats, choose_carrier
-from actors.process.actor_thread import ActorThread
+from actors.process.actor_thread import ActorThread, without_compiler
 from actors.settings import PrefillSettings
 from actors.shell_messages import Abort, Add, AskSnapshot, Refused, Snapshot, Status, StepOutput
 from engine.accounting.engine_stats import EngineStats
@@ -217,7 +217,8 @@ class PrefillEngine:
         self._carrier = choose_carrier(self._settings.kv_transport)
         kv_events = KVEventBuffer()
         self._peers = PeerTransport(self._peer_handle, self._carrier)
-        core = load_engine(self._settings.engine, None, kv_events.record, self._peers)
+        with without_compiler():
+            core = load_engine(self._settings.engine, None, kv_events.record, self._peers)
         self._blocks = core.blocks
         runner = core.runner
         assert isinstance(runner, ModelRunner), "from_config loads one"

@@ -18,6 +18,7 @@ from actors.draft.draft_process import load_draft
 from actors.engine_loop.engine_loop import AbortAll, EngineLoop, KVEventBuffer, StatusReporter
 from actors.kv_transfer.kv_transport import PrefillTransport
 from actors.kv_transfer.nixl_carrier import choose_carrier
+from actors.process.actor_thread import without_compiler
 from actors.process.frames import POLL_S, SEND_TIMEOUT_S, FrameConnection, FrameListener
 from actors.settings import PairSettings
 from actors.shell_messages import (
@@ -159,7 +160,8 @@ def serve_target(
     kv_events = KVEventBuffer()
     methods = settings.engine.speculation.methods
     proposer = None if settings.engine.head else proposer_of(methods, own, others=others)
-    core = load_engine(settings.engine, proposer, kv_events.record, transport, step_writer=own, models=others)
+    with without_compiler():
+        core = load_engine(settings.engine, proposer, kv_events.record, transport, step_writer=own, models=others)
     for draft in drafts.values():
         if isinstance(draft, ChannelProposer):
             draft.on_new_draft = core.forget_draft
