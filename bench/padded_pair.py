@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.model.loader import model_version
-from models.fixtures.padded_fixture import DEFAULT_LAYERS, DEFAULT_MLP, build_fixture
+from models.fixtures.padded_fixture import build_fixture
 
 DEMO = Path("models/demo")
 CACHE = Path(".cache/bench")
@@ -20,5 +20,5 @@ def padded_target(num_positions: int | None = None) -> Path:
     parts = ("padded", model_version(str(source))[:8], num_positions or "")
     folder = CACHE / "-".join(str(part) for part in parts if part)
     if not (folder / "config.json").exists():
-        build_fixture(source, folder, DEFAULT_LAYERS, DEFAULT_MLP, num_positions)
+        build_fixture(source, folder, num_positions=num_positions)
     return folder

@@ -201,8 +201,6 @@ def _bytes_on_hub(model_id: str) -> int:
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT_S = 3600.0
-
 
 def convert_gguf_models(config: DeployConfig, report: Callable[[str], None] = logger.info) -> DeployConfig:
     """Return `config` with each GGUF file replaced by its converted folder; call `report` before a conversion.
@@ -248,9 +246,9 @@ def _convert(file: Path, folder: Path, dtype: ModelDtype | None) -> None:
         made = Path(unfinished) / "model"
         command = [sys.executable, "-m", "engine.model.checkpoint.gguf", str(file), str(made), *filter(None, [dtype])]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
         except subprocess.TimeoutExpired:
-            raise ConfigError(f"{str(file)!r} was not converted within {_TIMEOUT_S:.0f} s") from None
+            raise ConfigError(f"{str(file)!r} was not converted within an hour") from None
         if done.returncode:
             last = done.stderr.strip().rpartition("\n")[2]
             raise ConfigError(done.stdout.strip() or f"{str(file)!r} was not converted ({done.returncode}): {last}")

@@ -20,7 +20,6 @@ from cluster.config import DeployConfig, parse_config
 from cluster.serve_options import BUILDERS, refusals, unknown_keys
 from protos.errors import ConfigError
 
-_LAST_PORT = 65_535
 _SERVICER = re.compile(r"add_\w+_to_server")  # the name of a function that gRPC generates
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 VLLM_SERVICER_FUNCTION = "router.grpc_api.vllm_servicer.add_vllm_engine_to_server"
@@ -105,8 +104,8 @@ def _report(mistakes: Iterable[str], source: str) -> None:
 def _check_port_numbers(http_port: int, grpc_port: int | None, source: str) -> None:
     """Raise ConfigError for a port that no machine has, or one for both servers."""
     for key, port in (("http_options", http_port), ("grpc_options", grpc_port)):
-        if port is not None and not 1 <= port <= _LAST_PORT:
-            raise ConfigError(f"{source}: {key}.port is {port}; it must be 1 to {_LAST_PORT}")
+        if port is not None and not 1 <= port <= 65_535:
+            raise ConfigError(f"{source}: {key}.port is {port}; it must be 1 to 65535")
     if http_port == grpc_port:
         raise ConfigError(f"{source}: http_options.port and grpc_options.port are both {http_port}; change one of them")
 

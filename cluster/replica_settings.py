@@ -37,7 +37,6 @@ from router.requests.reasoning_format import HARMONY, MARKS, find_reasoning
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 
 PREFILL_CHUNK_TOKENS = 512  # between two transfers of KV blocks
-_TUNE_MINUTES = 10.0
 _FRESH = "20000"  # positions logged after the alarm; the draft knows the earlier traffic
 
 
@@ -165,8 +164,9 @@ def _auto_tune(config: DeployConfig, placement: PairPlacement) -> AutoTuneSettin
             "set draft.gpu to 'own', or remove tune.auto"
         )
     target = resolve_model_path(config.target.path)
-    options = ("--log", str(tune.folder), "--target", target, "--minutes", f"{_TUNE_MINUTES:g}", "--fresh", _FRESH)
-    return AutoTuneSettings(("-m", "cluster.cli", "tune", *options), f"{tune.folder}.drafts", _TUNE_MINUTES)
+    minutes = 10.0
+    options = ("--log", str(tune.folder), "--target", target, "--minutes", f"{minutes:g}", "--fresh", _FRESH)
+    return AutoTuneSettings(("-m", "cluster.cli", "tune", *options), f"{tune.folder}.drafts", minutes)
 
 
 def _located(head: HeadConfig | None) -> HeadConfig | None:

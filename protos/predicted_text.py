@@ -10,9 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-_MIN_MATCH = 2  # last tokens of the text that must occur in the prediction to realign after a divergence
-_MAX_MATCH = 16  # last tokens that are compared to rank such positions
-_MAX_CANDIDATES = 128  # positions compared on either side of the divergence: one token may be repeated throughout
+_MAX_MATCH = 16  # last tokens that are compared to rank positions
 _BACKWARD = np.arange(_MAX_MATCH - 1, -1, -1)
 
 
@@ -29,7 +27,7 @@ class Prediction:
         pairs = (ids[:-1] << 32) | ids[1:]
         order = np.argsort(pairs, kind="stable")  # equal pairs keep the order of the text
         self._pairs: list[int] = pairs[order].tolist()
-        self._positions: list[int] = (order + _MIN_MATCH).tolist()
+        self._positions: list[int] = (order + 2).tolist()
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -39,7 +37,7 @@ class Prediction:
 
         Among equal matches it is the first from `diverged_at` on, or else the first.
         """
-        if len(tail) < _MIN_MATCH or not (candidates := self._candidates(tail, diverged_at)):
+        if len(tail) < 2 or not (candidates := self._candidates(tail, diverged_at)):
             return None
         matches = self._match_lens(candidates, tail)
         num_matched = int(matches.max())
@@ -52,10 +50,11 @@ class Prediction:
         pair = (tail[-2] << 32) | tail[-1]
         begin = bisect_left(self._pairs, pair)
         positions = self._positions[begin : bisect_right(self._pairs, pair, begin)]
-        if len(positions) <= 2 * _MAX_CANDIDATES:
+        most = 128  # on either side of the divergence: one token may be repeated throughout
+        if len(positions) <= 2 * most:
             return positions
         behind = bisect_left(positions, diverged_at)
-        return positions[: min(behind, _MAX_CANDIDATES)] + positions[behind : behind + _MAX_CANDIDATES]
+        return positions[: min(behind, most)] + positions[behind : behind + most]
 
     def _match_lens(self, positions: Sequence[int], tail: Sequence[int]) -> np.ndarray:  # [positions] int64
         last = np.full(_MAX_MATCH, -2)  # -2: before the text's first token

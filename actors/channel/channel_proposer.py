@@ -61,9 +61,6 @@ class OfferTable:
         self._drafts = {} if draft is None else {tuple(self._token_ids[base_len:]): draft}
 
 
-_NEVER = -1
-
-
 class SyncedSequence:
     """A sequence of the target's, the length that was sent to the draft process, and the draft's offers."""
 
@@ -71,7 +68,7 @@ class SyncedSequence:
         self.sequence = sequence
         self.offers = OfferTable(sequence.token_ids)
         self._sent_len = 0
-        self._awaited_len = _NEVER
+        self._awaited_len: int | None = None
 
     @property
     def is_opened(self) -> bool:
@@ -128,7 +125,7 @@ class SyncedSequence:
     def forget(self) -> None:
         """Note that the draft process does not know the sequence (any more)."""
         self._sent_len = 0
-        self._awaited_len = _NEVER
+        self._awaited_len = None
 
 
 class ChannelProposer:

@@ -25,7 +25,6 @@ from protos.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 REPLAY_OFFSET = 100  # between the two ports
-_MAX_PORTS = 64  # pairs of one node; each takes the next free port
 _MAX_BATCHES = 10_000  # that can be sent again
 _MEDIUM = "GPU"  # vLLM's word for the pool that attention reads, on processors too
 _END = (-1).to_bytes(8, "big", signed=True)
@@ -54,7 +53,8 @@ class KVEventPublisher:
         Raises:
             ConfigError: all of the ports are in use.
         """
-        for rank in range(_MAX_PORTS):
+        num_ports = 64  # more than a node has pairs; each takes the next free port
+        for rank in range(num_ports):
             endpoint, replay = _at(self._endpoint, rank), _at(self._endpoint, rank + REPLAY_OFFSET)
             try:
                 self._publisher.bind(endpoint)
@@ -73,7 +73,7 @@ class KVEventPublisher:
             return endpoint, replay
         raise ConfigError(
             f"pair.kv_events: cannot listen at {self._endpoint} and {REPLAY_OFFSET} ports above it, or at the next "
-            f"{_MAX_PORTS - 1} ports: {reason}; choose another port"
+            f"{num_ports - 1} ports: {reason}; choose another port"
         )
 
     def stored(self, contents: Sequence[BlockContent], root: BlockKey) -> None:

@@ -36,7 +36,6 @@ def entry_of(name: str, key: str, hint: str) -> dict[str, Any]:
 
 
 _BYTES = {"float32": 4.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0625, "int4": 0.625}  # int8 by 64, int4 by 32 inputs
-_LARGEST = 1 << 31
 _RECURRENT = ("conv_L_cache", "linear_conv_kernel_dim", "mamba_d_state", "ssm_state_size", "state_size")
 
 
@@ -170,10 +169,11 @@ def _size(model: str, config: Mapping[str, Any], *keys: str, default: int | None
     """
     key = next((key for key in keys if config.get(key)), keys[-1])
     value = config.get(key) or default
-    if type(value) is not int or not 1 <= value <= _LARGEST:
+    largest = 1 << 31
+    if type(value) is not int or not 1 <= value <= largest:
         found = f"{key} {config[key]!r}" if key in config else f"no {key!r}"
         raise ConfigError(
             f"the config of {model!r} has {found}; a plan needs a Llama-like config.json, with a whole number from 1 "
-            f"to {_LARGEST} there"
+            f"to {largest} there"
         )
     return value

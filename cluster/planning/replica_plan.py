@@ -17,7 +17,6 @@ from engine.accounting.length_allocation import allocate
 from engine.config import GIB, SchedulerConfig
 from protos.errors import ConfigError
 
-_BUSY = 0.8  # the part of a replica's capacity for traffic: arrivals are uneven
 _STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -212,12 +211,13 @@ def _at(deployment: ReplicaPlan, num_streams: int, rate: float | None, has_draft
     request_s = prefill_s + deployment.output_tokens / _speed(speed_up, has_drafts)
     requests_per_s = 1.0 / request_s
     tokens_per_s = requests_per_s * deployment.output_tokens
+    busy = 0.8  # the part of a replica's capacity for traffic: arrivals are uneven
     usd_per_s = deployment.device.price_usd_per_hour * deployment.num_devices / 3600
     return Capacity(
         speed_up=speed_up,
         prefill_s=prefill_s,
         requests_per_s=requests_per_s,
         output_tokens_per_s=tokens_per_s,
-        num_replicas=ceil(rate / (_BUSY * requests_per_s)) if rate else None,
-        usd_per_million_tokens=1e6 * usd_per_s / (_BUSY * tokens_per_s),
+        num_replicas=ceil(rate / (busy * requests_per_s)) if rate else None,
+        usd_per_million_tokens=1e6 * usd_per_s / (busy * tokens_per_s),
     )

@@ -16,7 +16,6 @@ from pathlib import Path
 REQUEST_TIMEOUT_S = 15  # for a request's headers, and for the first 16 KiB of its body
 # For the next byte of a body, and for a client to take more of its answer; waiting for an answer has no limit.
 CLIENT_TIMEOUT_S = 60
-LONG_HEADERS_BYTES = 6000  # these may fill HAProxy's buffer and leave no room for a body
 MAX_CONNECTIONS_PER_ADDRESS = 1024
 # Clients' part of HAProxy's 4096 connections; the rest is for the operator's addresses, such as health checks.
 MAX_HTTP_CONNECTIONS = 3072
@@ -25,7 +24,6 @@ OPERATOR_ADDRESSES = "127.0.0.1 ::1"
 MAX_ENDLESS_CALLS = 64  # of one address at once: gRPC calls that only the client ends
 ADDRESS = "src,ipmask(32,64)"  # a client of IPv6 has a network of 2^64 addresses
 WAITS_FOR_ROUTES = "waits for routes"  # a HAProxy's description, which standby.py reads
-_RETRY_AFTER_S = 1
 _REASONS = {
     502: "The server's answer broke off; send the request again.",
     503: "No server can take the request now; send it again.",
@@ -121,14 +119,14 @@ def _bodies() -> str:
     http-request set-var(txn.is_part) bool(true) if is_chunked or !has_length has_body
     acl is_part var(txn.is_part) -m bool
     http-request return status 413 content-type application/json lf-string {too_long} if is_part !METH_POST
-    http-request set-header Connection close if is_part or {{ req.hdrs,length gt {LONG_HEADERS_BYTES} }}
+    http-request set-header Connection close if is_part or {{ req.hdrs,length gt 6000 }}
     http-after-response set-header Connection close if is_part {{ status ge 400 }}
 """
 
 
 def _without_routes(text: str) -> str:
     """Return the configuration of a HAProxy without routes: it answers 503 with Retry-After."""
-    retry = f"hdr Retry-After {_RETRY_AFTER_S} string {_error(_REASONS[503])}"
+    retry = f"hdr Retry-After 1 string {_error(_REASONS[503])}"
     text = re.sub(r"return status 404 content-type text/plain .*", f"return status 503 {_JSON} {retry}", text)
     text = re.sub(r'grpc-status 5 hdr grpc-message "[^"]*"', f'grpc-status 14 hdr grpc-message "{_REASONS[503]}"', text)
     return re.sub(r"\nglobal\n|^global\n", rf"\g<0>    description {WAITS_FOR_ROUTES}\n", text, count=1)
@@ -188,7 +186,7 @@ def _replace(text: str, pattern: str, replacement: str) -> str:
 def _defaults() -> str:
     lines = [f"timeout http-request {REQUEST_TIMEOUT_S}s", f"timeout client {CLIENT_TIMEOUT_S}s"]
     lines += [
-        f"http-error status {status} {_JSON} hdr Retry-After {_RETRY_AFTER_S} string {_error(reason)}"
+        f"http-error status {status} {_JSON} hdr Retry-After 1 string {_error(reason)}"
         for status, reason in _REASONS.items()
     ]
     return "".join(f"    {line}\n" for line in lines)

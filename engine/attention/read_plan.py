@@ -29,8 +29,6 @@ from engine.batch.indexing import Index, index_of, index_tensor, is_consecutive
 from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache
 
-_MAX_SPANS = 16  # rows of one step that attend to the same keys
-
 
 @dataclass(frozen=True, slots=True)
 class Extent:
@@ -73,9 +71,10 @@ def share(extents: Seq[Extent], block_size: int) -> list[SharedExtents]:
     for extent in extents:
         by_start[extent.block_ids[0], extent.num_rows].append(extent)
     groups = []
+    most = 16  # extents of one group
     for members in by_start.values():
-        for first in range(0, len(members), _MAX_SPANS):
-            group = _shared(members[first : first + _MAX_SPANS], block_size)
+        for first in range(0, len(members), most):
+            group = _shared(members[first : first + most], block_size)
             # With fewer saved blocks the mask costs more than it saves.
             if len(group.first_keys) <= 0.5 * sum(each.num_blocks for each in group.extents):
                 groups.append(group)

@@ -19,17 +19,16 @@ from torch import Tensor
 
 from engine.config import KVDtype
 
-SCALE_BYTES = 2
-_LARGEST = 127
+SCALE_BYTES = torch.bfloat16.itemsize
 _TINY = torch.finfo(torch.bfloat16).tiny  # a scale is never zero
 
 
 def to_int8_heads(heads: Tensor) -> Tensor:
     """Quantize [..., D] of any float -> [..., D + SCALE_BYTES] int8."""
-    scales = (heads.abs().amax(dim=-1, keepdim=True).float() / _LARGEST).clamp_(min=_TINY).bfloat16()
+    scales = (heads.abs().amax(dim=-1, keepdim=True).float() / 127).clamp_(min=_TINY).bfloat16()
     scales = scales.where(scales.isfinite(), torch.nan)
     # The scale is rounded, so the largest number may be 128 times the scale.
-    numbers = (heads.float() / scales.float()).round_().clamp_(-_LARGEST, _LARGEST).nan_to_num_(0.0).to(torch.int8)
+    numbers = (heads.float() / scales.float()).round_().clamp_(-127, 127).nan_to_num_(0.0).to(torch.int8)
     return torch.cat((numbers, scales.view(torch.int8)), dim=-1)
 
 

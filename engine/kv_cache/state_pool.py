@@ -116,9 +116,6 @@ class StateSlots:
         self.forget([key])
 
 
-MIN_SLOTS = 4  # of one sequence, and the zeros
-
-
 @dataclass(frozen=True, slots=True)
 class StateShape:
     """One layer's state after a token: the last inputs of its convolution and, in most families, a matrix per head."""
@@ -170,10 +167,11 @@ def num_slots(config: CacheConfig, bytes_per_state: int) -> int:
     if config.num_blocks is not None or config.memory_bytes is None:
         return config.num_states
     fitting = config.memory_bytes // 2 // bytes_per_state
-    if fitting < MIN_SLOTS:
+    least = 4  # those of one sequence, and the zeros
+    if fitting < least:
         raise ConfigError(
             f"half of cache.memory_gib, {config.memory_bytes // 2} bytes, holds {fitting} states of the model's "
-            f"recurrent layers, and one sequence takes {MIN_SLOTS} of {bytes_per_state} bytes; raise it"
+            f"recurrent layers, and one sequence takes {least} of {bytes_per_state} bytes; raise it"
         )
     return min(fitting, config.num_states)
 

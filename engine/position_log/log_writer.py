@@ -77,8 +77,6 @@ def _pinned(values: Tensor) -> Tensor:
 
 logger = logging.getLogger(__name__)
 
-FLUSH_S = 5.0  # seconds between writes of the newest file, which grows until it is full
-
 
 @dataclass(frozen=True, slots=True)
 class VerifiedRows:
@@ -158,9 +156,10 @@ class LogWriter:
 
     def _write_until_closed(self) -> None:
         written_s, is_open = time.monotonic(), True
+        period_s = 5.0  # between writes of the newest file, which grows until it is full
         while is_open:
-            is_open = self._take(FLUSH_S)
-            if not is_open or time.monotonic() - written_s >= FLUSH_S or self._size > self._shard_bytes:
+            is_open = self._take(period_s)
+            if not is_open or time.monotonic() - written_s >= period_s or self._size > self._shard_bytes:
                 self._write()
                 written_s = time.monotonic()
 

@@ -26,7 +26,6 @@ FORMAT = "outrider-positions"
 VERSION = "1"
 SUFFIX = ".positions.safetensors"
 PARTIAL = ".positions.partial"  # while it is written
-TOP_K = 64
 Ints = NDArray[np.int32]
 
 
@@ -39,7 +38,7 @@ class LoggedModel:
 
     @property
     def top_k(self) -> int:
-        return min(TOP_K, self.vocab_size)
+        return min(64, self.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)

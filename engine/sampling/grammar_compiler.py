@@ -105,8 +105,6 @@ logger = logging.getLogger(__name__)
 
 MAX_SOURCE_BYTES = MAX_GRAMMAR_CHARACTERS
 MAX_RULES = 1000  # compile time grows with the square: 0.1 s for so many rules in Lark, 1 s in GBNF
-_MAX_PENDING = 16  # grammars that wait for the compiler, a few seconds each at most
-_MAX_PENDING_OF_TENANT = 4  # one tenant cannot take all places
 _RULE = re.compile(r'"\$ref"|^[^\S\n]*[?!]?\w', re.MULTILINE)  # a reference in a schema, or a line that defines a rule
 
 
@@ -224,16 +222,17 @@ class GrammarCompiler:
     def _check_pending(self, tenant: str) -> None:
         self._pending = [each for each in self._pending if not each[0].done()]
         num_pending = len(self._pending)
-        if num_pending >= _MAX_PENDING:
+        most, most_own = 16, 4  # a compilation takes seconds at most; one tenant cannot take all places
+        if num_pending >= most:
             raise OverloadedError(
-                f"{num_pending} grammars wait to be compiled, and at most {_MAX_PENDING} may; send it again later",
-                retry_after_s=_MAX_PENDING / 4,
+                f"{num_pending} grammars wait to be compiled, and at most {most} may; send it again later",
+                retry_after_s=most / 4,
             )
         num_own = sum(owner == tenant for _, owner in self._pending)
-        if tenant and num_own >= _MAX_PENDING_OF_TENANT:
+        if tenant and num_own >= most_own:
             raise RateLimitError(
-                f"{num_own} grammars of this key's tenant wait to be compiled, and at most {_MAX_PENDING_OF_TENANT} "
-                "may; send it again later"
+                f"{num_own} grammars of this key's tenant wait to be compiled, and at most {most_own} may; "
+                "send it again later"
             )
 
     def _submit(self, grammar: Grammar) -> Future[CompiledGrammar | str]:

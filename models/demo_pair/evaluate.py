@@ -124,8 +124,6 @@ def measure_acceptance(
 logger = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 128
-NUM_PROMPTS = 96
-LOSS_WINDOW_TOKENS = 1024
 SAMPLE_TOKENS = 96
 SAMPLE_PROMPTS = (
     'def read_config(path):\n    """Read a configuration file and return a dictionary."""\n',
@@ -166,7 +164,7 @@ class Measurements:
 def mean_loss(model: LlamaForCausalLM, documents: list[np.ndarray]) -> float:
     """Mean cross entropy over whole documents, in windows of at most 1,024 tokens."""
     total, count = 0.0, 0
-    for ids in measuring_windows(documents, LOSS_WINDOW_TOKENS):
+    for ids in measuring_windows(documents):
         logits = model(ids[:, :-1], use_cache=False).logits[0].float()  # [T, V]
         total += F.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
         count += ids.shape[1] - 1
@@ -212,7 +210,7 @@ def measure(folder: Path, corpus: Corpus) -> Measurements:
     target, draft = load_checkpoint(folder / "target"), load_checkpoint(folder / "draft")
     library = encode(tokenizer, _texts(corpus.held_out, is_test=False))
     tests = encode(tokenizer, _texts(corpus.held_out, is_test=True))
-    prompts = held_out_prompts(library, NUM_PROMPTS)
+    prompts = held_out_prompts(library, num_prompts=96)
     chat = render_chat([{"role": "user", "content": SAMPLE_REQUEST}], add_generation_prompt=True)
     return Measurements(
         target_parameters=num_parameters(target),
@@ -230,11 +228,11 @@ def measure(folder: Path, corpus: Corpus) -> Measurements:
             )
             for temperature, penalty in itertools.product((0.0, 1.0), (REPETITION_PENALTY, 1.0))
         },
-        text_agreement=text_agreement(target, draft, measuring_windows(library, LOSS_WINDOW_TOKENS)),
+        text_agreement=text_agreement(target, draft, measuring_windows(library)),
         samples=[sample(target, tokenizer, prompt) for prompt in (*SAMPLE_PROMPTS, chat)],
         num_held_out_files=len(corpus.held_out),
         num_training_files=len(corpus.training),
-        num_prompts=NUM_PROMPTS,
+        num_prompts=len(prompts),
         sample_tokens=SAMPLE_TOKENS,
         python=platform.python_version(),
     )

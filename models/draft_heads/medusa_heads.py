@@ -16,8 +16,6 @@ from tuning.score import choose, generate
 from tuning.student import TrainableMedusaHeads
 from tuning.train import autocast
 
-ROW_STRIDE = 3
-
 
 class MedusaLesson:
     """The loss of the heads against the target's distribution at the positions they predict."""
@@ -31,13 +29,13 @@ class MedusaLesson:
 
         A head learns the target's distribution at the rows that it predicts.
 
-        Each call takes one row in `ROW_STRIDE`, at random: the linear layer to the vocabulary takes most of the time,
+        Each call takes one row in three, at random: the linear layer to the vocabulary takes most of the time,
         and neighbouring rows of a window teach nearly the same.
         """
         with autocast(ids.device):
             with torch.no_grad():
                 hidden = hidden_states(self._target, ids, plain_positions(*ids.shape))  # [B, T, hidden]
-                rows = torch.arange(self._draw(ROW_STRIDE), ids.shape[1] - self._heads.num_heads, ROW_STRIDE)
+                rows = torch.arange(self._draw(3), ids.shape[1] - self._heads.num_heads, 3)
             losses = []
             for index, states in enumerate(self._heads(hidden[:, rows])):
                 with torch.no_grad():

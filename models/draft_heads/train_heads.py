@@ -20,10 +20,10 @@ from transformers import LlamaForCausalLM
 
 from engine.model.checkpoint.dtype import resolve_dtype
 from models.demo_pair.card import DEMO_FOLDER, acceptance_table, read_json
-from models.demo_pair.evaluate import NUM_PROMPTS, Acceptance, held_out_prompts
+from models.demo_pair.evaluate import Acceptance, held_out_prompts
 from models.demo_pair.train_demo_pair import machine
 from models.draft_heads.chats import answered, made_prompts, read_prompts
-from models.draft_heads.eagle3_head import DRAFT_VOCAB_SIZE, eagle3_logits, train_eagle3
+from models.draft_heads.eagle3_head import eagle3_logits, train_eagle3
 from models.draft_heads.head_acceptance import measure_head
 from models.draft_heads.medusa_heads import MedusaLesson, load_heads, measure_heads, save_heads
 from models.training.architecture import load_checkpoint
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 WINDOW_TOKENS = 256
 WINDOWS_PER_STEP = 8
 MEASURED_TOKENS = 128
-LOG_EVERY_STEPS = 20
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -49,11 +48,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="the head's folder; by default next to the target")
     parser.add_argument("--minutes", type=float, default=4.0, help="of training, without rollouts and measuring")
     parser.add_argument("--rollouts", type=int, default=96, help="windows that the target writes for its head")
-    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="held-out prompts to measure with")
+    parser.add_argument("--prompts", type=int, default=96, help="held-out prompts to measure with")
     parser.add_argument("--chats", type=int, default=0, help="answers to train on; 0: the demo's corpus")
     parser.add_argument("--chat-prompts", type=Path, help="file of prompts, one per line; default: made prompts")
     parser.add_argument("--answer-tokens", type=int, default=192, help="longest chat in tokens")
-    parser.add_argument("--draft-vocab", type=int, default=DRAFT_VOCAB_SIZE, help="vocabulary size of an EAGLE-3 head")
+    # 3,072 cover 98.3% of the tokens of the library, among the 4,096 of the demo.
+    parser.add_argument("--draft-vocab", type=int, default=3072, help="vocabulary size of an EAGLE-3 head")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -119,8 +119,8 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        mean_loss += (loss.item() - mean_loss) / min(step, LOG_EVERY_STEPS)
-        if step % LOG_EVERY_STEPS == 0:
+        mean_loss += (loss.item() - mean_loss) / min(step, 20)
+        if step % 20 == 0:
             logger.info("step=%d progress=%.2f loss=%.3f", step, progress, mean_loss)
     return (
         f"{step} steps of {WINDOWS_PER_STEP * WINDOW_TOKENS:,} tokens, {minutes:g} minutes, last loss {mean_loss:.3f}"

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from models.training.tokenizer import MAX_CONTEXT_TOKENS, VOCAB_SIZE
+from models.training.tokenizer import END_OF_TEXT, END_OF_TURN, MAX_CONTEXT_TOKENS, SPECIAL_TOKENS, VOCAB_SIZE
 
 REPETITION_PENALTY = 1.2  # for generation_config.json: small models fall into loops on their own text
-END_OF_TEXT_ID = 0
-END_OF_TURN_ID = 4
+END_OF_TEXT_ID, END_OF_TURN_ID = map(SPECIAL_TOKENS.index, (END_OF_TEXT, END_OF_TURN))
 
 
 def llama_config(num_layers: int, hidden_size: int, mlp_size: int, num_heads: int, num_kv_heads: int) -> LlamaConfig:

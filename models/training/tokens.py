@@ -100,7 +100,7 @@ def plain_positions(num_windows: int, num_tokens: int) -> Tensor:
     return torch.arange(num_tokens).repeat(num_windows, 1)
 
 
-def measuring_windows(documents: list[np.ndarray], num_tokens: int) -> Iterator[Tensor]:
+def measuring_windows(documents: list[np.ndarray], num_tokens: int = 1024) -> Iterator[Tensor]:
     """Windows [1, up to T + 1] of each document, tails included; each starts where the last ended."""
     for ids in documents:
         for start in range(0, len(ids) - 1, num_tokens):

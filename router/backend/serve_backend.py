@@ -25,7 +25,6 @@ from router.routing.routed_call import RoutedCall
 
 logger = logging.getLogger(__name__)
 
-_RETRY_AFTER_S = 2.0
 _NAME = re.compile(r'\breplica="([^"]*)"')
 _TAKEN_TIMEOUT_S = 2.0  # for a pair to take the request, before the application's state is checked
 
@@ -189,10 +188,10 @@ def _as_serving_error(error: BaseException) -> BaseException:
     if isinstance(cause, BackPressureError):
         return OverloadedError(
             "All pairs are busy and their queues are full; try again later.",
-            retry_after_s=cause.retry_after_s or _RETRY_AFTER_S,
+            retry_after_s=cause.retry_after_s or 2.0,
         )
     if (loss := _loss(cause)) is not None:
-        return UnavailableError(loss, retry_after_s=_RETRY_AFTER_S)
+        return UnavailableError(loss, retry_after_s=2.0)
     if isinstance(cause, asyncio.CancelledError):
         return cause
     logger.error("a pair failed", exc_info=error)

@@ -25,7 +25,6 @@ from router.backend.backend import Backend
 
 logger = logging.getLogger(__name__)
 
-_SHOW_TIMEOUT_S = 10.0
 _CHECK_S = CHECK_TIMEOUT_S + ANSWER_S
 _RETURN_S = RETURN_S + ANSWER_S
 
@@ -45,7 +44,7 @@ class DraftAdmin:
             RequestError: drafts have no process of their own.
         """
         current_client.get().require_admin()
-        return await self._order(ShowDraft(), _SHOW_TIMEOUT_S)
+        return await self._order(ShowDraft())
 
     async def swap(self, order: SwapDraft) -> Sequence[DraftReport]:
         """Have every pair run another draft, once all have found it fit; return the drafts that run then.
@@ -72,7 +71,7 @@ class DraftAdmin:
         current_client.get().require_admin()
         await self._order(CheckDraft(order.path, order.method), _CHECK_S)
         logger.warning("an admin tries the draft %s", order.path)
-        return await self._order(order, _SHOW_TIMEOUT_S)
+        return await self._order(order)
 
     async def stop_canary(self) -> Sequence[DraftReport]:
         """End the canaries of all pairs, which run their old drafts again.
@@ -86,7 +85,7 @@ class DraftAdmin:
             raise RequestError("No draft is tried on any pair; there is nothing to stop.")
         return await self._order(StopCanary(), _RETURN_S)
 
-    async def _order(self, order: DraftOrder, timeout_s: float) -> Sequence[DraftReport]:
+    async def _order(self, order: DraftOrder, timeout_s: float = 10.0) -> Sequence[DraftReport]:
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._backend.order_drafts(order)

@@ -37,8 +37,6 @@ Result = TypeVar("Result")
 IGNORED_FIELDS = "ignored_fields"  # of a request's state
 # A wrong name in these is always refused: they constrain the answer.
 _OURS = ("speculation", "structured_outputs", "response_format")
-_MAX_IGNORED = 64
-_MAX_MISTAKES = 1000
 BODIES_IN_FLIGHT = 16  # of the greatest length, read and checked at one time
 _CHARSETS = ("utf-8", "utf8", "us-ascii")
 _WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
@@ -163,9 +161,9 @@ def _parsed(raw: bytearray, request: Request, schema: type[Schema], *, is_strict
     try:
         return schema.model_validate_json(raw)
     except ValidationError as error:
-        if error.error_count() > _MAX_MISTAKES:  # to list them all would take seconds, and memory
+        if error.error_count() > 1000:  # to list them all would take seconds, and memory
             raise RequestError(
-                f"The body has {error.error_count()} unknown fields and mistakes; at most {_MAX_MISTAKES} are read."
+                f"The body has {error.error_count()} unknown fields and mistakes; at most 1000 are read."
             ) from None
         details = error.errors(include_url=False, include_context=False, include_input=False)
         unknown = [each["loc"] for each in details if each["type"] == "extra_forbidden"]
@@ -186,8 +184,9 @@ def ignore_fields(request: Request, names: Sequence[str]) -> None:
     if not names:
         return
     known = getattr(request.state, IGNORED_FIELDS, [])
-    shown = [name[:256] for name in names[:_MAX_IGNORED]]
-    setattr(request.state, IGNORED_FIELDS, [*known, *shown][:_MAX_IGNORED])
+    most = 64
+    shown = [name[:256] for name in names[:most]]
+    setattr(request.state, IGNORED_FIELDS, [*known, *shown][:most])
     logger.info("%s: %d ignored fields: %s", for_log(request.url.path), len(names), ", ".join(map(for_log, shown)))
 
 

@@ -17,7 +17,6 @@ from pydantic_core import ErrorDetails
 from protos.client_text import check_parts
 from protos.errors import RequestError
 
-_MAX_VALUE_CHARACTERS = 80
 _LIMITS = {
     "greater_than": "greater than {gt}",
     "greater_than_equal": "at least {ge}",
@@ -69,12 +68,13 @@ def _message(details: ErrorDetails, param: str | None, path: list[str | int], sc
 
 def _shown(value: object) -> str:
     """Return the beginning of a value, which may have a million items."""
+    most = 80  # characters
     if isinstance(value, (list, str)):
-        value = value[:_MAX_VALUE_CHARACTERS]
+        value = value[:most]
     elif isinstance(value, dict):
-        value = dict(islice(value.items(), _MAX_VALUE_CHARACTERS))
+        value = dict(islice(value.items(), most))
     text = repr(value)
-    return text if len(text) <= _MAX_VALUE_CHARACTERS else text[:_MAX_VALUE_CHARACTERS] + "..."
+    return text if len(text) <= most else text[:most] + "..."
 
 
 def _suggestion(name: str, valid: Iterable[str]) -> str:

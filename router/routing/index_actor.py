@@ -97,7 +97,6 @@ class Selector:
 
 SILENCE_S = 10.0  # a worker silent for this long has left: live ones report every second
 logger = logging.getLogger(__name__)
-_LEAVE_AFTER_S = 30.0  # without a report: the application has ended
 
 
 class IndexState:
@@ -219,9 +218,10 @@ class IndexActor:
             self._sweeper = asyncio.get_running_loop().create_task(self._sweep(), name="sweeper")
 
     async def _sweep(self) -> None:
-        while time.monotonic() - self._last_report_s < _LEAVE_AFTER_S:
+        longest_s = 30.0  # without a report: then the application has ended
+        while time.monotonic() - self._last_report_s < longest_s:
             await asyncio.sleep(1.0)
             for worker_id in self._state.forget_silent(time.monotonic()):
                 logger.warning("pair %s has not reported for a while; its blocks are forgotten", worker_id)
-        logger.info("no pair has reported for %.0f s; the index exits", _LEAVE_AFTER_S)
+        logger.info("no pair has reported for %.0f s; the index exits", longest_s)
         ray.kill(ray.get_runtime_context().current_actor)

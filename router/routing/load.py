@@ -21,7 +21,7 @@ from protos.worker_report import WorkerLoad
 
 FloatArray = NDArray[np.float64]
 
-_SILENT_FROM_S, _SILENT_UNTIL_S = 5.0, 60.0  # age of work that a worker has not reported on
+_SILENT_FROM_S = 5.0  # age of work that a worker has not reported on
 
 _ROW = np.dtype(
     [
@@ -120,9 +120,9 @@ class LoadTable:
     def is_silent(self, worker_id: str, now_s: float) -> bool:
         """True if a worker was sent work and has reported nothing for longer than a busy worker stays silent.
 
-        It hangs, or its reports are lost; after `_SILENT_UNTIL_S` it is tried again.
+        It hangs, or its reports are lost; after a minute it is tried again.
         """
-        return any(_SILENT_FROM_S < now_s - work.sent_at_s < _SILENT_UNTIL_S for work in self._sent.get(worker_id, ()))
+        return any(_SILENT_FROM_S < now_s - work.sent_at_s < 60.0 for work in self._sent.get(worker_id, ()))
 
     def withdraw(self, worker_id: str, request_id: str) -> None:
         """Remove a request that the worker refused or never received; unknown ids are ignored."""

@@ -22,7 +22,7 @@ from router.tokenizer.template_rules import Rule, TemplateRules
 
 logger = logging.getLogger(__name__)
 
-_RENDER_LIMIT_S, _LIMIT_S = 0.25, 2.0  # of processor time: for one chat, and for all; a chat takes some 0.2 ms
+_LIMIT_S = 2.0  # of processor time, for all chats; one takes some 0.2 ms
 _WORD = re.compile("qz[a-z]{3}q")  # a text of a probe, which no template writes itself
 _TOOL: dict[str, Any] = {
     "type": "function",
@@ -285,6 +285,6 @@ class _Learner:
         if time.thread_time() > self._end_s:
             return None
         try:
-            return self._template.render(rules.adapt(chat), variables={"tools": self._tools}, limit_s=_RENDER_LIMIT_S)
+            return self._template.render(rules.adapt(chat), variables={"tools": self._tools}, limit_s=0.25)
         except RequestError:
             return None

@@ -33,7 +33,6 @@ from cluster.cli.audit.wire import (
 
 COMPLETIONS, CHAT = "/completions", "/chat/completions"
 
-_MAX_WAITS = 6  # for a server that limits the rate, each request
 _BUSY = (429, 503)
 _NO_ENDPOINT = (404, 405, 501)
 _WHOLE_WORD = re.compile(r" \w+")  # merges do not cross its space
@@ -190,7 +189,7 @@ class Server:
         return max(1.0, min(TIMEOUT_S, self.budget.until_s - time.monotonic() + 1.0))
 
     async def _send(self, path: str, body: Body) -> httpx.Response:
-        for wait in range(_MAX_WAITS):
+        for wait in range(6):  # a server that limits the rate
             self.budget.spend()
             try:
                 response = await fetch(self.http, "POST", f"{self.url}{path}", body, self.left_s)
@@ -203,7 +202,7 @@ class Server:
             if response.status_code not in _BUSY:
                 raise RefusedError(response.status_code, message_of(response))
             await asyncio.sleep(min(retry_after(response, 2.0**wait / 4), self.left_s, 20.0))
-        raise NoVerdictError(f"the server limits the rate: status {response.status_code} {_MAX_WAITS} times in a row")
+        raise NoVerdictError(f"the server limits the rate: status {response.status_code} 6 times in a row")
 
 
 async def explore(server: Server, prompt: str) -> None:

@@ -20,7 +20,6 @@ POWER = 0.99
 _POWER_Z = NormalDist().inv_cdf(POWER)
 SHIFT = math.log(0.63 / 0.37) - math.log(0.60 / 0.40)  # the tilt that serves a token of 60% at 63%
 FAULT_RATE = 0.1  # an impossible outcome that a check must find
-_IMPOSSIBLE = 1e-4  # its rate at a server that does as it reports: a broken line, a machine's fault
 
 _TOP = (SHIFT, -SHIFT, 0.4, -0.4, 1.0, -1.0, 3.0, -3.0)
 _SECOND = (0.4, -0.4, 2.0, -2.0)
@@ -203,8 +202,9 @@ _RATES = (0.02, FAULT_RATE, 0.4, 0.95)
 
 
 def _log_of_hits(num_hits: int, num_draws: int) -> float:
+    sound = 1e-4  # the rate at a server that does as it reports: a broken line, a machine's fault
     logs = [
-        num_hits * math.log(rate / _IMPOSSIBLE) + (num_draws - num_hits) * math.log((1 - rate) / (1 - _IMPOSSIBLE))
+        num_hits * math.log(rate / sound) + (num_draws - num_hits) * math.log((1 - rate) / (1 - sound))
         for rate in _RATES
     ]
     return float(_log_sum(np.asarray(logs))) - math.log(len(_RATES))

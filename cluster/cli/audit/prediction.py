@@ -17,7 +17,6 @@ import numpy as np
 from cluster.cli.audit.evidence import Probs
 
 NUM_CELLS = 8
-FORBIDDEN = 2e-3  # the rate of tokens outside a filter's set: a near tie at its border
 _REST_FLOOR = 1e-4  # of rounded logprobs
 _SPECIAL = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")
 
@@ -145,5 +144,6 @@ def filtered(prediction: Prediction, num_kept: int) -> Claim | None:
     probs = np.asarray([prob for _, prob in kept])
     unnamed = sum(prediction.probs) - sum(prob for _, prob in prediction.named)
     ignored = np.append(probs, max(1 - unnamed - probs.sum(), _REST_FLOOR))
-    claimed = np.append(probs / probs.sum() * (1 - FORBIDDEN), FORBIDDEN)
+    outside = 2e-3  # the rate of tokens that the filter removes: a near tie at its border
+    claimed = np.append(probs / probs.sum() * (1 - outside), outside)
     return Claim({token: cell for cell, (token, _) in enumerate(kept)}, claimed, True, ignored / ignored.sum())

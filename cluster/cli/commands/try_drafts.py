@@ -27,7 +27,6 @@ from engine.accounting.speculation_gate import WORTH
 from protos.errors import ConfigError, RequestError, ServingError
 from protos.messages import VerifyMode
 
-_MOST = 256  # K and streams
 _WAYS = ("self", "suffix", "ngram", "mtp", "none")  # drafts without their own model
 _UNPLANNED = ("self", "mtp")  # a plan does not know their share of the target's cost
 
@@ -131,8 +130,8 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise ConfigError(f"{option} {text!r} has a value that is not a whole number; write e.g. 2,4,8") from error
-    if min(numbers) < 1 or max(numbers) > _MOST:
-        raise ConfigError(f"{option} {text!r} is outside 1 to {_MOST}")
+    if not all(1 <= number <= 256 for number in numbers):
+        raise ConfigError(f"{option} {text!r} is outside 1 to 256")
     return numbers
 
 

@@ -12,8 +12,6 @@ from cluster.cli.audit.client import CHAT, COMPLETIONS, Server
 from cluster.cli.audit.trial import Trial
 from cluster.cli.audit.wire import Body, NoVerdictError, RefusedError
 
-_TEXT_TOKENS = 24
-_STOP_LENGTH = 3
 _FORMAT_TOKENS = 300
 _EARLY_TOKENS, _EARLY_LIMIT = 40, 48
 
@@ -70,16 +68,17 @@ def _miscount(answer: Answer, completion: int) -> str | None:
 async def stops(audit: Audit, trial: Trial) -> None:
     """Ask for greedy texts again with a piece of them as the stop."""
     part, server = trial.hits(), audit.server
+    greedy: Body = {"max_tokens": 24, "temperature": 0.0}
     for start in range(1, 99):
         if trial.is_enough():
             break
         for text in PROMPTS:
-            whole = (await server.ask(text, max_tokens=_TEXT_TOKENS, temperature=0.0)).choices[0].text
-            stop = whole[start * 2 :][:_STOP_LENGTH]
+            whole = (await server.ask(text, **greedy)).choices[0].text
+            stop = whole[start * 2 :][:3]
             at = whole.find(stop)
-            if len(stop) < _STOP_LENGTH or at < 1 or not stop.strip():
+            if len(stop) < 3 or at < 1 or not stop.strip():
                 continue
-            answer = await server.ask(text, max_tokens=_TEXT_TOKENS, temperature=0.0, stop=[stop])
+            answer = await server.ask(text, **greedy, stop=[stop])
             choice = answer.choices[0]
             shared = min(at, len(choice.text))
             if choice.text[:shared].rstrip() != whole[:shared].rstrip() and stop not in choice.text:

@@ -16,7 +16,6 @@ from cluster.cli.audit.trial import Trial
 from cluster.cli.audit.wire import NoVerdictError
 
 FAR = 0.1  # total variation between two asks that rounding does not explain
-_NUM_COMPANIONS = 16
 _WORDS = ("river", "stone", "apple", "cloud", "table", "green", "seven", "paper", "winter", "music", "garden", "silver")
 
 
@@ -83,7 +82,7 @@ async def company(audit: Audit, trial: Trial) -> None:
     prompts = [prompt.text for prompt in audit.open_prompts(8)]
     part, draws, seen = trial.hits(), trial.draws(is_planned=False), dict[tuple[str, ...], str]()
     alone = [await _greedy(audit.server, text) for text in prompts]
-    others = [asyncio.ensure_future(_keep_busy(audit.server, rank)) for rank in range(_NUM_COMPANIONS)]
+    others = [asyncio.ensure_future(_keep_busy(audit.server, rank)) for rank in range(16)]
     try:
         while not trial.is_enough():
             for text, before in zip(prompts, alone, strict=True):
@@ -94,7 +93,7 @@ async def company(audit: Audit, trial: Trial) -> None:
         for other in others:
             other.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-    trial.sentence = f"{part.num_hits} of {part.num_draws} tokens differ among {_NUM_COMPANIONS} other requests"
+    trial.sentence = f"{part.num_hits} of {part.num_draws} tokens differ among {len(others)} other requests"
 
 
 async def cache(audit: Audit, trial: Trial) -> None:

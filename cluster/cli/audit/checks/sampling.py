@@ -19,8 +19,6 @@ from cluster.cli.audit.trial import Trial
 from cluster.cli.audit.wire import NoVerdictError
 
 _LEAST_DRAWS = 512  # whatever the planned fault takes
-_MARGIN = 0.03  # from a filter's bound to the nearest token: rounding does not cross it
-_BIAS = -2.0
 _PENALTY = 1.0
 _PATH = 4  # tokens of an answer
 _FILTERS = ("top_p", "top_k", "min_p")
@@ -167,16 +165,17 @@ def _settings(prompt: Prompt, name: str) -> Iterator[Setting]:
 def _filtered(plain: Prediction, prefix: Prefix, name: str, value: float) -> Claim | None:
     """The tokens that a filter keeps; None if rounding may change their number."""
     probs = plain.probs
+    margin = 0.03  # from the filter's bound to the nearest token: rounding does not cross it
     if name == "top_k":
         number = int(value)
-        is_near = number >= len(probs) or probs[number] * (1 + 4 * _MARGIN) > probs[number - 1]
+        is_near = number >= len(probs) or probs[number] * (1 + 4 * margin) > probs[number - 1]
     elif name == "min_p":
         number = sum(prob >= value * probs[0] for prob in probs)
-        is_near = any(abs(math.log(max(prob, 1e-9) / (value * probs[0]))) < 3 * _MARGIN for prob in probs)
+        is_near = any(abs(math.log(max(prob, 1e-9) / (value * probs[0]))) < 3 * margin for prob in probs)
     else:
         sums = list(accumulate(probs))
         number = 1 + sum(total < value for total in sums)
-        is_near = any(abs(total - value) < _MARGIN for total in sums)
+        is_near = any(abs(total - value) < margin for total in sums)
     return None if is_near or number >= len(probs) else filtered(plain, number)
 
 
@@ -194,10 +193,12 @@ async def _biased(server: Server, prompt: Prompt) -> Setting:
     if first_token(answer.choices[0]) != token or not isinstance(found, int):
         raise NoVerdictError("the server does not show token ids, which logit_bias needs")
 
-    def claim_of(plain: Prediction, prefix: Prefix) -> Claim | None:
-        return weighted_claim(plain, lambda each, prob: math.exp(_BIAS) if each == token else 1.0)
+    bias = -2.0
 
-    return Setting(prompt, "logit_bias", {str(found): _BIAS}, claim_of)
+    def claim_of(plain: Prediction, prefix: Prefix) -> Claim | None:
+        return weighted_claim(plain, lambda each, prob: math.exp(bias) if each == token else 1.0)
+
+    return Setting(prompt, "logit_bias", {str(found): bias}, claim_of)
 
 
 async def _draw_paths(
