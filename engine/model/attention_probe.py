@@ -38,7 +38,6 @@ from protos.errors import ConfigError
 _PROBE_NAME = "outrider_probe"
 _NUM_TOKENS = 2
 _STATELESS = ("mlp", "moe")  # kinds of layers that keep nothing of a text
-_MAX_LENGTH = 1 << 20  # longest text whose masks are checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +153,8 @@ def record_layers(model: PreTrainedModel) -> ModelRecord:
     """
     recording, states, windows = RecordingPass(), RecordingStates(), dict[int, int | None]()
     recurrent = connect(model)
-    length = min(max(max_positions(model.config) or _MAX_LENGTH, _NUM_TOKENS), _MAX_LENGTH)
+    longest = 1 << 20  # of the texts whose masks are checked
+    length = min(max(max_positions(model.config) or longest, _NUM_TOKENS), longest)
     keywords = pass_keywords(recording, states if recurrent else None)
     positions = torch.arange(_NUM_TOKENS, device=model.device)[None]
     _offer_probe(windows, length)

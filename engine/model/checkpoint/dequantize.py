@@ -26,7 +26,6 @@ from engine.model.checkpoint.unread_weight import QuantizedWeight, UnreadWeight
 from engine.model.checkpoint.weight_files import TensorHeader, tensor_headers
 
 _PART_ROWS = 256
-_INPUTS = 32
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # place of each of eight outputs in a word
 _FP4 = (*(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0))
@@ -66,9 +65,9 @@ def _read_dequantized(stored: StoredWeight, files: Mapping[str, tuple[TensorHead
 
 
 def _has_form(stored: StoredWeight, headers: Mapping[str, TensorHeader], groups: Tensor | None) -> bool:
-    """True for a matrix with groups of inputs in order, each a multiple of the inputs that kernels take at a time."""
+    """True for a matrix with groups of inputs in order, each of a multiple of 32 inputs, as kernels take them."""
     group_size = 1 if stored.format not in _PARTS else min(stored.step[1], stored.shape[1])
-    if group_size % _INPUTS or _columns(stored, {} if groups is None else {"g_idx": groups}) is not None:
+    if group_size % 32 or _columns(stored, {} if groups is None else {"g_idx": groups}) is not None:
         return False
     return stored.format is not WeightFormat.SCALED or headers[stored.tensors["weight"]].dtype in ("F8_E4M3", "I8")
 

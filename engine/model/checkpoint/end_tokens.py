@@ -196,9 +196,6 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-_MAX_NAMED = 5
-
-
 def refuse_tokens_without_rows(folder: Path, vocab_size: int, template: str | None = None) -> str | None:
     """Return a warning about tokens that the model in `folder` has no row for, or None.
 
@@ -241,5 +238,5 @@ def _tokens(folder: Path) -> Mapping[str, int]:
 
 def _named(tokens: Mapping[str, int]) -> str:
     names = [f"{name!r} (id {token_id})" for name, token_id in sorted(tokens.items(), key=lambda each: each[1])]
-    rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + rest
+    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + rest

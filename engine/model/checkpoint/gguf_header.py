@@ -27,13 +27,9 @@ from protos.errors import ConfigError
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-# Larger claims are refused before anything is read. A tokenizer of 262,144 tokens has about 800,000 strings (20 MB);
-# the largest models have a few thousand tensors.
-_MAX_ENTRIES = 1 << 16
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")  # a string's length
-_MAX_DIMS = 4
 _BLOCK_NUMBERS = (2, 3, 6, 7, 8, 10, 11, 12, 13, 14)
 # Supported types: name, numbers per block, bytes per block.
 _TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2)} | {
@@ -89,10 +85,11 @@ class _HeaderParser:
             raise ConfigError(f"{str(self._file)!r} is GGUF version {version}; supported versions are 2 and 3")
         # Bound the counts by the file's size before reading any entry.
         num_tensors, num_values = int(self._number("Q")), int(self._number("Q"))
-        if max(num_tensors, num_values) > _MAX_ENTRIES:
+        most = 1 << 16  # the largest models have a few thousand tensors
+        if max(num_tensors, num_values) > most:
             raise ConfigError(
                 f"{str(self._file)!r} claims {num_tensors:,} tensors and {num_values:,} values of metadata; the limit "
-                f"is {_MAX_ENTRIES:,} each; fetch the file again"
+                f"is {most:,} each; fetch the file again"
             )
         # A value has a key, its type and a byte; a tensor has a name, its number of dimensions, its type and an offset.
         self._expect(num_values * 13 + num_tensors * 24)
@@ -123,10 +120,10 @@ class _HeaderParser:
     def _tensor(self) -> tuple[GgufTensor, int]:
         """Return a tensor and the byte offset of its end in the data."""
         name = self._string()
-        if (num_dims := int(self._number("I"))) > _MAX_DIMS:
+        if (num_dims := int(self._number("I"))) > 4:
             raise ConfigError(
                 f"tensor {name!r} of {str(self._file)!r} has {num_dims:,} dimensions; the limit is "
-                f"{_MAX_DIMS}; fetch the file again"
+                "4; fetch the file again"
             )
         dims = [int(self._number("Q")) for _ in range(num_dims)]
         number, offset = int(self._number("I")), int(self._number("Q"))

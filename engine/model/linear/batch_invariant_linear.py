@@ -21,8 +21,6 @@ from engine.model.linear.packed_linear import Linear, LinearFactory
 from protos.errors import ConfigError
 
 _HEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)
-_VECTOR_NUMBERS = 32  # that torch computes at a time
-_BASE_HEIGHT = 8  # the others are held to this one: fewer rows are common and must not cost much padding
 
 
 def batch_invariant_factory(make_linear: LinearFactory, dtype: torch.dtype | None = None) -> LinearFactory:
@@ -69,7 +67,7 @@ def batch_invariant_router(
         lambda rows: torch.cat([result.double() for result in router(rows)], dim=-1),
         num_inputs,
         dtype,
-        [height for height in _HEIGHTS if height * num_experts % _VECTOR_NUMBERS == 0],
+        [height for height in _HEIGHTS if height * num_experts % 32 == 0],  # torch computes 32 numbers at a time
     )
 
     def route(x: Tensor) -> tuple[Tensor, ...]:
@@ -87,7 +85,8 @@ def batch_invariant_heights(
     """Those of some ascending heights whose rows have the same bits as in the base height."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(heights[-1], num_inputs, generator=generator).to(dtype)
-    base_height = max(_BASE_HEIGHT, heights[0])
+    # The others are held to this one: fewer rows are common and must not cost much padding.
+    base_height = max(8, heights[0])
     expected = torch.cat([function(tile) for tile in torch.split(rows, base_height)])
     found = tuple(height for height in heights if _is_batch_invariant(function, rows[:height], expected[:height]))
     if base_height not in found:

@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _MAGIC = b"outrider"
 _END = struct.Struct("<32sQ8s")  # digest and bytes of the index, magic
-_MAX_WAIT_S = 1800.0  # for another process that packs the same weights
 _FOREIGN = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, struct.error)
 
 
@@ -114,9 +113,9 @@ def _locked(entry: Path) -> BinaryIO:
             return lock
         except BlockingIOError:
             waited_s = time.monotonic() - began_s
-        if waited_s > _MAX_WAIT_S:
+        if waited_s > 1800:  # another process packs the same weights
             lock.close()
-            raise TimeoutError(f"another process holds {str(entry / 'lock')!r} for {_MAX_WAIT_S:.0f} s")
+            raise TimeoutError(f"another process holds {str(entry / 'lock')!r} for half an hour")
         time.sleep(0.1)
 
 

@@ -41,7 +41,6 @@ _LOW = TileSize(16, 32, 128, num_warps=4, num_stages=4)
 _TALL = TileSize(64, 128, 128, num_warps=8, num_stages=2)  # K in the same steps
 _LOW_FLOAT32 = TileSize(16, 32, 32, num_warps=4, num_stages=2)
 _TALL_FLOAT32 = TileSize(64, 64, 32, num_warps=8, num_stages=2)
-_MIN_TALL_ROWS = 64
 
 
 @triton.jit
@@ -95,7 +94,7 @@ class TritonProduct:
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        is_tall = self._tall is not None and len(rows) >= _MIN_TALL_ROWS
+        is_tall = self._tall is not None and len(rows) >= 64
         result = self._multiplied(rows, self._tall if is_tall and self._tall else self._low)
         return result.view(*x.shape[:-1], result.shape[-1])
 

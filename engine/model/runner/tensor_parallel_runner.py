@@ -100,8 +100,6 @@ class TensorParallelRunner(ModelRunner):
 
 logger = logging.getLogger(__name__)
 
-_LOAD_TIMEOUT_S = 1800.0
-
 
 class RankGroup:
     """Processes of ranks 1, 2, ...; this process is rank 0, in the constructing thread.
@@ -201,10 +199,8 @@ class RankGroup:
     def _await_progress(self) -> None:
         for index, connection in enumerate(self._connections, start=1):
             try:
-                if not connection.poll(_LOAD_TIMEOUT_S):
-                    raise EngineError(
-                        f"rank {index} of the target did not load within {_LOAD_TIMEOUT_S} s; see its log"
-                    )
+                if not connection.poll(1800):
+                    raise EngineError(f"rank {index} of the target did not load within half an hour; see its log")
                 progress: RankStatus = receive(connection)
             except (EOFError, OSError) as error:
                 raise EngineError(f"rank {index} of the target died while loading; see its log") from error

@@ -15,7 +15,6 @@ from engine.sequence.checked_draft import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 
 _MAX_LENGTH = 64  # positions of a draft with their own acceptance
-_LONGEST_MATCH_BITS = 5  # matches of 16 tokens or more are one kind
 
 
 @dataclass(slots=True)
@@ -107,7 +106,7 @@ class HybridProposer:
         match = self._matcher.match(sequence, min(sequence.num_wanted_matches, _MAX_LENGTH))
         if match is None:
             return _HybridDraft(other_kind, base_len)
-        kind = f"match of {min(match.match_len.bit_length(), _LONGEST_MATCH_BITS)} bits"
+        kind = f"match of {min(match.match_len.bit_length(), 5)} bits"  # 16 tokens or more are one kind
         expected = self._expected_tokens(kind, len(match.token_ids))
         if expected < self._expected_tokens(other_kind, sequence.num_wanted_drafts) and not self._is_retried(kind):
             return _HybridDraft(other_kind, base_len)

@@ -21,7 +21,6 @@ from engine.sequence.request_tokens import RequestTokens
 from protos.errors import ConfigError
 
 _NUM_KINDS = 5  # matches of 1, 2 to 3, 4 to 7, 8 to 15, and 16 tokens or more
-_TRUST = 8.0  # weight of the prior, in votes
 
 
 class MatchAcceptance:
@@ -39,8 +38,8 @@ class MatchAcceptance:
     def of(self, match_len: int, share: float) -> float:
         """Return the chance that a token with this share of the vote is accepted after all tokens before it."""
         kind = _kind_of(match_len)
-        prior = match_len / (match_len + 2)
-        return min(1.0, share * (self._accepted[kind] + _TRUST * prior) / (self._voted[kind] + _TRUST))
+        prior, weight = match_len / (match_len + 2), 8.0  # in votes
+        return min(1.0, share * (self._accepted[kind] + weight * prior) / (self._voted[kind] + weight))
 
     def observe(self, match_len: int, share: float, *, is_accepted: bool) -> None:
         """Record one token; old tokens fade."""

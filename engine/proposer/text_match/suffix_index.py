@@ -16,7 +16,6 @@ MAX_MATCH = 16  # tokens of context that are compared
 SEPARATOR = -1  # between two texts; equals no token
 
 _SIZES = (1, 2, 4)  # sizes of n-grams; a long one has fewer occurrences to compare
-_MAX_OCCURRENCES = 4  # latest occurrences per size
 _NOWHERE = -1
 
 
@@ -100,7 +99,7 @@ class SuffixIndex:
     def occurrences(self, suffix: Seq[int]) -> list[Occurrence]:
         """Return the latest occurrences of the end of `suffix`, compared over at most MAX_MATCH tokens.
 
-        Each n-gram size gives up to `_MAX_OCCURRENCES`, the longest size first.
+        Each n-gram size gives up to four, the longest size first.
         """
         suffix = suffix[-MAX_MATCH:]
         found: dict[int, Occurrence] = {}
@@ -150,7 +149,7 @@ class SuffixIndex:
             return
         place = chains.heads.get(hash(tuple(suffix[-chains.size :])), _NOWHERE)
         num_found = 0
-        while place >= self.start and num_found < _MAX_OCCURRENCES:
+        while place >= self.start and num_found < 4:
             if place + chains.size < self.end:  # the end of the text itself has no follower yet
                 num_found += 1
                 yield place + chains.size

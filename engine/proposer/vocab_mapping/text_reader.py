@@ -9,7 +9,6 @@ from collections.abc import Sequence as Seq
 from engine.proposer.common_prefix import num_equal
 from engine.proposer.vocab_mapping.byte_vocabulary import ByteVocabulary
 
-_MIN_TAIL_BYTES = 64  # of it that stays when the rest is settled
 _SPACES = b" \n\t\r"
 
 
@@ -81,11 +80,11 @@ class TextReader:
         if self._draft.spell(tail_ids) != data:  # the tokenizer changes texts, so the end of a token is unknown
             self._num_settled, self._tail = len(self.token_ids), ""
             return
-        # Settle up to the last border between words, or between tokens, that leaves a tail of `_MIN_TAIL_BYTES`.
+        # Settle up to the last border between words, or between tokens, that leaves a tail of 64 bytes.
         borders = [
             (num_tokens, end)
             for num_tokens, end in enumerate(self._draft.ends(tail_ids), start=1)
-            if end <= len(data) - _MIN_TAIL_BYTES and data[end] & 0xC0 != 0x80
+            if end <= len(data) - 64 and data[end] & 0xC0 != 0x80
         ]
         between_words = [border for border in borders if data[border[1]] in _SPACES]
         if borders:
