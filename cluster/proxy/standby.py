@@ -2,8 +2,8 @@
 
 haproxy.sh runs this program with HAProxy's configuration, its process id and the command that starts another. It
 imports only the standard library. It keeps HAProxy's listening sockets open, so no client is refused: connections wait
-until the next HAProxy, ours or Serve's, takes the sockets over. Serve needs seconds to notice at the admin socket that
-its HAProxy or its manager is gone; so our HAProxy has another admin socket. Ours drains once Serve's has routes.
+until the next HAProxy, ours or Serve's, takes the sockets over. Serve notices at its admin socket, within seconds,
+that its HAProxy is gone; so ours has another one. Ours drains once Serve's has routes.
 
 With the configuration as its only argument, the program prints the Unix socket that hands over the listening sockets,
 if a substitute runs.
@@ -25,7 +25,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-TAKEOVER_S = 60.0  # enough for Serve to start its own on a busy machine; without one, Serve has been shut down
+TAKEOVER_S = 60.0  # Serve starts its own sooner, even on a busy machine; if it has not, it has been shut down
 _TIMEOUT_S = 2.0
 _MAX_SENT = 253  # descriptors in one message, by Linux
 _WAITS_FOR_ROUTES = re.compile(rb"^description: waits for routes", re.MULTILINE | re.IGNORECASE)
@@ -94,12 +94,12 @@ def _listeners(admin_socket: str) -> list[socket.socket]:
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     for each in sockets:
         if each.family == socket.AF_UNIX:
-            each.close()  # the admin socket: open, it would look like a HAProxy that does not answer
+            each.close()  # the admin socket: left open, it would look like a HAProxy that hangs
     return [each for each in sockets if each.fileno() >= 0]
 
 
 def _hand_over(listeners: list[socket.socket], path: str) -> None:
-    """Give the listening sockets to each HAProxy that connects to a Unix socket, as its predecessor would (-x)."""
+    """Listen at a Unix socket, and give the listening sockets to each HAProxy that connects to it (-x)."""
     Path(path).unlink(missing_ok=True)
     server = socket.socket(socket.AF_UNIX)
     server.bind(path)
@@ -149,7 +149,7 @@ def _stand_in(command: list[str], configuration: Path, admin_socket: str, cluste
             return
         if answer:
             deadline_s = now_s + TAKEOVER_S
-        if own.poll() is not None and now_s > began_s + 1.0:  # between two starts of ours, if it cannot run at all
+        if own.poll() is not None and now_s > began_s + 1.0:  # at most one start a second if it cannot run at all
             if not configuration.exists():
                 return
             own, began_s = _started(command), now_s
@@ -161,7 +161,7 @@ def _started(command: list[str]) -> subprocess.Popen[bytes]:
 
 
 def _with_own_socket(command: list[str], configuration: Path, admin_socket: str) -> list[str]:
-    """Return the command, with another admin socket: Serve would take an answer at the first for its own HAProxy's."""
+    """Return the command with another admin socket, so that Serve does not take our HAProxy for its own."""
     own = configuration.with_name(f"standby-{configuration.name}")
     text = configuration.read_text(encoding="utf-8")
     own.write_text(text.replace(f"stats socket {admin_socket} ", f"stats socket {own_socket(admin_socket)} "))
@@ -169,7 +169,7 @@ def _with_own_socket(command: list[str], configuration: Path, admin_socket: str)
 
 
 def own_socket(admin_socket: str) -> str:
-    """Return the path of the substitute's admin socket, hardly longer than Serve's: socket paths are limited."""
+    """Return the path of the substitute's admin socket. It is short, since socket paths are limited."""
     return f"{admin_socket}2"
 
 

@@ -109,14 +109,10 @@ class IngressSection(IngressSettings, Section):
             yield "tls_client_ca_file is set without tls_certificate_file; set both, or neither"
         if strange := next((host for host in self.allowed_hosts if "/" in host), None):
             yield f"allowed_hosts has {strange!r}, and no client sends such a Host; give a name or an address alone"
-        files = {
-            "tls_certificate_file": "a PEM file",
-            "tls_client_ca_file": "a PEM file",
-        }
-        for name, kind in files.items():
+        for name in ("tls_certificate_file", "tls_client_ca_file"):
             path = getattr(self, name)
             if path is not None and not os.path.isfile(os.path.expanduser(path)):
-                yield f"{name} {path!r} is no file; give the path of {kind}"
+                yield f"{name} {path!r} is no file; give the path of a PEM file"
         yield from self._template_conflicts()
 
     @property

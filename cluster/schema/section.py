@@ -20,7 +20,7 @@ _SCALING = {
 
 _TREE = "a tree is dynamic; num_nodes limits its size"
 
-# What holds now, or what to set, by the path of the key.
+# By the path of a removed key: what holds now, or what to set instead.
 REMOVED = {
     **{f"{section}.autoscaling.{key}": now for section in ("pair", "prefill") for key, now in _SCALING.items()},
     "target.cuda_graph_batches": "passes are recorded for any number of sequences",
@@ -112,8 +112,8 @@ def reported() -> Iterator[None]:
 def one_of(*choices: str) -> BeforeValidator:
     """Make a field accept these values, and name them in the error for another value.
 
-    Text becomes the member of an enum where `choices` are members. YAML's `off` without quotes, which it reads as
-    false, is the text.
+    If `choices` are members of an enum, text becomes the member. YAML reads `off` without quotes as false; it counts as
+    the text.
     """
     by_text = {str(choice): choice for choice in choices}
 

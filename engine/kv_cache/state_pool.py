@@ -167,7 +167,7 @@ def num_slots(config: CacheConfig, bytes_per_state: int) -> int:
     if config.num_blocks is not None or config.memory_bytes is None:
         return config.num_states
     fitting = config.memory_bytes // 2 // bytes_per_state
-    least = 4  # those of one sequence, and the zeros
+    least = 4  # states of one sequence, and the zeros
     if fitting < least:
         raise ConfigError(
             f"half of cache.memory_gib, {config.memory_bytes // 2} bytes, holds {fitting} states of the model's "

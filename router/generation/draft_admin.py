@@ -30,7 +30,7 @@ _RETURN_S = RETURN_S + ANSWER_S
 
 
 class DraftAdmin:
-    """Passes orders on to every pair; `on_change` is called when other drafts may run than before."""
+    """Sends an admin's orders to every pair, and calls `on_change` when the drafts may have changed."""
 
     def __init__(self, backend: Backend, on_change: Callable[[], None]) -> None:
         self._backend = backend

@@ -125,11 +125,11 @@ OPERATIONS: Mapping[str, Operation] = {
 
 @cache
 def openapi_document(*, is_strict: bool) -> dict[str, Any]:
-    """Return the document. `is_strict`: fields that no schema has are refused, as `ingress.strict_fields` asks."""
+    """Return the document; with `is_strict` (`ingress.strict_fields`) bodies must not have unknown fields."""
     schemas, definitions = _schemas(OPERATIONS.values())
     if not is_strict:
-        _allow_strangers(definitions)
-    _narrow_refused(definitions)
+        _allow_unknown_fields(definitions)
+    _narrow_unsupported(definitions)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -159,15 +159,15 @@ def _schemas(operations: Iterable[Operation]) -> tuple[dict[tuple[Any, str], Any
     return dict(schemas), rest.get("$defs", {})
 
 
-def _allow_strangers(definitions: dict[str, Any]) -> None:
-    """Let bodies hold fields that no schema here has: they are read past, and named in a header."""
+def _allow_unknown_fields(definitions: dict[str, Any]) -> None:
+    """Allow unknown fields in bodies: the server ignores them and names them in a header."""
     for name, schema in definitions.items():
         if name not in _STRICT and schema.get("additionalProperties") is False:
             del schema["additionalProperties"]
 
 
-def _narrow_refused(definitions: dict[str, Any]) -> None:
-    """Leave of the parameters that are refused the values that ask for nothing."""
+def _narrow_unsupported(definitions: dict[str, Any]) -> None:
+    """Limit unsupported parameters to the values that ask for nothing."""
     for name in (CompletionRequest.__name__, ChatCompletionRequest.__name__):
         properties = definitions[name]["properties"]
         for refused in NOT_SERVED.keys() & properties.keys():
@@ -180,7 +180,7 @@ def _path(path: str, operation: Operation, schemas: Mapping[tuple[Any, str], Any
     if operation.event is not None:
         content[_EVENTS] = {"schema": schemas[operation.event, "serialization"]}
     error = {"content": {_JSON: {"schema": schemas[operation.error, "serialization"]}}}
-    said: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "operationId": name,
         "summary": operation.summary,
         "responses": {
@@ -190,11 +190,11 @@ def _path(path: str, operation: Operation, schemas: Mapping[tuple[Any, str], Any
         },
     }
     if "{model_id}" in path:
-        said["parameters"] = [{"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}]
+        entry["parameters"] = [{"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}]
     if operation.body is None:
-        return {"get": said}
+        return {"get": entry}
     body = {"schema": schemas[operation.body, "validation"], "example": operation.example}
-    return {"post": {**said, "requestBody": {"required": True, "content": {_JSON: body}}}}
+    return {"post": {**entry, "requestBody": {"required": True, "content": {_JSON: body}}}}
 
 
 def _content_type(operation: Operation) -> str:

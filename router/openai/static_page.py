@@ -24,13 +24,13 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # asked for again at each visit, and answered with 304 by its tag
+    "Cache-Control": "no-cache",  # each visit asks again; an unchanged file is answered with 304
 }
 PAGE_PREFIX = "/page/"
 
 
 class StaticPage:
-    """The files of `router/page`, by name. They hold no secret and need no key; the endpoints they call do."""
+    """The files of `router/page`, by name. They need no API key; the endpoints that they call do."""
 
     def __init__(self) -> None:
         files = sorted(file for file in _FOLDER.iterdir() if file.suffix in _TYPES)

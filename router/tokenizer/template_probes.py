@@ -1,7 +1,7 @@
-"""The rules of a chat template, learnt by rendering small chats: which it takes, and which it shows whole.
+"""Renders small chats by a template, to learn which it refuses, which texts it drops, and which rules mend that.
 
-A text that does not come out is lost, unless it is a thought: templates leave the thoughts of earlier turns out on
-purpose. The place of a text is the template's own business.
+A text is dropped if the prompt does not contain it; its place in the prompt does not matter. Thoughts may be missing:
+templates omit the thoughts of earlier turns on purpose.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from router.tokenizer.template_rules import Rule, TemplateRules
 logger = logging.getLogger(__name__)
 
 _LIMIT_S = 2.0  # of processor time, for all chats; one takes some 0.2 ms
-_WORD = re.compile("qz[a-z]{3}q")  # a text of a probe, which no template writes itself
+_WORD = re.compile("qz[a-z]{3}q")  # the texts of probes; no template writes them itself
 _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -40,10 +40,10 @@ _TOOL: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class LearntRules:
-    """Repairs of a template: for content it loses, in every chat; for content it refuses, in a refused chat."""
+    """The rules for every chat, without which the template drops texts, and the rules for a chat that it refuses."""
 
-    losses: TemplateRules
-    all_: TemplateRules
+    always: TemplateRules
+    if_refused: TemplateRules
 
 
 class _ProbeResult(Enum):
@@ -226,18 +226,18 @@ class _Learner:
             found = losses = TemplateRules(frozenset({rule}))
         for chats, remedies in _PROBES:
             if time.thread_time() > self._end_s:
-                logger.warning("the chat template takes long: its rules are learnt in part")
+                logger.warning("the chat template is slow to render: not all of its rules were learnt")
                 break
             remedy = self._remedy(chats, self._outcomes(chats, found), found, remedies)
             if remedy is not None:
                 found |= remedy
             losses |= self._against_losses(chats, losses, found, remedies)
-        return LearntRules(losses, found | losses)
+        return LearntRules(always=losses, if_refused=found | losses)
 
     def _against_losses(
         self, chats: list[Messages], losses: TemplateRules, found: TemplateRules, remedies: list[set[Rule]]
     ) -> TemplateRules:
-        """Return the rules that chats need which the template takes as they are, without some of their texts."""
+        """Return the rules for the chats that the template takes but does not show whole."""
         lost = [chat for chat in chats if self._outcome(chat, losses) is _ProbeResult.LOST]
         if not lost:
             return TemplateRules()
@@ -245,7 +245,7 @@ class _Learner:
         return self._remedy(lost, [_ProbeResult.LOST] * len(lost), losses, known) or TemplateRules()
 
     def _rule_of_tools(self) -> Rule | None:
-        """Return the rule without which tools are not shown, or chats without tools are refused."""
+        """Return the rule that makes the template show tools, or take chats without tools; None if it does."""
         if self._tools is None:
             is_refused = self._render([_USER], TemplateRules()) is None
             self._tools = [] if is_refused else None
@@ -258,7 +258,7 @@ class _Learner:
     def _remedy(
         self, chats: list[Messages], before: list[_ProbeResult], found: TemplateRules, remedies: list[set[Rule]]
     ) -> TemplateRules | None:
-        """Return the first of the remedies that mend most of the chats, and spoil none."""
+        """Return the remedy that mends the most chats and spoils none; among equals the first."""
         best, num_best = None, 0
         for rules in remedies if any(each is not _ProbeResult.SHOWN for each in before) else ():
             remedy = TemplateRules(frozenset(rules))

@@ -115,8 +115,8 @@ class Server:
         return await self.post(CHAT if self.is_chat else COMPLETIONS, self.body(prompt, **fields))
 
     async def predict(self, prompt: str | Sequence[int]) -> Prediction | None:
-        """Return the reported distribution of the next token, asked again where the answer ends at once."""
-        for _ in range(4):  # asks whose answers end without a token
+        """Return the reported distribution of the next token; ask up to four times if answers end without a token."""
+        for _ in range(4):
             if (first := (await self.ask(prompt, max_tokens=1, logprobs=self.num_top)).first_prediction) is not None:
                 return first
         return None

@@ -27,7 +27,7 @@ from engine.accounting.speculation_gate import WORTH
 from protos.errors import ConfigError, RequestError, ServingError
 from protos.messages import VerifyMode
 
-_WAYS = ("self", "suffix", "ngram", "mtp", "none")  # drafts without their own model
+_MODELLESS = ("self", "suffix", "ngram", "mtp", "none")  # drafts without a model of their own
 _UNPLANNED = ("self", "mtp")  # a plan does not know their share of the target's cost
 
 
@@ -93,18 +93,20 @@ def try_drafts(
 
 def best_choice(measured: list[TrialFigures]) -> TriedDraft | None:
     """Return the variant with the largest mean speed-up over the numbers of streams, or None if no draft pays."""
-    ways = dict.fromkeys((each.draft, each.num_tokens, each.verify) for each in measured)
+    variants = dict.fromkeys((each.draft, each.num_tokens, each.verify) for each in measured)
     choices = []
-    for way in ways:
-        factors = [each.sure_speedup for each in measured if (each.draft, each.num_tokens, each.verify) == way]
-        choices.append(TriedDraft(*way, prod(factors) ** (1 / len(factors))))
+    for variant in variants:
+        factors = [each.sure_speedup for each in measured if (each.draft, each.num_tokens, each.verify) == variant]
+        choices.append(TriedDraft(*variant, prod(factors) ** (1 / len(factors))))
     best = max(choices, key=lambda choice: choice.speedup)
     return best if best.speedup >= WORTH else None
 
 
 def _measured_or_refused(trial: Trial) -> list[TrialFigures]:
     """Measure in a child process, which frees its memory; report a draft that cannot run and continue."""
-    report(f"{trial.draft}: {len(trial.requests)} requests, {len(trial.lengths) * len(trial.verify)} ways and plain")
+    report(
+        f"{trial.draft}: {len(trial.requests)} requests, {len(trial.lengths) * len(trial.verify)} variants and plain"
+    )
     try:
         with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
             return pool.submit(run_trial, trial).result()
@@ -118,7 +120,7 @@ def _measured_or_refused(trial: Trial) -> list[TrialFigures]:
 
 
 def _fitting(numbers: tuple[int, ...], requests: list[TrafficRequest]) -> tuple[int, ...]:
-    """Return the numbers of streams that the log can fill, or else the smallest."""
+    """Return the numbers of streams that the log has requests for; the smallest if it has too few for any."""
     fitting = tuple(number for number in numbers if number <= len(requests)) or (min(numbers),)
     if left_out := [number for number in numbers if number not in fitting]:
         report(f"streams {', '.join(map(str, left_out))} are left out: {len(requests)} requests do not fill them")
@@ -172,7 +174,7 @@ def _planner(target: str, drafts: list[str], hardware: str | None) -> Callable[[
     if hardware is None:
         return lambda _: ""
     device, shape = DeviceSpec.of(hardware), ModelShape.of(_folder(target), "bf16")
-    shapes = {name: None if name in _WAYS else ModelShape.of(_folder(name), "bf16") for name in drafts}
+    shapes = {name: None if name in _MODELLESS else ModelShape.of(_folder(name), "bf16") for name in drafts}
 
     def planned(each: TrialFigures) -> str:
         if each.draft not in shapes or not each.drafts_per_pass or each.draft in _UNPLANNED:
@@ -218,9 +220,9 @@ def _plot(measured: list[TrialFigures], file: Path) -> None:
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    for way in dict.fromkeys((each.draft, each.num_tokens, each.verify) for each in measured):
-        points = [each for each in measured if (each.draft, each.num_tokens, each.verify) == way]
-        label = f"{Path(way[0]).name}, K = {way[1]}, {way[2]}"
+    for draft, length, verify in dict.fromkeys((each.draft, each.num_tokens, each.verify) for each in measured):
+        points = [each for each in measured if (each.draft, each.num_tokens, each.verify) == (draft, length, verify)]
+        label = f"{Path(draft).name}, K = {length}, {verify}"
         axes.plot([each.num_streams for each in points], [each.speedup for each in points], marker="o", label=label)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xlabel("requests at a time")

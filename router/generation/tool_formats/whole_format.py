@@ -21,7 +21,7 @@ CALL_BEGIN = CHANNEL + _COMMENTARY
 class HarmonyFormat(ToolFormat):
     """A call is the last message of an answer, after its thoughts and its text.
 
-    The grammars are of the whole answer, its thoughts included, and of marks that are tokens.
+    Its grammars cover the whole answer with its thoughts, and its marks are tokens.
     """
 
     @property
@@ -65,8 +65,8 @@ _BRACKETS = {"]": "[", ")": "(", "}": "{"}
 class WholeFormat(ToolFormat):
     """Calls between `begin` and `end`, or, without an `end`, up to the bracket that closes the first.
 
-    `read` returns the calls in a body; it raises ValueError for a text that has none. Without a `begin` the whole
-    answer is calls where it opens with a bracket.
+    `read` returns the calls in a body; it raises ValueError for a text that has none. Without a `begin` an
+    answer that opens with a bracket is calls and nothing else.
     """
 
     read: Callable[[str], Calls] = lambda text: []
@@ -102,7 +102,7 @@ class WholeBody:
         return BodyStep(end + len(self._format.end), tuple(pieces), is_done=True, is_call=is_call)
 
     def _typed(self, name: str, arguments: Mapping[str, object]) -> dict[str, object]:
-        """Return the arguments with texts in quotes as what their schemas want, where models quote every value."""
+        """Convert quoted arguments to the types in their schemas: some models quote every value."""
         schemas = properties(self._tools.get(name))
         return {
             key: argument_value(value, schemas.get(key)) if isinstance(value, str) else value
@@ -148,7 +148,7 @@ class BracketExtent:
             self._open.append(character)
         elif character in _BRACKETS:
             if not self._open or self._open.pop() != _BRACKETS[character]:
-                return True  # no brackets that match: the reader will find no call
+                return True  # mismatched brackets: the reader will find no call
             return not self._open
         elif not self._open and not character.isspace():
             return True
