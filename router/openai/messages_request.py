@@ -14,27 +14,22 @@ from protos.messages import FinishReason
 from router.generation.delta import Delta
 from router.openai.errors import anthropic_error_object
 from router.openai.response_writer import ResponseWriter
-from router.requests.body import Body
-from router.requests.chat_request import ForeignChat, ForeignTurn
-from router.requests.generation_fields import Int, Seed, SpeculationFields, TokenLimit
+from router.requests.chat_request import ForeignChat, ForeignFields, ForeignTurn
+from router.requests.generation_fields import Int, TokenLimit
 from router.tokenizer.content_parts import kind_of, plain_content, text_in
 
 _SERVER_KINDS = ("_use", "_result")  # of blocks about what Anthropic's servers did
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class MessagesRequest(Body):
-    """The body, as Anthropic's clients send it; `seed`, `cache_salt`, `store`, `receipt` and `speculation` are ours."""
+class MessagesRequest(ForeignFields):
+    """The body, as Anthropic's clients send it."""
 
-    model: str | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_tokens: TokenLimit | None = None
     system: Any = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_k: Int | None = None
     stop_sequences: list[str] | None = None
-    stream: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
@@ -42,11 +37,6 @@ class MessagesRequest(Body):
     metadata: dict[str, Any] | None = None
     cache_control: Any = None
     service_tier: str | None = None
-    seed: Seed | None = None
-    cache_salt: str | None = None
-    store: bool | None = None
-    receipt: bool | None = None
-    speculation: SpeculationFields | None = None
 
     def to_chat(self) -> ForeignTurn:
         """Return the turn as a chat; an assistant's message at its end is continued. Raises `RequestError`."""
@@ -57,14 +47,11 @@ class MessagesRequest(Body):
         is_prefill = _is_begun(conversation.messages[-1])
         choice = self.tool_choice or {}
         fields = {
-            "model": self.model,
+            **self.shared(),
             "max_tokens": self.max_tokens,
             "continue_final_message": is_prefill or None,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
             "top_k": self.top_k,
             "stop": self.stop_sequences or None,
-            "stream": self.stream,
             "tools": own or None,
             "tool_choice": _choice(choice) if choice else None,
             "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
@@ -72,11 +59,6 @@ class MessagesRequest(Body):
             "response_format": self._format(),
             "reasoning_effort": (self.output_config or {}).get("effort"),
             "user": (self.metadata or {}).get("user_id"),
-            "seed": self.seed,
-            "cache_salt": self.cache_salt,
-            "speculation": self.speculation and self.speculation.model_dump(exclude_unset=True),
-            "store": self.store,
-            "receipt": self.receipt,
         }
         return ForeignTurn(fields, conversation, foreign)
 

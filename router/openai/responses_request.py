@@ -14,9 +14,8 @@ from protos.messages import FinishReason
 from router.generation.delta import Delta
 from router.generation.generation import Generation
 from router.openai.response_writer import ResponseWriter
-from router.requests.body import Body
-from router.requests.chat_request import ForeignChat, ForeignTurn
-from router.requests.generation_fields import Seed, SpeculationFields, Text, TokenLimit
+from router.requests.chat_request import ForeignChat, ForeignFields, ForeignTurn
+from router.requests.generation_fields import Text, TokenLimit
 from router.tokenizer.content_parts import text_in
 from router.tokenizer.tokenizer import Tokenizer
 
@@ -25,20 +24,16 @@ _KEPT = ("previous_response_id", "conversation", "background", "prompt")
 _INPUT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]}
 
 
-class ResponsesRequest(Body):
-    """The body, as OpenAI's clients send it; `seed`, `cache_salt`, `receipt` and `speculation` are ours.
+class ResponsesRequest(ForeignFields):
+    """The body, as OpenAI's clients send it.
 
     `store` is accepted, but no response is stored, and each response reports that. False also keeps its tokens out of
     the log that drafts are tuned on.
     """
 
-    model: str | None = None
     input: Annotated[Any, WithJsonSchema(_INPUT_SCHEMA)]
     instructions: str | None = None
     max_output_tokens: TokenLimit | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
@@ -52,15 +47,10 @@ class ResponsesRequest(Body):
     service_tier: str | None = None
     truncation: str | None = None
     include: list[str] | None = None
-    store: bool | None = None
     previous_response_id: str | None = None
     conversation: Any = None
     background: bool | None = None
     prompt: Any = None
-    seed: Seed | None = None
-    cache_salt: str | None = None
-    receipt: bool | None = None
-    speculation: SpeculationFields | None = None
 
     @model_validator(mode="after")
     def _refuse_what_is_kept_elsewhere(self) -> ResponsesRequest:
@@ -78,11 +68,8 @@ class ResponsesRequest(Body):
         tools = list(enumerate(self.tools or []))
         own = [_function(tool) for _, tool in tools if tool.get("type") == "function"]
         fields = {
-            "model": self.model,
+            **self.shared(),
             "max_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "stream": self.stream,
             "tools": own or None,
             "tool_choice": _choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls if own else None,
@@ -90,11 +77,6 @@ class ResponsesRequest(Body):
             "response_format": self._format(),
             "user": self.user,
             "prompt_cache_key": self.prompt_cache_key,
-            "seed": self.seed,
-            "cache_salt": self.cache_salt,
-            "receipt": self.receipt,
-            "speculation": self.speculation and self.speculation.model_dump(exclude_unset=True),
-            "store": self.store,
         }
         foreign = [f"tools.{rank}" for rank, tool in tools if tool.get("type") != "function"]
         return ForeignTurn(fields, self._conversation(), foreign)

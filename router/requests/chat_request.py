@@ -16,7 +16,7 @@ from router.requests.body import Body, as_request_error
 from router.requests.chat_message import RESULTS, ChatMessageFields, Role
 from router.requests.constraints.json_schema import check_parts
 from router.requests.constraints.structured_output import Constraint
-from router.requests.generation_fields import MAX_LOGPROBS, GenerationFields, Int, TokenLimit
+from router.requests.generation_fields import MAX_LOGPROBS, GenerationFields, Int, Seed, SpeculationFields, TokenLimit
 from router.requests.tools import Tool, ToolUse, tool_use
 
 MAX_TOOLS = 1024
@@ -151,6 +151,24 @@ def _check_tools_and_constraint(use: ToolUse, constraint: Constraint) -> None:
             "or send tool_choice 'none'.",
             param=constraint.param,
         )
+
+
+class ForeignFields(Body):
+    """The fields of another chat API's body that a chat has too; the last five are ours."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    seed: Seed | None = None
+    cache_salt: str | None = None
+    store: bool | None = None
+    receipt: bool | None = None
+    speculation: SpeculationFields | None = None
+
+    def shared(self) -> dict[str, Any]:
+        """Return these fields as the chat has them."""
+        return self.model_dump(include=set(ForeignFields.model_fields), exclude_unset=True)
 
 
 @dataclass(slots=True)

@@ -16,13 +16,17 @@ from typing import Any
 
 import httpx
 
-from cluster.cli.audit.answer import NOT_READABLE, Answer, Choice, Request, choices_in
 from cluster.cli.audit.prediction import NUM_CELLS, Prediction
 from cluster.cli.audit.wire import (
+    NOT_READABLE,
     TIMEOUT_S,
+    Answer,
     Body,
+    Choice,
     NoVerdictError,
     RefusedError,
+    Request,
+    choices_in,
     events,
     fetch,
     message_of,

@@ -8,9 +8,9 @@ from enum import StrEnum
 
 import numpy as np
 
-from cluster.cli.audit.answer import Answer, Request
 from cluster.cli.audit.evidence import FAULT_RATE, DrawEvidence, Evidence, HitEvidence, LeastEvidence
 from cluster.cli.audit.prediction import Claim
+from cluster.cli.audit.wire import Answer, Request
 
 
 class Verdict(StrEnum):

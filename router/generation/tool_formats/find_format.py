@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 
-from router.generation.tool_formats.list_format import COHERE, GRANITE, MISTRAL_LIST, NEMOTRON, TOOL_CALLS
 from router.generation.tool_formats.named_format import FUNCTION_GEMMA, GEMMA, LFM2, OLMO, PYTHONIC
 from router.generation.tool_formats.tagged_format import DSML, DSML_V32, GLM, MINIMAX, QWEN_XML, SEED
 from router.generation.tool_formats.tool_format import DEEPSEEK, DEEPSEEK_V3, HERMES, KIMI, LLAMA, MISTRAL, ToolFormat
-from router.generation.tool_formats.whole_format import HARMONY
+from router.generation.tool_formats.whole_format import COHERE, GRANITE, HARMONY, MISTRAL_LIST, NEMOTRON, TOOL_CALLS
 
 _LLAMAS_CALL = re.compile(r'\{"name": [^"{}+]{1,40}, "parameters": ')  # as its instructions show it
 # Each form with texts that its templates all contain, the more special ones first. None marks forms that are not

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from router.generation.tool_formats.argument_value import is_text, properties, read_python, with_definitions
-from router.generation.tool_formats.list_format import read_list
 from router.generation.tool_formats.tool_format import arguments_schema, json_rule, literal
-from router.generation.tool_formats.whole_format import Calls, WholeFormat
+from router.generation.tool_formats.whole_format import Calls, WholeFormat, read_list
 from router.requests.tools import NAME_PATTERN, ToolUse
 
 _HEAD = re.compile(rf"\s*call:\s*({NAME_PATTERN})\s*(?=\{{|$)")

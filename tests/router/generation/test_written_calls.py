@@ -14,10 +14,10 @@ from protos.messages import FinishReason, GenerateRequest, Grammar, SamplingPara
 from router.generation.delta import Delta, join_deltas
 from router.generation.tool_calls import ToolCallParser
 from router.generation.tool_formats.find_format import find_format
-from router.generation.tool_formats.list_format import COHERE, GRANITE, MISTRAL_LIST, NEMOTRON, TOOL_CALLS
 from router.generation.tool_formats.named_format import FUNCTION_GEMMA, GEMMA, LFM2, OLMO, PYTHONIC
 from router.generation.tool_formats.tagged_format import DSML, DSML_V32, GLM, MINIMAX, QWEN_XML, SEED
 from router.generation.tool_formats.tool_format import KIMI, MISTRAL, ToolFormat
+from router.generation.tool_formats.whole_format import COHERE, GRANITE, MISTRAL_LIST, NEMOTRON, TOOL_CALLS
 from router.requests.tools import Tool, tool_use
 from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer import Tokenizer

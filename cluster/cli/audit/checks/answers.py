@@ -6,11 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cluster.cli.audit.answer import Answer, Choice
 from cluster.cli.audit.checks.context import PROMPTS, Audit, all_of
 from cluster.cli.audit.client import CHAT, COMPLETIONS, Server
 from cluster.cli.audit.trial import Trial
-from cluster.cli.audit.wire import Body, NoVerdictError, RefusedError
+from cluster.cli.audit.wire import Answer, Body, Choice, NoVerdictError, RefusedError
 
 _FORMAT_TOKENS = 300
 _EARLY_TOKENS, _EARLY_LIMIT = 40, 48

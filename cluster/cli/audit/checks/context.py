@@ -8,12 +8,11 @@ from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from cluster.cli.audit.answer import Answer, Choice
 from cluster.cli.audit.client import Server
 from cluster.cli.audit.evidence import DrawEvidence
 from cluster.cli.audit.prediction import Claim, Prediction, plain_claim
 from cluster.cli.audit.trial import Trial
-from cluster.cli.audit.wire import NoVerdictError
+from cluster.cli.audit.wire import Answer, Choice, NoVerdictError
 
 NUM_POSITIONS = 8
 _T = TypeVar("_T")

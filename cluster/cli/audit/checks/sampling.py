@@ -10,13 +10,12 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from cluster.cli.audit.answer import Answer
 from cluster.cli.audit.checks.context import Audit, Prompt, add_first_draws, all_of, first_token
 from cluster.cli.audit.client import Server
 from cluster.cli.audit.evidence import LeastEvidence
 from cluster.cli.audit.prediction import Claim, Prediction, filtered, tempered, weighted_claim
 from cluster.cli.audit.trial import Trial
-from cluster.cli.audit.wire import NoVerdictError
+from cluster.cli.audit.wire import Answer, NoVerdictError
 
 _LEAST_DRAWS = 512  # whatever the planned fault takes
 _PENALTY = 1.0

@@ -7,11 +7,10 @@ from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
-from cluster.cli.audit.answer import Answer
 from cluster.cli.audit.checks.context import PROMPTS, Audit
 from cluster.cli.audit.client import Server
 from cluster.cli.audit.trial import Trial
-from cluster.cli.audit.wire import Body, NoVerdictError
+from cluster.cli.audit.wire import Answer, Body, NoVerdictError
 from cluster.cli.figures import read_metrics
 
 # Histograms of seconds per token, by vLLM's names, and Outrider's and SGLang's.
