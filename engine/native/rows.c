@@ -9,8 +9,8 @@
 enum { PART_ROWS = 32 /* fewer rows are not worth another thread */ };
 
 /* Computes one row: sum += scale * hidden, unless `sum` is NULL, and out = (sum or hidden) / root mean square * weight,
-   unless `weight` is NULL. With `is_centered`, it subtracts the mean first; with `has_bias`, it adds the numbers that follow
-   `weight`. `out` may be `hidden`. */
+   unless `weight` is NULL. With `is_centered`, it subtracts the mean first; with `has_bias`, it adds the
+   numbers that follow `weight`. `out` may be `hidden`. */
 VECTOR_CODE INLINE void norm_row(const void *hidden, void *sum, const void *weight, void *out, int64_t row,
                                  int64_t size, float epsilon, float scale, int is_centered, int has_bias,
                                  const int is_bf16, const int has_bf16_weight) {

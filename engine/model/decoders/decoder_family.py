@@ -25,7 +25,6 @@ _FUNCTIONS = _GATES | {  # of MLPs without gates
 }
 _NORM_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")  # in a configuration
 _EPSILON = 1e-5  # of OLMo, whose configuration has none
-_OTHER_KINDS = ("use_qk_norm", "qk_layernorm", "clip_qkv")  # true: heads have norms or bounds that no kernel computes
 # A layer's attributes: the norms before and after the attention, before and after the MLP.
 _BEFORE = ("input_layernorm", None, "post_attention_layernorm", None)
 _AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -61,6 +60,9 @@ class DecoderFamily:
         logit_factor: a configuration's factor of logits.
         has_softcap: `final_logit_softcapping` bounds logits.
         encodes_positions: whether a layer's attention rotates queries and keys.
+        has_softmax_router: the softmax of one product chooses experts, as Mixtral's, so a kernel computes a mixture.
+        has_half_tables: the rotary module gives each angle once, for both halves of a head.
+        other_kinds: keys of the configuration; where one is set, heads have norms or bounds that no kernel computes.
         runs_anywhere: also on several ranks and on GPUs.
     """
 
@@ -76,6 +78,9 @@ class DecoderFamily:
     logit_factor: Callable[[Any], float] = _one
     has_softcap: bool = False
     encodes_positions: Callable[[Any], bool] = _always
+    has_softmax_router: bool = False
+    has_half_tables: bool = False
+    other_kinds: tuple[str, ...] = ()
     runs_anywhere: bool = False
 
     @property
@@ -113,27 +118,41 @@ _PAIRS = DecoderFamily(rotates_pairs=True)
 _GEMMA = DecoderFamily(_AROUND, adds_one=True, has_softcap=True)
 _LAYER_NORMS = DecoderFamily(centers=True)
 _COHERE = DecoderFamily(
-    _ONE, centers=True, rotates_pairs=True, is_parallel=True, logit_factor=lambda config: config.logit_scale
+    _ONE,
+    centers=True,
+    rotates_pairs=True,
+    is_parallel=True,
+    logit_factor=lambda config: config.logit_scale,
+    other_kinds=("use_qk_norm",),
 )
-FAMILIES = {
+_GRANITE = DecoderFamily(factors=_MULTIPLIERS, logit_factor=lambda config: 1 / config.logits_scaling)
+_EXAONE = DecoderFamily(
+    _AFTER, encodes_positions=lambda attention: attention.sliding_window is None or attention.is_sliding
+)
+_MIXTRAL = DecoderFamily(has_softmax_router=True)
+_DENSE = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
-    "mixtral": _PLAIN,
-    "qwen3_moe": _PLAIN,
     "cwm": _PLAIN,
     "internlm3": _PLAIN,
     "phi3": _PLAIN,
     "seed_oss": _PLAIN,
     "helium": _PAIRS,
     "iquestcoder": _PLAIN,
-    "olmo": _LAYER_NORMS,
+    "olmo": replace(_LAYER_NORMS, other_kinds=("clip_qkv",)),
     "arcee": DecoderFamily(mlp=("up_proj", "down_proj")),
     "jais2": replace(_LAYER_NORMS, mlp=("up_proj", "down_proj")),
     "starcoder2": replace(_LAYER_NORMS, mlp=("c_fc", "c_proj")),
     "phi": replace(
-        _LAYER_NORMS, norms=_ONE, is_parallel=True, output="dense", mlp=("fc1", "fc2"), final_norm="final_layernorm"
+        _LAYER_NORMS,
+        norms=_ONE,
+        is_parallel=True,
+        output="dense",
+        mlp=("fc1", "fc2"),
+        final_norm="final_layernorm",
+        other_kinds=("qk_layernorm",),
     ),
     "vaultgemma": DecoderFamily(
         ("input_layernorm", None, "pre_feedforward_layernorm", None), adds_one=True, has_softcap=True
@@ -143,7 +162,7 @@ FAMILIES = {
         factors=_MULTIPLIERS,
         logit_factor=lambda config: config.logits_scaling,
     ),
-    "granite": DecoderFamily(factors=_MULTIPLIERS, logit_factor=lambda config: 1 / config.logits_scaling),
+    "granite": _GRANITE,
     "smollm3": DecoderFamily(encodes_positions=lambda attention: bool(attention.use_rope)),
     "gemma": DecoderFamily(adds_one=True),
     "gemma2": _GEMMA,
@@ -155,29 +174,49 @@ FAMILIES = {
     "cohere2": replace(_COHERE, encodes_positions=lambda attention: attention.sliding_window is not None),
     "olmo2": DecoderFamily(_AFTER),
     "olmo3": DecoderFamily(_AFTER),
-    "exaone4": DecoderFamily(
-        _AFTER, encodes_positions=lambda attention: attention.sliding_window is None or attention.is_sliding
-    ),
+    "exaone4": _EXAONE,
 }
-
-SELF_DRAFTING = tuple(name for name in FAMILIES if name not in ("mixtral", "qwen3_moe"))  # those without experts
+_MIXTURES = {
+    "mixtral": _MIXTRAL,
+    "qwen3_moe": _MIXTRAL,
+    "olmoe": replace(_MIXTRAL, other_kinds=("clip_qkv",)),
+    "dots1": _PLAIN,
+    "glm4_moe": _PLAIN,
+    "hy_v3": _PLAIN,
+    "minimax_m2": _PLAIN,
+    "solar_open": _PLAIN,
+    "ernie4_5_moe": _PAIRS,
+    "exaone_moe": replace(_EXAONE, norms=_BEFORE),
+    "flex_olmo": DecoderFamily(_AFTER),
+    "phimoe": _LAYER_NORMS,
+    "granitemoe": _GRANITE,
+    "gpt_oss": DecoderFamily(has_half_tables=True),
+}
+FAMILIES = _DENSE | _MIXTURES
+SELF_DRAFTING = tuple(_DENSE)
 
 
 def family_of(config: Any) -> DecoderFamily | None:
     """Return the description of a model's family; None if it has none."""
     family = FAMILIES.get(config.model_type)
-    is_plain = (
-        family is not None and family.function(config) and not any(getattr(config, key, None) for key in _OTHER_KINDS)
-    )
-    return family if is_plain else None
+    if family is None or not family.function(config) or any(getattr(config, key, None) for key in family.other_kinds):
+        return None
+    return family
 
 
 def rotaries(model: Any) -> dict[str | None, Rotary]:
     """Return a model's rotary functions by the type of layer; one with the key None is for all layers."""
     rotary = model.model.rotary_emb
+    if FAMILIES[model.config.model_type].has_half_tables:
+        return {None: partial(_doubled, rotary)}
     if not hasattr(rotary, "layer_types"):
         return {None: rotary}
     return {kind: partial(rotary, layer_type=kind) for kind in rotary.layer_types}
+
+
+def _doubled(rotary: Rotary, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = rotary(like, positions)
+    return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
 
 def embedding_scale(model: Any, family: DecoderFamily) -> float:

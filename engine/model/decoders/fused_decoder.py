@@ -28,11 +28,11 @@ from engine.model.decoders.rotary import RotaryTable
 from engine.model.decoders.row_operations import RowOperations, row_operations
 from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps, joined
-from engine.model.linear.batch_invariant_linear import batch_invariant
+from engine.model.linear.batch_invariant_linear import batch_invariant, batch_invariant_factory
 from engine.model.linear.gated_linear import GatedProduct, JoinedGate, gated_of
 from engine.model.linear.native_product import Gate
-from engine.model.linear.packed_experts import NativeMixture, pack_experts
-from engine.model.linear.packed_linear import Linear, LinearFactory, keeps_numbers, linear_of, rows_dtype
+from engine.model.linear.packed_experts import NativeMixture, make_routers_batch_invariant, pack_experts
+from engine.model.linear.packed_linear import Linear, LinearFactory, keeps_numbers, linear_of, pack_linears, rows_dtype
 from engine.model.linear.stand_in import halves_of, joined_of, slices_of, stand_in
 from engine.model.linear.weight_store import NO_STORE, WeightStore
 from engine.model.position_limit import max_positions
@@ -107,6 +107,8 @@ class FusedDecoder:
         self._norms_projections = False
         self._make_linear, self._store = make_linear, store
         if rank.size == 1:
+            if is_deterministic:
+                make_routers_batch_invariant(model, self._dtype)
             pack_experts(model, make_linear, store)
         self._layers = []
         for index, layer_options in enumerate(options):
@@ -243,7 +245,8 @@ class FusedDecoder:
         return self._rank.all_reduce(torch.cat([layer.mlp(rows) for rows in normed.split(_MLP_ROWS)]))
 
     def _take_layer(self, index: int, layer: Any, options: LayerOptions) -> DecoderLayer:
-        attention, mlp, family = layer.self_attn, layer.mlp, self._family
+        attention, family = layer.self_attn, self._family
+        mlp = layer.block_sparse_moe if hasattr(layer, "block_sparse_moe") else layer.mlp
         projection = getattr(attention, family.output)
         is_joined = hasattr(attention, "qkv_proj")
         inputs = (attention.qkv_proj,) if is_joined else (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -267,7 +270,7 @@ class FusedDecoder:
             output=output,
             output_norm=after,
             mlp_norm=mlp_before,
-            mlp=_mixture_of(mlp) if hasattr(mlp, "experts") else self._take_mlp(index, mlp),
+            mlp=self._take_mixture(index, mlp) if hasattr(mlp, "experts") else self._take_mlp(index, mlp),
             mlp_output_norm=mlp_after,
             options=options,
             table=kinds.index(kind) if family.encodes_positions(attention) else None,
@@ -290,6 +293,16 @@ class FusedDecoder:
         products = {gate: halves[0], up: halves[1]} if joined is None else {joined: joined_of(halves)}
         self._stand_in(products)
         return Mlp(self._rowwise(gated, gate.in_features), down)
+
+    def _take_mixture(self, index: int, mixture: nn.Module) -> Linear:
+        """Return a stock mixture as one kernel; with packed weights if its experts or its router are of other kinds."""
+        one_call = NativeMixture.of(mixture) if self._family.has_softmax_router else None
+        if one_call is None and self._rank.size == 1:
+            make_linear = self._make_linear
+            if self._is_deterministic:
+                make_linear = batch_invariant_factory(make_linear, self._dtype)
+            pack_linears(mixture, make_linear, store=self._store, prefix=f"layers.{index}.mixture")
+        return one_call or partial(_mixed, mixture)
 
     def _one_call(self) -> NativeLayers | None:
         if self._rank.size > 1:
@@ -360,15 +373,10 @@ class FusedDecoder:
         return self._make_linear(joined_weights(weights), torch.cat(biases) if biases else None)
 
 
-def _mixture_of(mixture: nn.Module) -> Linear:
-    """Return a stock mixture as one kernel, or as it is if its experts or its router are of another kind."""
-    return NativeMixture.of(mixture) or partial(_computed, mixture)
-
-
-def _computed(mixture: nn.Module, rows: Tensor) -> Tensor:
+def _mixed(mixture: nn.Module, rows: Tensor) -> Tensor:
     result = mixture(rows[None])
-    computed: Tensor = result[0] if isinstance(result, tuple) else result  # some give the choice of experts too
-    return computed[0]
+    mixed: Tensor = result[0] if isinstance(result, tuple) else result  # some return the choice of experts too
+    return mixed[0]
 
 
 def _halves(joined: nn.Linear) -> tuple[nn.Linear, nn.Linear]:

@@ -11,6 +11,7 @@ A kernel's order of sums follows from its input shapes, so one trial with random
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
@@ -54,25 +55,27 @@ def batch_invariant(function: Linear, num_inputs: int, dtype: torch.dtype) -> Li
 
 
 def batch_invariant_router(
-    router: Callable[[Tensor], tuple[Tensor, ...]], num_inputs: int, num_experts: int, dtype: torch.dtype
-) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    router: Callable[..., tuple[Tensor, ...]], num_inputs: int, num_experts: int, dtype: torch.dtype
+) -> Callable[..., tuple[Tensor, ...]]:
     """`router` of rows [..., num_inputs], which returns tensors [rows, ...]; a row's do not depend on other rows.
 
-    torch computes the last numbers of a tensor that fill no vector with another exp; heights leave no such rest.
+    Some routers take numbers [num_experts] after the rows. torch computes the last numbers of a tensor that fill no
+    vector with another exp; heights leave no such rest.
 
     Raises:
         ConfigError: as in `batch_invariant`.
     """
+    zeros = [torch.zeros(num_experts)] * (len(inspect.signature(router).parameters) - 1)
     heights = batch_invariant_heights(
-        lambda rows: torch.cat([result.double() for result in router(rows)], dim=-1),
+        lambda rows: torch.cat([result.double() for result in router(rows, *zeros)], dim=-1),
         num_inputs,
         dtype,
         [height for height in _HEIGHTS if height * num_experts % 32 == 0],  # torch computes 32 numbers at a time
     )
 
-    def route(x: Tensor) -> tuple[Tensor, ...]:
+    def route(x: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
         tiles = _cut(x.reshape(-1, num_inputs), heights)
-        results = [[each[: len(tile)] for each in router(_padded(tile, height))] for tile, height in tiles]
+        results = [[each[: len(tile)] for each in router(_padded(tile, height), *more)] for tile, height in tiles]
         return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
 
     return route

@@ -100,11 +100,13 @@ def pack_linears(
     make_linear: LinearFactory = linear_of,
     make_head: LinearFactory | None = None,
     store: WeightStore = NO_STORE,
+    prefix: str = "",
 ) -> int:
     """Replace every linear layer of `model` that gains by a packed one, in place; returns how many.
 
     Any `make_linear` but the default changes the numbers, and so takes all layers whether they gain or not. `make_head`
-    packs the layer that yields the logits; it defaults to `make_linear`. `store` may keep the products.
+    packs the layer that yields the logits; it defaults to `make_linear`. `store` may keep the products, by names that
+    begin with `prefix`.
 
     Each original weight is freed as soon as it is packed unless another module holds it too (a tied embedding), so the
     model needs at most one layer's memory more than before.
@@ -115,7 +117,7 @@ def pack_linears(
         for name, child in list(parent.named_children()):
             if gains(child, make_linear):
                 make = make_head if make_head and child is head else make_linear
-                setattr(parent, name, _packed(child, make, store, f"{path}.{name}"))
+                setattr(parent, name, _packed(child, make, store, f"{prefix}{path}.{name}"))
                 num_packed += 1
     return num_packed
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import MiniMaxM2Config
 
 from engine.attention.base import AttentionPass, LayerOptions
 from engine.attention.torch_attention import TorchAttention
@@ -35,13 +36,14 @@ from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.text_match.ngram import NgramProposer
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams
-from tests.engine.fixtures.families import SERVED, VOCAB_SIZE, write_family
+from tests.engine.fixtures.families import PLAIN, SERVED, VOCAB_SIZE, write_family
 from tests.engine.fixtures.native_kernels import needs_float_kernels
 
 DEMO = Path("models/demo")
 BLOCK_SIZE = 4
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi", "gpt2", "opt")
-EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v3")
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v3", "minimax_m2")
+OWN = {"minimax_m2": MiniMaxM2Config(**PLAIN, head_dim=8, rotary_dim=8, num_local_experts=4, num_experts_per_tok=2)}
 LENGTH = 60
 TEXT = torch.randint(3, VOCAB_SIZE, (LENGTH,), generator=torch.Generator().manual_seed(1)).tolist()
 OTHER = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -74,7 +76,7 @@ def load(
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("families")
     for name in (*FAMILIES, "gemma2", *EXPERTS):
-        write_family(root / name, SERVED[name]())
+        write_family(root / name, OWN[name] if name in OWN else SERVED[name]())
     return {folder.name: folder for folder in root.iterdir()}
 
 
