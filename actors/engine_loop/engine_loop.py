@@ -97,7 +97,7 @@ class EngineLoop:
     def stalled_s(self) -> float:
         """Seconds without progress while the engine has work: no output, and no prompt tokens computed.
 
-        A turn of the loop that takes long, in whatever it is stuck, counts as well.
+        A turn of the loop that hangs counts as well, wherever it hangs.
         """
         begins_s = [each for each in (self._stalled_since_s, self._turned_s) if each is not None]
         return self._clock() - min(begins_s) if begins_s else 0.0
@@ -154,7 +154,7 @@ class EngineLoop:
         is_busy = self._engine.has_work and not self._engine.is_starved
         if is_busy and now_s < self._next_report_s:
             return
-        # Not after each pass: its counters are out of the CPU's cache then.
+        # Not after each pass: the counters would have to be read from memory.
         self._next_report_s = now_s + 0.05 if is_busy else -inf
         self.stats = self._engine.stats()
         if self._reporter is not None:
@@ -247,7 +247,7 @@ class KVEventBuffer:
 
 
 class StatusReporter:
-    """Sends changes only. The engine's thread calls `report` between two steps.
+    """Sends load and cache to the shell if they have changed. The engine's thread calls it between two steps.
 
     `cached_keys` returns the keys of all cached blocks, including the blocks in `kv_events`.
     """

@@ -119,13 +119,13 @@ class PrefillTransport:
         except TimeoutError:
             end = FetchEnd(order.fetch_id, FetchFailure.TIMEOUT, f"not complete after {order.timeout_s:.1f} s")
         except (Exception, asyncio.CancelledError) as error:
-            if _is_given_up():
+            if _was_cancelled():
                 raise
             end = FetchEnd(order.fetch_id, FetchFailure.LOST, f"{type(error).__name__}: {error}".splitlines()[0])
         self._push(end)
 
     async def _receive(self, order: FetchOrder) -> FetchEnd:
-        call = self._call.remote(order, self._layout, use_direct=self._carrier is not None, **self._more(order))
+        call = self._call.remote(order, self._layout, use_direct=self._carrier is not None, **self._extra(order))
         stream = cast("DeploymentResponseGenerator[PrefillReply]", call)
         try:
             async for reply in stream:
@@ -148,7 +148,7 @@ class PrefillTransport:
         """
         return self._prefill.options(method_name=self._method, stream=True, _by_reference=True)
 
-    def _more(self, order: FetchOrder) -> dict[str, Any]:
+    def _extra(self, order: FetchOrder) -> dict[str, Any]:
         """Return the arguments that the method has in addition to `Prefill.prefill`'s."""
         return {}
 
@@ -181,7 +181,7 @@ def _view(blocks: np.ndarray) -> Tensor:
         return torch.from_numpy(blocks)
 
 
-def _is_given_up() -> bool:
+def _was_cancelled() -> bool:
     """True if `cancel` was called. Serve reports some losses as a cancellation too."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
@@ -211,5 +211,5 @@ class PeerTransport(PrefillTransport):
         holder = self._holders.get(request_id)
         return holder.num_blocks if holder else 0
 
-    def _more(self, order: FetchOrder) -> dict[str, Any]:
+    def _extra(self, order: FetchOrder) -> dict[str, Any]:
         return {"holder_id": self._holders[order.request_id].worker_id}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -82,84 +83,65 @@ class IngressMetrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._first_token = Histogram(
-            "outrider_time_to_first_token_seconds",
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds",
             "From the start of a sequence to its first tokens, as sent to the client.",
-            buckets=_TTFT_BUCKETS_S,
-            registry=self._registry,
+            _TTFT_BUCKETS_S,
         )
-        self._inter_token = Histogram(
-            "outrider_inter_token_latency_seconds",
+        self._inter_token = self._histogram(
+            "inter_token_latency_seconds",
             "Time per token after the first; tokens that arrive together share the wait.",
-            buckets=_INTER_TOKEN_BUCKETS_S,
-            registry=self._registry,
+            _INTER_TOKEN_BUCKETS_S,
         )
-        self._e2e = Histogram(
-            "outrider_e2e_request_latency_seconds",
-            "From the start of a sequence to its end.",
-            buckets=_E2E_BUCKETS_S,
-            registry=self._registry,
+        self._e2e = self._histogram(
+            "e2e_request_latency_seconds", "From the start of a sequence to its end.", _E2E_BUCKETS_S
         )
-        self._decode = Histogram(
-            "outrider_request_decode_time_seconds",
-            "From the first tokens of a sequence to its last.",
-            buckets=_E2E_BUCKETS_S,
-            registry=self._registry,
+        self._decode = self._histogram(
+            "request_decode_time_seconds", "From the first tokens of a sequence to its last.", _E2E_BUCKETS_S
         )
-        self._token_time = Histogram(
-            "outrider_request_time_per_output_token_seconds",
+        self._token_time = self._histogram(
+            "request_time_per_output_token_seconds",
             "Time per token after the first, averaged per sequence.",
-            buckets=_INTER_TOKEN_BUCKETS_S,
-            registry=self._registry,
+            _INTER_TOKEN_BUCKETS_S,
         )
-        self._prompt_tokens = Counter("outrider_prompt_tokens", "Prompt tokens of sequences.", registry=self._registry)
-        self._generation_tokens = Counter("outrider_generation_tokens", "Tokens generated.", registry=self._registry)
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of sequences.")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._request_tokens = {
-            kind: Histogram(
-                f"outrider_request_{kind}_tokens",
-                f"Tokens of a finished sequence: {kind}.",
-                buckets=_TOKEN_BUCKETS,
-                registry=self._registry,
-            )
+            kind: self._histogram(f"request_{kind}_tokens", f"Tokens of a finished sequence: {kind}.", _TOKEN_BUCKETS)
             for kind in ("prompt", "generation")
         }
-        self._finished = Counter(
-            "outrider_request_success",
-            "Sequences that ended, by reason.",
-            ("finished_reason",),
-            registry=self._registry,
-        )
-        self._requests = Counter(
-            "outrider_requests",
+        self._finished = self._counter("request_success", "Sequences that ended, by reason.", "finished_reason")
+        self._requests = self._counter(
+            "requests",
             "Calls by frontend (face: http, grpc), operation and status; a broken stream has its error's status.",
-            ("face", "operation", "status"),
-            registry=self._registry,
+            *("face", "operation", "status"),
         )
-        self._body_bytes = Gauge(
-            "outrider_http_body_bytes", "Bytes of request bodies being read and checked.", registry=self._registry
+        self._body_bytes = self._gauge("http_body_bytes", "Bytes of request bodies being read and checked.")
+        self._migrations = self._counter(
+            "migrations", "Times a request was resent after its pair was lost, to continue from its committed tokens."
         )
-        self._migrations = Counter(
-            "outrider_migrations",
-            "Times a request was resent after its pair was lost, to continue from its committed tokens.",
-            registry=self._registry,
-        )
-        self._keys_age = Gauge(
-            "outrider_api_keys_age_seconds",
+        self._keys_age = self._gauge(
+            "api_keys_age_seconds",
             "Seconds since the API key file was last read or found unchanged; grows while it cannot be read.",
-            registry=self._registry,
         )
-        self._wrong_key_lines = Gauge(
-            "outrider_api_keys_wrong_lines",
-            "Invalid lines of the API key file; they admit nobody.",
-            registry=self._registry,
+        self._wrong_key_lines = self._gauge(
+            "api_keys_wrong_lines", "Invalid lines of the API key file; they admit nobody."
         )
-        self._wanted_pairs = Gauge(
-            "outrider_pairs_wanted",
+        self._wanted_pairs = self._gauge(
+            "pairs_wanted",
             "Pairs that deploy.yaml requests, the minimum if it gives bounds; equal on all ingress replicas.",
-            registry=self._registry,
         )
         self.router = RouterMetrics(self._registry)
         self.traffic = TrafficMetrics(self._registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"outrider_{name}", text, labels, registry=self._registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"outrider_{name}", text, registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(f"outrider_{name}", text, buckets=buckets, registry=self._registry)
 
     def watch_keys(self, api_keys: ApiKeys) -> None:
         """Report the state of these keys from now on."""

@@ -21,7 +21,7 @@ import numpy as np
 from protos.block_keys import BlockKey, CacheDelta, split_keys
 from protos.worker_report import PrefixHolder
 
-_UNKNOWN_EPOCH = -1  # of a worker that was sent a request before its first report
+_UNKNOWN_EPOCH = -1  # of a worker that got a request before it has reported
 
 
 class Applied(StrEnum):
@@ -203,7 +203,7 @@ class PrefixIndex:
             assert not view.held.keys() & view.pending.keys()
         assert expected == self._holders
 
-    # -- inside
+    # -- internals
 
     def _record(self, result: dict[str, int], bits: int, depth: int) -> None:
         worker_at = self._worker_at
