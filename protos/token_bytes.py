@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
 
 from tokenizers import Tokenizer as TokenizerCore
 
@@ -17,6 +19,28 @@ TokenBytes = Callable[[str], bytes]
 
 _SPACE_MARK = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def shared_tokenizer(file: Path) -> TokenizerCore:
+    """Return the tokenizer in a file, the same for all of a process until the file changes or `forget_tokenizer`.
+
+    Reading takes 0.2 s and 30 MB for 49,000 tokens, and a start needs the tokenizer in nine places.
+
+    Raises:
+        Exception: the file is no tokenizer; the Rust library has no other type.
+    """
+    status = file.stat()
+    return _read_tokenizer(str(file), status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=1)
+def _read_tokenizer(file: str, *version: int) -> TokenizerCore:
+    return TokenizerCore.from_file(file)
+
+
+def forget_tokenizer() -> None:
+    """Free the tokenizer, unless something else holds it."""
+    _read_tokenizer.cache_clear()
 
 
 def find_token_bytes(core: TokenizerCore) -> TokenBytes | None:

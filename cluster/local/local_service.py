@@ -84,11 +84,11 @@ async def running_service(config: DeployConfig, settings: PairSettings) -> Async
     Raises:
         ServingError: the pair could not start.
     """
+    ingress = ingress_config(config)
+    tokenizer = load_tokenizer_files(ingress.model_path, ingress.chat_template)  # the pair reads the same one
     pair = LocalPair(settings)
     try:
         await pair.start()
-        ingress = ingress_config(config)
-        tokenizer = load_tokenizer_files(ingress.model_path, ingress.chat_template)
         yield GenerationService(pair, tokenizer, ingress, IngressMetrics())
     finally:
         await pair.close()

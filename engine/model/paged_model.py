@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import cast
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -56,6 +55,7 @@ from engine.model.tensor_parallel import ALONE, Rank, not_sharded
 from engine.native.library import processor_name, widened
 from engine.sequence.request_tokens import ZEROS
 from protos.errors import ConfigError
+from protos.token_bytes import shared_tokenizer
 
 _PROBE_LENGTHS = (7, 5)
 _PROBE_BLOCK_SIZE = CacheConfig().block_size  # the default, so that a kernel compiled for the probe is reused
@@ -375,7 +375,7 @@ def _probe_token_ids(model: PreTrainedModel) -> tuple[list[int], list[int]]:
     """Return two sequences of token ids: of a text if the model has a tokenizer, since random ids are unnatural."""
     num_tokens, vocab_size = sum(_PROBE_LENGTHS), model.config.get_text_config().vocab_size
     file = tokenizer_file(model.name_or_path) if model.name_or_path else None
-    ids = Tokenizer.from_file(str(file)).encode(_PROBE_TEXT).ids[:num_tokens] if file else []
+    ids = shared_tokenizer(file).encode(_PROBE_TEXT).ids[:num_tokens] if file else []
     if len(ids) < num_tokens or max(ids) >= vocab_size:
         ids = [(3 + 7 * index) % vocab_size for index in range(num_tokens)]
     return ids[: _PROBE_LENGTHS[0]], ids[_PROBE_LENGTHS[0] :]

@@ -11,10 +11,10 @@ from hashlib import sha256
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from tokenizers import Tokenizer as TokenizerCore
 
 from protos.errors import ConfigError
 from protos.fingerprint import digest
+from protos.token_bytes import shared_tokenizer
 from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer import TokenIdsOnly, Tokenizer
 
@@ -89,7 +89,7 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
     file = folder / "tokenizer.json"
     if _is_there(file):
         try:
-            core = TokenizerCore.from_file(str(file))
+            core = shared_tokenizer(file)
         except Exception as error:  # the Rust library raises bare Exception
             raise ConfigError(f"{file} cannot be read as a tokenizer: {error}; fetch it again") from error
         core.no_truncation()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,14 @@ def refuse_not_finite_model(path: str, model: nn.Module) -> None:
 
     Those that are not read yet (`engine.model.checkpoint.unread_weight`) are checked when they are.
     """
+    drop_pages(_finite_weights(path, model))
+
+
+def _finite_weights(path: str, model: nn.Module) -> Iterator[nn.Parameter]:
     for name, weight in model.named_parameters():
         if type(weight) is nn.Parameter and weight.nbytes and weight.is_floating_point():
             refuse_not_finite_tensor(weight, name, path)
-            drop_pages([weight])
+            yield weight
 
 
 def refuse_not_finite_tensor(tensor: Tensor, name: str, source: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from protos.errors import ConfigError
+from protos.token_bytes import shared_tokenizer
 
 _RENDER_LIMIT_S = 5.0
 _QUESTION, _ANSWER, _REPLY = "Which apples", "Crimson ones", "Thank you"  # texts that no template writes itself
@@ -167,7 +168,7 @@ def _special_tokens(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 def _read_tokenizer(folder: Path) -> Tokenizer | None:
     file = folder / "tokenizer.json"
     try:
-        return Tokenizer.from_file(str(file)) if file.is_file() else None
+        return shared_tokenizer(file) if file.is_file() else None
     except Exception:  # the Rust library raises bare Exception; the frontends report it
         return None
 
@@ -231,7 +232,7 @@ def ids_without_token(folder: Path, vocab_size: int, end_ids: Iterable[int] = ()
 def _tokens(folder: Path) -> Mapping[str, int]:
     file = folder / "tokenizer.json"
     try:
-        return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True) if file.is_file() else {}
+        return shared_tokenizer(file).get_vocab(with_added_tokens=True) if file.is_file() else {}
     except Exception:  # the Rust library raises bare Exception; the frontends report it
         return {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # the command line looks at memory without torch
 
 _DONTNEED = getattr(mmap, "MADV_DONTNEED", None)
 _CGROUP = Path("/sys/fs/cgroup")
+_FILE_MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ [1-9]", re.MULTILINE)  # the last number is an inode
 _FLOATS = ("BF16", "F16", "F32", "F64")  # loaded in the model's dtype; other dtypes are packed
 
 
@@ -78,11 +80,10 @@ def _inactive_bytes(file: Path) -> int:
 def drop_pages(tensors: Iterable[Tensor]) -> None:
     """Drop the resident pages of tensors that a file backs; a later use reads them again.
 
-    Such tensors are never written to, so nothing is lost.
+    Such tensors are never written to, so nothing is lost. All are taken, one after the other; files may be mapped or
+    unmapped only between calls.
     """
-    if _DONTNEED is None:
-        return
-    files = _file_mappings()
+    files = [] if _DONTNEED is None else _file_mappings()
     for tensor in tensors:
         if tensor.device.type != "cpu":
             continue
@@ -95,13 +96,7 @@ def drop_pages(tensors: Iterable[Tensor]) -> None:
 def _file_mappings() -> list[tuple[int, int]]:
     """Return the address ranges of this process that files back; none where the system does not list them."""
     try:
-        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+        maps = Path("/proc/self/maps").read_bytes()
     except OSError:
         return []
-    ranges = []
-    for line in lines:
-        addresses, _, _, _, inode, *_ = line.split(maxsplit=5)
-        if inode != "0":
-            begin, end = addresses.split("-")
-            ranges.append((int(begin, 16), int(end, 16)))
-    return ranges
+    return [(int(begin, 16), int(end, 16)) for begin, end in _FILE_MAPPING.findall(maps)]

@@ -60,6 +60,7 @@ from engine.model.tensor_parallel import ALONE, Rank
 from engine.native.library import native_instructions
 from engine.remote_prefill.kv_transfer import KVLayout
 from protos.errors import ConfigError
+from protos.token_bytes import forget_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +140,7 @@ class ModelRunner:
         folder = model_folder(model.path)
         self.eos_token_ids = eos_token_ids(stock, folder, self.vocab_size, model.chat_template)
         self._fit_tokenizer(folder, model.chat_template)
+        forget_tokenizer()
         self.sampling_defaults = sampling_defaults(stock, model.generation_config)
         has_graphs = not self._model.state_shapes and _has_graphs(model.graphs, device, self._plan_attention)
         self._queue = PassQueue.of(device)
