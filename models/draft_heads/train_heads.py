@@ -1,9 +1,6 @@
-"""`python -m models.draft_heads.train_heads --kind eagle3`: train, measure and describe a head.
+"""`python -m models.draft_heads.train_heads --kind eagle3`: train, measure and describe a head of the demo target.
 
-The target is the demo target, or any Llama-shaped chat model, whose own answers to prompts are the training text:
-
-    python -m models.draft_heads.train_heads --kind eagle3 --chats 784 --draft-vocab 8000 --minutes 60
-        --target .cache/models/smollm2-135m-instruct --out .cache/eagle3-smollm2
+`outrider tune` trains a head of any model further, on its traffic.
 """
 
 import argparse
@@ -22,7 +19,6 @@ from engine.model.checkpoint.dtype import resolve_dtype
 from models.demo_pair.card import DEMO_FOLDER, acceptance_table, read_json
 from models.demo_pair.evaluate import Acceptance, held_out_prompts
 from models.demo_pair.train_demo_pair import machine
-from models.draft_heads.chats import answered, made_prompts, read_prompts
 from models.draft_heads.eagle3_head import eagle3_logits, train_eagle3
 from models.draft_heads.head_acceptance import measure_head
 from models.draft_heads.medusa_heads import MedusaLesson, load_heads, measure_heads, save_heads
@@ -49,9 +45,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=4.0, help="of training, without rollouts and measuring")
     parser.add_argument("--rollouts", type=int, default=96, help="windows that the target writes for its head")
     parser.add_argument("--prompts", type=int, default=96, help="held-out prompts to measure with")
-    parser.add_argument("--chats", type=int, default=0, help="answers to train on; 0: the demo's corpus")
-    parser.add_argument("--chat-prompts", type=Path, help="file of prompts, one per line; default: made prompts")
-    parser.add_argument("--answer-tokens", type=int, default=192, help="longest chat in tokens")
     # 3,072 cover 98.3% of the tokens of the library, among the 4,096 of the demo.
     parser.add_argument("--draft-vocab", type=int, default=3072, help="vocabulary size of an EAGLE-3 head")
     parser.add_argument("--seed", type=int, default=0)
@@ -68,11 +61,6 @@ class Material:
 
 
 def material(target: LlamaForCausalLM, arguments: argparse.Namespace) -> Material:
-    """Return chats where the command line asks for some, else the demo's corpus."""
-    return chat_material(arguments) if arguments.chats else corpus_material(target, arguments)
-
-
-def corpus_material(target: LlamaForCausalLM, arguments: argparse.Namespace) -> Material:
     """Alternate windows of the corpus with windows of the target's own text, as at serving time."""
     tokenizer, corpus = load_tokenizer(arguments.target), collect()
     stream = WindowStream(tokenize_corpus(tokenizer, corpus), arguments.seed)
@@ -85,22 +73,6 @@ def corpus_material(target: LlamaForCausalLM, arguments: argparse.Namespace) -> 
         lambda: next(sources).windows(WINDOWS_PER_STEP, WINDOW_TOKENS)[:, :-1],
         held_out_prompts(encode(tokenizer, documents), arguments.prompts),
         "its training corpus, held-out files of it to measure with, and text that it wrote",
-    )
-
-
-def chat_material(arguments: argparse.Namespace) -> Material:
-    """The target's answers, and the beginnings of held-out ones for measurement."""
-    file = arguments.chat_prompts
-    prompts = (read_prompts(file) if file else made_prompts(arguments.seed))[: arguments.chats]
-    began = time.monotonic()
-    chats = answered(arguments.target, prompts, arguments.answer_tokens, arguments.seed)
-    num_tokens, seconds = sum(map(len, chats.texts)), time.monotonic() - began
-    logger.info("chats=%d tokens=%d seconds=%.0f", len(chats.texts), num_tokens, seconds)
-    pool = chats.windows(WINDOW_TOKENS, arguments.seed)
-    return Material(
-        lambda: pool.windows(WINDOWS_PER_STEP, WINDOW_TOKENS)[:, :-1],
-        chats.held_out(arguments.prompts),
-        f"{len(prompts)} of its own answers ({num_tokens:,} tokens), others of them to measure with",
     )
 
 
@@ -166,7 +138,7 @@ def eagle3_card(
     made = HeadCard("EAGLE-3 head", "eagle3", about, f"{spent}, last loss {report.last_loss:.3f}")
     text = card(made, arguments, folder, texts, measured)
     measurements = arguments.target.parent / "measurements.json"
-    if arguments.chats or not measurements.exists():
+    if not measurements.exists():
         return text
     draft = acceptance_table(read_json(measurements)["acceptance"])
     return f"{text}\n## The pair's own draft\n\nMeasured in the same way, on the same prompts:\n\n{draft}\n"
