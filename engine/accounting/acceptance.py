@@ -5,7 +5,9 @@ The position of a tree's node is its place among the nodes, likeliest first.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from collections.abc import Sequence as Seq
+from math import sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,64 +36,68 @@ class AcceptanceTable:
 
     def __init__(self, num_positions: int, *, has_trees: bool = False) -> None:
         self._has_trees = has_trees
-        self._positions = np.arange(num_positions)  # [K]
-        self._rows: dict[str, int] = {}  # request id -> row in the two tables below
-        self._free_rows: list[int] = []
-        self._tried = np.zeros((0, num_positions))  # [rows, K] decayed count of passes that tried a position
-        self._accepted = np.zeros((0, num_positions))  # [rows, K] the same for passes that accepted it
+        self._num_positions = num_positions
+        self._requests: dict[str, _Counts] = {}
         self._classes: dict[str, _ClassCounts] = {}
 
-    def observe(self, request_ids: Seq[str], classes: Seq[str], num_proposed: Ints, num_accepted: Ints) -> None:
+    def observe(self, request_ids: Seq[str], classes: Seq[str], num_proposed: Seq[int], num_accepted: Seq[int]) -> None:
         """Record one pass: each sequence's id, class, number of drafts and number of accepted drafts, `[B]` each."""
         # The accepted positions were tried, and the first rejected one.
-        num_tried = np.minimum(num_proposed, num_accepted + 1)
-        self._count(request_ids, classes, num_tried, self._positions < num_accepted[:, None])
+        num_tried = [min(proposed, accepted + 1) for proposed, accepted in zip(num_proposed, num_accepted, strict=True)]
+        self._count(request_ids, classes, num_tried, [range(number) for number in num_accepted])
 
-    def observe_trees(self, request_ids: Seq[str], classes: Seq[str], num_nodes: Ints, paths: Seq[Seq[int]]) -> None:
+    def observe_trees(
+        self, request_ids: Seq[str], classes: Seq[str], num_nodes: Seq[int], paths: Seq[Seq[int]]
+    ) -> None:
         """Record one pass: each sequence's id, class, number of nodes and accepted nodes; every node was tried."""
-        is_accepted = np.array([np.isin(self._positions, path) for path in paths])
-        self._count(request_ids, classes, num_nodes, is_accepted)
+        self._count(request_ids, classes, num_nodes, paths)
 
-    def _count(self, request_ids: Seq[str], classes: Seq[str], num_tried: Ints, is_accepted: NDArray[np.bool_]) -> None:
-        """Add one pass: each sequence's number of tried positions `[B]`, and which are accepted, `[B, K]`."""
-        drafted = np.flatnonzero(num_tried)
-        if len(drafted) == 0:
-            return
-        is_tried, is_accepted = self._positions < num_tried[drafted, None], is_accepted[drafted]  # [D, K]
-        # Update the requests.
-        rows = [self._row(request_ids[index]) for index in drafted.tolist()]
-        fade = 1.0 - is_tried / _REQUEST_WINDOW
-        self._tried[rows] = fade * self._tried[rows] + is_tried
-        self._accepted[rows] = fade * self._accepted[rows] + is_accepted
-        # Update the classes.
-        members: dict[str, list[int]] = {}
-        for place, index in enumerate(drafted.tolist()):
-            members.setdefault(classes[index], []).append(place)
-        for name, places in members.items():
-            self._class(name).add(is_tried[places].sum(axis=0), is_accepted[places].sum(axis=0))
+    def _count(
+        self, request_ids: Seq[str], classes: Seq[str], num_tried: Seq[int], accepted: Seq[Container[int]]
+    ) -> None:
+        """Add one pass: each sequence's number of tried positions, and the accepted ones.
+
+        Plain lists: most passes try few positions, and a numpy call costs as much as thirty of them.
+        """
+        tries: dict[str, tuple[list[int], list[int]]] = {}  # class -> tried and accepted sequences by position
+        for request_id, name, number, positions in zip(request_ids, classes, num_tried, accepted, strict=True):
+            if number == 0:
+                continue
+            if request_id not in self._requests:
+                self._requests[request_id] = _Counts(self._num_positions)
+            counts = self._requests[request_id]
+            if name not in tries:
+                tries[name] = [0] * self._num_positions, [0] * self._num_positions
+            class_tried, class_accepted = tries[name]
+            for position in range(number):
+                is_accepted = position in positions
+                counts.add(position, 1.0 - 1.0 / _REQUEST_WINDOW, 1, is_accepted)
+                class_tried[position] += 1
+                class_accepted[position] += is_accepted
+        for name, (class_tried, class_accepted) in tries.items():
+            self._class(name).add_pass(class_tried, class_accepted)
 
     def keep_only(self, request_ids: Seq[str]) -> None:
         """Forget all other requests; their classes keep the counts."""
-        if len(self._rows) > len(request_ids):
+        if len(self._requests) > len(request_ids):
             known = set(request_ids)
-            for each in [each for each in self._rows if each not in known]:
-                self._free_rows.append(self._rows.pop(each))
+            self._requests = {each: counts for each, counts in self._requests.items() if each in known}
 
     def knows(self, request_id: str) -> bool:
         """True if a request has had drafts."""
-        return request_id in self._rows
+        return request_id in self._requests
+
+    def of_classes(self, classes: Seq[str], num_errors: float = 0.0) -> Floats:
+        """Return the chances of new requests, `[B, K]`, by rates that are higher by a number of standard errors."""
+        return self._falling(np.array([self._class(name).rates_above(num_errors) for name in classes]))
 
     def of(self, request_ids: Seq[str], classes: Seq[str]) -> Floats:
         """Return the chance that each draft is accepted: in a chain with all drafts before it. `[B, K]`, falling."""
-        priors = {name: self._class(name).rates() for name in set(classes)}
-        prior = np.array([priors[name] for name in classes])  # [B, K]
-        rows = [self._rows.get(each, -1) for each in request_ids]
-        if max(rows) < 0:
-            return self._falling(prior)
-        is_known = np.array(rows)[:, None] >= 0
-        accepted, tried = self._accepted[rows] * is_known, self._tried[rows] * is_known
-        rates: Floats = (accepted + _REQUEST_TRUST * prior) / (tried + _REQUEST_TRUST)
-        return self._falling(rates)
+        rates = []
+        for request_id, name in zip(request_ids, classes, strict=True):
+            prior, counts = self._class(name).class_rates(), self._requests.get(request_id)
+            rates.append(prior if counts is None else counts.rates(prior))
+        return self._falling(np.array(rates))
 
     def _falling(self, rates: Floats) -> Floats:
         """Return falling chances; a node's is between the least before it and the most after it."""
@@ -100,50 +106,59 @@ class AcceptanceTable:
         after = np.maximum.accumulate(rates[:, ::-1], axis=1)[:, ::-1]
         return (np.minimum.accumulate(rates, axis=1) + after) / 2
 
-    def _row(self, request_id: str) -> int:
-        if request_id not in self._rows:
-            if not self._free_rows:
-                self._grow()
-            self._rows[request_id] = row = self._free_rows.pop()
-            self._tried[row] = self._accepted[row] = 0.0
-        return self._rows[request_id]
-
-    def _grow(self) -> None:
-        size = len(self._tried)
-        more = np.zeros((max(8, size), len(self._positions)))
-        self._tried, self._accepted = np.concatenate((self._tried, more)), np.concatenate((self._accepted, more))
-        self._free_rows += range(size, len(self._tried))
-
     def _class(self, name: str) -> _ClassCounts:
         if name not in self._classes:
-            self._classes[name] = _ClassCounts(len(self._positions), _NEXT_NODE if self._has_trees else 1.0)
+            self._classes[name] = _ClassCounts(self._num_positions, _NEXT_NODE if self._has_trees else 1.0)
         return self._classes[name]
 
 
-class _ClassCounts:
-    """Decayed counts of a class's passes that tried each position, and that accepted it, `[K]`.
+class _Counts:
+    """Decayed counts of the passes that tried each position, and that accepted it, `[K]`."""
 
-    A position without passes has `next_share` of the rate before it.
-    """
+    def __init__(self, num_positions: int) -> None:
+        self.tried = [0.0] * num_positions
+        self.accepted = [0.0] * num_positions
+
+    def add(self, position: int, fade: float, num_tried: int, num_accepted: int) -> None:
+        """Add one pass at a position."""
+        self.tried[position] = fade * self.tried[position] + num_tried
+        self.accepted[position] = fade * self.accepted[position] + num_accepted
+
+    def rates(self, prior: list[float]) -> list[float]:
+        """Return the rates of a request, by those of its class."""
+        return [
+            (accepted + _REQUEST_TRUST * rate) / (tried + _REQUEST_TRUST)
+            for accepted, tried, rate in zip(self.accepted, self.tried, prior, strict=True)
+        ]
+
+
+class _ClassCounts(_Counts):
+    """The counts of a class. A position without passes has `next_share` of the rate before it."""
 
     def __init__(self, num_positions: int, next_share: float) -> None:
+        super().__init__(num_positions)
         self._next_share = next_share
-        self._tried = np.zeros(num_positions)
-        self._accepted = np.zeros(num_positions)
-        self._rates: list[float] | None = None
+        self._cached: list[float] | None = None
 
-    def add(self, num_tried: Ints, num_accepted: Ints) -> None:
-        """Add one step, which tried position i for `num_tried[i]` sequences of the class."""
-        fade = (1.0 - 1.0 / _CLASS_WINDOW) ** num_tried
-        self._tried = fade * self._tried + num_tried
-        self._accepted = fade * self._accepted + num_accepted
-        self._rates = None
+    def add_pass(self, num_tried: Seq[int], num_accepted: Seq[int]) -> None:
+        """Add one pass, which tried position i for `num_tried[i]` sequences of the class."""
+        for position, (tried, accepted) in enumerate(zip(num_tried, num_accepted, strict=True)):
+            if tried:
+                self.add(position, (1.0 - 1.0 / _CLASS_WINDOW) ** tried, tried, accepted)
+        self._cached = None
 
-    def rates(self) -> list[float]:
+    def class_rates(self) -> list[float]:
         """Return the rates by position; a position with few tries takes the rate of the previous position."""
-        if self._rates is None:
-            self._rates, rate = [], _INITIAL_RATE / self._next_share
-            for accepted, tried in zip(self._accepted.tolist(), self._tried.tolist(), strict=True):
+        if self._cached is None:
+            self._cached, rate = [], _INITIAL_RATE / self._next_share
+            for accepted, tried in zip(self.accepted, self.tried, strict=True):
                 rate = (accepted + _CLASS_TRUST * self._next_share * rate) / (tried + _CLASS_TRUST)
-                self._rates.append(rate)
-        return self._rates
+                self._cached.append(rate)
+        return self._cached
+
+    def rates_above(self, num_errors: float) -> list[float]:
+        """Return the rates by position, each higher by a number of standard errors."""
+        return [
+            rate + num_errors * sqrt(rate * (1.0 - rate) / (tried + _CLASS_TRUST))
+            for rate, tried in zip(self.class_rates(), self.tried, strict=True)
+        ]

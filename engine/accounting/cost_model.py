@@ -309,10 +309,10 @@ class CostModel:
         """
         optimism = 2.0 if is_optimistic else 0.0  # standard errors
         rows = Counter(self._prompt_rows)
-        prompt_rows = np.array(list(rows))[:, None]
-        prompts_s = self._curve.seconds(prompt_rows, optimism)
-        whole_s = self._curve.seconds(prompt_rows + np.arange(num_rows, num_rows + num_drafts + 1), optimism)
-        added_s = np.maximum(whole_s - prompts_s, _LEAST_SHARE * whole_s)
+        sizes = np.append(0, np.arange(num_rows, num_rows + num_drafts + 1))
+        seconds = self._curve.seconds(np.array(list(rows))[:, None] + sizes, optimism)
+        whole_s = seconds[:, 1:]
+        added_s = np.maximum(whole_s - seconds[:, :1], _LEAST_SHARE * whole_s)
         return np.array(list(rows.values())) / len(self._prompt_rows) @ added_s
 
     def split(self, num_prompt_rows: int, num_rows: int, num_fewer: int) -> tuple[float, float, float]:

@@ -23,10 +23,10 @@ A simpler rule, the best measured K of {0, 2, 4, 8} per class and batch size, is
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
@@ -46,11 +46,16 @@ from protos.messages import SpeculationMethod
 # (bench/EXPERIMENTS.md).
 _PLAIN_PERIOD = 64  # steps between plain passes that measure the baseline
 _SHAPE_PERIOD = 64  # passes with drafts of a class between two with as many rows in its other shape
+_DOUBT_PERIOD = 8  # the same while the other shape may be better, since few of its passes are known
 _DEPTH_RATE = 0.1  # of a pass in the depth of trees
 _PROBE_SHARE = 0.01  # of the time is for probes of sequences without drafts
 _PROBE_PERIODS = (60, 1000)  # fewest and most steps between two probes
 _FEW_MISSED = 2  # passes without a draft; after more, the next draft has much to prefill
-_REST = 8  # steps between two choices of shapes, and between two plans while no sequence drafts
+_CHOICE = 8  # steps between two choices of shapes
+_REST = 8  # steps between two plans while no sequence drafts
+_HOLD = 4  # most steps between two plans while sequences draft
+_LONG_S = 0.016  # of a plain pass: a plan costs little then, so there is one for each pass
+_REST_S = 0.080  # between two plans while no sequence drafts
 # What clients notice: a small gain is not worth longer and uneven passes.
 _WAKE_GAIN = 1.05  # drafts start above this expected gain: the first ones also pay for missed tokens
 _LEAST_GAIN = 1.02  # drafts end below this expected gain
@@ -60,6 +65,7 @@ LONGEST_SHARED = 2.5  # the same for several sequences, which wait for each othe
 
 Bools = NDArray[np.bool_]
 Names = NDArray[np.str_]
+Rates = Callable[[AcceptanceTable], Floats]  # of the sequences of a plan, `[B, K]`
 
 
 class DraftSize(NamedTuple):
@@ -132,14 +138,18 @@ class LengthPolicy:
         self._gates = SpeculationGates(self._costs)
         self._step = 0
         self._last_plain = -_PLAIN_PERIOD  # step of the last pass without drafts
-        self._last_plan = 0
+        self._next_plan = 0  # step
+        self._planned_bits = 0  # bit length of the batch size of the last plan
+        self._last_sizes: list[DraftSize] = []  # of the last plan
         self._last_drafted: dict[str, int] = {}  # request id -> step of its last draft, or of its first pass
         self._tree_classes: set[str] = set()
         self._next_choice = 0  # step
         self._tree_steps = self._new_tree_steps()
-        self._num_choices: Counter[str] = Counter()  # passes with drafts of a class that has two shapes
+        self._last_trial: dict[str, int] = {}  # class -> step of its last draft in its other shape, or of its first
+        self._doubtful: set[str] = set()  # classes whose other shape may be better
         self._last_alone: dict[str, int] = {}  # method -> step of the last plan for it to draft alone
         self._is_speculating = False
+        self._num_skipped = 0  # plain passes since the last one that was learned from
         self._probed: str | None = None  # request that has had the first pass of its probe
         self._next_probe = _PROBE_PERIODS[0]  # step
         self._probe_s = 0.0  # wait for the drafts of the last probe
@@ -160,7 +170,7 @@ class LengthPolicy:
     def forget_draft(self) -> None:
         """Forget all measurements of the draft model, since another has replaced it; keep the target's costs."""
         self._acceptance = self._new_acceptance()
-        self._tree_steps, self._tree_classes = self._new_tree_steps(), set()
+        self._tree_steps, self._tree_classes, self._doubtful = self._new_tree_steps(), set(), set()
         self._costs.forget_drafts()
         self._gates = SpeculationGates(self._costs)
         self._is_speculating = True
@@ -171,8 +181,13 @@ class LengthPolicy:
         self._costs.expect_prompts(record.num_prompt_rows)
         if not passes:
             return
-        self._set_size(len(passes))
         self._step += 1
+        # While no sequence drafts, a pass before each plan stands for all since the last one.
+        is_plain = not self._is_speculating and not any(each.num_requested for each in passes)
+        if is_plain and self._step < self._next_plan and record.num_prompt_rows == 0:
+            self._num_skipped += 1
+            return
+        self._set_size(len(passes))
         drafted_ids = [each.sequence.request_id for each in passes if each.num_requested > 0]
         has_catch_up = not all(map(self._is_up_to_date, drafted_ids))
         # A chain that came where a tree was requested is what such a request yields.
@@ -189,17 +204,20 @@ class LengthPolicy:
     def sizes(self, sequences: Seq[Sequence]) -> list[DraftSize]:
         """Return the size of each sequence's next draft; the next pass samples all of them."""
         request_ids = [sequence.request_id for sequence in sequences]
-        has_new = not self._last_drafted.keys() >= set(request_ids)
+        is_due = self._step >= self._next_plan or len(sequences).bit_length() != self._planned_bits
+        if not is_due and not self._is_speculating:
+            for each in request_ids:
+                self._last_drafted.setdefault(each, self._step)
+            return [DraftSize(0, 0)] * len(sequences)
+        if not is_due and self._last_drafted.keys() >= set(request_ids):
+            return [DraftSize(each.draft_allowance, each.node_allowance) for each in sequences]
         for table in self._acceptance:
             table.keep_only(request_ids)
         self._last_drafted = {each: self._last_drafted.get(each, self._step) for each in request_ids}
         if not sequences:
             return []
         self._set_size(len(sequences))
-        is_resting = not self._is_speculating and self._probed is None and self._step - self._last_plan < _REST
-        if is_resting and not has_new and all(each.draft_allowance == 0 for each in sequences):
-            return [DraftSize(0, 0)] * len(sequences)
-        self._last_plan = self._step
+        self._next_plan, self._planned_bits = self._step + 1, len(sequences).bit_length()
         return self._plan(sequences)
 
     def _set_size(self, num_sequences: int) -> None:
@@ -226,11 +244,21 @@ class LengthPolicy:
         planned = replace(limits, chains=np.where(is_priced, 0, limits.chains))
         lengths, is_tree = self._planned(sequences, planned, row_seconds)
         lengths += self._priced(sequences, np.where(is_priced, limits.chains, 0), row_seconds)
-        # Change the plan now and then to measure a method alone, or to probe a sequence without drafts.
+        # Change the plan for one pass now and then, to measure another.
         self._is_speculating = bool(lengths.any())
-        self._measure_alone(sequences, lengths, is_tree)
-        self._probe(sequences, lengths, planned.chains)
-        return limits.sizes(lengths, is_tree)
+        changes = [
+            self._try_other_shape(sequences, planned, lengths, is_tree),
+            self._measure_alone(sequences, lengths, is_tree),
+            self._probe(sequences, lengths, planned.chains),
+        ]
+        sizes = limits.sizes(lengths, is_tree)
+        is_settled = sizes == self._last_sizes and not is_priced.any()  # a price changes with each pass
+        if not any(changes) and (is_settled or not self._is_speculating):
+            plain_s = row_seconds[0]
+            hold = min(_LONG_S / plain_s, _HOLD) if self._is_speculating else max(_REST_S / plain_s, _REST)
+            self._next_plan = self._step + ceil(hold)
+        self._last_sizes = sizes
+        return sizes
 
     def _planned(self, sequences: Seq[Sequence], limits: _Limits, row_seconds: Floats) -> tuple[Ints, Bools]:
         """Return the rows, within `limits`, with the most expected tokens per second, and which drafts are trees."""
@@ -240,43 +268,69 @@ class LengthPolicy:
         names = np.array([class_of(sequence) for sequence in sequences])
         branching = sorted(set(names[limits.trees > 0].tolist()))
         if branching and self._step >= self._next_choice:
-            self._next_choice = self._step + _REST
+            self._next_choice = self._step + _CHOICE
             self._choose_shapes(sequences, names, branching, limits, row_seconds)
         is_tree = limits.are_trees(names, self._tree_classes)
         request_ids = [each.request_id for each in sequences]
-        best = self._best_allocation(sequences, names, request_ids, limits, is_tree, row_seconds)
+
+        def rates(table: AcceptanceTable) -> Floats:
+            return table.of(request_ids, names.tolist())
+
+        best = self._best_allocation(sequences, names, rates, limits, is_tree, row_seconds)
         needed = _LEAST_GAIN if self._is_speculating else _WAKE_GAIN
         if best.tokens_per_s <= needed * best.plain_tokens_per_s:
             return no_rows, is_tree
-        # Now and then a class has as many rows in its other shape.
-        for name in branching:
-            self._num_choices[name] += 1
-            if self._num_choices[name] % _SHAPE_PERIOD == 0 and np.isinf(self._max_pass_s):
-                is_tree = is_tree ^ limits.are_trees(names, {name})
         return best.lengths, is_tree
+
+    def _try_other_shape(self, sequences: Seq[Sequence], limits: _Limits, lengths: Ints, is_tree: Bools) -> bool:
+        """Now and then, give a class as many rows in its other shape. Changes `is_tree`."""
+        has_both = (limits.trees > 0) & (lengths > 0)
+        if not has_both.any() or not np.isinf(self._max_pass_s):
+            return False
+        names = np.array([class_of(sequence) for sequence in sequences])
+        present = set(names[has_both].tolist())
+        due = set()
+        for name in present:
+            period = _DOUBT_PERIOD if name in self._doubtful else _SHAPE_PERIOD
+            if self._step - self._last_trial.setdefault(name, self._step) >= period:
+                self._last_trial[name] = self._step
+                due.add(name)
+        is_tree ^= limits.are_trees(names, due)
+        return bool(due)
 
     def _choose_shapes(
         self, sequences: Seq[Sequence], names: Names, branching: list[str], limits: _Limits, row_seconds: Floats
     ) -> None:
-        """Choose the classes that have trees, by the rates of whole classes: the luck of a request is no reason."""
+        """Choose the classes that have trees, by the rates of whole classes: the luck of a request is no reason.
 
-        def tokens_per_s(classes: set[str]) -> float:
+        Luck in the first passes of a shape is no reason either: a class is in doubt while its other shape, at best, is
+        faster.
+        """
+
+        def tokens_per_s(classes: set[str], *, is_best: bool = False) -> float:
             is_tree = limits.are_trees(names, classes)
-            no_ids = [""] * len(sequences)  # the rates of classes alone
-            return self._best_allocation(sequences, names, no_ids, limits, is_tree, row_seconds).tokens_per_s
+            num_errors = 1.0 if is_best else 0.0
+
+            def rates(table: AcceptanceTable) -> Floats:
+                return table.of_classes(names.tolist(), num_errors)
+
+            return self._best_allocation(sequences, names, rates, limits, is_tree, row_seconds).tokens_per_s
 
         present = self._tree_classes
-        least = _LEAST_GAIN * tokens_per_s(present)
+        speed = tokens_per_s(present)
         absent = present - set(branching)
-        options = [absent | set(branching), absent, *({*present} ^ {name} for name in branching)]
+        options = [absent | set(branching), absent, *(present ^ {name} for name in branching)]
         speeds = [tokens_per_s(each) for each in options]
-        if max(speeds) > least:
+        if max(speeds) > _LEAST_GAIN * speed:
             self._tree_classes = options[int(np.argmax(speeds))]
+            speed = max(speeds)
+        others = {name: tokens_per_s(self._tree_classes ^ {name}, is_best=True) for name in branching}
+        self._doubtful = {name for name, best in others.items() if best > _LEAST_GAIN * speed}
 
-    def _chances(self, names: Names, request_ids: Seq[str], limits: Ints, *, is_tree: bool) -> Floats:
+    def _chances(self, rates: Rates, names: Names, limits: Ints, *, is_tree: bool) -> Floats:
         """Return the chance of each row of a shape, `[B, W]`; 0 above the limits, and for classes that are off."""
         chances = np.zeros((len(names), max(self._max_length, self._max_nodes)))
-        known = self._acceptance[is_tree].of(request_ids, names.tolist())
+        known = rates(self._acceptance[is_tree])
         chances[:, : known.shape[1]] = known
         allowed = np.where([self._gates.is_open(name) for name in names.tolist()], limits, 0)
         chances[np.arange(chances.shape[1]) >= allowed[:, None]] = 0.0
@@ -297,16 +351,16 @@ class LengthPolicy:
         self,
         sequences: Seq[Sequence],
         names: Names,
-        request_ids: Seq[str],
+        rates: Rates,
         limits: _Limits,
         is_tree: Bools,
         row_seconds: Floats,
     ) -> Allocation:
         """Return the best allocation over the cheapest method, the two cheapest, and so on: one may be too slow."""
-        chances = self._chances(names, request_ids, limits.chains, is_tree=False)
+        chances = self._chances(rates, names, limits.chains, is_tree=False)
         num_steps = np.arange(1.0, chances.shape[1] + 1.0)
         if is_tree.any():
-            chances[is_tree] = self._chances(names, request_ids, limits.trees, is_tree=True)[is_tree]
+            chances[is_tree] = self._chances(rates, names, limits.trees, is_tree=True)[is_tree]
             num_steps = self._tree_steps if is_tree.all() else np.maximum(num_steps, self._tree_steps)
         limit_s, drafts = self._limit_s(len(sequences), row_seconds), self._costs.drafts
         drafters = _drafters(sequences, is_tree)
@@ -323,19 +377,21 @@ class LengthPolicy:
         longest_s = (_LONGEST if num_sequences == 1 else LONGEST_SHARED) * float(row_seconds[0])
         return min(self._max_pass_s / (1.0 + self._costs.noise), longest_s)
 
-    def _measure_alone(self, sequences: Seq[Sequence], lengths: Ints, is_tree: Bools) -> None:
-        """Let one of several methods draft alone now and then, to measure the cost of each."""
+    def _measure_alone(self, sequences: Seq[Sequence], lengths: Ints, is_tree: Bools) -> bool:
+        """Let one of several methods draft alone now and then, to measure the cost of each. Changes `lengths`."""
         methods = _drafters(sequences, is_tree & (lengths > 1))
         drafting = {method for method, length in zip(methods, lengths.tolist(), strict=True) if length > 0}
         if len(drafting) < 2:
-            return
+            return False
         alone = min(sorted(drafting), key=lambda method: self._last_alone.get(method, -_PLAIN_PERIOD))
-        if self._step - self._last_alone.get(alone, -_PLAIN_PERIOD) >= _PLAIN_PERIOD:
-            self._last_alone[alone] = self._step
-            lengths[[method != alone for method in methods]] = 0
+        if self._step - self._last_alone.get(alone, -_PLAIN_PERIOD) < _PLAIN_PERIOD:
+            return False
+        self._last_alone[alone] = self._step
+        lengths[[method != alone for method in methods]] = 0
+        return True
 
-    def _probe(self, sequences: Seq[Sequence], lengths: Ints, num_possible: Ints) -> None:
-        """Now and then, give a draft of one token to the sequence that has waited longest.
+    def _probe(self, sequences: Seq[Sequence], lengths: Ints, num_possible: Ints) -> bool:
+        """Now and then, give a draft of one token to the sequence that has waited longest. Changes `lengths`.
 
         The same sequence also drafts in the next pass, which takes as long as an ordinary draft.
         """
@@ -344,12 +400,15 @@ class LengthPolicy:
         second = next((index for index in idle if sequences[index].request_id == probed), None)
         if second is not None:
             lengths[second] = 1
-        elif idle and self._step >= self._next_probe:
+            return True
+        if idle and self._step >= self._next_probe:
             first = min(idle, key=lambda index: self._last_drafted[sequences[index].request_id])
             lengths[first] = 1
             self._probed = sequences[first].request_id
             self._next_probe = self._step + _PROBE_PERIODS[0]  # until its cost is measured
             self._probe_s = 0.0
+            return True
+        return False
 
     def _charge_probe(self, draft_s: float, plain_s: float) -> None:
         """Let the next probe wait until the last one, with this pass, is a small share of the time."""
@@ -366,16 +425,21 @@ class LengthPolicy:
         """Learn from the time of a pass; the wait for drafts is ignored if one had to prefill missed tokens."""
         requested, num_proposed = _requested(record.passes), sum(each.num_proposed for each in record.passes)
         num_rows = len(record.passes) + num_proposed
-        self._costs.observe(record.num_prompt_rows, num_rows, record.times.target_s)
         if not self._costs.is_known:
+            self._costs.observe(record.num_prompt_rows, num_rows, record.times.target_s)
             return
         if num_proposed == 0:
             self._last_plain = self._step
         if requested and not self._is_speculating:
             self._charge_probe(record.times.draft_s, record.times.target_s)
         if requested and not has_catch_up:
+            # A probe that finds drafts much cheaper than expected goes on until that is known.
+            if not self._is_speculating and record.times.draft_s < self._costs.drafts.seconds(requested) / 2.0:
+                self._probed = next(each.sequence.request_id for each in record.passes if each.num_requested)
             self._costs.drafts.observe(requested, record.times.draft_s)
-        self._gates.observe(record, requested, is_speculating=self._is_speculating)
+        self._gates.observe(record, requested, 1 + self._num_skipped, is_speculating=self._is_speculating)
+        self._num_skipped = 0
+        self._costs.observe(record.num_prompt_rows, num_rows, record.times.target_s)
 
     def _num_possible(self, sequence: Sequence, *, is_tree: bool) -> int:
         """Return the longest chain of the next pass, or the largest tree."""
@@ -399,25 +463,26 @@ class LengthPolicy:
         self._tree_steps = np.maximum.accumulate(self._tree_steps)
 
     def _new_tree_steps(self) -> Floats:
-        """Return the expected depth of a tree of 1, 2, ... nodes: the steps of its draft model."""
-        steps: Floats = np.log2(np.arange(1.0, max(self._max_length, self._max_nodes) + 1.0)) + 1.0
-        return steps
+        """Return the expected depth of a tree of 1, 2, ... nodes: the steps of its draft model. At first it is full."""
+        return np.array([float(size.bit_length()) for size in range(1, max(self._max_length, self._max_nodes) + 1)])
 
     def _new_acceptance(self) -> tuple[AcceptanceTable, AcceptanceTable]:
         """Return a table of chains and one of trees."""
         return AcceptanceTable(self._max_length), AcceptanceTable(self._max_nodes, has_trees=True)
 
     def _learn_acceptance(self, passes: Seq[SequencePass], *, is_tree: bool) -> None:
+        passes = [each for each in passes if each.num_proposed]
+        if not passes:
+            return
         request_ids = [each.sequence.request_id for each in passes]
         classes = [class_of(each.sequence) for each in passes]
-        num_proposed = np.array([each.num_proposed for each in passes], dtype=np.int64)
+        num_proposed = [each.num_proposed for each in passes]
         if is_tree:
-            if passes:
-                self._learn_depth(passes)
+            self._learn_depth(passes)
             paths = [each.outcome.path or range(each.num_accepted) for each in passes]
             self._acceptance[True].observe_trees(request_ids, classes, num_proposed, paths)
         else:
-            num_accepted = np.array([each.num_accepted for each in passes], dtype=np.int64)
+            num_accepted = [each.num_accepted for each in passes]
             self._acceptance[False].observe(request_ids, classes, num_proposed, num_accepted)
 
 

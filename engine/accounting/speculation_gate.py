@@ -34,12 +34,16 @@ _GAIN = 1.05  # below this speedup the log advises against these drafts
 
 @dataclass(frozen=True, slots=True)
 class ClassStep:
-    """One class's part of a step: sequences, committed tokens, and the step's time with and without its drafts."""
+    """One class's part of a step: sequences, committed tokens, and the step's time with and without its drafts.
+
+    It stands for `num_steps` equal steps.
+    """
 
     num_sequences: int
     num_tokens: int
     seconds: float
     plain_seconds: float
+    num_steps: int = 1
 
 
 class SpeedupMeter:
@@ -64,10 +68,11 @@ class SpeedupMeter:
 
     def observe(self, step: ClassStep) -> None:
         """Record one step."""
-        self._passes = _FADE * self._passes + step.num_sequences
-        self._tokens = _FADE * self._tokens + step.num_tokens
-        self._seconds = _FADE * self._seconds + step.num_sequences * step.seconds
-        self._plain_seconds = _FADE * self._plain_seconds + step.num_sequences * step.plain_seconds
+        fade, weight = _FADE**step.num_steps, step.num_steps * step.num_sequences
+        self._passes = fade * self._passes + weight
+        self._tokens = fade * self._tokens + step.num_steps * step.num_tokens
+        self._seconds = fade * self._seconds + weight * step.seconds
+        self._plain_seconds = fade * self._plain_seconds + weight * step.plain_seconds
 
 
 class SpeculationGate:
@@ -90,10 +95,10 @@ class SpeculationGate:
     def observe(self, step: ClassStep, batch_size: int, *, is_drafting: bool) -> None:
         """Record one step of the class; `is_drafting` if it asked for drafts."""
         self.meter.observe(step)
-        self._report()
+        self._report(step.num_steps)
         trial = self._trial(batch_size)
         if trial.num_steps_closed > 0:
-            trial.num_steps_closed -= 1
+            trial.num_steps_closed = max(0, trial.num_steps_closed - step.num_steps)
         elif is_drafting and (speedup := trial.evaluate(step)) is not None:
             logger.info(
                 "speculation of %s gains too little in batches of about %d: speedup=%.2f, off for %d steps",
@@ -106,10 +111,10 @@ class SpeculationGate:
     def _trial(self, batch_size: int) -> _Trial:
         return self._trials.setdefault(batch_size.bit_length(), _Trial())
 
-    def _report(self) -> None:
+    def _report(self, num_steps: int) -> None:
         """Log the class's speedup once, when its lengths have settled."""
-        self._num_steps += 1
-        if self._num_steps == _REPORTED_STEP:
+        before, self._num_steps = self._num_steps, self._num_steps + num_steps
+        if before < _REPORTED_STEP <= self._num_steps:
             speedup = self.meter.speedup
             advice = "" if speedup >= _GAIN else ": these drafts do not pay here, choose another draft.kind or none"
             logger.info("speculation of %s: speedup=%.2f over plain decoding%s", self._name, speedup, advice)
@@ -168,8 +173,10 @@ class SpeculationGates:
         """False while the class gets no drafts in batches of this size."""
         return self._gate(name).is_open(self.batch_size)
 
-    def observe(self, record: PassRecord, requested: Mapping[str, RequestedDrafts], *, is_speculating: bool) -> None:
-        """Divide a pass between the classes, and measure the speedup of each."""
+    def observe(
+        self, record: PassRecord, requested: Mapping[str, RequestedDrafts], num_steps: int = 1, *, is_speculating: bool
+    ) -> None:
+        """Divide a pass, which stands for `num_steps`, between the classes, and measure the speedup of each."""
         members: dict[str, list[SequencePass]] = {}
         for each in record.passes:
             members.setdefault(class_of(each.sequence), []).append(each)
@@ -182,11 +189,13 @@ class SpeculationGates:
                 if each.num_requested:
                     drafter = drafter_of(each.sequence, is_tree=each.scheduled.max_tree_nodes > 0)
                     share += each.num_requested / requested[drafter].num_tokens * shares[drafter]
-            step = self._class_step(record, part, draft_s, share * draft_s)
+            step = self._class_step(record, part, draft_s, share * draft_s, num_steps)
             is_drafting = is_speculating and any(each.num_requested for each in part)
             self._gate(name).observe(step, len(record.passes), is_drafting=is_drafting)
 
-    def _class_step(self, record: PassRecord, part: list[SequencePass], draft_s: float, own_s: float) -> ClassStep:
+    def _class_step(
+        self, record: PassRecord, part: list[SequencePass], draft_s: float, own_s: float, num_steps: int
+    ) -> ClassStep:
         """Return a class's part of a step that waited `draft_s` for drafts, `own_s` of it for drafts of the class.
 
         The target's time without the class's drafts is estimated by the ratio of the costs.
@@ -200,6 +209,7 @@ class SpeculationGates:
             num_tokens=sum(each.num_accepted + 1 for each in part),
             seconds=target_s + draft_s,
             plain_seconds=target_s * share + draft_s - own_s,
+            num_steps=num_steps,
         )
 
     def _gate(self, name: str) -> SpeculationGate:

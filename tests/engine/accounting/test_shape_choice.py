@@ -62,13 +62,28 @@ def new_policy() -> LengthPolicy:
 @pytest.mark.parametrize("num_streams", [1, 8, 32])
 @pytest.mark.parametrize(("world", "has_trees"), [(TREES, True), (CHAINS, False)])
 def test_no_fixed_shape_is_five_percent_better(world: World, has_trees: bool, num_streams: int) -> None:
-    pair, policy = world.pair(), new_policy()
-    pair.run(num_streams, 100, policy)
-    num_before = len(pair.num_trees)
-    assert pair.run(num_streams, 300, policy) >= 0.95 * world.best(num_streams)
-    share = np.mean(pair.num_trees[num_before:]) / num_streams
+    speeds, shares = [], []
+    for seed in range(3):
+        pair, policy = world.pair(), new_policy()
+        pair.rng = np.random.default_rng(seed)
+        pair.run(num_streams, 100, policy)
+        num_before = len(pair.num_trees)
+        speeds.append(pair.run(num_streams, 300, policy))
+        shares.append(np.mean(pair.num_trees[num_before:]) / num_streams)
+    assert np.mean(speeds) >= 0.95 * world.best(num_streams)
     if num_streams == 1:
-        assert share > 0.8 if has_trees else share < 0.1
+        assert np.mean(shares) > 0.8 if has_trees else np.mean(shares) < 0.15
+
+
+def test_luck_in_the_first_passes_of_a_shape_does_not_last() -> None:
+    """A class that begins with trees, and whose first chains are unlucky, has chains after 200 passes."""
+    for seed in range(8):
+        pair, policy = CHAINS.pair(), new_policy()
+        pair.rng = np.random.default_rng(seed)
+        pair.run(1, 200, policy)
+        num_before = len(pair.num_trees)
+        pair.run(1, 100, policy)
+        assert np.mean(pair.num_trees[num_before:]) < 0.5, seed
 
 
 @pytest.mark.parametrize("num_streams", [1, 8, 32])
