@@ -125,7 +125,7 @@ class _Counts:
         self.accepted[position] = fade * self.accepted[position] + num_accepted
 
     def rates(self, prior: list[float]) -> list[float]:
-        """Return the rates of a request, by those of its class."""
+        """Return the rates of a request, by the rates of its class."""
         return [
             (accepted + _REQUEST_TRUST * rate) / (tried + _REQUEST_TRUST)
             for accepted, tried, rate in zip(self.accepted, self.tried, prior, strict=True)

@@ -182,7 +182,7 @@ class LengthPolicy:
         if not passes:
             return
         self._step += 1
-        # While no sequence drafts, a pass before each plan stands for all since the last one.
+        # While no sequence drafts, a pass before each plan represents all passes since the last one.
         is_plain = not self._is_speculating and not any(each.num_requested for each in passes)
         if is_plain and self._step < self._next_plan and record.num_prompt_rows == 0:
             self._num_skipped += 1

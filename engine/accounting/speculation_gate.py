@@ -36,7 +36,7 @@ _GAIN = 1.05  # below this speedup the log advises against these drafts
 class ClassStep:
     """One class's part of a step: sequences, committed tokens, and the step's time with and without its drafts.
 
-    It stands for `num_steps` equal steps.
+    It represents `num_steps` equal steps.
     """
 
     num_sequences: int
@@ -176,7 +176,7 @@ class SpeculationGates:
     def observe(
         self, record: PassRecord, requested: Mapping[str, RequestedDrafts], num_steps: int = 1, *, is_speculating: bool
     ) -> None:
-        """Divide a pass, which stands for `num_steps`, between the classes, and measure the speedup of each."""
+        """Divide a pass, which represents `num_steps`, between the classes, and measure the speedup of each."""
         members: dict[str, list[SequencePass]] = {}
         for each in record.passes:
             members.setdefault(class_of(each.sequence), []).append(each)

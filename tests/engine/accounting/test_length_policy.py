@@ -147,7 +147,7 @@ def test_passes_between_two_plans_without_drafts_are_not_learned_from_one_by_one
     before = policy._gates._gates["model-greedy"].meter._passes
     pair.run(1, 400, policy)
     assert len(learned) < 400 / 6
-    assert policy._gates._gates["model-greedy"].meter._passes > before  # each stands for those before it
+    assert policy._gates._gates["model-greedy"].meter._passes > before  # each represents all before it
 
 
 def test_more_load_means_shorter_drafts_and_less_load_longer_ones() -> None:
