@@ -1,9 +1,7 @@
-"""The one process that knows the blocks and the load of every pair: select and reserve, for all ingress replicas.
+"""The one process that knows the blocks and the load of every pair, and chooses for all ingress replicas.
 
-Select and reserve in one step: look up the prefix, compare loads, choose, and record the work sent.
-
-The choice and its reservation are one call on one state, so a burst that several ingress replicas route at the same
-moment spreads as if one had routed it. The caller passes the time; there is no process and no clock here.
+A choice and its reservation are one call on one state: look up the prefix, compare loads, choose, and record the work
+sent. So a burst that several ingress replicas route at the same moment spreads as if one had routed it.
 """
 
 from __future__ import annotations
@@ -13,78 +11,88 @@ import logging
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import ray
 
-from protos.block_keys import BlockKey, split_keys
+from protos.block_keys import split_keys
 from protos.linux import wait_for_cores
 from protos.worker_report import PrefixHolder, WorkerReport
 from router.config import RouterConfig
-from router.routing.load import FleetLoad, LoadTable, SentWork
+from router.routing.load import LoadTable, SentWork
 from router.routing.policy import CostConfig, Decision, Policy, PolicyInput, rank
 from router.routing.prefix_index import PrefixIndex
 from router.routing.routed_call import RouteQuery, RouteReply
 
-Ranker = Callable[[PolicyInput, FleetLoad], Decision]
+logger = logging.getLogger(__name__)
 
+SILENCE_S = 10.0  # a worker silent for this long has left: live ones report every second
 _MAX_SESSIONS = 100_000
 
 
-@dataclass(frozen=True, slots=True)
-class RouteRequest:
-    """The router's view of a request: the keys of its full blocks and its length, without tokens."""
+class IndexState:
+    """The knowledge of one application's index and its one decision, without Ray and clock.
 
-    request_id: str
-    num_tokens: int
-    keys: Sequence[BlockKey]
-    seed: int = 0
-    session_id: str = ""
-
-
-class Selector:
-    """The router's state and its one decision.
-
-    Workers' reports feed `index` and `loads`; `select` reads both and adds the work it has just placed.
+    Workers' reports feed `index` and `loads`; `choose` reads both and adds the work it has just placed.
     """
 
-    def __init__(self, rank: Ranker, block_size: int, index: PrefixIndex, loads: LoadTable) -> None:
-        self.index = index
-        self.loads = loads
-        self._rank = rank
-        self._block_size = block_size
+    def __init__(self, config: RouterConfig) -> None:
+        self.index = PrefixIndex()
+        self.loads = LoadTable()
+        self._block_size = config.block_size
+        self._rank = partial(rank, Policy(config.policy), config=CostConfig(fetch_share=config.fetch_share))
         self._turn = 0
         self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._reported_s: dict[str, float] = {}
+        self._not_serving: set[str] = set()
 
-    def select(self, request: RouteRequest, candidates: Sequence[str], now_s: float) -> Decision:
-        """Choose among `candidates` (at least one) and reserve: blocks and work count for the chosen worker at once.
+    def report(self, report: WorkerReport, now_s: float) -> bool:
+        """Apply a worker's report; return True to request a snapshot."""
+        load, worker_id = report.load, report.load.worker_id
+        self._reported_s[worker_id] = now_s
+        (self._not_serving.discard if report.is_serving else self._not_serving.add)(worker_id)
+        self.loads.update(replace(load, measured_at_s=now_s - report.load_age_s))
+        if report.snapshot is not None:
+            self.index.resync(worker_id, load.epoch, report.sequence - 1, report.snapshot)
+        self.index.apply(worker_id, load.epoch, report.sequence, report.deltas)
+        return self.index.is_in_doubt(worker_id)
 
-        Workers that seem to hang are skipped while there are others.
+    def select(self, query: RouteQuery, now_s: float) -> RouteReply:
+        """Choose and reserve; reply with the choice and its reasons."""
+        decision = self.choose(query, now_s)
+        self._reported_s.setdefault(decision.worker_id, now_s)
+        reply = self._reply(decision, query.is_explained)
+        return replace(reply, holder=self._holder(query, decision)) if query.wants_holder else reply
+
+    def choose(self, query: RouteQuery, now_s: float) -> Decision:
+        """Choose among the candidates and reserve: blocks and work count for the chosen worker at once.
+
+        Candidates without a serving target, and those that seem to hang, are used only if no other is left.
         """
+        if query.refused_by is not None:
+            self.loads.withdraw(query.refused_by, query.request_id)
         self.index.expire(now_s)
-        candidates = [each for each in candidates if not self.loads.is_silent(each, now_s)] or candidates
+        serving = [each for each in query.candidates if each not in self._not_serving] or query.candidates
+        candidates = [each for each in serving if not self.loads.is_silent(each, now_s)] or serving
+        keys = split_keys(query.keys)
         policy_input = PolicyInput(
-            num_tokens=request.num_tokens,
+            num_tokens=query.num_tokens,
             block_size=self._block_size,
-            prefix_blocks=self.index.matches(request.keys),
-            seed=request.seed,
+            prefix_blocks=self.index.matches(keys),
+            seed=zlib.crc32(query.request_id.encode()),
             turn=self._turn,
-            last_worker_id=self._sessions.get(request.session_id),
+            last_worker_id=self._sessions.get(query.session_id),
         )
         decision = self._rank(policy_input, self.loads.view(candidates, now_s))
-        self._reserve(request, decision, now_s)
-        return decision
-
-    def _reserve(self, request: RouteRequest, decision: Decision, now_s: float) -> None:
         chosen = decision.ranked(1)[0]
         self._turn += 1
         # After its predicted first token a request's blocks may still be unreported.
-        self.index.reserve(chosen.worker_id, request.keys, now_s, hold_s=chosen.ttft_s + 1.0)
-        uncached_tokens = request.num_tokens - chosen.cached_tokens
-        self.loads.sent(chosen.worker_id, SentWork(request.request_id, uncached_tokens, now_s))
-        self._remember(request.session_id, chosen.worker_id)
+        self.index.reserve(chosen.worker_id, keys, now_s, hold_s=chosen.ttft_s + 1.0)
+        work = SentWork(query.request_id, query.num_tokens - chosen.cached_tokens, now_s)
+        self.loads.sent(chosen.worker_id, work)
+        self._remember(query.session_id, chosen.worker_id)
+        return decision
 
     def _remember(self, session_id: str, worker_id: str) -> None:
         if not session_id:
@@ -94,59 +102,14 @@ class Selector:
         if len(self._sessions) > _MAX_SESSIONS:
             self._sessions.popitem(last=False)
 
-
-SILENCE_S = 10.0  # a worker silent for this long has left: live ones report every second
-logger = logging.getLogger(__name__)
-
-
-class IndexState:
-    """The knowledge of one application's index, without Ray and clock: a `Selector` fed by `WorkerReport`s."""
-
-    def __init__(self, config: RouterConfig) -> None:
-        self._block_size = config.block_size
-        self._index = PrefixIndex()
-        self._loads = LoadTable()
-        ranker = partial(rank, Policy(config.policy), config=CostConfig(fetch_share=config.fetch_share))
-        self._selector = Selector(ranker, config.block_size, self._index, self._loads)
-        self._reported_s: dict[str, float] = {}
-        self._not_serving: set[str] = set()
-
-    def report(self, report: WorkerReport, now_s: float) -> bool:
-        """Apply a worker's report; return True to request a snapshot."""
-        load, worker_id = report.load, report.load.worker_id
-        self._reported_s[worker_id] = now_s
-        (self._not_serving.discard if report.is_serving else self._not_serving.add)(worker_id)
-        self._loads.update(replace(load, measured_at_s=now_s - report.load_age_s))
-        if report.snapshot is not None:
-            self._index.resync(worker_id, load.epoch, report.sequence - 1, report.snapshot)
-        self._index.apply(worker_id, load.epoch, report.sequence, report.deltas)
-        return self._index.is_in_doubt(worker_id)
-
-    def select(self, query: RouteQuery, now_s: float) -> RouteReply:
-        """Choose and reserve; candidates without a serving target are used only if no other is left."""
-        if query.refused_by is not None:
-            self._loads.withdraw(query.refused_by, query.request_id)
-        serving = [worker_id for worker_id in query.candidates if worker_id not in self._not_serving]
-        request = RouteRequest(
-            query.request_id,
-            query.num_tokens,
-            split_keys(query.keys),
-            zlib.crc32(query.request_id.encode()),
-            query.session_id,
-        )
-        decision = self._selector.select(request, serving or query.candidates, now_s)
-        self._reported_s.setdefault(decision.worker_id, now_s)
-        reply = self._reply(decision, query.is_explained)
-        return replace(reply, holder=self._holder(request, decision)) if query.wants_holder else reply
-
     def withdraw(self, worker_id: str, request_id: str) -> None:
         """End the reservation of a request that the worker did not take."""
-        self._loads.withdraw(worker_id, request_id)
+        self.loads.withdraw(worker_id, request_id)
 
     def forget(self, worker_id: str) -> None:
         """Drop a worker that has left; if it reports again, it must send a snapshot."""
-        self._index.forget(worker_id)
-        self._loads.forget(worker_id)
+        self.index.forget(worker_id)
+        self.loads.forget(worker_id)
         self._reported_s.pop(worker_id, None)
         self._not_serving.discard(worker_id)
 
@@ -157,11 +120,11 @@ class IndexState:
             self.forget(worker_id)
         return silent
 
-    def _holder(self, request: RouteRequest, decision: Decision) -> PrefixHolder | None:
+    def _holder(self, query: RouteQuery, decision: Decision) -> PrefixHolder | None:
         """Find the candidate that has reported more of the prefix than the chosen worker is expected to hold."""
         num_known = decision.ranked(1)[0].cached_tokens // self._block_size
         others = [worker_id for worker_id in decision.fleet.worker_ids if worker_id != decision.worker_id]
-        return self._index.longest_held(request.keys, others, num_known)
+        return self.index.longest_held(split_keys(query.keys), others, num_known)
 
     def _reply(self, decision: Decision, is_explained: bool) -> RouteReply:
         costs = decision.ranked()
@@ -175,8 +138,8 @@ class IndexState:
             runner_up_cost_s=min((cost.total_s for cost in costs[1:]), default=float("inf")),
             block_prefill_s=self._block_size / rate,
             formula=decision.explain() if is_explained else "",
-            num_known_blocks=len(self._index),
-            num_doubtful_workers=len(self._index.needs_snapshot()),
+            num_known_blocks=len(self.index),
+            num_doubtful_workers=len(self.index.needs_snapshot()),
         )
 
 

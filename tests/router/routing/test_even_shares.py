@@ -6,17 +6,15 @@ import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from protos.block_keys import CacheDelta, join_keys
 from protos.worker_report import WorkerLoad
-from router.routing.index_actor import RouteRequest, Selector
-from router.routing.load import LoadTable
-from router.routing.policy import CostConfig, Policy, rank
-from router.routing.prefix_index import PrefixIndex
+from router.config import RouterConfig
+from router.routing.index_actor import IndexState
+from router.routing.routed_call import RouteQuery
 
 BLOCK = 16
 PREFIX = tuple(number.to_bytes(16, "little") for number in range(20))
@@ -40,9 +38,9 @@ def shares(
     loads five times a second.
     """
     names = [f"pair-{number}" for number in range(len(pairs))]
-    selector = Selector(partial(rank, Policy.PREFIX, config=CostConfig()), BLOCK, PrefixIndex(), LoadTable())
+    state = IndexState(RouterConfig(block_size=BLOCK))
     for number in holders if holders is not None else range(len(pairs)):
-        selector.index.apply(names[number], 0, 0, (CacheDelta(stored=join_keys(PREFIX)),))
+        state.index.apply(names[number], 0, 0, (CacheDelta(stored=join_keys(PREFIX)),))
     running: Counter[str] = Counter()
     got: Counter[str] = Counter()
     ends: list[tuple[float, str]] = []
@@ -56,9 +54,9 @@ def shares(
             for name, pair in zip(names, pairs, strict=True):
                 context = running[name] * 300
                 rates = pair.prefill_tokens_per_s, 1e-5, pair.decode_tokens_per_s
-                selector.loads.update(WorkerLoad(name, 0, now_s, 0, running[name], 0, context, *rates))
-        request = RouteRequest(str(number), len(PREFIX) * BLOCK + 9, PREFIX, seed=number)
-        chosen = selector.select(request, names, now_s).worker_id
+                state.loads.update(WorkerLoad(name, 0, now_s, 0, running[name], 0, context, *rates))
+        query = RouteQuery(str(number), len(PREFIX) * BLOCK + 9, join_keys(PREFIX), "", tuple(names))
+        chosen = state.choose(query, now_s).worker_id
         got[chosen] += 1
         running[chosen] += 1
         heapq.heappush(ends, (now_s + 0.5 + 0.1 * running[chosen] + 1e-6 * number, chosen))
