@@ -25,7 +25,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-TAKEOVER_S = 60.0  # Serve starts its own sooner, even on a busy machine; if it has not, it has been shut down
 _TIMEOUT_S = 2.0
 _MAX_SENT = 253  # descriptors in one message, by Linux
 _WAITS_FOR_ROUTES = re.compile(rb"^description: waits for routes", re.MULTILINE | re.IGNORECASE)
@@ -139,7 +138,8 @@ def _stand_in(command: list[str], configuration: Path, admin_socket: str, cluste
     """Run HAProxy, and restart it if it dies, until Serve's has taken over; then let it drain. End with the cluster."""
     command = [*_with_own_socket(command, configuration, admin_socket), "-x", listeners_socket(admin_socket)]
     own, began_s = _started(command), time.monotonic()
-    deadline_s = began_s + TAKEOVER_S
+    longest_s = 60.0  # Serve starts its own sooner, even on a busy machine; if it has not, it has been shut down
+    deadline_s = began_s + longest_s
     while _parent(cluster):
         time.sleep(0.1)
         now_s, answer = time.monotonic(), answering(admin_socket)
@@ -148,7 +148,7 @@ def _stand_in(command: list[str], configuration: Path, admin_socket: str, cluste
             own.wait()  # its configuration bounds how long it drains
             return
         if answer:
-            deadline_s = now_s + TAKEOVER_S
+            deadline_s = now_s + longest_s
         if own.poll() is not None and now_s > began_s + 1.0:  # at most one start a second if it cannot run at all
             if not configuration.exists():
                 return

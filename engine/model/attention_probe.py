@@ -36,7 +36,6 @@ from engine.recurrent.stock_functions import STATE_KEYWORD, StatePass, connect
 from protos.errors import ConfigError
 
 _PROBE_NAME = "outrider_probe"
-_NUM_TOKENS = 2
 _STATELESS = ("mlp", "moe")  # kinds of layers that keep nothing of a text
 
 
@@ -153,10 +152,11 @@ def record_layers(model: PreTrainedModel) -> ModelRecord:
     """
     recording, states, windows = RecordingPass(), RecordingStates(), dict[int, int | None]()
     recurrent = connect(model)
+    num_tokens = 2
     longest = 1 << 20  # of the texts whose masks are checked
-    length = min(max(max_positions(model.config) or longest, _NUM_TOKENS), longest)
+    length = min(max(max_positions(model.config) or longest, num_tokens), longest)
     keywords = pass_keywords(recording, states if recurrent else None)
-    positions = torch.arange(_NUM_TOKENS, device=model.device)[None]
+    positions = torch.arange(num_tokens, device=model.device)[None]
     _offer_probe(windows, length)
     with understood(model), hollow(model):
         model.set_attn_implementation(_PROBE_NAME)

@@ -123,7 +123,6 @@ def measure_acceptance(
 
 logger = logging.getLogger(__name__)
 
-PROMPT_TOKENS = 128
 SAMPLE_TOKENS = 96
 SAMPLE_PROMPTS = (
     'def read_config(path):\n    """Read a configuration file and return a dictionary."""\n',
@@ -188,11 +187,12 @@ def loss_by_context(model: LlamaForCausalLM, documents: list[np.ndarray], border
 def held_out_prompts(documents: list[np.ndarray], num_prompts: int, seed: int = 0) -> Tensor:
     """Return prompts [B, S] from random places of the documents; a document's chance is proportional to its length."""
     rng = np.random.default_rng(seed)
-    long_enough = [ids for ids in documents if len(ids) > PROMPT_TOKENS]
+    length = 128
+    long_enough = [ids for ids in documents if len(ids) > length]
     weights = np.array([len(ids) for ids in long_enough], dtype=float)
     chosen = rng.choice(len(long_enough), size=num_prompts, p=weights / weights.sum())
-    starts = [rng.integers(0, len(long_enough[index]) - PROMPT_TOKENS) for index in chosen]
-    prompts = [long_enough[index][start:][:PROMPT_TOKENS] for index, start in zip(chosen, starts, strict=True)]
+    starts = [rng.integers(0, len(long_enough[index]) - length) for index in chosen]
+    prompts = [long_enough[index][start:][:length] for index, start in zip(chosen, starts, strict=True)]
     return torch.from_numpy(np.stack(prompts))
 
 

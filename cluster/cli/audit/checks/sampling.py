@@ -18,7 +18,6 @@ from cluster.cli.audit.trial import Trial
 from cluster.cli.audit.wire import Answer, NoVerdictError
 
 _LEAST_DRAWS = 512  # whatever the planned fault takes
-_PENALTY = 1.0
 _PATH = 4  # tokens of an answer
 _FILTERS = ("top_p", "top_k", "min_p")
 
@@ -102,27 +101,27 @@ async def later_parameters(audit: Audit, trial: Trial) -> None:
 
 async def presence_penalty(audit: Audit, trial: Trial) -> None:
     """Draw the next tokens under a penalty of tokens that occur."""
-    await _penalized(audit, trial, "presence_penalty", lambda count: _PENALTY * (count > 0))
+    await _penalized(audit, trial, "presence_penalty", lambda count: float(count > 0))
 
 
 async def frequency_penalty(audit: Audit, trial: Trial) -> None:
     """Draw the next tokens under a penalty of each occurrence."""
-    await _penalized(audit, trial, "frequency_penalty", lambda count: _PENALTY * count)
+    await _penalized(audit, trial, "frequency_penalty", float)
 
 
 async def _penalized(audit: Audit, trial: Trial, name: str, penalty: Callable[[int], float]) -> None:
-    """Draw short texts that repeat their own tokens.
+    """Draw short texts that repeat their own tokens, under a parameter of 1.0.
 
     Servers differ in whether the prompt's tokens count. A finding needs both readings to be refuted.
     """
     prompt = await _most_repeating(audit)
-    trial.sentence = f"{name} {_PENALTY} after {prompt.text!r}"
+    trial.sentence = f"{name} 1.0 after {prompt.text!r}"
 
     def claim_of(plain: Prediction, prefix: Prefix, in_prompt: Callable[[str], int]) -> Claim | None:
         return weighted_claim(plain, lambda token, prob: math.exp(-penalty(prefix.count(token) + in_prompt(token))))
 
     readings = [partial(claim_of, in_prompt=count) for count in (lambda token: 0, prompt.text.count)]
-    setting = Setting(prompt, name, _PENALTY, readings[0])
+    setting = Setting(prompt, name, 1.0, readings[0])
     await _draw_paths(audit.server, trial, trial.least_of(2), setting, readings, is_first=True)
 
 
