@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,7 +12,7 @@ import httpx
 
 from cluster.cli.audit.checks import answers, positions, sampling, speed, ways
 from cluster.cli.audit.checks.context import PROMPTS, Audit, Prompt, all_of
-from cluster.cli.audit.client import Budget, Server, explore
+from cluster.cli.audit.client import Budget, Server, explore, seeds_from
 from cluster.cli.audit.trial import Finding, Trial, Verdict
 from cluster.cli.audit.wire import TIMEOUT_S, NoVerdictError, RefusedError, fetch
 from protos.errors import ConfigError
@@ -120,7 +119,7 @@ async def run_audit(
     audit = Audit(server, other)
     if other is not None:
         # Equal seeds may give equal texts, which show nothing of a distribution.
-        other.seeds = itertools.count(1_000_000_000)
+        other.seeds = seeds_from(1_000_000_000)
     threshold = math.log(len(checks) / ALPHA)
     why = await _prepare(audit)
     results = []

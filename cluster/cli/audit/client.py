@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +44,14 @@ _WHOLE_WORD = re.compile(r" \w+")  # merges do not cross its space
 # server refuses is left out. A seed is drawn for each request.
 _OPTIONAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _OPTIONAL |= {"repetition_penalty": 1.0, "return_token_ids": True, "seed": 1}
+
+
+def seeds_from(start: int) -> Iterator[int]:
+    """Return seeds far apart, one for each request.
+
+    Servers add the index of a choice to the seed (vLLM does), and equal draws would count twice.
+    """
+    return itertools.count(start, 4096)
 
 
 @dataclass(slots=True)
@@ -86,7 +94,7 @@ class Server:
     neutral: Body = field(default_factory=dict)  # the optional fields that it takes
     names: set[str] = field(default_factory=set)  # of models, in answers
     prompts: dict[str, tuple[list[int], int | None]] = field(default_factory=dict)  # ids if they are shown, length
-    seeds: Any = field(default_factory=lambda: itertools.count(1))
+    seeds: Iterator[int] = field(default_factory=lambda: seeds_from(1))
 
     @property
     def width(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from cluster.cli.audit.audit import CHECKS, Check, Result, connect, corrected, run_audit
-from cluster.cli.audit.client import Budget
+from cluster.cli.audit.client import Budget, seeds_from
 from cluster.cli.audit.trial import Verdict
 from protos.errors import ConfigError
 from tests.cluster.cli.audit.toy_server import MODEL, ToyServer
@@ -69,7 +68,7 @@ async def audit(
     budget = Budget(max_requests, time.monotonic() + 170)
     server = await connect("http://toy/v1", "key", None, budget, httpx.ASGITransport(app))
     second = await connect("http://two/v1", "key", None, budget, httpx.ASGITransport(other)) if other else None
-    server.seeds = itertools.count(start)
+    server.seeds = seeds_from(start)
     results = await run_audit(server, second, checks, lambda name, result: None)
     return {result.name: result for result in results}
 

@@ -219,7 +219,8 @@ class ToyServer:
         choices, completion = [], 0
         for rank in range(body.get("n", 1)):
             salt = "plain" if is_plain and self.fault == "other texts without drafts" else ""
-            noise = random.Random(f"{seed} {rank} {body['prompt']}{salt}" if seed is not None else None)
+            # As vLLM has it: neighboring seeds share the noise of all but one choice, whatever the prompt.
+            noise = random.Random(f"{seed + rank}{salt}" if seed is not None else None)
             sampler = ToySampler(self.fault, body, prompt, noise)
             tokens, contexts = sampler.run(stale, limit)
             if salt and body.get("temperature") == 0:
