@@ -1,6 +1,8 @@
 """The GPU bench without a GPU: its floors and tables, and a whole run on a tiny pair."""
 
+import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -120,6 +122,19 @@ def test_a_served_pair_imports_nothing_that_the_kit_lacks(tmp_path: Path) -> Non
     program = f"import sys; sys.path += [{str(ROOT)!r}, {str(tmp_path)!r}]; import bench.gpu.serve, bench.gpu.look"
     ended = subprocess.run([sys.executable, "-S", "-I", "-c", program], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+def test_kernels_compile_to_the_registers_and_memory_of_the_table(tmp_path: Path) -> None:
+    """For an H100 and H200; `python -m bench.gpu.compiled --check` compares the other cards. It takes 25 s."""
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    version = importlib.metadata.version("triton")
+    lines = (ROOT / "bench/gpu/compiled.txt").read_text().splitlines()
+    if not any(line.split("|")[1].strip() == version for line in lines):
+        pytest.skip(f"bench/gpu/compiled.txt has no lines of Triton {version}: run `python -m bench.gpu.compiled`")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "bench.gpu.compiled", "--check", "90"]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
 
 
 def _with_needs(names: Sequence[str]) -> set[str]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -208,10 +205,3 @@ def test_a_models_logits_are_those_of_the_torch_path(family: str, tmp_path: Path
 def test_steps_compute_what_single_passes_do(tmp_path: Path) -> None:
     write_family(tmp_path, SERVED["llama"]())
     check_steps("triton", tmp_path, DEVICE.type)
-
-
-def test_the_kernels_compile_for_an_h200(tmp_path: Path) -> None:
-    root = Path(__file__).parents[3]
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    script = [sys.executable, "-m", "tests.engine.attention.compile_for_hopper"]  # -m finds it in the working folder
-    subprocess.run(script, cwd=root, env=environment, check=True, timeout=150)
