@@ -36,6 +36,24 @@ class AskSnapshot(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Requests a `Snapshot` between two steps."""
 
 
+class OrderHead(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Loads the head at `path` next to the present one, and exchanges them between two steps unless it `is_check`.
+
+    A `HeadLoaded` or a `Refused` answers.
+    """
+
+    order_id: str
+    path: str
+    is_check: bool = False
+
+
+class HeadLoaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """An order about a head was carried out."""
+
+    order_id: str
+    digest: str
+
+
 class TargetReady(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The target's first frame: it is loaded, has no requests, and serves this model."""
 
@@ -49,7 +67,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The engine did not take a request; `kind` names a class of `protos.errors`."""
+    """The engine did not take a request, or an order about a head; `kind` names a class of `protos.errors`."""
 
     request_id: str
     kind: str
@@ -83,12 +101,21 @@ class DraftChannelStats:
     translated: TranslationCounts = field(default_factory=TranslationCounts)  # of a draft with its own tokenizer
 
 
+class RunningHead(msgspec.Struct, frozen=True, array_like=True):
+    """The head that drafts. `failed_path` names a head that followed it and whose drafts were not finite."""
+
+    path: str
+    digest: str
+    failed_path: str = ""
+
+
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The target is alive. It has made no progress for `stalled_s`; the numbers are from before its step."""
 
     stalled_s: float
     engine: EngineStats
     drafts: dict[str, DraftChannelStats]  # of each draft model, by its method
+    head: RunningHead | None = None  # if it can be exchanged
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -105,5 +132,5 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag=True):
     keys: bytes
 
 
-ShellToTarget = Add | Abort | Ping | AskSnapshot
-TargetToShell = TargetReady | StepOutput | Refused | Pong | Status | Snapshot
+ShellToTarget = Add | Abort | Ping | AskSnapshot | OrderHead
+TargetToShell = TargetReady | StepOutput | Refused | Pong | Status | Snapshot | HeadLoaded

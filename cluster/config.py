@@ -22,6 +22,8 @@ from engine.config import EngineConfig, StepConfig
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
 
+_TUNED = (SpeculationMethod.MODEL, SpeculationMethod.EAGLE3, SpeculationMethod.MEDUSA)
+
 
 class DeployConfig(EngineSection):
     """All of deploy.yaml's `args`.
@@ -66,10 +68,10 @@ class DeployConfig(EngineSection):
                 f"draft.gpu is {gpu}, and the target's ranks are 0 to {num_ranks - 1} "
                 f"(target.tensor_parallel_size {num_ranks}); name one of them, 'own' or 'auto'"
             )
-        if self.tune.auto and self.draft.kind is not SpeculationMethod.MODEL:
+        if self.tune.auto and self.draft.kind not in _TUNED:
             yield (
-                f"tune.auto exchanges a draft model, and draft.kind is '{self.draft.kind}'; "
-                "set draft.kind to 'model', or remove auto"
+                f"tune.auto trains drafts of kind {quoted(_TUNED)}, and draft.kind is '{self.draft.kind}'; "
+                "change it, or remove auto"
             )
         if self.drafts and self.draft.kind is SpeculationMethod.NONE:
             yield "drafts are additional to draft, and draft.kind is 'none'; move the first of them to draft"

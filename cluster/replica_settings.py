@@ -154,11 +154,11 @@ def _within_thoughts(config: DeployConfig, speculation: SpeculationConfig) -> Sp
 
 
 def _auto_tune(config: DeployConfig, placement: PairPlacement) -> AutoTuneSettings | None:
-    """Return the settings of automatic tuning, or None. Raises ConfigError if the draft has no process of its own."""
+    """Return the settings of automatic tuning, or None. Raises ConfigError for a draft model without a process."""
     tune = config.tune
     if not tune.auto or tune.folder is None:
         return None
-    if placement.draft is None:
+    if placement.draft is None and config.draft.kind is SpeculationMethod.MODEL:
         raise ConfigError(
             "tune.auto exchanges a draft in a process of its own, and here it shares the target's GPU and process; "
             "set draft.gpu to 'own', or remove tune.auto"

@@ -38,7 +38,7 @@ class CanaryReport:
 
 @dataclass(frozen=True, slots=True)
 class DraftReport:
-    """A draft model that a pair runs in its own process, for requests of `method`.
+    """A draft model or head of a pair, for requests of `method`, that can be exchanged.
 
     `digest` is its part of the deployment's fingerprint. `is_deployed` is true for the draft of deploy.yaml, which a
     restarted replica runs again. `canary` is the last trial since the draft was exchanged by hand, `tuning` the state

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,14 +56,9 @@ def _refuse_unloadable(settings: PairSettings, path: str) -> None:
     load_draft(replace(chosen, draft=replace(chosen.draft, cache=pool)))
 
 
-def check_candidate(settings: PairSettings, path: str) -> None:
-    """Check that the checkpoint at `path` can be the draft of a pair with these settings.
-
-    The check covers files, weight values, vocabulary and memory. On a CPU the draft is loaded whole.
-
-    Raises:
-        RequestError: it cannot; the message has the reason.
-    """
+@contextmanager
+def checked(path: str) -> Iterator[Path]:
+    """Yield the folder of a candidate. A ConfigError of the check becomes a RequestError with its reason."""
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise RequestError(
@@ -70,8 +67,20 @@ def check_candidate(settings: PairSettings, path: str) -> None:
             param="path",
         )
     try:
+        yield folder
+    except ConfigError as error:
+        raise RequestError(f"The draft {path!r} is refused: {error.message}.", param="path") from None
+
+
+def check_candidate(settings: PairSettings, path: str) -> None:
+    """Check that the checkpoint at `path` can be the draft of a pair with these settings.
+
+    The check covers files, weight values, vocabulary and memory. On a CPU the draft is loaded whole.
+
+    Raises:
+        RequestError: it cannot; the message has the reason.
+    """
+    with checked(path) as folder:
         refuse_not_finite(folder)
         _refuse_other_vocabulary(settings, path)
         _refuse_unloadable(settings, path)
-    except ConfigError as error:
-        raise RequestError(f"The draft {path!r} is refused: {error.message}.", param="path") from None

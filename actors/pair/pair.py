@@ -81,9 +81,6 @@ class Pair(PairShell):
         self._ray_metrics = RayMetrics()
         self._actors = PairActors(settings, private_folder(), pin_devices(_assigned_gpus()), prefill)
         await self._actors.start()
-        self._drafts = await self._exchangeable_drafts(replica_id)
-        if self._drafts is not None and settings.auto_tune is not None:
-            self._drift_alarms.on_alarm = AutoTunes(settings.auto_tune, self._drafts).on_drift
         self._reporter = IndexReporter(replica_id, open_index(replica.app_name))
         self._client = TargetClient(self._actors.target_socket, self._reporter)
         self._reporting = asyncio.create_task(self._reporter.run(self._client), name="index-reporter")
@@ -92,9 +89,13 @@ class Pair(PairShell):
         )
         self._watching = asyncio.create_task(self._watchdog.run(), name="watchdog")
         await self._client.wait_connected(settings.pong_timeout_s)
+        self._drafts = await self._exchangeable_drafts(replica_id)
+        if self._drafts is not None and settings.auto_tune is not None:
+            self._drift_alarms.on_alarm = AutoTunes(settings.auto_tune, self._drafts).on_drift
 
     async def _exchangeable_drafts(self, replica_id: str) -> PairDrafts | None:
-        slot, drafts = OrderSlot(), []
+        slot = OrderSlot()
+        drafts = await self._head_draft(replica_id, slot)
         for method, process in self._actors.drafts.items():
             digest = await process.digest()
             report = DraftReport(replica_id, process.path, digest, time.time(), is_deployed=True, method=method)

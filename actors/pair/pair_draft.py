@@ -1,4 +1,8 @@
-"""One draft model of a pair, which can be replaced while the pair serves: one order at a time."""
+"""One draft model or head of a pair, which can be replaced while the pair serves: one order at a time.
+
+There is one form of an exchange: a new draft is checked, runs, and may give way to the old draft again. A draft model
+is replaced by a restart of its process, a head between two steps of its target.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,21 @@ from dataclasses import replace
 from typing import Protocol
 
 from actors.pair.canary import Canary
+from actors.pair.target_client import TargetClient
 from actors.settings import DraftSettings
+from actors.shell_messages import OrderHead, RunningHead
 from engine.accounting.goodput import GoodputStats, Verdict
-from protos.errors import ConflictError, RequestError, ServingError
+from protos.errors import (
+    ConflictError,
+    DeadlineExceededError,
+    EngineError,
+    RequestError,
+    ServingError,
+    UnavailableError,
+)
 from protos.messages import SpeculationMethod
 from protos.served_draft import (
+    CHECK_TIMEOUT_S,
     RETURN_S,
     CanaryOutcome,
     CanaryReport,
@@ -29,24 +43,77 @@ from protos.served_draft import (
 )
 
 logger = logging.getLogger(__name__)
+_FAILED = "its drafts were not finite"
 Goodput = Callable[[], Awaitable[Seq[GoodputStats]]]
 
 
 class ReplaceableDraft(Protocol):
-    """The process of a pair's draft model."""
+    """The process of a pair's draft model, or the pair's head."""
 
     async def check_draft(self, path: str) -> None:
         """Check that the checkpoint at `path` can be the draft; the old one still serves. Raises RequestError."""
         ...
 
     async def replace_draft(self, path: str, wait_s: float) -> str:
-        """Restart the process with the checkpoint at `path`, and return its digest once it serves.
+        """Draft with the checkpoint at `path`, and return its digest once it serves.
 
         Raises:
             RequestError: it cannot be loaded.
             DeadlineExceededError: it does not serve within `wait_s`.
         """
         ...
+
+
+class TargetHead:
+    """The head in a target's process."""
+
+    # A text that began with one head gets no drafts of the next. A trial counts steps without such texts: it waits for
+    # their end, but not longer than this.
+    _SETTLE_S = 60.0
+
+    def __init__(self, client: TargetClient, pong_timeout_s: float) -> None:
+        self._client, self._pong_timeout_s = client, pong_timeout_s
+        self._num_orders = 0
+        self._old_requests: frozenset[str] = frozenset()
+        self._settled_s = 0.0
+
+    async def running(self) -> RunningHead:
+        """Return the head that drafts. Raises UnavailableError or TimeoutError if the target is away."""
+        head = (await self._client.ping(self._pong_timeout_s)).head
+        assert head is not None, "it can be exchanged"
+        return head
+
+    async def check_draft(self, path: str) -> None:
+        await self._order(path, CHECK_TIMEOUT_S, is_check=True)
+
+    async def replace_draft(self, path: str, wait_s: float) -> str:
+        digest = await self._order(path, wait_s)
+        self._old_requests, self._settled_s = self._client.request_ids, time.monotonic() + self._SETTLE_S
+        return digest
+
+    async def goodput(self) -> tuple[GoodputStats, ...]:
+        """Return the target's sums.
+
+        Raises:
+            EngineError: the head that was tried has failed, and the target has left it.
+            UnavailableError: texts are running that began with the head before, or the target is away.
+        """
+        pong = await self._client.ping(self._pong_timeout_s)
+        if pong.head is not None and pong.head.failed_path:
+            raise EngineError(_FAILED)
+        if self._client.request_ids & self._old_requests and time.monotonic() < self._settled_s:
+            raise UnavailableError("texts of the head before are still running")
+        return pong.engine.goodput
+
+    async def _order(self, path: str, timeout_s: float, *, is_check: bool = False) -> str:
+        self._num_orders += 1
+        try:
+            order = OrderHead(f"head-order-{self._num_orders}", path, is_check)
+            return (await self._client.order_head(order, timeout_s)).digest
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"The draft {path!r} was not loaded within {timeout_s:g} s; raise wait_s, or search the target's log."
+            ) from None
 
 
 class OrderSlot:
@@ -61,10 +128,10 @@ class OrderSlot:
 
 
 class PairDraft:
-    """Carries out orders about one draft of a pair. The target only sees one draft disconnect and another connect.
+    """Carries out orders about one draft of a pair.
 
     Args:
-        process: the draft's.
+        process: the draft's, or the head.
         report: describes the running draft, which is deploy.yaml's at first.
         goodput: returns the target's sums, for canaries. It may raise UnavailableError or TimeoutError.
         clock: Unix time in seconds.
@@ -204,6 +271,21 @@ class PairDraft:
             self._under_way.cancel()
         await asyncio.wait({self._under_way})
 
+    def note_head(self, head: RunningHead) -> None:
+        """Take in that the target has left a head by itself."""
+        if self._is_busy or head.path == self.report.path:
+            return
+        canary = CanaryReport(head.failed_path, head.path, CanaryOutcome.ROLLED_BACK, _FAILED)
+        is_deployed = head.path == self.deployed_path
+        self.report = replace(
+            self.report,
+            path=head.path,
+            digest=head.digest,
+            since_s=self._clock(),
+            is_deployed=is_deployed,
+            canary=canary if head.failed_path else self.report.canary,
+        )
+
     def note_tuning(self, text: str) -> None:
         """Add the state of a drift alarm's response to the report."""
         self.report = replace(self.report, tuning=text)
@@ -212,21 +294,19 @@ class PairDraft:
         self.report = replace(self.report, canary=canary)
 
 
-def require_exchangeable(draft: DraftSettings, *, has_process: bool) -> None:
-    """Raise RequestError with the reason if a pair's drafts have no process that can be replaced."""
-    if has_process:
-        return
+def refusal(draft: DraftSettings) -> RequestError:
+    """Return the reason why a pair has no draft that can be replaced."""
     if draft.kind is SpeculationMethod.MODEL:
-        raise RequestError(
+        return RequestError(
             "The draft model runs in the target's process here, so it cannot be replaced alone; deploy with "
             "draft.gpu: own (and without --no-ray) to replace it while the pair serves."
         )
     if draft.kind.can_branch:
-        raise RequestError(
-            f"draft.kind is '{draft.kind}': its drafts come from the target's own passes, in the target's process "
-            "and CUDA graphs; set draft.path in deploy.yaml and deploy again."
+        return RequestError(
+            f"draft.kind is '{draft.kind}', whose weights are the target's own, so there is nothing to replace; change "
+            "draft or target in deploy.yaml and deploy again."
         )
-    raise RequestError(f"draft.kind is '{draft.kind}', which has no weights, so there is no draft model to replace.")
+    return RequestError(f"draft.kind is '{draft.kind}', which has no weights, so there is no draft model to replace.")
 
 
 class PairDrafts:
@@ -238,7 +318,7 @@ class PairDrafts:
 
     @property
     def first(self) -> PairDraft:
-        """The deployment's own draft model, or the first draft model next to its head."""
+        """The deployment's own draft, or the first additional one if that cannot be replaced."""
         return next(iter(self.by_method.values()))
 
     @property
@@ -269,6 +349,6 @@ class PairDrafts:
             return self.first
         if method not in self.by_method:
             raise RequestError(
-                f"No draft model is named {method!r} here; choose from {', '.join(self.by_method)}.", param="method"
+                f"No draft is named {method!r} here; choose from {', '.join(self.by_method)}.", param="method"
             )
         return self.by_method[method]

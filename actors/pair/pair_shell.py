@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from actors.pair.pair_draft import PairDrafts, require_exchangeable
+from actors.pair.pair_draft import OrderSlot, PairDraft, PairDrafts, TargetHead, refusal
 from actors.pair.pair_metrics import PairMetrics
 from actors.pair.target_client import TargetClient
 from actors.settings import PairSettings
@@ -55,7 +55,7 @@ class PairShell:
         self._metrics = metrics
         self._admission = PairAdmission(settings.max_requests)
         self._drift_alarms = DriftAlarms()
-        self._drafts: PairDrafts | None = None  # the drafts that have their own processes
+        self._drafts: PairDrafts | None = None  # those that can be exchanged
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[TokenChunk], None]:
         """Yield the request's chunks, all that are queued at a time; the last chunk has the finish reason.
@@ -92,7 +92,8 @@ class PairShell:
         if self._drafts is None:
             return card
         reports, own = self._drafts.reports, self._settings.draft
-        digests = (*(() if own.model is not None else (own.method,)), *(each.digest for each in reports))
+        own_method = () if own.method in self._drafts.by_method else (own.method,)
+        digests = (*own_method, *(each.digest for each in reports))
         return replace(card, fingerprint=with_draft(card.fingerprint, *digests), draft=reports[0])
 
     async def metrics_text(self) -> str:
@@ -109,16 +110,28 @@ class PairShell:
         """Carry out an order about a draft, and return the running drafts.
 
         Raises:
-            RequestError: no draft has a process of its own, or the order cannot be carried out.
+            RequestError: no draft can be exchanged, or the order cannot be carried out.
             ConflictError: another order is running.
             DeadlineExceededError: the new draft did not serve in time; the old one runs, or is starting.
         """
-        require_exchangeable(self._settings.draft, has_process=self._drafts is not None)
-        assert self._drafts is not None, "as required"
+        if self._drafts is None:
+            raise refusal(self._settings.draft)
         return await self._drafts.carry_out(order)
+
+    async def _head_draft(self, replica: str, slot: OrderSlot) -> list[PairDraft]:
+        """Return the pair's head as a draft that can be replaced, if it has files of its own."""
+        config = self._settings.engine.head
+        if config is None or config.path is None:
+            return []
+        head = TargetHead(self._client, self._settings.pong_timeout_s)
+        running, method = await head.running(), self._settings.draft.method
+        report = DraftReport(replica, config.path, running.digest, time.time(), is_deployed=True, method=method)
+        return [PairDraft(head, report, head.goodput, slot=slot)]
 
     def _on_pong(self, pong: Pong) -> None:
         self._drift_alarms.update(pong.engine.drift)
+        if pong.head is not None and self._drafts is not None:
+            self._drafts.first.note_head(pong.head)
         drafts = () if self._drafts is None else self._drafts.reports
         self._metrics.update(pong, self._admission.num_refused, drafts)
 

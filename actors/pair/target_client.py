@@ -8,7 +8,7 @@ import logging
 import os
 from collections import deque
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from actors.pair.token_feed import TokenFeed, TokenFeeds, TokenStream
 from actors.process.frames import RECEIVE_BYTES
@@ -16,6 +16,8 @@ from actors.shell_messages import (
     Abort,
     Add,
     AskSnapshot,
+    HeadLoaded,
+    OrderHead,
     Ping,
     Pong,
     Refused,
@@ -63,6 +65,7 @@ class TargetClient:
         self._is_ready = asyncio.Event()
         self._streams: dict[str, TokenStream] = {}
         self._pongs: deque[asyncio.Future[Pong]] = deque()
+        self._orders: dict[str, asyncio.Future[HeadLoaded]] = {}
         self._codec: FrameCodec[TargetToShell] = FrameCodec(TargetToShell)
         self.task = asyncio.create_task(self._stay_connected(), name="target-client")
 
@@ -73,6 +76,11 @@ class TargetClient:
     @property
     def num_requests(self) -> int:
         return len(self._streams)
+
+    @property
+    def request_ids(self) -> frozenset[str]:
+        """Ids of the requests that have not ended."""
+        return frozenset(self._streams)
 
     async def wait_connected(self, timeout_s: float) -> ModelCard:
         """Wait for a target's greeting, and return its card. Raises TimeoutError."""
@@ -122,6 +130,18 @@ class TargetClient:
         async with asyncio.timeout(timeout_s):
             return await pong
 
+    async def order_head(self, order: OrderHead, timeout_s: float) -> HeadLoaded:
+        """Return when the target has loaded or exchanged its head. Raises TimeoutError, or the target's error."""
+        self.require_card()
+        loaded: asyncio.Future[HeadLoaded] = asyncio.get_running_loop().create_future()
+        self._orders[order.order_id] = loaded
+        self._send(order)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await loaded
+        finally:
+            del self._orders[order.order_id]
+
     def fence(self) -> None:
         """Drop the present target: every stream fails now, and the client waits for the next target."""
         if self._writer is not None:
@@ -160,9 +180,8 @@ class TargetClient:
         match message:
             case StepOutput():
                 self._deliver(message)
-            case Refused(request_id):
-                if stream := self._streams.pop(request_id, None):
-                    stream.fail(message.error())
+            case Refused() | HeadLoaded():
+                self._answer(message)
             case Pong():
                 pong = self._pongs.popleft()
                 if not pong.done():
@@ -175,6 +194,15 @@ class TargetClient:
                 self._listener.on_status(message)
             case Snapshot():
                 self._listener.on_snapshot(message)
+
+    def _answer(self, message: Refused | HeadLoaded) -> None:
+        if isinstance(message, HeadLoaded):
+            if (order := self._orders.get(message.order_id)) and not order.done():
+                order.set_result(message)
+        elif stream := self._streams.pop(message.request_id, None):
+            stream.fail(message.error())
+        elif (order := self._orders.get(message.request_id)) and not order.done():
+            order.set_exception(message.error())
 
     def _deliver(self, output: StepOutput) -> None:
         for chunk in output.chunks:
@@ -197,9 +225,10 @@ class TargetClient:
         for stream in self._streams.values():
             stream.fail(lost)
         self._streams.clear()
-        for pong in self._pongs:
-            if not pong.done():
-                pong.set_exception(lost)
+        answers: list[asyncio.Future[Any]] = [*self._pongs, *self._orders.values()]
+        for answer in answers:
+            if not answer.done():
+                answer.set_exception(lost)
         self._pongs.clear()
 
 

@@ -14,6 +14,7 @@ import torch
 
 from actors.channel.channel_proposer import ChannelProposer
 from actors.channel.draft_messages import DRAFT_SOCKET
+from actors.draft.draft_actor import read_choice
 from actors.draft.draft_process import load_draft
 from actors.engine_loop.engine_loop import AbortAll, EngineLoop, KVEventBuffer, StatusReporter
 from actors.kv_transfer.kv_transport import PrefillTransport
@@ -24,6 +25,8 @@ from actors.settings import PairSettings
 from actors.shell_messages import (
     TARGET_SOCKET,
     DraftChannelStats,
+    HeadLoaded,
+    OrderHead,
     Ping,
     Pong,
     Refused,
@@ -34,6 +37,8 @@ from actors.shell_messages import (
     TargetReady,
 )
 from actors.target.code_draft import CodeDraft
+from actors.target.head_exchange import HeadExchange
+from engine.config import EngineConfig
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.kv_cache.block_manager import BlockManager
@@ -46,6 +51,7 @@ from engine.proposer.dispatch.method_dispatcher import proposer_of
 from engine.proposer.draft_model.loader import Drafter
 from engine.sequence.request_tokens import TokenBlocks
 from protos.block_keys import PROBE_SALT, probe_token_ids
+from protos.errors import ConfigError
 from protos.fingerprint import FingerprintPart, digest, write_fingerprint
 from protos.frames import ConnectionLostError
 from protos.messages import ModelCard, SpeculationMethod
@@ -54,7 +60,8 @@ from protos.messages import ModelCard, SpeculationMethod
 class ShellServer:
     """Serves one shell at a time. When a shell disconnects or does not read for five seconds, its requests are aborted.
 
-    `run` needs its own thread. The engine's thread calls `emit`, which waits only for the socket.
+    `run` needs its own thread. The engine's thread calls `emit`, which waits only for the socket. `heads` carries out
+    orders about the head; the owner sets it if that can be exchanged.
     """
 
     def __init__(
@@ -63,6 +70,7 @@ class ShellServer:
         self._listener = listener
         self._card = card
         self._draft_stats = draft_stats
+        self.heads: HeadExchange | None = None
         self._connection: FrameConnection[ShellToTarget] | None = None
         self._is_closing = threading.Event()
 
@@ -74,7 +82,7 @@ class ShellServer:
                 self._serve(connection, loop)
         self._listener.close()
 
-    def emit(self, message: StepOutput | Refused | Status | Snapshot) -> None:
+    def emit(self, message: StepOutput | Refused | Status | Snapshot | HeadLoaded) -> None:
         """Send to the shell, or drop the message if no shell is connected."""
         connection = self._connection
         if connection is None:
@@ -104,7 +112,11 @@ class ShellServer:
 
     def _handle(self, message: ShellToTarget, connection: FrameConnection[ShellToTarget], loop: EngineLoop) -> None:
         if isinstance(message, Ping):
-            connection.send(Pong(loop.stalled_s, loop.stats, self._draft_stats()), SEND_TIMEOUT_S)
+            head = None if self.heads is None else self.heads.running
+            connection.send(Pong(loop.stalled_s, loop.stats, self._draft_stats(), head), SEND_TIMEOUT_S)
+        elif isinstance(message, OrderHead):
+            assert self.heads is not None, "the shell orders no other exchanges"
+            self.heads.carry_out(message)
         else:
             loop.submit(message)
 
@@ -160,8 +172,13 @@ def serve_target(
     kv_events = KVEventBuffer()
     methods = settings.engine.speculation.methods
     proposer = None if settings.engine.head else proposer_of(methods, own, others=others)
-    with without_compiler():
-        core = load_engine(settings.engine, proposer, kv_events.record, transport, step_writer=own, models=others)
+
+    def load(engine: EngineConfig) -> EngineCore:
+        with without_compiler():
+            return load_engine(engine, proposer, kv_events.record, transport, step_writer=own, models=others)
+
+    core, engine = _with_chosen_head(settings.engine, folder, load)
+    settings = replace(settings, engine=engine)
     for draft in drafts.values():
         if isinstance(draft, ChannelProposer):
             draft.on_new_draft = core.forget_draft
@@ -177,11 +194,35 @@ def serve_target(
     reporter = StatusReporter(server.emit, kv_events, lambda: core.blocks.cached_keys)
     core.on_drafted = lambda drafts: server.emit(StepOutput(tuple(drafts)))
     loop = EngineLoop(core, server.emit, lambda: _flush(drafts), reporter)
+    if engine.head is not None and engine.head.path is not None:
+        server.heads = HeadExchange(
+            core,
+            _runner(core),
+            engine.head,
+            folder,
+            has_prefill=transport is not None,
+            submit=loop.submit,
+            emit=server.emit,
+        )
     if transport is not None:
         transport.open(_runner(core).kv_layout, on_news=loop.wake)
     threading.Thread(target=_serve_shells, args=(server, loop), name="shell-server", daemon=True).start()
     is_ready()
     loop.run()
+
+
+def _with_chosen_head(
+    engine: EngineConfig, folder: Path, load: Callable[[EngineConfig], EngineCore]
+) -> tuple[EngineCore, EngineConfig]:
+    """Load with the head that ran last in the pair of `folder`, or with deploy.yaml's if that fails."""
+    choice = None if engine.head is None else read_choice(folder)
+    if choice is not None and engine.head is not None:
+        chosen = replace(engine, head=replace(engine.head, path=choice.path))
+        try:
+            return load(chosen), chosen
+        except ConfigError as error:
+            logger.error("the head %s cannot be loaded again, going back to deploy.yaml's: %s", choice.path, error)
+    return load(engine), engine
 
 
 def publish_kv_events(endpoint: str, blocks: BlockManager) -> KVEventPublisher:

@@ -16,7 +16,7 @@ from engine.kv_cache.block_manager import BlockManager
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer import Proposer
 from engine.proposer.dispatch.guarded_proposer import NoProposer
-from engine.proposer.hidden_state.factory import head_proposer
+from engine.proposer.hidden_state.factory import LiveHead
 from engine.sampling.sampler import Sampler
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.request_tokens import DraftRule
@@ -89,7 +89,7 @@ class SharedTarget:
         """Return an engine whose drafts come from the target's head, or else from the made proposer."""
         scheduler = Scheduler(SchedulerConfig(), self._blocks, self._runner.max_model_len)
         verifier = RecordedVerifier(Sampler())
-        head = head_proposer(self._runner, speculation.tree)
+        head = None if self._runner.head is None else LiveHead(self._runner, speculation.tree)
         proposer = head or make_proposer() or NoProposer()
         core = EngineCore(self._runner, scheduler, Speculation(proposer, verifier, speculation, head))
         return RecordedEngine(core, verifier, proposer, speculation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
@@ -22,6 +23,7 @@ from engine.engine_core.non_finite import NonFiniteReport
 from engine.engine_core.speculation import Speculation
 from engine.kv_cache.block_manager import BlockManager
 from engine.kv_cache.block_pool import KVMove
+from engine.model.draft_heads.loader import Head
 from engine.position_log.position_log import PositionLog
 from engine.proposer.constrained_draft import constrain
 from engine.proposer.passed_rows import passed_rows
@@ -64,6 +66,8 @@ class EngineCore:
 
     Attributes:
         on_computed: called with each batch when its KV is in the pool and before it is committed. The owner may set it.
+        on_head_failed: called after a new head's drafts were not finite and the previous head drafts again. The owner
+            may set it.
         on_drafted: called before a pass with one chunk of drafts per request that asked to see them.
         position_log: logs verified positions; None if nothing is logged.
     """
@@ -98,6 +102,7 @@ class EngineCore:
         )
         self.on_computed: Callable[[Batch], None] = _ignore
         self.on_drafted: Callable[[list[TokenChunk]], None] = _ignore
+        self.on_head_failed: Callable[[], None] = lambda: None
         self.position_log = position_log
         self._speculation = speculation
         self._admission = Admission(
@@ -185,6 +190,25 @@ class EngineCore:
             logger.exception("the step failed with %d sequences running; the engine stops", self.scheduler.num_running)
             raise
 
+    def exchange_head(self, head: Head) -> None:
+        """Draft with another head from the next pass on. Call it between two steps.
+
+        No head reads the KV of another one: cached prefixes are forgotten, and running sequences get no drafts of the
+        new head. A head without KV drafts for them too.
+        """
+        assert self._speculation.head is not None, "it has a head to exchange"
+        began_s = time.monotonic()
+        self._speculation.head.exchange(head)
+        if head.layer_shapes:
+            self.scheduler.forget_prefixes()
+        self.forget_draft()
+        logger.info("heads exchanged between two steps in %.2f ms", 1e3 * (time.monotonic() - began_s))
+
+    def keep_head(self) -> None:
+        """Stay with the present head whatever it drafts; the previous one is freed."""
+        assert self._speculation.head is not None, "it has a head"
+        self._speculation.head.previous = None
+
     def forget_draft(self) -> None:
         """Discard the measurements of drafts, since another model makes them now. Call it on the engine's thread."""
         self._accounting.planning.forget_draft()
@@ -236,7 +260,15 @@ class EngineCore:
         chunks = self._commit(issued, passes)
         self._observe(issued, passes)
         self._commit_to_proposer(issued.batch.sampled, chunks)
+        self._leave_failed_head()
         return chunks
+
+    def _leave_failed_head(self) -> None:
+        head = self._speculation.head
+        if head is not None and head.has_failed:
+            assert head.previous is not None, "only a head that followed another is left"
+            self.exchange_head(head.previous)
+            self.on_head_failed()
 
     def _issue(self) -> InFlightBatch:
         """Schedule, propose and forward: issue the next pass to the device."""

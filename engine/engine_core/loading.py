@@ -23,7 +23,7 @@ from engine.position_log.shard import LoggedModel
 from engine.proposer import Proposer
 from engine.proposer.dispatch.guarded_proposer import NoProposer
 from engine.proposer.dispatch.method_dispatcher import proposer_of
-from engine.proposer.hidden_state.factory import head_proposer, self_proposer
+from engine.proposer.hidden_state.factory import LiveHead, self_proposer
 from engine.remote_prefill.kv_transfer import KVTransport
 from engine.remote_prefill.remote_prefill import RemotePrefill
 from engine.sampling.grammar_compiler import GrammarCompiler
@@ -122,7 +122,7 @@ def _load_speculation(
 ) -> Speculation:
     """Return the parts that draft and verify. The configuration's head drafts if it has one, otherwise `proposer`."""
     speculation, verifier, steps = config.speculation, Verifier(Sampler()), None
-    head = head_proposer(runner, speculation.tree)
+    head = None if runner.head is None else LiveHead(runner, speculation.tree)
     own = head or self_proposer(runner, speculation.tree)
     if own is not None and config.head is not None:
         assert proposer is None, "one of the two drafts"

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from engine.approximate.steps import StepSpeculation
 from engine.config import SpeculationConfig
-from engine.proposer import HeadProposer, Proposer
+from engine.proposer import Proposer
+from engine.proposer.hidden_state.factory import LiveHead
 from engine.scheduler.async_scheduling import Overlap, SyncScheduling
 from engine.verifier.verifier import Verifier
 
@@ -28,6 +29,6 @@ class Speculation:
     proposer: Proposer | StepSpeculation
     verifier: Verifier | StepSpeculation
     config: SpeculationConfig
-    head: HeadProposer | None = None
+    head: LiveHead | None = None
     steps: StepSpeculation | None = None
     overlap: Overlap = field(default_factory=SyncScheduling)

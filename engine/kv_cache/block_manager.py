@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from engine.kv_cache.block_pool import BlockContent, BlockPool
@@ -135,7 +135,7 @@ class BlockManager:
         switches to it and frees its own copy, but only after computing the copy: earlier it would write into the other
         block.
         """
-        num_full = num_tokens // self.block_size if self._is_caching else 0
+        num_full = num_tokens // self.block_size if self._is_caching and not tokens.is_private else 0
         if tokens.num_keyed_blocks >= num_full:
             return
         stored: list[BlockContent] = []
@@ -158,7 +158,7 @@ class BlockManager:
         of the last block, or not at all.
         """
         first = tokens.num_computed_tokens // self.block_size
-        if first != tokens.num_keyed_blocks:
+        if first != tokens.num_keyed_blocks or tokens.is_private:
             return
         end = len(self._with_snapshot(tokens, self._match(tokens, self._num_adoptable(tokens))))
         if end <= first:
@@ -235,6 +235,15 @@ class BlockManager:
         for block_id in tokens.block_table[num_tokens // self.block_size : tokens.num_keyed_blocks]:
             self._pool.doom(block_id)
 
+    def forget_all(self, holders: Iterable[TokenBlocks]) -> None:
+        """Make no present block findable. Those of `holders`, all sequences with blocks, stay theirs alone."""
+        if self._states is not None:
+            self._states.forget(self.cached_keys)
+        self._pool.forget_all()
+        for tokens in holders:
+            tokens.num_keyed_blocks, tokens.is_private = 0, True
+        self._emit(CacheDelta(is_cleared=True))
+
     def release(self, tokens: TokenBlocks) -> None:
         """Free all blocks; keyed ones stay findable. The last is freed first, so a prefix outlives its continuation."""
         self._forget([key for block_id in reversed(tokens.block_table) for key in self._pool.drop(block_id)])
@@ -243,6 +252,7 @@ class BlockManager:
         tokens.block_table = array("i")
         tokens.num_keyed_blocks = 0
         tokens.num_computed_tokens = 0
+        tokens.is_private = False
 
     @contextmanager
     def scratch(self, num_blocks: int) -> Iterator[list[int]]:
@@ -263,7 +273,8 @@ class BlockManager:
             num_keyed, table = tokens.num_keyed_blocks, tokens.block_table
             found = [self._pool.find(self._content(tokens, index)) for index in range(num_keyed)]
             assert found == list(table[:num_keyed]), "a keyed block differs from the block that its key finds"
-            assert all(counts[block_id] == 1 for block_id in table[num_keyed:]), "a block without a key is shared"
+            is_shared = any(counts[block_id] > 1 for block_id in table[num_keyed:])
+            assert tokens.is_private or not is_shared, "a block without a key is shared"
             assert len(set(table)) == len(table), "a table has a block twice"
             assert tokens.num_computed_tokens <= len(table) * self.block_size, "computed tokens have no slots"
         if self._states is not None:

@@ -122,6 +122,12 @@ class BlockPool:
             del self._free[block_id]
         self._ref_counts[block_id] += 1
 
+    def forget_all(self) -> None:
+        """Forget the contents of all blocks, held or free."""
+        self._contents = [None] * self.num_blocks
+        self._by_key.clear()
+        self._doomed.clear()
+
     def doom(self, block_id: int) -> None:
         """Forget a registered block in use, and all its descendants, once its last holder drops it."""
         self._doomed.add(block_id)

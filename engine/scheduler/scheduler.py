@@ -226,6 +226,12 @@ class Scheduler:
             chunks.append(self._commit_pass(scheduled.sequence, num_proposed, outcome))
         return chunks
 
+    def forget_prefixes(self) -> None:
+        """Let no sequence adopt a block that was computed so far."""
+        self.blocks.forget_all(self._running)
+        for sequence in self._waiting:
+            sequence.num_expected_tokens = 0
+
     def check_integrity(self) -> None:
         """Assert the invariants between two steps; for tests."""
         self.blocks.check_integrity(self._running)

@@ -37,6 +37,7 @@ class TokenBlocks:
         self.states: dict[int, int] = {}  # slots of recurrent states by the number of tokens that they follow
         self.num_shared_tokens = 0  # leading tokens whose blocks were findable at admission
         self.num_keyed_blocks = 0  # leading blocks of `block_table` that are in the prefix cache under these keys
+        self.is_private = False  # no block gets a key: a part of the KV is of a head that was replaced
 
     @property
     def num_uncomputed_tokens(self) -> int:

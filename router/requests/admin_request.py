@@ -20,7 +20,7 @@ _TRIAL = TryDraft("")
 class SwapDrafts(Body):
     """The body of `/admin/drafts/swap`: a folder on the pairs' nodes, and the seconds that its start may take.
 
-    `method` names one of several draft models; left out, it is the deployment's own.
+    `method` names one of several drafts; left out, it is the deployment's own.
     """
 
     path: Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=r"^/")]

@@ -381,5 +381,6 @@ def test_alarms_are_answered_where_there_is_a_log_and_a_draft_model():
     log = {"log": "positions", "auto": True}
     draft = {"kind": "model", "path": "a/b"}
     assert parse_config(MINIMAL | {"tune": log, "draft": draft}).tune.auto
+    assert parse_config(MINIMAL | {"tune": log, "draft": draft | {"kind": "medusa"}}).tune.auto
     assert "auto needs a log, and no log is set" in error_of(tune={"auto": True})
     assert "draft.kind is 'suffix'" in error_of(tune=log, draft={"kind": "suffix"})

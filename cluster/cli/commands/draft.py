@@ -1,4 +1,4 @@
-"""`outrider draft`: the draft models of a running server, shown and replaced while it serves."""
+"""`outrider draft`: the drafts of a running server, shown and replaced while it serves."""
 
 from __future__ import annotations
 

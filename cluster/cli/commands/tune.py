@@ -167,7 +167,7 @@ def tune(  # long: a table of options and their help
         ) from error
     if not is_better:
         raise typer.Exit(NO_GAIN)
-    report(f"written: {output}; set draft.path to this folder")
+    report(f"written: {output}; try it with `outrider draft try {output}`, or set draft.path to this folder")
 
 
 def _folder(model: str, part: str) -> str:

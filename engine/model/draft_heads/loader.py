@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,36 +30,55 @@ _OF_LAYERS: dict[HeadKind, type[Eagle3Head] | type[DFlashHead]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class HeadTarget:
+    """The parts of a target that heads with files of their own are made for, on the heads' device.
+
+    `quantization` is the target's; heads of layers use it too.
+    """
+
+    shape: TargetShape
+    embedding: Tensor  # [V, S]
+    quantization: Quantization = Quantization.NONE
+
+    @classmethod
+    def of(cls, target: PreTrainedModel, device: torch.device, quantization: Quantization) -> HeadTarget:
+        """Return the parts of `target` as loaded by transformers, with all layers."""
+        embeddings: Any = target.get_input_embeddings()
+        embedding: Tensor = embeddings.weight.to(device)
+        text: Any = target.config.get_text_config()
+        num_positions = max_positions(target.config) or 0
+        shape = TargetShape(text.vocab_size, embedding.shape[1], text.num_hidden_layers, num_positions)
+        return cls(shape, embedding, quantization)
+
+    def load(self, kind: HeadKind, path: str) -> Head:
+        """Return the head in the folder or Hub repository `path`.
+
+        Raises:
+            ConfigError: it does not exist, is incomplete, does not fit the target, or asks for lossy acceptance.
+        """
+        if kind is HeadKind.MEDUSA:
+            return load_medusa(path, self.shape, self.embedding)
+        folder = head_folder(path)
+        form = HeadFormat.of(kind, read_config(folder), self.shape, path)
+        masks = {} if form.block is None else read_mask_embedding(folder, form.block.mask_id)
+        weights = Weights(read_tensors(folder) | masks, f"the {kind} head in {path!r}")
+        reader = HeadReader(form, weights, self.embedding, self.quantization)
+        head = _OF_LAYERS[kind](form, reader)
+        reader.finish()
+        return head
+
+
 def load_head(
     config: HeadConfig, target: PreTrainedModel, device: torch.device, quantization: Quantization = Quantization.NONE
 ) -> Head:
-    """Return the head that `config` names, on `device`, for `target` as loaded by transformers, with all layers.
-
-    `quantization` is the target's; heads of layers use it too.
-
-    Raises:
-        ConfigError: it does not exist, is incomplete, does not fit the target, or asks for lossy acceptance.
-    """
+    """Return the head that `config` names for `target`. Raises ConfigError as `HeadTarget.load` does."""
     if config.kind is HeadKind.MTP:
         return load_mtp(target, device, config.num_layers)
     assert config.kind is not HeadKind.SELF, "the runner makes it of its own model"
     if config.path is None:
         raise ConfigError(f"draft.kind {str(config.kind)!r} needs draft.path, the head's folder or Hub id")
-    if config.kind is HeadKind.MEDUSA:
-        return load_medusa(config.path, target, device)
-    folder = head_folder(config.path)
-    embeddings: Any = target.get_input_embeddings()
-    embedding: Tensor = embeddings.weight.to(device)
-    text: Any = target.config.get_text_config()
-    num_layers = text.num_hidden_layers
-    shape = TargetShape(text.vocab_size, embedding.shape[1], num_layers, max_positions(target.config) or 0)
-    form = HeadFormat.of(config.kind, read_config(folder), shape, config.path)
-    masks = {} if form.block is None else read_mask_embedding(folder, form.block.mask_id)
-    weights = Weights(read_tensors(folder) | masks, f"the {config.kind} head in {config.path!r}")
-    reader = HeadReader(form, weights, embedding, quantization)
-    head = _OF_LAYERS[config.kind](form, reader)
-    reader.finish()
-    return head
+    return HeadTarget.of(target, device, quantization).load(config.kind, config.path)
 
 
 def whole_lm_head(target: PreTrainedModel, device: torch.device) -> Linear:

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from engine.kv_cache.pool import LayerShape
 from engine.model.draft_heads.checkpoint import Weights, head_folder, read_config, read_tensors
 from engine.model.draft_heads.head import BlockLogits
+from engine.model.draft_heads.published import TargetShape
 from engine.model.forward_batch import ForwardBatch
 from engine.model.hidden_state_taps import UNKNOWN, HiddenStateTaps
 from engine.model.linear.packed_linear import Linear, linear_of
@@ -113,8 +113,8 @@ class MedusaHeads:
         return spread.index_copy_(-1, self._token_map, logits)
 
 
-def load_medusa(path: str, target: PreTrainedModel, device: torch.device) -> MedusaHeads:
-    """Return the heads in `path`, for `target`, on `device`.
+def load_medusa(path: str, target: TargetShape, like: Tensor) -> MedusaHeads:
+    """Return the heads in `path`, for `target`, in the dtype and on the device of `like`.
 
     Raises:
         ConfigError: they are missing, incomplete, of another size than the target, or ask for lossy acceptance.
@@ -125,7 +125,7 @@ def load_medusa(path: str, target: PreTrainedModel, device: torch.device) -> Med
     names = _VLLM if any(name.startswith("blocks.") for name in tensors) else _ORIGINAL
     num_layers, num_heads = _count(config, names.num_layers, folder), _num_heads(tensors, config, names, folder)
     weights = Weights(tensors, f"the Medusa head in {path!r}")
-    return _HeadsReader(weights, names, num_layers, config, target, device).read(num_heads)
+    return _HeadsReader(weights, names, num_layers, config, target, like).read(num_heads)
 
 
 class _HeadsReader:
@@ -137,16 +137,15 @@ class _HeadsReader:
         names: _Names,
         num_layers: int,
         config: Mapping[str, Any],
-        target: PreTrainedModel,
-        device: torch.device,
+        target: TargetShape,
+        like: Tensor,
     ) -> None:
         self._weights, self._names, self._num_layers = weights, names, num_layers
         self._has_one_lm_head = bool(config.get("original_lm_head"))
-        target_head: Any = target.get_output_embeddings()
-        self._vocab_size, self._hidden_size = target_head.weight.shape
+        self._vocab_size, self._hidden_size = target.vocab_size, target.hidden_size
         self._cut_size = int(config.get("truncated_vocab_size") or self._vocab_size)
-        self._to_target: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(device, target.dtype)
-        self._device = device
+        self._to_target: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(like)
+        self._device = like.device
 
     def read(self, num_heads: int) -> MedusaHeads:
         token_map = self._token_map()

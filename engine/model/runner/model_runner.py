@@ -6,9 +6,11 @@ It does not know requests, scheduling or drafts. Prefill chunks, decodes and ver
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,7 +41,7 @@ from engine.model.cuda_graphs.graph import ForwardOutput
 from engine.model.cuda_graphs.graph_runner import CudaGraphRunner, RecordedStep
 from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.determinism import config_has_experts
-from engine.model.draft_heads.loader import Head, load_head, whole_lm_head
+from engine.model.draft_heads.loader import Head, HeadTarget, load_head, whole_lm_head
 from engine.model.draft_heads.self_draft import SelfDraft
 from engine.model.forward_batch import ForwardBatch, plan_steps
 from engine.model.generation_defaults import eos_token_ids, sampling_defaults
@@ -188,6 +190,7 @@ class ModelRunner:
             make_linear = linear_factory(quantization, self._dtype)
             leave_checkpoint(stock, make_linear, self._dtype, keeps_embeddings=is_fast, store=store)
         self.head: Head | None = None
+        self._head_loader: Callable[[str], Head] | None = None
         self._head_layers: Seq[LayerShape] = ()
         self.self_draft: SelfDraft | None = None
         taps, own_lm_head = NO_TAPS, None
@@ -237,8 +240,29 @@ class ModelRunner:
         """
         if not self._rank.is_first:
             return load_head(config, stock, torch.device("cpu")), None
+        if config.path is not None:
+            self._head_loader = partial(HeadTarget.of(stock, device, quantization).load, config.kind)
         head = load_head(config, stock, device, quantization)
         return head, None if self._rank.size == 1 else whole_lm_head(stock, device)
+
+    def load_head(self, path: str) -> Head:
+        """Return another head for this model, which may replace `head` between two passes. Any thread may call it.
+
+        Raises:
+            ConfigError: it cannot be loaded, or the pool and the recorded passes have no room for it.
+        """
+        assert self.head is not None, "it has a head to replace"
+        assert self._head_loader is not None, "that is not made of the model's own weights"
+        with enough_memory(self._cache.device, f"the head {path!r}", "free memory, or deploy it by draft.path"):
+            head = self._head_loader(path)
+        if (head.taps, head.layer_shapes) != (self.head.taps, self.head.layer_shapes):
+            raise ConfigError(
+                f"it {_layout(head)}, and the pair's passes and blocks are laid out for a head that "
+                f"{_layout(self.head)}; set draft.path in deploy.yaml and deploy again"
+            )
+        head.lm_head = self.head.lm_head
+        head.place(len(self._model.layer_shapes))
+        return head
 
     def _measured(
         self,
@@ -435,6 +459,12 @@ def usable_quantization(model: ModelConfig, device: torch.device) -> Quantizatio
             f"install), or Triton and a GPU of compute capability 8.0; the model runs on {device}; set it to 'none'"
         )
     return quantization
+
+
+def _layout(head: Head) -> str:
+    layers = [f"{shape.num_kv_heads} x {shape.key_dim}" for shape in head.layer_shapes]
+    inputs = f"the inputs of layers {', '.join(map(str, head.taps.layers))}" if head.taps.layers else "the last states"
+    return f"reads {inputs} and keeps {f'keys of {chr(44).join(layers)}' if layers else 'no keys'}"
 
 
 def _rounding(model: ModelConfig, device: torch.device) -> str:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import dataclass, field, replace
 
 import pytest
 
-from actors.pair.pair_draft import PairDraft, require_exchangeable
+from actors.pair.pair_draft import PairDraft, refusal
 from actors.settings import DraftSettings
+from actors.shell_messages import RunningHead
 from engine.accounting.goodput import GoodputStats
 from protos.errors import ConflictError, DeadlineExceededError, RequestError
 from protos.messages import SpeculationMethod
-from protos.served_draft import CheckDraft, DraftReport, ShowDraft, SwapDraft
+from protos.served_draft import CanaryOutcome, CheckDraft, DraftReport, ShowDraft, SwapDraft
 
 OLD = DraftReport("pair-1", "/old", "old", 10.0, is_deployed=True)
 
@@ -91,12 +93,22 @@ async def test_a_second_order_is_a_conflict_and_the_first_ends_without_its_calle
     ("kind", "reason"),
     [
         (SpeculationMethod.MODEL, "draft.gpu: own"),
-        (SpeculationMethod.EAGLE3, "'eagle3'.*target's process"),
-        (SpeculationMethod.SELF, "'self'.*target's process"),
+        (SpeculationMethod.MTP, "'mtp', whose weights are the target's own"),
+        (SpeculationMethod.SELF, "'self', whose weights are the target's own"),
         (SpeculationMethod.SUFFIX, "'suffix', which has no weights"),
         (SpeculationMethod.NONE, "'none', which has no weights"),
     ],
 )
-def test_drafts_without_a_process_are_not_exchanged(kind: SpeculationMethod, reason: str) -> None:
-    with pytest.raises(RequestError, match=reason):
-        require_exchangeable(DraftSettings(kind), has_process=False)
+def test_drafts_that_cannot_be_exchanged_are_refused_with_the_reason(kind: SpeculationMethod, reason: str) -> None:
+    assert re.search(reason, refusal(DraftSettings(kind)).message)
+
+
+async def test_a_head_that_the_target_has_left_is_reported_as_rolled_back(process: FakeProcess) -> None:
+    draft = PairDraft(process, OLD, no_goodput, lambda: 99.0)
+    await draft.carry_out(SwapDraft("/new", 5.0))
+    draft.note_head(RunningHead("/new", "new"))
+    assert draft.report.canary is None
+    draft.note_head(RunningHead("/old", "old", "/new"))
+    assert (draft.report.path, draft.report.digest, draft.report.is_deployed) == ("/old", "old", True)
+    assert draft.report.canary is not None
+    assert (draft.report.canary.path, draft.report.canary.outcome) == ("/new", CanaryOutcome.ROLLED_BACK)

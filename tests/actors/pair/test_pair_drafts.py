@@ -42,7 +42,7 @@ async def test_an_order_goes_to_the_draft_that_it_names_and_else_to_the_first() 
 
 
 async def test_a_draft_that_nobody_has_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(RequestError, match=r"No draft model is named 'prosa' here; choose from model, prose\."):
+    with pytest.raises(RequestError, match=r"No draft is named 'prosa' here; choose from model, prose\."):
         await drafts_of(*two_pairs()).carry_out(CheckDraft("/new", "prosa"))
 
 

@@ -210,6 +210,30 @@ def test_nothing_is_shared_when_caching_is_off() -> None:
     assert blocks.cached_keys == frozenset()
 
 
+def test_forgotten_blocks_are_found_by_nobody_and_come_back_by_no_sequence_that_held_them() -> None:
+    deltas: list[CacheDelta] = []
+    blocks = BlockManager(8, 2, "m", deltas.append)
+    first, ended = run(blocks, make_tokens(1, 2, 3, 4, 5)), run(blocks, make_tokens(1, 2, 7))
+    blocks.release(ended)
+    sibling = run(blocks, make_tokens(1, 2, 3, 4, 6))
+    assert sibling.block_table[:2] == first.block_table[:2]
+    blocks.forget_all([first, sibling])
+    assert replay(deltas) == blocks.cached_keys == frozenset()
+    first.token_ids += [6, 7]
+    assert blocks.reserve(first, 7)
+    blocks.publish(first, 7)
+    blocks.catch_up(first)
+    assert not blocks.cached_keys
+    blocks.check_integrity([first, sibling])
+    again = make_tokens(1, 2, 3, 4, 5)
+    assert blocks.adopt_prefix(again) == 0
+    for sequence in (first, sibling):
+        blocks.release(sequence)
+    run(blocks, first)
+    assert replay(deltas) == blocks.cached_keys != frozenset()
+    blocks.check_integrity([first])
+
+
 def test_hits_and_queries_are_counted_in_tokens() -> None:
     blocks = BlockManager(16, P, "m")
     run(blocks, make_tokens(*range(9)))

@@ -64,7 +64,7 @@ def test_requests_become_a_log_and_a_draft_that_is_better(
     options += ["--set", "cache.num_blocks=64", "--set", "cache.memory_gib=null"]
     assert main(["tune", *pair, *options]) == 0
     said = capsys.readouterr().out
-    assert f"written: {tmp_path / 'new'}" in said
+    assert f"written: {tmp_path / 'new'}; try it with `outrider draft try {tmp_path / 'new'}`" in said
     assert "1440 positions" in said, "60 answers of 24 tokens, without the request that must not be stored"
     assert {"config.json", "model.safetensors", "tokenizer.json", "tuning.json"} <= {
         file.name for file in (tmp_path / "new").iterdir()

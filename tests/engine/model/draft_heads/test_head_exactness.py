@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,14 @@ from engine.engine_core.loading import load_engine
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
 from engine.sequence.batch import ScheduledSequence
-from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams, VerifyMode
+from protos.errors import ConfigError
+from protos.messages import (
+    GenerateRequest,
+    SamplingParams,
+    SpeculationMethod,
+    SpeculationParams,
+    VerifyMode,
+)
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE
 from tests.engine.fixtures.heads.block_heads import (
     BlockShape,
@@ -180,11 +190,19 @@ def requests(setup: HeadSetup) -> list[GenerateRequest]:
     return found
 
 
-def generate(engine: EngineCore, asked: Seq[GenerateRequest]) -> dict[str, tuple[int, ...]]:
+def model_runner(engine: EngineCore) -> ModelRunner:
+    assert isinstance(engine.runner, ModelRunner)
+    return engine.runner
+
+
+def generate(
+    engine: EngineCore, asked: Seq[GenerateRequest], before_step: Callable[[], None] = lambda: None
+) -> dict[str, tuple[int, ...]]:
     texts: dict[str, tuple[int, ...]] = {}
     for request in asked:
         engine.add(request)
     while engine.has_work:
+        before_step()
         for chunk in engine.step():
             texts[chunk.request_id] = texts.get(chunk.request_id, ()) + chunk.token_ids
         engine.scheduler.check_integrity()
@@ -450,3 +468,111 @@ def test_the_published_family_drafts_as_transformers_does(tmp_path: Path) -> Non
     assert drafted
     for each in drafted[::4]:
         assert each.draft.token_ids == oracle.drafts(each.token_ids, len(each.draft.token_ids))
+
+
+def changed(head: HeadConfig, folder: Path, change: float) -> HeadConfig:
+    """Write a head with other keys, values and states."""
+    assert head.path is not None
+    shutil.copytree(head.path, folder)
+    for file in (folder / "model.safetensors", folder / "medusa_lm_head.pt"):
+        if file.is_file():
+            is_pickled = file.suffix == ".pt"
+            tensors = torch.load(file) if is_pickled else load_file(file)
+            tensors |= {name: change * each for name, each in tensors.items() if each.is_floating_point()}
+            torch.save(tensors, file) if is_pickled else save_file(tensors, file)
+    return replace(head, path=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [
+        (HeadKind.EAGLE3, None),
+        (HeadKind.EAGLE3, TREE),
+        (HeadKind.MEDUSA, None),
+        (HeadKind.PEAGLE, None),
+        (HeadKind.DFLASH, TREE),
+        (HeadKind.DSPARK, None),
+    ],
+)
+def test_heads_exchanged_at_any_step_change_no_text_and_read_no_keys_of_each_other(
+    world: HeadModels, reference: dict[str, tuple[int, ...]], kind: HeadKind, tree: TreeConfig | None, tmp_path: Path
+) -> None:
+    """A new head drafts for new texts as after a start, though their prefixes were cached. Trees are preempted."""
+    setup = HeadSetup(num_blocks=24 if tree else 256, tree=tree)
+    engine, fresh = build(world, kind, setup), build(world, kind, setup)
+    runner = model_runner(engine)
+    first = runner.head
+    assert first is not None
+    second = runner.load_head(str(changed(world.head(kind), tmp_path / "second", -0.7).path))
+    steps = count(1)
+
+    def exchange() -> None:
+        if next(steps) % 3 == 0:
+            engine.exchange_head(second if runner.head is first else first)
+
+    assert generate(engine, requests(setup), exchange) == reference
+    engine.exchange_head(first)
+    drafted = [record(each) for each in (engine, fresh)]
+    assert generate(engine, requests(setup)) == generate(fresh, requests(setup)) == reference
+    assert drafted[0] == drafted[1]
+    assert fresh.stats().drafts.num_accepted_tokens > 0
+
+
+def test_a_text_that_runs_through_an_exchange_has_no_drafts_of_a_head_with_keys(
+    world: HeadModels, reference: dict[str, tuple[int, ...]]
+) -> None:
+    setup = HeadSetup()
+    engine, asked = build(world, HeadKind.EAGLE3, setup), requests(setup)
+    running, late = asked[:3], asked[3]
+    for request in running:
+        engine.add(request)
+    texts: dict[str, tuple[int, ...]] = {}
+
+    def step() -> None:
+        for chunk in engine.step():
+            texts[chunk.request_id] = texts.get(chunk.request_id, ()) + chunk.token_ids
+
+    for _ in range(4):
+        step()
+    engine.exchange_head(model_runner(engine).load_head(str(world.root / "eagle3")))
+    assert engine.stats().drafts.num_draft_tokens > 0
+    drafted = record(engine)
+    while engine.has_work:
+        step()
+    assert drafted
+    assert not any(each.draft.token_ids for each in drafted)
+    texts |= generate(engine, [late])
+    assert texts == {each.request_id: reference[each.request_id] for each in (*running, late)}
+
+
+def test_a_head_that_computes_nan_is_left_after_one_step_and_the_one_before_it_is_not(
+    world: HeadModels, reference: dict[str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    setup = HeadSetup()
+    engine = build(world, HeadKind.EAGLE3, setup)
+    failures: list[int] = []
+    runner = model_runner(engine)
+    engine.on_head_failed = lambda: failures.append(1)
+    first = runner.head
+    bad = runner.load_head(str(changed(world.head(HeadKind.EAGLE3), tmp_path / "bad", 1e25).path))
+    engine.exchange_head(bad)
+    assert runner.head is bad
+    assert generate(engine, requests(setup)) == reference
+    assert (runner.head, failures) == (first, [1])
+    engine.exchange_head(bad)
+    engine.keep_head()
+    assert generate(engine, requests(setup)) == reference
+    assert (runner.head, failures) == (bad, [1]), "no head is left to go back to"
+    engine.exchange_head(runner.load_head(str(tmp_path / "bad")))
+    assert generate(engine, requests(setup)) == reference
+    assert generate(engine, requests(setup)) == reference
+    assert (runner.head, failures) == (bad, [1, 1]), "a head is not left for one that was left"
+
+
+def test_a_head_that_reads_other_states_or_keeps_other_keys_is_refused(world: HeadModels, tmp_path: Path) -> None:
+    runner = model_runner(build(world, HeadKind.EAGLE3, HeadSetup()))
+    write_original(tmp_path / "taps", head_tensors(world.target, 1), (2,))
+    with pytest.raises(ConfigError, match=r"it reads the inputs of layers 2 .* that reads the inputs of layers 1, 2"):
+        runner.load_head(str(tmp_path / "taps"))
+    with pytest.raises(ConfigError, match=r"is a head of kind 'peagle', and draft\.kind is 'eagle3'"):
+        runner.load_head(str(world.root / "peagle"))

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.batch.draft import Draft
-from engine.config import HeadConfig, HeadKind, TreeConfig, TreeKind
-from engine.model.draft_heads.loader import load_head
+from engine.config import HeadKind, TreeConfig, TreeKind
+from engine.model.draft_heads.loader import HeadTarget
 from engine.model.draft_heads.medusa import MedusaHeads
+from engine.model.draft_heads.published import TargetShape
 from engine.model.hidden_state_taps import UNKNOWN
 from engine.proposer.hidden_state.block import BlockProposer
 from engine.proposer.passed_rows import PassedRows
@@ -63,12 +64,12 @@ def target(target_folder: Path) -> Any:
     """The parts of a loaded target that heads are made from."""
     lm_head = torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE, bias=False).requires_grad_(False)
     lm_head.weight.copy_(lm_head_of(target_folder))
-    device, dtype = torch.device("cpu"), torch.float32
-    return SimpleNamespace(get_output_embeddings=lambda: lm_head, device=device, dtype=dtype)
+    parts = HeadTarget(TargetShape(VOCAB_SIZE, HIDDEN_SIZE, 2), torch.zeros(VOCAB_SIZE, HIDDEN_SIZE))
+    return SimpleNamespace(get_output_embeddings=lambda: lm_head, parts=parts)
 
 
 def load(folder: Path, target: Any) -> MedusaHeads:
-    head = load_head(HeadConfig(HeadKind.MEDUSA, str(folder)), target, target.device)
+    head = target.parts.load(HeadKind.MEDUSA, str(folder))
     assert isinstance(head, MedusaHeads)
     head.lm_head = target.get_output_embeddings()
     return head
