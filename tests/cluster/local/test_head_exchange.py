@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -24,6 +25,7 @@ DEMO = Path(__file__).parents[3] / "models" / "demo"
 PROMPTS = [f"def add_{name}(items, value):\n    " for name in ("one", "two")]
 LONG_PROMPT = PROMPTS[0] + "# a list of values and the names of items\n    " * 8
 Tensors = dict[str, Tensor]
+pytestmark = pytest.mark.timeout(400)  # the bundled pair, which computes real texts
 
 
 @asynccontextmanager
