@@ -27,7 +27,7 @@ from engine.kv_cache.pool import KVCache
 from engine.native.library import Instructions, kernels_for, native_library
 from protos.errors import ConfigError
 
-MAX_HEAD_DIM = 256  # of a head
+MAX_HEAD_DIM = 512  # of a head
 
 _POINTERS = ("query", "new_keys", "new_values", "keys", "values", "out", "slots", "sinks")
 _LAYOUT = ("spans", "tables", "nodes", "paths")

@@ -18,19 +18,22 @@ enum {
 struct layer {
     /* [hidden], or [2, hidden] with biases; NULL: no such norm. */
     const void *input_norm, *output_norm, *mlp_norm, *mlp_output_norm;
-    const void *head_norm; /* [heads + kv heads, D] for queries and keys, or NULL */
+    const void *head_norm; /* [normed heads, D] for queries, keys and perhaps values, or NULL */
     const float *sinks;    /* [heads], or NULL */
     struct weight qkv, output, inner, down;
     const struct mixture *mixture; /* in place of `inner` and `down`; without any of them the caller has the MLP */
+    int64_t num_kv_heads, head_dim;
+    int64_t num_rotated_dims; /* of a head */
     int64_t window; /* 0: none */
     int64_t table;  /* of rotary angles; -1: positions are not encoded */
     float scaling, softcap;
+    float factor; /* of the residual stream after the layer */
 };
 
 struct decoder {
     const struct layer *layers;
-    int64_t hidden_size, num_heads, num_kv_heads, head_dim;
-    int64_t num_rotated_dims; /* of a head */
+    int64_t hidden_size, num_heads;
+    int64_t norms_values;      /* by heads too, as queries and keys */
     int64_t norms_projections; /* all queries of a row are normed together, and all keys */
     int64_t rotates_pairs;     /* of neighbors, not of a head's halves */
     int64_t centers;           /* norms subtract the mean */
@@ -46,7 +49,7 @@ struct rows {
     char *hidden; /* [T, hidden], the residual stream; updated in place */
     char *delta;  /* [T, hidden], the last output that is not yet added to it */
     char *normed; /* [T, hidden], for the rows that the caller's MLP reads, or NULL; only the last layer has such */
-    const void *angles[MAX_TABLES]; /* [T, 2, num_rotated_dims] */
+    const void *angles[MAX_TABLES]; /* [T, 2, rotated dims] */
     int64_t num_rows;
     int64_t has_delta; /* delta has a value before the first layer; after the last layer it always has */
     const int64_t *kept; /* [num_kept], ascending: the rows needed after the last layer, moved to the front of hidden
@@ -73,16 +76,18 @@ static char *allocate_buffers(const struct decoder *d, int64_t first, int64_t la
                               struct buffers *buffers) {
     const int64_t item = d->is_bf16 ? 2 : 4, mlp_rows = min(num_rows, MLP_ROWS);
     /* All layers share the buffers, so each has the size of the largest layer. */
-    int64_t num_inner = 0, scratch = 0;
+    int64_t num_qkv = 0, num_attended = 0, num_inner = 0, scratch = 0;
     for (const struct layer *l = d->layers + first; l < d->layers + last; l++) {
+        num_qkv = max(num_qkv, l->qkv.num_outputs);
+        num_attended = max(num_attended, d->num_heads * l->head_dim);
         num_inner = max(num_inner, l->down.num_inputs);
         scratch = max_scratch(max_scratch(scratch, &l->qkv, num_rows), &l->output, num_rows);
         if (l->mixture) scratch = max(scratch, mixture_scratch(l->mixture, num_rows));
         else scratch = max_scratch(max_scratch(scratch, &l->inner, mlp_rows), &l->down, mlp_rows);
     }
     const int64_t normed = round_up_to_lines(num_rows * d->hidden_size * item);
-    const int64_t qkv = round_up_to_lines(num_rows * (d->num_heads + 2 * d->num_kv_heads) * d->head_dim * item);
-    const int64_t attended = round_up_to_lines(num_rows * d->num_heads * d->head_dim * item);
+    const int64_t qkv = round_up_to_lines(num_rows * num_qkv * item);
+    const int64_t attended = round_up_to_lines(num_rows * num_attended * item);
     const int64_t inner = round_up_to_lines(mlp_rows * num_inner * item);
     char *memory = aligned_alloc(64, (size_t)(normed + qkv + attended + inner + round_up_to_lines(scratch)));
     *buffers = (struct buffers){.normed = own_normed ? own_normed : memory};
@@ -139,28 +144,29 @@ static void norm_delta(const struct decoder *d, const struct rows *r, const void
 }
 
 /* Norms the queries and keys of `qkv`, by heads or all queries and all keys of a row together. */
-static void norm_heads(const struct decoder *d, const char *weight, int64_t num_rows, int64_t stride, char *qkv) {
+static void norm_heads(const struct decoder *d, const struct layer *l, int64_t num_rows, int64_t stride, char *qkv) {
+    const char *weight = l->head_norm;
     const int is_bf16 = (int)d->is_bf16, has_bf16_weight = (int)d->has_bf16_norms;
-    const int64_t dim = d->head_dim, num_queries = d->num_heads * dim;
+    const int64_t dim = l->head_dim, num_queries = d->num_heads * dim;
     if (!d->norms_projections) {
-        outrider_norm_heads(qkv, weight, num_rows, stride, d->num_heads + d->num_kv_heads, dim, d->epsilon, is_bf16,
-                            has_bf16_weight);
+        const int64_t num_normed = d->num_heads + (d->norms_values ? 2 : 1) * l->num_kv_heads;
+        outrider_norm_heads(qkv, weight, num_rows, stride, num_normed, dim, d->epsilon, is_bf16, has_bf16_weight);
         return;
     }
     outrider_norm_heads(qkv, weight, num_rows, stride, 1, num_queries, d->epsilon, is_bf16, has_bf16_weight);
     outrider_norm_heads(qkv + num_queries * (is_bf16 ? 2 : 4), weight + num_queries * (has_bf16_weight ? 2 : 4),
-                        num_rows, stride, 1, d->num_kv_heads * dim, d->epsilon, is_bf16, has_bf16_weight);
+                        num_rows, stride, 1, l->num_kv_heads * dim, d->epsilon, is_bf16, has_bf16_weight);
 }
 
 /* Rotates the queries and keys of buffers->qkv and computes buffers->attended. Returns 1 if memory is short. */
 static int attend(const struct decoder *d, const struct layer *l, const struct rows *r, struct attention *a,
                   const struct buffers *buffers) {
-    const int64_t item = d->is_bf16 ? 2 : 4, dim = d->head_dim;
-    const int64_t num_rotated = d->num_heads + d->num_kv_heads, stride = (num_rotated + d->num_kv_heads) * dim;
+    const int64_t item = d->is_bf16 ? 2 : 4, dim = l->head_dim;
+    const int64_t num_rotated = d->num_heads + l->num_kv_heads, stride = (num_rotated + l->num_kv_heads) * dim;
     const int is_bf16 = (int)d->is_bf16;
-    if (l->head_norm) norm_heads(d, l->head_norm, r->num_rows, stride, buffers->qkv);
+    if (l->head_norm) norm_heads(d, l, r->num_rows, stride, buffers->qkv);
     if (l->table >= 0)
-        outrider_rotate(buffers->qkv, r->angles[l->table], r->num_rows, stride, num_rotated, dim, d->num_rotated_dims,
+        outrider_rotate(buffers->qkv, r->angles[l->table], r->num_rows, stride, num_rotated, dim, l->num_rotated_dims,
                         (int)d->rotates_pairs, is_bf16);
     a->query = buffers->qkv;
     a->new_keys = buffers->qkv + d->num_heads * dim * item;
@@ -168,7 +174,7 @@ static int attend(const struct decoder *d, const struct layer *l, const struct r
     a->out = buffers->attended;
     a->query_row = a->key_row = a->value_row = stride;
     a->query_head = a->key_head = a->value_head = a->key_dim = a->value_dim = dim;
-    a->num_heads = d->num_kv_heads, a->group_size = d->num_heads / d->num_kv_heads;
+    a->num_heads = l->num_kv_heads, a->group_size = d->num_heads / l->num_kv_heads;
     a->window = l->window, a->scaling = l->scaling, a->softcap = l->softcap, a->sinks = l->sinks;
     return outrider_attend(a);
 }
@@ -180,10 +186,10 @@ static void move_to_front(const struct rows *r, char *from, int64_t row_bytes) {
 }
 
 /* Drops the other rows of the last layer, after the keys and values of all rows are in the pool. */
-static void keep_rows(const struct decoder *d, struct rows *r, const struct buffers *buffers) {
+static void keep_rows(const struct decoder *d, const struct layer *l, struct rows *r, const struct buffers *buffers) {
     const int64_t item = d->is_bf16 ? 2 : 4;
     move_to_front(r, r->hidden, d->hidden_size * item);
-    move_to_front(r, buffers->attended, d->num_heads * d->head_dim * item);
+    move_to_front(r, buffers->attended, d->num_heads * l->head_dim * item);
     if (d->is_parallel) move_to_front(r, buffers->normed, d->hidden_size * item);
     r->num_rows = r->num_kept;
 }
@@ -219,7 +225,7 @@ int outrider_run_layers(const struct decoder *d, const struct attention *pass, v
         multiply(&l->qkv, x, buffers.qkv, r->num_rows, d->is_bf16, buffers.scratch);
         attention.keys = keys[i], attention.values = values[i];
         is_short = attend(d, l, r, &attention, &buffers);
-        if (i + 1 == last && r->num_kept < r->num_rows) keep_rows(d, r, &buffers);
+        if (i + 1 == last && r->num_kept < r->num_rows) keep_rows(d, l, r, &buffers);
         if (!r->num_rows) break;
         multiply(&l->output, buffers.attended, r->delta, r->num_rows, d->is_bf16, buffers.scratch);
         norm_delta(d, r, l->output_norm);
@@ -229,6 +235,10 @@ int outrider_run_layers(const struct decoder *d, const struct attention *pass, v
         if (!l->mixture && !l->inner.packed) break;
         feed_forward(d, l, r, x, &buffers);
         norm_delta(d, r, l->mlp_output_norm);
+        if (l->factor != 1.0f) {
+            outrider_scale(r->hidden, r->num_rows * d->hidden_size, l->factor, (int)d->is_bf16);
+            outrider_scale(r->delta, r->num_rows * d->hidden_size, l->factor, (int)d->is_bf16);
+        }
     }
     free(memory);
     return is_short;

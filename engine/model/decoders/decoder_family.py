@@ -62,7 +62,7 @@ class DecoderFamily:
         encodes_positions: whether a layer's attention rotates queries and keys.
         has_softmax_router: the softmax of one product chooses experts, as Mixtral's, so a kernel computes a mixture.
         has_half_tables: the rotary module gives each angle once, for both halves of a head.
-        other_kinds: keys of the configuration; where one is set, heads have norms or bounds that no kernel computes.
+        other_kinds: keys of the configuration; where one is set, layers have parts that no kernel computes.
         runs_anywhere: also on several ranks and on GPUs.
     """
 
@@ -167,6 +167,11 @@ _DENSE = {
     "gemma": DecoderFamily(adds_one=True),
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
+    "gemma4_text": DecoderFamily(
+        _AROUND,
+        has_softcap=True,
+        other_kinds=("hidden_size_per_layer_input", "num_kv_shared_layers", "enable_moe_block"),
+    ),
     "ernie4_5": _PAIRS,
     "glm": _PAIRS,
     "glm4": DecoderFamily(_BEFORE_AND_AFTER, rotates_pairs=True),

@@ -9,6 +9,7 @@ this forward to the stock model's logits at every start, as it does the others.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -80,11 +81,10 @@ class FusedDecoder:
         assert family is not None, "`fits` says so"
         self._family, self._gate = family, family.function(config)
         attention = model.model.layers[0].self_attn
+        self._norms_values = hasattr(attention, "v_norm")
         self._rank = rank
         self._vocab_size = model.lm_head.weight.shape[0]
-        self._head_dim = attention.head_dim
         self._num_heads = config.num_attention_heads // rank.size
-        self._num_kv_heads = config.num_key_value_heads // rank.size
         self._epsilon, self._residual_scale = norm_epsilon(config), family.factor(config, "residual_multiplier")
         self._embedding = rank.to_device(model.model.embed_tokens.weight)
         norm = getattr(model.model, family.final_norm)
@@ -102,8 +102,7 @@ class FusedDecoder:
             kind: RotaryTable(rotary, like, max_positions(config), is_deterministic, family.rotates_pairs)
             for kind, rotary in rotaries(model).items()
         }
-        self._num_rotated_dims = next(iter(self._rotaries.values())).num_dims
-        self._rows = self._row_operations()
+        self._rows = self._row_operations({layer.self_attn.head_dim for layer in model.model.layers})
         self._norms_projections = False
         self._make_linear, self._store = make_linear, store
         if rank.size == 1:
@@ -214,6 +213,8 @@ class FusedDecoder:
             hidden, mlp_normed = self._rows.add_norm(hidden, attended, mlp_norm)
             normed = normed if self._family.is_parallel else mlp_normed
             delta = self._normed(self._feed_forward(layer, normed), layer.mlp_output_norm)
+            if layer.factor != 1.0:
+                hidden, delta = hidden * layer.factor, delta * layer.factor
         return hidden, delta
 
     def _normed(self, delta: Tensor, norm: Tensor | None) -> Tensor:
@@ -224,12 +225,14 @@ class FusedDecoder:
     ) -> Tensor:
         """[T, hidden] -> [T, Hq * D]."""
         num_rows = normed.shape[0]
-        num_rotated = self._num_heads + self._num_kv_heads
-        qkv = layer.qkv(normed).view(num_rows, -1, self._head_dim)
+        num_rotated = self._num_heads + layer.num_kv_heads
+        qkv = layer.qkv(normed).view(num_rows, -1, layer.head_dim)
+        if layer.head_norm is not None and self._norms_values:
+            qkv = self._rows.norm_heads(qkv, len(layer.head_norm), layer.head_norm)
         value = qkv[:, num_rotated:]  # [T, H, D]
         if layer.head_norm is not None and self._norms_projections:
-            qkv = self._rows.norm_projections(qkv, (self._num_heads, self._num_kv_heads), layer.head_norm)
-        elif layer.head_norm is not None:
+            qkv = self._rows.norm_projections(qkv, (self._num_heads, layer.num_kv_heads), layer.head_norm)
+        elif layer.head_norm is not None and not self._norms_values:
             qkv = self._rows.norm_heads(qkv, num_rotated, layer.head_norm)
         if layer.table is not None:
             qkv = self._rows.rotate(qkv, num_rotated, angles[layer.table], in_pairs=self._family.rotates_pairs)
@@ -249,7 +252,12 @@ class FusedDecoder:
         mlp = layer.block_sparse_moe if hasattr(layer, "block_sparse_moe") else layer.mlp
         projection = getattr(attention, family.output)
         is_joined = hasattr(attention, "qkv_proj")
-        inputs = (attention.qkv_proj,) if is_joined else (attention.q_proj, attention.k_proj, attention.v_proj)
+        if is_joined:
+            inputs, num_kv_heads = [attention.qkv_proj], attention.config.num_key_value_heads
+        else:  # without own values keys are values too
+            inputs = [attention.q_proj, attention.k_proj, attention.v_proj or attention.k_proj]
+            num_kv_heads = attention.k_proj.out_features // attention.head_dim
+        num_kv_heads //= self._rank.size
 
         def kept(name: str, make: Callable[[], Linear]) -> Linear:
             return self._store.product(f"layers.{index}.{name}", make)
@@ -263,17 +271,23 @@ class FusedDecoder:
         before, after, mlp_before, mlp_after = (None if norm is None else self._rank.to_device(norm) for norm in norms)
         kinds = list(self._rotaries)
         kind = None if None in kinds else attention.config.layer_types[index]
+        table = kinds.index(kind) if family.encodes_positions(attention) else None
+        factor = getattr(layer, "layer_scalar", None)
         return DecoderLayer(
             input_norm=before,
             qkv=qkv,
-            head_norm=self._head_norm(attention),
+            head_norm=self._head_norm(attention, num_kv_heads),
             output=output,
             output_norm=after,
             mlp_norm=mlp_before,
             mlp=self._take_mixture(index, mlp) if hasattr(mlp, "experts") else self._take_mlp(index, mlp),
             mlp_output_norm=mlp_after,
             options=options,
-            table=kinds.index(kind) if family.encodes_positions(attention) else None,
+            table=table,
+            num_kv_heads=num_kv_heads,
+            head_dim=attention.head_dim,
+            num_rotated_dims=0 if table is None else self._rotaries[kind].num_dims,
+            factor=1.0 if factor is None else float(factor),
         )
 
     def _take_mlp(self, index: int, mlp: Any) -> Mlp:
@@ -310,9 +324,7 @@ class FusedDecoder:
         shape = DecoderShape(
             hidden_size=self._embedding.shape[1],
             num_heads=self._num_heads,
-            num_kv_heads=self._num_kv_heads,
-            head_dim=self._head_dim,
-            num_rotated_dims=self._num_rotated_dims,
+            norms_values=self._norms_values,
             norms_projections=self._norms_projections,
             rotates_pairs=self._family.rotates_pairs,
             centers=self._family.centers,
@@ -324,14 +336,14 @@ class FusedDecoder:
         )
         return NativeLayers.of(self._layers, shape)
 
-    def _row_operations(self) -> RowOperations:
+    def _row_operations(self, head_dims: set[int]) -> RowOperations:
         like = self._embedding.new_empty(0, dtype=self._dtype)
         if runs_triton(like):
             # Not at the top: processes without a GPU may have no Triton, and need none.
             from engine.model.decoders.triton_rows import TritonRows
 
             return TritonRows(self._epsilon)
-        dims = self._head_dim, self._num_rotated_dims
+        dims = math.gcd(*head_dims), math.gcd(*(table.num_dims for table in self._rotaries.values()))
         factors = self._epsilon, self._residual_scale
         return row_operations(self._embedding.shape[1], dims, like, *factors, centers=self._family.centers)
 
@@ -339,15 +351,16 @@ class FusedDecoder:
         """A product by this rank's inputs; the sum over all ranks is the layer's output."""
         return self._make_linear(self._rank.shard_columns(linear.weight), self._rank.summed_bias(linear.bias))
 
-    def _head_norm(self, attention: Any) -> Tensor | None:
+    def _head_norm(self, attention: Any, num_kv_heads: int) -> Tensor | None:
         if not hasattr(attention, "q_norm"):
             return None
         norms = (self._family.norm_weight(norm) for norm in (attention.q_norm, attention.k_norm))
         query, key = map(self._rank.to_device, norms)
-        self._norms_projections = query.numel() > self._head_dim
+        self._norms_projections = query.numel() > attention.head_dim
         if self._norms_projections:
-            return torch.cat((query, key)).view(-1, self._head_dim)
-        return torch.cat((query.expand(self._num_heads, -1), key.expand(self._num_kv_heads, -1)))
+            return torch.cat((query, key)).view(-1, attention.head_dim)
+        values = [torch.ones_like(key).expand(num_kv_heads, -1)] if self._norms_values else []
+        return torch.cat((query.expand(self._num_heads, -1), key.expand(num_kv_heads, -1), *values))
 
     def _rowwise(self, function: Linear, num_inputs: int) -> Linear:
         """`function` of rows, batch-invariant if need be; on a GPU the products of `make_linear` are."""

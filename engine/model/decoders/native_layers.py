@@ -48,7 +48,7 @@ class DecoderLayer:
 
     input_norm: Tensor | None
     qkv: Linear
-    head_norm: Tensor | None  # [Hq + H, D] of q and k
+    head_norm: Tensor | None  # [Hq + H, D] of q and k; [Hq + 2 H, D] where values are normed
     output: Linear
     output_norm: Tensor | None  # of the attention's output
     mlp_norm: Tensor | None
@@ -56,6 +56,10 @@ class DecoderLayer:
     mlp_output_norm: Tensor | None
     options: LayerOptions
     table: int | None  # of rotary angles; None if positions are not encoded
+    num_kv_heads: int
+    head_dim: int
+    num_rotated_dims: int  # of a head
+    factor: float = 1.0  # of the residual stream after the layer
 
     @property
     def norms(self) -> list[Tensor]:
@@ -70,9 +74,7 @@ class DecoderShape:
 
     hidden_size: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    num_rotated_dims: int  # of a head
+    norms_values: bool
     norms_projections: bool
     rotates_pairs: bool
     centers: bool
@@ -94,10 +96,8 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in (*_NORMS, "head_norm", "sinks")),
         *((name, PackedWeight) for name in ("qkv", "output", "inner", "down")),
         ("mixture", ctypes.c_void_p),
-        ("window", ctypes.c_int64),
-        ("table", ctypes.c_int64),
-        ("scaling", ctypes.c_float),
-        ("softcap", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in ("num_kv_heads", "head_dim", "num_rotated_dims", "window", "table")),
+        *((name, ctypes.c_float) for name in ("scaling", "softcap", "factor")),
     ]
 
 
@@ -106,8 +106,8 @@ class _Decoder(ctypes.Structure):
 
     _fields_ = [
         ("layers", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, ctypes.c_int64) for name in ("num_rotated_dims", "norms_projections", "rotates_pairs", "centers")),
+        *((name, ctypes.c_int64) for name in ("hidden_size", "num_heads", "norms_values", "norms_projections")),
+        *((name, ctypes.c_int64) for name in ("rotates_pairs", "centers")),
         *((name, ctypes.c_int64) for name in ("has_norm_biases", "is_parallel", "activation", "is_bf16")),
         ("has_bf16_norms", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("epsilon", "residual_scale")),
@@ -138,9 +138,7 @@ class NativeLayers:
             layers=ctypes.addressof(self._calls),
             hidden_size=shape.hidden_size,
             num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            num_rotated_dims=shape.num_rotated_dims,
+            norms_values=shape.norms_values,
             norms_projections=shape.norms_projections,
             rotates_pairs=shape.rotates_pairs,
             centers=shape.centers,
@@ -157,9 +155,11 @@ class NativeLayers:
     @classmethod
     def of(cls, layers: Seq[DecoderLayer], shape: DecoderShape) -> NativeLayers | None:
         """Return `layers`, or None where anything of them is no kernel of ours over such rows."""
-        head_dims, like = (shape.head_dim, shape.num_rotated_dims), torch.empty(0, dtype=shape.dtype)
+        like = torch.empty(0, dtype=shape.dtype)
+        head_dims = {(layer.head_dim, layer.num_rotated_dims) for layer in layers}
+        have_sizes = all(NativeRows.fit(shape.hidden_size, dims, like) for dims in head_dims)
         is_on_cpu = layers[0].norms[0].device.type == "cpu"
-        if not is_on_cpu or not NativeRows.fit(shape.hidden_size, head_dims, like) or shape.head_dim > MAX_HEAD_DIM:
+        if not is_on_cpu or not have_sizes or max(layer.head_dim for layer in layers) > MAX_HEAD_DIM:
             return None
         calls = [_layer_call(layer, shape.dtype) for layer in layers]
         present = [call for call in calls if call is not None]
@@ -248,10 +248,14 @@ def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
         None if options.sinks is None else options.sinks.data_ptr(),
         *weights,
         mixture,
+        layer.num_kv_heads,
+        layer.head_dim,
+        layer.num_rotated_dims,
         options.window or 0,
         -1 if layer.table is None else layer.table,
         options.scaling,
         options.softcap or 0.0,
+        layer.factor,
     )
 
 

@@ -16,7 +16,7 @@ enum {
     FEW_TILED = 4,   /* or added as AMX does, */
     FEW_HALF = 4,    /* and the limit on AVX2 */
     FEW_TILES = 2,   /* up to so many tiles, each split of a job is a separate job */
-    MAX_DIM = 256,   /* dims of a head */
+    MAX_DIM = 512,   /* dims of a head */
     SMALL = 1 << 14, /* with fewer lanes (of whole tiles) x keys, one thread computes all jobs */
     STORED_ROWS = 16, /* rows whose KV one part stores */
 };

@@ -1,4 +1,4 @@
-/* The function of an MLP without gates, between its two products. */
+/* Functions of single numbers: between the two products of an MLP without gates, and factors of rows. */
 
 #include "products/gate.h"
 #include "products/numbers.h"
@@ -10,24 +10,38 @@ enum { PART_NUMBERS = 8192 /* fewer are not worth another thread */ };
 struct activation {
     char *x;
     int64_t num_numbers;
-    int function, is_bf16;
+    int function;
+    float factor;
+    int is_bf16;
 };
+
+AVX2 INLINE __m256 activated(const struct activation *a, const void *from, int64_t i) {
+    const __m256 x = load_eight(from, i, a->is_bf16);
+    return a->function ? exact_gate(a->function, x) : _mm256_mul_ps(x, _mm256_set1_ps(a->factor));
+}
 
 AVX2 static void activate_part(const void *work, int64_t part) {
     const struct activation *a = work;
     const int64_t last = min((part + 1) * PART_NUMBERS, a->num_numbers), item = a->is_bf16 ? 2 : 4;
     int64_t i = part * PART_NUMBERS;
-    for (; i + 8 <= last; i += 8)
-        store_eight(a->x, i, exact_gate(a->function, load_eight(a->x, i, a->is_bf16)), a->is_bf16);
+    for (; i + 8 <= last; i += 8) store_eight(a->x, i, activated(a, a->x, i), a->is_bf16);
     if (i == last) return;
     char rest[32] = {0};
     __builtin_memcpy(rest, a->x + i * item, (size_t)((last - i) * item));
-    store_eight(rest, 0, exact_gate(a->function, load_eight(rest, 0, a->is_bf16)), a->is_bf16);
+    store_eight(rest, 0, activated(a, rest, 0), a->is_bf16);
     __builtin_memcpy(a->x + i * item, rest, (size_t)((last - i) * item));
+}
+
+static void activate(const struct activation *a) {
+    share_out(activate_part, a, (a->num_numbers + PART_NUMBERS - 1) / PART_NUMBERS);
 }
 
 /* Replaces each number of x by a function of it, an `enum gate`. */
 void outrider_activate(void *x, int64_t num_numbers, int function, int is_bf16) {
-    const struct activation activation = {x, num_numbers, function, is_bf16};
-    share_out(activate_part, &activation, (num_numbers + PART_NUMBERS - 1) / PART_NUMBERS);
+    activate(&(struct activation){x, num_numbers, function, 1.0f, is_bf16});
+}
+
+/* Multiplies each number of x by `factor`. */
+void outrider_scale(void *x, int64_t num_numbers, float factor, int is_bf16) {
+    activate(&(struct activation){x, num_numbers, NO_GATE, factor, is_bf16});
 }

@@ -18,6 +18,7 @@ void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const uint
 void outrider_quantized_float_product(const float *x, const uint8_t *weight, const uint16_t *tables, const float *bias,
                                       float *out, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int bits,
                                       int group, int gate, int8_t *scratch);
+void outrider_scale(void *x, int64_t num_numbers, float factor, int is_bf16);
 void outrider_activate(void *x, int64_t num_numbers, int function, int is_bf16);
 
 /* The part of `outrider_product`, or of `outrider_float_product`, that one thread computes: all rows, at most

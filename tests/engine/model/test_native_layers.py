@@ -22,6 +22,7 @@ from transformers import (
     FlexOlmoConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
@@ -110,6 +111,16 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gemma": GemmaConfig(**SIZES),
     "gemma2": Gemma2Config(**SIZES, **WINDOWS, final_logit_softcapping=5.0),
     "gemma3_text": Gemma3TextConfig(**SIZES, **WINDOWS),
+    "gemma4_text": Gemma4TextConfig(
+        **SIZES,
+        sliding_window=9,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=0,
+        global_head_dim=64,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        final_logit_softcapping=5.0,
+    ),
     "ernie4_5": Ernie4_5Config(**SIZES_OF_TWO_HEADS),
     "glm": GlmConfig(**{**SIZES, "head_dim": 64}, rope_parameters=HALF_ROTATED, attention_bias=True),
     "glm4": Glm4Config(**{**SIZES, "head_dim": 64}, rope_parameters=HALF_ROTATED),
@@ -156,6 +167,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PreTrainedMode
     found = {name: write_family(root / name, config) for name, config in CONFIGS.items()}
     for model in found.values():
         with torch.no_grad():
+            for layer in model.get_decoder().layers:
+                if hasattr(layer, "layer_scalar"):
+                    layer.layer_scalar.fill_(0.75)
             for name, parameter in model.named_parameters():
                 if name.endswith("bias"):
                     parameter.normal_(std=0.1)
@@ -217,6 +231,17 @@ def test_one_call_has_the_bits_of_many(
     assert torch.equal(together, one_by_one(model, [BRANCHED, BESIDE]))
     if family not in OTHER_ROUTERS:
         assert torch.equal(together, torch.cat((logits(model, [BRANCHED]), logits(model, [BESIDE]))))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4_text", "gpt_oss"])
+@torch.inference_mode()
+def test_logits_in_one_call_are_transformers(models: dict[str, PreTrainedModel], family: str) -> None:
+    stock = copy.deepcopy(models[family])
+    stock.set_attn_implementation("eager")
+    expected = stock(torch.tensor([TEXT[:153]]), use_cache=False).logits[0, 150:]
+    found = logits(paged(models[family], torch.float32), [Span(TEXT[150:153], 150, FIRST_TABLE, 3)])
+    spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    assert float(((found - expected).norm(dim=-1) / spread).max()) < 1e-5
 
 
 @pytest.mark.parametrize("family", list(CONFIGS))
