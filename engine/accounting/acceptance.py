@@ -61,6 +61,7 @@ class AcceptanceTable:
         """
         tries: dict[str, tuple[list[int], list[int]]] = {}  # class -> tried and accepted sequences by position
         for request_id, name, number, positions in zip(request_ids, classes, num_tried, accepted, strict=True):
+            number = min(number, self._num_positions)  # a chain may come where a smaller tree was requested
             if number == 0:
                 continue
             if request_id not in self._requests:
@@ -159,6 +160,6 @@ class _ClassCounts(_Counts):
     def rates_above(self, num_errors: float) -> list[float]:
         """Return the rates by position, each higher by a number of standard errors."""
         return [
-            rate + num_errors * sqrt(rate * (1.0 - rate) / (tried + _CLASS_TRUST))
+            min(1.0, rate + num_errors * sqrt(rate * (1.0 - rate) / (tried + _CLASS_TRUST)))
             for rate, tried in zip(self.class_rates(), self.tried, strict=True)
         ]

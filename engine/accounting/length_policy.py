@@ -140,7 +140,8 @@ class LengthPolicy:
         self._last_plain = -_PLAIN_PERIOD  # step of the last pass without drafts
         self._next_plan = 0  # step
         self._planned_bits = 0  # bit length of the batch size of the last plan
-        self._last_sizes: list[DraftSize] = []  # of the last plan
+        self._held: dict[str, DraftSize] = {}  # request id -> size in the last plan
+        self._is_short = False  # plain passes are shorter than `_LONG_S`
         self._last_drafted: dict[str, int] = {}  # request id -> step of its last draft, or of its first pass
         self._tree_classes: set[str] = set()
         self._next_choice = 0  # step
@@ -173,7 +174,8 @@ class LengthPolicy:
         self._tree_steps, self._tree_classes, self._doubtful = self._new_tree_steps(), set(), set()
         self._costs.forget_drafts()
         self._gates = SpeculationGates(self._costs)
-        self._is_speculating = True
+        self._is_speculating, self._probed = True, None
+        self._next_plan, self._num_skipped = self._step, 0
 
     def on_pass(self, record: PassRecord) -> None:
         """Learn from a pass; call it once per pass, before `sizes`."""
@@ -187,6 +189,8 @@ class LengthPolicy:
         if is_plain and self._step < self._next_plan and record.num_prompt_rows == 0:
             self._num_skipped += 1
             return
+        if not is_plain:
+            self._num_skipped = 0  # a pass with drafts does not represent them
         self._set_size(len(passes))
         drafted_ids = [each.sequence.request_id for each in passes if each.num_requested > 0]
         has_catch_up = not all(map(self._is_up_to_date, drafted_ids))
@@ -205,12 +209,13 @@ class LengthPolicy:
         """Return the size of each sequence's next draft; the next pass samples all of them."""
         request_ids = [sequence.request_id for sequence in sequences]
         is_due = self._step >= self._next_plan or len(sequences).bit_length() != self._planned_bits
-        if not is_due and not self._is_speculating:
+        # While passes are short and none has drafts, new requests wait for the next plan.
+        if not is_due and self._held.keys() >= set(request_ids):
+            return [self._held[each] for each in request_ids]
+        if not is_due and not self._is_speculating and self._is_short:
             for each in request_ids:
                 self._last_drafted.setdefault(each, self._step)
             return [DraftSize(0, 0)] * len(sequences)
-        if not is_due and self._last_drafted.keys() >= set(request_ids):
-            return [DraftSize(each.draft_allowance, each.node_allowance) for each in sequences]
         for table in self._acceptance:
             table.keep_only(request_ids)
         self._last_drafted = {each: self._last_drafted.get(each, self._step) for each in request_ids}
@@ -218,7 +223,9 @@ class LengthPolicy:
             return []
         self._set_size(len(sequences))
         self._next_plan, self._planned_bits = self._step + 1, len(sequences).bit_length()
-        return self._plan(sequences)
+        sizes = self._plan(sequences)
+        self._held = dict(zip(request_ids, sizes, strict=True))
+        return sizes
 
     def _set_size(self, num_sequences: int) -> None:
         self._costs.set_size(num_sequences)
@@ -252,12 +259,13 @@ class LengthPolicy:
             self._probe(sequences, lengths, planned.chains),
         ]
         sizes = limits.sizes(lengths, is_tree)
-        is_settled = sizes == self._last_sizes and not is_priced.any()  # a price changes with each pass
+        self._is_short = row_seconds[0] < _LONG_S
+        # A price changes with each pass, and under a time limit so does the longest draft.
+        is_settled = is_free and not is_priced.any() and sizes == [*self._held.values()]
         if not any(changes) and (is_settled or not self._is_speculating):
             plain_s = row_seconds[0]
             hold = min(_LONG_S / plain_s, _HOLD) if self._is_speculating else max(_REST_S / plain_s, _REST)
             self._next_plan = self._step + ceil(hold)
-        self._last_sizes = sizes
         return sizes
 
     def _planned(self, sequences: Seq[Sequence], limits: _Limits, row_seconds: Floats) -> tuple[Ints, Bools]:

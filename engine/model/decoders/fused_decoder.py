@@ -199,6 +199,7 @@ class FusedDecoder:
                 if normed is not None:
                     last = self._layers[part.stop - 1]
                     delta = self._normed(self._feed_forward(last, normed), last.mlp_output_norm).contiguous()
+                    hidden, delta = _scaled(last, hidden, delta)
             return hidden, delta
         for index in layers:
             layer = self._layers[index]
@@ -213,8 +214,7 @@ class FusedDecoder:
             hidden, mlp_normed = self._rows.add_norm(hidden, attended, mlp_norm)
             normed = normed if self._family.is_parallel else mlp_normed
             delta = self._normed(self._feed_forward(layer, normed), layer.mlp_output_norm)
-            if layer.factor != 1.0:
-                hidden, delta = hidden * layer.factor, delta * layer.factor
+            hidden, delta = _scaled(layer, hidden, delta)
         return hidden, delta
 
     def _normed(self, delta: Tensor, norm: Tensor | None) -> Tensor:
@@ -384,6 +384,11 @@ class FusedDecoder:
         biases: list[Tensor] = [self._rank.shard_rows(linear.bias) for linear in linears if linear.bias is not None]
         weights: list[Tensor] = [self._rank.shard_rows(linear.weight) for linear in linears]
         return self._make_linear(joined_weights(weights), torch.cat(biases) if biases else None)
+
+
+def _scaled(layer: DecoderLayer, hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """Multiply a layer's states, and the sum that they lack, by the layer's factor."""
+    return (hidden, delta) if layer.factor == 1.0 else (hidden * layer.factor, delta * layer.factor)
 
 
 def _mixed(mixture: nn.Module, rows: Tensor) -> Tensor:

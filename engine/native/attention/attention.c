@@ -90,7 +90,9 @@ static int64_t few_each(int64_t num_jobs) { return max(1, num_jobs / (PARTS_EACH
 int outrider_attend(const struct attention *a) {
     /* Count the jobs, with smaller blocks of lanes if there are too few for all threads. */
     struct jobs jobs = {0};
-    int64_t block = MAX_TILES * LANES;
+    /* The buffers of a job lie on the stack, and some threads have 2 MiB of it. */
+    const int is_large = max(a->key_dim, a->value_dim) > MAX_DIM / 2;
+    int64_t block = (is_large ? MAX_TILES / 2 : MAX_TILES) * LANES;
     plan(a, &jobs, block);
     while (jobs.num_jobs < 12 && block > 4 * LANES) {
         block /= 2, jobs.work = 0;

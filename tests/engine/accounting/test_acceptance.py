@@ -64,3 +64,11 @@ def test_a_request_that_left_is_forgotten_and_its_class_is_not() -> None:
     of_request = acceptance(table, "a")
     table.keep_only([])
     assert of_request[0] < acceptance(table, "a")[0] < 0.2
+
+
+def test_a_chain_longer_than_the_largest_tree_counts_up_to_it() -> None:
+    """A proposer may answer with a chain where a tree was requested."""
+    table = AcceptanceTable(3, has_trees=True)
+    table.observe_trees(["a"], ["c"], [5], [range(4)])
+    assert len(acceptance(table, "a")) == 3
+    assert acceptance(table, "a")[2] > 0.7

@@ -137,6 +137,28 @@ def test_drafts_come_back_when_a_draft_that_was_slow_for_a_while_is_not(num_stre
     assert np.mean(pair.lengths[-100:]) > 1.5 * num_streams
 
 
+def test_a_plan_that_holds_is_the_plan_whatever_else_set_the_lengths() -> None:
+    """Reasoning steps set the length of their pass themselves."""
+    costs = Costs(weights_s=0.002, row_s=0.00002, fixed_s=0.0001, draft_step_s=0.0001, draft_row_s=0.0)
+    policy, pair = new_policy(), SimulatedPair(lambda index, step: 1.0, costs, noise=0.0, request_tokens=10**9)
+    slots, lengths = [new_sequence(0, num_drafts=4)], []
+    for step in range(200):
+        set_lengths(policy, slots)
+        lengths.append(slots[0].draft_allowance)
+        pair._pass(slots, step, policy)
+        slots[0].draft_allowance = 60
+    assert max(lengths) == 4
+
+
+def test_a_replaced_draft_is_planned_for_at_once() -> None:
+    policy = new_policy()
+    SimulatedPair(lambda index, step: 0.1, HEAVY_DRAFT).run(8, 600, policy)
+    policy.forget_draft()
+    pair = SimulatedPair(lambda index, step: 0.9, ROOFLINE)
+    pair.run(8, 3, policy)
+    assert sum(pair.lengths) > 0
+
+
 def test_passes_between_two_plans_without_drafts_are_not_learned_from_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
