@@ -131,7 +131,7 @@ def _products() -> Iterator[Case]:
         "our int4": (triton_few_bits.Kind.INT4, 32, {}, {"zeros": None}),
     }
     for height, (plain, few) in tiles.items():
-        options = {"num_warps": plain.num_warps, "num_stages": plain.num_stages}
+        options: dict[str, Any] = {"num_warps": plain.num_warps, "num_stages": plain.num_stages}
         sizes = {"BLOCK_M": plain.num_rows, "BLOCK_N": plain.num_outputs, "BLOCK_K": plain.num_inputs}
         constants = {**sizes, "OPERAND": _BFLOAT16, "bias": None}
         yield _case(f"multiply bfloat16 {height}", triton_product.multiply, constants, **options)

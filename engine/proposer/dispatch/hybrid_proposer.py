@@ -129,7 +129,7 @@ class HybridProposer:
         num_drafts = min(len(turn.token_ids), _MAX_LENGTH)
         equal = np.equal(committed, turn.token_ids[: len(committed)])
         num_accepted = min(int(np.cumprod(equal).sum()), num_drafts)
-        self._acceptance.observe([turn.kind], [turn.kind], np.array([num_drafts]), np.array([num_accepted]))
+        self._acceptance.observe([turn.kind], [turn.kind], [num_drafts], [num_accepted])
 
 
 def _kind_of_other(sequence: RequestTokens) -> str:
