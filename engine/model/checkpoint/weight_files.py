@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 SHA256_DIGITS = 64
 
+_LARGE_BYTES = 64 << 20  # reading a smaller file takes less than a stored digest would save
+
 
 def file_digest(file: Path) -> str:
     """Return the SHA-256 of a file's contents in hexadecimal digits.
@@ -33,7 +35,7 @@ def file_digest(file: Path) -> str:
     if real.parent.name == "blobs" and len(real.name) == SHA256_DIGITS:
         return real.name
     stat = real.stat()
-    if stat.st_size < 64 << 20:  # reading it takes less than a stored digest would save
+    if stat.st_size < _LARGE_BYTES:
         return _read(real)
     identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     note = cache_root() / "digests" / "-".join(map(str, identity))

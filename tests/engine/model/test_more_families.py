@@ -41,10 +41,19 @@ SIZES = {
     "sliding_window": WINDOW,
     "pad_token_id": None,
 }
+# Its heads differ by layer, so it takes all sizes at once.
+GEMMA_4 = {
+    **{"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16},
+    **{"hidden_size_per_layer_input": 0, "max_position_embeddings": 128, "pad_token_id": None},
+    **{"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2},
+}
 _OPTIONAL = ("head_dim", "q_lora_rank", "sliding_window")  # None stays None
 
 
 def small_config(family: str) -> PreTrainedConfig:
+    if family == "gemma4_text":
+        return AutoConfig.for_model(family, **GEMMA_4)
     config: Any = AutoConfig.for_model(family)
     for name, size in SIZES.items():
         if name not in config.attribute_map and hasattr(config, name):
