@@ -12,7 +12,7 @@ DATES = {  # files that need the date, or compare it with a file's date
     "actors/pair/auto_tune.py": "the date of a draft's file",
     "actors/pair/pair.py": "the date since which a draft runs, for operators",
     "actors/pair/pair_draft.py": "likewise",
-    "actors/pair/pair_shell.py": "likewise, of a head",
+    "actors/pair/pair_shell.py": "the date since which a head runs, for operators",
     "cluster/cli/commands/tune.py": "the date of a log's file",
     "engine/position_log/shard.py": "likewise",
     "router/api_keys.py": "the age of a file's change",
