@@ -108,6 +108,7 @@ class TargetHead:
     async def _order(self, path: str, timeout_s: float, *, is_check: bool = False) -> str:
         self._num_orders += 1
         try:
+            await self._client.wait_connected(timeout_s)  # a target that restarts takes the order afterwards
             order = OrderHead(f"head-order-{self._num_orders}", path, is_check)
             return (await self._client.order_head(order, timeout_s)).digest
         except TimeoutError:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,11 +79,14 @@ class HeadExchange:
     def _answer(self, order: OrderHead) -> None:
         self._failed_path = ""
         try:
-            with checked(order.path) as folder:
-                refuse_not_finite(folder)
-                loaded = self._loaded(order.path)
+            loaded = self._in_memory(order.path)  # the way back needs no check
+            if loaded is None:
+                with checked(order.path) as folder:
+                    refuse_not_finite(folder)
+                    loaded = self._load(order.path)
             if not order.is_check:
-                self._between_steps(lambda: self._exchange(loaded))
+                self._between_steps(partial(self._exchange, loaded))
+                self._write()
             self._emit(HeadLoaded(order.order_id, loaded.digest))
         except ServingError as error:
             self._emit(Refused.of(order.order_id, error))
@@ -91,26 +95,29 @@ class HeadExchange:
             reason = f"The draft {order.path!r} cannot be loaded: {error}"
             self._emit(Refused.of(order.order_id, RequestError(reason, param="path")))
 
-    def _loaded(self, path: str) -> _LoadedHead:
-        """Return the head at `path`, read again only if its files have changed."""
-        version = self._digest(path)
-        for each in (self._running, self._other):
-            if each is not None and (each.path, each.digest) == (path, version):
-                return each
+    def _in_memory(self, path: str) -> _LoadedHead | None:
+        """Return the head at `path` if it is loaded and its files have not changed."""
+        heads = [each for each in (self._running, self._other) if each is not None and each.path == path]
+        return next((each for each in heads if each.digest == self._digest(path)), None)
+
+    def _load(self, path: str) -> _LoadedHead:
         if self._has_prefill:
             raise ConfigError(
                 "prefill replicas compute keys and values of deploy.yaml's head; set draft.path there and deploy again"
             )
         self._between_steps(self._drop_other)
-        self._other = _LoadedHead(path, version, self._runner.load_head(path))
+        self._other = _LoadedHead(path, self._digest(path), self._runner.load_head(path))
         return self._other
 
     def _between_steps(self, act: Callable[[], None]) -> None:
         done: Future[None] = Future()
 
         def act_now() -> None:
-            act()
-            done.set_result(None)
+            try:
+                act()
+                done.set_result(None)
+            except Exception as error:  # the order fails, and the steps go on
+                done.set_exception(error)
 
         self._submit(Do(act_now))
         done.result()
@@ -131,10 +138,17 @@ class HeadExchange:
         self._failed_path = self._running.path
         logger.error("drafts of the head %s are not finite, going back to %s", self._failed_path, self._other.path)
         self._keep(self._other)
+        self._worker.submit(self._write)
 
     def _keep(self, loaded: _LoadedHead) -> None:
         self._other, self._running = self._running, loaded
-        write_choice(self._folder, DraftChoice(loaded.path, 1))
+
+    def _write(self) -> None:
+        """Keep the path of the running head. The worker writes it, since steps wait for no disk."""
+        try:
+            write_choice(self._folder, DraftChoice(self._running.path, 1))
+        except OSError:
+            logger.exception("a restarted target will not find the head %s", self._running.path)
 
     def _digest(self, path: str) -> str:
         return digest(str(self._config.kind), model_version(path))

@@ -37,7 +37,7 @@ _COMMANDS = {  # module in `commands/`, and function
 
 
 def _app(names: Iterable[str]) -> typer.Typer:
-    """Return the command line with these commands; none of their objects is garbage."""
+    """Load these commands and return the command line. The garbage collector skips their objects."""
     app = typer.Typer(
         name="outrider",
         help="Exact speculative decoding, served.",
