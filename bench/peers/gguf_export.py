@@ -27,9 +27,10 @@ def main() -> None:
     sys.path[:0] = [source, f"{source}/gguf-py"]
     from conversion import base
     from conversion.llama import LlamaModel
+    from conversion.qwen import Qwen2Model
 
     base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "default"
-    LlamaModel.set_vocab = lambda self: self._set_vocab_gpt2()
+    LlamaModel.set_vocab = Qwen2Model.set_vocab = lambda self: self._set_vocab_gpt2()
     if kind == "q4_0":
         types = base.gguf.GGMLQuantizationType
         base.gguf = _Renamed(base.gguf, GGMLQuantizationType=_Renamed(types, Q8_0=types.Q4_0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -22,6 +23,9 @@ OPENVINO = "openvino-genai==2026.4.1.0"
 # Exports IR from checkpoints; has transformers with it, and needs torch.
 OPENVINO_EXPORT = "optimum-intel==2.2.0"
 OPENVINO_QUANTIZER = "nncf"
+# The newest that the exporter takes for some families; the others are exported with the one that comes with it.
+OLDER_TRANSFORMERS = "transformers==5.0.0"
+OLDER_FAMILIES = ("gemma",)
 # llama.cpp with its HTTP server, compiled for AVX2 and repacked weights.
 LLAMA = "xllamacpp==2026.10.11549"
 # Its archive of sources has llama.cpp's converter.
@@ -42,11 +46,12 @@ def install_openvino(cache: Path) -> Path:
     """Install OpenVINO GenAI and the exporter; return the environment's folder of programs."""
     folder = cache / "openvino"
     requirements = (OPENVINO, OPENVINO_EXPORT, OPENVINO_QUANTIZER, f"torch=={version('torch').split('+')[0]}")
-    if not _is_installed(folder, requirements):
+    if not _is_installed(folder, (*requirements, OLDER_TRANSFORMERS)):
         _pip(_environment(folder), "install", *requirements)
+        _pip(folder, "install", "--no-deps", "--target", str(folder / "older"), OLDER_TRANSFORMERS)
         # It is built for another torch and breaks the import of transformers; nothing here needs it.
         _pip(folder, "uninstall", "--yes", "torchvision")
-        _stamp(folder, requirements)
+        _stamp(folder, (*requirements, OLDER_TRANSFORMERS))
     return folder / "bin"
 
 
@@ -100,8 +105,10 @@ def openvino_pair(programs: Path, pair: ModelPair, cache: Path, precision: Preci
 
     def export(model: Path, out: Path) -> None:
         task = ("--task", "text-generation-with-past")
-        program = programs / "optimum-cli"
-        _call(out.with_suffix(".log"), [program, "export", "openvino", "--model", model, *task, *weights, out])
+        command: list[str | Path] = [programs / "optimum-cli", "export", "openvino", "--model", model, *task, *weights]
+        family = json.loads((model / "config.json").read_text())["model_type"]
+        packages = (programs.parent / "older").absolute() if family.startswith(OLDER_FAMILIES) else None
+        _call(out.with_suffix(".log"), [*command, out], packages)
 
     return _converted(pair, cache, f"openvino-{precision}" if weights else "openvino", export)
 
@@ -134,9 +141,13 @@ def _convert_once(model: Path, cache: Path, kind: str, export: Callable[[Path, P
     return out
 
 
-def _call(log: Path, command: list[str | Path]) -> None:
-    """Run without PYTHONPATH and outside the repository, whose packages are not the peer's. Raises SystemExit."""
+def _call(log: Path, command: list[str | Path], packages: Path | None = None) -> None:
+    """Run with `packages` as the PYTHONPATH, outside the repository, whose packages are not the peer's.
+
+    Raises SystemExit.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"PYTHONPATH": str(packages)} if packages else {}
     absolute = [str(part.absolute()) if isinstance(part, Path) else part for part in command]
     with log.open("wb") as output:
         if subprocess.run(absolute, stdout=output, stderr=output, env=environment, cwd=log.parent).returncode:

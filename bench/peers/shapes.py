@@ -93,11 +93,11 @@ def random_checkpoint(name: str) -> Path:
 def _tokenizer(num_tokens: int) -> PreTrainedTokenizerFast:
     """Return a tokenizer of bytes and numbered words, as many as the shape has tokens; its last one ends a text."""
     tokens = [*sorted(ByteLevel.alphabet()), "ab"]
-    tokens += [f"w{number}" for number in range(num_tokens - len(tokens) - 1)] + ["<|end|>"]
+    tokens += [f"w{number}" for number in range(num_tokens - len(tokens) - 1)] + ["<|endoftext|>"]
     tokenizer = Tokenizer(BPE({token: index for index, token in enumerate(tokens)}, [("a", "b")]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|end|>", eos_token="<|end|>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|endoftext|>", eos_token="<|endoftext|>")
 
 
 def random_prompts(name: str, num_prompts: int, num_tokens: int) -> list[list[int]]:
