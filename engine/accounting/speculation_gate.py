@@ -4,14 +4,15 @@ The baseline is the time of the same steps without the class's drafts: the step'
 rows and its share of the wait for drafts. The costs come from a profile that plain passes keep up to date.
 
 Each gate is for batches of about one size: a row that is free for a single stream costs time in a batch of sixteen. The
-gate closes if the gain is too small to notice, since drafts also make passes longer and uneven.
+gate closes if drafts lose time, and tries them again after pauses that double, until a trial's loss is a small share
+of the pause. Longer pauses would miss the repeating texts among others (SmolLM2, suffixes).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.accounting.cost_model import CostModel
 from engine.accounting.draft_cost import RequestedDrafts
@@ -24,9 +25,8 @@ logger = logging.getLogger(__name__)
 _FADE = 0.995  # per step: a few hundred recent steps count
 _MIN_PASSES = 64.0  # passes of a class's sequences before a measurement is used
 _MIN_STEPS = 16  # in a trial
-WORTH = 1.03  # the gate closes below this speedup
-_FIRST_PAUSE = 64  # steps; doubles with every trial that fails
-_LONGEST_PAUSE = 4096
+_TRIAL_SHARE = 0.01  # of the time is lost in trials, once pauses are that long
+_PAUSES = (64, 4096)  # steps of the first and of the longest pause; they double with every trial that fails
 _REPORTED_STEP = 256  # steps before a class's speedup is logged once
 _MAX_SURPRISE = 1.5  # times the expected seconds: the most that one slow pass may cost a class
 _GAIN = 1.05  # below this speedup the log advises against these drafts
@@ -36,7 +36,7 @@ _GAIN = 1.05  # below this speedup the log advises against these drafts
 class ClassStep:
     """One class's part of a step: sequences, committed tokens, and the step's time with and without its drafts.
 
-    It represents `num_steps` equal steps.
+    It represents `num_steps` equal steps. `catch_up_s` is the wait beyond what such drafts usually take.
     """
 
     num_sequences: int
@@ -44,6 +44,13 @@ class ClassStep:
     seconds: float
     plain_seconds: float
     num_steps: int = 1
+    catch_up_s: float = 0.0
+
+    @property
+    def num_lost_steps(self) -> float:
+        """The plain steps that the class has lost by its drafts; negative for a gain."""
+        step = (self.seconds + self.catch_up_s) / self.plain_seconds - self.num_tokens / self.num_sequences
+        return self.num_steps * step
 
 
 class SpeedupMeter:
@@ -76,7 +83,7 @@ class SpeedupMeter:
 
 
 class SpeculationGate:
-    """Closes while a class gains too little in batches of a size; reopens for trials after longer and longer pauses.
+    """Closes while a class loses time by drafts in batches of a size; reopens for trials.
 
     Args:
         name: The name of the class in the log.
@@ -101,7 +108,7 @@ class SpeculationGate:
             trial.num_steps_closed = max(0, trial.num_steps_closed - step.num_steps)
         elif is_drafting and (speedup := trial.evaluate(step)) is not None:
             logger.info(
-                "speculation of %s gains too little in batches of about %d: speedup=%.2f, off for %d steps",
+                "speculation of %s gains nothing in batches of about %d: speedup=%.2f, off for %d steps",
                 self._name,
                 batch_size,
                 speedup,
@@ -125,22 +132,25 @@ class _Trial:
 
     def __init__(self) -> None:
         self.num_steps_closed = 0
+        self._backoff = Backoff(*_PAUSES)
+        self._begin()
+
+    def _begin(self) -> None:
         self._meter = SpeedupMeter()
-        self._num_steps = 0
-        self._backoff = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE)
+        self._num_steps, self._num_lost = 0, 0.0
 
     def evaluate(self, step: ClassStep) -> float | None:
-        """Record a step. If the measured speedup is too small, begin a pause and return the speedup."""
+        """Record a step. If the steps have lost time, begin a pause and return their speedup."""
         self._meter.observe(step)
         self._num_steps += 1
+        self._num_lost += step.num_lost_steps
         if not self._meter.is_measured or self._num_steps < _MIN_STEPS:
             return None
-        speedup = self._meter.speedup
-        if speedup >= WORTH:
+        if (speedup := self._meter.speedup) >= 1.0:
             self._backoff.reset()
             return None
-        self.num_steps_closed = int(self._backoff.next())
-        self._meter, self._num_steps = SpeedupMeter(), 0
+        self.num_steps_closed = int(min(self._backoff.next(), max(_PAUSES[0], self._num_lost / _TRIAL_SHARE)))
+        self._begin()
         return speedup
 
 
@@ -181,8 +191,8 @@ class SpeculationGates:
         for each in record.passes:
             members.setdefault(class_of(each.sequence), []).append(each)
         expected_s, shares = self._costs.drafts.seconds(requested), self._costs.drafts.shares(requested)
-        draft_s = record.times.draft_s
-        draft_s = min(draft_s, _MAX_SURPRISE * expected_s) if expected_s > 0.0 else draft_s
+        waited_s = record.times.draft_s
+        draft_s = min(waited_s, _MAX_SURPRISE * expected_s) if expected_s > 0.0 else waited_s
         for name, part in members.items():
             share = 0.0
             for each in part:
@@ -190,6 +200,7 @@ class SpeculationGates:
                     drafter = drafter_of(each.sequence, is_tree=each.scheduled.max_tree_nodes > 0)
                     share += each.num_requested / requested[drafter].num_tokens * shares[drafter]
             step = self._class_step(record, part, draft_s, share * draft_s, num_steps)
+            step = replace(step, catch_up_s=share * (waited_s - draft_s))
             is_drafting = is_speculating and any(each.num_requested for each in part)
             self._gate(name).observe(step, len(record.passes), is_drafting=is_drafting)
 

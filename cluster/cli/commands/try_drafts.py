@@ -23,11 +23,11 @@ from cluster.cli.replay_traffic import TrafficRequest, Trial, TrialFigures, read
 from cluster.planning.model_shape import ModelShape
 from cluster.planning.replica_plan import ReplicaPlan, replayed_speed_up
 from cluster.planning.roofline import DeviceSpec
-from engine.accounting.speculation_gate import WORTH
 from protos.errors import ConfigError, RequestError, ServingError
 from protos.messages import VerifyMode
 
 _MODELLESS = ("self", "suffix", "ngram", "mtp", "none")  # drafts without a model of their own
+_WORTH = 1.03  # the least speedup that is recommended
 _UNPLANNED = ("self", "mtp")  # a plan does not know their share of the target's cost
 
 
@@ -99,7 +99,7 @@ def best_choice(measured: list[TrialFigures]) -> TriedDraft | None:
         factors = [each.sure_speedup for each in measured if (each.draft, each.num_tokens, each.verify) == variant]
         choices.append(TriedDraft(*variant, prod(factors) ** (1 / len(factors))))
     best = max(choices, key=lambda choice: choice.speedup)
-    return best if best.speedup >= WORTH else None
+    return best if best.speedup >= _WORTH else None
 
 
 def _measured_or_refused(trial: Trial) -> list[TrialFigures]:
@@ -149,7 +149,7 @@ def _speed_table(measured: list[TrialFigures], planned: Callable[[TrialFigures],
     table.title = f"{measured[0].num_streams} at a time"
     best = max(measured, key=lambda each: each.sure_speedup)
     for each in measured:
-        mark = " *" if each is best and each.sure_speedup >= WORTH else " noise" if each.is_noisy else ""
+        mark = " *" if each is best and each.sure_speedup >= _WORTH else " noise" if each.is_noisy else ""
         factor = f"{each.speedup:.2f}{mark}"
         tokens = f"{each.tokens_per_pass:.2f}" if each.drafts_per_pass else "no drafts"
         row = (each.draft, str(each.num_tokens), each.verify, tokens, f"{each.tokens_per_s:.1f}", factor, planned(each))
