@@ -23,7 +23,7 @@ OPENVINO = "openvino-genai==2026.4.1.0"
 # Exports IR from checkpoints; has transformers with it, and needs torch.
 OPENVINO_EXPORT = "optimum-intel==2.2.0"
 OPENVINO_QUANTIZER = "nncf"
-# The newest that the exporter takes for some families; the others are exported with the one that comes with it.
+# The newest version that the exporter takes for some families; its own dependency is newer.
 OLDER_TRANSFORMERS = "transformers==5.0.0"
 OLDER_FAMILIES = ("gemma",)
 # llama.cpp with its HTTP server, compiled for AVX2 and repacked weights.
