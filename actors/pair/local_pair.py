@@ -18,6 +18,7 @@ from actors.process.actor_thread import ActorThread, quick_imports
 from actors.process.frames import private_folder
 from actors.settings import PairSettings
 from actors.shell_messages import TARGET_SOCKET, Snapshot, Status
+from engine.model.checkpoint.weight_files import begin_digests
 from protos.served_draft import DraftOrder, DraftReport
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class LocalPair(PairShell):
             ServingError: it could not start.
         """
         # Imported here: it loads torch, whose threads depend on the environment at the first import.
+        begin_digests(self._settings.engine.model.path)
         with quick_imports():
             from actors.target.target_process import serve_target
 

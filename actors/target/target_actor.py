@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from actors.process.actor_thread import ActorThread, quick_imports
 from actors.process.process_logging import configure_logging
 from actors.settings import PairSettings
+from engine.model.checkpoint.weight_files import begin_digests
 
 if TYPE_CHECKING:  # takes a second to import, and not every process calls a deployment
     from ray.serve.handle import DeploymentHandle
@@ -39,6 +40,7 @@ class TargetActor:
 
     def _serve(self, is_ready: Callable[[], None]) -> None:
         # Imported here: shells and Serve's builder import this class, and must not load torch for it.
+        begin_digests(self._settings.engine.model.path)
         with quick_imports():
             from actors.target.target_process import serve_target
 

@@ -8,8 +8,10 @@ import json
 import logging
 import os
 import struct
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,18 @@ def file_digest(file: Path) -> str:
     except OSError as error:
         logger.warning("cannot cache the digest of %s; the file is read again at the next start: %s", file, error)
         return _read(real)
+
+
+def begin_digests(path: str) -> None:
+    """Begin to read a model folder's large files for their digests, in a thread, while the caller imports torch."""
+    files = [each for each in Path(path).expanduser().glob("*.safetensors") if each.stat().st_size >= _LARGE_BYTES]
+
+    def read() -> None:
+        with suppress(OSError):  # loading reports it
+            for file in sorted(files):
+                file_digest(file)
+
+    threading.Thread(target=read, name="digests", daemon=True).start()
 
 
 def cache_root() -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,17 @@ def test_one_byte_makes_another_version(tmp_path: Path) -> None:
     folders = {"a": CONTENTS, "b": CONTENTS, "c": bytes(changed)}
     first, same, other = (model_version(str(folder_of(tmp_path / name, each))) for name, each in folders.items())
     assert first == same != other
+
+
+def test_a_thread_reads_ahead_what_the_version_needs(tmp_path: Path, reads: list[Path]) -> None:
+    folder = folder_of(tmp_path / "a", CONTENTS)
+    module.begin_digests(str(folder))
+    model_version(str(folder))  # waits for the thread, or the thread for it
+    for thread in threading.enumerate():
+        if thread.name == "digests":
+            thread.join(10)
+    assert reads == [folder / "model.safetensors"]
+    module.begin_digests(str(tmp_path / "no folder"))
 
 
 def test_a_large_file_is_read_once(tmp_path: Path, reads: list[Path]) -> None:
