@@ -105,7 +105,7 @@ audit: $(INSTALLED)  ## sampling, drafts, cache, formats, counts and speed of a 
 bench-peers: $(BENCH_INSTALLED)  ## docs/benchmarks.md: OpenVINO GenAI, llama-server, Transformers and Outrider; MODEL=smollm2
 	@$(BIN)/python -m bench.peers --model $(or $(PEERS_$(MODEL)),$(MODEL)) $(BENCH_ARGS)
 
-bench-speculation: $(BENCH_INSTALLED)  ## every way to speculate; BENCH_ARGS="--questions FILE --agents FILE" for more texts
+bench-speculation: $(BENCH_INSTALLED)  ## every way to speculate; BENCH_ARGS="--questions FILE" for more texts
 	@$(BIN)/python -m bench.speculation $(BENCH_ARGS)
 
 chaos: $(BENCH_INSTALLED)  ## each process killed and stopped next to streams (docs/operate.md); BENCH_ARGS="--only clock"

@@ -11,14 +11,10 @@ DEMO = Path("models/demo")
 CACHE = Path(".cache/bench")
 
 
-def padded_target(num_positions: int | None = None) -> Path:
-    """Return the folder of the demo target padded to 0.46 B, built under `CACHE` where it is not there yet.
-
-    With `num_positions` it can hold texts so long, for recordings: the demo was trained on fewer.
-    """
+def padded_target() -> Path:
+    """Return the folder of the demo target padded to 0.46 B, built under `CACHE` where it is not there yet."""
     source = DEMO / "target"
-    parts = ("padded", model_version(str(source))[:8], num_positions or "")
-    folder = CACHE / "-".join(str(part) for part in parts if part)
+    folder = CACHE / f"padded-{model_version(str(source))[:8]}"
     if not (folder / "config.json").exists():
-        build_fixture(source, folder, num_positions=num_positions)
+        build_fixture(source, folder)
     return folder

@@ -1,11 +1,10 @@
-"""Prompts for benchmarks: the beginnings of Python functions that the demo pair has not seen, and recorded calls."""
+"""Prompts for benchmarks: the beginnings of Python functions that the demo pair has not seen, and recorded texts."""
 
 from __future__ import annotations
 
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -48,16 +47,3 @@ def recorded_prompts(
             if len(prompts) == num_prompts:
                 return prompts
     raise ValueError(f"{path} has {len(prompts)} texts of {num_tokens} tokens; {num_prompts} are needed")
-
-
-def recorded_calls(path: Path) -> list[dict[str, Any]]:
-    """Return the calls of a `.jsonl` or `.jsonl.gz` trace of agents (LMCache/lmcache-agent-trace), by `timestamp`.
-
-    A call is an object with `timestamp`, `session_id`, `input` and `output`. Raises ValueError at another line.
-    """
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
-        calls = [json.loads(line) for line in lines if line.strip()]
-    wanted = {"timestamp", "session_id", "input", "output"}
-    if not calls or not all(isinstance(call, dict) and wanted <= call.keys() for call in calls):
-        raise ValueError(f"{path}: each line must be an object with {', '.join(sorted(wanted))}")
-    return sorted(calls, key=lambda call: int(call["timestamp"]))

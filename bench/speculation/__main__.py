@@ -1,13 +1,11 @@
 """Every way to speculate against plain decoding, interleaved: `make bench-speculation`.
 
-    python -m bench.speculation --questions spec_bench_question.jsonl --agents agent_text.jsonl.gz --json OUT
+    python -m bench.speculation --questions spec_bench_question.jsonl --json OUT
 
 All methods share one target, the padded fixture (the demo target's logits at the cost of a 0.5 B model), and its prefix
 cache, so the clock measures decoding; a head has a target of its own. A round runs the methods one after the other on
 the same prompts and seeds; ratios are taken within a round. Texts are sampled under the repetition penalty that the
-demo target advises: without it they are loops, which any draft foresees. Agent sessions are recordings: the target
-computes its passes and gives the recorded answer. One call in `--every` is run. The proposer sees the calls between
-them as history, while the clock stops.
+demo target advises: without it they are loops, which any draft foresees.
 """
 
 from __future__ import annotations
@@ -19,19 +17,17 @@ import statistics
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from bench.padded_pair import DEMO, padded_target
 from bench.speculation.methods import MAKERS, PLAIN, Method, Suite
-from bench.speculation.workload import RunFigures, Workload, WorkloadRun, agent_sessions, demo_text, questions
+from bench.speculation.workload import Prompts, RunFigures, demo_text, measure, questions
 from engine.config import CacheConfig
 from models.training.architecture import REPETITION_PENALTY
 from protos.messages import SamplingParams
 
 CACHE_BYTES = 1 << 29
-AGENT_CACHE_BYTES = 1 << 31  # for the prompts of all calls that are run
-AGENT_POSITIONS = 1 << 14  # of the padded fixture; its target was trained on half as many
 MAX_QUESTION_TOKENS = 256
 
 
@@ -55,12 +51,11 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     rows: list[MethodRow] = []
     with ExitStack() as stack:
-        target = args.target or padded_target(AGENT_POSITIONS if args.agents is not None else None)
-        cache = CacheConfig(memory_bytes=CACHE_BYTES if args.agents is None else AGENT_CACHE_BYTES)
-        suite = Suite(target, DEMO, args.dtype, cache, stack)
+        target = args.target or padded_target()
+        suite = Suite(target, DEMO, args.dtype, CacheConfig(memory_bytes=CACHE_BYTES), stack)
         methods = suite.methods(args.methods)
-        for workload, sampling in _cases(args):
-            for row in _race(methods, workload, args, sampling):
+        for workload, prompts, temperature in _cases(args):
+            for row in _race(methods, workload, prompts, temperature, args):
                 _print_row(row, is_first=row.method == PLAIN)
                 rows.append(row)
             if args.json is not None:  # after every case, for a run that is interrupted
@@ -70,9 +65,6 @@ def main() -> None:
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--questions", type=Path, help="Spec-Bench or MT-bench questions, jsonl")
-    parser.add_argument(
-        "--agents", type=Path, help="agent calls with their texts: input, output, session_id, timestamp"
-    )
     parser.add_argument("--skip-demo", action="store_true", help="only the given texts")
     parser.add_argument("--methods", nargs="+", choices=list(MAKERS), default=list(MAKERS))
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8], help="sequences at once")
@@ -80,18 +72,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--repetition-penalty", type=float, default=REPETITION_PENALTY, help="of all texts; 1 makes them loop"
     )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=48,
-        help="tokens to generate for each prompt; recorded answers are generated whole",
-    )
-    parser.add_argument(
-        "--every", type=int, default=16, help="one in so many calls of an agent is run, the others are history"
-    )
-    parser.add_argument(
-        "--max-call-tokens", type=int, default=AGENT_POSITIONS, help="prompt and answer of an agent's call that is run"
-    )
+    parser.add_argument("--tokens", type=int, default=48, help="tokens to generate for each prompt")
     parser.add_argument("--rounds", type=int, default=1, help="interleaved repetitions after one that is not counted")
     parser.add_argument("--target", type=Path, help="folder of the target; the padded fixture if absent")
     parser.add_argument("--dtype", default="bfloat16", help="of the target")
@@ -99,40 +80,33 @@ def _parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _cases(args: argparse.Namespace) -> Iterator[tuple[Workload, SamplingParams]]:
-    """Yield workloads and samplings; a recording is greedy. Each number of streams takes a part of one workload."""
+def _cases(args: argparse.Namespace) -> Iterator[tuple[str, Prompts, float]]:
+    """Yield texts and temperatures. Each number of streams takes the first of the prompts."""
     model, num_streams = DEMO / "target", max(args.streams)
-    workloads = [] if args.skip_demo else [demo_text(model, num_streams)]
+    texts = {} if args.skip_demo else {"demo text": demo_text(model, num_streams)}
     if args.questions is not None:
-        workloads.append(questions(model, args.questions, num_streams, MAX_QUESTION_TOKENS))
-    if args.agents is not None:
-        workloads.append(agent_sessions(model, args.agents, args.every, args.max_call_tokens))
-    for workload in workloads:
-        if workload.is_recorded:
-            yield workload, SamplingParams(temperature=0.0)
-            continue
+        texts["questions"] = questions(model, args.questions, num_streams, MAX_QUESTION_TOKENS)
+    for name, prompts in texts.items():
         for temperature in args.temperatures:
-            yield workload, SamplingParams(temperature=temperature, repetition_penalty=args.repetition_penalty)
+            yield name, prompts, temperature
 
 
 def _race(
-    methods: Seq[Method], workload: Workload, args: argparse.Namespace, sampling: SamplingParams
+    methods: Seq[Method], workload: str, prompts: Prompts, temperature: float, args: argparse.Namespace
 ) -> Iterator[MethodRow]:
+    sampling = SamplingParams(
+        temperature=temperature, repetition_penalty=args.repetition_penalty, max_tokens=args.tokens
+    )
     for num_streams in args.streams:
-        part = workload.at(num_streams)
-        num_tokens = None if workload.is_recorded else args.tokens
+        part = prompts[:num_streams]
         runs: dict[str, list[RunFigures]] = {method.name: [] for method in methods}
-        for method in methods:
-            _measure(method, part, 4, sampling)  # prefills the prompts, and warms every kind of pass
+        for method in methods:  # prefills the prompts, and warms every kind of pass
+            measure(method.engine(), part, replace(sampling, max_tokens=4), method.before_step)
         for _ in range(args.rounds):
             for method in methods:
-                runs[method.name].append(_measure(method, part, num_tokens, sampling))
+                runs[method.name].append(measure(method.engine(), part, sampling, method.before_step))
         for name, measured in runs.items():
-            yield _row(workload.name, sampling.temperature, num_streams, name, measured, runs[PLAIN])
-
-
-def _measure(method: Method, workload: Workload, num_tokens: int | None, sampling: SamplingParams) -> RunFigures:
-    return WorkloadRun(method.engine(), workload, num_tokens, sampling).measure(method.before_step)
+            yield _row(workload, temperature, num_streams, name, measured, runs[PLAIN])
 
 
 def _row(

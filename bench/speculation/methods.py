@@ -16,7 +16,6 @@ import torch
 from actors.channel.channel_proposer import ChannelProposer
 from actors.settings import DraftSettings, PairSettings
 from bench.contenders.draft_child import CORES, own_cores, start_draft
-from bench.speculation.recorded_engine import RecordedEngine, SharedTarget
 from engine.config import (
     CacheConfig,
     EngineConfig,
@@ -28,9 +27,17 @@ from engine.config import (
     SpeculationConfig,
     TreeConfig,
 )
+from engine.engine_core import EngineCore, Speculation
+from engine.kv_cache.block_manager import BlockManager
+from engine.model.runner.model_runner import ModelRunner
 from engine.proposer import Proposer
+from engine.proposer.dispatch.guarded_proposer import NoProposer
 from engine.proposer.dispatch.method_dispatcher import proposer_of
 from engine.proposer.draft_model.model_proposer import ModelProposer
+from engine.proposer.hidden_state.factory import LiveHead
+from engine.sampling.sampler import Sampler
+from engine.scheduler.scheduler import Scheduler
+from engine.verifier.verifier import Verifier
 from protos.messages import SpeculationMethod, VerifyMode
 
 PLAIN = "plain"
@@ -38,6 +45,24 @@ _CHAIN = 4  # K of models and heads
 _REPEAT = 8  # K of n-grams, at most K of suffixes
 _NODES = 8  # of a tree
 _DRAFT_CACHE = CacheConfig(memory_bytes=1 << 29)
+
+
+class SharedTarget:
+    """Weights, KV pool and prefix cache, shared by engines so that prompts are prefilled once.
+
+    Each run has an engine of its own, which knows nothing of earlier texts but their KV.
+    """
+
+    def __init__(self, model: ModelConfig, cache: CacheConfig, head: HeadConfig | None = None) -> None:
+        self._runner = ModelRunner(model, cache, head=head)
+        self._blocks = BlockManager(self._runner.num_blocks, self._runner.block_size, self._runner.model_version)
+
+    def engine(self, speculation: SpeculationConfig, make_proposer: Callable[[], Proposer | None]) -> EngineCore:
+        """Return an engine whose drafts come from the target's head, or else from the made proposer."""
+        scheduler = Scheduler(SchedulerConfig(), self._blocks, self._runner.max_model_len)
+        head = None if self._runner.head is None else LiveHead(self._runner, speculation.tree)
+        proposer = head or make_proposer() or NoProposer()
+        return EngineCore(self._runner, scheduler, Speculation(proposer, Verifier(Sampler()), speculation, head))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +76,7 @@ class Method:
     num_threads: int = len(CORES)
     before_step: Callable[[], None] = field(default=lambda: None)
 
-    def engine(self) -> RecordedEngine:
+    def engine(self) -> EngineCore:
         """Return a new engine, with this thread bound to the engine's cores."""
         torch.set_num_threads(self.num_threads)
         own_cores(CORES[: self.num_threads])
