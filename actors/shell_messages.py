@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.accounting.engine_stats import EngineStats
-from engine.proposer.vocab_mapping.counts import TranslationCounts
+from engine.accounting.engine_stats import EngineStats, TranslationCounts
 from protos import errors
 from protos.block_keys import CacheDelta
 from protos.errors import EngineError, ServingError

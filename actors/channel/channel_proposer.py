@@ -18,8 +18,7 @@ from pathlib import Path
 from actors.channel.draft_link import AdaptiveTimeout, DraftLink
 from actors.channel.draft_messages import Commit, Offers, Open, Round
 from actors.shell_messages import DraftChannelStats
-from engine.batch.draft import NO_DRAFT, Draft
-from engine.proposer.draft_model.offer import Offer
+from engine.batch.draft import NO_DRAFT, Draft, Offer
 from engine.sequence.checked_draft import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.proposer.draft_model.offer import Offer
-from engine.proposer.vocab_mapping.counts import TranslationCounts
+from engine.accounting.engine_stats import TranslationCounts
+from engine.batch.draft import Offer
 from protos.messages import SamplingParams, VerifyMode
 
 DRAFT_SOCKET = "draft.sock"

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 from actors.channel.channel_proposer import OfferTable
 from actors.channel.draft_messages import PROTOCOL_VERSION, Commit, Hello, Offers, Open, Round
 from actors.process.frames import POLL_S, SEND_TIMEOUT_S, FrameConnection, FrameListener
-from engine.batch.draft import NO_DRAFT, Draft
+from engine.accounting.engine_stats import TranslationCounts
+from engine.batch.draft import NO_DRAFT, Draft, Offer
 from engine.proposer import Proposer
-from engine.proposer.draft_model.offer import Offer
-from engine.proposer.vocab_mapping.counts import TranslationCounts
 from engine.sequence.checked_draft import UnscheduledQuery
 from engine.sequence.request_tokens import DraftRule, RequestTokens
 from protos.frames import ConnectionLostError

@@ -11,8 +11,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from actors.shell_messages import DraftChannelStats, Pong
-from engine.accounting.engine_stats import HistogramStats
-from engine.remote_prefill.fetch_failure import FetchFailure
+from engine.accounting.engine_stats import FetchFailure, HistogramStats
 from protos.served_draft import CanaryOutcome, DraftReport
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily

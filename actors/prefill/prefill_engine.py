@@ -20,12 +20,11 @@ from actors.kv_transfer.nixl_carrier import DirectBlocks, DirectStats, choose_ca
 from actors.process.actor_thread import ActorThread, without_compiler
 from actors.settings import PrefillSettings
 from actors.shell_messages import Abort, Add, AskSnapshot, Refused, Snapshot, Status, StepOutput
-from engine.accounting.engine_stats import EngineStats
+from engine.accounting.engine_stats import EngineStats, FetchFailure
 from engine.engine_core.loading import load_engine
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
 from engine.remote_prefill.block_export import BlockExporter, ExportedBlocks
-from engine.remote_prefill.fetch_failure import FetchFailure
 from engine.remote_prefill.kv_transfer import ChunkHeader, FetchAccepted, FetchEnd, FetchOrder, KVLayout, RemoteLoad
 from engine.sequence.request_tokens import TokenBlocks
 from protos.errors import UnavailableError

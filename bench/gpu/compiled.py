@@ -26,11 +26,11 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from engine.attention.triton_kernel import attend_tiles, merge_splits
-from engine.attention.triton_tiling import HeadShape, choose_tiling
+from engine.attention.triton_tiles import HeadShape, choose_tiling
 from engine.kv_cache.triton_store import store_heads
 from engine.model.decoders.triton_rows import norm_rows, rotate_heads
 from engine.model.linear import triton_few_bits, triton_product
-from engine.model.linear.triton_gate import gate_rows
+from engine.model.linear.triton_product import gate_rows
 from engine.sampling.triton_draw import draw_blocks, edit_blocks, pick_tokens
 from engine.sampling.triton_nucleus import draw_nuclei, find_thresholds
 

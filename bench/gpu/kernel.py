@@ -16,11 +16,11 @@ from bench.gpu.floor import DeviceSpeed
 from bench.gpu.plan import Plan
 from bench.gpu.table import GpuResults, KernelLine, Missing
 from engine.attention.base import LayerOptions
-from engine.attention.triton_attention import KVScales, TritonAttention, paged_attention
-from engine.attention.triton_tiling import HeadShape
+from engine.attention.triton_attention import TritonAttention, paged_attention
+from engine.attention.triton_tiles import HeadShape
 from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache, LayerShape
-from engine.model.cuda_graphs.graph import ForwardOutput, GraphRecorder
+from engine.model.cuda_graphs.graph_runner import ForwardOutput, GraphRecorder
 from models.fixtures.wide_fixture import WideShape
 
 _BLOCK_SIZE = 16
@@ -82,10 +82,10 @@ def measure_attention(
     group_size = shape.num_heads // shape.num_kv_heads
     launch = plan.launch(None, HeadShape(shape.num_kv_heads, group_size, shape.head_dim, shape.head_dim), itemsize=2)
     pools = [[torch.randn(cache.keys[0].shape, device=device).to(kv_dtype) for _ in range(2)] for _ in range(num_pools)]
-    scales = None
+    scales: tuple[Tensor | None, Tensor | None] = (None, None)
     if kv_dtype.itemsize == 1:
         ones = torch.ones(shape.num_kv_heads, device=device)
-        scales = KVScales(ones, ones)
+        scales = (ones, ones)
     query = torch.randn(batch * rows, shape.num_heads, shape.head_dim, dtype=torch.bfloat16, device=device)
     options = LayerOptions(shape.head_dim**-0.5)
 

@@ -53,7 +53,7 @@ from engine.config import (
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.model.checkpoint.unread_weight import QuantizedWeight
-from engine.model.cuda_graphs.graph import ForwardOutput, GraphRecorder
+from engine.model.cuda_graphs.graph_runner import ForwardOutput, GraphRecorder
 from engine.model.cuda_graphs.static_batch import StaticBatch
 from engine.model.linear.quantized_linear import to_int4
 from engine.proposer.text_match.ngram import NgramProposer

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
 from engine.accounting.cost_model import DENSE, ExpertReads
 from engine.accounting.counters import DraftCounters, TimeTotals
 from engine.accounting.goodput import GoodputMeter
 from engine.accounting.length_policy import LengthPolicy
-from engine.accounting.method_chooser import MethodChooser
 from engine.accounting.rates import RateMeter
 from engine.accounting.record import PassRecord
-from engine.accounting.request_limits import draft_rule, is_adaptive
+from engine.accounting.request_limits import MethodChooser, draft_rule, is_adaptive
 from engine.config import SpeculationConfig
 from engine.sequence.request_tokens import DraftRule
 from engine.sequence.sequence import Sequence, SequenceStatus
@@ -80,15 +79,10 @@ def set_lengths(policy: LengthPolicy, sequences: Seq[Sequence]) -> None:
             sequence.least_chance = policy.least_chance
 
 
-class PassObserver(Protocol):
-    """Learns from the engine's passes, on the engine's thread."""
-
-    def on_pass(self, record: PassRecord) -> None:
-        """Take the record of a committed pass. Its tokens go to the proposer later."""
-
-
 class Accounting:
-    """The observers of an engine's passes. They take each record in the order of the list.
+    """The observers of an engine's passes. They take each record of a committed pass in the order of the list.
+
+    They run on the engine's thread, before the tokens go to the proposer.
 
     Args:
         config: the limits of drafts.
@@ -105,4 +99,5 @@ class Accounting:
         self.goodput = GoodputMeter(times_passes=times_passes)
         self.counters = DraftCounters(config)
         self.planning = DraftPlanning(config, experts)
-        self.observers: list[PassObserver] = [self.times, self.rates, self.goodput, self.counters, self.planning]
+        parts = (self.times, self.rates, self.goodput, self.counters, self.planning)
+        self.observers: list[Callable[[PassRecord], None]] = [part.on_pass for part in parts]

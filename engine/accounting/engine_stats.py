@@ -4,10 +4,39 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from engine.accounting.drift import DriftStats
 from engine.accounting.goodput import GoodputStats
 from engine.accounting.step_times import StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class TranslationCounts:
+    """The number of drafted tokens, and of lost tokens.
+
+    A token is lost if the target has no token for it, or if its text cannot follow the committed text.
+    """
+
+    num_tokens: int = 0
+    num_lost: int = 0
+
+    def __add__(self, other: TranslationCounts) -> TranslationCounts:
+        return TranslationCounts(self.num_tokens + other.num_tokens, self.num_lost + other.num_lost)
+
+    def __sub__(self, other: TranslationCounts) -> TranslationCounts:
+        return TranslationCounts(self.num_tokens - other.num_tokens, self.num_lost - other.num_lost)
+
+
+class FetchFailure(StrEnum):
+    """The cause of a failed fetch; the engine then computes the missing tokens itself."""
+
+    LOST = "lost"  # the replica or an object is gone
+    TIMEOUT = "timeout"
+    MISMATCH = "mismatch"  # another model, dtype, block size or layout
+    REFUSED = "refused"  # the replica cannot compute it: too long for its pool, or the pool is full
+    GARBLED = "garbled"  # blocks are out of order, of the wrong size, or missing
+
 
 WAIT_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 

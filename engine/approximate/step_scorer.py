@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from tokenizers import Tokenizer
@@ -14,10 +14,18 @@ from protos.errors import ConfigError
 from protos.messages import MAX_STEP_SCORE
 
 
-class StepScorer(Protocol):
-    """Scores steps. The pass computes `suffix_ids` after the step; they are never committed."""
+@dataclass(frozen=True, slots=True)
+class StepScorer:
+    """Scores steps. The pass computes `suffix_ids` after the step; they are never committed.
 
-    suffix_ids: tuple[int, ...]
+    Without `digit_ids` a step is scored by the likelihood of its tokens: 9 times the geometric mean of p(x) / max p. It
+    works with any model, and a step that a greedy target would have written scores 9. With them, `suffix_ids` ask the
+    target for a digit (arXiv:2504.07891). The score is the expectation over the ten digits, so an undecided target does
+    not give a random score.
+    """
+
+    suffix_ids: tuple[int, ...] = ()
+    digit_ids: tuple[int, ...] = ()
 
     def score(self, logits: Tensor, step_ids: Seq[int]) -> float:
         """Return a score in [0, 9].
@@ -26,36 +34,13 @@ class StepScorer(Protocol):
             logits: `[S + len(suffix_ids) + 1, V] float32`; row i follows the step's first i tokens.
             step_ids: The S tokens of the step.
         """
-
-
-class LikelihoodScorer:
-    """Scores a step by the likelihood of its tokens: 9 times the geometric mean of p(x) / max p.
-
-    It works with any model. A step that a greedy target would have written scores 9.
-    """
-
-    suffix_ids: tuple[int, ...] = ()
-
-    def score(self, logits: Tensor, step_ids: Seq[int]) -> float:
+        if self.digit_ids:
+            row = logits[len(step_ids) + len(self.suffix_ids)]  # [V]
+            probs = row[list(self.digit_ids)].double().softmax(dim=0)  # [10]
+            return float(probs @ torch.arange(10, dtype=torch.float64, device=probs.device))
         rows = logits[: len(step_ids)]  # [S, V]
         chosen = rows.gather(1, torch.tensor(step_ids, device=rows.device)[:, None])[:, 0]  # [S]
         return MAX_STEP_SCORE * float((chosen - rows.amax(dim=1)).mean().exp())
-
-
-class RatingScorer:
-    """Asks the target for a digit in a prompt after the step (arXiv:2504.07891).
-
-    The score is the expectation over the ten digits, so an undecided target does not give a random score.
-    """
-
-    def __init__(self, suffix_ids: tuple[int, ...], digit_ids: tuple[int, ...]) -> None:
-        self.suffix_ids = suffix_ids
-        self._digit_ids = digit_ids
-
-    def score(self, logits: Tensor, step_ids: Seq[int]) -> float:
-        row = logits[len(step_ids) + len(self.suffix_ids)]  # [V]
-        probs = row[list(self._digit_ids)].double().softmax(dim=0)  # [10]
-        return float(probs @ torch.arange(10, dtype=torch.float64, device=probs.device))
 
 
 def make_scorer(config: StepConfig, tokenizer: Tokenizer) -> StepScorer:
@@ -65,7 +50,7 @@ def make_scorer(config: StepConfig, tokenizer: Tokenizer) -> StepScorer:
         ConfigError: the tokenizer writes a digit in several tokens, or the rating prompt has no tokens.
     """
     if config.judge is ScorerKind.LIKELIHOOD:
-        return LikelihoodScorer()
+        return StepScorer()
     suffix_ids = tuple(tokenizer.encode(config.rating_prompt, add_special_tokens=False).ids)
     digit_ids = [tokenizer.encode(str(digit), add_special_tokens=False).ids for digit in range(10)]
     wrong = next((digit for digit, ids in enumerate(digit_ids) if len(ids) != 1), None)
@@ -76,4 +61,4 @@ def make_scorer(config: StepConfig, tokenizer: Tokenizer) -> StepScorer:
         )
     if not suffix_ids:
         raise ConfigError("the tokenizer has no tokens for the question; set `speculation.steps.judge` to 'likelihood'")
-    return RatingScorer(suffix_ids, tuple(ids[0] for ids in digit_ids))
+    return StepScorer(suffix_ids, tuple(ids[0] for ids in digit_ids))

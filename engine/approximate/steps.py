@@ -31,8 +31,7 @@ from engine.sampling.vocabulary import Vocabulary
 from engine.sequence.checked_draft import DraftQuery, check_draft
 from engine.sequence.sequence import Sequence
 from engine.verifier.verifier import Verifier
-from engine.verifier.verify_result import VerifyResult
-from engine.verifier.verify_task import VerifyTask
+from engine.verifier.verify_task import VerifyResult, VerifyTask
 from protos.errors import ConfigError
 from protos.messages import VerifyMode
 

@@ -19,14 +19,18 @@ from engine.attention.ancestor_mask import ancestor_masks
 from engine.attention.base import LayerOptions
 from engine.attention.row_layout import Ints, RowLayout, SpanField
 from engine.attention.triton_kernel import attend_tiles, merge_splits
-from engine.attention.triton_tiles import MergeField, TilePlan, num_keys_of, split_tiles, whole_tiles
-from engine.attention.triton_tiling import (
+from engine.attention.triton_tiles import (
     BATCH_INVARIANT_SPLIT_TOKENS,
     HeadShape,
+    MergeField,
+    TilePlan,
     Tiling,
     choose_split,
     choose_tiling,
+    num_keys_of,
     power_of_two,
+    split_tiles,
+    whole_tiles,
 )
 from engine.batch.indexing import Index, send, upload
 from engine.batch.span import Span
@@ -81,22 +85,20 @@ class Launch:
         return cls(tiling, block_tables, tiles, merges, plan.num_partials, num_lanes, masks, is_batch_invariant)
 
 
-@dataclass(frozen=True, slots=True)
-class KVScales:
-    """Factors of stored keys and values, for pools of float8; [H] float32 each."""
-
-    keys: Tensor
-    values: Tensor
-
-
 def paged_attention(
-    query: Tensor, keys: Tensor, values: Tensor, launch: Launch, options: LayerOptions, scales: KVScales | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    launch: Launch,
+    options: LayerOptions,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """Attention of the rows of a pass over their sequences' blocks, [T, H * G, D of the values], dtype of the query.
 
     query [T, H * G, D], float32, float16 or bfloat16, contiguous in D; keys [N, P, H, D] and values, contiguous, of the
     same dtype or float8_e4m3fn. Scores, softmax and sums are float32, weights have the query's dtype when they meet the
-    values. Nothing waits for the device. The function is long because only it names the arguments of both launches.
+    values. `scales` are factors of stored keys and values, [H] float32 each, for pools of float8. Nothing waits for the
+    device. The function is long because only it names the arguments of both launches.
     """
     assert query.stride(-1) == 1, "a head's numbers lie side by side"
     assert keys.is_contiguous() and values.is_contiguous(), "slots are counted through all blocks"  # noqa: PT018
@@ -128,8 +130,8 @@ def paged_attention(
             None if masks is None else masks.ancestors,
             None if masks is None else masks.positions,
             options.sinks,
-            None if scales is None else scales.keys,
-            None if scales is None else scales.values,
+            scales[0],
+            scales[1],
             sums,
             peaks,
             totals,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 WEIGHT_SUM = 1 << 16
 
@@ -97,3 +98,16 @@ def depths(parents: Seq[int]) -> list[int]:
     for parent in parents:
         found.append(1 if parent < 0 else found[parent] + 1)
     return found
+
+
+class Offer(NamedTuple):
+    """A draft after the first `base_len` committed tokens and `after`; usable once exactly these are committed.
+
+    An offer made ahead of verification has a possible outcome in `after`. In the answer to a commit `after` is empty.
+    A tuple, since it is sent as one.
+    """
+
+    request_id: str
+    base_len: int
+    draft: Draft
+    after: tuple[int, ...] = ()

@@ -68,7 +68,7 @@ class TreeConfig:
     """Tree drafts of `num_nodes` nodes, or of at most so many in an adaptive deployment, which also has chains.
 
     `parents` is the shape of a static tree, as in `Draft`; without it the shape is the best one for the acceptance
-    assumed in `engine.proposer.growth.tree_shape`.
+    assumed in `engine.proposer.growth.tree`.
 
     Raises:
         ConfigError: `num_nodes` is out of range, or `parents` is not a tree of `num_nodes` nodes.
@@ -109,7 +109,7 @@ class SpeculationConfig:
     With `adaptive`, each pass of each request gets its own shape: none, a chain of up to `max_num_tokens` (or the
     request's limit), or a tree of up to its `num_nodes`; `num_tokens` is only the first K. Drafts then keep a pass
     within `target_itl_s`, and the method AUTO chooses another method for each class of requests
-    (`engine.accounting.method_chooser`).
+    (`engine.accounting.request_limits`).
 
     With `steps`, a request may ask for approximate reasoning steps; without
     them everything is exact.

@@ -14,7 +14,6 @@ It needs no Ray and no server:
             print(chunk.request_id, chunk.token_ids, chunk.finish_reason)
 """
 
-from engine.engine_core.core import EngineCore
-from engine.engine_core.speculation import Speculation
+from engine.engine_core.core import EngineCore, Speculation
 
 __all__ = ["EngineCore", "Speculation"]

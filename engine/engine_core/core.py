@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -15,32 +16,55 @@ from engine.accounting.cost_model import DENSE, ExpertReads
 from engine.accounting.draft_planning import Accounting
 from engine.accounting.engine_stats import EngineStats, PositionLogStats, ReasoningStats
 from engine.accounting.rates import RateMeter
-from engine.accounting.record import PassRecord, SequencePass
+from engine.accounting.record import PassRecord, SequencePass, passed_rows
+from engine.accounting.request_limits import check_steps
 from engine.accounting.step_times import StepTimer, StepTimes, timed
+from engine.approximate.steps import StepSpeculation
 from engine.batch.span import Span
-from engine.engine_core.admission import Admission
-from engine.engine_core.non_finite import NonFiniteReport
-from engine.engine_core.speculation import Speculation
+from engine.config import SpeculationConfig
 from engine.kv_cache.block_manager import BlockManager
 from engine.kv_cache.block_pool import KVMove
 from engine.model.draft_heads.loader import Head
 from engine.position_log.position_log import PositionLog
-from engine.proposer.constrained_draft import constrain
-from engine.proposer.passed_rows import passed_rows
+from engine.proposer import Proposer
+from engine.proposer.hidden_state.factory import LiveHead
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sampling.vocabulary import Vocabulary
-from engine.scheduler.async_scheduling import InFlightBatch
-from engine.scheduler.pass_sources import plain_reason, token_sources
-from engine.scheduler.prompt_logprobs import score_prompts
+from engine.scheduler.async_scheduling import InFlightBatch, Overlap, SyncScheduling
+from engine.scheduler.ending import NonFiniteReport
 from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.token_report import plain_reason, score_prompts, token_sources
 from engine.sequence.batch import Batch, ScheduledSequence
-from engine.sequence.checked_draft import NOTHING, CheckedDraft, check_draft
-from engine.sequence.sequence import SequenceStatus
-from engine.verifier.verify_result import VerifyResult
+from engine.sequence.checked_draft import NOTHING, CheckedDraft, check_draft, constrain
+from engine.sequence.sequence import Sequence, SequenceStatus
+from engine.verifier.verifier import Verifier
+from engine.verifier.verify_task import VerifyResult
 from protos.errors import EngineError
 from protos.messages import GenerateRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """The proposer and the verifier of an engine.
+
+    Attributes:
+        proposer: makes the drafts.
+        verifier: accepts or rejects them.
+        config: the limits of drafts.
+        head: reads the model's hidden states. It is the proposer, or the proposer calls it.
+        steps: speculates on reasoning steps, and is then both `proposer` and `verifier`; None if all requests are
+            exact.
+        overlap: issues passes ahead, or waits for each commit. It does not support heads or steps.
+    """
+
+    proposer: Proposer | StepSpeculation
+    verifier: Verifier | StepSpeculation
+    config: SpeculationConfig
+    head: LiveHead | None = None
+    steps: StepSpeculation | None = None
+    overlap: Overlap = field(default_factory=SyncScheduling)
 
 
 class Runner(Protocol):
@@ -105,19 +129,14 @@ class EngineCore:
         self.on_head_failed: Callable[[], None] = lambda: None
         self.position_log = position_log
         self._speculation = speculation
-        self._admission = Admission(
-            Vocabulary(runner.vocab_size),
-            grammars or GrammarCompiler(None, runner.vocab_size, ()),
-            speculation,
-            self._accounting.planning,
-            scheduler.clock,
-        )
+        self._vocabulary = Vocabulary(runner.vocab_size)
+        self._grammars = grammars or GrammarCompiler(None, runner.vocab_size, ())
         self._non_finite = NonFiniteReport(model_name)
         self._timer = StepTimer()
         self._is_broken = False
         self._is_starved = False
         if position_log is not None:
-            self._accounting.observers.append(position_log)
+            self._accounting.observers.append(position_log.on_pass)
 
     @property
     def last_times(self) -> StepTimes:
@@ -153,16 +172,20 @@ class EngineCore:
         Raises:
             OverloadedError: too many grammars wait to be compiled.
         """
-        return self._admission.prepare(request)
+        return self._grammars.prepare(request)
 
     def add(self, request: GenerateRequest, arrival_s: float | None = None) -> None:
         """Queue a request. Its time-out starts at `arrival_s` on the engine's clock, or now if that is None.
 
         Raises:
-            RequestError: its length, token ids or grammar are not usable here, or its id is in use.
+            RequestError: its length, token ids, drafts or grammar are not usable here, or its id is in use.
         """
         self._check_alive()
-        sequence = self._admission.sequence(request, arrival_s)
+        self._vocabulary.check(request)
+        check_steps(request, self._speculation.steps is not None, self._speculation.config)
+        rule = self._accounting.planning.rule(request)
+        arrival_s = self.scheduler.clock() if arrival_s is None else arrival_s
+        sequence = Sequence(request, rule, arrival_s, self._grammars.matcher(request))
         self.scheduler.add(sequence)
         if sequence.num_draft_tokens > 0:
             self._speculation.proposer.open(sequence)
@@ -303,7 +326,7 @@ class EngineCore:
             if scheduled.max_draft_tokens == 0:
                 checked.append(NOTHING)
                 continue
-            draft = check_draft(next(drafts), scheduled, self._admission.vocabulary)
+            draft = check_draft(next(drafts), scheduled, self._vocabulary)
             matcher = scheduled.sequence.matcher
             checked.append(draft if matcher is None else constrain(draft, scheduled.max_draft_tokens, matcher))
         return checked
@@ -375,8 +398,8 @@ class EngineCore:
             is_ahead=issued.is_ahead,
             is_followed=self._speculation.overlap.has_pass,
         )
-        for observer in self._accounting.observers:
-            observer.on_pass(record)
+        for observe in self._accounting.observers:
+            observe(record)
 
     @timed("draft_s")
     def _commit_to_proposer(self, sampled: Seq[ScheduledSequence], chunks: Seq[TokenChunk]) -> None:

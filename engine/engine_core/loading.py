@@ -10,8 +10,7 @@ from pathlib import Path
 from engine.accounting.rates import RateMeter
 from engine.approximate.steps import step_speculation
 from engine.config import EngineConfig
-from engine.engine_core.core import EngineCore
-from engine.engine_core.speculation import Speculation
+from engine.engine_core.core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager, CacheDeltaSink
 from engine.kv_cache.state_pool import StateSlots
 from engine.model.cuda_graphs.buckets import sized

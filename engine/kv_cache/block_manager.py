@@ -118,9 +118,9 @@ class BlockManager:
             return True
         if num_missing > self.num_free_blocks:
             return False
-        taken = self._pool.take(num_missing, after=table[-1] if table else None)
-        table.extend(taken.block_ids)
-        self._forget(taken.evicted_keys)
+        block_ids, evicted_keys = self._pool.take(num_missing, after=table[-1] if table else None)
+        table.extend(block_ids)
+        self._forget(evicted_keys)
         return True
 
     def num_available_slots(self, tokens: TokenBlocks) -> int:
@@ -257,12 +257,12 @@ class BlockManager:
     @contextmanager
     def scratch(self, num_blocks: int) -> Iterator[list[int]]:
         """Lend up to `num_blocks` free blocks that belong to no sequence, until the end of the `with` block."""
-        taken = self._pool.take(min(num_blocks, self.num_free_blocks), after=None)
-        self._forget(taken.evicted_keys)
+        block_ids, evicted_keys = self._pool.take(min(num_blocks, self.num_free_blocks), after=None)
+        self._forget(evicted_keys)
         try:
-            yield taken.block_ids
+            yield block_ids
         finally:
-            for block_id in reversed(taken.block_ids):
+            for block_id in reversed(block_ids):
                 self._pool.drop(block_id)
 
     def check_integrity(self, sequences: Sequence[TokenBlocks]) -> None:

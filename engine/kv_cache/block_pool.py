@@ -49,14 +49,6 @@ class BlockContent:
     token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """Blocks that now belong to the caller, and the keys of the contents evicted for them."""
-
-    block_ids: list[int]
-    evicted_keys: tuple[BlockKey, ...]
-
-
 class BlockPool:
     """N blocks, each in exactly one of three states.
 
@@ -102,8 +94,8 @@ class BlockPool:
         self._contents[block_id] = content
         return True
 
-    def take(self, num_blocks: int, after: int | None) -> Taken:
-        """Hold `num_blocks` free blocks once each, in ascending runs, and forget their contents.
+    def take(self, num_blocks: int, after: int | None) -> tuple[list[int], tuple[BlockKey, ...]]:
+        """Hold `num_blocks` free blocks once each, in ascending runs; return them, and the keys of evicted contents.
 
         Blank blocks directly after block `after` are preferred: the CPU's attention reads a contiguous run in place.
         The caller has checked `num_free_blocks`.
@@ -114,7 +106,7 @@ class BlockPool:
         block_ids += oldest
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
-        return Taken(block_ids, evicted_keys)
+        return block_ids, evicted_keys
 
     def hold(self, block_id: int) -> None:
         """Hold a registered block once more."""

@@ -21,12 +21,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.utils.hub import cached_file
 
 from engine.config import ModelConfig, Quantization
-from engine.model.checkpoint.completeness import refuse_incomplete, refuse_not_finite_model
+from engine.model.checkpoint.completeness import READING_ERRORS, refuse_incomplete, refuse_not_finite_model
 from engine.model.checkpoint.dequantize import FLOATS, unread_weights
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.hub import fetch_model
 from engine.model.checkpoint.node_memory import check_memory
-from engine.model.checkpoint.reading_errors import READING_ERRORS
 from engine.model.checkpoint.reading_progress import reported_reading
 from engine.model.checkpoint.scheme import SECTIONS, Scheme, scheme_of
 from engine.model.checkpoint.stored_weights import refuse_unscaled, stored_weights

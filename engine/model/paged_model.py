@@ -40,8 +40,7 @@ from engine.model.checkpoint.unread_weight import has_quantized
 from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.decoders.stock_decoder import StockDecoder, counts_rows
 from engine.model.determinism import first_difference, has_experts, obstacle
-from engine.model.forward_batch import ForwardBatch
-from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps
+from engine.model.forward_batch import NO_TAPS, ForwardBatch, HiddenStateTaps
 from engine.model.linear.batch_invariant_linear import batch_invariant_factory
 from engine.model.linear.native_product import MAX_RELATIVE_ERROR
 from engine.model.linear.packed_experts import make_routers_batch_invariant, pack_experts, packs_all_experts

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
+from engine.accounting.record import PassedRows
 from engine.batch.draft import Draft
-from engine.proposer.passed_rows import PassedRows
 from engine.sequence.checked_draft import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 

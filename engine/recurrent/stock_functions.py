@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -72,7 +73,7 @@ def connect(model: PreTrainedModel) -> list[int]:
         model.base_model.register_forward_pre_hook(carried.give, with_kwargs=True)
     for index, mixer in enumerate(mixers):
         _replace(sys.modules[type(mixer).__module__])
-        mixer.register_forward_pre_hook(_Named(index), with_kwargs=True)
+        mixer.register_forward_pre_hook(partial(_name_layer, index), with_kwargs=True)
     return [int(mixer.layer_idx) for mixer in mixers]
 
 
@@ -101,15 +102,10 @@ class _Carried:
         return inputs, keywords if states is None else {**keywords, STATE_KEYWORD: states}
 
 
-class _Named:
-    """Names the layer in the keyword of its forward."""
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        states: StatePass | None = keywords.get(STATE_KEYWORD)
-        return inputs, keywords if states is None else {**keywords, STATE_KEYWORD: states.at(self._index)}
+def _name_layer(index: int, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Name the layer in the keyword of its forward."""
+    states: StatePass | None = keywords.get(STATE_KEYWORD)
+    return inputs, keywords if states is None else {**keywords, STATE_KEYWORD: states.at(index)}
 
 
 def _replace(modeling: Any) -> None:

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine.accounting.engine_stats import FetchFailure
 from engine.kv_cache.pool import LayerShape
 from engine.kv_cache.state_pool import StateShape
-from engine.remote_prefill.fetch_failure import FetchFailure
 from engine.sequence.sequence import Sequence
 
 

@@ -80,12 +80,6 @@ def _remote_s(num_tokens: int, local_tokens_per_s: float, remote: RemoteOutlook)
     return move_s + remote.num_queued_tokens / tokens_per_s + num_tokens * slower_s
 
 
-@dataclass(frozen=True, slots=True)
-class _Heard:
-    load: RemoteLoad
-    at_s: float
-
-
 class _Fading:
     """A running mean that halves every ten seconds without an observation."""
 
@@ -114,7 +108,7 @@ class ReplicaRates:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._heard: dict[str, _Heard] = {}
+        self._heard: dict[str, tuple[RemoteLoad, float]] = {}  # the last report of each replica, and its time
         self._call_s = _Fading(clock)
         self._transfer_s_per_token = _Fading(clock)
         self._first_accepted_s: float | None = None
@@ -125,9 +119,9 @@ class ReplicaRates:
         """Predict for the next order: the shortest known queue, drained since, plus our unaccepted orders."""
         now_s = self._clock()
         # A replica that is silent for longer may be gone.
-        self._heard = {id_: heard for id_, heard in self._heard.items() if now_s - heard.at_s < 30.0}
-        queued = min((_drained(heard, now_s) for heard in self._heard.values()), default=0.0)
-        rates = [heard.load.tokens_per_s for heard in self._heard.values() if heard.load.tokens_per_s > 0]
+        self._heard = {id_: heard for id_, heard in self._heard.items() if now_s - heard[1] < 30.0}
+        queued = min((_drained(load, now_s - at_s) for load, at_s in self._heard.values()), default=0.0)
+        rates = [load.tokens_per_s for load, _ in self._heard.values() if load.tokens_per_s > 0]
         return RemoteOutlook(
             tokens_per_s=sum(rates) / len(rates) if rates else 0.0,
             num_queued_tokens=queued + sum(self._num_unheard_tokens.values()),
@@ -162,8 +156,8 @@ class ReplicaRates:
         self._num_unheard_tokens.pop(fetch_id, None)
 
     def _hear(self, load: RemoteLoad) -> None:
-        self._heard[load.replica_id] = _Heard(load, self._clock())
+        self._heard[load.replica_id] = load, self._clock()
 
 
-def _drained(heard: _Heard, now_s: float) -> float:
-    return max(0.0, heard.load.num_queued_tokens - heard.load.tokens_per_s * (now_s - heard.at_s))
+def _drained(load: RemoteLoad, after_s: float) -> float:
+    return max(0.0, load.num_queued_tokens - load.tokens_per_s * after_s)

@@ -17,10 +17,9 @@ from itertools import count
 
 from torch import Tensor
 
-from engine.accounting.engine_stats import RemotePrefillStats
+from engine.accounting.engine_stats import FetchFailure, RemotePrefillStats
 from engine.accounting.rates import RateMeter
 from engine.kv_cache.block_manager import BlockManager
-from engine.remote_prefill.fetch_failure import FetchFailure
 from engine.remote_prefill.fetch_table import FetchTable, PrefillLoad, num_fetchable_blocks
 from engine.remote_prefill.kv_transfer import (
     FetchAccepted,

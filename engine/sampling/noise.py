@@ -12,8 +12,9 @@ int64 arithmetic, which is the same on every device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from enum import IntEnum
 
 import numpy as np
@@ -130,3 +131,24 @@ def _chunks(num_lanes: int, num_rows: int, device: torch.device) -> Seq[tuple[in
     # On a CPU, temporaries of so many lanes stay in the L2 cache.
     size = num_lanes if device.type != "cpu" else max(1024, (1 << 15) // max(1, num_rows))
     return [(first, min(first + size, num_lanes)) for first in range(0, num_lanes, max(1, size))]
+
+
+@contextmanager
+def limited_threads(scores: Tensor) -> Iterator[None]:
+    """Limit torch's threads inside the context to a number that fits operations on `scores`; never raise it.
+
+    torch splits even a few thousand numbers among all its threads and waits for each thread. If a core has other work
+    (a frontend, a helper of our kernels), the noise of one row takes a hundred times as long on two threads as on one.
+    The number of threads changes no bits, since each number is computed independently.
+    """
+    num_threads = torch.get_num_threads()
+    # Some milliseconds of noise are worth waiting for a core.
+    num_wanted = min(num_threads, 1 + scores.numel() // (1 << 18))
+    if num_wanted == num_threads or scores.device.type != "cpu":
+        yield
+        return
+    torch.set_num_threads(num_wanted)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

@@ -33,8 +33,7 @@ from engine.sequence.batch import Batch
 from engine.sequence.checked_draft import NOTHING, CheckedDraft
 from engine.sequence.sequence import SequenceStatus
 from engine.verifier.verifier import Verifier
-from engine.verifier.verify_result import VerifyResult
-from engine.verifier.verify_task import VerifyTask
+from engine.verifier.verify_task import VerifyResult, VerifyTask
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.sequence.sequence import Sequence, SequenceStatus
-from engine.verifier.verify_result import VerifyResult
+from engine.verifier.verify_task import VerifyResult
 from protos.errors import RequestError
 from protos.messages import FinishReason, TokenChunk, TokenLogprobs
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,31 @@ def keep_outcome(sequence: Sequence, outcome: VerifyResult) -> KeptTokens:
     if sequence.has_faulty_prompt or not outcome.is_finite:
         return KeptTokens((), FinishReason.NON_FINITE)
     return keep_output(sequence, outcome.token_ids)
+
+
+class NonFiniteReport:
+    """Counts and explains requests that end because the model's logits are not finite.
+
+    Args:
+        model_name: the model and its dtype.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self.num_requests = 0
+        self._model_name = model_name
+        is_narrow = " in float16" in model_name
+        self._remedy = "; set target.dtype to bfloat16 or float32, which hold larger numbers" if is_narrow else ""
+
+    def explain(self, chunks: Seq[TokenChunk]) -> None:
+        """Log, count and explain each sequence that ends because its logits are not finite."""
+        for chunk in chunks:
+            if chunk.finish_reason is FinishReason.NON_FINITE:
+                self.num_requests += 1
+                chunk.error = (
+                    f"{self._model_name} computed NaN or infinite logits after {chunk.offset} tokens of the answer, "
+                    f"which ends there: its numbers overflow on this text. A retry gives the same{self._remedy}"
+                )
+                logger.warning("request %s: %s", chunk.request_id, chunk.error)
 
 
 def finished_before_start(sequence: Sequence) -> KeptTokens | None:

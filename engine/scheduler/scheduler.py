@@ -36,7 +36,7 @@ from engine.scheduler.ending import (
 from engine.scheduler.turns import FairQueue, MaskTurns, has_dear_masks
 from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.sequence import Sequence, SequenceStatus
-from engine.verifier.verify_result import VerifyResult
+from engine.verifier.verify_task import VerifyResult
 from protos.errors import RequestError
 from protos.messages import FinishReason, TokenChunk, TokenLogprobs
 

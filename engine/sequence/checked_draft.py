@@ -1,4 +1,7 @@
-"""A draft that is cut to its planned length, and computed only up to its first unknown id."""
+"""A draft that is cut to its planned length, and computed only up to its first unknown id.
+
+Under a grammar it is cut at a forbidden token, and extended for free while the grammar allows only one text.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from engine.batch.draft import NO_DRAFT, Draft, depths
+from engine.sampling.grammar import GrammarMatcher
+from engine.sampling.sparse_distribution import one_hot
 from engine.sampling.vocabulary import Vocabulary
 from engine.sequence.request_tokens import RequestTokens
 from protos.messages import VerifyMode
@@ -106,3 +111,27 @@ def _num_well_formed(draft: Draft, max_depth: int) -> int:
     num_placed = next((i for i, parent in enumerate(parents) if not -1 <= parent < i), len(parents))
     by_depth = depths(parents[:num_placed])
     return next((i for i, depth in enumerate(by_depth) if depth > max_depth), num_placed)
+
+
+def constrain(checked: CheckedDraft, max_tokens: int, matcher: GrammarMatcher) -> CheckedDraft:
+    """Cut a draft at its first forbidden token, or append forced tokens, up to `max_tokens` in all.
+
+    A forbidden token that was drawn from a distribution stays as the rejected end of the draft: removing it would
+    depend on the draw and bias the output. Without a distribution the token is a function of the prefix, and so are the
+    tokens that replace it. A tree is not changed: the verifier rejects its forbidden tokens.
+    """
+    if checked.draft.parents:
+        return checked
+    token_ids, distributions = checked.draft.token_ids, checked.draft.distributions
+    num_allowed = matcher.num_allowed(checked.token_ids)
+    if distributions and num_allowed < len(token_ids):
+        num_kept = num_allowed + 1
+        kept = Draft(token_ids[:num_kept], distributions[:num_kept], source=checked.draft.source)
+        return checked._replace(draft=kept, num_valid=num_allowed)
+    # Nothing was drawn after the kept tokens, so forced tokens may follow.
+    kept_ids = token_ids[:num_allowed]
+    forced_ids = matcher.forced_ids(kept_ids, max_tokens - num_allowed)
+    drafted_ids = (*kept_ids, *forced_ids[: matcher.num_allowed((*kept_ids, *forced_ids)) - num_allowed])
+    forced_distributions = tuple(one_hot(token_id) for token_id in drafted_ids[num_allowed:]) if distributions else ()
+    drafted = Draft(drafted_ids, (*distributions, *forced_distributions), source=checked.draft.source)
+    return checked._replace(draft=drafted, num_valid=len(drafted_ids), num_forced=len(drafted_ids) - num_allowed)

@@ -148,3 +148,11 @@ class RequestTokens(TokenBlocks):
         self.token_ids += token_ids
         if self.matcher is not None:
             self.matcher.read(token_ids)
+
+
+def num_equal(left: Seq[int], right: Seq[int]) -> int:
+    """Return the length of the common prefix."""
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return min(len(left), len(right))

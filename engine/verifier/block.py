@@ -22,8 +22,7 @@ from engine.sampling.noise import Purpose, uniform
 from engine.sampling.sampler import Sampler, draft_lanes, pass_keys
 from engine.verifier import rejection_rule
 from engine.verifier.chain_batch import ChainBatch
-from engine.verifier.verify_result import VerifyResult
-from engine.verifier.verify_task import VerifyTask
+from engine.verifier.verify_task import VerifyResult, VerifyTask
 
 
 def verify_by_block(sampler: Sampler, logits: Tensor, tasks: Seq[VerifyTask], rows: RowBatch) -> list[VerifyResult]:

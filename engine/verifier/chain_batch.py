@@ -12,8 +12,7 @@ from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import Purpose, gumbel
 from engine.sampling.sampler import row_keys
 from engine.verifier import rejection_rule
-from engine.verifier.verify_result import VerifyResult
-from engine.verifier.verify_task import VerifyTask
+from engine.verifier.verify_task import VerifyResult, VerifyTask
 
 Value = TypeVar("Value")
 

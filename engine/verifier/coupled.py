@@ -15,8 +15,7 @@ from torch import Tensor
 
 from engine.sampling.logits_row import RowBatch
 from engine.sampling.sampler import Sampler
-from engine.verifier.verify_result import VerifyResult
-from engine.verifier.verify_task import IMPOSSIBLE_ID, VerifyTask
+from engine.verifier.verify_task import IMPOSSIBLE_ID, VerifyResult, VerifyTask
 
 
 def verify_coupled(sampler: Sampler, logits: Tensor, tasks: Seq[VerifyTask], rows: RowBatch) -> list[VerifyResult]:

@@ -28,8 +28,7 @@ from engine.sampling.sampler import Sampler, row_keys
 from engine.sampling.sparse_distribution import is_consistent, one_hot
 from engine.verifier import rejection_rule
 from engine.verifier.chain_batch import ChainBatch, draw_tokens
-from engine.verifier.verify_result import VerifyResult
-from engine.verifier.verify_task import VerifyTask
+from engine.verifier.verify_task import VerifyResult, VerifyTask
 
 
 def verify_by_rejection(sampler: Sampler, logits: Tensor, tasks: Seq[VerifyTask], rows: RowBatch) -> list[VerifyResult]:
@@ -65,22 +64,6 @@ class Sibling:
         return self.q.weights[self.q.token_ids.index(self.token_id)] / sum(self.q.weights)
 
 
-@dataclass(frozen=True, slots=True)
-class _Walk:
-    """The accepted nodes, from the top down, and the distribution of the token after them, `[V]`."""
-
-    path: tuple[int, ...]
-    final_probs: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _SiblingsResult:
-    """The accepted child; if all are rejected, None and the residual distribution, `[V]`."""
-
-    node: int | None
-    final_probs: Tensor
-
-
 def verify_tree_by_rejection(
     sampler: Sampler, logits: Tensor, tasks: Seq[VerifyTask], rows: RowBatch
 ) -> list[VerifyResult]:
@@ -88,35 +71,39 @@ def verify_tree_by_rejection(
     target_probs = sampler.probs(sampler.apply_processors(logits, rows), rows)  # [R, V]
     by_task = torch.split(target_probs, [len(task.rows) for task in tasks])
     walks = [_walk(probs, task) for probs, task in zip(by_task, tasks, strict=True)]
-    last_rows = [task.rows[_row_after(walk.path)] for walk, task in zip(walks, tasks, strict=True)]
-    final_ids = draw_tokens(torch.stack([walk.final_probs for walk in walks]), last_rows)
+    last_rows = [task.rows[_row_after(path)] for (path, _), task in zip(walks, tasks, strict=True)]
+    final_ids = draw_tokens(torch.stack([final_probs for _, final_probs in walks]), last_rows)
     return [
-        VerifyResult((*task.draft.path(_row_after(walk.path) - 1), final_id), len(walk.path), path=walk.path)
-        for walk, task, final_id in zip(walks, tasks, final_ids, strict=True)
+        VerifyResult((*task.draft.path(_row_after(path) - 1), final_id), len(path), path=path)
+        for (path, _), task, final_id in zip(walks, tasks, final_ids, strict=True)
     ]
 
 
-def _walk(target_probs: Tensor, task: VerifyTask) -> _Walk:
-    """Descend while a child is accepted; `target_probs` has the task's rows."""
+def _walk(target_probs: Tensor, task: VerifyTask) -> tuple[tuple[int, ...], Tensor]:
+    """Descend while a child is accepted; `target_probs` has the task's rows.
+
+    Returns the accepted nodes, from the top down, and the distribution of the token after them, `[V]`.
+    """
     path: list[int] = []
     while True:
         row = _row_after(path)
         siblings = siblings_of(task.draft, row - 1)
-        outcome = _try_siblings(
+        node, final_probs = _try_siblings(
             target_probs[row], siblings, _uniforms(task.rows[row], len(siblings), target_probs.device)
         )
-        if outcome.node is None:
-            return _Walk(tuple(path), outcome.final_probs)
-        path.append(outcome.node)
+        if node is None:
+            return tuple(path), final_probs
+        path.append(node)
 
 
-def _try_siblings(target_probs: Tensor, siblings: Seq[Sibling], uniforms: Tensor) -> _SiblingsResult:
+def _try_siblings(target_probs: Tensor, siblings: Seq[Sibling], uniforms: Tensor) -> tuple[int | None, Tensor]:
+    """Return the accepted child; if all are rejected, None and the residual distribution, `[V]`."""
     for sibling, u in zip(siblings, uniforms, strict=True):
         p = rejection_rule.target_probs_of(target_probs[None], [0], [sibling.token_id])
         if bool(rejection_rule.is_accepted(u, p, p.new_tensor([sibling.draft_prob]))):
-            return _SiblingsResult(sibling.node, target_probs)
+            return sibling.node, target_probs
         target_probs = residual(target_probs, sibling)
-    return _SiblingsResult(None, target_probs)
+    return None, target_probs
 
 
 def _uniforms(row: LogitsRow, num_siblings: int, device: torch.device) -> Tensor:

@@ -15,14 +15,13 @@ from torch import Tensor
 from engine.native.library import are_finite
 from engine.sampling.logits_row import RowBatch
 from engine.sampling.logprobs import LogprobQuery, token_logprobs
+from engine.sampling.noise import limited_threads
 from engine.sampling.sampler import Sampler
-from engine.sampling.thread_limit import limited_threads
 from engine.sampling.vocabulary import Vocabulary
 from engine.verifier.block import verify_by_block
 from engine.verifier.coupled import verify_coupled
 from engine.verifier.rejection import verify_by_rejection, verify_tree_by_rejection
-from engine.verifier.verify_result import VerifyResult
-from engine.verifier.verify_task import IMPOSSIBLE_ID, VerifyTask, prepare_all
+from engine.verifier.verify_task import IMPOSSIBLE_ID, VerifyResult, VerifyTask, prepare_all
 from protos.messages import VerifyMode
 
 _Rule = tuple[bool, VerifyMode]  # (is a tree, mode): tasks of one rule are verified together

@@ -1,4 +1,4 @@
-"""One sequence's verification: its draft, and the rows of the target's logits that verify it."""
+"""One sequence's verification: its draft, the rows of the target's logits that verify it, and the result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.sampling.grammar import TokenMask
 from engine.sampling.logits_row import ChainRows, LogitsRow
 from engine.sampling.vocabulary import Vocabulary
 from engine.sequence.sequence import Sequence
-from protos.messages import VerifyMode
+from protos.messages import TokenLogprobs, VerifyMode
 
 IMPOSSIBLE_ID = -1  # equals no sampled token and has probability 0
 
@@ -102,3 +102,24 @@ def _with_rows(task: VerifyTask, vocabulary: Vocabulary) -> VerifyTask:
 def _heads(ids: tuple[int, ...], num_valid: int) -> list[tuple[int, ...]]:
     """Return the drafts before each row of a chain: none, then one more per row."""
     return [ids[:count] for count in range(num_valid + 1)]
+
+
+class VerifyResult(NamedTuple):
+    """The result for one sequence: `token_ids` holds the accepted tokens, then the recovered or bonus token.
+
+    `path` has the accepted nodes of a tree, from the top down. It is empty for a chain, whose first `num_accepted`
+    drafts are accepted. If `is_finite` is False, the row has no finite logits and the token in `token_ids` must not be
+    committed. If `is_exact` is False, a reasoning step was scored (`engine.approximate`): the result does not count as
+    acceptance of drafts.
+    """
+
+    token_ids: tuple[int, ...]
+    num_accepted: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    path: tuple[int, ...] = ()
+    is_exact: bool = True
+    is_finite: bool = True
+
+    def row_of(self, index: int) -> int:
+        """Return the row of token `index`, counted from the task's first row."""
+        return self.path[index - 1] + 1 if self.path and index > 0 else index

@@ -23,7 +23,7 @@ from actors.process.frames import FrameListener, private_folder
 from engine.batch.draft import Draft
 from engine.kv_cache.block_manager import BlockManager
 from engine.proposer.draft_model.draft_sequence import DraftSequences
-from engine.proposer.text_match.suffix import NoiseId, SharedTexts
+from engine.proposer.text_match.suffix import SharedTexts
 from engine.proposer.text_match.text_matcher import PredictionMatcher
 from engine.proposer.vocab_mapping.translation import SameVocabulary
 from engine.sampling import masks
@@ -67,7 +67,7 @@ KEPT = {
     "engine/model/checkpoint/unread_weight.py": "a change of a library, made once",
     "engine/model/runner/kept_weights.py": "one digest of our own code",
     "protos/token_bytes.py": "one tokenizer, by a file of the deployment",
-    "engine/proposer/growth/tree_shape.py": "by numbers of drafts",
+    "engine/proposer/growth/tree.py": "by numbers of drafts",
     "engine/proposer/draft_model/ahead_drafter.py": "by numbers of drafts",
     **{f"{name}.py": "functions of libraries" for name in KERNELS.split()},
 }
@@ -107,8 +107,8 @@ def finished_texts(tmp_path: Path) -> Callable[[GenerateRequest], bool]:
     texts = SharedTexts(1000)
 
     def ask(request: GenerateRequest) -> bool:
-        is_found = texts.of(request.cache_salt) is not None or texts.has_noise(request.cache_salt, NoiseId(0, 0))
-        texts.add(request.cache_salt, NoiseId(0, 0), request.prompt_token_ids)
+        is_found = texts.of(request.cache_salt) is not None or texts.has_noise(request.cache_salt, (0, 0))
+        texts.add(request.cache_salt, (0, 0), request.prompt_token_ids)
         return is_found
 
     return ask

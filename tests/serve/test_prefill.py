@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from engine.accounting.engine_stats import FetchFailure
 from engine.model.loader import model_version
-from engine.remote_prefill.fetch_failure import FetchFailure
 from tests.engine.fixtures.heads.eagle3_fixtures import head_tensors, write_original
 from tests.engine.fixtures.heads.heads_fixtures import write_llama_with_mtp
 from tests.serve.served_pair import MODEL, ServedPair, SharedCluster, Stream, eventually

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -114,3 +115,11 @@ def _layers(names: Iterable[str]) -> dict[tuple[str, int], set[str]]:
         if found := _IN_LAYER.fullmatch(name):
             layers[found[1], int(found[2])].add(found[3])
     return layers
+
+
+# What transformers raises for a checkpoint that it does not understand.
+READING_ERRORS = (
+    *(OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, ImportError),
+    AssertionError,
+    StrictDataclassError,
+)

@@ -33,34 +33,19 @@ def _bar(folder: Path, model: str, factory: Callable[..., Any], args: tuple[Any,
 
 
 def _counted(folder: Path, model: str, parameters: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield transformers' parameters; a request for the next means that the last has been read."""
+    """Yield transformers' parameters; a request for the next means that the last has been read.
+
+    A parameter without a tensor of its name (joined experts) counts as the mean of all.
+    """
     items = list(parameters)
-    report = ReadingReport(folder, model, len(items))
+    sizes = {name: math.prod(header.shape) for name, header in tensor_headers(folder).items()}
+    whole = sum(sizes.values()) or 1
+    mean = whole / max(1, len(items))
+    total_bytes = sum(file.stat().st_size for file in weight_files(folder))
+    report = ProgressReport("reading", model, total_bytes)
+    num_read = 0.0
     for name, mapping in items:
         yield name, mapping
-        report.read(name)
-    report.end()
-
-
-class ReadingReport:
-    """Progress of reading a folder's weights, by parameter name.
-
-    A parameter without a tensor of its name (joined experts) counts as the mean of `num_parameters`.
-    """
-
-    def __init__(self, folder: Path, model: str, num_parameters: int) -> None:
-        self._sizes = {name: math.prod(header.shape) for name, header in tensor_headers(folder).items()}
-        self._whole = sum(self._sizes.values()) or 1
-        self._mean = self._whole / max(1, num_parameters)
-        self._num_read = 0.0
-        self._total_bytes = sum(file.stat().st_size for file in weight_files(folder))
-        self._report = ProgressReport("reading", model, self._total_bytes)
-
-    def read(self, name: str) -> None:
-        """Count a parameter as read."""
-        self._num_read += self._sizes.get(name, self._mean)
-        self._report.at(int(self._total_bytes * min(1.0, self._num_read / self._whole)))
-
-    def end(self) -> None:
-        """Count all remaining bytes."""
-        self._report.at(self._total_bytes)
+        num_read += sizes.get(name, mean)
+        report.at(int(total_bytes * min(1.0, num_read / whole)))
+    report.at(total_bytes)

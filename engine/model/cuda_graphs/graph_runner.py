@@ -24,12 +24,60 @@ from engine.batch.span import Span
 from engine.config import GraphConfig
 from engine.kv_cache.pool import KVCache
 from engine.model.cuda_graphs.buckets import GraphBucket, fitting_bucket, graph_buckets
-from engine.model.cuda_graphs.graph import ForwardOutput, GraphRecorder
 from engine.model.cuda_graphs.static_batch import PlannedAttention, StaticAttention, StaticBatch
 from engine.model.forward_batch import ForwardBatch, logit_rows
 from engine.model.gpu_memory import enough_memory
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOutput:
+    """Results of a pass: `logits` [R, V] float32, and `features` [T, F] if a head reads them."""
+
+    logits: Tensor
+    features: Tensor | None = None
+
+    def head(self, num_logits: int, num_rows: int) -> ForwardOutput:
+        """Return the first rows of both, without copying."""
+        return ForwardOutput(self.logits[:num_logits], None if self.features is None else self.features[:num_rows])
+
+
+class GraphRecorder:
+    """Records passes of one model, which share memory and the stream that owns the libraries' workspaces.
+
+    cuBLAS keeps 32 MiB on Hopper for each stream that it was used on.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def __call__(self, compute: Callable[[], ForwardOutput]) -> Callable[[], ForwardOutput]:
+        """Return the replay of `compute`, which must neither wait for the device nor make tensors from host numbers.
+
+        A replay computes on the tensors' present contents. Its output is valid until the next replay of any graph.
+
+        Raises:
+            RuntimeError: `compute` does what cannot be recorded.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(2):  # kernels are compiled and libraries have their workspaces before anything is recorded
+                compute()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Only this thread's calls are held to the rules of recording: others copy KV blocks meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            output = compute()
+
+        def replay() -> ForwardOutput:
+            graph.replay()
+            return output
+
+        return replay
+
 
 _REMEDY = "lower cache.gpu_memory_utilization or scheduler.max_num_sequences, or set target.cuda_graphs to off"
 

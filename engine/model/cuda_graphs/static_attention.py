@@ -24,13 +24,15 @@ from engine.attention.base import LayerOptions
 from engine.attention.row_layout import Ints, RowLayout
 from engine.attention.triton_attention import Launch, RowMasks, heads_of, num_processors, read_layer, split_length
 from engine.attention.triton_kernel import MERGE_FIELDS, TILE_FIELDS
-from engine.attention.triton_tiles import TilePlan, split_tiles, whole_tiles
-from engine.attention.triton_tiling import (
+from engine.attention.triton_tiles import (
     BATCH_INVARIANT_SPLIT_TOKENS,
     PROGRAMS_PER_PROCESSOR,
     HeadShape,
+    TilePlan,
     Tiling,
     choose_tiling,
+    split_tiles,
+    whole_tiles,
 )
 from engine.batch.indexing import copy_array, copy_into
 from engine.batch.span import Span

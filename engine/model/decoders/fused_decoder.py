@@ -27,8 +27,7 @@ from engine.model.decoders.decoder_family import embedding_scale, family_of, nor
 from engine.model.decoders.native_layers import DecoderLayer, DecoderShape, Mlp, NativeLayers
 from engine.model.decoders.rotary import RotaryTable
 from engine.model.decoders.row_operations import RowOperations, row_operations
-from engine.model.forward_batch import ForwardBatch
-from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps, joined
+from engine.model.forward_batch import NO_TAPS, ForwardBatch, HiddenStateTaps, joined
 from engine.model.linear.batch_invariant_linear import batch_invariant, batch_invariant_factory
 from engine.model.linear.gated_linear import GatedProduct, JoinedGate, gated_of
 from engine.model.linear.native_product import Gate

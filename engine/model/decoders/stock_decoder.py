@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from engine.attention.torch_attention import PASS_KEYWORD
 from engine.model.attention_probe import refusal
-from engine.model.forward_batch import ForwardBatch
-from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps, joined
+from engine.model.forward_batch import NO_TAPS, ForwardBatch, HiddenStateTaps, joined
 from engine.model.linear.packed_linear import Linear
 from engine.recurrent.stock_functions import STATE_KEYWORD
 

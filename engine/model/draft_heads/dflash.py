@@ -20,8 +20,7 @@ from engine.model.draft_heads.checkpoint import MASK_EMBEDDING
 from engine.model.draft_heads.head import BlockLogits
 from engine.model.draft_heads.layers import HeadReader, spread
 from engine.model.draft_heads.published import HeadFormat
-from engine.model.forward_batch import ForwardBatch
-from engine.model.hidden_state_taps import UNKNOWN
+from engine.model.forward_batch import UNKNOWN, ForwardBatch
 from engine.model.linear.packed_linear import Linear, linear_of
 from protos.errors import ConfigError
 

@@ -9,8 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.kv_cache.pool import LayerShape
-from engine.model.forward_batch import ForwardBatch
-from engine.model.hidden_state_taps import HiddenStateTaps
+from engine.model.forward_batch import ForwardBatch, HiddenStateTaps
 from engine.model.linear.packed_linear import Linear
 
 # Logits [n, V of the target] float32 of some rows of a block, given the token before each.

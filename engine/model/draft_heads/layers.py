@@ -19,8 +19,7 @@ from engine.model.decoders.rotary import RotaryTable
 from engine.model.decoders.row_operations import RowOperations, row_operations
 from engine.model.draft_heads.checkpoint import Weights
 from engine.model.draft_heads.published import HeadFormat
-from engine.model.forward_batch import ForwardBatch
-from engine.model.hidden_state_taps import UNKNOWN
+from engine.model.forward_batch import UNKNOWN, ForwardBatch
 from engine.model.linear.packed_linear import Linear
 from engine.model.linear.quantized_linear import linear_factory
 from protos.errors import ConfigError

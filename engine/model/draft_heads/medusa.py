@@ -22,8 +22,7 @@ from engine.kv_cache.pool import LayerShape
 from engine.model.draft_heads.checkpoint import Weights, head_folder, read_config, read_tensors
 from engine.model.draft_heads.head import BlockLogits
 from engine.model.draft_heads.published import TargetShape
-from engine.model.forward_batch import ForwardBatch
-from engine.model.hidden_state_taps import UNKNOWN, HiddenStateTaps
+from engine.model.forward_batch import UNKNOWN, ForwardBatch, HiddenStateTaps
 from engine.model.linear.packed_linear import Linear, linear_of
 from protos.errors import ConfigError
 

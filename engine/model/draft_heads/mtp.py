@@ -24,8 +24,7 @@ from engine.attention.torch_attention import ATTENTION_NAME, PASS_KEYWORD
 from engine.kv_cache.pool import LayerShape
 from engine.model.attention_probe import RecordingPass
 from engine.model.checkpoint.weight_files import tensor_headers
-from engine.model.forward_batch import ForwardBatch
-from engine.model.hidden_state_taps import HiddenStateTaps
+from engine.model.forward_batch import ForwardBatch, HiddenStateTaps
 from engine.model.linear.packed_linear import Linear, linear_of, pack_linears
 from engine.model.loader import fetched_folder
 from engine.model.resident_memory import leave_checkpoint

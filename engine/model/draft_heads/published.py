@@ -19,7 +19,7 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.activations import ACT2FN
 
 from engine.config import HeadKind
-from engine.model.hidden_state_taps import HiddenStateTaps
+from engine.model.forward_batch import HiddenStateTaps
 from protos.errors import ConfigError
 
 _LAYERS: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}

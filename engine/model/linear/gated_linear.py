@@ -70,7 +70,7 @@ class JoinedGate(Storable):
     def __call__(self, x: Tensor) -> Tensor:
         if runs_triton(x) and self._gate == Gate.SILU:
             # Not at the top: processes without a GPU may have no Triton, and need none.
-            from engine.model.linear.triton_gate import gate_joined
+            from engine.model.linear.triton_product import gate_joined
 
             return gate_joined(self._joined(x))
         gate, up = self.halves(x)

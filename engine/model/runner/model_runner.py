@@ -37,16 +37,14 @@ from engine.kv_cache.state_pool import StatePool, num_slots, state_bytes
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.end_tokens import ids_without_token, refuse_tokens_without_rows
 from engine.model.cuda_graphs.buckets import graph_buckets
-from engine.model.cuda_graphs.graph import ForwardOutput
-from engine.model.cuda_graphs.graph_runner import CudaGraphRunner, RecordedStep
+from engine.model.cuda_graphs.graph_runner import CudaGraphRunner, ForwardOutput, RecordedStep
 from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.determinism import config_has_experts
 from engine.model.draft_heads.loader import Head, HeadTarget, load_head, whole_lm_head
 from engine.model.draft_heads.self_draft import SelfDraft
-from engine.model.forward_batch import ForwardBatch, plan_steps
+from engine.model.forward_batch import NO_TAPS, ForwardBatch, plan_steps
 from engine.model.generation_defaults import eos_token_ids, sampling_defaults
 from engine.model.gpu_memory import WEIGHTS_REMEDY, MemoryMeter, enough_memory, memory_meter
-from engine.model.hidden_state_taps import NO_TAPS
 from engine.model.linear.packed_experts import expert_reads
 from engine.model.linear.packed_linear import Linear
 from engine.model.linear.quantized_linear import can_quantize, linear_factory
@@ -55,9 +53,8 @@ from engine.model.loader import load_model, model_folder, model_version, resolve
 from engine.model.paged_model import PagedModel
 from engine.model.position_limit import max_positions, unread_warning
 from engine.model.resident_memory import leave_checkpoint, trim_heap
+from engine.model.runner.gpu_passes import PassQueue, warm_up
 from engine.model.runner.kept_weights import kept_weights
-from engine.model.runner.pass_queue import PassQueue
-from engine.model.runner.warm_up import warm_up
 from engine.model.tensor_parallel import ALONE, Rank
 from engine.native.library import native_instructions
 from engine.remote_prefill.kv_transfer import KVLayout

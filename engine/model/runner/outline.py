@@ -20,11 +20,10 @@ from engine.attention.backend import check_kv_kind, choose_attention
 from engine.attention.torch_attention import ATTENTION_NAME
 from engine.config import CacheConfig, HeadConfig, HeadKind, KVDtype, ModelConfig
 from engine.model.attention_probe import RecordingPass, check_layers, pass_keywords, refusal, understood
-from engine.model.checkpoint.completeness import refuse_incomplete
+from engine.model.checkpoint.completeness import READING_ERRORS, refuse_incomplete
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.end_tokens import find_end_tokens
 from engine.model.checkpoint.hub import cached_folder
-from engine.model.checkpoint.reading_errors import READING_ERRORS
 from engine.model.checkpoint.scheme import SECTIONS, scheme_of
 from engine.model.draft_heads.loader import load_head
 from engine.model.generation_defaults import unknown_ends

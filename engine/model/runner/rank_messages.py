@@ -1,5 +1,7 @@
 """Messages from rank 0 of a sharded model to the other ranks, over a pipe, and how a rank joins the group.
 
+The first message is a `RankMessage`. Until its barrier a rank answers None while it goes well, or the reason why it
+failed to load. Then each message is a call: a method of the runner and its arguments, which every rank calls now.
 Messages are pickled: both ends are processes of one user and one program, the second started by the first.
 """
 
@@ -34,21 +36,6 @@ class RankMessage:
     head: HeadConfig | None
     folder: str
     timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class RankStatus:
-    """A rank runs, has its weights and waits, or failed to load for the reason `failure`."""
-
-    failure: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerCall:
-    """Rank 0 is calling this method of its runner; every rank calls it now."""
-
-    method: str
-    arguments: tuple[Any, ...]
 
 
 def rank_device(model: ModelConfig, index: int) -> torch.device:

@@ -18,8 +18,6 @@ import torch
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.rank_messages import (
     RankMessage,
-    RankStatus,
-    RunnerCall,
     join_ranks,
     rank_device,
     receive,
@@ -39,7 +37,7 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     try:
         message: RankMessage = receive(connection)
-        send(connection, RankStatus())
+        send(connection, None)
         runner = _load(message, connection)
         _follow(runner, connection)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -55,7 +53,7 @@ def _load(message: RankMessage, connection: Connection) -> ModelRunner:
 
     def barrier() -> None:
         nonlocal is_past_barrier
-        send(connection, RankStatus())
+        send(connection, None)
         receive(connection)
         is_past_barrier = True
 
@@ -66,19 +64,19 @@ def _load(message: RankMessage, connection: Connection) -> ModelRunner:
         return ModelRunner(message.model, message.cache, message.max_model_len, message.head, rank)
     except Exception as error:
         if not is_past_barrier:
-            send(connection, RankStatus(failure=str(error)))
+            send(connection, str(error))
         raise
 
 
 def _follow(runner: ModelRunner, connection: Connection) -> None:
     while True:
-        call: RunnerCall = receive(connection)
-        if call.method == "import_blocks":  # rank 0 sends the bytes separately
-            block_ids = call.arguments[0]
+        method, arguments = receive(connection)
+        if method == "import_blocks":  # rank 0 sends the bytes separately
+            block_ids = arguments[0]
             blocks = torch.empty(len(block_ids), runner.bytes_per_block, dtype=torch.uint8)
             runner.import_blocks(block_ids, blocks)
         else:
-            getattr(runner, call.method)(*call.arguments)
+            getattr(runner, method)(*arguments)
 
 
 def _die_with_parent() -> None:

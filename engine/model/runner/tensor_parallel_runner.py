@@ -26,8 +26,6 @@ from engine.model.loader import load_config
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.rank_messages import (
     RankMessage,
-    RankStatus,
-    RunnerCall,
     join_ranks,
     rank_device,
     receive,
@@ -148,7 +146,7 @@ class RankGroup:
         """Have every other rank call this method of its runner now. Raises EngineError if one is gone or stuck."""
         for index, connection in enumerate(self._connections, start=1):
             try:
-                send(connection, RunnerCall(method, arguments))
+                send(connection, (method, arguments))
             except OSError as error:
                 raise EngineError(f"rank {index} of the target takes no calls: {error}") from error
 
@@ -194,18 +192,18 @@ class RankGroup:
         """Wait until every rank has its weights, then let all continue. Raises ConfigError with a rank's failure."""
         self._await_progress()
         for connection in self._connections:
-            send(connection, RankStatus())
+            send(connection, None)
 
     def _await_progress(self) -> None:
         for index, connection in enumerate(self._connections, start=1):
             try:
                 if not connection.poll(1800):
                     raise EngineError(f"rank {index} of the target did not load within half an hour; see its log")
-                progress: RankStatus = receive(connection)
+                failure: str | None = receive(connection)
             except (EOFError, OSError) as error:
                 raise EngineError(f"rank {index} of the target died while loading; see its log") from error
-            if progress.failure is not None:
-                raise ConfigError(f"rank {index} of the target: {progress.failure}")
+            if failure is not None:
+                raise ConfigError(f"rank {index} of the target: {failure}")
 
     def _watch(self, index: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()

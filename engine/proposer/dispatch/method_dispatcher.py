@@ -1,4 +1,4 @@
-"""Dispatches each sequence to the proposers of its method, in order of rank."""
+"""Dispatches each sequence to the proposers of its method, in order of rank; a hybrid chooses between two per pass."""
 
 from __future__ import annotations
 
@@ -7,15 +7,139 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import numpy as np
+
+from engine.accounting.acceptance import AcceptanceTable
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.proposer import Proposer
-from engine.proposer.dispatch.hybrid_proposer import HybridProposer
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.proposer.text_match.suffix import SuffixProposer
-from engine.proposer.text_match.text_matcher import PredictionMatcher
+from engine.proposer.text_match.text_matcher import PredictionMatcher, TextMatcher
 from engine.sequence.checked_draft import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 from protos.messages import SpeculationMethod
+
+_MAX_LENGTH = 64  # positions of a draft with their own acceptance
+
+
+@dataclass(slots=True)
+class _HybridDraft:
+    """The draft of a sequence's next pass; turns of one `kind` share their acceptance."""
+
+    kind: str
+    base_len: int
+    token_ids: tuple[int, ...] = ()
+    is_match: bool = False
+
+
+class HybridProposer:
+    """Proposes the match of `matcher` if its expected acceptance is at least that expected from `other`.
+
+    The choice is made at the commit. If it is the match, `other` is not called: it does no work, and catches up at its
+    next call. The acceptance of matches is known by the length of the matched context, and the acceptance of `other`
+    for greedy and for sampled requests. So the choice depends on committed tokens and counts only, never on a draft
+    that `other` has drawn, and every verifier stays exact. Sequences outside `matcher.is_for` go to `other`.
+    """
+
+    def __init__(self, matcher: TextMatcher, other: Proposer) -> None:
+        self._matcher = matcher
+        self._other = other
+        self._acceptance = AcceptanceTable(_MAX_LENGTH)
+        self._turns: dict[str, _HybridDraft | None] = {}  # by sequence that the matcher is for
+        self._num_passed_over: dict[str, int] = {}
+
+    def open(self, sequence: RequestTokens) -> None:
+        """Open the sequence in both."""
+        if self._matcher.is_for(sequence):
+            self._matcher.open(sequence)
+            self._turns[sequence.request_id] = None
+        self._other.open(sequence)
+
+    def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
+        """Return the matches chosen at the commit, and the drafts of `other` for all other queries."""
+        turns = [self._current_turn(query.sequence) for query in queries]
+        asked = [query for query, turn in zip(queries, turns, strict=True) if turn is None or not turn.is_match]
+        answers = iter(self._other.propose(asked) if asked else ())
+        drafts = []
+        for query, turn in zip(queries, turns, strict=True):
+            if turn is None:
+                drafts.append(next(answers))
+                continue
+            draft = self._matched(turn, query) if turn.is_match else next(answers)
+            # The committed tokens do not show the acceptance of a tree.
+            turn.token_ids = () if draft.parents else draft.token_ids
+            drafts.append(draft)
+        return drafts
+
+    def _matched(self, turn: _HybridDraft, query: DraftQuery) -> Draft:
+        return Draft(turn.token_ids[: query.max_draft_tokens], source=self._matcher.source)
+
+    def commit(self, sequences: Seq[RequestTokens]) -> None:
+        """Record the acceptance of the last drafts, and choose for the next pass."""
+        matchable = [sequence for sequence in sequences if sequence.request_id in self._turns]
+        for sequence in matchable:
+            self._learn(sequence)
+        self._matcher.commit(matchable)
+        for sequence in matchable:
+            self._turns[sequence.request_id] = self._next_turn(sequence)
+        asked = [each for each in sequences if (turn := self._turns.get(each.request_id)) is None or not turn.is_match]
+        if asked:
+            self._other.commit(asked)
+
+    def close(self, request_id: str) -> None:
+        """Close the sequence in both."""
+        if request_id in self._turns:
+            del self._turns[request_id]
+            self._matcher.close(request_id)
+        self._other.close(request_id)
+
+    def _current_turn(self, sequence: RequestTokens) -> _HybridDraft | None:
+        """Return the turn that was chosen for exactly the tokens committed now."""
+        turn = self._turns.get(sequence.request_id)
+        return turn if turn is not None and turn.base_len == len(sequence.token_ids) else None
+
+    def _next_turn(self, sequence: RequestTokens) -> _HybridDraft:
+        """Choose the next turn; a match reserves its room in the pass."""
+        sequence.num_matched = 0
+        turn = self._better_turn(sequence)
+        if turn.is_match and sequence.num_free_draft_tokens is not None:
+            sequence.num_matched = len(turn.token_ids)
+        return turn
+
+    def _better_turn(self, sequence: RequestTokens) -> _HybridDraft:
+        base_len, other_kind = len(sequence.token_ids), _kind_of_other(sequence)
+        match = self._matcher.match(sequence, min(sequence.num_wanted_matches, _MAX_LENGTH))
+        if match is None:
+            return _HybridDraft(other_kind, base_len)
+        kind = f"match of {min(match.match_len.bit_length(), 5)} bits"  # 16 tokens or more are one kind
+        expected = self._expected_tokens(kind, len(match.token_ids))
+        if expected < self._expected_tokens(other_kind, sequence.num_wanted_drafts) and not self._is_retried(kind):
+            return _HybridDraft(other_kind, base_len)
+        return _HybridDraft(kind, base_len, match.token_ids, is_match=True)
+
+    def _expected_tokens(self, kind: str, num_drafts: int) -> float:
+        return float(self._acceptance.of([kind], [kind])[0, :num_drafts].sum())
+
+    def _is_retried(self, kind: str) -> bool:
+        self._num_passed_over[kind] = self._num_passed_over.get(kind, 0) + 1
+        # A kind of match with a lower expectation is still tried once in 32 times.
+        return self._num_passed_over[kind] % 32 == 0
+
+    def _learn(self, sequence: RequestTokens) -> None:
+        """Count the accepted tokens of the last turn's draft, unless it was never verified."""
+        turn = self._turns[sequence.request_id]
+        if turn is None or not turn.token_ids or turn.base_len >= len(sequence.token_ids):
+            return
+        committed = sequence.token_ids[turn.base_len : turn.base_len + len(turn.token_ids)]
+        num_drafts = min(len(turn.token_ids), _MAX_LENGTH)
+        equal = np.equal(committed, turn.token_ids[: len(committed)])
+        num_accepted = min(int(np.cumprod(equal).sum()), num_drafts)
+        self._acceptance.observe([turn.kind], [turn.kind], [num_drafts], [num_accepted])
+
+
+def _kind_of_other(sequence: RequestTokens) -> str:
+    return "other, greedy" if sequence.is_greedy else "other, sampled"
+
 
 Ranking = tuple[Proposer, ...]
 

@@ -24,10 +24,11 @@ from itertools import islice
 from operator import attrgetter
 
 import torch
+from torch import Tensor
 
-from engine.proposer.draft_model.draft_model import DraftModel, PrefillJob, PrefillResult
+from engine.batch.draft import Offer
+from engine.proposer.draft_model.draft_model import DraftModel, PrefillJob
 from engine.proposer.draft_model.draft_sequence import DraftSequence
-from engine.proposer.draft_model.offer import Offer
 from engine.proposer.growth.chain import Chain, masked, row_after
 from engine.sampling.logits_row import LogitsRow
 from engine.sequence.request_tokens import RequestTokens
@@ -167,13 +168,13 @@ class AheadDrafter:
         while waiting:
             if is_stopped():
                 return False
-            result = self._model.prefill(
+            jobs, logits = self._model.prefill(
                 [PrefillJob(each.sequence, each.draft_ids) for each in _first_in_turn(waiting)]
             )
-            is_done = {id(job.sequence) for job in result.jobs}
+            is_done = {id(job.sequence) for job in jobs}
             passes = {id(each.sequence): each for each in waiting if id(each.sequence) in is_done}
             waiting = [each for each in waiting if id(each.sequence) not in passes]
-            branches = self._branches([passes[id(job.sequence)] for job in result.jobs], result)
+            branches = self._branches([passes[id(job.sequence)] for job in jobs], logits)
             if not self._prepare_all(sorted(branches, key=attrgetter("order")), emit, is_stopped):
                 return False
         self._num_rows = min(_MAX_ROWS, 2 * self._num_rows)
@@ -192,11 +193,11 @@ class AheadDrafter:
             return None
         return _ReservedPass(pending, sequence, draft_ids)
 
-    def _branches(self, passes: Seq[_ReservedPass], result: PrefillResult) -> Iterator[Branch]:
+    def _branches(self, passes: Seq[_ReservedPass], logits: Tensor) -> Iterator[Branch]:
         rows = [row for each in passes for row in _rows(each)]
         is_coupled = [each.pending.sequence.verify is VerifyMode.COUPLED for each in passes for _ in _rows(each)]
         num_ranks = max((self._num_ranks(len(each.draft_ids)) for each in passes), default=0)
-        ranked = iter(self._model.sampler.rank(rows, is_coupled, result.logits, num_ranks) if rows else ())
+        ranked = iter(self._model.sampler.rank(rows, is_coupled, logits, num_ranks) if rows else ())
         for each in passes:
             yield from self._branches_of(each, list(islice(ranked, len(each.draft_ids) + 1)))
 

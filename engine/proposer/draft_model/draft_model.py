@@ -28,14 +28,6 @@ class PrefillJob:
     draft_ids: Seq[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillResult:
-    """The complete jobs, with the logits after the last committed token and after each draft."""
-
-    jobs: list[PrefillJob]
-    logits: Tensor  # [R, V] float32, job by job
-
-
 class DraftModel:
     """A model runner with its sequences and its sampler.
 
@@ -56,10 +48,14 @@ class DraftModel:
         self.tree_sampler = TreeSampler(Sampler())
         self._max_tokens_per_round = max_tokens_per_round
 
-    def prefill(self, jobs: Seq[PrefillJob]) -> PrefillResult:
+    def prefill(self, jobs: Seq[PrefillJob]) -> tuple[list[PrefillJob], Tensor]:
         """Compute the missing tokens and the drafts of jobs, within the token budget of a round.
 
         Jobs with the fewest missing tokens go first, so they do not wait for a long prompt.
+
+        Returns:
+            The complete jobs, and the logits after the last committed token and after each draft: [R, V] float32, job
+            by job.
         """
         budget = self._max_tokens_per_round
         spans: list[Span] = []
@@ -74,7 +70,7 @@ class DraftModel:
             blocks = job.sequence.blocks
             job.sequence.computed(span)
             self.sequences.blocks.publish(blocks, blocks.num_computed_tokens)
-        return PrefillResult([job for job, span in zip(begun, spans, strict=True) if span.num_logits], logits)
+        return [job for job, span in zip(begun, spans, strict=True) if span.num_logits], logits
 
     def grow(
         self, chains: Seq[Chain], is_stopped: Callable[[], bool] = lambda: False, last_ids: Tensor | None = None

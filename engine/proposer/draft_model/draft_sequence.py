@@ -7,12 +7,11 @@ from collections.abc import Sequence as Seq
 
 from engine.batch.span import Span
 from engine.kv_cache.block_manager import BlockManager
-from engine.proposer.common_prefix import num_equal
 from engine.proposer.growth.chain import Chain
 from engine.proposer.vocab_mapping.translation import Translation
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.grammar_compiler import GrammarCompiler
-from engine.sequence.request_tokens import RequestTokens, TokenBlocks
+from engine.sequence.request_tokens import RequestTokens, TokenBlocks, num_equal
 from protos.errors import RequestError
 
 

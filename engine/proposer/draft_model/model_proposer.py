@@ -15,6 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from engine.accounting.engine_stats import TranslationCounts
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig, TreeConfig
 from engine.kv_cache.block_manager import BlockManager
@@ -25,9 +26,7 @@ from engine.proposer.draft_model.draft_model import DraftModel, PrefillJob
 from engine.proposer.draft_model.draft_sequence import DraftSequence, DraftSequences
 from engine.proposer.growth.block import Blocks, RowLogits
 from engine.proposer.growth.chain import Chain
-from engine.proposer.growth.tree import Tree
-from engine.proposer.growth.tree_shape import shape_of
-from engine.proposer.vocab_mapping.counts import TranslationCounts
+from engine.proposer.growth.tree import Tree, shape_of
 from engine.proposer.vocab_mapping.translation import SameVocabulary, Translation
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sequence.checked_draft import DraftQuery
@@ -174,17 +173,15 @@ class ModelProposer:
         # Reserve slots, and prefill.
         self.sequences.begin_round()
         plans = {plan.request_id: plan for query in queries if (plan := self._begin(query))}
-        result = self._model.prefill([PrefillJob(plan.sequence, self._masks(plan)) for plan in plans.values()])
-        ready = [plans[job.sequence.target_sequence.request_id] for job in result.jobs]
+        jobs, logits = self._model.prefill([PrefillJob(plan.sequence, self._masks(plan)) for plan in plans.values()])
+        ready = [plans[job.sequence.target_sequence.request_id] for job in jobs]
         if self._mask_id is not None:
-            drafts = self._draft_blocks(ready, result.logits)
+            drafts = self._draft_blocks(ready, logits)
             return [drafts.get(query.sequence.request_id, NO_DRAFT) for query in queries]
         # Grow the chains, then the trees.
         branching = [row for row, plan in enumerate(ready) if plan.num_nodes > 0]
-        roots = (
-            result.logits[branching] if branching else result.logits[:0]
-        )  # a copy: the chains' passes overwrite them
-        drafts = self._draft_chains(ready, result.logits)
+        roots = logits[branching] if branching else logits[:0]  # a copy: the chains' passes overwrite them
+        drafts = self._draft_chains(ready, logits)
         drafts |= self._draft_trees([ready[row] for row in branching], roots)
         return [drafts.get(query.sequence.request_id, NO_DRAFT) for query in queries]
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from engine.accounting.engine_stats import TranslationCounts
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.proposer.vocab_mapping.counts import TranslationCounts
 from engine.proposer.vocab_mapping.text_reader import TextReader
 from engine.proposer.vocab_mapping.vocabulary_pair import VocabularyPair
 from engine.sequence.checked_draft import DraftQuery, UnscheduledQuery
@@ -21,14 +21,6 @@ from engine.sequence.request_tokens import DraftRule, RequestTokens
 from protos.messages import SamplingParams, VerifyMode
 
 _LIKELIEST = SamplingParams(temperature=0.0, max_tokens=1 << 30)
-
-
-@dataclass(frozen=True, slots=True)
-class _DraftText:
-    """A sequence in the draft's tokens; `sequence.token_ids` and `reader.token_ids` are one list."""
-
-    reader: TextReader
-    sequence: RequestTokens
 
 
 class TextProposer:
@@ -42,7 +34,8 @@ class TextProposer:
         self._pair = pair
         self._special_ids = pair.special_ids()
         self._end_ids = frozenset(pair.draft_tokens.eos_token_ids)
-        self._texts: dict[str, _DraftText] = {}
+        # Each sequence in the draft's tokens; both `token_ids` are one list.
+        self._texts: dict[str, tuple[TextReader, RequestTokens]] = {}
         self.counts = TranslationCounts()  # drafted tokens, and tokens whose text was lost
 
     @property
@@ -62,7 +55,7 @@ class TextProposer:
         )
         draft_sequence = RequestTokens(request, DraftRule(0, VerifyMode.COUPLED))
         draft_sequence.token_ids = reader.token_ids
-        self._texts[sequence.request_id] = _DraftText(reader, draft_sequence)
+        self._texts[sequence.request_id] = reader, draft_sequence
         self._model.open(draft_sequence)
 
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
@@ -85,12 +78,13 @@ class TextProposer:
         text = self._texts.get(query.sequence.request_id)
         if text is None:
             return None
-        self._model.rewind(query.sequence.request_id, text.reader.extend(query.sequence.token_ids))
-        num_tokens = len(text.sequence.token_ids)
+        reader, sequence = text
+        self._model.rewind(query.sequence.request_id, reader.extend(query.sequence.token_ids))
+        num_tokens = len(sequence.token_ids)
         if num_tokens == 0:
             return None
         stretch = min(4, num_tokens / len(query.sequence.token_ids))  # drafted tokens per token of the target, at most
-        return UnscheduledQuery(text.sequence, math.ceil(query.max_draft_tokens * stretch))
+        return UnscheduledQuery(sequence, math.ceil(query.max_draft_tokens * stretch))
 
     def _translate(self, query: DraftQuery, drafted_ids: Seq[int]) -> Draft:
         """Return the target's tokens for the drafted text, with the end token if the draft has ended."""
@@ -98,8 +92,8 @@ class TextProposer:
             return NO_DRAFT
         num_drafted = next((i for i, each in enumerate(drafted_ids) if each in self._end_ids), len(drafted_ids))
         data = self._pair.draft.spell(drafted_ids[:num_drafted])
-        text = self._texts[query.sequence.request_id]
-        token_ids = self._continue(query.sequence.token_ids, text.reader.held, data)
+        reader, _ = self._texts[query.sequence.request_id]
+        token_ids = self._continue(query.sequence.token_ids, reader.held, data)
         num_kept = len(_complete(data).encode()) if token_ids else 0
         num_lost = sum(end > num_kept for end in self._pair.draft.ends(drafted_ids[:num_drafted]))
         self.counts += TranslationCounts(num_drafted, num_lost)

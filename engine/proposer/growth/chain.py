@@ -14,11 +14,10 @@ from engine.batch.span import Span
 from engine.native.library import are_finite
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.logits_row import LogitsRow
-from engine.sampling.noise import Purpose
+from engine.sampling.noise import Purpose, limited_threads
 from engine.sampling.penalties import has_penalties
 from engine.sampling.sampler import Sampler
 from engine.sampling.sparse_distribution import one_hot
-from engine.sampling.thread_limit import limited_threads
 from engine.sequence.request_tokens import RequestTokens
 from engine.verifier.verify_task import IMPOSSIBLE_ID
 from protos.messages import VerifyMode

@@ -8,12 +8,12 @@ that are reserved for verification. After verification the true pairs overwrite 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from engine.accounting.record import PassedRows
 from engine.batch.indexing import index_tensor
 from engine.batch.span import Span
 from engine.config import TreeConfig
@@ -24,7 +24,6 @@ from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.growth.chain import Chain, next_steps
 from engine.proposer.growth.tree import Tree
 from engine.proposer.hidden_state.state_proposer import StateProposer
-from engine.proposer.passed_rows import PassedRows
 from engine.sequence.request_tokens import RequestTokens
 
 
@@ -75,14 +74,6 @@ class RecurrentProposer(StateProposer):
                 states = self._head.forward(self._runner.lay_out(spans), states[parents])
 
 
-@dataclass(frozen=True, slots=True)
-class _LastStates:
-    """Each module's last state before any draft entered, `[1, S]`, or `[0, S]` where the text has not come so far."""
-
-    num_tokens: int  # committed
-    states: Seq[Tensor]
-
-
 class MtpProposer(RecurrentProposer):
     """Grows each of the first drafts by its own module of an MTP, and later drafts by the last module.
 
@@ -102,7 +93,9 @@ class MtpProposer(RecurrentProposer):
         super().__init__(runner, head, tree)
         self._mtp = head
         self._position_offset = -head.num_modules
-        self._last: WeakKeyDictionary[RequestTokens, _LastStates] = WeakKeyDictionary()
+        # Committed tokens, and each module's last state before any draft entered: [1, S], or [0, S] where the text has
+        # not come so far.
+        self._last: WeakKeyDictionary[RequestTokens, tuple[int, Seq[Tensor]]] = WeakKeyDictionary()
 
     def _read(self, passed: Seq[PassedRows], features: Tensor) -> Tensor:
         """Let each module read the pairs whose tokens are committed now."""
@@ -121,7 +114,7 @@ class MtpProposer(RecurrentProposer):
                 inputs[index] = joined[:-1]
                 found[index].append(joined[-1:].clone())
         for each, states_of in zip(passed, found, strict=True):
-            self._last[each.sequence] = _LastStates(each.num_tokens, states_of)
+            self._last[each.sequence] = each.num_tokens, states_of
         newest = [states_of[0] for each, states_of in zip(passed, found, strict=True) if each.is_newest]
         return torch.cat(newest) if newest else features[:0]
 
@@ -163,9 +156,9 @@ class MtpProposer(RecurrentProposer):
     def _last_states(self, sequence: RequestTokens, num_tokens: int, like: Tensor) -> Seq[Tensor]:
         """Return the last states of a text of `num_tokens`; empty ones after a cached prefix."""
         last = self._last.get(sequence)
-        if last is None or last.num_tokens != num_tokens:
+        if last is None or last[0] != num_tokens:
             return [like[:0]] * self._mtp.num_modules
-        return last.states
+        return last[1]
 
 
 def _span(block_table: Seq[int], end: int, token_ids: Seq[int]) -> Span:

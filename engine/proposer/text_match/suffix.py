@@ -20,6 +20,7 @@ from engine.sequence.checked_draft import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 from protos.errors import ConfigError
 
+NoiseId = tuple[int, int]  # seed and sample: two sequences with one id draw the same numbers at each position
 _NUM_KINDS = 5  # matches of 1, 2 to 3, 4 to 7, 8 to 15, and 16 tokens or more
 
 
@@ -207,15 +208,7 @@ class SuffixProposer:
 
 
 def _noise_of(sequence: RequestTokens) -> NoiseId:
-    return NoiseId(sequence.sampling.seed, sequence.request.sample_index)
-
-
-@dataclass(frozen=True, slots=True)
-class NoiseId:
-    """Identifies a sequence's noise: two sequences with one id draw the same numbers at each position."""
-
-    seed: int
-    sample_index: int
+    return sequence.sampling.seed, sequence.request.sample_index
 
 
 @dataclass(slots=True)

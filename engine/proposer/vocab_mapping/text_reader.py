@@ -6,8 +6,8 @@ import codecs
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
-from engine.proposer.common_prefix import num_equal
 from engine.proposer.vocab_mapping.byte_vocabulary import ByteVocabulary
+from engine.sequence.request_tokens import num_equal
 
 _SPACES = b" \n\t\r"
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.proposer.vocab_mapping.counts import TranslationCounts
+from engine.accounting.engine_stats import TranslationCounts
 from engine.proposer.vocab_mapping.vocabulary_pair import VocabularyPair
 from protos.errors import ConfigError
 

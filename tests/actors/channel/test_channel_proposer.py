@@ -9,8 +9,7 @@ import pytest
 from actors.channel.channel_proposer import ChannelProposer
 from actors.channel.draft_messages import PROTOCOL_VERSION, Hello, Offers, Round
 from actors.process.frames import FrameConnection, FrameListener
-from engine.batch.draft import NO_DRAFT, Draft
-from engine.proposer.draft_model.offer import Offer
+from engine.batch.draft import NO_DRAFT, Draft, Offer
 from engine.sequence.sequence import Sequence
 from tests.engine.fixtures.builders import make_scheduled, make_sequence
 

@@ -1,8 +1,7 @@
 """An offer is found by the very tokens it continues, and by nothing else."""
 
 from actors.channel.channel_proposer import _MAX_OFFERS, OfferTable
-from engine.batch.draft import Draft
-from engine.proposer.draft_model.offer import Offer
+from engine.batch.draft import Draft, Offer
 
 
 def offer(base_len: int, after: tuple[int, ...], *draft_ids: int) -> Offer:

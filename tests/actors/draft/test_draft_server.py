@@ -10,9 +10,8 @@ import pytest
 from actors.channel.draft_messages import PROTOCOL_VERSION, Commit, DraftMessage, Hello, Offers, Open, Round
 from actors.draft.draft_server import DraftServer
 from actors.process.frames import FrameConnection, FrameListener, connect
-from engine.batch.draft import Draft
+from engine.batch.draft import Draft, Offer
 from engine.proposer.draft_model.ahead_drafter import PendingPass
-from engine.proposer.draft_model.offer import Offer
 from protos.messages import SamplingParams, VerifyMode
 
 PATIENCE_S = 20.0  # of these tests, on a busy machine

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actors.kv_transfer.kv_transport import PrefillReply, PrefillTransport
 from actors.kv_transfer.nixl_carrier import DirectBlocks, NixlCarrier
-from engine.remote_prefill.fetch_failure import FetchFailure
+from engine.accounting.engine_stats import FetchFailure
 from engine.remote_prefill.kv_transfer import (
     ChunkHeader,
     FetchAccepted,

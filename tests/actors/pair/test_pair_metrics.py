@@ -5,10 +5,16 @@ from dataclasses import replace
 from actors.pair.pair_metrics import PairMetrics
 from actors.shell_messages import DraftChannelStats, Pong
 from engine.accounting.drift import DriftStats
-from engine.accounting.engine_stats import ClassStats, DraftStats, EngineStats, Histogram, RemotePrefillStats
+from engine.accounting.engine_stats import (
+    ClassStats,
+    DraftStats,
+    EngineStats,
+    FetchFailure,
+    Histogram,
+    RemotePrefillStats,
+    TranslationCounts,
+)
 from engine.accounting.step_times import StepTimes
-from engine.proposer.vocab_mapping.counts import TranslationCounts
-from engine.remote_prefill.fetch_failure import FetchFailure
 from protos.served_draft import CanaryOutcome, CanaryReport, DraftReport
 from router.metrics.exposition import merge_metrics
 

@@ -20,9 +20,9 @@ from actors.kv_transfer.kv_transport import PrefillReply
 from actors.kv_transfer.nixl_carrier import DirectBlocks, DirectStats
 from actors.prefill.prefill_engine import PrefillEngine
 from actors.settings import PrefillSettings
+from engine.accounting.engine_stats import FetchFailure
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.engine_core import EngineCore
-from engine.remote_prefill.fetch_failure import FetchFailure
 from engine.remote_prefill.kv_transfer import ChunkHeader, FetchAccepted, FetchEnd, FetchOrder, KVLayout
 from protos.block_keys import block_keys, root_key, split_keys
 from protos.worker_report import PrefixHolder, WorkerReport

@@ -10,8 +10,7 @@ import pytest
 from actors.channel.draft_messages import Commit, DraftMessage, Hello, Offers, Round
 from actors.process.frames import FrameConnection, FrameListener, connect
 from actors.shell_messages import Refused
-from engine.batch.draft import Draft, SparseDistribution
-from engine.proposer.draft_model.offer import Offer
+from engine.batch.draft import Draft, Offer, SparseDistribution
 from protos.errors import OverloadedError
 from protos.frames import MAX_FRAME_BYTES, ConnectionLostError, FrameCodec
 

@@ -11,7 +11,7 @@ import pytest
 from engine.accounting.draft_cost import DraftCosts, RequestedDrafts
 from engine.accounting.draft_planning import set_lengths
 from engine.accounting.length_policy import LengthPolicy
-from engine.accounting.method_chooser import EXPLORED, MethodChooser
+from engine.accounting.request_limits import EXPLORED, MethodChooser
 from engine.sequence.sequence import Sequence
 from protos.messages import SamplingParams
 from tests.engine.fixtures.builders import make_sequence, pass_record, sequence_pass

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.accounting.method_chooser import EXPLORED, MethodChooser
+from engine.accounting.request_limits import EXPLORED, MethodChooser
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine

@@ -11,7 +11,7 @@ from engine.batch.draft import Draft
 from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.checked_draft import CheckedDraft
 from engine.sequence.sequence import Sequence
-from engine.verifier.verify_result import VerifyResult
+from engine.verifier.verify_task import VerifyResult
 from protos.messages import SamplingParams
 from tests.engine.engine_core.test_engine_core import make_core, request
 from tests.engine.fixtures.builders import make_sequence

@@ -13,7 +13,7 @@ from engine.accounting.record import SequencePass
 from engine.batch.draft import Draft
 from engine.sequence.batch import ScheduledSequence
 from engine.sequence.checked_draft import CheckedDraft
-from engine.verifier.verify_result import VerifyResult
+from engine.verifier.verify_task import VerifyResult
 from tests.engine.fixtures.builders import pass_record
 from tests.engine.fixtures.pairs.simulated_pair import (
     MAX_DRAFTS,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import triton_tiling
+from engine.attention import triton_tiles
 from engine.attention.base import LayerOptions, PlanAttention
 from engine.batch.indexing import index_tensor
 from engine.batch.span import Span
@@ -83,8 +83,8 @@ def text(request: pytest.FixtureRequest) -> RandomText:
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_attention, "BATCH_INVARIANT_SPLIT_TOKENS", SPLIT_TOKENS)
-    monkeypatch.setattr(triton_tiling, "_MIN_SPLIT_TOKENS", SPLIT_TOKENS)
-    monkeypatch.setattr(triton_tiling, "_STEP_BYTES", 2048)  # 32 keys at a time
+    monkeypatch.setattr(triton_tiles, "_MIN_SPLIT_TOKENS", SPLIT_TOKENS)
+    monkeypatch.setattr(triton_tiles, "_STEP_BYTES", 2048)  # 32 keys at a time
 
 
 CUTS = [(85, 90), (94, 96, 97)]

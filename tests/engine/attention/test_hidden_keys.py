@@ -15,7 +15,7 @@ from engine.attention.base import LayerOptions, PlanAttention
 from engine.attention.batch_invariant import BatchInvariantAttention
 from engine.attention.native import NativeAttention
 from engine.attention.torch_attention import TorchAttention
-from engine.attention.triton_tiling import HeadShape
+from engine.attention.triton_tiles import HeadShape
 from engine.config import KVDtype
 from tests.engine.fixtures.attention_fixtures import (
     BUSHY,

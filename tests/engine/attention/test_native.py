@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.attention.base import LayerOptions
 from engine.attention.native import NativeAttention
-from engine.attention.triton_tiling import HeadShape
+from engine.attention.triton_tiles import HeadShape
 from engine.batch.span import Span
 from engine.config import KVDtype
 from engine.kv_cache.kv_dtype import to_int8_heads

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from engine.attention.base import LayerOptions
 from engine.attention.torch_attention import TorchAttention
-from engine.attention.triton_tiles import split_tiles, whole_tiles
-from engine.attention.triton_tiling import HeadShape, Tiling
+from engine.attention.triton_tiles import HeadShape, Tiling, split_tiles, whole_tiles
 from engine.batch.indexing import send
 from engine.config import KVDtype
 from tests.engine.fixtures.attention_fixtures import (
@@ -34,7 +33,7 @@ from tests.engine.fixtures.families import SERVED, write_family
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from engine.attention.row_layout import RowLayout
-from engine.attention.triton_attention import KVScales, Launch, RowMasks, TritonAttention, paged_attention
+from engine.attention.triton_attention import Launch, RowMasks, TritonAttention, paged_attention
 
 # Rows beyond a span see nothing, and divide by it; they are not stored.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -49,7 +48,7 @@ def attend(
     options: LayerOptions,
     tiling: Tiling = SMALL,
     split_tokens: int = 16,
-    scales: KVScales | None = None,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     layout = RowLayout.of(world.spans, world.cache.block_size)
     tables = send(torch.from_numpy(layout.tables), DEVICE)
@@ -126,9 +125,9 @@ def test_half_precision_is_as_good_as_its_rounding(dtype: torch.dtype, atol: flo
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float16, 4e-3), (torch.bfloat16, 4e-2)])
 def test_float8_keys_and_values_are_read_with_the_scales_of_their_heads(dtype: torch.dtype, atol: float) -> None:
     world = AttentionWorld([DECODE, VERIFY], HeadShape(2, 2, 16, 16), dtype=dtype)
-    scales = KVScales(torch.tensor([0.5, 2.0], device=DEVICE), torch.tensor([0.25, 3.0], device=DEVICE))
+    scales = (torch.tensor([0.5, 2.0], device=DEVICE), torch.tensor([0.25, 3.0], device=DEVICE))
     wide = []
-    for pools, factors in ((world.cache.keys, scales.keys), (world.cache.values, scales.values)):
+    for pools, factors in ((world.cache.keys, scales[0]), (world.cache.values, scales[1])):
         stored = (pools[0].float() / factors[:, None]).to(torch.float8_e4m3fn)
         wide.append(stored.double() * factors[:, None].double())
         pools[0] = stored

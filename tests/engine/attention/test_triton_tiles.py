@@ -10,8 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.attention.row_layout import Ints, RowLayout
-from engine.attention.triton_tiles import MergeField, TileField, split_tiles, whole_tiles
-from engine.attention.triton_tiling import Tiling
+from engine.attention.triton_tiles import MergeField, TileField, Tiling, split_tiles, whole_tiles
 from engine.batch.span import Span
 
 TILING = Tiling(block_m=16, block_n=16, num_warps=4, num_stages=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.attention.triton_tiling import HeadShape, choose_split, choose_tiling
+from engine.attention.triton_tiles import HeadShape, choose_split, choose_tiling
 
 LLAMA = HeadShape(num_kv_heads=8, group_size=4, key_dim=128, value_dim=128)
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from engine.batch.span import Span
 from engine.config import CacheConfig, HeadConfig, HeadKind, ModelConfig
-from engine.model.forward_batch import ForwardBatch
-from engine.model.hidden_state_taps import HiddenStateTaps
+from engine.model.forward_batch import ForwardBatch, HiddenStateTaps
 from engine.model.paged_model import PagedModel
 from engine.model.runner.model_runner import ModelRunner
 from protos.errors import ConfigError

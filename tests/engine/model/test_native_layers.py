@@ -65,8 +65,7 @@ from engine.model.decoders.decoder_family import rotaries
 from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.decoders.native_layers import NativeLayers
 from engine.model.decoders.rotary import RotaryTable
-from engine.model.forward_batch import ForwardBatch
-from engine.model.hidden_state_taps import NO_TAPS, HiddenStateTaps
+from engine.model.forward_batch import NO_TAPS, ForwardBatch, HiddenStateTaps
 from engine.model.paged_model import PagedModel
 from tests.engine.fixtures.families import write_family
 from tests.engine.fixtures.native_kernels import needs_float_kernels

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from engine.kv_cache.triton_store import store
 from engine.model.decoders.triton_rows import TritonRows
-from engine.model.linear.triton_gate import gate_joined
+from engine.model.linear.triton_product import gate_joined
 
 EPSILON = 1e-5
 ROUNDING = {"rtol": 0.02, "atol": 1e-6}  # the interpreter cuts numbers to bfloat16 instead of rounding them

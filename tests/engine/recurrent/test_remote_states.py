@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from engine.accounting.engine_stats import FetchFailure
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.kv_cache.state_pool import StatePool
-from engine.remote_prefill.fetch_failure import FetchFailure
 from engine.remote_prefill.kv_transfer import FetchNews, KVChunk
 from protos.messages import GenerateRequest, SamplingParams
 from tests.engine.fixtures.hybrids import HYBRIDS, VOCAB_SIZE, write_hybrid

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
+from engine.accounting.engine_stats import FetchFailure
 from engine.accounting.rates import RateMeter
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore, Speculation
@@ -20,7 +21,6 @@ from engine.model.runner.model_runner import ModelRunner
 from engine.proposer import Proposer
 from engine.proposer.dispatch.guarded_proposer import NoProposer
 from engine.proposer.text_match.ngram import NgramProposer
-from engine.remote_prefill.fetch_failure import FetchFailure
 from engine.remote_prefill.kv_transfer import FetchNews, KVChunk
 from engine.remote_prefill.remote_prefill import RemotePrefill
 from engine.sampling.sampler import Sampler

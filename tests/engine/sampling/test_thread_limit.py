@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.sampling.noise import gumbel
-from engine.sampling.thread_limit import limited_threads
+from engine.sampling.noise import gumbel, limited_threads
 
 
 @pytest.fixture(autouse=True)

@@ -25,8 +25,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import Batch
 from engine.sequence.sequence import Sequence
 from engine.verifier.verifier import Verifier
-from engine.verifier.verify_result import VerifyResult
-from engine.verifier.verify_task import VerifyTask
+from engine.verifier.verify_task import VerifyResult, VerifyTask
 from protos.messages import (
     FinishReason,
     GenerateRequest,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine.batch.draft import Draft
-from engine.scheduler.pass_sources import token_sources
+from engine.scheduler.token_report import token_sources
 from engine.sequence.checked_draft import CheckedDraft
-from engine.verifier.verify_result import VerifyResult
+from engine.verifier.verify_task import VerifyResult
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from engine.kv_cache.block_manager import BlockManager
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import Batch
 from engine.sequence.sequence import Sequence, SequenceStatus
-from engine.verifier.verify_result import VerifyResult
+from engine.verifier.verify_task import VerifyResult
 from protos.errors import RequestError
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
 from tests.engine.fixtures.builders import sequence_of, work_record

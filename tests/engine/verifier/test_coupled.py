@@ -15,8 +15,7 @@ from engine.sampling.sampler import Sampler
 from engine.sequence.sequence import Sequence
 from engine.verifier.coupled import match
 from engine.verifier.verifier import Verifier
-from engine.verifier.verify_result import VerifyResult
-from engine.verifier.verify_task import VerifyTask
+from engine.verifier.verify_task import VerifyResult, VerifyTask
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.builders import make_scheduled
 from tests.engine.fixtures.exactness_checks import (

@@ -22,8 +22,7 @@ from engine.sequence.sequence import Sequence
 from engine.verifier import coupled, rejection, rejection_rule
 from engine.verifier.coupled import descend
 from engine.verifier.verifier import Verifier
-from engine.verifier.verify_result import VerifyResult
-from engine.verifier.verify_task import VerifyTask, prepare_all
+from engine.verifier.verify_task import VerifyResult, VerifyTask, prepare_all
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.exactness_checks import big_model, check_samples, coupled_run, similar_model
 from tests.engine.fixtures.tabular import (

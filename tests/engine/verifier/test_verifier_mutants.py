@@ -24,7 +24,7 @@ from engine.sampling.sampler import Sampler, SparseSample
 from engine.sampling.sparse_distribution import one_hot
 from engine.sampling.truncation import keep_top_p
 from engine.verifier import chain_batch, coupled, rejection, rejection_rule, verify_task
-from engine.verifier.verify_result import VerifyResult
+from engine.verifier.verify_task import VerifyResult
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.exactness_checks import (
     check_coupled_equality,

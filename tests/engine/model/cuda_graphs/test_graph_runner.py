@@ -13,8 +13,7 @@ import torch
 
 from engine.attention.row_layout import RowLayout
 from engine.attention.torch_attention import TorchAttention
-from engine.attention.triton_tiles import TileField
-from engine.attention.triton_tiling import HeadShape, choose_tiling
+from engine.attention.triton_tiles import HeadShape, TileField, choose_tiling
 from engine.batch.span import Span
 from engine.config import (
     CacheConfig,
@@ -39,8 +38,7 @@ from engine.model.cuda_graphs.buckets import (
     row_sizes,
     sized,
 )
-from engine.model.cuda_graphs.graph import ForwardOutput
-from engine.model.cuda_graphs.graph_runner import Compute, CudaGraphRunner, Record
+from engine.model.cuda_graphs.graph_runner import Compute, CudaGraphRunner, ForwardOutput, Record
 from engine.model.cuda_graphs.static_attention import ContextLimits, TiledAttention
 from engine.model.cuda_graphs.static_batch import PlannedAttention
 from engine.model.forward_batch import ForwardBatch

@@ -18,7 +18,7 @@ from engine.model.draft_heads.dflash import DFlashHead
 from engine.model.draft_heads.eagle3 import ParallelEagleHead
 from engine.model.draft_heads.layers import BlockConvolution
 from engine.model.draft_heads.loader import load_head
-from engine.model.hidden_state_taps import UNKNOWN
+from engine.model.forward_batch import UNKNOWN
 from engine.model.linear.quantized_linear import can_quantize
 from engine.model.runner.model_runner import ModelRunner
 from protos.errors import ConfigError

@@ -26,7 +26,7 @@ from engine.config import (
 from engine.engine_core.loading import load_engine
 from engine.model.draft_heads.eagle3 import Eagle3Head
 from engine.model.draft_heads.loader import load_head
-from engine.model.hidden_state_taps import UNKNOWN
+from engine.model.forward_batch import UNKNOWN
 from engine.model.linear.quantized_linear import can_quantize
 from engine.model.runner.model_runner import ModelRunner
 from protos.errors import ConfigError

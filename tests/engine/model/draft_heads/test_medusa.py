@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.accounting.record import PassedRows
 from engine.batch.draft import Draft
 from engine.config import HeadKind, TreeConfig, TreeKind
 from engine.model.draft_heads.loader import HeadTarget
 from engine.model.draft_heads.medusa import MedusaHeads
 from engine.model.draft_heads.published import TargetShape
-from engine.model.hidden_state_taps import UNKNOWN
-from engine.proposer.hidden_state.block import BlockProposer
-from engine.proposer.passed_rows import PassedRows
+from engine.model.forward_batch import UNKNOWN
+from engine.proposer.hidden_state.state_proposer import BlockProposer
 from engine.sequence.sequence import Sequence
 from engine.verifier import rejection_rule
 from protos.errors import ConfigError

@@ -9,8 +9,8 @@ import torch
 
 from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig, ModelDtype
+from engine.model.runner.gpu_passes import PassQueue
 from engine.model.runner.model_runner import ModelRunner
-from engine.model.runner.pass_queue import PassQueue
 from tests.engine.fixtures.checkpoints import write_pair
 
 

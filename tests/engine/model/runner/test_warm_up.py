@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig
+from engine.model.runner.gpu_passes import warm_up
 from engine.model.runner.model_runner import ModelRunner
-from engine.model.runner.warm_up import warm_up
 from engine.sampling import sampler, truncation
 from tests.engine.fixtures.families import SERVED, write_family
 

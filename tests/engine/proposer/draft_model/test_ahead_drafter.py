@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.batch.draft import Draft, SparseDistribution
+from engine.batch.draft import Draft, Offer, SparseDistribution
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter, Branch, PendingPass
-from engine.proposer.draft_model.offer import Offer
 from engine.proposer.growth.chain import Chain
 from engine.sequence.sequence import Sequence
 from protos.messages import SamplingParams, VerifyMode

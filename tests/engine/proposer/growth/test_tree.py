@@ -13,9 +13,8 @@ import torch
 from engine.batch.draft import Draft, depths
 from engine.config import TreeConfig, TreeKind
 from engine.proposer.growth import tree_sampler
-from engine.proposer.growth.tree import Shape, Tree
+from engine.proposer.growth.tree import DynamicShape, Shape, StaticShape, Tree, best_parents, shape_of, trimmed
 from engine.proposer.growth.tree_sampler import TreeSampler
-from engine.proposer.growth.tree_shape import DynamicShape, StaticShape, best_parents, shape_of, trimmed
 from engine.sampling.sampler import Sampler
 from engine.sequence.sequence import Sequence
 from engine.verifier import rejection

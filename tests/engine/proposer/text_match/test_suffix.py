@@ -12,7 +12,6 @@ import pytest
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.proposer.text_match.suffix import (
     MatchAcceptance,
-    NoiseId,
     SharedTexts,
     SuffixProposer,
     VotedToken,
@@ -326,22 +325,22 @@ def test_finished_texts_never_exceed_their_bound_and_the_latest_stay() -> None:
     for number in range(300):
         tenant_id = str(dice.randrange(4))
         text = [dice.randrange(5) for _ in range(dice.choice([1, 5, 20, 90]))]
-        shared.add(tenant_id, NoiseId(number, 0), text)
+        shared.add(tenant_id, (number, 0), text)
         held = {key: len(tenant.index) for key, tenant in shared._tenants.items()}
         assert shared.num_tokens == sum(held.values()) <= 50
         assert held[tenant_id] >= min(50, len(text) + 1)
-        assert shared.has_noise(tenant_id, NoiseId(number, 0))
+        assert shared.has_noise(tenant_id, (number, 0))
         assert sum(len(tenant.noise_ends) for tenant in shared._tenants.values()) <= 50
 
 
 def test_the_tenant_used_longest_ago_gives_way() -> None:
     shared = SharedTexts(max_tokens=10)
-    shared.add("one", NoiseId(1, 0), [1, 2, 3])
-    shared.add("two", NoiseId(2, 0), [1, 2, 3])
+    shared.add("one", (1, 0), [1, 2, 3])
+    shared.add("two", (2, 0), [1, 2, 3])
     assert shared.of("one") is not None
-    shared.add("three", NoiseId(3, 0), [1, 2, 3])
+    shared.add("three", (3, 0), [1, 2, 3])
     assert shared.of("two") is None
-    assert not shared.has_noise("two", NoiseId(2, 0))
+    assert not shared.has_noise("two", (2, 0))
     assert shared.of("one") is not None
 
 

@@ -1,10 +1,12 @@
-"""First passes of a runner on a GPU, so that no request waits for a kernel to be compiled."""
+"""Passes on a GPU: a warm-up, so that no request waits for a compiler, and a host at most two passes ahead."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from engine.sequence.request_tokens import ZEROS
 from protos.messages import SamplingParams
 
 logger = logging.getLogger(__name__)
+
 
 _SAMPLINGS = (  # each compiles another sampler kernel or variant
     SamplingParams(temperature=0.0),
@@ -51,3 +54,40 @@ def _draw(logits: Tensor) -> None:
         row = LogitsRow(sampling, [0], 1)
         sampler.draw(logits, [row])
         sampler.apply_processors(logits, [row])
+
+
+class _Event(Protocol):
+    def record(self) -> None:
+        """Mark the place after all work issued so far."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has reached the place."""
+
+
+class PassQueue:
+    """Keeps the host at most two passes ahead of a GPU; `new_event` makes the event of an issued pass.
+
+    Passes that only read prompts have no result that the host reads. Without a wait it would issue them until the
+    driver's queue is full, so a newcomer would wait for all of them, and the time of a step would not be the time of
+    its pass.
+    """
+
+    def __init__(self, new_event: Callable[[], _Event]) -> None:
+        self._new_event = new_event
+        self._events: deque[_Event] = deque()
+
+    @classmethod
+    def of(cls, device: torch.device) -> PassQueue | None:
+        """None on a device that computes a pass while it is issued."""
+        return cls(torch.cuda.Event) if device.type == "cuda" else None
+
+    def wait(self) -> None:
+        """Wait for the pass before last; call it before a pass is issued."""
+        if len(self._events) == 2:  # one that the device computes, and one that it begins without waiting for the host
+            self._events.popleft().synchronize()
+
+    def issued(self) -> None:
+        """Add the pass that has just been issued."""
+        event = self._new_event()
+        event.record()
+        self._events.append(event)

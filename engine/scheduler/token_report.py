@@ -1,10 +1,16 @@
-"""Names the source of each token that a pass commits, and the reason why a pass had no drafts."""
+"""Reports on the tokens of a pass: their sources, why it had no drafts, and log-probabilities of prompts."""
 
 from __future__ import annotations
 
-from engine.sequence.batch import ScheduledSequence
+import math
+from collections.abc import Sequence as Seq
+
+from torch import Tensor
+
+from engine.sampling.logprobs import LogprobQuery, token_logprobs
+from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.checked_draft import CheckedDraft
-from engine.verifier.verify_result import VerifyResult
+from engine.verifier.verify_task import VerifyResult
 from protos.messages import PlainReason, TokenSource, has_own_weights
 
 
@@ -56,3 +62,38 @@ def _last(draft: CheckedDraft, outcome: VerifyResult) -> TokenSource:
     else:
         is_rejected = outcome.num_accepted < len(drafted.token_ids)
     return TokenSource.RECOVERED if is_rejected else TokenSource.BONUS
+
+
+def score_prompts(logits: Tensor, batch: Batch, num_drafts: Seq[int]) -> None:
+    """Append to each sequence's `prompt_logprobs` from this pass's `logits [R, V] float32`.
+
+    A sequence whose row is not finite is marked, and ends with the step. Call it before the step is committed.
+    `num_drafts` has one count per sampled sequence.
+    """
+    if all(scheduled.sequence.sampling.num_prompt_logprobs is None for scheduled in batch.scheduled):
+        return
+    queries: list[LogprobQuery] = []
+    owners: list[ScheduledSequence] = []
+    first_row = 0
+    for scheduled, num_rows in zip(batch.scheduled, batch.num_logits(num_drafts), strict=True):
+        of_scheduled = _queries(scheduled, first_row)
+        queries += of_scheduled
+        owners += [scheduled] * len(of_scheduled)
+        first_row += num_rows
+    for scheduled, scored in zip(owners, token_logprobs(logits, queries), strict=True):
+        scheduled.sequence.prompt_logprobs.append(scored)
+        scheduled.sequence.has_faulty_prompt |= math.isnan(scored.logprob)
+
+
+def _queries(scheduled: ScheduledSequence, first_row: int) -> list[LogprobQuery]:
+    """Return a query for each prompt token after a scheduled row, unless it was scored before a preemption."""
+    sequence = scheduled.sequence
+    num_top = sequence.sampling.num_prompt_logprobs
+    if num_top is None or not scheduled.num_scored_rows:
+        return []
+    first = max(scheduled.start, len(sequence.prompt_logprobs))
+    end = min(scheduled.start + scheduled.num_tokens, sequence.num_prompt_tokens - 1)
+    return [
+        LogprobQuery(first_row + position - scheduled.start, sequence.token_ids[position + 1], num_top)
+        for position in range(first, end)
+    ]
