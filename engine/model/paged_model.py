@@ -42,7 +42,6 @@ from engine.model.decoders.stock_decoder import StockDecoder, counts_rows
 from engine.model.determinism import first_difference, has_experts, obstacle
 from engine.model.forward_batch import NO_TAPS, ForwardBatch, HiddenStateTaps
 from engine.model.linear.batch_invariant_linear import batch_invariant_factory
-from engine.model.linear.native_product import MAX_RELATIVE_ERROR
 from engine.model.linear.packed_experts import make_routers_batch_invariant, pack_experts, packs_all_experts
 from engine.model.linear.packed_linear import Linear, pack_linears
 from engine.model.linear.quantized_linear import dequantized, gpu_linear_factory, linear_factory, reads_few_bits
@@ -59,6 +58,8 @@ from protos.token_bytes import shared_tokenizer
 _PROBE_LENGTHS = (7, 5)
 _PROBE_BLOCK_SIZE = CacheConfig().block_size  # the default, so that a kernel compiled for the probe is reused
 _PROBE_CHUNK = 4  # tokens of the first probe sequence in an earlier pass
+# Of logits, after the roundings of all layers. Seen in bfloat16: 0.01 to 0.07, most of it the stock model's own.
+_MAX_ERROR = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
 _PROBE_TEXT = "The quick brown fox jumps over the lazy dog; every model has read this sentence."
 
 
@@ -137,8 +138,8 @@ class PagedModel:
         if rank.size == 1:
             with understood(model), stock_attention(model):
                 stock_logits = _stock_logits(model, sequences, far)
-        # Against the stock model of the same weights; seen: 0.01 to 0.07.
-        tolerance = MAX_RELATIVE_ERROR[self._dtype] + 0.2 * (quantization is not Quantization.NONE)
+        # Against the stock model of the same weights.
+        tolerance = _MAX_ERROR[self._dtype] + 0.2 * (quantization is not Quantization.NONE)
         with understood(model):
             logits = self._probed(sequences, far, plan_attention)
             leaked = self._probed((_others(sequences[0], self.vocab_size), sequences[1]), far, plan_attention)
