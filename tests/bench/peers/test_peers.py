@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from tokenizers import Tokenizer
 
 from bench.contenders.contender import Contender, ContenderRun, Prompts, equal_share
 from bench.contenders.transformers_contender import load
-from bench.peers import servers, shapes
+from bench.peers import servers, shapes, vllm_server
 from bench.peers.install import _convert_once
 from bench.peers.libraries import Worker, WorkerSystem
 from bench.peers.page import (
@@ -33,7 +35,8 @@ from bench.peers.page import (
     shapes_part,
     with_part,
 )
-from bench.peers.system import DraftingMode, ModelPair, RaceResults, Schedule, SystemLimits, run_rounds
+from bench.peers.system import DraftingMode, ModelPair, Precision, RaceResults, Schedule, SystemLimits, run_rounds
+from bench.peers.vllm_server import VllmSystem
 from cluster.local.serve_environment import free_port
 
 PROMPTS = [[1, 2], [3, 4]]
@@ -347,6 +350,71 @@ def test_llama_server_runs_plain_with_each_lookup_and_with_the_draft(
         ({"path": "draft.gguf"}, 2),
         ({"path": "draft.gguf"}, 4),
     ]
+
+
+VLLM = """
+import json, os, subprocess, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+def option(name, default):
+    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else default
+engine = subprocess.Popen(["sleep", "600"])
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.do_GET()
+        length = json.loads(option("--speculative-config", "{}")).get("num_speculative_tokens", 0)
+        for tokens in ([length, os.getpid()], [], [engine.pid]):
+            event = {"choices": [{"token_ids": tokens if body["return_token_ids"] and body["ignore_eos"] else None}]}
+            self.wfile.write(b"data: " + json.dumps(event).encode() + b"\\n\\n")
+HTTPServer(("127.0.0.1", int(option("--port", ""))), Handler).serve_forever()
+"""
+
+
+def test_vllm_has_a_process_for_each_setting_and_all_end_with_their_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_server, "MAX_SERVERS", 3)
+    program = tmp_path / "vllm.py"
+    program.write_text(VLLM)
+    command, openmp = [sys.executable, "-S", str(program)], tmp_path / "libiomp5.so"
+    system = VllmSystem(command, openmp, tmp_path / "target", Precision.BF16, LIMITS, tmp_path / "logs")
+    modes = system.start()
+    try:
+        assert modes.keys() == {DraftingMode.PLAIN, DraftingMode.LOOKUP}
+        plain, *lookups = [*modes[DraftingMode.PLAIN].values(), *modes[DraftingMode.LOOKUP].values()]
+        outputs = [each.run([[1]] * 2, 3).outputs for each in (plain, lookups[0], lookups[-1], plain)]
+        assert all(first == second for first, second in outputs)
+        assert outputs[0] == outputs[3]
+        assert [each[0][0] for each in outputs] == [0, *LIMITS.draft_lengths, 0]
+        running = {pid for each in outputs for pid in each[0][1:]}
+        assert len(running) == 6
+        assert all(map(is_running, running))
+        others = [each.run([[1]], 3).outputs[0] for each in (lookups[1], plain, lookups[0])]
+        assert others[1] == outputs[0][0]
+        assert others[2] != outputs[1][0], "the longest unused process has ended"
+        running.update(pid for each in others for pid in each[1:])
+    finally:
+        system.close()
+        system.close()
+    deadline = time.monotonic() + 10
+    while any(map(is_running, running)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(is_running, running))
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_vllm_that_ends_says_where_to_look(tmp_path: Path) -> None:
+    command, openmp = [sys.executable, "-S", "-c", "raise SystemExit(3)"], tmp_path / "libiomp5.so"
+    system = VllmSystem(command, openmp, tmp_path / "target", Precision.BF16, LIMITS, tmp_path)
+    with pytest.raises(RuntimeError, match=r"vllm ended with 3; see .*vllm-bf16\.log"):
+        system.start()
+    system.close()
 
 
 def test_a_worker_answers_line_by_line_and_is_gone_afterwards(tmp_path: Path) -> None:
