@@ -1,12 +1,14 @@
-"""Linux calls that all processes share: the user of a Unix socket's peer, and the scheduling policy of threads."""
+"""Linux calls that processes share: the user of a socket's peer, scheduling of threads, and death with the parent."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import platform
+import signal
 import socket
 import struct
+import sys
 from contextlib import suppress
 
 SLICE_S = 0.008  # of a core, for compute threads: a short pass fits on one processor, and frontends do not wait long
@@ -51,3 +53,9 @@ def keep_cores() -> None:
         size, niceness = struct.calcsize(_ATTRIBUTES), os.getpriority(os.PRIO_PROCESS, 0)
         attributes = struct.pack(_ATTRIBUTES, size, os.SCHED_OTHER, 0, niceness, 0, int(SLICE_S * 1e9), 0, 0)
         ctypes.CDLL(None).syscall(number, 0, attributes, 0)  # an error is ignored: default slices work too
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process, even a stopped one, when the thread that started it ends. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of prctl(2)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import logging
 import os
@@ -23,6 +22,7 @@ from engine.proposer import Proposer
 from engine.sequence.checked_draft import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
 from protos.errors import ConfigError
+from protos.linux import die_with_parent
 
 READY = "ready"
 
@@ -84,7 +84,7 @@ def proposer_of(name: str) -> Proposer:
 
 def main() -> None:
     """Load the class, report on stdout, and draft until this process is killed."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of prctl(2)
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the target decides
     configure_logging()
     report = os.fdopen(os.dup(1), "w")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from protos.messages import FinishReason, GenerateRequest, TokenChunk
 from router.generation.delta import Delta
@@ -12,14 +11,6 @@ from router.requests.reasoning_format import HARMONY, Thinking
 from router.tokenizer.tokenizer import Detokenizer, Tokenizer, make_detokenizer
 
 DetokenizerMaker = Callable[[Tokenizer, Sequence[int]], Detokenizer]
-
-
-@dataclass(frozen=True, slots=True)
-class StopScan:
-    """The outcome of one step: text that may be shown, and the stop string that ended the text, if one did."""
-
-    text: str
-    stop_string: str | None = None
 
 
 class StopStrings:
@@ -33,16 +24,19 @@ class StopStrings:
         self._stop_strings = sorted(stop_strings, key=len, reverse=True)
         self._held = ""
 
-    def push(self, piece: str) -> StopScan:
-        """Add a piece of text. After a match the text has ended; push nothing more."""
+    def push(self, piece: str) -> tuple[str, str | None]:
+        """Add a piece of text; return text that may be shown, and the stop string that ended the text, if one did.
+
+        After a match push nothing more.
+        """
         text = self._held + piece
         match = self._first_completed(text)
         if match is not None:
             self._held = ""
-            return StopScan(text[: text.index(match)], match)
+            return text[: text.index(match)], match
         num_shown = len(text) - self._num_held(text)
         self._held = text[num_shown:]
-        return StopScan(text[:num_shown])
+        return text[:num_shown], None
 
     def flush(self) -> str:
         """The text held back, once nothing follows it."""
@@ -188,10 +182,9 @@ class ChoiceText:
         self._num_characters += len(piece)
         if self._stop_strings is None or self._num_tokens < self._min_tokens:
             return piece, False
-        scan = self._stop_strings.push(piece)
-        self.stop_string = scan.stop_string
-        shown = scan.text + (scan.stop_string or "") if self._includes_stop else scan.text
-        return shown, scan.stop_string is not None
+        text, stop_string = self._stop_strings.push(piece)
+        self.stop_string = stop_string
+        return text + (stop_string or "") if self._includes_stop else text, stop_string is not None
 
 
 def _new_reader(thinking: Thinking, tokenizer: Tokenizer) -> ThoughtReader | HarmonyReader:

@@ -31,7 +31,7 @@ class ChatPrompt:
     @property
     def rules(self) -> list[Rule]:
         """The repairs for everything the template refuses or loses."""
-        known = frozenset[Rule]().union(*(learnt.if_refused.rules for learnt in self._learnt.values()))
+        known = frozenset[Rule]().union(*(if_refused.rules for _, if_refused in self._learnt.values()))
         if Rule.ALTERNATING_AROUND_TOOLS in known:
             known -= {Rule.ALTERNATING}  # which is a part of it
         return [rule for rule in Rule if rule in known]
@@ -70,11 +70,11 @@ class ChatPrompt:
         self, messages: Sequence[Mapping[str, Any]], tools: Any, *, is_continued: bool
     ) -> Iterator[tuple[Messages, Any]]:
         """Yield the chat and its tools, each time with more changes."""
-        learnt = self._learnt[bool(tools)]
+        always, if_refused = self._learnt[bool(tools)]
         if not tools:
-            tools = [] if Rule.NO_TOOLS_IS_A_LIST in learnt.always.rules else None
+            tools = [] if Rule.NO_TOOLS_IS_A_LIST in always.rules else None
         last = None
-        for rules in (learnt.always, learnt.if_refused, learnt.if_refused | PLAINEST):
+        for rules in (always, if_refused, if_refused | PLAINEST):
             offered = tools if last is None or not tools else whole_tools(tools)
             attempt = (rules.adapt(messages, is_continued=is_continued), offered)
             if attempt != last:

@@ -10,7 +10,6 @@ import json
 import logging
 import re
 import time
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -38,22 +37,17 @@ _TOOL: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class LearntRules:
-    """The rules for every chat, without which the template drops texts, and the rules for a chat that it refuses."""
-
-    always: TemplateRules
-    if_refused: TemplateRules
-
-
 class _ProbeResult(Enum):
     SHOWN = auto()
     LOST = auto()
     REFUSED = auto()
 
 
-def learn_rules(template: ChatTemplate, *, has_tools: bool) -> LearntRules:
-    """Return the rules of a template for chats with or without tools."""
+def learn_rules(template: ChatTemplate, *, has_tools: bool) -> tuple[TemplateRules, TemplateRules]:
+    """Return the rules of a template for chats with or without tools.
+
+    Without the first rules, for every chat, it drops texts; the second are for a chat that it refuses.
+    """
     return _Learner(template, has_tools=has_tools).learn()
 
 
@@ -219,7 +213,7 @@ class _Learner:
         self._tools: list[dict[str, Any]] | None = [_TOOL] if has_tools else None
         self._end_s = time.thread_time() + _LIMIT_S
 
-    def learn(self) -> LearntRules:
+    def learn(self) -> tuple[TemplateRules, TemplateRules]:
         """Find the rules, probe by probe, until the time is over."""
         found, losses = TemplateRules(), TemplateRules()
         if (rule := self._rule_of_tools()) is not None:
@@ -232,7 +226,7 @@ class _Learner:
             if remedy is not None:
                 found |= remedy
             losses |= self._against_losses(chats, losses, found, remedies)
-        return LearntRules(always=losses, if_refused=found | losses)
+        return losses, found | losses
 
     def _against_losses(
         self, chats: list[Messages], losses: TemplateRules, found: TemplateRules, remedies: list[set[Rule]]

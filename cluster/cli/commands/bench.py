@@ -57,17 +57,9 @@ class Timing:
         """Mean seconds per token after the first; a chunk of speculation holds several."""
         return (self.last_s - self.first_s) / max(1, self.num_tokens - 1)
 
-
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """The limits that a request must keep to count for goodput."""
-
-    ttft_s: float
-    itl_s: float
-
-    def is_met(self, timing: Timing) -> bool:
-        """True if the request succeeded within both limits."""
-        return timing.error is None and timing.ttft_s <= self.ttft_s and timing.itl_s <= self.itl_s
+    def is_within(self, ttft_s: float, itl_s: float) -> bool:
+        """True if the request succeeded within both limits, and so counts for goodput."""
+        return self.error is None and self.ttft_s <= ttft_s and self.itl_s <= itl_s
 
 
 def due_times(count: int, rate: float, seed: int) -> list[float]:
@@ -186,7 +178,7 @@ def bench(
     began_s = time.monotonic()
     timings = asyncio.run(_run(url, api_key, load))
     lasted_s = time.monotonic() - began_s
-    console.print(_table(timings, lasted_s, Objective(ttft_ms / 1000, itl_ms / 1000), load))
+    console.print(_table(timings, lasted_s, ttft_ms, itl_ms, load))
     for message in sorted({timing.error for timing in timings if timing.error})[:3]:
         report(f"failed: {message}")
     if plot is not None:
@@ -213,7 +205,7 @@ def _prompts(file: Path | None, count: int, num_words: int, seed: int) -> tuple[
     return tuple(lines[index % len(lines)] for index in range(count))
 
 
-def _table(timings: Sequence[Timing], lasted_s: float, objective: Objective, load: Load) -> Table:
+def _table(timings: Sequence[Timing], lasted_s: float, ttft_ms: float, itl_ms: float, load: Load) -> Table:
     done = [timing for timing in timings if timing.error is None]
     way = f"{load.concurrency} at a time" if load.rate is None else f"{load.rate:g} per second"
     table = Table(title=f"{load.model}: {len(timings)} requests, {way}, {lasted_s:.1f} s", title_justify="left")
@@ -227,13 +219,13 @@ def _table(timings: Sequence[Timing], lasted_s: float, objective: Objective, loa
         ("whole answer (ms)", [each.last_s - each.due_s for each in done]),
     ):
         table.add_row(name, *(f"{1000 * quantile(values, share):.1f}" for share in (0.5, 0.9, 0.99)))
-    num_good = sum(map(objective.is_met, timings))
+    num_good = sum(each.is_within(ttft_ms / 1000, itl_ms / 1000) for each in timings)
     table.add_section()
     table.add_row("output tokens per second", f"{sum(each.num_tokens for each in done) / lasted_s:.1f}")
     table.add_row("requests per second", f"{len(done) / lasted_s:.2f}")
     table.add_row("goodput (requests per second)", f"{num_good / lasted_s:.2f}", f"{num_good / len(timings):.0%}")
     table.add_row("failed", str(len(timings) - len(done)))
-    table.caption = f"goodput: first token within {1000 * objective.ttft_s:g} ms, {1000 * objective.itl_s:g} ms a token"
+    table.caption = f"goodput: first token within {ttft_ms:g} ms, {itl_ms:g} ms a token"
     return table
 
 

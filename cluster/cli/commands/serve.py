@@ -22,8 +22,7 @@ from cluster.checkpoints import hub_models
 from cluster.cli.commands.check import check_deployment
 from cluster.cli.console import console, report
 from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, to_yaml
-from cluster.cli.invitation import invitation, race_in_terminal
-from cluster.cli.loading_view import LoadingView, loading_view
+from cluster.cli.serve_view import LoadingView, invitation, loading_view, race_in_terminal
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile, checked_deployment, read_deploy_file
 from cluster.local.local_cluster import AppStatus, LocalCluster, logs_folder

@@ -201,21 +201,17 @@ def _rates(text: str) -> tuple[float, ...]:
 def _progress() -> Iterator[Callable[[str, float], None]]:
     """Yield a function that shows progress: a bar in a terminal, a line for each tenth elsewhere."""
     if not console.is_terminal:
-        yield _Lines().show
+        next_share = 0.0
+
+        def show(name: str, share: float) -> None:
+            nonlocal next_share
+            if share >= next_share:
+                report(f"{share:4.0%} {name}")
+                next_share = share - share % 0.1 + 0.1  # ten lines in all
+
+        yield show
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
     with Progress(*columns, TimeRemainingColumn(), console=console) as bars:
         task = bars.add_task("training", total=1.0)
         yield lambda name, share: bars.update(task, description=name, completed=share)
-
-
-class _Lines:
-    """Progress in lines."""
-
-    def __init__(self) -> None:
-        self._next = 0.0
-
-    def show(self, name: str, share: float) -> None:
-        if share >= self._next:
-            report(f"{share:4.0%} {name}")
-            self._next = share - share % 0.1 + 0.1  # ten lines in all

@@ -6,7 +6,6 @@ It computes everything that rank 0 computes, in the same order, and does not kno
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -25,13 +24,16 @@ from engine.model.runner.rank_messages import (
 )
 from engine.model.tensor_parallel import Rank
 from protos.errors import EngineError
+from protos.linux import die_with_parent
 
 logger = logging.getLogger(__name__)
 
 
 def main() -> None:
     """Load, then follow until rank 0 exits."""
-    _die_with_parent()
+    die_with_parent()
+    if sys.platform == "linux" and os.getppid() == 1:
+        raise EngineError("rank 0 exited before this rank started")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 decides
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     connection = Connection(int(sys.argv[1]))
@@ -77,14 +79,6 @@ def _follow(runner: ModelRunner, connection: Connection) -> None:
             runner.import_blocks(block_ids, blocks)
         else:
             getattr(runner, method)(*arguments)
-
-
-def _die_with_parent() -> None:
-    """Let the kernel kill this process, even a stopped one, when the thread that started it ends. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of prctl(2)
-        if os.getppid() == 1:
-            raise EngineError("rank 0 exited before this rank started")
 
 
 if __name__ == "__main__":

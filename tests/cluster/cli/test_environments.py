@@ -10,7 +10,7 @@ import pytest
 
 from cluster.cli.__main__ import main
 from cluster.cli.deployment import ServeOptions, deployment_of
-from cluster.cli.invitation import invitation
+from cluster.cli.serve_view import invitation
 from cluster.deploy_file import checked_deployment, with_absolute_paths
 from tests.cluster.cli.fake_server import answering, events
 

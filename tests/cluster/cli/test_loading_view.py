@@ -9,8 +9,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from cluster.cli import loading_view as module
-from cluster.cli.loading_view import loading_view
+from cluster.cli import serve_view as module
+from cluster.cli.serve_view import loading_view
 from engine.config import ModelConfig
 from engine.model.checkpoint.progress import Progress, ProgressReport
 from engine.model.loader import load_model

@@ -27,9 +27,9 @@ def slow_cut(text: str, stops: list[str]) -> tuple[str, bool]:
 def test_the_outcome_is_that_of_the_whole_text_however_it_is_cut(stops: list[str], pieces: list[str]) -> None:
     watcher, shown, is_stopped = StopStrings(stops), "", False
     for piece in pieces:
-        scan = watcher.push(piece)
-        shown += scan.text
-        if scan.stop_string is not None:
+        text, stop_string = watcher.push(piece)
+        shown += text
+        if stop_string is not None:
             is_stopped = True
             break
     if not is_stopped:
@@ -44,16 +44,16 @@ def test_nothing_shown_is_taken_back(stops: list[str], pieces: list[str]) -> Non
     final, _ = slow_cut("".join(pieces), stops)
     watcher, shown = StopStrings(stops), ""
     for piece in pieces:
-        scan = watcher.push(piece)
-        shown += scan.text
+        text, stop_string = watcher.push(piece)
+        shown += text
         assert final.startswith(shown)
-        if scan.stop_string is not None:
+        if stop_string is not None:
             break
 
 
 def test_only_what_may_still_match_is_held_back() -> None:
     watcher = StopStrings(["stop"])
-    assert watcher.push("a st").text == "a "
-    assert watcher.push("a").text == "sta"
-    assert watcher.push("sto").text == ""
+    assert watcher.push("a st")[0] == "a "
+    assert watcher.push("a")[0] == "sta"
+    assert watcher.push("sto")[0] == ""
     assert watcher.flush() == "sto"
