@@ -9,20 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple, overload
+
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
+
 from engine.sampling.grammar import TokenMask
 from engine.sampling.noise import Words, key_prefixes
-from protos.messages import SamplingParams
-from dataclasses import dataclass
-from torch import Tensor
-from protos.messages import TokenLogprobs
-
-
+from protos.messages import SamplingParams, TokenLogprobs
 
 # The requests of a batch's runs, with values that depend on the requests alone and are cached over many steps.
 #
@@ -223,9 +222,10 @@ class LogprobQuery:
 
 
 def token_logprobs(logits: Tensor, queries: Seq[LogprobQuery]) -> list[TokenLogprobs]:
-    """Answer each query from `logits [R, V] float32`, in order. Only the queried rows are normalised.
+    """Answer each query from raw `logits [R, V] float32`, in order, before any sampling parameter.
 
-    Among equally likely tokens the lowest id comes first, so speculation and plain decoding report the same list.
+    Only the queried rows are normalised. Among equally likely tokens the lowest id comes first, so speculation and
+    plain decoding report the same list.
     """
     if not queries:
         return []

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 from torch import Tensor
 
-from engine.sampling.logprobs import LogprobQuery, token_logprobs
+from engine.sampling.logits_row import LogprobQuery, token_logprobs
 from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.checked_draft import CheckedDraft
 from engine.verifier.verify_task import VerifyResult

@@ -13,8 +13,7 @@ from operator import itemgetter
 from torch import Tensor
 
 from engine.native.library import are_finite
-from engine.sampling.logits_row import RowBatch
-from engine.sampling.logprobs import LogprobQuery, token_logprobs
+from engine.sampling.logits_row import LogprobQuery, RowBatch, token_logprobs
 from engine.sampling.noise import limited_threads
 from engine.sampling.sampler import Sampler
 from engine.sampling.vocabulary import Vocabulary

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
 from engine.accounting.engine_stats import TranslationCounts
 from engine.batch.draft import NO_DRAFT, Draft
+from engine.config import CacheConfig, ModelConfig, SchedulerConfig, TreeConfig
+from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
+from engine.proposer.vocab_mapping.choice import DraftVocabulary, choose_vocabulary
 from engine.proposer.vocab_mapping.text_reader import TextReader
+from engine.proposer.vocab_mapping.translation import SharedTokens
 from engine.proposer.vocab_mapping.vocabulary_pair import VocabularyPair
 from engine.sequence.checked_draft import DraftQuery, UnscheduledQuery
 from engine.sequence.request_tokens import DraftRule, RequestTokens
 from protos.messages import SamplingParams, VerifyMode
-from dataclasses import dataclass
-from engine.config import CacheConfig, ModelConfig, SchedulerConfig, TreeConfig
-from engine.proposer.draft_model.ahead_drafter import AheadDrafter
-from engine.proposer.vocab_mapping.choice import DraftVocabulary, choose_vocabulary
-from engine.proposer.vocab_mapping.translation import SharedTokens
-
-
 
 _LIKELIEST = SamplingParams(temperature=0.0, max_tokens=1 << 30)
 
@@ -27,7 +25,10 @@ _LIKELIEST = SamplingParams(temperature=0.0, max_tokens=1 << 30)
 class TextProposer:
     """Drafts through text with a `ModelProposer` that knows no target; implements `Proposer`.
 
-    The draft model ignores sampling parameters and grammars; the verifier applies them.
+    String-level exact match (arXiv:2502.05202): the draft model gets the committed text in its own tokens and continues
+    it greedily. The target's tokens of that continuation are the draft. They are a function of the committed tokens
+    alone, so their distribution is one-hot and every verifier is exact. The draft model ignores sampling parameters and
+    grammars; the verifier applies them.
     """
 
     def __init__(self, model: ModelProposer, pair: VocabularyPair) -> None:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from engine.batch.draft import WEIGHT_SUM
 from engine.sampling import penalties
-from engine.sampling.logits_row import LogitsRow
-from engine.sampling.logprobs import LogprobQuery, token_logprobs
+from engine.sampling.logits_row import LogitsRow, LogprobQuery, token_logprobs
 from engine.sampling.noise import Purpose, gumbel
 from engine.sampling.sampler import Sampler, row_keys
 from engine.sampling.sparse_distribution import choose, is_consistent, quantize

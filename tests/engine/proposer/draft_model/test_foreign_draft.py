@@ -24,9 +24,8 @@ from engine.config import (
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.proposer import Proposer
-from engine.proposer.draft_model.loader import load_drafter
+from engine.proposer.draft_model.loader import TextProposer, load_drafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.proposer.draft_model.text_proposer import TextProposer
 from engine.sampling.noise import gumbel
 from engine.sampling.sampler import Purpose, row_keys
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
