@@ -38,19 +38,12 @@ class AskSnapshot(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class OrderHead(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Loads the head at `path` next to the present one, and exchanges them between two steps unless it `is_check`.
 
-    A `HeadLoaded` or a `Refused` answers.
+    A `HeadAnswer` answers.
     """
 
-    order_id: str
+    order_id: int
     path: str
     is_check: bool = False
-
-
-class HeadLoaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """An order about a head was carried out."""
-
-    order_id: str
-    digest: str
 
 
 class TargetReady(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -66,7 +59,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The engine did not take a request, or an order about a head; `kind` names a class of `protos.errors`."""
+    """The engine did not take a request; `kind` names a class of `protos.errors`."""
 
     request_id: str
     kind: str
@@ -82,6 +75,14 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
         """Rebuild the error that the engine raised."""
         kind: type[ServingError] = getattr(errors, self.kind, EngineError)
         return kind(self.message, param=self.param, retry_after_s=self.retry_after_s)
+
+
+class HeadAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """An order about a head was carried out, or refused."""
+
+    order_id: int
+    digest: str = ""
+    refusal: Refused | None = None
 
 
 @dataclass(slots=True)
@@ -100,12 +101,19 @@ class DraftChannelStats:
     translated: TranslationCounts = field(default_factory=TranslationCounts)  # of a draft with its own tokenizer
 
 
+class HeadFailure(msgspec.Struct, frozen=True, array_like=True):
+    """A head that the target has left by itself."""
+
+    path: str
+    reason: str
+
+
 class RunningHead(msgspec.Struct, frozen=True, array_like=True):
-    """The head that drafts. `failed_path` names a head that followed it and whose drafts were not finite."""
+    """The head that drafts, and a head that failed and that it has replaced without an order."""
 
     path: str
     digest: str
-    failed_path: str = ""
+    failure: HeadFailure | None = None
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -132,4 +140,4 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 ShellToTarget = Add | Abort | Ping | AskSnapshot | OrderHead
-TargetToShell = TargetReady | StepOutput | Refused | Pong | Status | Snapshot | HeadLoaded
+TargetToShell = TargetReady | StepOutput | Refused | Pong | Status | Snapshot | HeadAnswer

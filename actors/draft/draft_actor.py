@@ -19,10 +19,14 @@ _FILE = "draft.json"
 
 
 class DraftChoice(msgspec.Struct, frozen=True):
-    """A folder with a checkpoint; `generation` counts the choices of a pair, from 1."""
+    """A folder with a checkpoint; `generation` counts the choices of a draft process, from 1.
+
+    A target drafts with the head `tried`, and goes back to the one at `path` if it dies.
+    """
 
     path: str
-    generation: int
+    generation: int = 0
+    tried: str = ""
 
 
 class DraftStart(msgspec.Struct, frozen=True):
@@ -37,7 +41,7 @@ class DraftStart(msgspec.Struct, frozen=True):
 
 
 def write_choice(folder: Path, choice: DraftChoice) -> None:
-    """Make the next start of the draft process in `folder` load `choice`. The write is atomic."""
+    """Make the next start of the process in `folder` load `choice`. The write is atomic."""
     file = folder / f"{_FILE}.new"
     file.write_bytes(msgspec.json.encode(choice))
     os.replace(file, folder / _FILE)

@@ -22,7 +22,6 @@ from engine.accounting.goodput import GoodputStats, Verdict
 from protos.errors import (
     ConflictError,
     DeadlineExceededError,
-    EngineError,
     RequestError,
     ServingError,
     UnavailableError,
@@ -43,7 +42,6 @@ from protos.served_draft import (
 )
 
 logger = logging.getLogger(__name__)
-_FAILED = "its drafts were not finite"
 Goodput = Callable[[], Awaitable[Seq[GoodputStats]]]
 
 
@@ -95,12 +93,9 @@ class TargetHead:
         """Return the target's sums.
 
         Raises:
-            EngineError: the head that was tried has failed, and the target has left it.
             UnavailableError: texts are running that began with the head before, or the target is away.
         """
         pong = await self._client.ping(self._pong_timeout_s)
-        if pong.head is not None and pong.head.failed_path:
-            raise EngineError(_FAILED)
         if self._client.request_ids & self._old_requests and time.monotonic() < self._settled_s:
             raise UnavailableError("texts of the head before are still running")
         return pong.engine.goodput
@@ -109,8 +104,7 @@ class TargetHead:
         self._num_orders += 1
         try:
             await self._client.wait_connected(timeout_s)  # a target that restarts takes the order afterwards
-            order = OrderHead(f"head-order-{self._num_orders}", path, is_check)
-            return (await self._client.order_head(order, timeout_s)).digest
+            return await self._client.order_head(OrderHead(self._num_orders, path, is_check), timeout_s)
         except TimeoutError:
             raise DeadlineExceededError(
                 f"The draft {path!r} was not loaded within {timeout_s:g} s; raise wait_s, or search the target's log."
@@ -157,6 +151,7 @@ class PairDraft:
         self._sleep = sleep
         self._slot = slot or OrderSlot()
         self._under_way: asyncio.Task[None] | None = None
+        self._failure = ""  # of the canary that is under way
 
     async def carry_out(self, order: DraftOrder) -> DraftReport:
         """Carry out an order, to its end even if the caller leaves, and return the report of the running draft.
@@ -225,8 +220,7 @@ class PairDraft:
         """Start the process with the draft at `path`. Raises ServingError if it does not serve within `wait_s`."""
         logger.info("replacing the draft: %s for %s, within %.0f s", path, self.report.path, wait_s)
         digest = await self._process.replace_draft(path, wait_s)
-        since_s, is_deployed = self._clock(), path == self.deployed_path
-        self.report = replace(self.report, path=path, digest=digest, since_s=since_s, is_deployed=is_deployed)
+        self._take(path, digest)
         logger.info("the draft is now %s, digest %s", path, digest)
 
     async def _restore(self, path: str) -> None:
@@ -245,6 +239,7 @@ class PairDraft:
 
         canary = Canary(order, old_path, run, self._goodput, self._note, sleep=self._sleep)
         outcome, failure = CanaryOutcome.ROLLED_BACK, ""
+        self._failure = ""
         try:
             async with asyncio.timeout(order.deadline_s):
                 if await canary.decide() is Verdict.KEEP:
@@ -257,7 +252,8 @@ class PairDraft:
         except ServingError as error:
             failure = error.message
         except asyncio.CancelledError:
-            outcome, failure = CanaryOutcome.STOPPED, "an admin stopped it"
+            if not (failure := self._failure):
+                outcome, failure = CanaryOutcome.STOPPED, "an admin stopped it"
         if failure:
             await self._restore(old_path)
         report = canary.described(outcome, failure or canary.reason)
@@ -268,24 +264,32 @@ class PairDraft:
         """Stop the canary, if one runs, and return when the old draft runs again."""
         if not self._has_canary or self._under_way is None:
             return
-        if not self._under_way.cancelling():
-            self._under_way.cancel()
+        self._cancel(self._under_way)
         await asyncio.wait({self._under_way})
 
+    @staticmethod
+    def _cancel(canary: asyncio.Task[None]) -> None:
+        if not canary.cancelling():
+            canary.cancel()
+
     def note_head(self, head: RunningHead) -> None:
-        """Take in that the target has left a head by itself."""
-        if self._is_busy or head.path == self.report.path:
+        """Take in that the target has left a head by itself, which ends a canary.
+
+        A head without failure is an order's, which has reported it or will.
+        """
+        failure = head.failure
+        if failure is None or head.path == self.report.path:
             return
-        canary = CanaryReport(head.failed_path, head.path, CanaryOutcome.ROLLED_BACK, _FAILED)
-        is_deployed = head.path == self.deployed_path
-        self.report = replace(
-            self.report,
-            path=head.path,
-            digest=head.digest,
-            since_s=self._clock(),
-            is_deployed=is_deployed,
-            canary=canary if head.failed_path else self.report.canary,
-        )
+        if self._has_canary and self._under_way is not None:
+            self._failure = self._failure or failure.reason
+            self._cancel(self._under_way)
+        elif not self._is_busy:
+            self._take(head.path, head.digest)
+            self._note(CanaryReport(failure.path, head.path, CanaryOutcome.ROLLED_BACK, failure.reason))
+
+    def _take(self, path: str, digest: str) -> None:
+        since_s, is_deployed = self._clock(), path == self.deployed_path
+        self.report = replace(self.report, path=path, digest=digest, since_s=since_s, is_deployed=is_deployed)
 
     def note_tuning(self, text: str) -> None:
         """Add the state of a drift alarm's response to the report."""

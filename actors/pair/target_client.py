@@ -16,7 +16,7 @@ from actors.shell_messages import (
     Abort,
     Add,
     AskSnapshot,
-    HeadLoaded,
+    HeadAnswer,
     OrderHead,
     Ping,
     Pong,
@@ -65,7 +65,7 @@ class TargetClient:
         self._is_ready = asyncio.Event()
         self._streams: dict[str, TokenStream] = {}
         self._pongs: deque[asyncio.Future[Pong]] = deque()
-        self._orders: dict[str, asyncio.Future[HeadLoaded]] = {}
+        self._orders: dict[int, asyncio.Future[str]] = {}
         self._codec: FrameCodec[TargetToShell] = FrameCodec(TargetToShell)
         self.task = asyncio.create_task(self._stay_connected(), name="target-client")
 
@@ -130,10 +130,10 @@ class TargetClient:
         async with asyncio.timeout(timeout_s):
             return await pong
 
-    async def order_head(self, order: OrderHead, timeout_s: float) -> HeadLoaded:
-        """Return when the target has loaded or exchanged its head. Raises TimeoutError, or the target's error."""
+    async def order_head(self, order: OrderHead, timeout_s: float) -> str:
+        """Return the digest of the head that is loaded or exchanged. Raises TimeoutError, or the target's error."""
         self.require_card()
-        loaded: asyncio.Future[HeadLoaded] = asyncio.get_running_loop().create_future()
+        loaded: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._orders[order.order_id] = loaded
         self._send(order)
         try:
@@ -180,7 +180,10 @@ class TargetClient:
         match message:
             case StepOutput():
                 self._deliver(message)
-            case Refused() | HeadLoaded():
+            case Refused(request_id):
+                if stream := self._streams.pop(request_id, None):
+                    stream.fail(message.error())
+            case HeadAnswer():
                 self._answer(message)
             case Pong():
                 pong = self._pongs.popleft()
@@ -195,14 +198,14 @@ class TargetClient:
             case Snapshot():
                 self._listener.on_snapshot(message)
 
-    def _answer(self, message: Refused | HeadLoaded) -> None:
-        if isinstance(message, HeadLoaded):
-            if (order := self._orders.get(message.order_id)) and not order.done():
-                order.set_result(message)
-        elif stream := self._streams.pop(message.request_id, None):
-            stream.fail(message.error())
-        elif (order := self._orders.get(message.request_id)) and not order.done():
-            order.set_exception(message.error())
+    def _answer(self, answer: HeadAnswer) -> None:
+        order = self._orders.get(answer.order_id)
+        if order is None or order.done():
+            return  # nobody waits any more
+        if answer.refusal is None:
+            order.set_result(answer.digest)
+        else:
+            order.set_exception(answer.refusal.error())
 
     def _deliver(self, output: StepOutput) -> None:
         for chunk in output.chunks:

@@ -63,7 +63,7 @@ class _NoCompiler(ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        spec = find_spec(name) if name not in sys.modules else None
+        self.__spec__ = spec = find_spec(name) if name not in sys.modules else None  # others may look for it too
         self.__path__ = [] if spec is None else list(spec.submodule_search_locations or ())
         self.disable = self.allow_in_graph = self.assume_constant_result = _unchanged
 

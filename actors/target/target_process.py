@@ -25,7 +25,8 @@ from actors.settings import PairSettings
 from actors.shell_messages import (
     TARGET_SOCKET,
     DraftChannelStats,
-    HeadLoaded,
+    HeadAnswer,
+    HeadFailure,
     OrderHead,
     Ping,
     Pong,
@@ -42,6 +43,7 @@ from engine.config import EngineConfig
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.kv_cache.block_manager import BlockManager
+from engine.model.draft_heads.checkpoint import head_version
 from engine.model.loader import model_version
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
@@ -51,7 +53,6 @@ from engine.proposer.dispatch.method_dispatcher import proposer_of
 from engine.proposer.draft_model.loader import Drafter
 from engine.sequence.request_tokens import TokenBlocks
 from protos.block_keys import PROBE_SALT, probe_token_ids
-from protos.errors import ConfigError
 from protos.fingerprint import FingerprintPart, digest, write_fingerprint
 from protos.frames import ConnectionLostError
 from protos.messages import ModelCard, SpeculationMethod
@@ -82,7 +83,7 @@ class ShellServer:
                 self._serve(connection, loop)
         self._listener.close()
 
-    def emit(self, message: StepOutput | Refused | Status | Snapshot | HeadLoaded) -> None:
+    def emit(self, message: StepOutput | Refused | Status | Snapshot | HeadAnswer) -> None:
         """Send to the shell, or drop the message if no shell is connected."""
         connection = self._connection
         if connection is None:
@@ -177,7 +178,8 @@ def serve_target(
         with without_compiler():
             return load_engine(engine, proposer, kv_events.record, transport, step_writer=own, models=others)
 
-    core, engine = _with_chosen_head(settings.engine, folder, load)
+    core, engine, failure = _with_chosen_head(settings.engine, folder, load)
+    deployed = settings.engine.head
     settings = replace(settings, engine=engine)
     for draft in drafts.values():
         if isinstance(draft, ChannelProposer):
@@ -194,11 +196,12 @@ def serve_target(
     reporter = StatusReporter(server.emit, kv_events, lambda: core.blocks.cached_keys)
     core.on_drafted = lambda drafts: server.emit(StepOutput(tuple(drafts)))
     loop = EngineLoop(core, server.emit, lambda: _flush(drafts), reporter)
-    if engine.head is not None and engine.head.path is not None:
+    if engine.head is not None and deployed is not None and deployed.path is not None:
         server.heads = HeadExchange(
             core,
-            _runner(core),
             engine.head,
+            deployed.path,
+            failure,
             folder,
             has_prefill=transport is not None,
             submit=loop.submit,
@@ -213,16 +216,25 @@ def serve_target(
 
 def _with_chosen_head(
     engine: EngineConfig, folder: Path, load: Callable[[EngineConfig], EngineCore]
-) -> tuple[EngineCore, EngineConfig]:
-    """Load with the head that ran last in the pair of `folder`, or with deploy.yaml's if that fails."""
+) -> tuple[EngineCore, EngineConfig, HeadFailure | None]:
+    """Load with the head that served last in the pair of `folder`, or with deploy.yaml's if that fails.
+
+    Return also the head that this process should have started with, and why it did not.
+    """
     choice = None if engine.head is None else read_choice(folder)
-    if choice is not None and engine.head is not None:
-        chosen = replace(engine, head=replace(engine.head, path=choice.path))
-        try:
-            return load(chosen), chosen
-        except ConfigError as error:
-            logger.error("the head %s cannot be loaded again, going back to deploy.yaml's: %s", choice.path, error)
-    return load(engine), engine
+    if choice is None or engine.head is None:
+        return load(engine), engine, None
+    failure = None
+    if choice.tried:
+        logger.error("the target ended while the head %s was tried; it starts with %s", choice.tried, choice.path)
+        failure = HeadFailure(choice.tried, "the target ended before it had served")
+    chosen = replace(engine, head=replace(engine.head, path=choice.path))
+    try:
+        return load(chosen), chosen, failure
+    except Exception as error:  # whatever a damaged file makes the libraries raise
+        logger.exception("the head %s cannot be loaded again, going back to deploy.yaml's", choice.path)
+        failure = HeadFailure(choice.path, f"it could not be loaded again: {error}")
+    return load(engine), engine, failure
 
 
 def publish_kv_events(endpoint: str, blocks: BlockManager) -> KVEventPublisher:
@@ -298,8 +310,9 @@ def _card(core: EngineCore, settings: PairSettings) -> ModelCard:
 def _fingerprint(runner: ModelRunner, settings: PairSettings) -> str:
     """Return the digests of all that the tokens of a seed may depend on, except the tokenizer."""
     engine, draft = settings.engine, settings.draft
-    draft_path = draft.model.path if draft.model is not None else engine.head and engine.head.path
-    drafts = (str(draft.kind), model_version(draft_path) if draft_path else "")
+    head_path = engine.head and engine.head.path
+    version = head_version(head_path) if head_path else model_version(draft.model.path) if draft.model else ""
+    drafts = (str(draft.kind), version)
     more = (model_version(each.model.path) for each in settings.more_drafts if each.model is not None)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else repr(native_instructions())
     return write_fingerprint(

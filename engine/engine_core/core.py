@@ -27,7 +27,8 @@ from engine.kv_cache.block_pool import KVMove
 from engine.model.draft_heads.loader import Head
 from engine.position_log.position_log import PositionLog
 from engine.proposer import Proposer
-from engine.proposer.hidden_state.factory import LiveHead
+from engine.proposer.dispatch.method_dispatcher import HybridProposer
+from engine.proposer.hidden_state.factory import HeadWatch, LiveHead
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sampling.vocabulary import Vocabulary
 from engine.scheduler.async_scheduling import InFlightBatch, Overlap, SyncScheduling
@@ -90,8 +91,6 @@ class EngineCore:
 
     Attributes:
         on_computed: called with each batch when its KV is in the pool and before it is committed. The owner may set it.
-        on_head_failed: called after a new head's drafts were not finite and the previous head drafts again. The owner
-            may set it.
         on_drafted: called before a pass with one chunk of drafts per request that asked to see them.
         position_log: logs verified positions; None if nothing is logged.
     """
@@ -126,7 +125,6 @@ class EngineCore:
         )
         self.on_computed: Callable[[Batch], None] = _ignore
         self.on_drafted: Callable[[list[TokenChunk]], None] = _ignore
-        self.on_head_failed: Callable[[], None] = lambda: None
         self.position_log = position_log
         self._speculation = speculation
         self._vocabulary = Vocabulary(runner.vocab_size)
@@ -213,7 +211,7 @@ class EngineCore:
             logger.exception("the step failed with %d sequences running; the engine stops", self.scheduler.num_running)
             raise
 
-    def exchange_head(self, head: Head) -> None:
+    def exchange_head(self, head: Head, watch: HeadWatch | None = None) -> None:
         """Draft with another head from the next pass on. Call it between two steps.
 
         No head reads the KV of another one: cached prefixes are forgotten, and running sequences get no drafts of the
@@ -221,20 +219,17 @@ class EngineCore:
         """
         assert self._speculation.head is not None, "it has a head to exchange"
         began_s = time.monotonic()
-        self._speculation.head.exchange(head)
+        self._speculation.head.exchange(head, watch)
         if head.layer_shapes:
             self.scheduler.forget_prefixes()
         self.forget_draft()
         logger.info("heads exchanged between two steps in %.2f ms", 1e3 * (time.monotonic() - began_s))
 
-    def keep_head(self) -> None:
-        """Stay with the present head whatever it drafts; the previous one is freed."""
-        assert self._speculation.head is not None, "it has a head"
-        self._speculation.head.previous = None
-
     def forget_draft(self) -> None:
         """Discard the measurements of drafts, since another model makes them now. Call it on the engine's thread."""
         self._accounting.planning.forget_draft()
+        if isinstance(self._speculation.proposer, HybridProposer):
+            self._speculation.proposer.forget_draft()
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the counters."""
@@ -283,15 +278,7 @@ class EngineCore:
         chunks = self._commit(issued, passes)
         self._observe(issued, passes)
         self._commit_to_proposer(issued.batch.sampled, chunks)
-        self._leave_failed_head()
         return chunks
-
-    def _leave_failed_head(self) -> None:
-        head = self._speculation.head
-        if head is not None and head.has_failed:
-            assert head.previous is not None, "only a head that followed another is left"
-            self.exchange_head(head.previous)
-            self.on_head_failed()
 
     def _issue(self) -> InFlightBatch:
         """Schedule, propose and forward: issue the next pass to the device."""

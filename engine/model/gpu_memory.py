@@ -82,13 +82,14 @@ class MemoryMeter:
         weights = self._loaded.used_bytes - (0 if not self._counts_own_use else self._before.used_bytes)
         return min(int(self._share * self._loaded.total_bytes) - weights, self._loaded.free_bytes)
 
-    def pool_bytes(self, trial_bytes: int, block_bytes: int, logits_bytes: int) -> int:
+    def pool_bytes(self, trial_bytes: int, block_bytes: int, logits_bytes: int, second_head_bytes: int = 0) -> int:
         """Return the bytes left for the pool, and log all other uses.
 
         Args:
             trial_bytes: the pool of the passes so far, which is freed.
             block_bytes: one block.
             logits_bytes: the logits of the widest pass, float32.
+            second_head_bytes: a head that may be loaded next to the present one.
 
         Raises:
             ConfigError: less than one block is left.
@@ -99,13 +100,14 @@ class MemoryMeter:
         weights = self._loaded.used_bytes - self._before.used_bytes
         passes = now.used_bytes - self._loaded.used_bytes - trial_bytes
         budget = int(self._share * now.total_bytes)
-        pool = min(budget - others - weights - passes, now.free_bytes + trial_bytes) - sampling
+        pool = min(budget - others - weights - passes, now.free_bytes + trial_bytes) - sampling - second_head_bytes
         # Log every use, so that an operator can see where the memory went.
         rows = {
             "other programs, and context": others,
             "weights": weights,
             "passes and recordings": passes,
             "sampling": sampling,
+            "second head": second_head_bytes,
             "KV pool": pool,
             "left free": now.total_bytes - budget,
         }

@@ -14,6 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from engine.model.checkpoint.completeness import refuse_not_finite_tensor
+from engine.model.checkpoint.weight_files import file_digest
+from engine.model.loader import model_version
 from protos.errors import ConfigError
 
 MASK_EMBEDDING = "mask_embedding"  # a tensor, and its file
@@ -40,6 +43,12 @@ def head_folder(path: str) -> Path:
         raise ConfigError(
             f"draft.path {path!r} is not a local folder and cannot be fetched from the Hub: {error}"
         ) from error
+
+
+def head_version(path: str) -> str:
+    """Return a digest of a head's files, those in torch's own format included."""
+    pickled = (f"{file.name}\0{file_digest(file)}" for file in sorted(head_folder(path).glob("*.pt")))
+    return "\0".join((model_version(path), *pickled))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -138,7 +147,7 @@ class Weights:
         return None if tensor is None else tensor.shape[0]
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor; raises ConfigError if it is missing or has another shape."""
+        """Return the tensor; raises ConfigError if it is missing, has another shape or is not finite."""
         tensor = self._left.pop(name, None)
         if tensor is None:
             raise ConfigError(f"{self.source} is incomplete: tensor {name!r} of shape {list(shape)} is missing")
@@ -147,6 +156,8 @@ class Weights:
                 f"{self.source} does not fit the target: tensor {name!r} has shape {list(tensor.shape)}, but this "
                 f"target needs {list(shape)}; use the head that was trained for it"
             )
+        if tensor.is_floating_point() and tensor.itemsize > 1:  # eight bits cannot be compared
+            refuse_not_finite_tensor(tensor, name, self.source)
         return tensor
 
     def take_if_there(self, name: str, shape: tuple[int, ...]) -> Tensor | None:

@@ -40,6 +40,7 @@ from engine.model.cuda_graphs.buckets import graph_buckets
 from engine.model.cuda_graphs.graph_runner import CudaGraphRunner, ForwardOutput, RecordedStep
 from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.determinism import config_has_experts
+from engine.model.draft_heads.checkpoint import head_version
 from engine.model.draft_heads.loader import Head, HeadTarget, load_head, whole_lm_head
 from engine.model.draft_heads.self_draft import SelfDraft
 from engine.model.forward_batch import NO_TAPS, ForwardBatch, plan_steps
@@ -188,6 +189,7 @@ class ModelRunner:
             leave_checkpoint(stock, make_linear, self._dtype, keeps_embeddings=is_fast, store=store)
         self.head: Head | None = None
         self._head_loader: Callable[[str], Head] | None = None
+        self._second_head_bytes = 0  # on a GPU, for exchanges
         self._head_layers: Seq[LayerShape] = ()
         self.self_draft: SelfDraft | None = None
         taps, own_lm_head = NO_TAPS, None
@@ -237,9 +239,13 @@ class ModelRunner:
         """
         if not self._rank.is_first:
             return load_head(config, stock, torch.device("cpu")), None
-        if config.path is not None:
+        if config.path is None:
+            head = load_head(config, stock, device, quantization)
+        else:
             self._head_loader = partial(HeadTarget.of(stock, device, quantization).load, config.kind)
-        head = load_head(config, stock, device, quantization)
+            before_bytes = _allocated_bytes(device)
+            head = self._head_loader(config.path)
+            self._second_head_bytes = _allocated_bytes(device) - before_bytes
         return head, None if self._rank.size == 1 else whole_lm_head(stock, device)
 
     def load_head(self, path: str) -> Head:
@@ -283,7 +289,7 @@ class ModelRunner:
             self._record(graphs, max_len, most_tokens)
         trial_bytes = (1 + has_graphs) * self._bytes_per_rank_block
         logits_bytes = widest * self.vocab_size * torch.float32.itemsize
-        pool_bytes = meter.pool_bytes(trial_bytes, self._bytes_per_rank_block, logits_bytes)
+        pool_bytes = meter.pool_bytes(trial_bytes, self._bytes_per_rank_block, logits_bytes, self._second_head_bytes)
         del self._cache
         torch.cuda.empty_cache()
         num_bytes = self._rank.size * self._rank.least(pool_bytes)
@@ -328,7 +334,7 @@ class ModelRunner:
             layers=(*self._model.layer_shapes, *self._head_layers),
             model_version=self.model_version,
             states=tuple(self._model.state_shapes),
-            head_version=model_version(head_path) if head_path is not None else "",
+            head_version=head_version(head_path) if head_path is not None else "",
             rounding=_rounding(model, device),
         )
 
@@ -474,6 +480,10 @@ def _rounding(model: ModelConfig, device: torch.device) -> str:
     kernels = "torch's" if instructions is None else instructions.name
     capability = torch.backends.cpu.get_cpu_capability()
     return f"deterministic on {torch.get_num_threads()} threads of {capability} with {kernels} kernels"
+
+
+def _allocated_bytes(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _has_graphs(graphs: GraphConfig, device: torch.device, plan_attention: PlanAttention) -> bool:

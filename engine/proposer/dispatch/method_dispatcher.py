@@ -93,6 +93,12 @@ class HybridProposer:
             self._matcher.close(request_id)
         self._other.close(request_id)
 
+    def forget_draft(self) -> None:
+        """Forget all acceptance, since another model drafts now; the matches are soon measured again."""
+        self._acceptance = AcceptanceTable(_MAX_LENGTH)
+        if isinstance(self._other, MethodDispatcher):
+            self._other.forget_draft()
+
     def _current_turn(self, sequence: RequestTokens) -> _HybridDraft | None:
         """Return the turn that was chosen for exactly the tokens committed now."""
         turn = self._turns.get(sequence.request_id)
@@ -201,6 +207,12 @@ class MethodDispatcher:
         if opened is not None:
             for proposer in opened.ranking[: opened.num_opened]:
                 proposer.close(request_id)
+
+    def forget_draft(self) -> None:
+        """Forget the acceptance that hybrids have measured."""
+        for proposer, *_ in self._methods.values():
+            if isinstance(proposer, HybridProposer):
+                proposer.forget_draft()
 
     def _proposers(self, queries: Seq[DraftQuery], drafts: Seq[Draft], rank: int) -> dict[Proposer, list[int]]:
         """Return the proposers of this rank, each with the indices of its queries without a draft."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -104,11 +105,18 @@ def _root(sequence: RequestTokens) -> Span:
     return Span(sequence.token_ids[-1:], len(sequence.token_ids) - 1, sequence.block_table, 1)
 
 
+class HeadWatch(Protocol):
+    """Hears of a new head, once per event, within a step."""
+
+    def on_served(self) -> None:
+        """The head has drafted for many passes."""
+
+    def on_failed(self) -> None:
+        """A draft was not finite; the head drafts no more."""
+
+
 class LiveHead:
     """Implements `HeadProposer` by the runner's head, which may be exchanged between two steps.
-
-    The previous head stays loaded. A draft that is not finite makes `has_failed` true, and there are no drafts until
-    `exchange` returns to that head.
 
     Args:
         runner: it has a head.
@@ -117,16 +125,16 @@ class LiveHead:
 
     def __init__(self, runner: ModelRunner, tree: TreeConfig | None) -> None:
         assert runner.head is not None, "as required"
-        self.previous: Head | None = None  # None also after a return: that head is not left once more
-        self.has_failed = False
         self._runner, self._tree = runner, tree
+        self._watch: HeadWatch | None = None
+        self._num_passes, self._has_failed = 0, False
         self._proposer = _proposer_of(runner, runner.head, tree)
         self._opened: dict[str, RequestTokens] = {}
 
-    def exchange(self, head: Head) -> None:
+    def exchange(self, head: Head, watch: HeadWatch | None) -> None:
         """Let `head` draft. It has no KV of the sequences with blocks, and drafts for them only if it needs none."""
-        self.previous = None if self.has_failed else self._runner.head
-        self.has_failed = False
+        self._watch = watch
+        self._num_passes, self._has_failed = 0, False
         self._runner.head = head
         self._proposer = _proposer_of(self._runner, head, self._tree)
         for sequence in self._opened.values():
@@ -148,10 +156,19 @@ class LiveHead:
         self._proposer.learn(passed)
 
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
-        drafts = self._proposer.propose(queries)
-        if self.previous is not None and any(IMPOSSIBLE_ID in draft.token_ids for draft in drafts):
-            self.has_failed = True
-        return [NO_DRAFT] * len(queries) if self.has_failed else drafts
+        drafts = [] if self._has_failed else self._proposer.propose(queries)
+        if self._watch is not None and not self._has_failed:
+            self._check(drafts, self._watch)
+        return [NO_DRAFT] * len(queries) if self._has_failed else drafts
+
+    def _check(self, drafts: Seq[Draft], watch: HeadWatch) -> None:
+        if any(IMPOSSIBLE_ID in draft.token_ids for draft in drafts):
+            self._has_failed = True
+            watch.on_failed()
+        elif any(draft.token_ids for draft in drafts):
+            self._num_passes += 1
+            if self._num_passes == 100:  # some seconds
+                watch.on_served()
 
 
 def _proposer_of(runner: ModelRunner, head: Head, tree: TreeConfig | None) -> HeadProposer:

@@ -10,11 +10,11 @@ import pytest
 
 from actors.pair.pair_draft import PairDraft, refusal
 from actors.settings import DraftSettings
-from actors.shell_messages import RunningHead
+from actors.shell_messages import HeadFailure, RunningHead
 from engine.accounting.goodput import GoodputStats
 from protos.errors import ConflictError, DeadlineExceededError, RequestError
 from protos.messages import SpeculationMethod
-from protos.served_draft import CanaryOutcome, CheckDraft, DraftReport, ShowDraft, SwapDraft
+from protos.served_draft import CanaryOutcome, CheckDraft, DraftReport, ShowDraft, StopCanary, SwapDraft, TryDraft
 
 OLD = DraftReport("pair-1", "/old", "old", 10.0, is_deployed=True)
 
@@ -103,12 +103,30 @@ def test_drafts_that_cannot_be_exchanged_are_refused_with_the_reason(kind: Specu
     assert re.search(reason, refusal(DraftSettings(kind)).message)
 
 
-async def test_a_head_that_the_target_has_left_is_reported_as_rolled_back(process: FakeProcess) -> None:
+async def test_a_head_that_the_target_has_left_is_reported_and_an_old_answer_is_not(process: FakeProcess) -> None:
     draft = PairDraft(process, OLD, no_goodput, lambda: 99.0)
     await draft.carry_out(SwapDraft("/new", 5.0))
-    draft.note_head(RunningHead("/new", "new"))
-    assert draft.report.canary is None
-    draft.note_head(RunningHead("/old", "old", "/new"))
+    draft.note_head(RunningHead("/old", "old"))  # of a ping just before the exchange
+    assert (draft.report.path, draft.report.canary) == ("/new", None)
+    draft.note_head(RunningHead("/old", "old", HeadFailure("/new", "the target ended")))
     assert (draft.report.path, draft.report.digest, draft.report.is_deployed) == ("/old", "old", True)
     assert draft.report.canary is not None
     assert (draft.report.canary.path, draft.report.canary.outcome) == ("/new", CanaryOutcome.ROLLED_BACK)
+    assert draft.report.canary.reason == "the target ended"
+
+
+async def test_a_head_that_the_target_has_left_ends_its_trial(process: FakeProcess) -> None:
+    draft = PairDraft(process, OLD, no_goodput)
+    async with asyncio.timeout(20.0):
+        while draft.report.path != "/new":  # the order of the first two blocks is random
+            if draft.report.canary is not None:
+                await draft.carry_out(StopCanary())
+            await draft.carry_out(TryDraft("/new"))
+            for _ in range(20):
+                await asyncio.sleep(0)
+    for _ in range(2):
+        draft.note_head(RunningHead("/old", "old", HeadFailure("/new", "the target ended")))
+    await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == "draft-order"))
+    assert draft.report.canary is not None
+    assert (draft.report.canary.outcome, draft.report.canary.reason) == (CanaryOutcome.ROLLED_BACK, "the target ended")
+    assert (draft.report.path, process.started[-1]) == ("/old", "/old")

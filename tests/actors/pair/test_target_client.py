@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from actors.engine_loop.engine_loop import EngineLoop, KVEventBuffer, StatusReporter
+from actors.pair.pair_draft import TargetHead
 from actors.pair.target_client import TargetClient
 from actors.pair.token_feed import TokenStream
 from actors.process.frames import FrameListener
-from actors.shell_messages import Refused
+from actors.shell_messages import HeadAnswer, OrderHead, Refused
 from actors.target.target_process import ShellServer
 from engine.accounting.engine_stats import DraftStats, EngineStats
 from engine.accounting.step_times import StepTimes
@@ -367,3 +368,23 @@ async def test_a_listener_gets_load_and_cache_and_every_start_and_loss_of_the_ta
         await client.wait_connected(TIMEOUT_S)
     await client.close()
     assert events.changes[:3] == ["ready", "lost", "ready"]
+
+
+async def test_a_refused_order_ends_no_request_whatever_its_name(client: TargetClient, target: Target) -> None:
+    class Heads:
+        running = None
+
+        def carry_out(self, order: OrderHead) -> None:
+            refused = Refused.of(str(order.order_id), RequestError("no such head"))
+            target.server.emit(HeadAnswer(order.order_id, refusal=refused))
+
+    target.server.heads = Heads()  # type: ignore[assignment]
+    await client.wait_connected(TIMEOUT_S)
+    target.engine.may_step.clear()
+    names = ("1", "head-order-1")
+    streams = [asyncio.create_task(collect(client, request(name))) for name in names]
+    await asyncio.sleep(0)
+    with pytest.raises(RequestError, match="no such head"):
+        await TargetHead(client, TIMEOUT_S).check_draft("/head")
+    target.engine.may_step.set()
+    assert await asyncio.gather(*streams) == [[0, 1, 2, 3, 4]] * 2

@@ -8,10 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import pytest
 
-from actors.process.actor_thread import ActorThread
+from actors.process.actor_thread import ActorThread, without_compiler
 from protos.errors import ConfigError, EngineError
 
 _ENDS_LATE = """
@@ -73,3 +74,13 @@ def test_only_the_thread_and_those_it_starts_give_way():
     ActorThread("Gives way", compute, niceness=3).wait_ready(10.0)
     assert found == [min(before + 3, 19)] * 2
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+def test_libraries_may_ask_whether_the_compiler_is_installed_while_a_stand_in_takes_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    with without_compiler():
+        spec = find_spec("torch._dynamo")
+    assert spec is not None
+    assert spec.name == "torch._dynamo"

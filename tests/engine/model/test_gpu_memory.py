@@ -30,21 +30,29 @@ class Card:
         return CardMemory(int((80 - self.used_gib) * GIB), 80 * GIB)
 
 
-def pool_gib(cache: CacheConfig, used_gib: tuple[float, float, float], logits_gib: float = 0.0) -> float:
+def pool_gib(
+    cache: CacheConfig, used_gib: tuple[float, float, float], logits_gib: float = 0.0, head_gib: int = 0
+) -> float:
     """The pool after these gibibytes were used before the weights, with them, and after the passes."""
     card = Card(used_gib[0])
     meter = MemoryMeter(cache, card.read)
     card.used_gib = used_gib[1]
     meter.loaded()
     card.used_gib = used_gib[2]
-    return meter.pool_bytes(GIB, GIB // 8, int(logits_gib * GIB)) / GIB
+    return meter.pool_bytes(GIB, GIB // 8, int(logits_gib * GIB), head_gib * GIB) / GIB
 
 
 def test_the_pool_is_what_all_else_leaves_of_the_share(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     # 72 of 80; 2 of others, 16 of weights, 5 of passes (1 of them the trial's pool), twice 0.5 of scores
     assert pool_gib(CacheConfig(gpu_memory_utilization=0.9), (2, 18, 23), 0.5) == pytest.approx(72 - 2 - 16 - 4 - 1)
-    assert "weights 16.00, passes and recordings 4.00, sampling 1.00, KV pool 49.00, left free 8.00" in caplog.text
+    assert "weights 16.00, passes and recordings 4.00, sampling 1.00, second head 0.00, KV pool 49.00" in caplog.text
+    assert "left free 8.00" in caplog.text
+
+
+def test_the_head_of_an_exchange_has_its_place() -> None:
+    cache = CacheConfig(gpu_memory_utilization=0.9)
+    assert pool_gib(cache, (2, 18, 23), head_gib=3) == pytest.approx(pool_gib(cache, (2, 18, 23)) - 3)
 
 
 def test_roles_on_one_gpu_count_what_is_their_own_and_fit_beside_each_other() -> None:

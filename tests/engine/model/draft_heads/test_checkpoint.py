@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.model.draft_heads.checkpoint import read_tensors
+from engine.model.draft_heads.checkpoint import Weights, head_version, read_tensors
 from protos.errors import ConfigError
 
 
@@ -52,3 +52,18 @@ def test_safetensors_come_before_a_pickled_copy(tmp_path: Path) -> None:
     torch.save({"w": Hostile(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
     assert torch.equal(read_tensors(tmp_path)["w"], torch.ones(2))
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["medusa_lm_head.pt", "mask_embedding.pt", "model.safetensors", "config.json"])
+def test_every_file_of_a_head_is_part_of_its_digest(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    before = head_version(str(tmp_path))
+    (tmp_path / name).write_bytes(b"{ }")
+    assert head_version(str(tmp_path)) != before
+
+
+def test_a_tensor_that_is_not_finite_is_refused_by_name() -> None:
+    weights = Weights({"fc": torch.tensor([1.0, torch.nan])}, "the head")
+    with pytest.raises(ConfigError, match="1 of 2 values of 'fc' in 'the head' are NaN"):
+        weights.take("fc", (2,))

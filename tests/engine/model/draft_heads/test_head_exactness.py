@@ -30,6 +30,7 @@ from engine.config import (
 )
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
+from engine.model.draft_heads.loader import HeadTarget
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
 from engine.sequence.batch import ScheduledSequence
@@ -545,28 +546,38 @@ def test_a_text_that_runs_through_an_exchange_has_no_drafts_of_a_head_with_keys(
     assert texts == {each.request_id: reference[each.request_id] for each in (*running, late)}
 
 
-def test_a_head_that_computes_nan_is_left_after_one_step_and_the_one_before_it_is_not(
+class Watch:
+    """Records the events of a head."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def on_served(self) -> None:
+        self.events.append("served")
+
+    def on_failed(self) -> None:
+        self.events.append("failed")
+
+
+def test_a_watched_head_that_computes_nan_drafts_no_more_until_it_is_exchanged(
     world: HeadModels, reference: dict[str, tuple[int, ...]], tmp_path: Path
 ) -> None:
     setup = HeadSetup()
     engine = build(world, HeadKind.EAGLE3, setup)
-    failures: list[int] = []
-    runner = model_runner(engine)
-    engine.on_head_failed = lambda: failures.append(1)
+    watch, runner = Watch(), model_runner(engine)
     first = runner.head
+    assert first is not None
     bad = runner.load_head(str(changed(world.head(HeadKind.EAGLE3), tmp_path / "bad", 1e25).path))
-    engine.exchange_head(bad)
-    assert runner.head is bad
-    assert generate(engine, requests(setup)) == reference
-    assert (runner.head, failures) == (first, [1])
-    engine.exchange_head(bad)
-    engine.keep_head()
-    assert generate(engine, requests(setup)) == reference
-    assert (runner.head, failures) == (bad, [1]), "no head is left to go back to"
-    engine.exchange_head(runner.load_head(str(tmp_path / "bad")))
+    engine.exchange_head(bad, watch)
     assert generate(engine, requests(setup)) == reference
     assert generate(engine, requests(setup)) == reference
-    assert (runner.head, failures) == (bad, [1, 1]), "a head is not left for one that was left"
+    assert watch.events == ["failed"]
+    num_drafted = engine.stats().drafts.num_draft_tokens
+    engine.exchange_head(first, watch)
+    for _ in range(8):
+        assert generate(engine, requests(setup)) == reference
+    assert watch.events == ["failed", "served"]
+    assert engine.stats().drafts.num_draft_tokens > num_drafted
 
 
 def test_a_head_that_reads_other_states_or_keeps_other_keys_is_refused(world: HeadModels, tmp_path: Path) -> None:
@@ -576,3 +587,20 @@ def test_a_head_that_reads_other_states_or_keeps_other_keys_is_refused(world: He
         runner.load_head(str(tmp_path / "taps"))
     with pytest.raises(ConfigError, match=r"is a head of kind 'peagle', and draft\.kind is 'eagle3'"):
         runner.load_head(str(world.root / "peagle"))
+
+
+def test_the_embedding_on_the_heads_device_is_one_for_all_exchanged_heads(
+    world: HeadModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several ranks it is a copy of the target's."""
+    made: list[HeadTarget] = []
+    of = HeadTarget.of
+
+    def noted(*parts: Any) -> HeadTarget:
+        made.append(of(*parts))
+        return made[-1]
+
+    monkeypatch.setattr(HeadTarget, "of", noted)
+    runner = model_runner(build(world, HeadKind.EAGLE3, HeadSetup()))
+    runner.load_head(str(world.root / "eagle3"))
+    assert len(made) == 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 import pytest
 
 from engine.batch.draft import Draft
-from engine.proposer.dispatch.method_dispatcher import HybridProposer, proposer_of
+from engine.proposer.dispatch.method_dispatcher import HybridProposer, MethodDispatcher, proposer_of
 from engine.proposer.text_match.suffix import SuffixProposer
 from engine.proposer.text_match.text_matcher import PredictionMatcher, TextMatch
 from engine.sequence.sequence import Sequence
@@ -100,6 +100,21 @@ def test_matches_that_fail_lose_to_a_model_that_does_not_and_are_tried_now_and_t
 
 def test_a_match_that_stands_is_preferred_to_a_model_that_does_not() -> None:
     assert all(chosen(TextMatch((5, 6, 5, 6), 3), true_ids=(5, 6, 5, 6, 7)))
+
+
+def test_what_the_old_model_accepted_is_forgotten_with_it() -> None:
+    """Below a dispatcher too. A match that lost to the old model is proposed again."""
+    match = TextMatch((5, 6, 5, 6), 3)
+    inner, sequence = HybridProposer(FixedMatcher(match), model()), new_sequence()
+    proposer = HybridProposer(PredictionMatcher(), MethodDispatcher({sequence.method: (inner,)}))
+    proposer.open(sequence)
+    for _ in range(10):
+        grow(proposer, sequence, 9, 9, 9, 9, 9)
+        (draft,) = proposer.propose([make_scheduled(sequence)])
+    assert draft.token_ids != match.token_ids
+    proposer.forget_draft()
+    grow(proposer, sequence, 9)
+    assert [each.token_ids for each in proposer.propose([make_scheduled(sequence)])] == [match.token_ids]
 
 
 def test_the_choice_is_the_same_every_time() -> None:
