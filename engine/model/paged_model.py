@@ -42,7 +42,12 @@ from engine.model.decoders.stock_decoder import StockDecoder, counts_rows
 from engine.model.determinism import first_difference, has_experts, obstacle
 from engine.model.forward_batch import NO_TAPS, ForwardBatch, HiddenStateTaps
 from engine.model.linear.batch_invariant_linear import batch_invariant_factory
-from engine.model.linear.packed_experts import make_routers_batch_invariant, pack_experts, packs_all_experts
+from engine.model.linear.packed_experts import (
+    make_routers_batch_invariant,
+    pack_experts,
+    packs_all_experts,
+    widen_shared_gates,
+)
 from engine.model.linear.packed_linear import Linear, pack_linears
 from engine.model.linear.quantized_linear import dequantized, gpu_linear_factory, linear_factory, reads_few_bits
 from engine.model.linear.weight_store import NO_STORE, WeightStore
@@ -280,6 +285,7 @@ def _decoder(
         make_linear, make_head = (batch_invariant_factory(each, dtype) for each in (make_linear, make_head))
     set_windows(model, records)
     pack_linears(model, make_linear, make_head, store)
+    widen_shared_gates(model)
     return StockDecoder(model, taps), shapes
 
 

@@ -6,7 +6,8 @@ and only in such heights as were seen, at start, to give each row the bits that 
 
     13 rows, heights 2 4 8        8 rows | 4 rows | 1 row and another one that pads it to 2
 
-A kernel's order of sums follows from its input shapes, so one trial with random numbers distinguishes heights.
+A kernel's order of sums follows from its input shapes, so a trial with enough random numbers distinguishes heights: two
+orders often give a single number the same bits.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from engine.model.linear.packed_linear import Linear, LinearFactory
 from protos.errors import ConfigError
 
 _HEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)
+_NUM_COMPARED = 256  # numbers of a height's trial, or all that `_HEIGHTS[-1]` rows give
 
 
 def batch_invariant_factory(make_linear: LinearFactory, dtype: torch.dtype | None = None) -> LinearFactory:
@@ -91,7 +94,8 @@ def batch_invariant_heights(
     # The others are held to this one: fewer rows are common and must not cost much padding.
     base_height = max(8, heights[0])
     expected = torch.cat([function(tile) for tile in torch.split(rows, base_height)])
-    found = tuple(height for height in heights if _is_batch_invariant(function, rows[:height], expected[:height]))
+    num_rows = -(-_NUM_COMPARED // expected.shape[1])
+    found = tuple(height for height in heights if _is_batch_invariant(function, rows, expected, height, num_rows))
     if base_height not in found:
         raise ConfigError(
             "deterministic is true, but a matrix product of this processor gives a row other bits at another place "
@@ -100,8 +104,13 @@ def batch_invariant_heights(
     return found
 
 
-def _is_batch_invariant(function: Linear, rows: Tensor, expected: Tensor) -> bool:
-    return torch.equal(function(rows), expected) and torch.equal(function(rows.flip(0)), expected.flip(0))
+def _is_batch_invariant(function: Linear, rows: Tensor, expected: Tensor, height: int, num_rows: int) -> bool:
+    """True if tiles of `height` have the expected bits, forwards and backwards, in at least `num_rows` rows."""
+    tiles = zip(rows.split(height), expected.split(height), strict=True)
+    return all(
+        torch.equal(function(tile), own) and torch.equal(function(tile.flip(0)), own.flip(0))
+        for tile, own in islice(tiles, -(-num_rows // height))
+    )
 
 
 def _cut(rows: Tensor, heights: Seq[int]) -> list[tuple[Tensor, int]]:

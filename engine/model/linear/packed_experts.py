@@ -230,6 +230,22 @@ def make_routers_batch_invariant(model: nn.Module, dtype: torch.dtype) -> None:
                 router.forward = batch_invariant_router(router.forward, weight.shape[1], len(weight), dtype)
 
 
+def widen_shared_gates(model: nn.Module) -> None:
+    """Let gates of shared experts (Qwen's) yield a number per hidden unit, equal in a row, instead of one per row.
+
+    torch computes the last numbers of a tensor that fill no vector with another exp: a row's sigmoid would depend on
+    the number of rows.
+    """
+
+    def widen(gate: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output.expand(inputs[0].shape).contiguous()
+
+    for module in model.modules():
+        gate = getattr(module, "shared_expert_gate", None)
+        if isinstance(gate, nn.Module):
+            gate.register_forward_hook(widen)
+
+
 def packed_parameters(model: nn.Module, make_linear: LinearFactory) -> set[int]:
     """Return the ids of the parameters that `pack_experts` frees."""
     packed = (experts for _, experts in experts_of(model) if packing_obstacle(experts, make_linear) is None)
@@ -254,7 +270,7 @@ def pack_experts(model: nn.Module, make_linear: LinearFactory, store: WeightStor
             read_parameters(experts)
         packed = PackedExperts(experts, make_linear, store, name)
         if not store.is_checked:
-            _compare(experts, packed, is_exact=keeps_numbers(make_linear))
+            _compare(experts, packed, make_linear)
         experts.forward = packed  # shadows the class's
         for parameter, stored in list(experts.named_parameters(recurse=False)):
             drop_pages([stored])
@@ -265,9 +281,10 @@ def pack_experts(model: nn.Module, make_linear: LinearFactory, store: WeightStor
 
 
 @torch.inference_mode()
-def _compare(experts: Any, packed: PackedExperts, *, is_exact: bool) -> None:
+def _compare(experts: Any, packed: PackedExperts, make_linear: LinearFactory) -> None:
     """Compare with the stock module on rows that use every expert."""
-    num_experts, dtype = len(experts.down_proj), experts.down_proj.dtype
+    num_experts, own_dtype = len(experts.down_proj), experts.down_proj.dtype
+    dtype = rows_dtype(make_linear) or own_dtype
     hidden_size = expert_weights(experts)[0].shape[1 if experts.is_transposed else 2]
     top = min(4, num_experts)
     num_rows = -(-num_experts // top)
@@ -275,8 +292,9 @@ def _compare(experts: Any, packed: PackedExperts, *, is_exact: bool) -> None:
     rows = torch.randn(num_rows, hidden_size, generator=generator).to(dtype)
     ids = (torch.arange(num_rows * top) % num_experts).view(num_rows, top)
     weights = torch.randn(num_rows, top, generator=generator).to(dtype)
-    expected = experts(rows, ids, weights)
-    check_product(packed(rows, ids, weights), expected, MAX_RELATIVE_ERROR[dtype] if is_exact else MAX_ROUNDING_ERROR)
+    expected = experts(rows.to(own_dtype), ids, weights.to(own_dtype))
+    most = MAX_RELATIVE_ERROR[dtype] if keeps_numbers(make_linear) else MAX_ROUNDING_ERROR
+    check_product(packed(rows, ids, weights), expected, most)
 
 
 def _flat(experts: Any, weight: Tensor) -> Tensor:

@@ -29,6 +29,14 @@ def test_heights_that_change_a_bit_are_left_out() -> None:
     assert batch_invariant_heights(HeightDependent({1, 4, 128}), WIDTH, torch.float32) == (2, 8, 16, 32, 64)
 
 
+def test_a_height_that_changes_few_bits_is_left_out_of_a_function_of_one_output() -> None:
+    def function(rows: Tensor) -> Tensor:
+        is_changed = (rows[:, :1] > 1.0) & (len(rows) == 1)  # one row in six
+        return rows.sum(dim=-1, keepdim=True) + 2**-8 * is_changed
+
+    assert 1 not in batch_invariant_heights(function, WIDTH, torch.float32)
+
+
 def test_a_function_whose_rows_depend_on_their_place_is_refused() -> None:
     with pytest.raises(ConfigError, match="deterministic is true"):
         batch_invariant_heights(lambda rows: rows + torch.arange(len(rows))[:, None], WIDTH, torch.float32)

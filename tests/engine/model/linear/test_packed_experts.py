@@ -9,14 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, GptOssConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from engine.accounting.cost_model import DENSE
 from engine.batch.span import Span
 from engine.config import Quantization
 from engine.model.forward_batch import ForwardBatch
-from engine.model.linear.packed_experts import PackedExperts, expert_reads, expert_weights, experts_of, pack_experts
+from engine.model.linear.packed_experts import (
+    PackedExperts,
+    expert_reads,
+    expert_weights,
+    experts_of,
+    pack_experts,
+    widen_shared_gates,
+)
 from engine.model.linear.packed_linear import weight_of
 from engine.model.linear.quantized_linear import linear_factory, quantizer
 from engine.model.paged_model import PagedModel
@@ -216,3 +223,15 @@ def test_a_rows_reads_are_its_experts_and_everything_else_once() -> None:
     assert reads.chance == TOP / NUM_EXPERTS
     assert reads.share == pytest.approx(routed * reads.chance / (routed * reads.chance + dense))
     assert expert_reads(random_model(small_config("llama"))) == DENSE
+
+
+def test_a_shared_expert_has_the_same_weight_in_a_row_however_many_rows_there_are() -> None:
+    """Torch computes the last of 50 numbers by another exp than the first 32."""
+    block = nn.Module()
+    block.shared_expert_gate = nn.Identity()
+    rows = torch.randn(50, 1, generator=torch.Generator().manual_seed(0)).repeat(1, 32)
+    block.shared_expert_gate.forward = lambda x: x[:, :1]  # type: ignore[method-assign]
+    widen_shared_gates(block)
+    weights = torch.sigmoid(block.shared_expert_gate(rows))
+    alone = torch.cat([torch.sigmoid(block.shared_expert_gate(row[None])) for row in rows])
+    assert torch.equal(weights, alone)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,8 +86,8 @@ def test_a_runner_holds_no_weight_beside_the_packed_ones(
     write_family(tmp_path, SERVED[family]())
     weights: dict[str, weakref.ref[torch.Tensor]] = {}
 
-    def load_and_watch(config: ModelConfig, device: torch.device | None) -> PreTrainedModel:
-        model = load_model(config, device)
+    def load_and_watch(config: ModelConfig, device: torch.device | None, **options: Any) -> PreTrainedModel:
+        model = load_model(config, device, **options)
         weights.update({name: weakref.ref(weight) for name, weight in model.named_parameters() if weight.dim() == 2})
         return model
 
@@ -96,7 +97,7 @@ def test_a_runner_holds_no_weight_beside_the_packed_ones(
     gc.collect()
     kept = {name for name, weight in weights.items() if weight() is not None}
     assert runner.num_blocks == 2
-    assert kept == {name for name in weights if name.endswith(("embed_tokens.weight", "wte.weight", "wpe.weight"))}
+    assert kept <= {name for name in weights if name.endswith(("embed_tokens.weight", "wte.weight", "wpe.weight"))}
 
 
 def test_a_tied_embedding_keeps_its_weight() -> None:
