@@ -39,14 +39,6 @@ _MAX_ROWS = 64  # rows of a wave
 
 
 @dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """A block of a sequence to copy into a branch, which then writes the rest of the block."""
-
-    source_id: int
-    block_id: int
-
-
-@dataclass(frozen=True, slots=True)
 class Branch:
     """A likely outcome, `after`, which follows the committed tokens of a sequence.
 
@@ -70,11 +62,14 @@ class Branch:
         """The number of the branch's own blocks, including the copied one."""
         return (self.start + self.num_drafts - 1) // self.block_size - self._first_block + 1
 
-    def copy_into(self, block_ids: Seq[int]) -> list[BlockCopy]:
-        """Return the copy of the sequence's last shared block; empty if the branch begins with a new block."""
+    def copy_into(self, block_ids: Seq[int]) -> list[tuple[int, int]]:
+        """Return the sequence's last shared block, and the block that gets its copy; empty at the begin of a new block.
+
+        The branch then writes the rest of the copy.
+        """
         if self.start % self.block_size == 0:
             return []
-        return [BlockCopy(self.sequence.blocks.block_table[self._first_block], block_ids[0])]
+        return [(self.sequence.blocks.block_table[self._first_block], block_ids[0])]
 
     def chain(self, block_ids: Seq[int]) -> Chain:
         """Return the branch's draft, which grows in `block_ids` after the shared blocks."""
@@ -258,7 +253,8 @@ class AheadDrafter:
             copies += branch.copy_into(own)
             chains.append(branch.chain(own))
         if copies:
-            self._model.runner.copy_blocks([each.source_id for each in copies], [each.block_id for each in copies])
+            source_ids, own_ids = zip(*copies, strict=True)
+            self._model.runner.copy_blocks(source_ids, own_ids)
         return chains
 
 
