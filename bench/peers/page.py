@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from bench.contenders.contender import equal_share
-from bench.peers.install import LLAMA, LLAMA_SOURCE, OPENVINO, OPENVINO_EXPORT, VLLM
+from bench.peers.install import LLAMA, LLAMA_SOURCE, OPENVINO, OPENVINO_EXPORT, VLLM, VLLM_SUFFIXES
 from bench.peers.shapes import SHAPES
 from bench.peers.system import DraftingMode, Measurement, RaceResults, System, SystemLimits
 
@@ -148,7 +148,9 @@ def _percentiles(seconds: Seq[float]) -> Percentiles:
 
 def record_of(rows: Seq[PeerRow], results: RaceResults, systems: Seq[System], conditions: Conditions) -> Record:
     """Return the results of a run as JSON: command, machine, versions, settings, rows and failures."""
-    peers = (each.partition("==")[::2] for each in (OPENVINO, OPENVINO_EXPORT, LLAMA, LLAMA_SOURCE, VLLM))
+    peers = (
+        each.partition("==")[::2] for each in (OPENVINO, OPENVINO_EXPORT, LLAMA, LLAMA_SOURCE, VLLM, VLLM_SUFFIXES)
+    )
     return {
         "command": conditions.command,
         "machine": conditions.machine,

@@ -159,10 +159,12 @@ def _environment(preload: Path, limits: SystemLimits, compiled: Path) -> dict[st
 
 
 def _lookups(limits: SystemLimits) -> list[Body]:
-    """Its n-gram drafts with each K, and with the largest after its default, 5 equal tokens."""
-    lengths = limits.draft_lengths
-    ngrams: list[Body] = [{"method": "ngram", "num_speculative_tokens": length, **MATCH} for length in lengths]
-    return [*ngrams, {"method": "ngram", "num_speculative_tokens": max(lengths)}]
+    """Its n-gram drafts with each K, and its suffix drafts, whose length follows the text.
+
+    Suffixes are of the stream's own text: with a cache of earlier answers the measured text would be known.
+    """
+    ngrams = [{"method": "ngram", "num_speculative_tokens": length, **MATCH} for length in limits.draft_lengths]
+    return [*ngrams, {"method": "suffix", "suffix_decoding_max_cached_requests": 0}]
 
 
 def _body(prompt: list[int], num_tokens: int) -> Body:

@@ -385,14 +385,14 @@ def test_vllm_has_a_process_for_each_setting_and_all_end_with_their_engines(
     try:
         assert modes.keys() == {DraftingMode.PLAIN, DraftingMode.LOOKUP}
         plain, *lookups = [*modes[DraftingMode.PLAIN].values(), *modes[DraftingMode.LOOKUP].values()]
-        outputs = [each.run([[1]] * 2, 3).outputs for each in (plain, lookups[0], lookups[-1], plain)]
+        outputs = [each.run([[1]] * 2, 3).outputs for each in (plain, lookups[0], lookups[1], plain)]
         assert all(first == second for first, second in outputs)
         assert outputs[0] == outputs[3]
         assert [each[0][0] for each in outputs] == [0, *LIMITS.draft_lengths, 0]
         running = {pid for each in outputs for pid in each[0][1:]}
         assert len(running) == 6
         assert all(map(is_running, running))
-        others = [each.run([[1]], 3).outputs[0] for each in (lookups[1], plain, lookups[0])]
+        others = [each.run([[1]], 3).outputs[0] for each in (lookups[2], plain, lookups[0])]
         assert others[1] == outputs[0][0]
         assert others[2] != outputs[1][0], "the longest unused process has ended"
         running.update(pid for each in others for pid in each[1:])
