@@ -227,11 +227,13 @@ def test_a_rows_reads_are_its_experts_and_everything_else_once() -> None:
 
 def test_a_shared_expert_has_the_same_weight_in_a_row_however_many_rows_there_are() -> None:
     """Torch computes the last of 50 numbers by another exp than the first 32."""
-    block = nn.Module()
-    block.shared_expert_gate = nn.Identity()
+
+    class FirstNumber(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, :1]
+
+    gate = FirstNumber()
+    widen_shared_gates(nn.ModuleDict({"block": nn.ModuleDict({"shared_expert_gate": gate})}))
     rows = torch.randn(50, 1, generator=torch.Generator().manual_seed(0)).repeat(1, 32)
-    block.shared_expert_gate.forward = lambda x: x[:, :1]  # type: ignore[method-assign]
-    widen_shared_gates(block)
-    weights = torch.sigmoid(block.shared_expert_gate(rows))
-    alone = torch.cat([torch.sigmoid(block.shared_expert_gate(row[None])) for row in rows])
-    assert torch.equal(weights, alone)
+    alone = torch.cat([torch.sigmoid(gate(row[None])) for row in rows])
+    assert torch.equal(torch.sigmoid(gate(rows)), alone)
