@@ -121,7 +121,7 @@ class HeadExchange:
     def _has_changed(self, loaded: _LoadedHead) -> bool:
         try:
             return self._digest(loaded.path) != loaded.digest
-        except OSError:
+        except (OSError, ConfigError):
             return False  # the files are gone, and the loaded head is all that is left
 
     def _change_to(self, loaded: _LoadedHead, watch: HeadWatch | None) -> None:

@@ -115,6 +115,13 @@ async def test_a_head_is_exchanged_and_one_without_finite_drafts_is_left_and_no_
         (other,) = await pair.order_draft(SwapDraft(str(root / f"other {kind}"), TIMEOUT_S))
         assert (other.path, other.is_deployed) == (str(root / f"other {kind}"), False)
         assert await text_of(pair, request("a", 256)) == plain_text
+        shutil.copytree(root / f"other {kind}", tmp_path / "gone")
+        await pair.order_draft(SwapDraft(str(tmp_path / "gone"), TIMEOUT_S))
+        shutil.rmtree(tmp_path / "gone")
+        await pair.order_draft(SwapDraft(str(root / f"other {kind}"), TIMEOUT_S))
+        await pair.order_draft(SwapDraft(str(tmp_path / "gone"), TIMEOUT_S))  # from memory
+        await pair.order_draft(SwapDraft(str(root / f"other {kind}"), TIMEOUT_S))
+        assert await text_of(pair, request("a2", 256)) == plain_text
         (bad,) = await pair.order_draft(SwapDraft(str(root / f"bad {kind}"), TIMEOUT_S))
         assert bad.digest != other.digest
         change_head(root / kind, tmp_path / "nan", float("nan"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,9 @@ from tests.engine.model.draft_heads.test_head_exactness import (
     HeadOracle,
     HeadSetup,
     build,
+    changed,
     generate,
+    model_runner,
     record,
     requests,
 )
@@ -151,3 +154,22 @@ def test_the_mtp_of_a_checkpoint_that_does_not_count_its_layers_is_found(tmp_pat
     file.write_text(file.read_text().replace('"mtp_num_hidden_layers": 1,', ""))
     engine = build(HeadModels(tmp_path), HeadConfig(HeadKind.MTP), HeadSetup())
     assert len(engine.runner.kv_layout.layers) == 2
+
+
+def test_heads_exchanged_while_they_draft_change_no_token_and_leave_no_state(
+    case: tuple[HeadModels, HeadKind], reference: dict[str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    world, kind = case
+    if kind is HeadKind.MTP:
+        pytest.skip("an MTP head has no files of its own")
+    engine = build(world, kind, SETUPS[0])
+    runner, steps = model_runner(engine), count(1)
+    heads = [runner.head, runner.load_head(str(changed(world.head(kind), tmp_path / "other", -0.7).path))]
+
+    def exchange() -> None:
+        if next(steps) % 3 == 0:
+            heads.reverse()
+            assert heads[0] is not None
+            engine.exchange_head(heads[0])
+
+    assert generate(engine, requests(SETUPS[0]), exchange) == reference
