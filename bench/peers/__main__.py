@@ -22,7 +22,14 @@ from bench.contenders.contender import Prompts
 from bench.contenders.prompts import PROMPT_TOKENS, held_out_prompts, recorded_prompts
 from bench.contenders.transformers_contender import load
 from bench.padded_pair import DEMO, padded_target
-from bench.peers.install import gguf_pair, install_llama_server, install_openvino, install_vllm, openvino_pair
+from bench.peers.install import (
+    gguf_pair,
+    install_llama_server,
+    install_openvino,
+    install_vllm,
+    openvino_pair,
+    vllm_target,
+)
 from bench.peers.libraries import TransformersSystem, openvino_system
 from bench.peers.page import Conditions, record_of, rows_of, write
 from bench.peers.servers import LLAMA_SCRIPT, LlamaServerSystem, OutriderSystem
@@ -245,10 +252,15 @@ def _transformers(pair: ModelPair, limits: SystemLimits, args: argparse.Namespac
 
 
 def _vllm(pair: ModelPair, limits: SystemLimits, args: argparse.Namespace) -> list[System]:
+    """Return vLLM's systems; its int4 was slower than its bfloat16."""
     folder = install_vllm(args.cache)
     command, openmp = [str(folder / "bin" / "python"), *VLLM_MODULE], folder / "lib" / "libiomp5.so"
     logs = args.cache / "logs"
-    return [VllmSystem(command, openmp, pair.target, precision, limits, logs) for precision in args.precisions]
+    return [
+        VllmSystem(command, openmp, vllm_target(pair, args.cache, precision), precision, limits, logs)
+        for precision in args.precisions
+        if precision is not Precision.INT4
+    ]
 
 
 PEERS: dict[str, Callable[[ModelPair, SystemLimits, argparse.Namespace], list[System]]] = {

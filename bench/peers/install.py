@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from bench.peers.compressed_export import export_int8
 from bench.peers.system import ModelPair, Precision
 from engine.model.loader import model_version
 
@@ -147,6 +148,13 @@ def gguf_pair(llama: LlamaCpp, pair: ModelPair, cache: Path, kind: str = "bf16")
         _call(out.with_suffix(".log"), [sys.executable, GGUF_SCRIPT, llama.source, model, out, kind])
 
     return _converted(pair, cache, "gguf" if kind == "bf16" else f"gguf-{kind}", export)
+
+
+def vllm_target(pair: ModelPair, cache: Path, precision: Precision) -> Path:
+    """Return the target as it is, or quantized to int8."""
+    if precision is not Precision.INT8:
+        return pair.target
+    return _convert_once(pair.target, cache, "compressed-int8", export_int8)
 
 
 def _converted(pair: ModelPair, cache: Path, kind: str, export: Callable[[Path, Path], None]) -> ModelPair:

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from bench.contenders.contender import Contender, ContenderRun, Prompts, equal_share
 from bench.contenders.transformers_contender import load
 from bench.peers import servers, shapes, vllm_server
+from bench.peers.compressed_export import export_int8
 from bench.peers.install import _convert_once
 from bench.peers.libraries import Worker, WorkerSystem
 from bench.peers.page import (
@@ -454,6 +457,20 @@ def test_a_conversion_that_broke_off_is_done_again(tmp_path: Path, target_folder
     again = _convert_once(target_folder, tmp_path, "kind", fail)
     assert done == again
     assert done.read_text() == "whole"
+
+
+def test_int8_weights_times_their_scales_are_the_matrices(target_folder: Path) -> None:
+    projection, norm = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)), torch.ones(8)
+    names = ("layers.0.up_proj.weight", "layers.0.norm.weight")
+    save_file(dict(zip(names, (projection, norm), strict=True)), target_folder / "model.safetensors")
+    out = target_folder.parent / "int8"
+    export_int8(target_folder, out)
+    written = load_file(out / "model.safetensors")
+    weight, scale = written[names[0]], written[f"{names[0]}_scale"]
+    assert (weight.dtype, tuple(scale.shape)) == (torch.int8, (6, 1))
+    assert ((weight * scale.float() - projection).abs() <= 0.6 * scale + 0.005 * projection.abs()).all()
+    assert torch.equal(written[names[1]], norm)
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["format"] == "int-quantized"
 
 
 @pytest.fixture
