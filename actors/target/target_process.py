@@ -225,7 +225,7 @@ def _with_chosen_head(
     if choice is None or engine.head is None:
         return load(engine), engine, None
     failure = None
-    if choice.tried:
+    if choice.tried not in ("", choice.path):  # not a return to the head that served
         logger.error("the target ended while the head %s was tried; it starts with %s", choice.tried, choice.path)
         failure = HeadFailure(choice.tried, "the target ended before it had served")
     chosen = replace(engine, head=replace(engine.head, path=choice.path))

@@ -94,9 +94,9 @@ async def test_no_text_changes_while_heads_are_exchanged(tmp_path: Path) -> None
     new = write_head(tmp_path / "new", other)
     kinds = [*zip(PROMPTS, (0.0, 0.7), strict=True)]
     async with served(DEMO / "eagle3") as http:
-        plain = await asyncio.gather(*(plain_text(http, *each, max_tokens=128) for each in kinds))
+        plain = await asyncio.gather(*(plain_text(http, *each, max_tokens=320) for each in kinds))
         assert (await running_draft(http))["is_deployed"]
-        tasks = [asyncio.create_task(answer(http, *each, max_tokens=128)) for each in kinds]
+        tasks = [asyncio.create_task(answer(http, *each, max_tokens=320)) for each in kinds]
         for path in (new, DEMO / "eagle3"):
             await asyncio.sleep(0.05)
             swapped = await swap(http, path)
@@ -108,7 +108,7 @@ async def test_no_text_changes_while_heads_are_exchanged(tmp_path: Path) -> None
         digest = (await running_draft(http))["digest"]
         assert (await swap(http, new)).json()["drafts"][0]["digest"] != digest
         assert (await http.get("/health")).json()["draft"]["name"] == "new"
-        again = await asyncio.gather(*(answer(http, *each, max_tokens=128) for each in kinds))
+        again = await asyncio.gather(*(answer(http, *each, max_tokens=320) for each in kinds))
         assert [text for text, _ in again] == plain
 
 
@@ -168,12 +168,12 @@ async def test_heads_without_keys_draft_for_running_texts_too(tmp_path: Path) ->
 
     bad = write_head(tmp_path / "bad", silent, "medusa")
     async with served(bad, "medusa") as http:
-        task = asyncio.create_task(answer(http, PROMPTS[0], max_tokens=80))
+        task = asyncio.create_task(answer(http, PROMPTS[0], max_tokens=320))
         await asyncio.sleep(0.05)
         assert (await swap(http, DEMO / "medusa")).status_code == 200
         assert not task.done()
         text, accepted = await task
-        assert text == await plain_text(http, PROMPTS[0], 0.0, max_tokens=80)
+        assert text == await plain_text(http, PROMPTS[0], 0.0, max_tokens=320)
         assert accepted > 10
 
 
