@@ -205,7 +205,7 @@ def _outrider(pair: ModelPair, limits: SystemLimits, args: argparse.Namespace) -
     """Return our systems; bfloat16 twice, as fast as possible and deterministic."""
     logs = args.cache / "logs"
     systems: list[System] = [
-        OutriderSystem(pair, precision, limits, logs, has_ray=way == "with")
+        OutriderSystem(pair, precision, limits, logs, has_ray=way == "with", drafts_itself=not MODELS[args.model].shape)
         for precision in args.precisions
         for way in args.ray
     ]

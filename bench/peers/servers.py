@@ -18,6 +18,7 @@ from bench.served.application import BASE_URL, MODEL_ID, DeployArgs, ServedAppli
 LLAMA_SCRIPT = Path(__file__).parent / "llama_server.py"
 PORT = 8130
 START_TIMEOUT_S = 120.0
+NO_ID = -1  # of a token whose id is unknown
 
 
 class OutriderSystem:
@@ -32,13 +33,15 @@ class OutriderSystem:
         *,
         is_deterministic: bool = False,
         has_ray: bool = True,
+        drafts_itself: bool = True,
     ) -> None:
         self.name = (
             f"outrider {precision}{', deterministic' if is_deterministic else ''}{'' if has_ray else ', no Ray'}"
         )
         self._limits = limits
         self._options = () if has_ray else ("--no-ray",)
-        self._draft_kind = "model" if pair.draft else "suffix" if precision is Precision.INT4 else "self"
+        drafts_itself = drafts_itself and precision is not Precision.INT4
+        self._draft_kind = "model" if pair.draft else "self" if drafts_itself else "suffix"
         self._target: Body = {
             "path": str(pair.target.resolve()),
             "dtype": {Precision.F32: "float32", Precision.BF16: "bfloat16"}.get(precision, "auto"),
@@ -143,7 +146,11 @@ class LlamaServerContender:
         self._system.restart(self._params, len(prompts), max(map(len, prompts)))
         bodies = [_body(prompt, num_tokens) for prompt in prompts]
         streams = run_streams(f"http://127.0.0.1:{PORT}/completion", bodies, self._system.limits.deadline_s)
-        return ContenderRun.of_streams(streams, lambda event: event.data.get("tokens") or [])
+        run = ContenderRun.of_streams(streams, lambda event: event.data.get("tokens") or [])
+        for output, events in zip(run.outputs, streams.events, strict=True):
+            # The last event counts all tokens: parts of a character have no id in the stream.
+            output += [NO_ID] * (events[-1].data["tokens_predicted"] - len(output))
+        return run
 
     def close(self) -> None:
         self._system.close()

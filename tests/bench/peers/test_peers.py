@@ -322,6 +322,7 @@ class Handler(BaseHTTPRequestHandler):
         answer = [params["n_parallel"], params["n_ctx"], params.get("speculative", {}).get("draft", {}).get("n_max", 0)]
         for token in answer[: body["n_predict"]]:
             self.wfile.write(b"data: " + json.dumps({"tokens": [token]}).encode() + b"\\n\\n")
+        self.wfile.write(b"data: " + json.dumps({"tokens_predicted": body["n_predict"]}).encode() + b"\\n\\n")
 HTTPServer(("127.0.0.1", params["port"]), Handler).serve_forever()
 """
 
@@ -339,10 +340,12 @@ def test_llama_server_runs_plain_with_each_lookup_and_with_the_draft(
     try:
         plain = modes[DraftingMode.PLAIN]["{}"]
         outputs = [plain.run([[1] * length] * number, 3).outputs for number, length in ((1, 5), (2, 100))]
+        with_part = plain.run([[1]], 4).outputs
         draft = modes[DraftingMode.DRAFT][max(modes[DraftingMode.DRAFT])].run([[1]], 3).outputs
     finally:
         system.close()
     assert outputs == [[[1, 96 + 16, 0]], [[2, 2 * (100 + 16), 0]] * 2]
+    assert with_part == [[1, 96 + 16, 0, servers.NO_ID]]
     assert draft == [[1, 96 + 16, 4]]
     lookups = [json.loads(each)["speculative"] for each in modes[DraftingMode.LOOKUP]]
     types = [f"COMMON_SPECULATIVE_TYPE_NGRAM_{name}" for name in ("SIMPLE", "MAP_K", "MAP_K4V", "MOD", "CACHE")]
