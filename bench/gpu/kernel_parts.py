@@ -57,8 +57,7 @@ def _forms(look: Look, weights: Seq[Tensor]) -> dict[str, tuple[list[Callable[[T
     if not look.has_gpu:
         return forms
     # Not at the top: it needs Triton, which a machine without a GPU may lack.
-    from engine.model.linear.triton_few_bits import FewBitsProduct
-    from engine.model.linear.triton_product import TileSize
+    from engine.model.linear.triton_few_bits import FewBitsProduct, UnpackedPart
 
     ones = torch.ones(len(weights[0]), 1, device=look.device)
     stored = {
@@ -66,13 +65,9 @@ def _forms(look: Look, weights: Seq[Tensor]) -> dict[str, tuple[list[Callable[[T
         "int4": [_of_128(weight) for weight in weights],
         "our int4": [to_int4(weight) for weight in weights],
     }
-    tiles = {"": None, " 16 outputs": (16, 6, 4), " 64 outputs": (64, 4, 4), " 8 warps": (32, 5, 8)}
     for form, parts in stored.items():
-        for suffix, tile in tiles.items() if form != "our int4" else [("", None)]:
-            products = [FewBitsProduct(part, None, look.dtype, is_deterministic=False) for part in parts]
-            for product in products if tile else ():
-                num_outputs, num_stages, num_warps = tile or (32, 5, 4)
-                product._low = TileSize(16, num_outputs, product._low.num_inputs, num_warps, num_stages)
+        for suffix, unpacked in {"": UnpackedPart(), ", the kernel alone": None}.items():
+            products = [FewBitsProduct(part, None, look.dtype, unpacked) for part in parts]
             forms[form + suffix] = (list(products), products[0].nbytes)
     return forms
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,9 @@ from engine.model.linear.native_quantized import (
 )
 from engine.model.linear.packed_linear import Linear, LinearFactory, linear_of, plain_factory, weight_of
 from engine.model.linear.weight_store import OUTPUTS, converted, parts_of
+
+if TYPE_CHECKING:
+    from engine.model.linear.triton_few_bits import UnpackedPart
 
 LEAST_CAPABILITY = (8, 0)  # of GPUs with bfloat16 products
 _TINY = 2.0**-24  # float16's smallest number: a scale is never zero
@@ -167,19 +171,23 @@ def gpu_linear_factory(
 
     `is_deterministic`: a row's bits do not depend on other rows.
     """
-    return partial(_linear_on_gpu, quantization, is_head, is_deterministic, dtype=dtype)
+    # Not at the top: processes without a GPU may have no Triton, and need none.
+    from engine.model.linear.triton_few_bits import UnpackedPart
+
+    unpacked = None if is_deterministic else UnpackedPart()
+    return partial(_linear_on_gpu, quantization, is_head, unpacked, dtype=dtype)
 
 
 def _linear_on_gpu(
     quantization: Quantization,
     is_head: bool,
-    is_deterministic: bool,
+    unpacked: UnpackedPart | None,
     weight: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> Linear:
+    """Multiply by few bits, with a buffer for parts of weights; without one a row does not depend on other rows."""
     dtype = dtype or weight.dtype
-    # Not at the top: processes without a GPU may have no Triton, and need none.
     from engine.model.linear.triton_few_bits import FewBitsProduct
     from engine.model.linear.triton_product import TritonProduct
 
@@ -189,9 +197,9 @@ def _linear_on_gpu(
         round_ = quantizer(weight, quantization, is_head=is_head)
         stored = None if round_ is None else joined_quantized([round_(rows) for rows in weight.split(4096)])
     if stored is not None:
-        return FewBitsProduct(stored, bias, dtype, is_deterministic=is_deterministic)
+        return FewBitsProduct(stored, bias, dtype, unpacked)
     weight = read_weight(weight)
-    return TritonProduct(weight.to(dtype), bias) if is_deterministic else linear_of(weight, bias, dtype)
+    return TritonProduct(weight.to(dtype), bias) if unpacked is None else linear_of(weight, bias, dtype)
 
 
 def can_quantize(device: torch.device) -> bool:
@@ -240,7 +248,7 @@ def _quantized_linear(
 ) -> Linear:
     """Round, pack and check some outputs at a time: they stay in the cache, and no whole copy of `weight` is made."""
     if reads_few_bits(weight.device):
-        return _linear_on_gpu(quantization, is_head, False, weight, bias, dtype)
+        return _linear_on_gpu(quantization, is_head, None, weight, bias, dtype)
     weight = read_weight(weight)
     round_ = quantizer(weight, quantization, is_head=is_head)
     if round_ is None:

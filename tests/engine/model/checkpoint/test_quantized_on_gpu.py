@@ -107,7 +107,7 @@ def test_whole_numbers_around_zero_take_four_bits() -> None:
     numbers = torch.randint(-8, 8, (32, 64), dtype=torch.int8)  # as compressed-tensors reads them
     for zeros in (None, torch.randint(-8, 8, (32, 2)).float()):
         weight = QuantizedWeight(numbers, torch.rand(32, 2), zeros=zeros)
-        product = FewBitsProduct(weight, None, torch.float32, is_deterministic=False)
+        product = FewBitsProduct(weight, None, torch.float32, None)
         assert product._weight.nbytes * 2 == numbers.numel()
         rows = torch.randn(3, 64)
         torch.testing.assert_close(product(rows), rows @ weight.dequantized().T)
@@ -164,7 +164,7 @@ def test_a_deterministic_model_reads_few_bits_too(tmp_path: Path, name: str, pro
     quantize_folder(tmp_path, write, section)
     logits(tmp_path, deterministic=True)
     assert len(products) == 8
-    assert all(product._is_deterministic for product in products)
+    assert all(product.is_batch_invariant for product in products)
 
 
 def test_other_families_read_few_bits_too(tmp_path: Path, products: list[FewBitsProduct]) -> None:

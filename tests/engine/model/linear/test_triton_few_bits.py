@@ -14,7 +14,8 @@ from tests.engine.fixtures.attention_fixtures import DEVICE
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from engine.model.linear.triton_few_bits import FewBitsProduct, Kind
+from engine.model.linear import triton_few_bits
+from engine.model.linear.triton_few_bits import FewBitsProduct, Kind, UnpackedPart
 
 pytestmark = pytest.mark.usefixtures("dots_without_places")
 
@@ -67,7 +68,7 @@ def made(case: str) -> QuantizedWeight:
 @pytest.mark.parametrize("case", CASES)
 def test_a_product_is_that_of_the_weights_definition(case: str) -> None:
     stored = made(case).to(DEVICE)
-    product = FewBitsProduct(stored, None, torch.float32, is_deterministic=False)
+    product = FewBitsProduct(stored, None, torch.float32, UnpackedPart())
     assert product._kind is CASES[case][0]
     rows = torch.randn(5, stored.numbers.shape[1], generator=GENERATOR).to(DEVICE)
     expected = rows.double() @ stored.dequantized().double().T
@@ -80,15 +81,34 @@ def test_rows_of_two_bytes_lose_nothing_but_the_results_rounding(case: str, dtyp
     stored = made(case).to(DEVICE)
     bias = torch.randn(len(stored.numbers), generator=GENERATOR).to(DEVICE, dtype)
     rows = torch.randn(2, stored.numbers.shape[1], generator=GENERATOR).to(DEVICE, dtype)
-    found = FewBitsProduct(stored, bias, dtype, is_deterministic=False)(rows)
+    found = FewBitsProduct(stored, bias, dtype, None)(rows)
     expected = (rows.double() @ stored.dequantized().double().T + bias.double()).to(dtype)
     torch.testing.assert_close(found, expected, rtol=0.01, atol=1e-3 * float(expected.abs().mean()))
+
+
+@pytest.mark.parametrize("most_numbers", [1 << 26, 1 << 11])
+@pytest.mark.parametrize("case", CASES)
+def test_many_rows_are_multiplied_by_the_unpacked_weight(
+    case: str, most_numbers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_few_bits, "_PART", most_numbers)
+    stored = made(case).to(DEVICE)
+    num_outputs, num_inputs = stored.numbers.shape
+    bias = torch.randn(num_outputs, generator=GENERATOR).to(DEVICE)
+    product = FewBitsProduct(stored, bias, torch.float32, UnpackedPart())
+    rows = torch.randn(2, 20, num_inputs, generator=GENERATOR).to(DEVICE)
+    expected = rows.double() @ stored.dequantized().double().T + bias.double()
+    found = product(rows)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4 * float(expected.abs().mean()))
+    size = product._num_unpacked
+    parts = [product._part(first, min(size, num_outputs - first)).clone() for first in range(0, num_outputs, size)]
+    torch.testing.assert_close(torch.cat(parts), stored.dequantized().float(), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("case", ["float8, blocks", "GPTQ", "our int4"])
 def test_a_row_has_the_same_bits_in_any_company(case: str) -> None:
     stored = made(case).to(DEVICE)
-    product = FewBitsProduct(stored, None, torch.bfloat16, is_deterministic=True)
+    product = FewBitsProduct(stored, None, torch.bfloat16, None)
     rows = torch.randn(70, stored.numbers.shape[1], generator=GENERATOR).to(DEVICE, torch.bfloat16)
     expected = product(rows)
     for start, end in ((0, 1), (3, 8), (20, 69)):
@@ -109,6 +129,6 @@ def test_weights_stored_alike_are_joined() -> None:
 
 
 def test_four_bits_take_half_a_byte() -> None:
-    product = FewBitsProduct(made("GPTQ"), None, torch.bfloat16, is_deterministic=False)
+    product = FewBitsProduct(made("GPTQ"), None, torch.bfloat16, UnpackedPart())
     assert product._weight.nbytes == 40 * 256 // 2
     assert Quantization.INT4 == "int4"
