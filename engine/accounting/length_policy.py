@@ -54,7 +54,6 @@ _FEW_MISSED = 2  # passes without a draft; after more, the next draft has much t
 _CHOICE = 8  # steps between two choices of shapes
 _REST = 8  # steps between two plans while no sequence drafts
 _HOLD = 4  # most steps between two plans while sequences draft
-_PRICED_HOLD = 2  # the same for drafts with a price, which moves from pass to pass
 _LONG_S = 0.016  # of a plain pass: a plan costs little then, so there is one for each pass
 _REST_S = 0.080  # between two plans while no sequence drafts
 # What clients notice: a small gain is not worth longer and uneven passes.
@@ -261,12 +260,11 @@ class LengthPolicy:
         ]
         sizes = limits.sizes(lengths, is_tree)
         self._is_short = row_seconds[0] < _LONG_S
-        # Under a time limit the longest draft changes with each pass.
-        is_settled = is_free and sizes == [*self._held.values()]
+        # A price changes with each pass, and under a time limit so does the longest draft.
+        is_settled = is_free and not is_priced.any() and sizes == [*self._held.values()]
         if not any(changes) and (is_settled or not self._is_speculating):
             plain_s = row_seconds[0]
-            longest = _PRICED_HOLD if is_priced.any() else _HOLD
-            hold = min(_LONG_S / plain_s, longest) if self._is_speculating else max(_REST_S / plain_s, _REST)
+            hold = min(_LONG_S / plain_s, _HOLD) if self._is_speculating else max(_REST_S / plain_s, _REST)
             self._next_plan = self._step + ceil(hold)
         return sizes
 

@@ -293,7 +293,8 @@ def _compare(experts: Any, packed: PackedExperts, make_linear: LinearFactory) ->
     ids = (torch.arange(num_rows * top) % num_experts).view(num_rows, top)
     weights = torch.randn(num_rows, top, generator=generator).to(dtype)
     expected = experts(rows.to(own_dtype), ids, weights.to(own_dtype))
-    most = MAX_RELATIVE_ERROR[dtype] if keeps_numbers(make_linear) else MAX_ROUNDING_ERROR
+    exact = max(MAX_RELATIVE_ERROR[dtype], MAX_RELATIVE_ERROR[own_dtype])
+    most = exact if keeps_numbers(make_linear) else MAX_ROUNDING_ERROR
     check_product(packed(rows, ids, weights), expected, most)
 
 
