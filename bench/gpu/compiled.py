@@ -140,6 +140,10 @@ def _products() -> Iterator[Case]:
             sizes = {"BLOCK_M": few.num_rows, "BLOCK_N": few.num_outputs, "BLOCK_K": step, "KIND": kind.value}
             constants = {**sizes, **absent, "OPERAND": _BFLOAT16, "bias": None}
             yield _case(f"multiply {form} {height}", triton_few_bits.multiply_few_bits, constants, types, **options)
+    num_outputs, num_warps = triton_few_bits._UNPACKED
+    for form, (kind, step, types, absent) in forms.items():
+        constants = {"BLOCK_N": num_outputs, "BLOCK_K": step, "KIND": kind.value, **absent}
+        yield _case(f"unpack {form}", triton_few_bits.unpack_few_bits, constants, types, num_warps=num_warps)
 
 
 def cases() -> Iterator[Case]:

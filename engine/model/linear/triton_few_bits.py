@@ -38,7 +38,7 @@ _MOST_INPUTS = 128  # of a step, which has one scale
 _LEAST_INPUTS = 32  # halves of a step of int4 are a product's least 16
 _FEW_ROWS = 16  # one tile: more rows read the unpacked weight
 _PART = 1 << 26  # numbers that are unpacked at once: 128 MB in bfloat16
-_UNPACKED = (32, 4)  # outputs of a program that unpacks, and its warps
+_UNPACKED = (32, 8)  # outputs of a program that unpacks, and its warps
 _LOW = TileSize(16, 32, _MOST_INPUTS, num_warps=4, num_stages=5)
 _TALL = TileSize(64, 128, _MOST_INPUTS, num_warps=8, num_stages=3)
 
