@@ -91,6 +91,7 @@ def main() -> None:
     args = _parse_args()
     logging.basicConfig(level=logging.WARNING)
     load_before = os.getloadavg()[0]
+    args.cache = args.cache.absolute()  # some peers start in another folder
     model = MODELS[args.model]
     pair = ModelPair(args.fixture or model.target(), model.draft)
     args.precisions = args.precisions or model.precisions
@@ -103,7 +104,9 @@ def main() -> None:
     plain = frozenset(name for name, prompts in texts.items() if model.shape or len(prompts[0]) > PROMPT_TOKENS)
     schedule = Schedule(args.streams, args.tokens, args.search_tokens, args.rounds, 60 * args.minutes, plain)
     results = run_rounds(systems, texts, schedule)
-    command = " ".join(["python -m bench.peers", *sys.argv[1:]])
+    command = " ".join(
+        ["python -m bench.peers", *(Path(each).name if each[0] == "/" else each for each in sys.argv[1:])]
+    )
     conditions = Conditions(
         pair.target.name, model.note, results.num_rounds, args.tokens, PROMPT_TOKENS, limits, load_before, command
     )
