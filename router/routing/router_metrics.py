@@ -69,9 +69,8 @@ class RouterMetrics:
         self._unforeseen = self._counter("unforeseen_hits", "Engine hits where the index expected no cached block.")
         self._decisions = Counter(
             "outrider_router_decisions",
-            "Choices by their basis: the index, or load alone because the index was silent (timeout), known to be gone "
-            "(away), broken (error), or its choice refused the request (diverted); or any of these for a request that "
-            "ended before its first token (ended).",
+            "Choices by basis: the index; load alone because the index was silent (timeout), gone (away) or broken "
+            "(error), or its choice refused the request (diverted); ended: the request ended before its first token.",
             ("basis",),
             registry=registry,
         )

@@ -19,8 +19,8 @@ from engine.model.forward_batch import ForwardBatch
 from engine.model.paged_model import PagedModel
 
 DOCS = Path(__file__).parents[3] / "docs" / "checkpoints.md"
-_LISTED = DOCS.read_text(encoding="utf-8").partition("| model types, compared")[2].partition("\n\n")[0]
-FAMILIES = [name for row in re.findall(r"^\| [^:|]*: ([\w, ]+) \|", _LISTED, re.M) for name in row.split(", ")]
+_LISTED = DOCS.read_text(encoding="utf-8").partition("model types, compared")[2].partition("\n\n")[0]
+FAMILIES = [name for row in re.findall(r"^\| [^|]* \| ([\w, ]+) \|", _LISTED, re.M) for name in row.split(", ")]
 VOCAB_SIZE = 96
 LENGTH = 60
 WINDOW = 6
