@@ -16,7 +16,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import LoggingConfig
 
 from actors.pair.pair import Pair
-from actors.prefill.prefill import Prefill
+from actors.prefill_replica import Prefill
 from actors.process.process_logging import is_json_wanted
 from actors.settings import PairSettings, ProcessShare
 from cluster.config import DeployConfig, parse_config
@@ -27,7 +27,7 @@ from cluster.local.serve_environment import (
     warn_of_open_folders,
 )
 from cluster.node_check import check_nodes
-from cluster.placement.placement import (
+from cluster.placement import (
     INGRESS_CPUS,
     SHELL_CPUS,
     NodeResources,
@@ -35,7 +35,7 @@ from cluster.placement.placement import (
     log_missing_nodes,
     plan_pair,
 )
-from cluster.placement.topology import pin_devices, read_topology
+from cluster.topology import pin_devices, read_topology
 from cluster.preflight import check_driver, check_files
 from cluster.replica_settings import ingress_config, pair_settings, placement_request, prefill_settings
 from cluster.schema.frontends import SERVES_OWN_POLICY

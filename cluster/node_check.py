@@ -16,8 +16,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.settings import PairSettings
 from cluster.config import DeployConfig
-from cluster.placement.placement import NodeResources, PairPlacement
-from cluster.placement.topology import NodeTopology, read_topology
+from cluster.placement import NodeResources, PairPlacement
+from cluster.topology import NodeTopology, read_topology
 from cluster.preflight import NodeRoom, check_driver, check_files, check_gpu_memory, check_room
 from engine.model.checkpoint.node_memory import available_bytes
 from protos.errors import ConfigError, ServingError
@@ -115,7 +115,7 @@ def find(config: DeployConfig, settings: PairSettings | None, *, is_on_gpu: bool
         config = check_files(config, logger.info)
         if settings is not None:
             # Imported here: only the process of this check needs torch.
-            from actors.start_check import check_start
+            from cluster.start_check import check_start
 
             check_start(settings, is_on_gpu=is_on_gpu)
     except ServingError as error:

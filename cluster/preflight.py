@@ -24,8 +24,8 @@ from cluster.checkpoints import (
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile
 from cluster.local.serve_environment import is_free
-from cluster.placement.topology import NodeTopology, read_topology
-from cluster.planning.model_shape import ModelShape
+from cluster.topology import NodeTopology, read_topology
+from cluster.planning.roofline import ModelShape
 from cluster.replica_settings import draft_cache_config
 from cluster.schema.frontends import MAX_LOG_BYTES, IngressSection
 from cluster.schema.replicas import PairSection, PrefillSection

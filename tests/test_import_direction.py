@@ -27,7 +27,6 @@ HOMES = {
         "cluster/",
         "router/ingress.py",
         "router/backend/application_watch.py",
-        "router/backend/replica_texts.py",
         "router/backend/serve_backend.py",
         "router/grpc_api/serve_gate.py",
         "router/routing/index_actor.py",

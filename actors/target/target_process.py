@@ -17,8 +17,8 @@ from actors.channel.draft_messages import DRAFT_SOCKET
 from actors.draft.draft_actor import read_choice
 from actors.draft.draft_process import load_draft
 from actors.engine_loop.engine_loop import AbortAll, EngineLoop, KVEventBuffer, StatusReporter
-from actors.kv_transfer.kv_transport import PrefillTransport
-from actors.kv_transfer.nixl_carrier import choose_carrier
+from actors.kv_transport import PrefillTransport
+from actors.nixl_carrier import choose_carrier
 from actors.process.actor_thread import without_compiler
 from actors.process.frames import POLL_S, SEND_TIMEOUT_S, FrameConnection, FrameListener
 from actors.settings import PairSettings
@@ -48,8 +48,8 @@ from engine.model.loader import model_version
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
 from engine.native.library import native_digest, native_instructions
-from engine.proposer.dispatch.guarded_proposer import GuardedProposer
-from engine.proposer.dispatch.method_dispatcher import proposer_of
+from engine.proposer.guarded_proposer import GuardedProposer
+from engine.proposer.method_dispatcher import proposer_of
 from engine.proposer.draft_model.loader import Drafter
 from engine.sequence.request_tokens import TokenBlocks
 from protos.block_keys import PROBE_SALT, probe_token_ids

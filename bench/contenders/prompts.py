@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from models.training.corpus import collect
+from models.training.tokens import collect
 
 PROMPT_TOKENS = 96
 

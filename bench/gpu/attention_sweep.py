@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.attention.base import LayerOptions
-from engine.attention.row_layout import RowLayout
+from engine.attention.triton_tiles import RowLayout
 from engine.attention.triton_attention import Launch, num_processors, paged_attention
 from engine.attention.triton_tiles import Tiling, num_keys_of, power_of_two, split_tiles, whole_tiles
 from engine.batch.indexing import send

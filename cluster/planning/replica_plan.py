@@ -11,7 +11,7 @@ from math import ceil
 
 import numpy as np
 
-from cluster.planning.model_shape import ModelShape
+from cluster.planning.roofline import ModelShape
 from cluster.planning.roofline import DeviceSpec, PassCost, pass_cost
 from engine.accounting.length_allocation import allocate
 from engine.config import GIB, SchedulerConfig

@@ -14,7 +14,7 @@ DEFAULT_RATING_PROMPT = (
 
 
 class ScorerKind(StrEnum):
-    """The source of a step's score, 0 to 9 (`engine.approximate.step_scorer`)."""
+    """The source of a step's score, 0 to 9 (`engine.approximate.reasoning_sequence`)."""
 
     RATING = "rating"  # a digit that the target answers to a prompt
     LIKELIHOOD = "likelihood"  # the likelihood of the step's tokens

@@ -20,8 +20,8 @@ from engine.model.runner.tensor_parallel_runner import load_runner
 from engine.position_log.position_log import PositionLog
 from engine.position_log.shard import LoggedModel
 from engine.proposer import Proposer
-from engine.proposer.dispatch.guarded_proposer import NoProposer
-from engine.proposer.dispatch.method_dispatcher import proposer_of
+from engine.proposer.guarded_proposer import NoProposer
+from engine.proposer.method_dispatcher import proposer_of
 from engine.proposer.hidden_state.factory import LiveHead, self_proposer
 from engine.remote_prefill.kv_transfer import KVTransport
 from engine.remote_prefill.remote_prefill import RemotePrefill

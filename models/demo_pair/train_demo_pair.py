@@ -27,7 +27,7 @@ from models.training.architecture import (
     save_checkpoint,
     target_config,
 )
-from models.training.corpus import Corpus, collect
+from models.training.tokens import Corpus, collect
 from models.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from models.training.tokens import (
     RolloutPool,

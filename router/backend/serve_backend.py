@@ -18,7 +18,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from protos.errors import EngineError, OverloadedError, ServingError, ShuttingDownError, UnavailableError
 from protos.messages import GenerateRequest, ModelCard, TokenChunk
 from protos.served_draft import DraftOrder, DraftReport
-from router.backend.replica_texts import ReplicaTexts, up_text
+from router.backend.application_watch import ReplicaTexts, up_text
 from router.backend.token_feed import Inbox, TokenListener
 from router.routing.request_routing import RequestRouting
 from router.routing.routed_call import RoutedCall

@@ -54,7 +54,7 @@ from router.openai.request_head import (
 from router.openai.response_writer import ResponseWriter
 from router.openai.responses_request import ResponsesRequest, ResponsesWriter
 from router.openai.static_page import PAGE_PREFIX, StaticPage
-from router.requests.admin_request import KillDrafts, StopCanaries, SwapDrafts, TryDrafts
+from router.requests.body import KillDrafts, StopCanaries, SwapDrafts, TryDrafts
 from router.requests.chat_request import ChatCompletionRequest, ForeignTurn, unread_parts
 from router.requests.completion_request import CompletionRequest, DetokenizeRequest, TokenizeRequest
 

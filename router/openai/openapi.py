@@ -26,7 +26,7 @@ from router.openai.answers import (
 from router.openai.chat_writer import Chat, ChatChunk, TextCompletion
 from router.openai.messages_request import MessagesRequest
 from router.openai.responses_request import ResponsesRequest
-from router.requests.admin_request import KillDrafts, StopCanaries, SwapDrafts, TryDrafts
+from router.requests.body import KillDrafts, StopCanaries, SwapDrafts, TryDrafts
 from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.requests.generation_fields import NOT_SERVED

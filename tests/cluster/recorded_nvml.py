@@ -9,7 +9,7 @@ RECORDS = Path(__file__).parent / "topologies"
 
 
 class RecordedNvml:
-    """The calls that `cluster.placement.topology` makes, on a machine we saw, or one made after the documentation."""
+    """The calls that `cluster.topology` makes, on a machine we saw, or one made after the documentation."""
 
     NVML_P2P_CAPS_INDEX_NVLINK = 2
     NVML_P2P_STATUS_OK = 0

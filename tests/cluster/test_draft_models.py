@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from cluster.config import DeployConfig, parse_config
-from cluster.local.local_service import local_settings
-from cluster.placement.placement import NodeResources, plan_pair
-from cluster.placement.topology import NodeTopology
+from cluster.local.one_process import local_settings
+from cluster.placement import NodeResources, plan_pair
+from cluster.topology import NodeTopology
 from cluster.replica_settings import pair_settings, placement_request
 from protos.errors import ConfigError
 from tests.engine.fixtures.checkpoints import write_checkpoint

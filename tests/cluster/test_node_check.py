@@ -15,7 +15,7 @@ from actors.settings import ProcessShare
 from cluster import node_check
 from cluster.config import parse_config
 from cluster.node_check import NodeFinding, check_nodes, check_places, find, is_replica
-from cluster.placement.placement import NodeResources, PairPlacement
+from cluster.placement import NodeResources, PairPlacement
 from cluster.replica_settings import unplaced_settings
 from protos.errors import ConfigError
 from tests.engine.fixtures.checkpoints import write_checkpoint

@@ -18,7 +18,7 @@ from cluster.app import build
 from cluster.config import DeployConfig, parse_config
 from cluster.deploy_file import DeployFile
 from cluster.local.serve_environment import free_port
-from cluster.placement.topology import Device, NodeTopology, read_topology
+from cluster.topology import Device, NodeTopology, read_topology
 from cluster.preflight import (
     NodeRoom,
     check_certificates,

@@ -22,7 +22,7 @@ from actors.settings import (
 )
 from cluster.app import _prefill_options, _router_config
 from cluster.config import DeployConfig, parse_config
-from cluster.placement.placement import GpuDemand, PairPlacement, PlacementRequest
+from cluster.placement import GpuDemand, PairPlacement, PlacementRequest
 from cluster.replica_settings import pair_settings, placement_request, prefill_settings
 from cluster.schema.frontends import MAX_LOG_BYTES, IngressSection
 from engine.config import (

@@ -20,8 +20,8 @@ from grpc_health.v1 import health_pb2
 from cluster.config import DeployConfig
 from cluster.deploy_file import checked_deployment
 from cluster.local.serve_environment import CONNECTION_DRAIN_S
-from cluster.placement.placement import NodeResources, plan_pair
-from cluster.placement.topology import NodeTopology
+from cluster.placement import NodeResources, plan_pair
+from cluster.topology import NodeTopology
 from cluster.replica_settings import placement_request
 from protos import outrider_pb2
 from router.backend import migration

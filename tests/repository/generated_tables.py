@@ -16,9 +16,9 @@ from typing import Any, get_args
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic_core import PydanticUndefined
 
-from actors.kv_transfer.nixl_carrier import DirectStats
+from actors.nixl_carrier import DirectStats
 from actors.pair.pair_metrics import PairMetrics
-from actors.prefill.prefill import PrefillMetrics
+from actors.prefill_replica import PrefillMetrics
 from actors.shell_messages import DraftChannelStats, Pong
 from cluster.config import DeployConfig
 from engine.accounting.drift import DriftStats
@@ -26,7 +26,7 @@ from engine.accounting.engine_stats import ClassStats, DraftStats, EngineStats
 from engine.accounting.step_times import StepTimes
 from protos.messages import SpeculationStats
 from protos.served_draft import CanaryOutcome, CanaryReport, DraftReport
-from router.backend.replica_texts import up_text
+from router.backend.application_watch import up_text
 from router.metrics.exposition import proxy_text
 from router.metrics.ingress_metrics import IngressMetrics, Traffic
 from router.routing.routed_call import Route

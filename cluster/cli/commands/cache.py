@@ -15,7 +15,7 @@ from cluster.checkpoints import converted_root
 from cluster.cli.console import report
 from cluster.local.own_files import PRIVATE, private_root
 from cluster.local.serve_environment import cluster_variables
-from cluster.placement.topology import order_devices
+from cluster.topology import order_devices
 from engine.model.linear.cache_folder import BOUND, CacheEntry, max_bytes, packed_entries, packed_root, remove_entry
 from protos.errors import ConfigError
 

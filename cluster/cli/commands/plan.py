@@ -9,7 +9,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from cluster.cli.console import console, report
-from cluster.planning.model_shape import ModelShape
+from cluster.planning.roofline import ModelShape
 from cluster.planning.replica_plan import (
     Capacity,
     Memory,

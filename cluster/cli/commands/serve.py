@@ -27,7 +27,7 @@ from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile, checked_deployment, read_deploy_file
 from cluster.local.local_cluster import AppStatus, LocalCluster, logs_folder
 from cluster.local.serve_environment import refuse_ipv6
-from cluster.placement.placement import most_gpus
+from cluster.placement import most_gpus
 from cluster.preflight import check_gpus, check_memory, check_ports
 from cluster.replica_settings import placement_request
 from engine.model.checkpoint.hub import fetch_model

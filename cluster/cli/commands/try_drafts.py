@@ -20,7 +20,7 @@ from cluster.checkpoints import resolve_model_path
 from cluster.cli.console import console, report
 from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, to_yaml
 from cluster.cli.replay_traffic import TrafficRequest, Trial, TrialFigures, read_traffic, run_trial
-from cluster.planning.model_shape import ModelShape
+from cluster.planning.roofline import ModelShape
 from cluster.planning.replica_plan import ReplicaPlan, replayed_speed_up
 from cluster.planning.roofline import DeviceSpec
 from protos.errors import ConfigError, RequestError, ServingError

@@ -12,9 +12,9 @@ from engine.config import CacheConfig, ModelConfig, SchedulerConfig, TreeConfig
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.vocab_mapping.choice import DraftVocabulary, choose_vocabulary
-from engine.proposer.vocab_mapping.text_reader import TextReader
+from engine.proposer.vocab_mapping.byte_vocabulary import TextReader
 from engine.proposer.vocab_mapping.translation import SharedTokens
-from engine.proposer.vocab_mapping.vocabulary_pair import VocabularyPair
+from engine.proposer.vocab_mapping.choice import VocabularyPair
 from engine.sequence.checked_draft import DraftQuery, UnscheduledQuery
 from engine.sequence.request_tokens import DraftRule, RequestTokens
 from protos.messages import SamplingParams, VerifyMode

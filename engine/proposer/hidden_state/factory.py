@@ -20,7 +20,7 @@ from engine.model.draft_heads.mtp import MtpHead
 from engine.model.draft_heads.self_draft import SelfDraft
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer import HeadProposer, Proposer
-from engine.proposer.dispatch.guarded_proposer import GuardedProposer
+from engine.proposer.guarded_proposer import GuardedProposer
 from engine.proposer.growth.chain import Chain, ChainSampler, next_steps
 from engine.proposer.growth.tree import Tree, shape_of
 from engine.proposer.growth.tree_sampler import TreeSampler

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.accounting.engine_stats import TranslationCounts
-from engine.proposer.vocab_mapping.vocabulary_pair import VocabularyPair
+from engine.proposer.vocab_mapping.choice import VocabularyPair
 from protos.errors import ConfigError
 
 

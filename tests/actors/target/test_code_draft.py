@@ -18,7 +18,7 @@ from engine.batch.draft import Draft, SparseDistribution
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
-from engine.proposer.dispatch.method_dispatcher import proposer_of
+from engine.proposer.method_dispatcher import proposer_of
 from engine.sequence.checked_draft import UnscheduledQuery
 from engine.sequence.request_tokens import DraftRule, RequestTokens
 from protos.errors import ConfigError

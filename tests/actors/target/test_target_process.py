@@ -13,7 +13,7 @@ from actors.target.target_process import InProcessDraft
 from engine.accounting.engine_stats import DraftStats
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine_core.loading import load_engine
-from engine.proposer.dispatch.method_dispatcher import proposer_of
+from engine.proposer.method_dispatcher import proposer_of
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
 from tests.engine.fixtures.checkpoints import write_checkpoint
 

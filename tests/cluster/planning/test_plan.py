@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.cli.__main__ import main
-from cluster.planning.model_shape import ModelShape, read_table
+from cluster.planning.roofline import ModelShape, read_table
 from cluster.planning.replica_plan import (
     ReplicaPlan,
     acceptance_per_position,

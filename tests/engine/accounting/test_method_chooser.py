@@ -13,7 +13,7 @@ from engine.accounting.request_limits import EXPLORED, MethodChooser
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
-from engine.proposer.dispatch.method_dispatcher import proposer_of
+from engine.proposer.method_dispatcher import proposer_of
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams, VerifyMode
 from tests.engine.fixtures.checkpoints import write_checkpoint
 

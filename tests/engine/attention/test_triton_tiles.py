@@ -9,7 +9,7 @@ from enum import IntEnum
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.attention.row_layout import Ints, RowLayout
+from engine.attention.triton_tiles import Ints, RowLayout
 from engine.attention.triton_tiles import MergeField, TileField, Tiling, split_tiles, whole_tiles
 from engine.batch.span import Span
 

@@ -17,7 +17,7 @@ from engine.config import SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
 from engine.proposer import Proposer
-from engine.proposer.dispatch.guarded_proposer import NoProposer
+from engine.proposer.guarded_proposer import NoProposer
 from engine.sampling.sampler import Sampler
 from engine.scheduler import async_scheduling as overlap
 from engine.scheduler.async_scheduling import AsyncScheduling, InFlightBatch, SyncScheduling

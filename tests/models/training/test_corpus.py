@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from models.training.corpus import Document, chat_examples, collect
+from models.training.tokens import Document, chat_examples, collect
 
 SOURCE = '''def greet(name):
     """Say hello.

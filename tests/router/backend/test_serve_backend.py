@@ -16,7 +16,7 @@ from actors.pair.token_feed import TokenFeeds, TokenStream
 from protos.errors import EngineError, OverloadedError, RequestError, ServingError, ShuttingDownError, UnavailableError
 from protos.messages import FinishReason, GenerateRequest, ModelCard, TokenChunk
 from router.backend import serve_backend
-from router.backend.replica_texts import up_text
+from router.backend.application_watch import up_text
 from router.backend.serve_backend import ServeBackend
 from router.routing.request_routing import RequestRouting
 from router.routing.routed_call import RoutedCall

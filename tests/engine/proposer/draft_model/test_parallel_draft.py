@@ -15,7 +15,7 @@ from engine.batch.draft import Draft
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, TreeConfig
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
-from engine.proposer.dispatch.method_dispatcher import proposer_of
+from engine.proposer.method_dispatcher import proposer_of
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.sequence.checked_draft import DraftQuery
 from protos.errors import ConfigError

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.proposer.vocab_mapping.byte_vocabulary import ByteVocabulary, names_of
 from engine.proposer.vocab_mapping.choice import DraftVocabulary, choose_vocabulary
-from engine.proposer.vocab_mapping.text_reader import TextReader
+from engine.proposer.vocab_mapping.byte_vocabulary import TextReader
 from engine.proposer.vocab_mapping.translation import SameVocabulary, SharedTokens
-from engine.proposer.vocab_mapping.vocabulary_pair import ModelTokens, VocabularyPair, are_names_of_one
+from engine.proposer.vocab_mapping.choice import ModelTokens, VocabularyPair, are_names_of_one
 from engine.sequence.request_tokens import num_equal
 from protos.errors import ConfigError
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, write_tokenizer

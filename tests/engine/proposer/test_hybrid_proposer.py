@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 import pytest
 
 from engine.batch.draft import Draft
-from engine.proposer.dispatch.method_dispatcher import HybridProposer, MethodDispatcher, proposer_of
+from engine.proposer.method_dispatcher import HybridProposer, MethodDispatcher, proposer_of
 from engine.proposer.text_match.suffix import SuffixProposer
 from engine.proposer.text_match.text_matcher import PredictionMatcher, TextMatch
 from engine.sequence.sequence import Sequence

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from actors.kv_transfer.nixl_carrier import NixlCarrier, choose_carrier
+from actors.nixl_carrier import NixlCarrier, choose_carrier
 from actors.settings import KVTransportKind
 from protos.errors import ConfigError
 

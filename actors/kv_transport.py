@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.kv_transfer.nixl_carrier import DirectBlocks, NixlCarrier
+from actors.nixl_carrier import DirectBlocks, NixlCarrier
 from engine.accounting.engine_stats import FetchFailure
 from engine.remote_prefill.kv_transfer import (
     ChunkHeader,

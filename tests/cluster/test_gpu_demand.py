@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from cluster.app import build
 from cluster.config import parse_config
-from cluster.placement.placement import (
+from cluster.placement import (
     GpuDemand,
     NodeResources,
     PairPlacement,
@@ -19,7 +19,7 @@ from cluster.placement.placement import (
     log_missing_nodes,
     plan_pair,
 )
-from cluster.placement.topology import NodeTopology, linked_order, order_devices, pin_devices, read_topology
+from cluster.topology import NodeTopology, linked_order, order_devices, pin_devices, read_topology
 from cluster.preflight import check_gpus, check_memory
 from cluster.replica_settings import placement_request
 from protos.errors import ConfigError

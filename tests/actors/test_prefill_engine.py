@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import actors.prefill.prefill_engine
-from actors.kv_transfer.kv_transport import PrefillReply
-from actors.kv_transfer.nixl_carrier import DirectBlocks, DirectStats
-from actors.prefill.prefill_engine import PrefillEngine
+import actors.prefill_engine
+from actors.kv_transport import PrefillReply
+from actors.nixl_carrier import DirectBlocks, DirectStats
+from actors.prefill_engine import PrefillEngine
 from actors.settings import PrefillSettings
 from engine.accounting.engine_stats import FetchFailure
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -95,7 +95,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def carrier(monkeypatch: pytest.MonkeyPatch) -> FakeCarrier:
     fake = FakeCarrier()
-    monkeypatch.setattr(actors.prefill.prefill_engine, "choose_carrier", lambda kind: fake)
+    monkeypatch.setattr(actors.prefill_engine, "choose_carrier", lambda kind: fake)
     return fake
 
 
@@ -185,7 +185,7 @@ async def test_direct_blocks_equal_sent_ones_and_are_kept_until_the_reader_leave
 async def test_direct_blocks_are_freed_after_the_orders_time_if_the_reader_stays(
     engine: PrefillEngine, carrier: FakeCarrier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actors.prefill.prefill_engine, "_GRACE_S", 0.01)
+    monkeypatch.setattr(actors.prefill_engine, "_GRACE_S", 0.01)
     await replies_of(engine, replace(ORDER, timeout_s=1.0), use_direct=True)
     assert carrier.num_sent > 0
     await until(lambda: not carrier.kept)

@@ -3,8 +3,8 @@
 import pytest
 
 from actors.settings import PairDevices
-from cluster.placement.placement import NodeResources, PairPlacement, PlacementRequest, plan_pair
-from cluster.placement.topology import NodeTopology, choose_devices, pin_devices, read_topology
+from cluster.placement import NodeResources, PairPlacement, PlacementRequest, plan_pair
+from cluster.topology import NodeTopology, choose_devices, pin_devices, read_topology
 from protos.errors import ConfigError
 from tests.cluster.recorded_nvml import RecordedNvml
 
@@ -203,7 +203,7 @@ def test_an_instance_of_a_divided_gpu_serves_a_pair_and_no_sharded_target():
 
 
 def test_ranks_on_cards_of_different_kinds_are_refused_with_both(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("cluster.placement.topology.read_topology", lambda: recorded("mixed_cards"))
+    monkeypatch.setattr("cluster.topology.read_topology", lambda: recorded("mixed_cards"))
     assert pin_devices(("0", "2"), num_ranks=2).targets == ("0", "2")
     with pytest.raises(
         ConfigError,

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from actors.settings import ProcessShare
-from cluster.placement.topology import NodeTopology
+from cluster.topology import NodeTopology
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from actors.engine_loop.engine_loop import Do, EngineLoop, KVEventBuffer, StatusReporter
 from actors.engine_loop.index_reporter import IndexReporter, ReportSink
-from actors.kv_transfer.kv_transport import BlocksReply, PeerTransport, PrefillReply
-from actors.kv_transfer.nixl_carrier import DirectBlocks, DirectStats, choose_carrier
+from actors.kv_transport import BlocksReply, PeerTransport, PrefillReply
+from actors.nixl_carrier import DirectBlocks, DirectStats, choose_carrier
 from actors.process.actor_thread import ActorThread, without_compiler
 from actors.settings import PrefillSettings
 from actors.shell_messages import Abort, Add, AskSnapshot, Refused, Snapshot, Status, StepOutput
@@ -24,7 +24,7 @@ from engine.accounting.engine_stats import EngineStats, FetchFailure
 from engine.engine_core.loading import load_engine
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
-from engine.remote_prefill.block_export import BlockExporter, ExportedBlocks
+from engine.remote_prefill.kv_transfer import BlockExporter, ExportedBlocks
 from engine.remote_prefill.kv_transfer import ChunkHeader, FetchAccepted, FetchEnd, FetchOrder, KVLayout, RemoteLoad
 from engine.sequence.request_tokens import TokenBlocks
 from protos.errors import UnavailableError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.placement.topology import NodeTopology, read_topology
+from cluster.topology import NodeTopology, read_topology
 from tests.cluster.recorded_nvml import RecordedNvml
 
 

@@ -19,8 +19,8 @@ from actors.settings import PrefillSettings
 from engine.accounting.engine_stats import EngineStats
 
 if TYPE_CHECKING:  # Serve's builder imports this class, and must not load torch for it
-    from actors.kv_transfer.kv_transport import PrefillReply
-    from actors.kv_transfer.nixl_carrier import DirectStats
+    from actors.kv_transport import PrefillReply
+    from actors.nixl_carrier import DirectStats
     from engine.remote_prefill.kv_transfer import FetchOrder, KVLayout
     from protos.worker_report import PrefixHolder
 
@@ -81,7 +81,7 @@ class Prefill:
         self, settings: PrefillSettings, open_index: Callable[[str], ReportSink]
     ) -> None:
         with quick_imports():
-            from actors.prefill.prefill_engine import PrefillEngine
+            from actors.prefill_engine import PrefillEngine
 
         configure_logging(is_replica=True)
         replica = serve.get_replica_context()
@@ -93,7 +93,7 @@ class Prefill:
     async def prefill(
         self, order: FetchOrder, layout: KVLayout, use_direct: bool, holder: PrefixHolder | None = None
     ) -> AsyncGenerator[PrefillReply, None]:
-        """Prefill a prompt, and reply with the stream of `actors.kv_transfer.kv_transport`.
+        """Prefill a prompt, and reply with the stream of `actors.kv_transport`.
 
         Closing the generator stops the computation and frees its blocks within a step.
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.kv_transfer.kv_transport import PrefillReply, PrefillTransport
-from actors.kv_transfer.nixl_carrier import DirectBlocks, NixlCarrier
+from actors.kv_transport import PrefillReply, PrefillTransport
+from actors.nixl_carrier import DirectBlocks, NixlCarrier
 from engine.accounting.engine_stats import FetchFailure
 from engine.remote_prefill.kv_transfer import (
     ChunkHeader,

@@ -1,1 +1,0 @@
-"""KV blocks on their way from a prefill replica to a pair: replies, transport, carriers."""

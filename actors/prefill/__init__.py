@@ -1,1 +1,0 @@
-"""The prefill replica: a Serve deployment that prefills prompts for the pairs."""

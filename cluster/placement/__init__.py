@@ -1,1 +1,0 @@
-"""Devices, and the place of each process on them."""

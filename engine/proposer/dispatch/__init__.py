@@ -1,1 +1,0 @@
-"""The choice of a proposer for each sequence and pass."""
