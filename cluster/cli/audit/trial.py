@@ -1,4 +1,4 @@
-"""One check's way to a verdict."""
+"""One check's way to a verdict, and the prompts, servers and draws that the checks share."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ from cluster.cli.audit.evidence import FAULT_RATE, DrawEvidence, Evidence, HitEv
 from cluster.cli.audit.prediction import Claim
 from cluster.cli.audit.wire import Answer, Request
 
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from cluster.cli.audit.client import Server
+from cluster.cli.audit.evidence import DrawEvidence
+from cluster.cli.audit.prediction import Claim, Prediction, plain_claim
+from cluster.cli.audit.wire import Answer, Choice, NoVerdictError
 
 class Verdict(StrEnum):
     """The conclusion of a check."""
@@ -114,3 +124,128 @@ class Trial:
         """True if a fault is found, or would have been with the stated power, in one part or in each."""
         parts = self._planned if part is None else [part]
         return self.is_found() or all(each.is_enough(self.part_threshold) for each in parts)
+
+
+NUM_POSITIONS = 8
+_T = TypeVar("_T")
+
+# Texts whose next token is open, and texts that repeat themselves, where a model repeats its own token.
+PROMPTS = (
+    "The weather today is",
+    "def add(a, b):\n    return",
+    "My favourite colour is",
+    "import os\nimport",
+    "Once upon a time there was a",
+    "for i in range(",
+    "The answer to the question is",
+    "She opened the door and saw",
+    "class Node:\n    def __init__(self,",
+    "I went to the market to buy some",
+    "if x is None:\n    raise",
+    "A list of animals: cat, dog,",
+    "The best thing about the city is the",
+    "with open(path) as file:\n    for line in",
+    "We do not know whether",
+    "1, 2, 3, 4,",
+    "no no no no no",
+    "a b a b a b a",
+    "ha ha ha ha",
+    "yes yes yes yes yes",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "self.name = name\n        self.",
+    "The train leaves at",
+    "It is clear that the",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt with the reported distribution of its first token."""
+
+    text: str
+    first: Prediction
+
+    @property
+    def openness(self) -> float:
+        """The variance of the top token: the larger it is, the more a draw shows."""
+        top = self.first.named[0][1] if self.first.named else 0.0
+        return top * (1 - top)
+
+
+@dataclass(slots=True)
+class Audit:
+    """The server, another one to compare it with, and the prompts with their distributions."""
+
+    server: Server
+    other: Server | None
+    prompts: list[Prompt] = field(default_factory=list)
+    why_no_prompts: str = ""
+    plain: Server | None = None  # the server without drafts, once a request is known that turns them off
+
+    def open_prompts(self, number: int) -> list[Prompt]:
+        """Return the prompts whose first tokens show most.
+
+        Raises:
+            NoVerdictError: the server reports no distributions.
+        """
+        if not self.prompts:
+            raise NoVerdictError(self.why_no_prompts)
+        return sorted(self.prompts, key=lambda prompt: -prompt.openness)[:number]
+
+
+async def all_of(calls: Iterable[Awaitable[_T]]) -> list[_T]:
+    """Await calls together; the first error is raised once all have ended."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
+async def add_first_draws(
+    trial: Trial, part: DrawEvidence, server: Server, text: str, claim: Claim | None, params: dict[str, Any]
+) -> None:
+    """Draw first tokens with several requests at once; without `claim` each answer reports its own distribution."""
+    logprobs = server.num_drawn if claim is None else 1
+    fields = {"max_tokens": 1, "logprobs": logprobs, "n": server.max_choices, **params}
+    for answer in await all_of(server.ask(text, **fields) for _ in range(server.width)):
+        first = answer.first_prediction
+        own = claim if claim is not None or first is None else plain_claim(first)
+        if own is None:
+            continue
+        drawn = Counter(first_token(choice) for choice in answer.choices)
+        before = part.log_evidence
+        part.add(own.probs, own.counts(drawn), () if own.ignored is None else (own.ignored,))
+        seen = ", ".join(f"{token!r} {count}" for token, count in drawn.most_common(NUM_POSITIONS))
+        trial.show(part.log_evidence - before, answer, own, seen)
+
+
+def first_token(choice: Choice) -> str | None:
+    """Return the drawn token; None if the choice ended at once."""
+    return choice.tokens[0] if choice.tokens else choice.text or None
+
+
+def add_path_draws(
+    trial: Trial, part: DrawEvidence, answer: Answer, seen: dict[tuple[str, ...], str], first: int = 0
+) -> None:
+    """Add the tokens of an answer from position `first` on, each by the distribution reported with it.
+
+    `seen` has the last token after each prefix.
+    """
+    prompt = str(answer.request.body.get("prompt") or answer.request.body.get("messages"))
+    before, least = part.log_evidence, 1.0
+    rarest: tuple[Claim, str] | None = None
+    for choice in answer.choices:
+        for position in range(first, len(choice.predictions)):
+            token, prefix = choice.tokens[position], (prompt, *choice.tokens[:position])
+            claim = plain_claim(choice.predictions[position])
+            cell = None if claim is None else claim.cell(token)
+            if claim is None or cell is None:
+                continue
+            part.add(claim.probs, claim.counts({token: 1}), sticky=claim.cell(seen.get(prefix)))
+            seen[prefix] = token
+            if claim.probs[cell] < least:
+                least = float(claim.probs[cell])
+                rarest = claim, f"token {position + 1} of a choice is {token!r}, in the text {choice.text!r}"
+    if rarest is not None:
+        trial.show(part.log_evidence - before, answer, *rarest)

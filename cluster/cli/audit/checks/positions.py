@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 
-from cluster.cli.audit.checks.context import NUM_POSITIONS, Audit, add_path_draws, all_of
+from cluster.cli.audit.trial import NUM_POSITIONS, Audit, add_path_draws, all_of
 from cluster.cli.audit.checks.sampling import top_sentence
 from cluster.cli.audit.client import Server
 from cluster.cli.audit.evidence import HitEvidence

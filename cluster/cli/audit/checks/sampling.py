@@ -10,7 +10,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from cluster.cli.audit.checks.context import Audit, Prompt, add_first_draws, all_of, first_token
+from cluster.cli.audit.trial import Audit, Prompt, add_first_draws, all_of, first_token
 from cluster.cli.audit.client import Server
 from cluster.cli.audit.evidence import LeastEvidence
 from cluster.cli.audit.prediction import Claim, Prediction, filtered, tempered, weighted_claim

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
-from cluster.cli.audit.checks.context import PROMPTS, Audit
+from cluster.cli.audit.trial import PROMPTS, Audit
 from cluster.cli.audit.client import Server
 from cluster.cli.audit.trial import Trial
 from cluster.cli.audit.wire import Answer, Body, NoVerdictError

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.cli.audit.checks.context import NUM_POSITIONS, PROMPTS, Audit, all_of
+from cluster.cli.audit.trial import NUM_POSITIONS, PROMPTS, Audit, all_of
 from cluster.cli.audit.checks.positions import check_prefixes, compare_greedy, compare_prediction
 from cluster.cli.audit.client import CHAT, COMPLETIONS, Server
 from cluster.cli.audit.trial import Trial
