@@ -266,6 +266,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                interface="asgi3",  # a partial function is not recognized
                 access_log=False,
                 log_level="error",  # without its line for each connection that sends no HTTP
                 ws="none",
@@ -326,17 +327,13 @@ class HttpServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
 
-class MetricsForOperators:
+async def metrics_for_operators(app: ASGIApp, scope: Scope, receive: Receive, send: Send, places: Places) -> None:
     """ASGI middleware that serves `/metrics` only to the operators' addresses of `places`."""
+    is_refused = (
+        scope["type"] == "http"
+        and scope["path"].rstrip("/").lower() == "/metrics"
+        and not places.is_operator(scope["client"][0])
+    )
+    await (_FORBIDDEN if is_refused else app)(scope, receive, send)
 
-    def __init__(self, app: ASGIApp, places: Places) -> None:
-        self._app = app
-        self._places = places
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_refused = (
-            scope["type"] == "http"
-            and scope["path"].rstrip("/").lower() == "/metrics"
-            and not self._places.is_operator(scope["client"][0])
-        )
-        await (_FORBIDDEN if is_refused else self._app)(scope, receive, send)

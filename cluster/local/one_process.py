@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from actors.process.process_logging import configure_logging, is_json_wanted
@@ -14,7 +15,7 @@ from actors.settings import PairSettings
 from cluster.checkpoints import convert_gguf_models
 from cluster.config import DeployConfig
 from cluster.deploy_file import VLLM_SERVICER_FUNCTION, DeployFile, in_url
-from cluster.local.http_server import DRAIN_S, HttpServer, MetricsForOperators, Places, share_of_files
+from cluster.local.http_server import DRAIN_S, HttpServer, Places, metrics_for_operators, share_of_files
 from cluster.local.serve_environment import tls_variables
 from cluster.proxy.haproxy_config import ProxySettings
 from cluster.serve_options import refusals_without_ray
@@ -27,11 +28,12 @@ from router.grpc_api.reading_gate import ReadingGate
 from router.grpc_api.server import connection_limits, start_grpc_server
 from router.ingress import GRPC_SERVICER_FUNCTIONS
 from router.openai.api import build_app
-from router.openai.request_head import AddRequestId
+from router.openai.request_head import add_request_id
 
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from dataclasses import replace
 
 from actors.pair.local_pair import LocalPair
@@ -87,7 +89,7 @@ async def _serve(file: DeployFile, config: DeployConfig, settings: PairSettings,
     async with running_service(config, settings) as service:
         api_keys = ApiKeys(service.config.api_keys_file, is_open_admin=service.config.open_admin)
         async with _grpc(service, api_keys, file):
-            await _serve_http(AddRequestId(build_app(service, api_keys, file.http_host)), file, on_ready)
+            await _serve_http(partial(add_request_id, build_app(service, api_keys, file.http_host)), file, on_ready)
 
 
 @asynccontextmanager
@@ -113,7 +115,7 @@ async def _serve_http(app: Any, file: DeployFile, on_ready: Callable[[], None]) 
     settings = ProxySettings.of(os.environ)
     places = Places(settings.known_addresses, settings.max_connections_per_address)
     if settings.operator_addresses:
-        app = MetricsForOperators(app, places)
+        app = partial(metrics_for_operators, app, places=places)
     server = HttpServer(app, file.http_host, file.http_port, places, _tls_files(file.config))
     serving = asyncio.create_task(server.serve())
     while not server.started and not serving.done():  # noqa: ASYNC110  # uvicorn has no event

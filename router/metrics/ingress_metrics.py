@@ -226,32 +226,26 @@ class TokenClock:
             self._metrics.traffic.count(self._traffic, speculation)
 
 
-class CountRequests:
+async def count_requests(app: ASGIApp, scope: Scope, receive: Receive, send: Send, metrics: IngressMetrics) -> None:
     """ASGI middleware; counts an answer when it ends, a stream that an error ended by the status of the error."""
+    if scope["type"] != "http":
+        await app(scope, receive, send)
+        return
 
-    def __init__(self, app: ASGIApp, metrics: IngressMetrics) -> None:
-        self._app = app
-        self._metrics = metrics
+    status = None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def noting_send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        await send(message)
 
-        status = None
-
-        async def noting_send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, noting_send)
-        finally:
-            if status is not None:
-                status = scope.get("state", {}).get(BROKEN_STATUS, status)
-                self._metrics.count_request("http", _endpoint(scope["path"]), str(status))
+    try:
+        await app(scope, receive, noting_send)
+    finally:
+        if status is not None:
+            status = scope.get("state", {}).get(BROKEN_STATUS, status)
+            metrics.count_request("http", _endpoint(scope["path"]), str(status))
 
 
 def _endpoint(path: str) -> str:

@@ -58,39 +58,33 @@ def tracer_from_environment() -> Tracer | None:
     return provider.get_tracer("outrider")
 
 
-class TraceRequests:
+async def trace_requests(app: ASGIApp, scope: Scope, receive: Receive, send: Send, tracer: Tracer) -> None:
     """ASGI middleware: a server span around each call of the API, below the trace of the client's `traceparent`."""
+    if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+        await app(scope, receive, send)
+        return
+    from opentelemetry.trace import SpanKind
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
-        self._app = app
-        self._tracer = tracer
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    attributes = {
+        "http.request.method": scope["method"],
+        "outrider.request_id": for_log(headers.get("x-request-id", "")),
+    }
+    with tracer.start_as_current_span(
+        for_log(f"{scope['method']} {_route(scope['path'])}"),
+        context=TraceContextTextMapPropagator().extract(headers),
+        kind=SpanKind.SERVER,
+        attributes=attributes,
+        record_exception=False,
+    ) as span:
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
-            await self._app(scope, receive, send)
-            return
-        from opentelemetry.trace import SpanKind
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        async def send_and_note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                span.set_attribute("http.response.status_code", message["status"])
+            await send(message)
 
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        attributes = {
-            "http.request.method": scope["method"],
-            "outrider.request_id": for_log(headers.get("x-request-id", "")),
-        }
-        with self._tracer.start_as_current_span(
-            for_log(f"{scope['method']} {_route(scope['path'])}"),
-            context=TraceContextTextMapPropagator().extract(headers),
-            kind=SpanKind.SERVER,
-            attributes=attributes,
-            record_exception=False,
-        ) as span:
-
-            async def send_and_note(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    span.set_attribute("http.response.status_code", message["status"])
-                await send(message)
-
-            await self._app(scope, receive, send_and_note)
+        await app(scope, receive, send_and_note)
 
 
 @contextmanager

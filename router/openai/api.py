@@ -22,8 +22,8 @@ from router.backend.backend import SharedAnswer
 from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
 from router.metrics.exposition import ANSWERS_HEADER, CONTENT_TYPE, merge_metrics, proxy_text
-from router.metrics.ingress_metrics import CountRequests
-from router.metrics.tracing import TraceRequests
+from router.metrics.ingress_metrics import count_requests
+from router.metrics.tracing import trace_requests
 from router.openai.answers import (
     DetokenizeAnswer,
     HealthAnswer,
@@ -41,13 +41,14 @@ from router.openai.http_body import BodyReader, ignore_fields
 from router.openai.messages_request import MessagesRequest, MessagesWriter
 from router.openai.openapi import openapi_document
 from router.openai.request_head import (
-    BeginInTurn,
     CheckHost,
-    CloseUnread,
-    NameIgnoredFields,
-    OneSlash,
     add_cors,
+    around,
+    begin_in_turn,
+    close_unread,
+    name_ignored_fields,
     names_of_server,
+    one_slash,
     origins_pattern,
     unless_disconnected,
 )
@@ -272,21 +273,21 @@ def build_app(
         dependencies=[Depends(api.authenticate)],
         docs_url=None,  # a page that asks other servers for its scripts; ours is in `StaticPage`
         redoc_url=None,
-        redirect_slashes=False,  # `OneSlash` finds the path; a redirect would name http:// where TLS ends earlier
+        redirect_slashes=False,  # `one_slash` finds the path; a redirect would name http:// where TLS ends earlier
     )
     app.openapi = partial(openapi_document, is_strict=service.config.strict_fields)  # type: ignore[method-assign]
     add_error_handlers(app)
-    app.add_middleware(NameIgnoredFields)
-    app.add_middleware(CountRequests, metrics=service.metrics)
+    app.add_middleware(around(name_ignored_fields))
+    app.add_middleware(around(count_requests, metrics=service.metrics))
     if service.tracer is not None:
-        app.add_middleware(TraceRequests, tracer=service.tracer)
+        app.add_middleware(around(trace_requests, tracer=service.tracer))
     add_cors(app, service.config.cors_origins)
     if names := names_of_server(http_host, service.config.allowed_hosts):
         pattern = None if service.config.api_keys_file else origins_pattern(service.config.cors_origins)
         app.add_middleware(CheckHost, names=names, origins=pattern)
-    app.add_middleware(OneSlash)
-    app.add_middleware(CloseUnread)
-    app.add_middleware(BeginInTurn)
+    app.add_middleware(around(one_slash))
+    app.add_middleware(around(close_unread))
+    app.add_middleware(around(begin_in_turn, places=asyncio.Semaphore(8)))
     for path, post in (
         ("/v1/completions", api.completions),
         ("/v1/chat/completions", api.chat_completions),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -30,25 +31,25 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
-class NameIgnoredFields:
+def around(handle: Callable[..., Coroutine[Any, Any, None]], **options: Any) -> Callable[[ASGIApp], ASGIApp]:
+    """Return the middleware whose calls `handle(app, scope, receive, send, **options)` answers."""
+    return lambda app: partial(handle, app, **options)
+
+
+async def name_ignored_fields(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """ASGI middleware; an answer names the fields of its request that were read past, escaped as in a URL."""
+    if scope["type"] != "http":
+        await app(scope, receive, send)
+        return
+    state = scope.setdefault("state", {})
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    async def naming_send(message: Message) -> None:
+        if message["type"] == "http.response.start" and (names := state.get(IGNORED_FIELDS)):
+            value = ", ".join(quote(name, errors="replace") for name in names)
+            MutableHeaders(scope=message)[_IGNORED_HEADER] = value[:2048]
+        await send(message)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        state = scope.setdefault("state", {})
-
-        async def naming_send(message: Message) -> None:
-            if message["type"] == "http.response.start" and (names := state.get(IGNORED_FIELDS)):
-                value = ", ".join(quote(name, errors="replace") for name in names)
-                MutableHeaders(scope=message)[_IGNORED_HEADER] = value[:2048]
-            await send(message)
-
-        await self._app(scope, receive, naming_send)
+    await app(scope, receive, naming_send)
 
 
 def add_cors(app: FastAPI, origins: Sequence[str]) -> None:
@@ -70,65 +71,50 @@ def origins_pattern(origins: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(patterns) if patterns else "(?!)")
 
 
-class BeginInTurn:
+async def begin_in_turn(app: ASGIApp, scope: Scope, receive: Receive, send: Send, places: asyncio.Semaphore) -> None:
     """ASGI middleware: a burst of requests with bodies begins a few at a time, so that running streams get their turns.
 
-    Probes have no bodies and begin at once: all of a burst share one answer of the pairs.
+    Probes have no bodies and begin at once: all of a burst share one answer of the pairs. `places` are for requests that
+    begin in one turn of the event loop.
     """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._places = asyncio.Semaphore(8)  # requests that begin in one turn of the event loop
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and has_body(Headers(scope=scope)):
-            async with self._places:
-                await asyncio.sleep(0)
-        await self._app(scope, receive, send)
+    if scope["type"] == "http" and has_body(Headers(scope=scope)):
+        async with places:
+            await asyncio.sleep(0)
+    await app(scope, receive, send)
 
 
-class AddRequestId:
+async def add_request_id(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Middleware that gives request and response the same id: the client's own, or a new one.
 
     Serve's proxy adds it in a cluster.
     """
+    if scope["type"] != "http":
+        await app(scope, receive, send)
+        return
+    headers = MutableHeaders(scope=scope)
+    request_id = headers.get(_HEADER, "")
+    if not _ID.fullmatch(request_id):
+        request_id = headers[_HEADER] = str(uuid.uuid4())
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    async def send_with_id(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).setdefault(_HEADER, request_id)
+        await send(message)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = MutableHeaders(scope=scope)
-        request_id = headers.get(_HEADER, "")
-        if not _ID.fullmatch(request_id):
-            request_id = headers[_HEADER] = str(uuid.uuid4())
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).setdefault(_HEADER, request_id)
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
+    await app(scope, receive, send_with_id)
 
 
-class OneSlash:
+async def one_slash(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """ASGI middleware: slashes that are doubled or at the end of a path are read past, as joined addresses have them.
 
     `/metrics` has one path only, so that a proxy can reserve it for operators.
     """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
-        if "//" in path or path.endswith("/"):
-            plain = re.sub("/+", "/", path).rstrip("/") or "/"
-            if plain != "/metrics":
-                scope = {**scope, "path": plain}
-        await self._app(scope, receive, send)
+    path = scope.get("path", "")
+    if "//" in path or path.endswith("/"):
+        plain = re.sub("/+", "/", path).rstrip("/") or "/"
+        if plain != "/metrics":
+            scope = {**scope, "path": plain}
+    await app(scope, receive, send)
 
 
 def names_of_server(http_host: str | None, more: Sequence[str]) -> tuple[str, ...]:
@@ -211,49 +197,44 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-class CloseUnread:
+async def close_unread(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """ASGI middleware: an answer before the end of its request's body is the last one of its connection."""
+    if scope["type"] != "http" or not has_body(Headers(scope=scope)):
+        await app(scope, receive, send)
+        return
+    is_read = False
+    is_awaited = (
+        Headers(scope=scope).get("expect", "").lower() == "100-continue"
+    )  # the first look asks for the body
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    async def noting_receive() -> Message:
+        nonlocal is_read, is_awaited
+        is_awaited = False
+        message = await receive()
+        is_read = is_read or not message.get("more_body", False)
+        return message
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not has_body(Headers(scope=scope)):
-            await self._app(scope, receive, send)
+    async def read_rest(within_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while not is_read and not is_awaited:
+                    await noting_receive()
+
+    async def closing_send(message: Message) -> None:
+        # An early answer: close the connection after it, since unread bytes would be taken for the next request.
+        if message["type"] == "http.response.start" and not is_read:
+            await read_rest(0)  # a small body has come whole already
+        if message["type"] == "http.response.start" and not is_read:
+            MutableHeaders(scope=message)["Connection"] = "close"
+        if is_read or message["type"] != "http.response.body" or message.get("more_body", False):
+            await send(message)
             return
-        is_read = False
-        is_awaited = (
-            Headers(scope=scope).get("expect", "").lower() == "100-continue"
-        )  # the first look asks for the body
+        # Drain the body for a while: closing at once would reset the connection before the client reads the answer.
+        await send({**message, "more_body": True})
+        await read_rest(1.0)  # for a client that reads its answer only when it has sent its body
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-        async def noting_receive() -> Message:
-            nonlocal is_read, is_awaited
-            is_awaited = False
-            message = await receive()
-            is_read = is_read or not message.get("more_body", False)
-            return message
-
-        async def read_rest(within_s: float) -> None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(within_s):
-                    while not is_read and not is_awaited:
-                        await noting_receive()
-
-        async def closing_send(message: Message) -> None:
-            # An early answer: close the connection after it, since unread bytes would be taken for the next request.
-            if message["type"] == "http.response.start" and not is_read:
-                await read_rest(0)  # a small body has come whole already
-            if message["type"] == "http.response.start" and not is_read:
-                MutableHeaders(scope=message)["Connection"] = "close"
-            if is_read or message["type"] != "http.response.body" or message.get("more_body", False):
-                await send(message)
-                return
-            # Drain the body for a while: closing at once would reset the connection before the client reads the answer.
-            await send({**message, "more_body": True})
-            await read_rest(1.0)  # for a client that reads its answer only when it has sent its body
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-        await self._app(scope, noting_receive, closing_send)
+    await app(scope, noting_receive, closing_send)
 
 
 def has_body(headers: Headers) -> bool:

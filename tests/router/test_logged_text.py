@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -18,7 +19,7 @@ from protos.errors import EngineError
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
-from router.openai.request_head import AddRequestId
+from router.openai.request_head import add_request_id
 from tests.router.fixtures.fake_backend import FakeBackend
 from tests.router.fixtures.grpc_channel import grpc_channel
 
@@ -110,7 +111,7 @@ async def test_a_body_s_texts_write_no_lines(
     failure: Exception | None,
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    app = AddRequestId(build_app(service, ApiKeys(is_open_admin=True)))
+    app = partial(add_request_id, build_app(service, ApiKeys(is_open_admin=True)))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://outrider") as http:
         bodies = list(with_evil(BODIES[path]))
@@ -128,7 +129,7 @@ async def test_a_head_s_texts_write_no_lines(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     caplog.set_level(logging.WARNING, "httpx")  # the client
-    app = AddRequestId(build_app(service, ApiKeys()))
+    app = partial(add_request_id, build_app(service, ApiKeys()))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://outrider") as http:
         for name in ("x-request-id", "user-agent", "authorization", "x-api-key", "origin", "traceparent", "accept"):
             await http.get("/v1/models", headers={name: EVIL.replace("\n", "\t").encode("utf-8")})

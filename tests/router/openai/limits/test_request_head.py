@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import httpx
 import pytest
@@ -11,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
-from router.openai.request_head import AddRequestId
+from router.openai.request_head import add_request_id
 from tests.router.fixtures.key_files import api_keys
 
 BODY = {"prompt": "abc", "max_tokens": 2}
@@ -93,7 +94,7 @@ async def test_a_request_s_id_is_short_and_visible_or_made_anew(sent: str, is_ke
         await send({"type": "http.response.start", "status": 200, "headers": [(b"x-seen", seen)]})
         await send({"type": "http.response.body"})
 
-    transport = httpx.ASGITransport(AddRequestId(app))
+    transport = httpx.ASGITransport(partial(add_request_id, app))
     async with httpx.AsyncClient(transport=transport, base_url="http://outrider") as http:
         answer = await http.get("/", headers={b"x-request-id": sent.encode()})
     assert answer.headers["x-request-id"] == answer.headers["x-seen"]
