@@ -262,7 +262,7 @@ class CudaGraphRunner:
         if not is_triton(plan_attention):
             return PlannedAttention(self._cache, plan_attention)
         # Not at the top: processes without a GPU may have no Triton, and need none.
-        from engine.model.cuda_graphs.static_batch import ContextLimits, TiledAttention
+        from engine.model.cuda_graphs.static_attention import ContextLimits, TiledAttention
 
         limits = ContextLimits(self._max_model_len, self._pool_tokens)
         return TiledAttention(

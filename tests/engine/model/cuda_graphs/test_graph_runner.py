@@ -39,7 +39,7 @@ from engine.model.cuda_graphs.buckets import (
     sized,
 )
 from engine.model.cuda_graphs.graph_runner import Compute, CudaGraphRunner, ForwardOutput, Record
-from engine.model.cuda_graphs.static_batch import ContextLimits, TiledAttention
+from engine.model.cuda_graphs.static_attention import ContextLimits, TiledAttention
 from engine.model.cuda_graphs.static_batch import PlannedAttention
 from engine.model.forward_batch import ForwardBatch
 from engine.model.runner.model_runner import ModelRunner
@@ -127,7 +127,7 @@ def test_no_pass_of_a_bucket_needs_more_programs_than_were_recorded(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worst contexts for the splits of a device with 132 processors: all long, one long, just above a split."""
-    monkeypatch.setattr("engine.model.cuda_graphs.static_batch.num_processors", lambda device: 132)
+    monkeypatch.setattr("engine.model.cuda_graphs.static_attention.num_processors", lambda device: 132)
     heads = HeadShape(num_kv_heads=2, group_size=4, key_dim=16, value_dim=16)
     bucket = GraphBucket(24, 6)
     cache = KVCache([LayerShape(2, 16, 16)], 1, BLOCK_SIZE, dtype=torch.bfloat16, device=torch.device("cpu"))
