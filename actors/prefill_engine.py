@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from actors.engine_loop.engine_loop import Do, EngineLoop, KVEventBuffer, StatusReporter
+from actors.engine_loop.engine_loop import EngineLoop, KVEventBuffer, StatusReporter
 from actors.engine_loop.index_reporter import IndexReporter, ReportSink
 from actors.kv_transport import BlocksReply, PeerTransport, PrefillReply
 from actors.nixl_carrier import DirectBlocks, DirectStats, choose_carrier
@@ -129,7 +129,7 @@ class PrefillEngine:
         """Send an order's cached blocks, as `prefill` does. Nothing is computed, and nothing queues."""
 
         def begin(request_id: str) -> None:
-            self._loop.submit(Do(lambda: self._copy(request_id, order)))
+            self._loop.submit(lambda: self._copy(request_id, order))
 
         load = RemoteLoad(self._replica_id, 0, 0.0)  # a copy never waits for a prompt
         return self._answer(order, layout, use_direct, begin, lambda: load)

@@ -12,12 +12,14 @@ from actors.process.actor_thread import without_compiler
 from actors.process.frames import FrameListener
 from actors.settings import PairSettings
 from engine.model.cuda_graphs.buckets import sized
-from engine.proposer.draft_model.loader import Drafter, load_drafter
+from engine.proposer.draft_model.ahead_drafter import AheadDrafter
+from engine.proposer.draft_model.loader import TextProposer, load_drafter
+from engine.proposer.draft_model.model_proposer import ModelProposer
 
 
 @without_compiler()
-def load_draft(settings: PairSettings) -> Drafter:
-    """Load the draft model of a pair that has one.
+def load_draft(settings: PairSettings) -> tuple[ModelProposer | TextProposer, AheadDrafter | None]:
+    """Load the draft model of a pair that has one, and its drafter ahead of verification where it is used.
 
     Raises:
         ConfigError: the model cannot be loaded, or does not fit the target.
@@ -43,13 +45,12 @@ def serve_draft(settings: PairSettings, folder: Path, is_ready: Callable[[], Non
     Raises:
         ConfigError: the model cannot be loaded, or does not fit the target.
     """
-    drafter = load_draft(settings)
-    proposer = drafter.proposer
+    proposer, ahead = load_draft(settings)
     server = DraftServer(
         FrameListener(folder / DRAFT_SOCKET),
         proposer,
         proposer.model_version,
-        drafter.ahead,
+        ahead,
         lambda: proposer.counts,
     )
     is_ready()

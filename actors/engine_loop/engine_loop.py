@@ -43,18 +43,8 @@ class Engine(Protocol):
     def is_starved(self) -> bool: ...
 
 
-class AbortAll:
-    """Abort every request, because the shell is gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Do:
-    """Call a function between two steps, in the loop's thread. It must not raise."""
-
-    act: Callable[[], None]
-
-
-Command = Add | Abort | AbortAll | AskSnapshot | Do
+# A function is called between two steps, in the loop's thread. It must not raise.
+Command = Add | Abort | AskSnapshot | Callable[[], None]
 
 
 class EngineLoop:
@@ -109,6 +99,10 @@ class EngineLoop:
         """
         self._commands.append(command)
         self.wake()
+
+    def abort_all(self) -> None:
+        """Queue the end of every request, because the shell is gone."""
+        self.submit(self._abort_all)
 
     def wake(self) -> None:
         """Wake the loop, because there is news for the engine. May be called from any thread."""
@@ -175,15 +169,16 @@ class EngineLoop:
                 case Abort(request_id):
                     self._preparing.pop(request_id, None)
                     self._engine.abort(request_id)
-                case AbortAll():
-                    self._preparing.clear()
-                    self._engine.close()
-                case Do(act):
-                    act()
                 case AskSnapshot():
                     if self._reporter is not None:
                         self._reporter.send_snapshot()
+                case act:
+                    act()
         self._add_prepared()
+
+    def _abort_all(self) -> None:
+        self._preparing.clear()
+        self._engine.close()
 
     def _prepare(self, request: GenerateRequest) -> None:
         """Add a request, or start its preparation and add it afterwards."""

@@ -139,20 +139,18 @@ class AutoTune:
         self._draft.note_tuning(text)
 
 
-class AutoTunes:
-    """Responds to each alarm with the draft model of the class of requests, or else with the first draft model."""
+def auto_tunes(settings: AutoTuneSettings, drafts: PairDrafts) -> Callable[[str], None]:
+    """Return the response to the alarm of a class of requests: its draft model is tuned, else the first one.
 
-    def __init__(self, settings: AutoTuneSettings, drafts: PairDrafts) -> None:
-        self._first = AutoTune(settings, drafts.first)
-        others = [draft for draft in drafts.by_method.values() if draft is not drafts.first]
-        self._others = {
-            draft.report.method: AutoTune(replace(settings, folder=f"{settings.folder}/{draft.report.method}"), draft)
-            for draft in others
-        }
-
-    def on_drift(self, name: str) -> None:
-        """Respond to the alarm of a class of requests; the class name starts with its method."""
-        self._others.get(name.partition("-")[0], self._first).on_drift()
+    The class name starts with its method.
+    """
+    first = AutoTune(settings, drafts.first)
+    others = {
+        draft.report.method: AutoTune(replace(settings, folder=f"{settings.folder}/{draft.report.method}"), draft)
+        for draft in drafts.by_method.values()
+        if draft is not drafts.first
+    }
+    return lambda name: others.get(name.partition("-")[0], first).on_drift()
 
 
 @contextmanager

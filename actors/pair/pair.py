@@ -18,7 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.util.metrics import Gauge
 
 from actors.engine_loop.index_reporter import IndexReporter, ReportSink
-from actors.pair.auto_tune import AutoTunes
+from actors.pair.auto_tune import auto_tunes
 from actors.pair.pair_actors import PairActors
 from actors.pair.pair_draft import OrderSlot, PairDraft, PairDrafts
 from actors.pair.pair_metrics import PairMetrics
@@ -91,7 +91,7 @@ class Pair(PairShell):
         await self._client.wait_connected(settings.pong_timeout_s)
         self._drafts = await self._exchangeable_drafts(replica_id)
         if self._drafts is not None and settings.auto_tune is not None:
-            self._drift_alarms.on_alarm = AutoTunes(settings.auto_tune, self._drafts).on_drift
+            self._drift_alarms.on_alarm = auto_tunes(settings.auto_tune, self._drafts)
 
     async def _exchangeable_drafts(self, replica_id: str) -> PairDrafts | None:
         slot = OrderSlot()

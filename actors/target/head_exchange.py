@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from actors.draft.candidate_check import checked
 from actors.draft.draft_actor import DraftChoice, write_choice
-from actors.engine_loop.engine_loop import Do
 from actors.shell_messages import HeadAnswer, HeadFailure, OrderHead, Refused, RunningHead
 from engine.config import HeadConfig
 from engine.engine_core import EngineCore
@@ -44,7 +43,7 @@ class HeadExchange:
         failure: of the head that this process should have started with.
         folder: keeps the path of the head for the next start of this process.
         has_prefill: the KV of deploy.yaml's head comes from prefill replicas.
-        submit: queues a command for the engine's loop.
+        submit: queues a function for the engine's loop.
         emit: sends answers to the shell.
     """
 
@@ -57,7 +56,7 @@ class HeadExchange:
         folder: Path,
         *,
         has_prefill: bool,
-        submit: Callable[[Do], None],
+        submit: Callable[[Callable[[], None]], None],
         emit: Callable[[HeadAnswer], None],
     ) -> None:
         assert config.path is not None, "it has files of its own"
@@ -136,7 +135,7 @@ class HeadExchange:
             except Exception as error:  # the order fails, and the steps go on
                 done.set_exception(error)
 
-        self._submit(Do(exchange))
+        self._submit(exchange)
         done.result()
 
     def on_served(self) -> None:

@@ -16,7 +16,7 @@ from actors.channel.channel_proposer import ChannelProposer
 from actors.channel.draft_messages import DRAFT_SOCKET
 from actors.draft.draft_actor import read_choice
 from actors.draft.draft_process import load_draft
-from actors.engine_loop.engine_loop import AbortAll, EngineLoop, KVEventBuffer, StatusReporter
+from actors.engine_loop.engine_loop import EngineLoop, KVEventBuffer, StatusReporter
 from actors.kv_transport import PrefillTransport
 from actors.nixl_carrier import choose_carrier
 from actors.process.actor_thread import without_compiler
@@ -50,7 +50,8 @@ from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
 from engine.native.library import native_digest, native_instructions
 from engine.proposer.guarded_proposer import GuardedProposer
 from engine.proposer.method_dispatcher import proposer_of
-from engine.proposer.draft_model.loader import Drafter
+from engine.proposer.draft_model.loader import TextProposer
+from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.sequence.request_tokens import TokenBlocks
 from protos.block_keys import PROBE_SALT, probe_token_ids
 from protos.fingerprint import FingerprintPart, digest, write_fingerprint
@@ -109,7 +110,7 @@ class ShellServer:
         finally:
             self._connection = None
             connection.close()
-            loop.submit(AbortAll())
+            loop.abort_all()
 
     def _handle(self, message: ShellToTarget, connection: FrameConnection[ShellToTarget], loop: EngineLoop) -> None:
         if isinstance(message, Ping):
@@ -134,9 +135,9 @@ logger = logging.getLogger(__name__)
 class InProcessDraft(GuardedProposer):
     """The draft model of a pair without a `DraftActor`, with the interface of `ChannelProposer`."""
 
-    def __init__(self, drafter: Drafter) -> None:
-        super().__init__(drafter.proposer)
-        self._drafter = drafter
+    def __init__(self, proposer: ModelProposer | TextProposer) -> None:
+        super().__init__(proposer)
+        self._proposed = proposer
 
     @classmethod
     def load(cls, settings: PairSettings) -> InProcessDraft:
@@ -145,12 +146,13 @@ class InProcessDraft(GuardedProposer):
         Raises:
             ConfigError: the model cannot be loaded, or does not fit the target.
         """
-        return cls(load_draft(settings))
+        proposer, _ = load_draft(settings)
+        return cls(proposer)
 
     @property
     def stats(self) -> DraftChannelStats:
         """Whether it drafts; its time is part of the engine's. May be read from any thread."""
-        return DraftChannelStats(is_connected=self.is_on, num_connections=1, translated=self._drafter.proposer.counts)
+        return DraftChannelStats(is_connected=self.is_on, num_connections=1, translated=self._proposed.counts)
 
     def flush(self) -> None:
         """Do nothing, since no message is queued."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client.parser import text_string_to_metric_families
 
 Reading = Mapping[str, Mapping[tuple[tuple[str, str], ...], float]]
+Growth = Callable[..., dict[tuple[str, ...], float]]  # of a counter by its name, and by the values of some labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +66,13 @@ def read_metrics(text: str) -> Reading:
 
 def figures_between(before: Reading, now: Reading, seconds: float) -> Figures:
     """Return the figures between two readings; a counter that was reset counts from 0."""
-    growth = _Growth(before, now)
+    growth = partial(_growth, before, now)
     speedups = _by(now, "outrider_spec_decode_speedup", "class")
     classes = _classes(growth, now)
     pairs = _pairs(growth, now)
     return Figures(
-        output_tokens_per_s=sum(growth.by("outrider_generation_tokens", "ingress").values()) / seconds,
-        prompt_tokens_per_s=sum(growth.by("outrider_prompt_tokens", "ingress").values()) / seconds,
+        output_tokens_per_s=sum(growth("outrider_generation_tokens", "ingress").values()) / seconds,
+        prompt_tokens_per_s=sum(growth("outrider_prompt_tokens", "ingress").values()) / seconds,
         speedups={name: sum(values) / len(values) for name, values in speedups.items()},
         pairs=pairs,
         classes=classes,
@@ -80,26 +82,21 @@ def figures_between(before: Reading, now: Reading, seconds: float) -> Figures:
 
 def drafts_between(before: Reading, now: Reading) -> tuple[float, float]:
     """Return the numbers of verified and of accepted draft tokens."""
-    growth = _Growth(before, now)
-    drafted = growth.by("outrider_spec_decode_class_draft_tokens_per_pos", "position")
-    accepted = growth.by("outrider_spec_decode_class_accepted_tokens_per_pos", "position")
+    growth = partial(_growth, before, now)
+    drafted = growth("outrider_spec_decode_class_draft_tokens_per_pos", "position")
+    accepted = growth("outrider_spec_decode_class_accepted_tokens_per_pos", "position")
     return sum(drafted.values()), sum(accepted.values())
 
 
-class _Growth:
-    """The growth of counters, summed by one label or more."""
-
-    def __init__(self, before: Reading, now: Reading) -> None:
-        self._before, self._now = before, now
-
-    def by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
-        sums: dict[tuple[str, ...], float] = defaultdict(float)
-        before = self._before.get(name, {})
-        for key, value in self._now.get(name, {}).items():
-            named = dict(key)
-            old = before.get(key, 0.0)
-            sums[tuple(named.get(label, "") for label in labels)] += value - old if value >= old else value
-        return sums
+def _growth(before: Reading, now: Reading, name: str, *labels: str) -> dict[tuple[str, ...], float]:
+    """Return the growth of a counter, summed by one label or more; one that was reset counts from 0."""
+    sums: dict[tuple[str, ...], float] = defaultdict(float)
+    earlier = before.get(name, {})
+    for key, value in now.get(name, {}).items():
+        named = dict(key)
+        old = earlier.get(key, 0.0)
+        sums[tuple(named.get(label, "") for label in labels)] += value - old if value >= old else value
+    return sums
 
 
 def _by(reading: Reading, name: str, label: str) -> dict[str, list[float]]:
@@ -113,10 +110,10 @@ def _gauge(reading: Reading, name: str, replica: str) -> float:
     return sum(_by(reading, name, "replica").get(replica, [0.0]))
 
 
-def _pairs(growth: _Growth, now: Reading) -> tuple[PairFigures, ...]:
-    accepted = growth.by("outrider_spec_decode_num_accepted_tokens", "replica")
-    drafts = growth.by("outrider_spec_decode_num_drafts", "replica")
-    shapes = growth.by("outrider_spec_decode_passes", "replica", "shape")
+def _pairs(growth: Growth, now: Reading) -> tuple[PairFigures, ...]:
+    accepted = growth("outrider_spec_decode_num_accepted_tokens", "replica")
+    drafts = growth("outrider_spec_decode_num_drafts", "replica")
+    shapes = growth("outrider_spec_decode_passes", "replica", "shape")
     return tuple(
         PairFigures(
             replica=replica,
@@ -137,10 +134,10 @@ def _shares(numbers: dict[str, float]) -> str:
     return ", ".join(f"{name} {number / total:.0%}" for name, number in numbers.items() if number)
 
 
-def _classes(growth: _Growth, now: Reading) -> tuple[ClassFigures, ...]:
+def _classes(growth: Growth, now: Reading) -> tuple[ClassFigures, ...]:
     labels = ("method", "class", "position")
-    drafted = growth.by("outrider_spec_decode_class_draft_tokens_per_pos", *labels)
-    accepted = growth.by("outrider_spec_decode_class_accepted_tokens_per_pos", *labels)
+    drafted = growth("outrider_spec_decode_class_draft_tokens_per_pos", *labels)
+    accepted = growth("outrider_spec_decode_class_accepted_tokens_per_pos", *labels)
     alarmed = {
         name for name, values in _by(now, "outrider_spec_decode_drift_alarm", "class").items() if max(values, default=0)
     }

@@ -30,14 +30,6 @@ _MAX_SENT = 253  # descriptors in one message, by Linux
 _WAITS_FOR_ROUTES = re.compile(rb"^description: waits for routes", re.MULTILINE | re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class HAProxyState:
-    """The state a HAProxy reports: its process id, and whether its configuration has no route."""
-
-    pid: int
-    is_waiting_for_routes: bool
-
-
 def main() -> None:
     """Wait until HAProxy has died, then run a substitute; or print the running substitute's socket."""
     configuration = Path(sys.argv[1])
@@ -53,8 +45,7 @@ def main() -> None:
 def _watch(configuration: Path, admin_socket: str, haproxy: int, command: list[str]) -> None:
     os.setsid()  # Ray kills a manager's whole process group
     cluster = _parent(_parent(haproxy))  # the raylet: HAProxy is its manager's child
-    answer = _first_answer(admin_socket, haproxy)
-    if answer is None or answer.is_waiting_for_routes:
+    if _first_answer(admin_socket, haproxy) is not False:  # it has ended, or waits for routes
         return
     listeners = _listeners(admin_socket)
     _wait_for_end(haproxy)
@@ -63,12 +54,12 @@ def _watch(configuration: Path, admin_socket: str, haproxy: int, command: list[s
         _stand_in(command, configuration, admin_socket, cluster)
 
 
-def _first_answer(admin_socket: str, haproxy: int) -> HAProxyState | None:
-    """Wait until HAProxy answers; return None if it ends before that."""
+def _first_answer(admin_socket: str, haproxy: int) -> bool | None:
+    """Wait until HAProxy answers whether it waits for routes; return None if it ends before that."""
     while os.getppid() == haproxy:
         answer = answering(admin_socket)
-        if answer is not None and answer.pid == haproxy:
-            return answer
+        if answer is not None and answer[0] == haproxy:
+            return answer[1]
         time.sleep(0.1)
     return None
 
@@ -178,8 +169,8 @@ def listeners_socket(admin_socket: str) -> str:
     return f"{admin_socket}3"
 
 
-def answering(admin_socket: str) -> HAProxyState | None:
-    """Return the answer of the HAProxy that has an admin socket; None without one."""
+def answering(admin_socket: str) -> tuple[int, bool] | None:
+    """Return the process of the HAProxy that has an admin socket, and whether it waits for routes; None without one."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_TIMEOUT_S)
@@ -191,7 +182,7 @@ def answering(admin_socket: str) -> HAProxyState | None:
     except OSError:
         return None
     found = re.search(rb"^Pid: (\d+)", text, re.MULTILINE)
-    return HAProxyState(int(found[1]), _WAITS_FOR_ROUTES.search(text) is not None) if found else None
+    return (int(found[1]), _WAITS_FOR_ROUTES.search(text) is not None) if found else None
 
 
 def _parent(pid: int) -> int:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,33 +46,27 @@ CPU_MINUTES = (50.0, 14.0)
 CUDA_MINUTES = (20.0, 8.0)
 
 
-class DraftLesson:
-    """One step of distillation: a batch, the target's logits for it, and the draft's loss."""
+def draft_lesson(
+    model: LlamaForCausalLM, target: LlamaForCausalLM, stream: WindowStream, rollouts: RolloutPool, budget: Budget
+) -> Callable[[float], Tensor]:
+    """Return the steps of distillation: a batch, the target's logits for it, and the draft's loss."""
+    sources = mixed_sources(stream, rollouts, every_batches=4)
+    loss = torch.compile(distillation_loss, dynamic=False)
 
-    def __init__(
-        self,
-        model: LlamaForCausalLM,
-        target: LlamaForCausalLM,
-        stream: WindowStream,
-        rollouts: RolloutPool,
-        budget: Budget,
-    ) -> None:
-        self._model, self._target, self._budget = model, target, budget
-        self._sources = mixed_sources(stream, rollouts, every_batches=4)
-        self._loss = torch.compile(distillation_loss, dynamic=False)
-
-    def __call__(self, progress: float) -> Tensor:
+    def step(progress: float) -> Tensor:
         """Return the loss of the next batch; it does not depend on `progress`."""
-        num_tokens = self._budget.short_window_tokens
-        num_windows = self._budget.tokens_per_step // num_tokens
-        positions = plain_positions(num_windows, num_tokens).to(self._budget.device)
-        windows = next(self._sources).windows(num_windows, num_tokens)  # [B, T + 1]
-        ids = windows[:, :-1].to(self._budget.device)  # [B, T]
-        with autocast(self._budget.device):
+        num_tokens = budget.short_window_tokens
+        num_windows = budget.tokens_per_step // num_tokens
+        positions = plain_positions(num_windows, num_tokens).to(budget.device)
+        windows = next(sources).windows(num_windows, num_tokens)  # [B, T + 1]
+        ids = windows[:, :-1].to(budget.device)  # [B, T]
+        with autocast(budget.device):
             with torch.no_grad():
-                target_logits = F.linear(hidden_states(self._target, ids, positions), self._target.lm_head.weight)
-            hidden = hidden_states(self._model, ids, positions)
-            return self._loss(hidden, self._model.lm_head.weight, target_logits, 1.0)
+                target_logits = F.linear(hidden_states(target, ids, positions), target.lm_head.weight)
+            hidden = hidden_states(model, ids, positions)
+            return loss(hidden, model.lm_head.weight, target_logits, 1.0)
+
+    return step
 
 
 def distil_draft(
@@ -97,32 +92,33 @@ def distil_draft(
     return train(
         model,
         optimizer,
-        DraftLesson(model, target, stream, rollouts, budget),
+        draft_lesson(model, target, stream, rollouts, budget),
         budget,
         lambda: save_checkpoint(model, folder),
     )
 
 
-class TargetLesson:
-    """One step of training: a batch and its loss."""
+def target_lesson(
+    model: LlamaForCausalLM, stream: WindowStream, budget: Budget, seed: int
+) -> Callable[[float], Tensor]:
+    """Return the steps of training: a batch and its loss."""
+    generator = torch.Generator().manual_seed(seed)
+    loss = torch.compile(next_token_loss, dynamic=False)
 
-    def __init__(self, model: LlamaForCausalLM, stream: WindowStream, budget: Budget, seed: int) -> None:
-        self._model, self._stream, self._budget = model, stream, budget
-        self._generator = torch.Generator().manual_seed(seed)
-        self._loss = torch.compile(next_token_loss, dynamic=False)
-
-    def __call__(self, progress: float) -> Tensor:
+    def step(progress: float) -> Tensor:
         """Return the loss of the next batch at `progress` in [0, 1]."""
         is_long = progress >= 0.75
-        num_tokens = self._budget.long_window_tokens if is_long else self._budget.short_window_tokens
-        num_windows = self._budget.tokens_per_step // num_tokens
-        ids = self._stream.windows(num_windows, num_tokens).to(self._budget.device)  # [B, T + 1]
+        num_tokens = budget.long_window_tokens if is_long else budget.short_window_tokens
+        num_windows = budget.tokens_per_step // num_tokens
+        ids = stream.windows(num_windows, num_tokens).to(budget.device)  # [B, T + 1]
         positions = plain_positions(num_windows, num_tokens)
         if is_long:
-            positions = skipped_positions(num_windows, num_tokens, self._generator)
-        with autocast(self._budget.device):
-            hidden = hidden_states(self._model, ids[:, :-1], positions.to(self._budget.device))
-            return self._loss(hidden, self._model.lm_head.weight, ids[:, 1:].contiguous())
+            positions = skipped_positions(num_windows, num_tokens, generator)
+        with autocast(budget.device):
+            hidden = hidden_states(model, ids[:, :-1], positions.to(budget.device))
+            return loss(hidden, model.lm_head.weight, ids[:, 1:].contiguous())
+
+    return step
 
 
 def train_target(stream: WindowStream, budget: Budget, folder: Path, seed: int, is_resumed: bool) -> TrainingReport:
@@ -138,7 +134,7 @@ def train_target(stream: WindowStream, budget: Budget, folder: Path, seed: int, 
     model.train()
     compile_layers(model)
     optimizer = PairedOptimizer.of_llama(model, matrix_lr=0.012, embedding_lr=0.002)
-    lesson = TargetLesson(model, stream, budget, seed)
+    lesson = target_lesson(model, stream, budget, seed)
     report = train(model, optimizer, lesson, budget, lambda: save_checkpoint(model, folder, REPETITION_PENALTY))
     if earlier is not None:
         average(model, earlier)

@@ -58,13 +58,6 @@ class Corpus:
     held_out: list[Document]
 
 
-@dataclass(frozen=True, slots=True)
-class ChatExample:
-    """A request for one function, and the function: the demo pair's only kind of chat."""
-
-    messages: list[dict[str, str]]
-
-
 def library_root() -> Path:
     """Return the folder of the running interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
@@ -97,8 +90,8 @@ def collect(root: Path | None = None) -> Corpus:
     )
 
 
-def chat_examples(document: Document) -> Iterator[ChatExample]:
-    """Return one example per documented function; the request is the first line of its docstring."""
+def chat_examples(document: Document) -> Iterator[list[dict[str, str]]]:
+    """Yield a chat per documented function: a request, the first line of its docstring, and the function."""
     try:
         tree = ast.parse(document.text)
     except (SyntaxError, ValueError):
@@ -109,7 +102,7 @@ def chat_examples(document: Document) -> Iterator[ChatExample]:
             yield example
 
 
-def _chat_example(lines: list[str], node: ast.FunctionDef) -> ChatExample | None:
+def _chat_example(lines: list[str], node: ast.FunctionDef) -> list[dict[str, str]] | None:
     summary = (ast.get_docstring(node) or "").strip().split("\n")[0]
     source = "\n".join(lines[node.lineno - 1 : node.end_lineno])
     if not summary or len(source) > 2_500:
@@ -121,7 +114,7 @@ def _chat_example(lines: list[str], node: ast.FunctionDef) -> ChatExample | None
     ]
     if random.Random(request).random() < 0.5:
         messages.insert(0, {"role": "system", "content": SYSTEM_PROMPT})
-    return ChatExample(messages)
+    return messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +141,7 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
 def tokenize_corpus(tokenizer: Tokenizer, corpus: Corpus) -> TokenizedCorpus:
     """Return the training half of the corpus as ids."""
     library = [document for document in corpus.training if not document.is_test]
-    chats = [render_chat(example.messages) for document in library for example in chat_examples(document)]
+    chats = [render_chat(messages) for document in library for messages in chat_examples(document)]
     tests = [document for document in corpus.training if document.is_test]
     return TokenizedCorpus(
         library=encode(tokenizer, _texts(library)),

@@ -27,7 +27,7 @@ from router.generation.delta import Delta, join_deltas, whole_calls
 from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
 from router.generation.usage import Usage
-from router.grpc_api.callers import Caller, authenticate, leave_place
+from router.grpc_api.callers import CallContext, authenticate, leave_place
 from router.metrics.tracing import call_span
 from router.requests.body import as_request_error
 from router.requests.chat_request import ChatCompletionRequest
@@ -41,14 +41,6 @@ _HEALTH_PERIOD_S = 5.0
 _CALLS = ("Generate", "GenerateStream", "Tokenize", "GetModel", "Check", "List", "Watch")
 
 Schema = TypeVar("Schema", bound=BaseModel)
-
-
-class CallContext(Caller, Protocol):
-    """The parts that `grpc.aio.ServicerContext` and `RayServegRPCContext` share."""
-
-    def set_code(self, code: grpc.StatusCode) -> None: ...
-    def set_details(self, details: str) -> None: ...
-    def set_trailing_metadata(self, trailing_metadata: Any) -> None: ...
 
 
 Stay = Callable[[], Awaitable[bool]]

@@ -10,11 +10,14 @@ import ipaddress
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote
 
 from protos.errors import PermissionDeniedError
 from router.api_keys import ApiKeys, Client
+
+if TYPE_CHECKING:  # the command line takes a name from here
+    import grpc
 
 LOCAL_PROXY = "OUTRIDER_LOCAL_PROXY"
 FORWARDED_FOR = "x-forwarded-for"  # set by the proxy: its caller's address
@@ -23,14 +26,17 @@ leave_place: ContextVar[Callable[[], object]] = ContextVar("leave_place", defaul
 _LOOPBACK = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:")
 
 
-class Caller(Protocol):
-    """The parts of a call's context that identify its origin."""
+class CallContext(Protocol):
+    """The parts that `grpc.aio.ServicerContext` and `RayServegRPCContext` share."""
 
     def invocation_metadata(self) -> Any: ...
     def peer(self) -> str: ...
+    def set_code(self, code: grpc.StatusCode) -> None: ...
+    def set_details(self, details: str) -> None: ...
+    def set_trailing_metadata(self, trailing_metadata: Any) -> None: ...
 
 
-def check_peer(context: Caller) -> None:
+def check_peer(context: CallContext) -> None:
     """Raise PermissionDeniedError for a call from another machine that bypasses this machine's proxy."""
     if os.environ.get(LOCAL_PROXY) == "1" and not context.peer().startswith(_LOOPBACK):
         raise PermissionDeniedError(
@@ -39,7 +45,7 @@ def check_peer(context: Caller) -> None:
         )
 
 
-def authenticate(api_keys: ApiKeys, context: Caller) -> Client:
+def authenticate(api_keys: ApiKeys, context: CallContext) -> Client:
     """Set the caller as the current client, and return it.
 
     Raises:
@@ -51,7 +57,7 @@ def authenticate(api_keys: ApiKeys, context: Caller) -> Client:
     return api_keys.check(metadata.get("authorization"), metadata.get("x-api-key"))
 
 
-def address(context: Caller, *, has_proxy: bool) -> str:
+def address(context: CallContext, *, has_proxy: bool) -> str:
     """Return the address of the caller (in IPv6 its network); through a proxy, the address that the proxy names."""
     peer = unquote(context.peer())
     if has_proxy:

@@ -31,8 +31,8 @@ from router.api_keys import ApiKeys
 from router.generation.delta import Delta, join_deltas
 from router.generation.generation import ClosableStream, Generation
 from router.generation.generation_service import GenerationService
-from router.grpc_api.api import CallContext, GrpcCalls, charged, validated
-from router.grpc_api.callers import authenticate
+from router.grpc_api.api import GrpcCalls, charged, validated
+from router.grpc_api.callers import CallContext, authenticate
 from router.requests.completion_request import CompletionRequest
 
 _SERVICE = pb2.DESCRIPTOR.services_by_name["VllmEngine"]

@@ -25,18 +25,10 @@ logger = logging.getLogger(__name__)
 Ranks = list[list[str]]  # worker ids; the workers of one rank are tried together, the least busy first
 
 
-class RouteIndex(Protocol):
-    """The part of `router.routing.index_client.IndexClient` that the choice needs."""
-
-    async def select(self, query: RouteQuery) -> RouteReply: ...
-
-    def withdraw(self, worker_id: str, request_id: str) -> None: ...
-
-
 class RouteChooser:
     """Queries the index and fails open: within the index's deadline there is an order in any case."""
 
-    def __init__(self, index: RouteIndex, draw: random.Random | None = None) -> None:
+    def __init__(self, index: IndexClient, draw: random.Random | None = None) -> None:
         self._index = index
         self._draw = draw or random.Random()
 

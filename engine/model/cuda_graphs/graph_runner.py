@@ -94,11 +94,7 @@ class RecordedStep:
     spans: Seq[Span]
 
 
-@dataclass(frozen=True, slots=True)
-class _RecordedBatch:
-    static: StaticBatch
-    replay: Compute  # computes the batch, from a recording or call by call
-
+_RecordedBatch = tuple[StaticBatch, Compute]  # a batch, and what computes it: a recording, or call by call
 
 class CudaGraphRunner:
     """Recorded passes of one model over one pool; all write their logits to one buffer."""
@@ -174,7 +170,7 @@ class CudaGraphRunner:
             with enough_memory(self._device, f"recorded passes of {bucket.num_rows} rows", _REMEDY):
                 compute()  # attention finds its windows and head sizes
             if record is None:
-                self._passes[bucket] = _RecordedBatch(static, compute)
+                self._passes[bucket] = static, compute
                 continue
             # Record, or fall back to plain passes for all buckets.
             try:
@@ -188,7 +184,7 @@ class CudaGraphRunner:
             error_share = self._replay_error(static, bucket, compute, replay)
             # The kernels are the same, libraries may choose among theirs.
             if error_share <= (0.0 if self._is_batch_invariant else 0.03):
-                self._passes[bucket] = _RecordedBatch(static, replay)
+                self._passes[bucket] = static, replay
             else:
                 logger.warning("%s is computed call by call: its replay differs by %.1f%%", bucket, 100 * error_share)
 
@@ -221,13 +217,16 @@ class CudaGraphRunner:
         `input_ids` [T], if given, replace the tokens of the spans.
         """
         recorded = self._fitting(spans)
-        if recorded is None or not recorded.static.fill(spans):
+        if recorded is None:
+            return None
+        static, replay = recorded
+        if not static.fill(spans):
             return None
         num_rows = sum([len(span.token_ids) for span in spans])
         if input_ids is not None:
-            recorded.static.batch.input_ids[:num_rows].copy_(input_ids)
+            static.batch.input_ids[:num_rows].copy_(input_ids)
         rows = logit_rows(spans, num_rows, self._device)
-        output = recorded.replay().head(num_rows, num_rows)
+        output = replay().head(num_rows, num_rows)
         return output if rows is None else ForwardOutput(output.logits.index_select(0, rows), output.features)
 
     def plan_steps(self, spans: Seq[Span]) -> list[RecordedStep] | None:
@@ -242,12 +241,13 @@ class CudaGraphRunner:
         """Compute the logits of a step, valid until the next pass."""
         recorded = self._fitting(step.spans)
         assert recorded is not None, "plan_steps found a bucket"
-        if not recorded.static.fill(step.spans):
+        static, replay = recorded
+        if not static.fill(step.spans):
             batch = ForwardBatch.of(step.spans, self._cache, self._plan_attention)
             batch.input_ids.copy_(step.input_ids)
             return self._forward(batch, self._logits[: len(step.spans)]).logits
-        recorded.static.batch.input_ids[: len(step.spans)].copy_(step.input_ids)
-        return recorded.replay().logits[: len(step.spans)]
+        static.batch.input_ids[: len(step.spans)].copy_(step.input_ids)
+        return replay().logits[: len(step.spans)]
 
     def _fitting(self, spans: Seq[Span]) -> _RecordedBatch | None:
         if not self._has_trees and any(span.parents for span in spans):

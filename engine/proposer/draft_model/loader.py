@@ -136,14 +136,6 @@ def _complete(data: bytes) -> str:
         return data[: error.start].decode()
 
 
-@dataclass(frozen=True, slots=True)
-class Drafter:
-    """A loaded draft model; `ahead` is set if it also drafts ahead of verification."""
-
-    proposer: ModelProposer | TextProposer
-    ahead: AheadDrafter | None = None
-
-
 def load_drafter(
     model: ModelConfig,
     cache: CacheConfig,
@@ -152,17 +144,15 @@ def load_drafter(
     tree: TreeConfig | None = None,
     *,
     is_ahead: bool = False,
-) -> Drafter:
-    """Load a draft model for the target at `target_path`.
-
-    With `is_ahead` it also drafts ahead of verification.
+) -> tuple[ModelProposer | TextProposer, AheadDrafter | None]:
+    """Load a draft model for the target at `target_path`; with `is_ahead` also its drafter ahead of verification.
 
     Raises:
         ConfigError: the model cannot be served, or does not fit the target.
     """
     choice = choose_vocabulary(target_path, model.path, needs_ids=is_ahead or tree is not None)
     if choice.vocabulary is DraftVocabulary.TEXT:
-        return Drafter(TextProposer(ModelProposer.from_config(model, cache, scheduler), choice.require_pair()))
+        return TextProposer(ModelProposer.from_config(model, cache, scheduler), choice.require_pair()), None
     translation, tokenizer_path = None, None
     if choice.vocabulary is DraftVocabulary.INTERSECTION:
         translation, tokenizer_path = SharedTokens(choice.require_pair()), target_path
@@ -170,4 +160,4 @@ def load_drafter(
     proposer = ModelProposer.from_config(
         model, cache, scheduler, vocab_size, tree, translation=translation, tokenizer_path=tokenizer_path
     )
-    return Drafter(proposer, proposer.ahead_drafter() if is_ahead else None)
+    return proposer, proposer.ahead_drafter() if is_ahead else None

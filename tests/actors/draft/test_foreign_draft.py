@@ -25,10 +25,9 @@ CACHE = CacheConfig(num_blocks=256, memory_bytes=None)
 def serving(folders: Folders, path: Path, *, is_ahead: bool) -> Iterator[None]:
     """A draft process, as a thread."""
     model = ModelConfig(str(folders.draft), dtype="float32")
-    drafter = load_drafter(model, CACHE, SchedulerConfig(), str(folders.target), is_ahead=is_ahead)
-    proposer = drafter.proposer
+    proposer, ahead = load_drafter(model, CACHE, SchedulerConfig(), str(folders.target), is_ahead=is_ahead)
     listener = FrameListener(path)
-    server = DraftServer(listener, proposer, proposer.model_version, drafter.ahead, counts=lambda: proposer.counts)
+    server = DraftServer(listener, proposer, proposer.model_version, ahead, counts=lambda: proposer.counts)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:

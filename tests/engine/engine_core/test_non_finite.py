@@ -277,13 +277,13 @@ def test_a_draft_model_that_overflows_drafts_nothing_and_is_counted(
 ) -> None:
     target, draft = folders("float32", 0.4), folders("float32")
     config = ModelConfig(str(draft), dtype=ModelDtype.FLOAT32, device="cpu")
-    drafter = load_drafter(config, CacheConfig(num_blocks=24), SchedulerConfig(), str(target), tree)
+    proposer, _ = load_drafter(config, CacheConfig(num_blocks=24), SchedulerConfig(), str(target), tree)
     asked = [
         request(name, prompt, temperature=1.0, seed=3, speculation=SpeculationParams(verify=verify))
         for name, prompt in (("sound", CLEAN), ("poisoned", POISONED))
     ]
     plain = texts(run(new_core(target, "float32"), *asked))
-    core = new_core(target, "float32", "auto", drafter.proposer, tree=tree)
+    core = new_core(target, "float32", "auto", proposer, tree=tree)
     chunks = run(core, *asked)
     if verify is VerifyMode.COUPLED:
         assert texts(chunks) == plain

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from actors.engine_loop.engine_loop import AbortAll, EngineLoop
+from actors.engine_loop.engine_loop import EngineLoop
 from actors.shell_messages import Abort, Add
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
@@ -691,7 +691,7 @@ def test_a_request_that_is_aborted_while_its_grammar_is_compiled_never_runs(fold
     loop.submit(Abort("aborted"))
     loop._carry_out_commands()
     assert set(loop._preparing) == {"all"}
-    loop.submit(AbortAll())
+    loop.abort_all()
     loop._carry_out_commands()
     assert compiled.result(60)
     loop._carry_out_commands()

@@ -62,7 +62,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 def intersection(folders: Folders, tree: TreeConfig | None = None) -> Proposer:
     model = ModelConfig(str(folders.draft), dtype="float32", num_threads=1)
-    return load_drafter(model, CACHE, SchedulerConfig(), str(folders.target), tree).proposer
+    return load_drafter(model, CACHE, SchedulerConfig(), str(folders.target), tree)[0]
 
 
 def ahead(folders: Folders) -> Proposer:
@@ -203,9 +203,9 @@ def test_trees_and_drafts_made_ahead_do_not_go_through_text(folders: Folders) ->
     with patch(COVERAGE, 1.1):
         assert isinstance(intersection(folders), TextProposer)
         assert isinstance(intersection(folders, TreeConfig()), ModelProposer)
-        drafter = load_drafter(model, CACHE, SchedulerConfig(), str(folders.target), is_ahead=True)
-    assert isinstance(drafter.proposer, ModelProposer)
-    assert drafter.ahead is not None
+        proposer, ahead = load_drafter(model, CACHE, SchedulerConfig(), str(folders.target), is_ahead=True)
+    assert isinstance(proposer, ModelProposer)
+    assert ahead is not None
 
 
 # ---- verification by ratios: samples against the exact distribution -------------------------------------------------
