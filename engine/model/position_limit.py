@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from protos.errors import ConfigError
+
 _SIZES = ("max_position_embeddings", "n_positions")
 _OTHER_SIZES = ("max_target_positions", "max_seq_len", "max_sequence_length", "model_max_length", "seq_length", "n_ctx")
 _LENGTH = re.compile(r"window|length|position|chunk|max_seq|seq_len|n_ctx|floor_scale|context")
@@ -34,6 +36,17 @@ def max_positions(config: PreTrainedConfig) -> int | None:
     limits.append(getattr(config, "attention_chunk_size", None))
     limits += [rope.get("original_max_position_embeddings") for rope in _ropes(config) if _depends_on_length(rope)]
     return min((limit for limit in limits if limit), default=None)
+
+
+def length_limit(config: PreTrainedConfig, configured: int | None, num_slots: int) -> int:
+    """Return the most tokens of a sequence. Raises ConfigError if configured above the model's positions."""
+    positions = max_positions(config) or num_slots
+    if configured is not None and configured > positions:
+        raise ConfigError(
+            f"scheduler.max_model_len is {configured}, but the model has {positions} positions; lower it, "
+            "or scale them in its config.json, for example by YaRN"
+        )
+    return positions if configured is None else configured
 
 
 def unread_lengths(config: PreTrainedConfig) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Passes on a GPU: a warm-up, so that no request waits for a compiler, and a host at most two passes ahead."""
+"""Passes on a GPU: which are recorded, a warm-up before any request, and a host at most two passes ahead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.attention.backend import is_triton
+from engine.attention.base import PlanAttention
 from engine.batch.span import Span, SpanStates
+from engine.config import GraphConfig, GraphKind
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.sampler import Sampler
 from engine.sequence.request_tokens import ZEROS
@@ -54,6 +57,20 @@ def _draw(logits: Tensor) -> None:
         row = LogitsRow(sampling, [0], 1)
         sampler.draw(logits, [row])
         sampler.apply_processors(logits, [row])
+
+
+def has_recordings(graphs: GraphConfig, device: torch.device, plan_attention: PlanAttention) -> bool:
+    """True if small passes are to be recorded; logs why a GPU does not record them."""
+    if graphs.kind is GraphKind.OFF or not graphs.row_counts:
+        return False
+    if graphs.kind is GraphKind.EAGER:
+        return True
+    if device.type != "cuda":
+        return False
+    if not is_triton(plan_attention):
+        logger.info("passes are not recorded: CUDA graphs need the Triton attention kernel")
+        return False
+    return True
 
 
 class _Event(Protocol):

@@ -28,8 +28,8 @@ from engine.model.checkpoint.scheme import SECTIONS, scheme_of
 from engine.model.draft_heads.loader import load_head
 from engine.model.generation_defaults import unknown_ends
 from engine.model.loader import load_config
-from engine.model.position_limit import unread_warning
-from engine.model.runner.model_runner import length_limit, usable_quantization
+from engine.model.position_limit import length_limit, unread_warning
+from engine.model.runner.served_weights import usable_quantization
 from engine.model.tensor_parallel import check_divisible, shard_plan
 from engine.recurrent.state_pass import RecordingStates
 from engine.recurrent.stock_functions import connect
