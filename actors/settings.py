@@ -138,3 +138,9 @@ class PairSettings:
         """Settings with one draft model each, by its method. The deployment's own draft comes first."""
         models = (each for each in (self.draft, *self.more_drafts) if each.model is not None)
         return {each.method: replace(self, draft=each, more_drafts=()) for each in models}
+
+    def with_draft_at(self, path: str) -> PairSettings:
+        """Return the settings with the draft model at `path`."""
+        model = self.draft.model
+        assert model is not None, "the pair has a draft model"
+        return replace(self, draft=replace(self.draft, model=replace(model, path=path)))

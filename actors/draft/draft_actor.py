@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -55,13 +54,6 @@ def read_choice(folder: Path) -> DraftChoice | None:
         return None
 
 
-def with_draft_at(settings: PairSettings, path: str) -> PairSettings:
-    """Return the settings with the draft model at `path`."""
-    model = settings.draft.model
-    assert model is not None, "the pair has a draft model"
-    return replace(settings, draft=replace(settings.draft, model=replace(model, path=path)))
-
-
 class DraftActor:
     """Loads the draft in the background and serves the target over a socket in `folder`.
 
@@ -72,7 +64,7 @@ class DraftActor:
         configure_logging()
         choice = read_choice(folder)
         self._generation = 0 if choice is None else choice.generation
-        self._settings = settings if choice is None else with_draft_at(settings, choice.path)
+        self._settings = settings if choice is None else settings.with_draft_at(choice.path)
         self._folder = folder
         self._thread = ActorThread("DraftActor", self._serve, settings.niceness)
 

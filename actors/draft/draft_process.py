@@ -1,4 +1,4 @@
-"""The process of a `DraftActor`: the draft model, and its end of the channel."""
+"""The process of a `DraftActor`, and the check of a checkpoint that is to replace its draft while it serves."""
 
 from __future__ import annotations
 
@@ -16,6 +16,17 @@ from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.loader import TextProposer, load_drafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
 
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from actors.settings import PairSettings
+from engine.model.checkpoint.completeness import refuse_not_finite
+from engine.model.loader import load_config
+from engine.proposer.vocab_mapping.choice import choose_vocabulary
+from protos.errors import ConfigError, RequestError
 
 @without_compiler()
 def load_draft(settings: PairSettings) -> tuple[ModelProposer | TextProposer, AheadDrafter | None]:
@@ -55,3 +66,73 @@ def serve_draft(settings: PairSettings, folder: Path, is_ready: Callable[[], Non
     )
     is_ready()
     server.run()
+
+
+_GPU = "cuda"
+
+
+def _refuse_other_vocabulary(settings: PairSettings, path: str) -> None:
+    """Raise ConfigError unless the candidate's tokens map to the target's as the present draft's tokens do."""
+    target, draft = settings.engine.model.path, settings.draft
+    assert draft.model is not None, "the pair has a draft model"
+    config = load_config(path)
+    needs_ids = draft.is_ahead or settings.engine.speculation.tree is not None
+    usual = choose_vocabulary(target, draft.model.path, needs_ids=needs_ids)
+    found = choose_vocabulary(target, path, needs_ids=needs_ids)
+    if usual.pair is None:
+        draft_size, target_size = int(config.get_text_config().vocab_size), usual.target_tokens.vocab_size
+        if found.pair is not None:
+            raise ConfigError(
+                f"its vocabulary ({draft_size} tokens) differs from the target's ({target_size}); give a draft with "
+                "the target's tokenizer, or set draft.path in deploy.yaml and deploy again"
+            )
+    elif found.vocabulary is not usual.vocabulary:
+        raise ConfigError(
+            f"it needs the vocabulary translation {str(found.vocabulary)!r}, and the present draft uses "
+            f"{str(usual.vocabulary)!r}; set draft.path in deploy.yaml and deploy again"
+        )
+
+
+def _refuse_unloadable(settings: PairSettings, path: str) -> None:
+    """Load the candidate as a draft process would, with a small pool.
+
+    A GPU has no room for two drafts, so there the candidate's start is the check.
+    """
+    model, cache = settings.draft.model, settings.draft.cache
+    assert model is not None, "as above"
+    assert cache is not None, "a draft model has a pool"
+    if model.device.startswith(_GPU):
+        return
+    pool = replace(cache, num_blocks=8, memory_bytes=None, gpu_memory_utilization=None)  # few: nothing is drafted here
+    chosen = settings.with_draft_at(path)
+    load_draft(replace(chosen, draft=replace(chosen.draft, cache=pool)))
+
+
+@contextmanager
+def checked(path: str) -> Iterator[Path]:
+    """Yield the folder of a candidate. A ConfigError of the check becomes a RequestError with its reason."""
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise RequestError(
+            f"The draft {path!r} has no config.json on node {socket.gethostname()}; give the absolute path of a "
+            "checkpoint folder that exists on every node with a pair.",
+            param="path",
+        )
+    try:
+        yield folder
+    except ConfigError as error:
+        raise RequestError(f"The draft {path!r} is refused: {error.message}.", param="path") from None
+
+
+def check_candidate(settings: PairSettings, path: str) -> None:
+    """Check that the checkpoint at `path` can be the draft of a pair with these settings.
+
+    The check covers files, weight values, vocabulary and memory. On a CPU the draft is loaded whole.
+
+    Raises:
+        RequestError: it cannot; the message has the reason.
+    """
+    with checked(path) as folder:
+        refuse_not_finite(folder)
+        _refuse_other_vocabulary(settings, path)
+        _refuse_unloadable(settings, path)

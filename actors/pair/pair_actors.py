@@ -118,7 +118,7 @@ class DraftHandle:
 
 
 def _check_candidate(settings: PairSettings, path: str) -> None:
-    from actors.draft.candidate_check import check_candidate  # loads torch, which the shell must not
+    from actors.draft.draft_process import check_candidate  # loads torch, which the shell must not
 
     os.nice(10)  # the serving pair gets the cores first
     check_candidate(settings, path)

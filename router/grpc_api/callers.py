@@ -1,19 +1,26 @@
-"""The callers that gRPC admits: with a key if keys are required, and only through the proxy.
+"""The callers that gRPC admits, and their places for messages that are being read.
 
 Serve's gRPC servers listen on all addresses of a node, even if clients get only one. In a cluster of one machine the
 proxy calls them over loopback, and `LOCAL_PROXY` is set.
+
+A message arrives as slowly as its sender wants, so a place is only lent. While others wait, a place whose message has
+not arrived after `grace_s` moves from the caller with the most places to the waiting caller with the fewest.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import math
 import os
+from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote
 
-from protos.errors import PermissionDeniedError
+from protos.errors import OverloadedError, PermissionDeniedError
 from router.api_keys import ApiKeys, Client
 
 if TYPE_CHECKING:  # the command line takes a name from here
@@ -72,3 +79,158 @@ def address(context: CallContext, *, has_proxy: bool) -> str:
     if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
         return str(ipaddress.ip_network((found, 64), strict=False))  # one client owns all addresses of such a network
     return str(getattr(found, "ipv4_mapped", None) or found)
+
+
+@dataclass(slots=True, eq=False)
+class ReadingPlace:
+    """One place; `lost` is done when the place went to another caller, and cancelled when it was released."""
+
+    places: ReadingPlaces
+    caller: str
+    lost: asyncio.Future[None]
+    taken_s: float
+    is_read: bool = False  # its message has arrived: the place can no longer be taken away
+
+    def leave(self) -> None:
+        """Release the place; idempotent."""
+        self.places.leave(self)
+
+
+class ReadingPlaces:
+    """The places of one event loop.
+
+    Args:
+        num_places: for all callers.
+        num_of_caller: per caller.
+        grace_s: time for a message to arrive while others wait.
+        wait_s: longest wait for a place.
+    """
+
+    def __init__(self, num_places: int, num_of_caller: int, *, grace_s: float, wait_s: float) -> None:
+        self._num_places = num_places
+        self._num_of_caller = num_of_caller
+        self._grace_s = grace_s
+        self._wait_s = wait_s
+        self._taken: dict[ReadingPlace, None] = {}  # the longest held first
+        self._num_taken: Counter[str] = Counter()
+        self._waiting: dict[str, list[asyncio.Future[ReadingPlace]]] = {}  # by caller, the latest call last
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        """Return the number of places in use."""
+        return len(self._taken)
+
+    async def take(self, caller: str) -> ReadingPlace:
+        """Take a place, waiting for one if necessary. Raises OverloadedError if the wait is too long."""
+        if not self._waiting and self._has_room(caller):
+            return self._taken_by(caller)
+        place: asyncio.Future[ReadingPlace] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(caller, []).append(place)
+        # Then the longest waiting call of the caller with the most is refused.
+        if sum(map(len, self._waiting.values())) > 1024:
+            self._drop_one()
+        self._share()
+        try:
+            await asyncio.wait({place}, timeout=self._wait_s)
+        except asyncio.CancelledError:
+            if place.done() and place.exception() is None:
+                place.result().leave()
+            raise
+        finally:
+            if not place.done():
+                self._forget(caller, place)
+        if not place.done():
+            raise self._refusal()
+        return place.result()
+
+    def leave(self, place: ReadingPlace) -> None:
+        """Release a place; ignored if it was released or lost."""
+        if place in self._taken:
+            self._release(place)
+            place.lost.cancel()
+            self._share()
+
+    def _release(self, place: ReadingPlace) -> None:
+        del self._taken[place]
+        self._num_taken[place.caller] -= 1
+        if not self._num_taken[place.caller]:
+            del self._num_taken[place.caller]
+
+    def _forget(self, caller: str, place: asyncio.Future[ReadingPlace]) -> None:
+        self._waiting[caller].remove(place)
+        if not self._waiting[caller]:
+            del self._waiting[caller]
+
+    def _refusal(self) -> OverloadedError:
+        return OverloadedError(
+            f"{self._num_of_caller} messages of this client, or {self._num_places} in total, are being read; send this "
+            "one again later.",
+            retry_after_s=self._wait_s,
+        )
+
+    def _drop_one(self) -> None:
+        caller = max(self._waiting, key=lambda each: len(self._waiting[each]))
+        dropped = self._waiting[caller][0]
+        self._forget(caller, dropped)
+        dropped.set_exception(self._refusal())
+
+    def _share(self) -> None:
+        """Give out places while somebody can have one; schedule the next look for when a place can be taken away.
+
+        The callers with the fewest places come first, and of a caller its latest call: if all of its places are held
+        up, that is the call whose client still waits.
+        """
+        if self._timer is not None:
+            self._timer.cancel()
+        times_s = [math.inf]
+        has_given = True
+        while has_given and self._waiting:
+            has_given = False
+            for caller in sorted(self._waiting, key=lambda each: self._num_taken[each]):
+                ripe_s = self._make_room(caller)
+                if ripe_s is not None:
+                    times_s.append(ripe_s)
+                    continue
+                place = self._waiting[caller][-1]
+                self._forget(caller, place)
+                place.set_result(self._taken_by(caller))
+                has_given = True
+        next_s = min(times_s)
+        self._timer = None if next_s == math.inf else asyncio.get_running_loop().call_at(next_s, self._share)
+
+    def _make_room(self, caller: str) -> float | None:
+        """Return None if the caller can have a place now, if necessary one taken from another message.
+
+        Otherwise return the time when one can be taken away; `inf` if never.
+        """
+        if self._has_room(caller):
+            return None
+        slowest = self._slowest(caller)
+        if slowest is None:
+            return math.inf
+        ripe_s = slowest.taken_s + self._grace_s
+        if ripe_s > asyncio.get_running_loop().time():
+            return ripe_s
+        self._release(slowest)
+        slowest.lost.set_result(None)
+        return None
+
+    def _has_room(self, caller: str) -> bool:
+        return len(self._taken) < self._num_places and self._num_taken[caller] < self._num_of_caller
+
+    def _slowest(self, caller: str) -> ReadingPlace | None:
+        """Return the place that a caller takes next: its own if it is at its limit, else another caller's."""
+        if self._num_taken[caller] >= self._num_of_caller:
+            return next((place for place in self._taken if place.caller == caller and not place.is_read), None)
+        unread = [place for place in self._taken if not place.is_read]
+        most = max((self._num_taken[place.caller] for place in unread), default=0)
+        if most <= self._num_taken[caller]:
+            return None
+        return next(place for place in unread if self._num_taken[place.caller] == most)
+
+    def _taken_by(self, caller: str) -> ReadingPlace:
+        loop = asyncio.get_running_loop()
+        place = ReadingPlace(self, caller, loop.create_future(), loop.time())
+        self._taken[place] = None
+        self._num_taken[caller] += 1
+        return place

@@ -21,7 +21,7 @@ from engine.model.checkpoint.unread_weight import QuantizedWeight
 from engine.model.linear import quantized_linear
 from engine.model.linear.weight_store import NO_STORE
 from engine.model.loader import load_model
-from engine.model.runner import model_runner
+from engine.model.runner import served_weights
 from engine.model.runner.model_runner import ModelRunner
 from tests.engine.fixtures.attention_fixtures import DEVICE
 from tests.engine.fixtures.families import SERVED, write_family
@@ -60,8 +60,8 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[FewBitsProduct]:
     for module in (loader, paged_model, quantized_linear):
         monkeypatch.setattr(module, "reads_few_bits", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))  # for messages
-    monkeypatch.setattr(model_runner, "kept_weights", no_store)
-    monkeypatch.setattr(model_runner, "leave_checkpoint", lambda *_, **__: None)
+    monkeypatch.setattr(served_weights, "kept_weights", no_store)
+    monkeypatch.setattr(served_weights, "leave_checkpoint", lambda *_, **__: None)
     monkeypatch.setattr(triton_few_bits, "FewBitsProduct", Noted)
     return made
 

@@ -18,7 +18,7 @@ from engine.config import CacheConfig, ModelConfig
 from engine.model.linear import gated_linear, packed_linear
 from engine.model.linear.packed_linear import PackedLinear, can_pack, can_reorder, linear_of, pack_linears
 from engine.model.loader import load_model
-from engine.model.runner import model_runner
+from engine.model.runner import served_weights
 from engine.model.runner.model_runner import ModelRunner
 from tests.engine.fixtures.families import SERVED, write_family
 
@@ -91,7 +91,7 @@ def test_a_runner_holds_no_weight_beside_the_packed_ones(
         weights.update({name: weakref.ref(weight) for name, weight in model.named_parameters() if weight.dim() == 2})
         return model
 
-    monkeypatch.setattr(model_runner, "load_model", load_and_watch)
+    monkeypatch.setattr(served_weights, "load_model", load_and_watch)
     model = ModelConfig(str(tmp_path), "bfloat16", "cpu", deterministic=deterministic)
     runner = ModelRunner(model, CacheConfig(num_blocks=2))
     gc.collect()

@@ -20,7 +20,7 @@ from engine.model.linear.quantized_linear import (
     to_int4,
 )
 from engine.model.loader import model_version
-from engine.model.runner import model_runner
+from engine.model.runner import served_weights
 from engine.model.runner.model_runner import ModelRunner
 from protos.errors import ConfigError
 from tests.engine.fixtures.checkpoints import write_checkpoint
@@ -198,6 +198,6 @@ def test_speculation_changes_no_token_of_a_quantised_target(folder: Path, quanti
 
 
 def test_a_machine_without_the_units_refuses_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "can_quantize", lambda device: False)
+    monkeypatch.setattr(served_weights, "can_quantize", lambda device: False)
     with pytest.raises(ConfigError, match=r"quantization is 'int8'.*AVX2"):
         ModelRunner(ModelConfig(str(folder), "float32", quantization="int8"), CacheConfig(num_blocks=4))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.draft.candidate_check import check_candidate
+from actors.draft.draft_process import check_candidate
 from actors.settings import DraftSettings, PairSettings
 from engine.config import CacheConfig, EngineConfig, ModelConfig
 from engine.model.checkpoint import node_memory
