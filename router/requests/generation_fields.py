@@ -22,12 +22,12 @@ MAX_LOGPROBS = 20
 
 
 def _whole(value: object) -> object:
-    """Return a whole number that is written as 5.0 as an integer."""
+    """Return 5.0 as 5, and any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _text(value: object) -> object:
-    """Return a number as a text, for names that some clients send as numbers."""
+    """Return a number as a text: some clients send names as numbers."""
     return str(value) if type(value) is int else value
 
 

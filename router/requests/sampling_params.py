@@ -120,7 +120,7 @@ def check_prediction(params: GenerateParams, card: ModelCard) -> None:
 
 
 def check_approximate(params: GenerateParams, card: ModelCard, num_choices: int) -> None:
-    """Raise `RequestError` if `speculation.mode` is approximate and cannot be, or a threshold comes without it."""
+    """Raise `RequestError` if `speculation.mode` cannot be approximate, or a threshold comes without that mode."""
     fields, wishes = params.fields, params.fields.speculation or SpeculationFields()
     if wishes.mode is not SpeculationMode.APPROXIMATE:
         if wishes.threshold is not None:

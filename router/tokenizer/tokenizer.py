@@ -16,7 +16,7 @@ from protos.token_bytes import find_token_bytes
 class Tokenizer:
     """One model's tokenizer.
 
-    Safe to share between coroutines. `core` must not truncate or pad; `load_tokenizer` sees to it.
+    Safe to share between coroutines. `core` must not truncate or pad, as `load_tokenizer` ensures.
     """
 
     def __init__(self, core: TokenizerCore) -> None:
@@ -28,7 +28,7 @@ class Tokenizer:
         self._longest_token = max(map(len, core.get_vocab()), default=1)
 
     def max_text_len(self, num_tokens: int) -> int:
-        """Return the number of characters that a text of so many tokens has at most."""
+        """Return the most characters that a text of `num_tokens` tokens can have."""
         return num_tokens * self._longest_token
 
     @property

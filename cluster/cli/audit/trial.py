@@ -68,7 +68,7 @@ class Trial:
         return part
 
     def drop(self, part: Evidence) -> None:
-        """Plan no longer for a part that cannot have draws."""
+        """Leave a part that cannot have draws out of the plan."""
         self._planned.remove(part)
 
     def hits(self, rate: float = FAULT_RATE) -> HitEvidence:
@@ -97,7 +97,7 @@ class Trial:
 
     @property
     def num_needed(self) -> int:
-        """Draws that the stated power takes."""
+        """Draws needed for the stated power."""
         return sum(part.num_needed(self.part_threshold) for part in self._planned)
 
     @property
@@ -183,7 +183,7 @@ class Audit:
     plain: Server | None = None  # the server without drafts, once a request is known that turns them off
 
     def open_prompts(self, number: int) -> list[Prompt]:
-        """Return the prompts whose first tokens show most.
+        """Return the `number` prompts with the most open first tokens.
 
         Raises:
             NoVerdictError: the server reports no distributions.

@@ -1,7 +1,6 @@
 """Fields of other servers that affect the answer: translated where they mean the same, or refused by name.
 
-A field that no server here knows is ignored and named; one of these may not be. It is in force for bodies over HTTP,
-where names are free.
+Any other unknown field is ignored, and the answer names it. Only bodies over HTTP are translated: gRPC has a schema.
 """
 
 from __future__ import annotations

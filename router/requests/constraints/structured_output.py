@@ -40,7 +40,7 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """`response_format`, as OpenAI has it; `schema`, `pattern` and `grammar` are how other servers send the same."""
+    """OpenAI's `response_format`, with the fields of other servers for the same: `schema`, `pattern`, `grammar`."""
 
     type: Annotated[ResponseFormatType, Field(strict=False)]
     json_schema: JsonSchemaFormat | None = None
@@ -100,7 +100,7 @@ class Constraint:
     value: Any
 
     def grammar(self) -> Grammar:
-        """Return the grammar that it is; takes some milliseconds for a large one. Raises RequestError."""
+        """Return the engine's grammar; a large schema takes some milliseconds. Raises RequestError."""
         return Grammar(self.kind, self._source(), self.param)
 
     def _source(self) -> str:
@@ -113,7 +113,7 @@ class Constraint:
 
 
 class Constraints(Body):
-    """The fields of a body that constrain its output; at most one may."""
+    """The fields that constrain an output; at most one may be set."""
 
     response_format: ResponseFormat | None = None
     guided_json: Any = None  # a JSON schema, as an object or as its text
@@ -121,7 +121,7 @@ class Constraints(Body):
     guided_choice: Choices | None = None
     guided_grammar: str | None = None  # Lark or GBNF
     structured_outputs: StructuredOutputs | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=65_536)] | None = None  # or the end
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=65_536)] | None = None  # the end is allowed too
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Constraints:
