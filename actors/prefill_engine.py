@@ -24,8 +24,16 @@ from engine.accounting.engine_stats import EngineStats, FetchFailure
 from engine.engine_core.loading import load_engine
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
-from engine.remote_prefill.kv_transfer import BlockExporter, ExportedBlocks
-from engine.remote_prefill.kv_transfer import ChunkHeader, FetchAccepted, FetchEnd, FetchOrder, KVLayout, RemoteLoad
+from engine.remote_prefill.kv_transfer import (
+    BlockExporter,
+    ChunkHeader,
+    ExportedBlocks,
+    FetchAccepted,
+    FetchEnd,
+    FetchOrder,
+    KVLayout,
+    RemoteLoad,
+)
 from engine.sequence.request_tokens import TokenBlocks
 from protos.errors import UnavailableError
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk

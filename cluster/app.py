@@ -35,11 +35,11 @@ from cluster.placement import (
     log_missing_nodes,
     plan_pair,
 )
-from cluster.topology import pin_devices, read_topology
 from cluster.preflight import check_driver, check_files
 from cluster.replica_settings import ingress_config, pair_settings, placement_request, prefill_settings
 from cluster.schema.frontends import SERVES_OWN_POLICY
 from cluster.schema.replicas import Scaled
+from cluster.topology import pin_devices, read_topology
 from engine.config import EngineConfig
 from protos.errors import ConfigError
 from router.config import RouterConfig

@@ -17,8 +17,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.settings import PairSettings
 from cluster.config import DeployConfig
 from cluster.placement import NodeResources, PairPlacement
-from cluster.topology import NodeTopology, read_topology
 from cluster.preflight import NodeRoom, check_driver, check_files, check_gpu_memory, check_room
+from cluster.topology import NodeTopology, read_topology
 from engine.model.checkpoint.node_memory import available_bytes
 from protos.errors import ConfigError, ServingError
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,22 +13,15 @@ from actors.draft.draft_server import DraftServer
 from actors.process.actor_thread import without_compiler
 from actors.process.frames import FrameListener
 from actors.settings import PairSettings
+from engine.model.checkpoint.completeness import refuse_not_finite
 from engine.model.cuda_graphs.buckets import sized
+from engine.model.loader import load_config
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.loader import TextProposer, load_drafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
-
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
-
-from actors.settings import PairSettings
-from engine.model.checkpoint.completeness import refuse_not_finite
-from engine.model.loader import load_config
 from engine.proposer.vocab_mapping.choice import choose_vocabulary
 from protos.errors import ConfigError, RequestError
+
 
 @without_compiler()
 def load_draft(settings: PairSettings) -> tuple[ModelProposer | TextProposer, AheadDrafter | None]:

@@ -31,10 +31,10 @@ from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer import Proposer
-from engine.proposer.guarded_proposer import NoProposer
-from engine.proposer.method_dispatcher import proposer_of
 from engine.proposer.draft_model.model_proposer import ModelProposer
+from engine.proposer.guarded_proposer import NoProposer
 from engine.proposer.hidden_state.factory import LiveHead
+from engine.proposer.method_dispatcher import proposer_of
 from engine.sampling.sampler import Sampler
 from engine.scheduler.scheduler import Scheduler
 from engine.verifier.verifier import Verifier

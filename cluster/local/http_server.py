@@ -335,5 +335,3 @@ async def metrics_for_operators(app: ASGIApp, scope: Scope, receive: Receive, se
         and not places.is_operator(scope["client"][0])
     )
     await (_FORBIDDEN if is_refused else app)(scope, receive, send)
-
-

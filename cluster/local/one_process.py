@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from actors.pair.local_pair import LocalPair
 from actors.process.process_logging import configure_logging, is_json_wanted
 from actors.settings import PairSettings
 from cluster.checkpoints import convert_gguf_models
@@ -17,8 +19,15 @@ from cluster.config import DeployConfig
 from cluster.deploy_file import VLLM_SERVICER_FUNCTION, DeployFile, in_url
 from cluster.local.http_server import DRAIN_S, HttpServer, Places, metrics_for_operators, share_of_files
 from cluster.local.serve_environment import tls_variables
+from cluster.placement import NodeResources, plan_pair
 from cluster.proxy.haproxy_config import ProxySettings
+from cluster.replica_settings import ingress_config, pair_settings, placement_request
+from cluster.schema.frontends import RouterSection
+from cluster.schema.replicas import PrefillSection
+from cluster.schema.section import Section
+from cluster.schema.speculation import DraftMode
 from cluster.serve_options import refusals_without_ray
+from cluster.topology import read_topology
 from protos.errors import ConfigError
 from router.api_keys import ApiKeys
 from router.client_limits import MAX_GRPC_CONNECTIONS
@@ -27,28 +36,9 @@ from router.grpc_api.api import GrpcApi
 from router.grpc_api.reading_gate import ReadingGate
 from router.grpc_api.server import connection_limits, start_grpc_server
 from router.ingress import GRPC_SERVICER_FUNCTIONS
+from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
 from router.openai.request_head import add_request_id
-
-import os
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from functools import partial
-from dataclasses import replace
-
-from actors.pair.local_pair import LocalPair
-from actors.settings import PairSettings
-from cluster.config import DeployConfig
-from cluster.placement import NodeResources, plan_pair
-from cluster.topology import read_topology
-from cluster.replica_settings import ingress_config, pair_settings, placement_request
-from cluster.schema.frontends import RouterSection
-from cluster.schema.replicas import PrefillSection
-from cluster.schema.section import Section
-from cluster.schema.speculation import DraftMode
-from protos.errors import ConfigError
-from router.generation.generation_service import GenerationService
-from router.metrics.ingress_metrics import IngressMetrics
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ from math import ceil
 
 import numpy as np
 
-from cluster.planning.roofline import ModelShape
-from cluster.planning.roofline import DeviceSpec, PassCost, pass_cost
+from cluster.planning.roofline import DeviceSpec, ModelShape, PassCost, pass_cost
 from engine.accounting.length_allocation import allocate
 from engine.config import GIB, SchedulerConfig
 from protos.errors import ConfigError

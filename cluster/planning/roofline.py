@@ -5,9 +5,6 @@ The larger of both if a device reads and computes at the same time, else their s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

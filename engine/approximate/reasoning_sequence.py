@@ -7,24 +7,17 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from tokenizers import Tokenizer
-
-from engine.config import StepConfig
-from engine.sequence.checked_draft import UnscheduledQuery
-from engine.sequence.request_tokens import DraftRule, RequestTokens
-from engine.sequence.sequence import Sequence, SequenceStatus
-from protos.messages import SpeculationMethod, SpeculationParams, StepStats
-
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from engine.config import ScorerKind, StepConfig
+from engine.sequence.checked_draft import UnscheduledQuery
+from engine.sequence.request_tokens import DraftRule, RequestTokens
+from engine.sequence.sequence import Sequence, SequenceStatus
 from protos.errors import ConfigError
-from protos.messages import MAX_STEP_SCORE
+from protos.messages import MAX_STEP_SCORE, SpeculationMethod, SpeculationParams, StepStats
+
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:

@@ -22,8 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from engine.accounting.engine_stats import ReasoningStats
-from engine.approximate.reasoning_sequence import Phase, ReasoningSequence, StepEnd, StepText
-from engine.approximate.reasoning_sequence import StepScorer, make_scorer
+from engine.approximate.reasoning_sequence import Phase, ReasoningSequence, StepEnd, StepScorer, StepText, make_scorer
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import StepConfig
 from engine.proposer import Proposer

@@ -17,12 +17,14 @@ from triton import knobs
 
 from engine.attention.ancestor_mask import ancestor_masks
 from engine.attention.base import LayerOptions
-from engine.attention.triton_tiles import Ints, RowLayout, SpanField
 from engine.attention.triton_kernel import attend_tiles, merge_splits
 from engine.attention.triton_tiles import (
     BATCH_INVARIANT_SPLIT_TOKENS,
     HeadShape,
+    Ints,
     MergeField,
+    RowLayout,
+    SpanField,
     TilePlan,
     Tiling,
     choose_split,

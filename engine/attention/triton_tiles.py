@@ -15,12 +15,6 @@ every list of the pass is derived from them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import IntEnum
-
-import numpy as np
-
-
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass

@@ -27,8 +27,8 @@ from engine.kv_cache.block_pool import KVMove
 from engine.model.draft_heads.loader import Head
 from engine.position_log.position_log import PositionLog
 from engine.proposer import Proposer
-from engine.proposer.method_dispatcher import HybridProposer
 from engine.proposer.hidden_state.factory import HeadWatch, LiveHead
+from engine.proposer.method_dispatcher import HybridProposer
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sampling.vocabulary import Vocabulary
 from engine.scheduler.async_scheduling import InFlightBatch, Overlap, SyncScheduling

@@ -21,8 +21,8 @@ from engine.position_log.position_log import PositionLog
 from engine.position_log.shard import LoggedModel
 from engine.proposer import Proposer
 from engine.proposer.guarded_proposer import NoProposer
-from engine.proposer.method_dispatcher import proposer_of
 from engine.proposer.hidden_state.factory import LiveHead, self_proposer
+from engine.proposer.method_dispatcher import proposer_of
 from engine.remote_prefill.kv_transfer import KVTransport
 from engine.remote_prefill.remote_prefill import RemotePrefill
 from engine.sampling.grammar_compiler import GrammarCompiler

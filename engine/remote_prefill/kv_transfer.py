@@ -7,6 +7,7 @@ layer its keys [P, H, D], then its values. A model with recurrent layers sends t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields
 from typing import Protocol
@@ -16,15 +17,9 @@ from torch import Tensor
 from engine.accounting.engine_stats import FetchFailure
 from engine.kv_cache.pool import LayerShape
 from engine.kv_cache.state_pool import StateShape
+from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.sequence import Sequence
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-
-from torch import Tensor
-
-from engine.sequence.batch import Batch, ScheduledSequence
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:

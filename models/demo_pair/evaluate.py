@@ -24,9 +24,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from models.training.architecture import REPETITION_PENALTY, load_checkpoint, num_parameters
-from models.training.tokens import Corpus, Document, collect
 from models.training.tokenizer import load_tokenizer, render_chat
-from models.training.tokens import encode, measuring_windows
+from models.training.tokens import Corpus, Document, collect, encode, measuring_windows
 from tuning.score import choose, generate, penalise
 
 

@@ -28,11 +28,12 @@ from models.training.architecture import (
     save_checkpoint,
     target_config,
 )
-from models.training.tokens import Corpus, collect
 from models.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from models.training.tokens import (
+    Corpus,
     RolloutPool,
     WindowStream,
+    collect,
     mixed_sources,
     plain_positions,
     skipped_positions,

@@ -23,9 +23,8 @@ from models.draft_heads.eagle3_head import eagle3_logits, train_eagle3
 from models.draft_heads.head_acceptance import measure_head
 from models.draft_heads.medusa_heads import MedusaLesson, load_heads, measure_heads, save_heads
 from models.training.architecture import load_checkpoint
-from models.training.tokens import collect
 from models.training.tokenizer import load_tokenizer
-from models.training.tokens import WindowStream, encode, mixed_sources, tokenize_corpus, write_rollouts
+from models.training.tokens import WindowStream, collect, encode, mixed_sources, tokenize_corpus, write_rollouts
 from tuning.student import TrainableMedusaHeads
 from tuning.train import Budget, TrainingReport, schedule
 

@@ -1,8 +1,14 @@
 """Training data: the Python standard library as a corpus, the tokens of an epoch, and windows of them."""
 
+import ast
+import hashlib
 import itertools
+import random
+import sysconfig
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,14 +19,6 @@ from transformers import LlamaForCausalLM
 from models.training.architecture import REPETITION_PENALTY
 from models.training.tokenizer import END_OF_TEXT, MAX_CONTEXT_TOKENS, render_chat
 from tuning.score import generate
-import ast
-import hashlib
-import random
-import sysconfig
-import textwrap
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 # Tables, generated text and deliberately broken files: many bytes, little Python.
 SKIPPED_FOLDERS = frozenset(

@@ -20,8 +20,7 @@ from google.protobuf.message import DecodeError
 
 from protos.errors import DeadlineExceededError, OverloadedError, RequestError, RequestTooLargeError, ServingError
 from router.api_keys import ApiKeys
-from router.grpc_api.callers import address, authenticate, check_peer, leave_place
-from router.grpc_api.callers import ReadingPlace, ReadingPlaces
+from router.grpc_api.callers import ReadingPlace, ReadingPlaces, address, authenticate, check_peer, leave_place
 
 MAX_MESSAGE_BYTES = 8 << 20  # as for an HTTP body; Serve's proxy gets it from `cluster.local.serve_environment`
 _LAST_TRIM_S = 2.0  # after the last large one, which has been checked and freed by then

@@ -74,8 +74,8 @@ def origins_pattern(origins: Sequence[str]) -> re.Pattern[str]:
 async def begin_in_turn(app: ASGIApp, scope: Scope, receive: Receive, send: Send, places: asyncio.Semaphore) -> None:
     """ASGI middleware: a burst of requests with bodies begins a few at a time, so that running streams get their turns.
 
-    Probes have no bodies and begin at once: all of a burst share one answer of the pairs. `places` are for requests that
-    begin in one turn of the event loop.
+    Probes have no bodies and begin at once: all of a burst share one answer of the pairs. `places` are for requests
+    that begin in one turn of the event loop.
     """
     if scope["type"] == "http" and has_body(Headers(scope=scope)):
         async with places:
@@ -203,9 +203,7 @@ async def close_unread(app: ASGIApp, scope: Scope, receive: Receive, send: Send)
         await app(scope, receive, send)
         return
     is_read = False
-    is_awaited = (
-        Headers(scope=scope).get("expect", "").lower() == "100-continue"
-    )  # the first look asks for the body
+    is_awaited = Headers(scope=scope).get("expect", "").lower() == "100-continue"  # the first look asks for the body
 
     async def noting_receive() -> Message:
         nonlocal is_read, is_awaited

@@ -9,18 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import islice
-from typing import TypeVar, get_args
+from typing import Annotated, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from pydantic_core import ErrorDetails
 
 from protos.client_text import check_parts
 from protos.errors import RequestError
-
-from typing import Annotated
-
-from pydantic import BaseModel, Field, StringConstraints
-
 from protos.served_draft import TryDraft
 
 _LIMITS = {

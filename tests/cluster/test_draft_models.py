@@ -10,8 +10,8 @@ import pytest
 from cluster.config import DeployConfig, parse_config
 from cluster.local.one_process import local_settings
 from cluster.placement import NodeResources, plan_pair
-from cluster.topology import NodeTopology
 from cluster.replica_settings import pair_settings, placement_request
+from cluster.topology import NodeTopology
 from protos.errors import ConfigError
 from tests.engine.fixtures.checkpoints import write_checkpoint
 

@@ -19,9 +19,9 @@ from cluster.placement import (
     log_missing_nodes,
     plan_pair,
 )
-from cluster.topology import NodeTopology, linked_order, order_devices, pin_devices, read_topology
 from cluster.preflight import check_gpus, check_memory
 from cluster.replica_settings import placement_request
+from cluster.topology import NodeTopology, linked_order, order_devices, pin_devices, read_topology
 from protos.errors import ConfigError
 from tests.cluster.recorded_nvml import RecordedNvml
 

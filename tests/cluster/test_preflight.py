@@ -18,7 +18,6 @@ from cluster.app import build
 from cluster.config import DeployConfig, parse_config
 from cluster.deploy_file import DeployFile
 from cluster.local.serve_environment import free_port
-from cluster.topology import Device, NodeTopology, read_topology
 from cluster.preflight import (
     NodeRoom,
     check_certificates,
@@ -30,6 +29,7 @@ from cluster.preflight import (
     check_room,
 )
 from cluster.schema.frontends import IngressSection
+from cluster.topology import Device, NodeTopology, read_topology
 from protos.errors import ConfigError
 from tests.cluster.recorded_nvml import RecordedNvml
 

@@ -21,8 +21,8 @@ from cluster.config import DeployConfig
 from cluster.deploy_file import checked_deployment
 from cluster.local.serve_environment import CONNECTION_DRAIN_S
 from cluster.placement import NodeResources, plan_pair
-from cluster.topology import NodeTopology
 from cluster.replica_settings import placement_request
+from cluster.topology import NodeTopology
 from protos import outrider_pb2
 from router.backend import migration
 from router.metrics.exposition import NAME, merge_metrics

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
-from engine.proposer.method_dispatcher import proposer_of
 from engine.proposer.draft_model.model_proposer import ModelProposer
+from engine.proposer.method_dispatcher import proposer_of
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams
 
 pytestmark = pytest.mark.real_model

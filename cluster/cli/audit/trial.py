@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from enum import StrEnum
-
-import numpy as np
-
-from cluster.cli.audit.evidence import FAULT_RATE, DrawEvidence, Evidence, HitEvidence, LeastEvidence
-from cluster.cli.audit.prediction import Claim
-from cluster.cli.audit.wire import Answer, Request
-
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, TypeVar
 
+import numpy as np
+
 from cluster.cli.audit.client import Server
-from cluster.cli.audit.evidence import DrawEvidence
+from cluster.cli.audit.evidence import FAULT_RATE, DrawEvidence, Evidence, HitEvidence, LeastEvidence
 from cluster.cli.audit.prediction import Claim, Prediction, plain_claim
-from cluster.cli.audit.wire import Answer, Choice, NoVerdictError
+from cluster.cli.audit.wire import Answer, Choice, NoVerdictError, Request
+
 
 class Verdict(StrEnum):
     """The conclusion of a check."""

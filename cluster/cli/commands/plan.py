@@ -9,7 +9,6 @@ from rich.table import Table
 from typer import Argument, Option
 
 from cluster.cli.console import console, report
-from cluster.planning.roofline import ModelShape
 from cluster.planning.replica_plan import (
     Capacity,
     Memory,
@@ -20,7 +19,7 @@ from cluster.planning.replica_plan import (
     capacity_of,
     memory_of,
 )
-from cluster.planning.roofline import DeviceSpec, PassCost
+from cluster.planning.roofline import DeviceSpec, ModelShape, PassCost
 from engine.config import GIB
 from protos.errors import ConfigError
 

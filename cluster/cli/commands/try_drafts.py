@@ -20,9 +20,8 @@ from cluster.checkpoints import resolve_model_path
 from cluster.cli.console import console, report
 from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, to_yaml
 from cluster.cli.replay_traffic import TrafficRequest, Trial, TrialFigures, read_traffic, run_trial
-from cluster.planning.roofline import ModelShape
 from cluster.planning.replica_plan import ReplicaPlan, replayed_speed_up
-from cluster.planning.roofline import DeviceSpec
+from cluster.planning.roofline import DeviceSpec, ModelShape
 from protos.errors import ConfigError, RequestError, ServingError
 from protos.messages import VerifyMode
 

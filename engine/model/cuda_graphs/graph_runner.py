@@ -96,6 +96,7 @@ class RecordedStep:
 
 _RecordedBatch = tuple[StaticBatch, Compute]  # a batch, and what computes it: a recording, or call by call
 
+
 class CudaGraphRunner:
     """Recorded passes of one model over one pool; all write their logits to one buffer."""
 

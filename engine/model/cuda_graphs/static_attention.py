@@ -21,13 +21,14 @@ from torch import Tensor
 
 from engine.attention.ancestor_mask import ancestor_masks
 from engine.attention.base import LayerOptions
-from engine.attention.triton_tiles import Ints, RowLayout
 from engine.attention.triton_attention import Launch, RowMasks, heads_of, num_processors, read_layer, split_length
 from engine.attention.triton_kernel import MERGE_FIELDS, TILE_FIELDS
 from engine.attention.triton_tiles import (
     BATCH_INVARIANT_SPLIT_TOKENS,
     PROGRAMS_PER_PROCESSOR,
     HeadShape,
+    Ints,
+    RowLayout,
     TilePlan,
     Tiling,
     choose_tiling,

@@ -172,7 +172,9 @@ class ModelRunner(ModelPool):
             self._record(graphs, max_len, most_tokens)
         trial_bytes = (1 + has_graphs) * self._bytes_per_rank_block
         logits_bytes = widest * self.vocab_size * torch.float32.itemsize
-        pool_bytes = meter.pool_bytes(trial_bytes, self._bytes_per_rank_block, logits_bytes, self._weights.second_head_bytes)
+        pool_bytes = meter.pool_bytes(
+            trial_bytes, self._bytes_per_rank_block, logits_bytes, self._weights.second_head_bytes
+        )
         del self._cache
         torch.cuda.empty_cache()
         num_bytes = self._rank.size * self._rank.least(pool_bytes)

@@ -91,7 +91,9 @@ class ServedWeights:
             quantized = replace(model, quantization=self.self_draft.quantization)
             kept_as = f"draft of {self.self_draft.num_layers} layers"
             is_shared = self.self_draft.is_shared
-            with nullcontext(NO_STORE) if is_shared else _stored(quantized, rank, dtype, device, kept_as) as draft_store:
+            with (
+                nullcontext(NO_STORE) if is_shared else _stored(quantized, rank, dtype, device, kept_as) as draft_store
+            ):
                 self.self_draft.begin(self.model.decoder, draft_store)
         trim_heap()
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from engine.accounting.engine_stats import TranslationCounts
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig, TreeConfig
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.proposer.vocab_mapping.choice import DraftVocabulary, choose_vocabulary
 from engine.proposer.vocab_mapping.byte_vocabulary import TextReader
+from engine.proposer.vocab_mapping.choice import DraftVocabulary, VocabularyPair, choose_vocabulary
 from engine.proposer.vocab_mapping.translation import SharedTokens
-from engine.proposer.vocab_mapping.choice import VocabularyPair
 from engine.sequence.checked_draft import DraftQuery, UnscheduledQuery
 from engine.sequence.request_tokens import DraftRule, RequestTokens
 from protos.messages import SamplingParams, VerifyMode

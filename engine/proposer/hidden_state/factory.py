@@ -20,10 +20,10 @@ from engine.model.draft_heads.mtp import MtpHead
 from engine.model.draft_heads.self_draft import SelfDraft
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer import HeadProposer, Proposer
-from engine.proposer.guarded_proposer import GuardedProposer
 from engine.proposer.growth.chain import Chain, ChainSampler, next_steps
 from engine.proposer.growth.tree import Tree, shape_of
 from engine.proposer.growth.tree_sampler import TreeSampler
+from engine.proposer.guarded_proposer import GuardedProposer
 from engine.proposer.hidden_state.recurrent import MtpProposer, RecurrentProposer
 from engine.proposer.hidden_state.state_proposer import BlockProposer
 from engine.sampling.sampler import Sampler

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
 import re
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from itertools import accumulate
 from pathlib import Path
 
 from tokenizers import Tokenizer as TokenizerCore
 
+from engine.sequence.request_tokens import num_equal
 from protos.errors import ConfigError
 from protos.token_bytes import find_token_bytes
-
-import codecs
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
-
-from engine.sequence.request_tokens import num_equal
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 # Possible prefixes of a text while it is encoded: some tokenizers add a space before the first word of any text.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -11,11 +12,6 @@ from engine.model.checkpoint.end_tokens import find_end_tokens
 from engine.model.loader import load_config, model_folder, tokenizer_file
 from engine.proposer.vocab_mapping.byte_vocabulary import ByteVocabulary, names_of, read_tokenizer
 from protos.errors import ConfigError
-
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-from engine.proposer.vocab_mapping.byte_vocabulary import ByteVocabulary
 
 _MAX_PADDING_SHARE = 0.01  # of the vocabulary: most padding between two sizes of one tokenizer
 

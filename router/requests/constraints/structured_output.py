@@ -121,7 +121,7 @@ class Constraints(Body):
     guided_choice: Choices | None = None
     guided_grammar: str | None = None  # Lark or GBNF
     structured_outputs: StructuredOutputs | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=65_536)] | None = None  # the end is allowed too
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=65_536)] | None = None  # and the end
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Constraints:

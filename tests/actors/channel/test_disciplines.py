@@ -26,9 +26,9 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.proposer import Proposer
-from engine.proposer.method_dispatcher import proposer_of
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
+from engine.proposer.method_dispatcher import proposer_of
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, VerifyMode
 from tests.engine.fixtures.checkpoints import Folders, write_pair
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from cluster.cli.__main__ import main
-from cluster.planning.roofline import ModelShape, read_table
 from cluster.planning.replica_plan import (
     ReplicaPlan,
     acceptance_per_position,
@@ -19,7 +18,7 @@ from cluster.planning.replica_plan import (
     memory_of,
     replayed_speed_up,
 )
-from cluster.planning.roofline import DeviceSpec
+from cluster.planning.roofline import DeviceSpec, ModelShape, read_table
 
 ROOT = Path(__file__).parents[3]
 

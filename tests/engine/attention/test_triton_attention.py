@@ -32,8 +32,8 @@ from tests.engine.fixtures.families import SERVED, write_family
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from engine.attention.triton_tiles import RowLayout
 from engine.attention.triton_attention import Launch, RowMasks, TritonAttention, paged_attention
+from engine.attention.triton_tiles import RowLayout
 
 # Rows beyond a span see nothing, and divide by it; they are not stored.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -9,8 +9,7 @@ from enum import IntEnum
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.attention.triton_tiles import Ints, RowLayout
-from engine.attention.triton_tiles import MergeField, TileField, Tiling, split_tiles, whole_tiles
+from engine.attention.triton_tiles import Ints, MergeField, RowLayout, TileField, Tiling, split_tiles, whole_tiles
 from engine.batch.span import Span
 
 TILING = Tiling(block_m=16, block_n=16, num_warps=4, num_stages=2)

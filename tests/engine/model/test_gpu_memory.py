@@ -79,7 +79,11 @@ def test_a_gpu_without_room_for_a_block_is_refused_with_all_figures() -> None:
     ("place", "purpose", "remedy"),
     [
         ("transformers.PreTrainedModel.to", r"the weights of '.*', 0\.0 GiB", "raise target.tensor_parallel_size"),
-        ("engine.model.runner.served_weights.leave_checkpoint", "the weights of '.*', packed or sharded", "raise target"),
+        (
+            "engine.model.runner.served_weights.leave_checkpoint",
+            "the weights of '.*', packed or sharded",
+            "raise target",
+        ),
         (
             "engine.model.runner.model_pool.ShardedKVLayout",
             "the KV pool",

@@ -6,9 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cluster.cli.audit.trial import PROMPTS, Audit, all_of
 from cluster.cli.audit.client import CHAT, COMPLETIONS, Server
-from cluster.cli.audit.trial import Trial
+from cluster.cli.audit.trial import PROMPTS, Audit, Trial, all_of
 from cluster.cli.audit.wire import Answer, Body, Choice, NoVerdictError, RefusedError
 
 _FORMAT_TOKENS = 300

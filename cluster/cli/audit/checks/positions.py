@@ -6,12 +6,11 @@ import asyncio
 import random
 from collections.abc import Sequence
 
-from cluster.cli.audit.trial import NUM_POSITIONS, Audit, add_path_draws, all_of
 from cluster.cli.audit.checks.sampling import top_sentence
 from cluster.cli.audit.client import Server
 from cluster.cli.audit.evidence import HitEvidence
 from cluster.cli.audit.prediction import Prediction
-from cluster.cli.audit.trial import Trial
+from cluster.cli.audit.trial import NUM_POSITIONS, Audit, Trial, add_path_draws, all_of
 from cluster.cli.audit.wire import Answer, NoVerdictError
 
 FAR = 0.1  # total variation between two asks that rounding does not explain

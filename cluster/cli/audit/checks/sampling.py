@@ -10,11 +10,10 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from cluster.cli.audit.trial import Audit, Prompt, add_first_draws, all_of, first_token
 from cluster.cli.audit.client import Server
 from cluster.cli.audit.evidence import LeastEvidence
 from cluster.cli.audit.prediction import Claim, Prediction, filtered, tempered, weighted_claim
-from cluster.cli.audit.trial import Trial
+from cluster.cli.audit.trial import Audit, Prompt, Trial, add_first_draws, all_of, first_token
 from cluster.cli.audit.wire import Answer, NoVerdictError
 
 _LEAST_DRAWS = 512  # whatever the planned fault takes

@@ -7,9 +7,8 @@ from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
-from cluster.cli.audit.trial import PROMPTS, Audit
 from cluster.cli.audit.client import Server
-from cluster.cli.audit.trial import Trial
+from cluster.cli.audit.trial import PROMPTS, Audit, Trial
 from cluster.cli.audit.wire import Answer, Body, NoVerdictError
 from cluster.cli.figures import read_metrics
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from cluster.cli.audit.trial import NUM_POSITIONS, PROMPTS, Audit, all_of
 from cluster.cli.audit.checks.positions import check_prefixes, compare_greedy, compare_prediction
 from cluster.cli.audit.client import CHAT, COMPLETIONS, Server
-from cluster.cli.audit.trial import Trial
+from cluster.cli.audit.trial import NUM_POSITIONS, PROMPTS, Audit, Trial, all_of
 from cluster.cli.audit.wire import Answer, Body, NoVerdictError, RefusedError
 
 _SWITCHES: tuple[Body, ...] = ({"speculation": {"enabled": False}}, {"speculative.n_max": 0})

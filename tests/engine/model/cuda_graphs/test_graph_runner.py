@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.attention.triton_tiles import RowLayout
 from engine.attention.torch_attention import TorchAttention
-from engine.attention.triton_tiles import HeadShape, TileField, choose_tiling
+from engine.attention.triton_tiles import HeadShape, RowLayout, TileField, choose_tiling
 from engine.batch.span import Span
 from engine.config import (
     CacheConfig,

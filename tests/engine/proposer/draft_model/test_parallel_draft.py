@@ -15,8 +15,8 @@ from engine.batch.draft import Draft
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, TreeConfig
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
-from engine.proposer.method_dispatcher import proposer_of
 from engine.proposer.draft_model.model_proposer import ModelProposer
+from engine.proposer.method_dispatcher import proposer_of
 from engine.sequence.checked_draft import DraftQuery
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, VerifyMode

@@ -13,11 +13,15 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.proposer.vocab_mapping.byte_vocabulary import ByteVocabulary, names_of
-from engine.proposer.vocab_mapping.choice import DraftVocabulary, choose_vocabulary
-from engine.proposer.vocab_mapping.byte_vocabulary import TextReader
+from engine.proposer.vocab_mapping.byte_vocabulary import ByteVocabulary, TextReader, names_of
+from engine.proposer.vocab_mapping.choice import (
+    DraftVocabulary,
+    ModelTokens,
+    VocabularyPair,
+    are_names_of_one,
+    choose_vocabulary,
+)
 from engine.proposer.vocab_mapping.translation import SameVocabulary, SharedTokens
-from engine.proposer.vocab_mapping.choice import ModelTokens, VocabularyPair, are_names_of_one
 from engine.sequence.request_tokens import num_equal
 from protos.errors import ConfigError
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, write_tokenizer
