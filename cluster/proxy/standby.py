@@ -22,11 +22,20 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 _TIMEOUT_S = 2.0
 _MAX_SENT = 253  # descriptors in one message, by Linux
 _WAITS_FOR_ROUTES = re.compile(rb"^description: waits for routes", re.MULTILINE | re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class HAProxyState:
+    """The state a HAProxy reports: its process id, and whether its configuration has no route."""
+
+    pid: int
+    is_waiting_for_routes: bool
 
 
 def main() -> None:
@@ -44,7 +53,8 @@ def main() -> None:
 def _watch(configuration: Path, admin_socket: str, haproxy: int, command: list[str]) -> None:
     os.setsid()  # Ray kills a manager's whole process group
     cluster = _parent(_parent(haproxy))  # the raylet: HAProxy is its manager's child
-    if _first_answer(admin_socket, haproxy) is not False:  # it has ended, or waits for routes
+    answer = _first_answer(admin_socket, haproxy)
+    if answer is None or answer.is_waiting_for_routes:
         return
     listeners = _listeners(admin_socket)
     _wait_for_end(haproxy)
@@ -53,12 +63,12 @@ def _watch(configuration: Path, admin_socket: str, haproxy: int, command: list[s
         _stand_in(command, configuration, admin_socket, cluster)
 
 
-def _first_answer(admin_socket: str, haproxy: int) -> bool | None:
-    """Wait until HAProxy answers whether it waits for routes; return None if it ends before that."""
+def _first_answer(admin_socket: str, haproxy: int) -> HAProxyState | None:
+    """Wait until HAProxy answers; return None if it ends before that."""
     while os.getppid() == haproxy:
         answer = answering(admin_socket)
-        if answer is not None and answer[0] == haproxy:
-            return answer[1]
+        if answer is not None and answer.pid == haproxy:
+            return answer
         time.sleep(0.1)
     return None
 
@@ -168,8 +178,8 @@ def listeners_socket(admin_socket: str) -> str:
     return f"{admin_socket}3"
 
 
-def answering(admin_socket: str) -> tuple[int, bool] | None:
-    """Return the process of the HAProxy that has an admin socket, and whether it waits for routes; None without one."""
+def answering(admin_socket: str) -> HAProxyState | None:
+    """Return the answer of the HAProxy that has an admin socket; None without one."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_TIMEOUT_S)
@@ -181,7 +191,7 @@ def answering(admin_socket: str) -> tuple[int, bool] | None:
     except OSError:
         return None
     found = re.search(rb"^Pid: (\d+)", text, re.MULTILINE)
-    return (int(found[1]), _WAITS_FOR_ROUTES.search(text) is not None) if found else None
+    return HAProxyState(int(found[1]), _WAITS_FOR_ROUTES.search(text) is not None) if found else None
 
 
 def _parent(pid: int) -> int:
