@@ -33,7 +33,7 @@ class ModelPool:
         self._model, self._head_layers, self._rank, self._dtype = model, head_layers, rank, dtype
 
     def make_pool(self, cache: CacheConfig, kind: KVDtype, *, has_padding: bool) -> None:
-        """Make the pool anew; `has_padding` adds a scratch block for padding, within a budget of bytes."""
+        """Make the pool; `has_padding` adds a scratch block for padding, within a budget of bytes."""
         shapes = [*self._model.layer_shapes, *self._head_layers]
         rank_shapes = [*self._model.rank_shapes, *self._head_layers]
         num_ranks = self._rank.size

@@ -73,7 +73,7 @@ def test_a_draft_that_fails_is_off_and_plain_decoding_goes_on(
 
     def break_it(num_steps: int) -> None:
         if num_steps == 3:
-            monkeypatch.setattr(draft._drafter.proposer, "propose", fail)
+            monkeypatch.setattr(draft._proposed, "propose", fail)
 
     with caplog.at_level(logging.ERROR):
         drafted, stats = texts(pair, draft, break_it)
