@@ -112,7 +112,6 @@ class PairSettings:
     `more_drafts` are draft models next to the deployment's own. With a `draft_share` each draft model has its own
     process; without one all run in the target's.
 
-    `niceness` is added to the niceness of computing threads, so that they give way to threads that reply to clients.
     `max_requests` counts running and queued requests. A target is killed and restarted if it does not answer a ping
     within `pong_timeout_s`, or has work and makes no progress for `step_timeout_s`. If it is not back after
     `restart_timeout_s`, the replica becomes unhealthy.
@@ -122,7 +121,6 @@ class PairSettings:
     draft: DraftSettings = DraftSettings()
     target_share: ProcessShare = ProcessShare()
     draft_share: ProcessShare | None = None  # of each draft model, if they have their own processes
-    niceness: int = 0
     kv_transport: KVTransportKind = KVTransportKind.AUTO
     max_requests: int = 320
     start_timeout_s: float = 1800.0

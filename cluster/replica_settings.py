@@ -108,7 +108,6 @@ def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSetting
         more_drafts=tuple(more),
         target_share=placement.target,
         draft_share=placement.draft,
-        niceness=0 if placement.num_gpus else 5,  # frontends first, since streams wait for their milliseconds
         kv_transport=config.prefill.kv_transport,
         max_requests=config.scheduler.max_num_sequences + config.pair.max_queued_requests,
         kv_events=None if config.pair.kv_events is None else config.pair.kv_events.endpoint,
@@ -135,7 +134,7 @@ def prefill_settings(config: DeployConfig, engine: EngineConfig, placement: Pair
             scheduler=replace(engine.scheduler, max_tokens_per_step=PREFILL_CHUNK_TOKENS),
             log=None,
         ),
-        niceness=0 if placement.num_gpus else 15,  # decoding first, then prompts
+        niceness=0 if placement.num_gpus else 10,  # decoding first, then prompts
         kv_transport=config.prefill.kv_transport,
     )
 

@@ -66,7 +66,7 @@ class DraftActor:
         self._generation = 0 if choice is None else choice.generation
         self._settings = settings if choice is None else settings.with_draft_at(choice.path)
         self._folder = folder
-        self._thread = ActorThread("DraftActor", self._serve, settings.niceness)
+        self._thread = ActorThread("DraftActor", self._serve)
 
     def ready(self) -> None:
         """Return when the model is loaded and the socket listens. Raises ConfigError if it cannot be served."""

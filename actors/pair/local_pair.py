@@ -47,9 +47,7 @@ class LocalPair(PairShell):
         with quick_imports():
             from actors.target.target_process import serve_target
 
-        thread = ActorThread(
-            "Target", partial(serve_target, self._settings, self._folder, None), self._settings.niceness
-        )
+        thread = ActorThread("Target", partial(serve_target, self._settings, self._folder, None))
         await asyncio.to_thread(thread.wait_ready, self._settings.start_timeout_s)
         self._client = TargetClient(self._folder / TARGET_SOCKET, _NoIndex())
         await self._client.wait_connected(self._settings.pong_timeout_s)

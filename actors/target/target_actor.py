@@ -28,7 +28,7 @@ class TargetActor:
         self._settings = settings
         self._folder = folder
         self._prefill = prefill
-        self._thread = ActorThread("TargetActor", self._serve, settings.niceness)
+        self._thread = ActorThread("TargetActor", self._serve)
 
     def ready(self) -> None:
         """Return when the model is loaded and the socket listens.

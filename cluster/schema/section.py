@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from protos.errors import ConfigError
 
-_NICENESS = "on nodes without GPUs a pair has niceness 5 and a prefill replica 15, elsewhere 0"
+_NICENESS = "a pair has niceness 0, a prefill replica 10 on nodes without GPUs"
 _SCALING = {
     "target_ongoing_requests": "without ttft_s and itl_ms it is 16 requests per replica; set ttft_s or itl_ms for less",
     "look_back_period_s": "it is always 30",

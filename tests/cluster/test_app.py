@@ -174,10 +174,10 @@ def test_without_prefill_replicas_there_is_no_such_deployment(model: str):
     assert pair.init_args[-1] is None
 
 
-def test_what_computes_gives_way_to_what_answers_and_prompts_to_tokens(model: str):
+def test_prefill_replicas_give_way_to_pairs(model: str):
     _, pair = deployments({"model_id": "m", "target": {"path": model}, "prefill": {"num_replicas": 1}})
     prefill: PrefillSettings = pair.init_args[-1]._bound_deployment.init_args[0]
-    assert 0 < settings_of(pair).niceness < prefill.niceness
+    assert prefill.niceness == 10
 
 
 def test_prefill_replicas_are_a_deployment_of_their_own(model: str):

@@ -206,7 +206,6 @@ def test_each_setting_of_models_arrives(paths: list[str], tmp_path: Path) -> Non
         DraftSettings(kind, model, pool),
         ProcessShare(5, 4.5),
         ProcessShare(6, 5.5),
-        niceness=5,
         kv_transport=KVTransportKind.OBJECT_STORE,
         max_requests=12,
         kv_events="tcp://127.0.0.1:6000",
@@ -221,7 +220,7 @@ def test_each_setting_of_models_arrives(paths: list[str], tmp_path: Path) -> Non
             scheduler=replace(engine.scheduler, max_tokens_per_step=512),
             log=None,
         ),
-        niceness=15,
+        niceness=10,
         kv_transport=KVTransportKind.OBJECT_STORE,
     )
 
