@@ -20,11 +20,24 @@ _NEAR = 0.99  # of the best goodput: among lengths above this, the shortest pass
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The drafts per sequence, `lengths [B]`, and the expected tokens per second with and without them."""
+    """The drafts per sequence, `lengths [B]`, and the expected tokens per second with and without them.
+
+    Attributes:
+        seconds: of the pass and its drafts.
+        least_tokens: the fewest tokens that a sequence is expected to get.
+    """
 
     lengths: Ints
     tokens_per_s: float
     plain_tokens_per_s: float
+    seconds: float
+    least_tokens: float
+
+    @classmethod
+    def plain(cls, num_sequences: int, seconds: float) -> Allocation:
+        """Return no drafts, for a pass of this length."""
+        speed = num_sequences / seconds
+        return cls(np.zeros(num_sequences, dtype=np.int64), speed, speed, seconds, 1.0)
 
 
 def allocate(
@@ -55,13 +68,14 @@ def allocate(
     if num_sequences == 1:
         draft_s = (step_s * steps + token_s * np.arange(1.0, num_positions + 1.0)).tolist()
         return _allocate_to_one(acceptance[0].tolist(), row_seconds.tolist(), draft_s, max_seconds)
-    plain = num_sequences / row_seconds[0]
+    without = Allocation.plain(num_sequences, float(row_seconds[0]))
+    plain = without.tokens_per_s
     # Order all drafts by acceptance; equal ones by position, so that lengths stay prefixes.
     order = np.argsort(-acceptance.T, axis=None, kind="stable")
     chances = acceptance.T.ravel()[order]
     max_drafts = min(len(row_seconds) - 1, int((chances > 0).sum()))
     if max_drafts == 0:
-        return Allocation(np.zeros(num_sequences, dtype=np.int64), plain, plain)
+        return without
     # Compute the goodput of every longest length (rows) with every number of drafts (columns).
     depths = order // num_sequences + 1  # [B * K]
     longest = np.arange(1, num_positions + 1)[:, None]  # [K, 1]
@@ -71,20 +85,27 @@ def allocate(
     seconds = np.append(row_seconds, np.inf)[num_drafts] + step_s * steps[:, None] + token_s * num_drafts
     goodput = np.where(seconds <= max_seconds, tokens / seconds, 0.0)
     if (best := goodput.max()) <= plain:
-        return Allocation(np.zeros(num_sequences, dtype=np.int64), plain, plain)
+        return without
     # Choose the shortest pass among the nearly best ones.
     is_near = goodput >= max(_NEAR * best, np.nextafter(plain, np.inf))
     best_longest, best_last = np.unravel_index(int(np.where(is_near, seconds, np.inf).argmin()), goodput.shape)
-    chosen = order[: best_last + 1][is_in[best_longest, : best_last + 1]]
-    lengths = np.bincount(chosen % num_sequences, minlength=num_sequences)
-    return Allocation(lengths, float(goodput[best_longest, best_last]), plain)
+    is_chosen = is_in[best_longest, : best_last + 1]
+    chosen = order[: best_last + 1][is_chosen] % num_sequences
+    gained = np.bincount(chosen, chances[: best_last + 1][is_chosen], num_sequences)
+    return Allocation(
+        lengths=np.bincount(chosen, minlength=num_sequences),
+        tokens_per_s=float(goodput[best_longest, best_last]),
+        plain_tokens_per_s=plain,
+        seconds=float(seconds[best_longest, best_last]),
+        least_tokens=1.0 + float(gained.min()),
+    )
 
 
 def _allocate_to_one(
     acceptance: list[float], row_seconds: list[float], draft_s: list[float], max_seconds: float
 ) -> Allocation:
     """Allocate to a single sequence; a short loop is faster than arrays."""
-    plain, tokens = 1.0 / row_seconds[0], 1.0
+    without, tokens = Allocation.plain(1, row_seconds[0]), 1.0
     goodputs = []
     for chance, seconds, own_s in zip(acceptance, row_seconds[1:], draft_s, strict=False):
         if chance <= 0.0:
@@ -92,10 +113,12 @@ def _allocate_to_one(
         tokens += chance
         pass_s = seconds + own_s
         goodputs.append(tokens / pass_s if pass_s <= max_seconds else 0.0)
+    plain = without.tokens_per_s
     if not goodputs or (best := max(goodputs)) <= plain:
-        return Allocation(np.array([0]), plain, plain)
+        return without
     length, goodput = next((i, each) for i, each in enumerate(goodputs, 1) if each >= _NEAR * best and each > plain)
-    return Allocation(np.array([length]), goodput, plain)
+    tokens = 1.0 + sum(acceptance[:length])
+    return Allocation(np.array([length]), goodput, plain, tokens / goodput, tokens)
 
 
 class RowPrice:

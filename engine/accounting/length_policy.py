@@ -59,8 +59,9 @@ _REST_S = 0.080  # between two plans while no sequence drafts
 # What clients notice: a small gain is not worth longer and uneven passes.
 _WAKE_GAIN = 1.05  # drafts start above this expected gain: the first ones also pay for missed tokens
 _LEAST_GAIN = 1.02  # drafts end below this expected gain
-_LONGEST = 6.0  # plain passes: the longest pass with drafts for a single sequence
-LONGEST_SHARED = 2.5  # the same for several sequences, which wait for each other's drafts
+_LONGEST = 6.0  # plain passes: the longest pass with drafts of a single sequence
+_LONGEST_SHARED = 4.0  # the same for several sequences, which wait for each other's drafts
+LONGEST_PER_TOKEN = 2.5  # plain passes per token that each of several sequences is expected to get
 
 
 Bools = NDArray[np.bool_]
@@ -350,7 +351,8 @@ class LengthPolicy:
         self.least_chance = self._price.of(len(sequences), num_priced, row_seconds)
         if self.least_chance >= 1.0 or num_priced == 0:
             return np.zeros_like(num_possible)
-        num_rows = int(np.searchsorted(row_seconds, self._limit_s(len(sequences), row_seconds), side="right")) - 1
+        longest_s = self._limited((_LONGEST if len(sequences) == 1 else LONGEST_PER_TOKEN) * float(row_seconds[0]))
+        num_rows = int(np.searchsorted(row_seconds, longest_s, side="right")) - 1
         most = num_rows if num_rows == len(row_seconds) - 1 else max(0, num_rows // num_priced)
         is_open = [self.is_open(each) for each in sequences]
         return np.where(is_open, np.minimum(num_possible, most), 0)
@@ -370,20 +372,25 @@ class LengthPolicy:
         if is_tree.any():
             chances[is_tree] = self._chances(rates, names, limits.trees, is_tree=True)[is_tree]
             num_steps = self._tree_steps if is_tree.all() else np.maximum(num_steps, self._tree_steps)
-        limit_s, drafts = self._limit_s(len(sequences), row_seconds), self._costs.drafts
+        is_single, plain_s, drafts = len(sequences) == 1, float(row_seconds[0]), self._costs.drafts
+        longest_s = self._limited((_LONGEST if is_single else _LONGEST_SHARED) * plain_s)
+        token_s = longest_s if is_single else self._limited(LONGEST_PER_TOKEN * plain_s)
         drafters = _drafters(sequences, is_tree)
         by_price = sorted(set(drafters), key=lambda each: (*drafts.prices([each]), each))
         allocations = []
         for number in range(1, len(by_price) + 1):
             is_in = np.isin(drafters, by_price[:number])
             prices = drafts.prices([each for each in drafters if each in by_price[:number]])
-            allocations.append(allocate(chances * is_in[:, None], row_seconds, *prices, limit_s, num_steps))
+            own = chances * is_in[:, None]
+            found = allocate(own, row_seconds, *prices, longest_s, num_steps)
+            if found.seconds > token_s * found.least_tokens:
+                found = allocate(own, row_seconds, *prices, token_s, num_steps)
+            allocations.append(found)
         return max(allocations, key=lambda each: each.tokens_per_s)
 
-    def _limit_s(self, num_sequences: int, row_seconds: Floats) -> float:
-        """Return the limit for the expected seconds of a pass, lowered by noise so that most keep `max_pass_s`."""
-        longest_s = (_LONGEST if num_sequences == 1 else LONGEST_SHARED) * float(row_seconds[0])
-        return min(self._max_pass_s / (1.0 + self._costs.noise), longest_s)
+    def _limited(self, seconds: float) -> float:
+        """Return a limit for the expected seconds of a pass, with which most passes keep `max_pass_s` despite noise."""
+        return min(self._max_pass_s / (1.0 + self._costs.noise), seconds)
 
     def _measure_alone(self, sequences: Seq[Sequence], lengths: Ints, is_tree: Bools) -> bool:
         """Let one of several methods draft alone now and then, to measure the cost of each. Changes `lengths`."""

@@ -36,6 +36,10 @@ def test_of_lengths_that_are_nearly_the_best_the_shortest_pass_is_taken(seed: in
     assert seconds(lengths) == pytest.approx(min(map(seconds, near)))
     assert found.tokens_per_s == pytest.approx(goodput(lengths))
     assert found.plain_tokens_per_s == pytest.approx(plain)
+    assert found.seconds == pytest.approx(seconds(lengths))
+    assert found.least_tokens == pytest.approx(
+        1.0 + min(acceptance[index, :length].sum() for index, length in enumerate(lengths))
+    )
 
 
 @pytest.mark.parametrize("num_sequences", [1, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,33 @@ def test_clients_wait_for_six_plain_passes_at_most() -> None:
     pair = SimulatedPair(lambda index, step: 1.0, costs, noise=0.0, request_tokens=10**6)
     pair.run(1, 600, new_policy())
     assert 6 <= max(pair.lengths[-100:]) <= 10
+
+
+class _Stepped(Costs):
+    """A kernel for few rows is cheap, and any draft needs the other one: only long drafts pay."""
+
+    def target_s(self, num_rows: int) -> float:
+        return 0.016 if num_rows <= 8 else 0.021 + 0.0003 * num_rows
+
+
+@pytest.mark.parametrize("num_without", [0, 1])
+def test_a_shared_pass_is_long_only_for_tokens_that_all_get(num_without: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two drafts each make a pass of 2.6 plain ones, for 2.9 tokens each; one draft each would not pay."""
+    costs = _Stepped(draft_step_s=0.007, draft_row_s=0.0)
+    pair = SimulatedPair(lambda index, step: 0.98, costs, noise=0.02, request_tokens=10**6)
+    monkeypatch.setattr(
+        pair, "_new_sequence", lambda index: new_sequence(index, 0 if index < num_without else MAX_DRAFTS)
+    )
+    policy = new_policy()
+    pair.run(8, 300, policy)
+    passes = [costs.target_s(8 + number) + costs.draft_s([ceil(number / 8)]) for number in pair.lengths[200:]]
+    longest = float(np.median(passes)) / costs.target_s(8)
+    limit = 1.1 * length_policy.LONGEST_PER_TOKEN  # costs are measured
+    if num_without:
+        assert longest <= limit
+    else:
+        assert limit < longest <= 4.4
+        assert pair.run(8, 200, policy) > 1.1 * plain_speed(8, costs)
 
 
 def test_sequences_without_drafts_are_planned_for_every_eighth_step(monkeypatch: pytest.MonkeyPatch) -> None:

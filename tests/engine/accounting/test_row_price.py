@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from engine.accounting.draft_planning import set_lengths
 from engine.accounting.length_allocation import RowPrice
-from engine.accounting.length_policy import LONGEST_SHARED, LengthPolicy
+from engine.accounting.length_policy import LONGEST_PER_TOKEN, LengthPolicy
 from engine.accounting.record import SequencePass
 from engine.sequence.sequence import Sequence
 from protos.messages import SamplingParams, SpeculationMethod
@@ -46,7 +46,7 @@ class Matches:
             make_sequence(f"r{i}", (1,), sampling, num_drafts=MAX_DRAFTS, method=SpeculationMethod.SUFFIX)
             for i in range(num_sequences)
         ]
-        longest_s = LONGEST_SHARED * costs.target_s(num_sequences)
+        longest_s = LONGEST_PER_TOKEN * costs.target_s(num_sequences)
         fitting = [k for k in range(MAX_DRAFTS + 1) if costs.target_s((k + 1) * num_sequences) <= longest_s]
         self.most_beside = MAX_DRAFTS if num_sequences == 1 else fitting[-1]  # that do not exceed the limit
 

@@ -96,7 +96,7 @@ def test_two_seconds_after_a_change_of_load_the_shape_fits(world: World) -> None
     """One stream, 32, and one again, with two seconds of passes before each measurement."""
     pair, policy = world.pair(), new_policy()
     for num_streams in (1, 32, 1, 32):
-        pass_s = COSTS.target_s(num_streams) * length_policy.LONGEST_SHARED
+        pass_s = COSTS.target_s(num_streams) * length_policy.LONGEST_PER_TOKEN
         pair.run(num_streams, int(2.0 / pass_s), policy)
         assert pair.run(num_streams, 100, policy) >= 0.93 * world.best(num_streams)
 
