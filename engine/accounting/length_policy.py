@@ -389,7 +389,7 @@ class LengthPolicy:
         return max(allocations, key=lambda each: each.tokens_per_s)
 
     def _limited(self, seconds: float) -> float:
-        """Return a limit for the expected seconds of a pass, with which most passes keep `max_pass_s` despite noise."""
+        """Return a limit for the expected seconds of a pass: at most `max_pass_s`, less the noise."""
         return min(self._max_pass_s / (1.0 + self._costs.noise), seconds)
 
     def _measure_alone(self, sequences: Seq[Sequence], lengths: Ints, is_tree: Bools) -> bool:
