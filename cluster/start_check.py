@@ -7,6 +7,7 @@ from engine.model.loader import load_config
 from engine.model.runner.outline import check_outline
 from engine.proposer.vocab_mapping.choice import choose_vocabulary
 from engine.proposer.vocab_mapping.translation import SameVocabulary
+from engine.recurrent.limits import check_target, refused_draft
 
 
 def check_start(settings: PairSettings, *, is_on_gpu: bool) -> list[str]:
@@ -17,16 +18,19 @@ def check_start(settings: PairSettings, *, is_on_gpu: bool) -> list[str]:
     """
     engine = settings.engine
     max_model_len = engine.scheduler.max_model_len
-    notes = check_outline(engine.model, engine.cache, max_model_len, engine.head, is_on_gpu=is_on_gpu)
+    outline = check_outline(engine.model, engine.cache, max_model_len, engine.head, is_on_gpu=is_on_gpu)
+    if outline.keeps_states:
+        check_target(engine)
     for each in settings.of_drafts.values():
         _check_draft(settings, each.draft, is_on_gpu=is_on_gpu)
-    return notes
+    return outline.notes
 
 
 def _check_draft(settings: PairSettings, draft: DraftSettings, *, is_on_gpu: bool) -> None:
     assert draft.model is not None, "the draft is a model"
     assert draft.cache is not None, "a draft model has a pool"
-    check_outline(draft.model, draft.cache, is_on_gpu=is_on_gpu)
+    if check_outline(draft.model, draft.cache, is_on_gpu=is_on_gpu).keeps_states:
+        raise refused_draft(draft.model.path)
     choice = choose_vocabulary(settings.engine.model.path, draft.model.path)
     if choice.pair is None:
         draft_size = int(load_config(draft.model.path).get_text_config().vocab_size)

@@ -23,6 +23,7 @@ from engine.proposer import Proposer
 from engine.proposer.guarded_proposer import NoProposer
 from engine.proposer.hidden_state.factory import LiveHead, self_proposer
 from engine.proposer.method_dispatcher import proposer_of
+from engine.recurrent.limits import check_target
 from engine.remote_prefill.kv_transfer import KVTransport
 from engine.remote_prefill.remote_prefill import RemotePrefill
 from engine.sampling.grammar_compiler import GrammarCompiler
@@ -30,7 +31,6 @@ from engine.sampling.sampler import Sampler
 from engine.scheduler.async_scheduling import AsyncScheduling, SyncScheduling
 from engine.scheduler.scheduler import Scheduler
 from engine.verifier.verifier import Verifier
-from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,9 @@ def load_engine(
     runner = load_runner(model, cache, config.scheduler.max_model_len, config.head)
     states = StateSlots(runner.num_states) if runner.num_states else None
     if states is not None:
-        _check_recurrent(config, states)
+        check_target(config)
+        num_sequences = min(config.scheduler.max_num_sequences, states.max_sequences)
+        logger.info("recurrent layers: %d states, so %d sequences run at a time", states.num_slots, num_sequences)
     blocks = BlockManager(
         runner.num_blocks, runner.block_size, runner.model_version, event_sink, cache.enable_prefix_caching, states
     )
@@ -91,24 +93,6 @@ def _num_states(config: EngineConfig) -> int:
     """Return the states of a model with recurrent layers: before a pass, after each row, and snapshots of prefixes."""
     per_sequence = 2 + config.speculation.max_num_tokens + 4  # four snapshots
     return 1 + config.scheduler.max_num_sequences * per_sequence
-
-
-def _check_recurrent(config: EngineConfig, states: StateSlots) -> None:
-    """Refuse what states of recurrent layers do not support, and log their number.
-
-    Raises:
-        ConfigError: drafts are trees, or the draft writes reasoning steps.
-    """
-    speculation = config.speculation
-    refused = {"speculation.tree": speculation.tree, "speculation.steps": speculation.steps}
-    for name, value in refused.items():
-        if value is not None:
-            raise ConfigError(
-                f"{name} is set, but {config.model.path!r} has recurrent layers, whose states follow one text and not "
-                f"several branches; remove {name}"
-            )
-    num_sequences = min(config.scheduler.max_num_sequences, states.max_sequences)
-    logger.info("recurrent layers: %d states, so %d sequences run at a time", states.num_slots, num_sequences)
 
 
 def _load_speculation(

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from engine.model.checkpoint.unread_weight import keeps_form
+from engine.recurrent.stock_functions import keeps_states
 from protos.errors import ConfigError
 
 
@@ -69,8 +70,11 @@ def shard_plan(model: PreTrainedModel, size: int) -> dict[str, ShardStyle]:
     """Return the styles of linear layers, parameters and modules by name; all others stay whole on every rank.
 
     Raises:
-        ConfigError: transformers has no plan for the family, or its plan needs an unsupported style.
+        ConfigError: the model has recurrent layers, transformers has no plan for the family, or its plan needs an
+            unsupported style.
     """
+    if keeps_states(model):
+        raise not_sharded(model, size, "its recurrent layers are not sharded")
     if not model.config.get_text_config().base_model_tp_plan:
         raise not_sharded(model, size, "transformers has no plan to shard it")
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())

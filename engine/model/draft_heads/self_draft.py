@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.config import HeadConfig, Quantization
 from engine.model.decoders.decoder_family import FAMILIES, SELF_DRAFTING
@@ -44,7 +44,7 @@ class SelfDraft:
             ConfigError: the family is not supported, the model has too few layers, or cannot be quantized on its
                 device.
         """
-        _check(config, stock, quantization)
+        check_self(config, stock.config, quantization, stock.device)
         self.num_layers = config.num_layers or stock.config.num_hidden_layers
         self.quantization = Quantization(config.quantization)
         self._dtype = dtype
@@ -82,14 +82,14 @@ def _packed(
     return FusedDecoder(stock, options, make_linear, make_head=make_head, store=store)
 
 
-def _check(config: HeadConfig, stock: PreTrainedModel, quantization: Quantization) -> None:
-    model_type, num_layers = stock.config.model_type, stock.config.num_hidden_layers
-    device = stock.device.type
-    types = [name for name in SELF_DRAFTING if device == "cpu" or FAMILIES[name].runs_anywhere]
-    if model_type not in types or not FusedDecoder.fits(stock):
+def check_self(config: HeadConfig, target: PreTrainedConfig, quantization: Quantization, device: torch.device) -> None:
+    """Raise ConfigError if a target of this configuration, quantized so, cannot draft for itself on `device`."""
+    model_type, num_layers = target.model_type, target.num_hidden_layers
+    types = [name for name in SELF_DRAFTING if device.type == "cpu" or FAMILIES[name].runs_anywhere]
+    if model_type not in types or not FusedDecoder.fits_config(target):
         raise ConfigError(
-            f"draft.kind is 'self', which on {device!r} needs a model of type {_listed(types)} that our own decoder "
-            f"computes, but the target's is {model_type!r}; choose another draft.kind"
+            f"draft.kind is 'self', which on {device.type!r} needs a model of type {_listed(types)} that our own "
+            f"decoder computes, but the target's is {model_type!r}; choose another draft.kind"
         )
     if config.num_layers is not None and config.num_layers >= num_layers:
         raise ConfigError(
@@ -101,11 +101,11 @@ def _check(config: HeadConfig, stock: PreTrainedModel, quantization: Quantizatio
             f"set draft.num_layers to less than {num_layers}, or another quantization"
         )
     is_packed_anew = config.quantization not in (Quantization.NONE, quantization)
-    if is_packed_anew and not can_quantize(stock.device):
+    if is_packed_anew and not can_quantize(device):
         raise ConfigError(
             f"draft.quantization is '{config.quantization}', which needs our kernels: on a processor with AVX2 "
             f"(compiled at install), or Triton and a GPU of compute capability 8.0; "
-            f"the target runs on {stock.device}. Set "
+            f"the target runs on {device}. Set "
             f"it to 'none' and draft.num_layers to less than {num_layers}"
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,18 +27,32 @@ from engine.model.checkpoint.end_tokens import find_end_tokens
 from engine.model.checkpoint.hub import cached_folder
 from engine.model.checkpoint.scheme import SECTIONS, scheme_of
 from engine.model.draft_heads.loader import load_head
+from engine.model.draft_heads.self_draft import check_self
 from engine.model.generation_defaults import unknown_ends
 from engine.model.loader import load_config
 from engine.model.position_limit import length_limit, unread_warning
 from engine.model.runner.served_weights import usable_quantization
 from engine.model.tensor_parallel import check_divisible, shard_plan
 from engine.recurrent.state_pass import RecordingStates
-from engine.recurrent.stock_functions import connect
+from engine.recurrent.stock_functions import connect, keeps_states
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 _META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """The findings about a model.
+
+    Attributes:
+        notes: for the operator: the longest text, lengths that nothing reads, and the end tokens.
+        keeps_states: it has recurrent layers; False for a Hub model that is not fetched yet.
+    """
+
+    notes: list[str]
+    keeps_states: bool
 
 
 def check_outline(
@@ -47,10 +62,8 @@ def check_outline(
     head: HeadConfig | None = None,
     *,
     is_on_gpu: bool = False,
-) -> list[str]:
+) -> Outline:
     """Check as far as headers allow that a `ModelRunner` with these arguments can be made.
-
-    Returns notes for the operator: the longest text, lengths that nothing reads, and the end tokens.
 
     A Hub model that is not fetched yet is checked by its configuration alone. GPU kernels are not checked, since no
     process has a GPU before the pair is placed.
@@ -70,15 +83,17 @@ def check_outline(
         check_divisible(config, model.tensor_parallel_size)
     outline = _outline(model.path, config)
     if outline is None:
-        return notes
+        return Outline(notes, keeps_states=False)
     if model.tensor_parallel_size > 1:
         shard_plan(outline, model.tensor_parallel_size)
-    if head is not None and head.kind is not HeadKind.SELF and _is_small(head):
+    if head is not None and head.kind is HeadKind.SELF:
+        check_self(head, outline.config, model.quantization, device)
+    elif head is not None and _is_small(head):
         with _left_to_the_start(f"the head of {model.path!r}"):
             load_head(head, outline, _META)
     with _left_to_the_start(f"the attention of {model.path!r}"):
         _check_attention(outline.to(torch.bfloat16))  # the dtype that products of experts take on the meta device
-    return notes
+    return Outline(notes, keeps_states(outline))
 
 
 def _notes(model: ModelConfig, config: PreTrainedConfig, limit: int) -> list[str]:

@@ -28,6 +28,7 @@ from engine.proposer.growth.block import Blocks, RowLogits
 from engine.proposer.growth.chain import Chain
 from engine.proposer.growth.tree import Tree, shape_of
 from engine.proposer.vocab_mapping.translation import SameVocabulary, Translation
+from engine.recurrent.limits import refused_draft
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sequence.checked_draft import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
@@ -116,10 +117,7 @@ class ModelProposer:
         """
         runner = ModelRunner(model, cache)
         if runner.num_states:
-            raise ConfigError(
-                f"{model.path!r} has recurrent layers, which a draft model cannot have, since it takes tokens back; "
-                "choose a draft whose layers all have attention"
-            )
+            raise refused_draft(model.path)
         blocks = BlockManager(
             runner.num_blocks,
             runner.block_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken
@@ -15,6 +16,7 @@ from cluster.cli.deployment import ServeOptions, deployment_of, to_yaml
 from engine.model import paged_model
 from tests.engine.fixtures.byte_tokenizer import write_tokenizer
 from tests.engine.fixtures.families import PLAIN, REFUSED, write_family
+from tests.engine.fixtures.hybrids import HYBRIDS
 
 
 def check(folder: Path, **settings: object) -> int:
@@ -135,6 +137,27 @@ def check_model(folder: Path, config: PreTrainedConfig, **settings: object) -> i
 def test_a_family_that_cannot_be_served_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str):
     assert check_model(tmp_path, REFUSED[family]()) == 1
     assert f"model type '{family}' cannot be served" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"speculation__tree": {"num_nodes": 8}}, "speculation.tree is set, but {} has recurrent layers, whose states"),
+        ({"speculation__steps": {}}, "speculation.steps is set, but {} has recurrent layers, whose states follow one"),
+        ({"target__tensor_parallel_size": 2}, "tensor_parallel_size is 2, but model type 'lfm2' runs on one device"),
+        ({"draft": {"kind": "self", "quantization": "int4"}}, "'self', which on 'cpu' needs a model of type 'llama'"),
+        ({"draft__path": "{}"}, "{} has recurrent layers, which a draft model cannot have"),
+    ],
+    ids=["trees", "steps", "ranks", "self", "draft"],
+)
+def test_recurrent_layers_are_refused_what_they_do_not_support(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], said: str
+):
+    hybrid = tmp_path / "hybrid"
+    write_family(hybrid, HYBRIDS["lfm2"]())
+    path = "draft__path" if "draft__path" in settings else "target__path"
+    assert check(tmp_path, **{"cache__memory_gib": 0.01} | settings | {path: str(hybrid)}) == 1
+    assert said.format(repr(str(hybrid))) in " ".join(capsys.readouterr().err.split())
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
