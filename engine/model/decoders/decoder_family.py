@@ -189,12 +189,20 @@ _MIXTURES = {
     "glm4_moe": _PLAIN,
     "hy_v3": _PLAIN,
     "minimax_m2": _PLAIN,
+    "qwen2_moe": _PLAIN,
+    "aria_text": _PLAIN,
     "solar_open": _PLAIN,
     "ernie4_5_moe": _PAIRS,
     "exaone_moe": replace(_EXAONE, norms=_BEFORE),
     "flex_olmo": DecoderFamily(_AFTER),
     "phimoe": _LAYER_NORMS,
     "granitemoe": _GRANITE,
+    "granitemoeshared": _GRANITE,
+    "cohere2_moe": replace(
+        _COHERE,
+        encodes_positions=lambda attention: attention.sliding_window is not None or attention.force_rope,
+        other_kinds=("rms_norm_eps",),
+    ),
     "gpt_oss": DecoderFamily(has_half_tables=True),
 }
 FAMILIES = _DENSE | _MIXTURES

@@ -31,7 +31,12 @@ from engine.model.forward_batch import NO_TAPS, ForwardBatch, HiddenStateTaps, j
 from engine.model.linear.batch_invariant_linear import batch_invariant, batch_invariant_factory
 from engine.model.linear.gated_linear import GatedProduct, JoinedGate, gated_of
 from engine.model.linear.native_product import Gate
-from engine.model.linear.packed_experts import NativeMixture, make_routers_batch_invariant, pack_experts
+from engine.model.linear.packed_experts import (
+    NativeMixture,
+    make_routers_batch_invariant,
+    pack_experts,
+    widen_shared_gates,
+)
 from engine.model.linear.packed_linear import Linear, LinearFactory, keeps_numbers, linear_of, pack_linears, rows_dtype
 from engine.model.linear.stand_in import halves_of, joined_of, slices_of, stand_in
 from engine.model.linear.weight_store import NO_STORE, WeightStore
@@ -272,6 +277,8 @@ class FusedDecoder:
         kind = None if None in kinds else attention.config.layer_types[index]
         table = kinds.index(kind) if family.encodes_positions(attention) else None
         factor = getattr(layer, "layer_scalar", None)
+        shared = getattr(layer, "shared_mlp", None)  # next to the experts, where it is no part of the mixture
+        mixture = self._take_mixture(index, mlp, shared) if hasattr(mlp, "experts") else None
         return DecoderLayer(
             input_norm=before,
             qkv=qkv,
@@ -279,7 +286,7 @@ class FusedDecoder:
             output=output,
             output_norm=after,
             mlp_norm=mlp_before,
-            mlp=self._take_mixture(index, mlp) if hasattr(mlp, "experts") else self._take_mlp(index, mlp),
+            mlp=self._take_mlp(index, mlp) if mixture is None else mixture,
             mlp_output_norm=mlp_after,
             options=options,
             table=table,
@@ -307,15 +314,21 @@ class FusedDecoder:
         self._stand_in(products)
         return Mlp(self._rowwise(gated, gate.in_features), down)
 
-    def _take_mixture(self, index: int, mixture: nn.Module) -> Linear:
-        """Return a stock mixture as one kernel; with packed weights if its experts or its router are of other kinds."""
+    def _take_mixture(self, index: int, mixture: nn.Module, shared: nn.Module | None) -> Linear:
+        """Return a stock mixture as one kernel; with packed weights if its experts or its router are of other kinds.
+
+        `shared` is an MLP that is added to it.
+        """
         one_call = NativeMixture.of(mixture) if self._family.has_softmax_router else None
         if one_call is None and self._rank.size == 1:
             make_linear = self._make_linear
             if self._is_deterministic:
                 make_linear = batch_invariant_factory(make_linear, self._dtype)
-            pack_linears(mixture, make_linear, store=self._store, prefix=f"layers.{index}.mixture")
-        return one_call or partial(_mixed, mixture)
+            for part, name in ((mixture, "mixture"), (shared, "shared")):
+                if part is not None:
+                    pack_linears(part, make_linear, store=self._store, prefix=f"layers.{index}.{name}")
+            widen_shared_gates(mixture)
+        return one_call or partial(_mixed, mixture, shared)
 
     def _one_call(self) -> NativeLayers | None:
         if self._rank.size > 1:
@@ -390,10 +403,10 @@ def _scaled(layer: DecoderLayer, hidden: Tensor, delta: Tensor) -> tuple[Tensor,
     return (hidden, delta) if layer.factor == 1.0 else (hidden * layer.factor, delta * layer.factor)
 
 
-def _mixed(mixture: nn.Module, rows: Tensor) -> Tensor:
+def _mixed(mixture: nn.Module, shared: nn.Module | None, rows: Tensor) -> Tensor:
     result = mixture(rows[None])
-    mixed: Tensor = result[0] if isinstance(result, tuple) else result  # some return the choice of experts too
-    return mixed[0]
+    mixed: Tensor = (result[0] if isinstance(result, tuple) else result)[0]  # some return the choice of experts too
+    return mixed if shared is None else mixed + shared(rows)
 
 
 def _halves(joined: nn.Linear) -> tuple[nn.Linear, nn.Linear]:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from transformers import (
     ArceeConfig,
+    AriaTextConfig,
     AutoModelForCausalLM,
     Cohere2Config,
+    Cohere2MoeConfig,
     CohereConfig,
     Dots1Config,
     Ernie4_5_MoeConfig,
@@ -30,6 +32,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeSharedConfig,
     HeliumConfig,
     HyperCLOVAXConfig,
     HYV3Config,
@@ -49,6 +52,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -146,12 +150,29 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "flex_olmo": FlexOlmoConfig(**SIZES_OF_TWO_HEADS, num_experts=4, num_experts_per_tok=2),
     "phimoe": PhimoeConfig(**SIZES_OF_TWO_HEADS, num_local_experts=4, num_experts_per_tok=2),
     "granitemoe": GraniteMoeConfig(**SIZES_OF_TWO_HEADS, num_local_experts=4, num_experts_per_tok=2),
+    "granitemoeshared": GraniteMoeSharedConfig(
+        **SIZES_OF_TWO_HEADS, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=64
+    ),
+    "qwen2_moe": Qwen2MoeConfig(
+        **SIZES_OF_TWO_HEADS, **EXPERTS, shared_expert_intermediate_size=64, mlp_only_layers=[1]
+    ),
+    "aria_text": AriaTextConfig(**SIZES, moe_num_experts=4, moe_topk=2),
+    "cohere2_moe": Cohere2MoeConfig(
+        **SIZES,
+        **WINDOWS,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_shared_experts=1,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        prefix_dense_intermediate_size=96,
+    ),
     "gpt_oss": GptOssConfig(**SIZES, **WINDOWS, num_local_experts=4, num_experts_per_tok=2),
     "starcoder2": Starcoder2Config(**SIZES_OF_TWO_HEADS, sliding_window=9),
     "phi": PhiConfig(**SIZES_OF_TWO_HEADS | {"hidden_size": 160}, rope_parameters=PART_ROTATED),
 }
 # Torch computes their choice of experts and their shared experts; `deterministic` alone gives the same bits in company.
 OTHER_ROUTERS = {name for name in CONFIGS if hasattr(CONFIGS[name], "num_experts_per_tok")} - {"mixtral", "qwen3_moe"}
+OTHER_ROUTERS |= {"aria_text"}
 TEXT = torch.randint(3, 96, (240,), generator=torch.Generator().manual_seed(1)).tolist()
 FIRST_TABLE, SECOND_TABLE = list(range(20, 0, -1)), [21, 22]
 BEGINNING = [Span(TEXT[:150], 0, FIRST_TABLE, 1)]  # more rows than the MLP takes at a time
@@ -246,6 +267,11 @@ def test_logits_in_one_call_are_transformers(models: dict[str, PreTrainedModel],
     found = logits(paged(stock, torch.float32), [Span(TEXT[150:153], 150, FIRST_TABLE, 3)])
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
     assert float(((found - expected).norm(dim=-1) / spread).max()) < 1e-5
+
+
+def test_the_gate_of_shared_experts_has_no_rest_that_torch_rounds_otherwise(models: dict[str, PreTrainedModel]) -> None:
+    mixture = paged(models["qwen2_moe"], torch.float32).decoder._layers[0].mlp.args[0]  # type: ignore[union-attr]
+    assert mixture.shared_expert_gate(torch.zeros(3, 64)).shape == (3, 64)
 
 
 @pytest.mark.parametrize("family", list(CONFIGS))
