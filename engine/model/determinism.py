@@ -56,7 +56,10 @@ def has_experts(model: PreTrainedModel) -> bool:
 
 def config_has_experts(config: PreTrainedConfig) -> bool:
     """True for the configuration of a mixture of experts."""
-    return any(getattr(config.get_text_config(), key, None) for key in _EXPERT_KEYS)
+    text = config.get_text_config()
+    if "mlp" in (kinds := getattr(text, "layers_block_type", None) or ()):  # Nemotron-H, which may have no experts
+        return "moe" in kinds
+    return any(getattr(text, key, None) for key in _EXPERT_KEYS)
 
 
 def first_difference(forward: Forward, vocab_size: int) -> str | None:

@@ -54,7 +54,7 @@ from engine.model.linear.weight_store import NO_STORE, WeightStore
 from engine.model.loader import tokenizer_file
 from engine.model.position_limit import max_positions
 from engine.model.shard import shard_model
-from engine.model.tensor_parallel import ALONE, Rank, not_sharded
+from engine.model.tensor_parallel import ALONE, Rank
 from engine.native.library import processor_name, widened
 from engine.sequence.request_tokens import ZEROS
 from protos.errors import ConfigError
@@ -121,8 +121,6 @@ class PagedModel:
         rank.barrier()
         stock = rank.from_first(stock)
         self.vocab_size, records, self.state_shapes = stock.vocab_size, stock.layers, stock.states
-        if self.state_shapes and rank.size > 1:
-            raise not_sharded(model, rank.size, "its recurrent layers are not sharded")
         self.layer_shapes = self.rank_shapes = [record.shape for record in records]
         self._dtype, self._device = dtype or model.dtype, rank.device or model.device
         self._padding_ids: Index | None = None
@@ -223,7 +221,7 @@ class PagedModel:
         return self.forward(replace(batch, num_positions=max(batch.num_positions, far + len(second)))).clone()
 
     def _is_native(self, plan_attention: PlanAttention) -> bool:
-        cache = self.new_cache(1, _PROBE_BLOCK_SIZE)
+        cache = self.new_cache(1, _PROBE_BLOCK_SIZE, num_states=1)
         return isinstance(plan_attention([Span([0], 0, [0], 1)], cache), NativeAttention)
 
     def _first_difference(self, plan_attention: PlanAttention) -> str | None:
