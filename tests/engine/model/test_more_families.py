@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ FAMILIES = [name for row in re.findall(r"^\| [^|]* \| ([\w, ]+) \|", _LISTED, re
 VOCAB_SIZE = 96
 LENGTH = 60
 WINDOW = 6
-SIZES = {
+SIZES: dict[str, int | None] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB_SIZE),
     **dict.fromkeys(("hidden_size", "n_embd", "moe_intermediate_size", "shared_expert_intermediate_size"), 32),
     **dict.fromkeys(("word_embed_proj_dim", "expert_ffn_hidden_size"), 32),
@@ -54,19 +55,26 @@ _OPTIONAL = ("head_dim", "q_lora_rank", "sliding_window")  # None stays None
 def small_config(family: str) -> PreTrainedConfig:
     if family == "gemma4_text":
         return AutoConfig.for_model(family, **GEMMA_4)
-    config: Any = AutoConfig.for_model(family)
-    for name, size in SIZES.items():
+    return sized(AutoConfig.for_model(family), SIZES)
+
+
+def sized(config: Any, sizes: Mapping[str, int | None]) -> PreTrainedConfig:
+    """Give a family's configuration sizes by the names of its fields; it has as many layers of the same kinds."""
+    for name, size in sizes.items():
         if name not in config.attribute_map and hasattr(config, name):
             present = getattr(config, name)
             if (present is None and name in _OPTIONAL) or not isinstance(present, int | float | None):
                 continue
             setattr(config, name, size)
     if hasattr(config, "kv_lora_rank"):
-        config.num_key_value_heads = 4
+        config.num_key_value_heads = config.num_attention_heads
+    num_layers = sizes["num_hidden_layers"]
+    assert num_layers is not None
     for name, value in config.to_dict().items():
-        if isinstance(value, list) and len(value) > 4 and name.endswith(("types", "layers", "type")):
-            setattr(config, name, [*value[:2], *value[-2:]])
-    return config
+        if isinstance(value, list) and len(value) > num_layers and name.endswith(("types", "layers", "type")):
+            setattr(config, name, [*value[: num_layers // 2], *value[-(num_layers // 2) :]])
+    made: PreTrainedConfig = config
+    return made
 
 
 def random_model(config: PreTrainedConfig) -> PreTrainedModel:
