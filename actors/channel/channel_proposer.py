@@ -15,8 +15,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 
-from actors.channel.draft_link import AdaptiveTimeout, DraftLink
-from actors.channel.draft_messages import Commit, Offers, Open, Round
+from actors.channel.draft_link import AdaptiveTimeout, Commit, DraftLink, Offers, Open, Round
 from actors.shell_messages import DraftChannelStats
 from engine.batch.draft import NO_DRAFT, Draft, Offer
 from engine.sequence.checked_draft import DraftQuery

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from actors.channel.draft_messages import DRAFT_SOCKET
+from actors.channel.draft_link import DRAFT_SOCKET
 from actors.draft.draft_server import DraftServer
 from actors.process.actor_thread import without_compiler
 from actors.process.frames import FrameListener

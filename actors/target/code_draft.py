@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 from actors.channel.channel_proposer import ChannelProposer
-from actors.channel.draft_messages import DRAFT_SOCKET
+from actors.channel.draft_link import DRAFT_SOCKET
 from actors.draft.code_process import READY
 from protos.errors import ConfigError
 

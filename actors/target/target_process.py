@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from actors.channel.channel_proposer import ChannelProposer
-from actors.channel.draft_messages import DRAFT_SOCKET
+from actors.channel.draft_link import DRAFT_SOCKET
 from actors.draft.draft_actor import read_choice
 from actors.draft.draft_process import load_draft
 from actors.engine_loop.engine_loop import EngineLoop, KVEventBuffer, StatusReporter

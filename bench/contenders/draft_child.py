@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from actors.channel.channel_proposer import ChannelProposer
-from actors.channel.draft_messages import DRAFT_SOCKET
+from actors.channel.draft_link import DRAFT_SOCKET
 from actors.draft.draft_process import serve_draft
 from actors.process.frames import private_folder
 from actors.settings import PairSettings

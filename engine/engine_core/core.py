@@ -32,9 +32,8 @@ from engine.proposer.method_dispatcher import HybridProposer
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sampling.vocabulary import Vocabulary
 from engine.scheduler.async_scheduling import InFlightBatch, Overlap, SyncScheduling
-from engine.scheduler.ending import NonFiniteReport
+from engine.scheduler.ending import NonFiniteReport, plain_reason, score_prompts, token_sources
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.token_report import plain_reason, score_prompts, token_sources
 from engine.sequence.batch import Batch, ScheduledSequence
 from engine.sequence.checked_draft import NOTHING, CheckedDraft, check_draft, constrain
 from engine.sequence.sequence import Sequence, SequenceStatus

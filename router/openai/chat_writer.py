@@ -26,15 +26,17 @@ from openai.types.chat.chat_completion_message_function_tool_call import Functio
 from router.generation.delta import Delta, ToolCallDelta, join_deltas, whole_calls
 from router.generation.generation import Generation
 from router.generation.receipts import Receipt
-from router.openai.logprobs import (
+from router.openai.response_writer import ResponseWriter, openai_reason
+from router.openai.usage import (
+    ApproximateSpeculation,
     CompletionLogprobs,
+    DraftEvent,
     PromptLogprob,
+    ResponseMetrics,
     chat_logprobs,
     completion_logprobs,
     prompt_logprobs,
 )
-from router.openai.response_writer import ResponseWriter, openai_reason
-from router.openai.usage import ApproximateSpeculation, DraftEvent, ResponseMetrics
 from router.tokenizer.tokenizer import Tokenizer
 
 

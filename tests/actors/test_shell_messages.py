@@ -7,7 +7,7 @@ import typing
 import pytest
 
 from actors.channel.channel_proposer import SyncedSequence
-from actors.channel.draft_messages import DraftMessage, Open, Round
+from actors.channel.draft_link import DraftMessage, Open, Round
 from actors.draft.draft_server import _sequence
 from actors.shell_messages import Add, ShellToTarget, TargetToShell
 from engine.sequence.request_tokens import DraftRule, RequestTokens

@@ -65,7 +65,7 @@ KEPT = {
     "router/openai/openapi.py": "one document, the same for all",
     "engine/model/checkpoint/hub.py": "by a model of the deployment",
     "engine/model/checkpoint/unread_weight.py": "a change of a library, made once",
-    "engine/model/runner/kept_weights.py": "one digest of our own code",
+    "engine/model/runner/served_weights.py": "one digest of our own code",
     "protos/token_bytes.py": "one tokenizer, by a file of the deployment",
     "engine/proposer/growth/tree.py": "by numbers of drafts",
     "engine/proposer/draft_model/ahead_drafter.py": "by numbers of drafts",

@@ -1,14 +1,17 @@
-"""A model's weights as they are served: packed, with the head or the draft that shares them."""
+"""A model's weights as they are served: packed, kept for later starts, with the head or draft that shares them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from hashlib import blake2b
+from pathlib import Path
 
 import torch
+import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.attention.base import PlanAttention
@@ -21,15 +24,76 @@ from engine.model.draft_heads.self_draft import SelfDraft
 from engine.model.forward_batch import NO_TAPS
 from engine.model.gpu_memory import WEIGHTS_REMEDY, enough_memory
 from engine.model.linear.packed_experts import expert_reads
+from engine.model.linear.packed_file import packed_weights
 from engine.model.linear.packed_linear import Linear
 from engine.model.linear.quantized_linear import can_quantize, linear_factory
 from engine.model.linear.weight_store import NO_STORE, WeightStore
-from engine.model.loader import load_model, resolve_device
+from engine.model.loader import display_name, fetched_folder, load_config, load_model, model_version, resolve_device
 from engine.model.paged_model import PagedModel
 from engine.model.resident_memory import leave_checkpoint, trim_heap
-from engine.model.runner.kept_weights import kept_weights
 from engine.model.tensor_parallel import Rank
+from engine.native.library import native_digest, native_instructions
 from protos.errors import ConfigError
+
+_CODE = Path(__file__).parents[2]  # it lays weights out, computes with them and compares
+_INDEX = "model.safetensors.index.json"
+
+
+@contextmanager
+def kept_weights(
+    model: ModelConfig, dtype: torch.dtype, device: torch.device, kept_as: str, *, repeats_checks: bool = False
+) -> Iterator[WeightStore]:
+    """Yield the store of a model's packed weights for rows of `dtype`; only processors have one.
+
+    Args:
+        model: the checkpoint and its quantization.
+        dtype: of rows.
+        device: of the weights.
+        kept_as: names other differences between packed weights of one checkpoint.
+        repeats_checks: as in `packed_weights`.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    folder = fetched_folder(model.path)
+    load_config(model.path)
+    facts = _facts(folder, model, dtype, kept_as) if device.type == "cpu" else None
+    if facts is None:
+        yield NO_STORE
+        return
+    with packed_weights(facts, display_name(model.path), repeats_checks=repeats_checks) as store:
+        yield store
+
+
+def _facts(folder: Path, model: ModelConfig, dtype: torch.dtype, kept_as: str) -> dict[str, str] | None:
+    """Return everything that packed weights depend on; None where a file cannot be read, which loading will report."""
+    index = folder / _INDEX
+    try:
+        checkpoint = model_version(model.path)
+        tensors = blake2b(index.read_bytes(), digest_size=16).hexdigest() if index.is_file() else ""
+    except OSError:
+        return None
+    instructions = native_instructions()
+    return {
+        "checkpoint": checkpoint,
+        "index": tensors,
+        "quantization": Quantization(model.quantization).value,
+        "dtype": str(dtype),
+        "deterministic": str(model.deterministic),
+        "kept as": kept_as,
+        "kernels": native_digest(),
+        "instructions": "none" if instructions is None else instructions.name,
+        "code": _code_digest(),
+        "libraries": f"torch {torch.__version__} transformers {transformers.__version__}",
+    }
+
+
+@cache
+def _code_digest() -> str:
+    digest = blake2b(digest_size=16)
+    for file in sorted(_CODE.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 class ServedWeights:

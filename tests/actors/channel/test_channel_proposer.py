@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from actors.channel.channel_proposer import ChannelProposer
-from actors.channel.draft_messages import PROTOCOL_VERSION, Hello, Offers, Round
+from actors.channel.draft_link import PROTOCOL_VERSION, Hello, Offers, Round
 from actors.process.frames import FrameConnection, FrameListener
 from engine.batch.draft import NO_DRAFT, Draft, Offer
 from engine.sequence.sequence import Sequence

@@ -114,7 +114,9 @@ class Family:
         config = EngineConfig(
             ModelConfig(str(self.folder), dtype="float32", deterministic=True),
             CacheConfig(**{"block_size": P, "num_blocks": num_blocks, "memory_bytes": None, **options}),
-            SchedulerConfig(max(1, int(case.share * GROUP)), case.max_tokens_per_step, max_model_len=MAX_PROMPT + self.length),
+            SchedulerConfig(
+                max(1, int(case.share * GROUP)), case.max_tokens_per_step, max_model_len=MAX_PROMPT + self.length
+            ),
             SpeculationConfig(num_drafts, max_num_tokens=num_drafts, methods=(SpeculationMethod.MODEL,)),
             min_remote_prefill_tokens=2 * P,
         )

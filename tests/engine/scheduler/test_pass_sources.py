@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.batch.draft import Draft
-from engine.scheduler.token_report import token_sources
+from engine.scheduler.ending import token_sources
 from engine.sequence.checked_draft import CheckedDraft
 from engine.verifier.verify_task import VerifyResult
 

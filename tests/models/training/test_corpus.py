@@ -52,9 +52,9 @@ def test_unreadable_files_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_documented_functions_become_chats() -> None:
-    (example,) = chat_examples(Document("greet.py", SOURCE))
-    assert example.messages[-2]["content"] == "Write a Python function `greet`. Say hello."
-    assert example.messages[-1]["content"].startswith("def greet(name):")
+    (messages,) = chat_examples(Document("greet.py", SOURCE))
+    assert messages[-2]["content"] == "Write a Python function `greet`. Say hello."
+    assert messages[-1]["content"].startswith("def greet(name):")
 
 
 def test_broken_source_yields_no_chat() -> None:

@@ -21,7 +21,7 @@ from engine.model import paged_model
 from engine.model.linear import cache_folder, packed_file, quantized_linear
 from engine.model.linear.native_quantized import PackedPart, packed_part
 from engine.model.loader import model_version
-from engine.model.runner import kept_weights
+from engine.model.runner import served_weights
 from engine.model.runner.model_runner import ModelRunner
 from engine.native.library import Instructions, native_library
 from tests.engine.fixtures.families import SERVED, write_family
@@ -128,7 +128,7 @@ def test_a_second_start_does_not_read_the_checkpoints_layers(model: Path) -> Non
     file.write_bytes(contents)
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.MonkeyPatch.context() as patch:  # the cache takes the file for the old one
-        patch.setattr(kept_weights, "model_version", lambda _: digest)
+        patch.setattr(served_weights, "model_version", lambda _: digest)
         assert torch.equal(logits_of(started(model)), first)
 
 
@@ -212,7 +212,7 @@ def test_other_kernels_or_code_pack_anew(
     started(model)
     packings.clear()
     other = Instructions.AMX if part == "native_instructions" else "another"
-    monkeypatch.setattr(kept_weights, part, lambda: other)
+    monkeypatch.setattr(served_weights, part, lambda: other)
     started(model)
     assert packings
 
