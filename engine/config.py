@@ -137,7 +137,7 @@ class HeadKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """A head and its folder or Hub id; `path` is None for heads made of the target's own weights (mtp, self).
+    """A head and its folder or Hub id; `path` is None for heads made of the target's own weights (self, mostly mtp).
 
     SELF drafts with the target's weights in another `quantization`, with its first `num_layers` layers, or both. MTP
     drafts with its first `num_layers` layers, or all.

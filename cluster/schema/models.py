@@ -66,11 +66,11 @@ class DraftSection(Section):
     """The source of drafts.
 
     `kind` model is a second model. medusa, eagle3, peagle, dflash, dspark and mtp are heads on the target's hidden
-    states, in the target's process, dtype, device and threads; they have their own files at `path`, and mtp is all such
-    layers of the target's checkpoint, or the first `num_layers`. ngram drafts from the text itself, suffix from the
-    text and earlier ones under the same cache_salt. self is the target's own weights in its process, over its own KV:
-    in `quantization` (int4 if neither key is set), only the first `num_layers` layers, or both. python is a class of
-    yours (`code: module:Class`), in its own process. none is plain decoding.
+    states, in the target's process, dtype, device and threads; they have their own files at `path`, and mtp without it
+    is all such layers of the target's checkpoint, or the first `num_layers`. ngram drafts from the text itself, suffix
+    from the text and earlier ones under the same cache_salt. self is the target's own weights in its process, over its
+    own KV: in `quantization` (int4 if neither key is set), only the first `num_layers` layers, or both. python is a
+    class of yours (`code: module:Class`), in its own process. none is plain decoding.
 
     A draft model may have another tokenizer (docs/speculation.md).
 
@@ -101,7 +101,7 @@ class DraftSection(Section):
     def conflicts(self) -> Iterator[str]:
         if self.kind in _KINDS_WITH_PATH and self.path is None:
             yield f"kind '{self.kind}' needs path, the draft's folder or Hub id"
-        if self.kind not in _KINDS_WITH_PATH and self.path is not None:
+        if self.kind not in (*_KINDS_WITH_PATH, SpeculationMethod.MTP) and self.path is not None:
             yield (
                 f"kind '{self.kind}' loads no model of its own; remove path {self.path!r} or set kind to "
                 f"{quoted(_KINDS_WITH_PATH)}"
@@ -113,6 +113,8 @@ class DraftSection(Section):
             yield "kind 'python' needs code, a class as 'module:Class'"
         if self.kind is not SpeculationMethod.PYTHON and self.code is not None and self.head is None:
             yield f"code is for kind 'python', and the kind is '{self.kind}'; remove one of the two"
+        if self.kind is SpeculationMethod.MTP and self.path is not None and self.num_layers is not None:
+            yield f"num_layers {self.num_layers} is for the target's own layers; remove it or path {self.path!r}"
         if self.num_layers is not None and self.head is None:
             kinds = quoted(tuple(_OWN_KEYS))
             yield f"num_layers is for the kinds {kinds}, and the kind is '{self.kind}'; remove one of the two"

@@ -71,6 +71,7 @@ class _DraftKind(StrEnum):
     PEAGLE = "peagle"
     DFLASH = "dflash"
     DSPARK = "dspark"
+    MTP = "mtp"
 
 
 def serve(

@@ -6,22 +6,25 @@
 
 Rows of a block see all its rows, except in causal layers. With DSpark the logits of a draft get a term of low rank that
 depends on the draft before it, and the block's first row drafts too. With DFlash 2 the likeliest tokens of a draft get
-scores that depend on the draft before it, and a row is mixed with the rows of its block before it.
+scores that depend on the draft before it, and a row is mixed with the rows of its block before it. With XPress the term
+depends on all drafts before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from engine.model.draft_heads.block_terms import BlockStates, block_term
 from engine.model.draft_heads.checkpoint import MASK_EMBEDDING
 from engine.model.draft_heads.head import BlockLogits
 from engine.model.draft_heads.layers import HeadReader, spread
 from engine.model.draft_heads.published import HeadFormat
-from engine.model.forward_batch import UNKNOWN, ForwardBatch
-from engine.model.linear.packed_linear import Linear, linear_of
+from engine.model.forward_batch import ForwardBatch
+from engine.model.linear.packed_linear import Linear
 from protos.errors import ConfigError
 
 
@@ -44,9 +47,8 @@ class DFlashHead:
         self._mask_embedding = reader.take_if_there(MASK_EMBEDDING, width)
         self._own_lm_head = reader.lm_head(is_needed=False)
         self.lm_head: Linear = self._own_lm_head or _no_lm_head
-        self._markov = _MarkovTerm(config, reader) if config.block.markov_rank else None
-        self._selector = _Selector(config, reader) if config.block.refinement else None
-        if self._selector is not None and self._target_ids is not None:
+        self._term = block_term(config, reader, self._target_ids)
+        if config.block.refinement is not None and self._target_ids is not None:
             raise ConfigError(
                 "a DFlash 2 head with token ids of its own (d2t) cannot be computed; use a whole vocabulary"
             )
@@ -73,67 +75,22 @@ class DFlashHead:
         embedded = embedded * self._block.embedding_scale
         normed = self._layers.rows.add_norm(embedded, None, self._layers.input_norm)[1]
         places = None
-        if self._selector is not None:
+        if self._block.refinement is not None:
             sizes = [num + self.num_more_rows for num in num_drafts]
             places = torch.cat([torch.arange(size, device=normed.device) for size in sizes])
-        _, hidden = self._layers(batch, normed, embedded, places)  # [R, S]
+        # A refiner reads the states of all rows, and nothing else does.
+        read = batch if self._block.refiner is None else replace(batch, logit_rows=None)
+        _, all_hidden = self._layers(read, normed, embedded, places)
+        hidden = all_hidden  # [R, S], of the drafts
+        if read is not batch and batch.logit_rows is not None:
+            hidden = all_hidden.index_select(0, batch.logit_rows)
         logits = (self._own_lm_head or self.lm_head)(hidden).float() * self._block.logit_scale
         if self._block.logit_softcap is not None:
             logits = torch.tanh(logits / self._block.logit_softcap) * self._block.logit_softcap
-        markov, vocab_size = self._markov, self._config.target.vocab_size
-        if (selector := self._selector) is not None:
-            return lambda rows, before: selector(logits[rows], torch.tensor(before, device=logits.device), hidden[rows])
-        if markov is None:
-            logits = spread(logits, self._target_ids, vocab_size)
-            return lambda rows, _: logits[rows]
-        return lambda rows, before: spread(
-            logits[rows] + markov(torch.tensor(before, device=logits.device), hidden[rows]),
-            self._target_ids,
-            vocab_size,
-        )
-
-
-class _MarkovTerm:
-    """The part of a draft's logits that depends on the token before it."""
-
-    def __init__(self, config: HeadFormat, reader: HeadReader) -> None:
-        assert config.block is not None, "only blocks have such a term"
-        rank, width = config.block.markov_rank, config.layer.hidden_size
-        self._embedding = reader.take("markov_head.markov_w1.weight", config.target.vocab_size, rank)
-        self._output = linear_of(reader.take("markov_head.markov_w2.weight", config.draft_vocab_size, rank), None)
-        self._gate: Linear | None = None
-        if config.block.markov_type == "gated":
-            gate = reader.take("markov_head.gate_proj.weight", rank, width + rank)
-            self._gate = linear_of(gate, reader.take("markov_head.gate_proj.bias", rank))
-
-    @torch.inference_mode()
-    def __call__(self, before: Tensor, hidden: Tensor) -> Tensor:
-        """Ids before the drafts [R] and states of the drafts [R, S] -> [R, draft vocabulary] float32."""
-        embedded = self._embedding.index_select(0, before)
-        if self._gate is not None:
-            embedded = torch.sigmoid(self._gate(torch.cat((hidden, embedded), dim=-1))) * embedded
-        return self._output(embedded).float()
-
-
-class _Selector:
-    """DFlash 2's choice among the likeliest tokens of a draft, by the token before it."""
-
-    def __init__(self, config: HeadFormat, reader: HeadReader) -> None:
-        refinement = None if config.block is None else config.block.refinement
-        assert refinement is not None, "only DFlash 2 has one"
-        vocab_size, rank = config.target.vocab_size, refinement.selector_rank
-        self._num_candidates = refinement.selector_top_k
-        self._before = reader.take("candidate_selector.predecessor_codebook", vocab_size, rank)
-        self._after = reader.take("candidate_selector.successor_codebook", vocab_size, rank)
-        self._project = reader.linear("candidate_selector.hidden_projection", rank, config.layer.hidden_size)
-
-    @torch.inference_mode()
-    def __call__(self, logits: Tensor, before: Tensor, hidden: Tensor) -> Tensor:
-        """Return the logits [R, V] of the candidates after the tokens `before` [R]; other tokens get `UNKNOWN`."""
-        values, candidates = logits.topk(self._num_candidates)
-        context = self._before.index_select(0, before) * self._project(hidden)  # [R, rank]
-        scores = values + torch.einsum("rd,rkd->rk", context, self._after[candidates]).float()
-        return torch.full_like(logits, UNKNOWN).scatter_(1, candidates, scores)
+        if self._term is not None:
+            return self._term.over(BlockStates(logits, hidden, all_hidden, num_drafts))
+        logits = spread(logits, self._target_ids, self._config.target.vocab_size)
+        return lambda rows, _: logits[rows]
 
 
 def _take_confidence(config: HeadFormat, reader: HeadReader) -> None:

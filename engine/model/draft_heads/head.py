@@ -12,8 +12,9 @@ from engine.kv_cache.pool import LayerShape
 from engine.model.forward_batch import ForwardBatch, HiddenStateTaps
 from engine.model.linear.packed_linear import Linear
 
-# Logits [n, V of the target] float32 of some rows of a block, given the token before each.
-BlockLogits = Callable[[Seq[int], Seq[int]], Tensor]
+# Logits [n, V of the target] float32 of some rows of a block, given the tokens before each: the text's last two (or its
+# only one), and the drafts of the block.
+BlockLogits = Callable[[Seq[int], Seq[Seq[int]]], Tensor]
 
 
 class DraftHead(Protocol):

@@ -207,6 +207,10 @@ class HeadReader:
         """Return a tensor; None if there is no such tensor."""
         return self.take(name, *shape) if name in self._weights else None
 
+    def first_of(self, *names: str) -> str:
+        """Return the first of a tensor's possible names that exists, or else the first."""
+        return next((name for name in names if name in self._weights), names[0])
+
     def embedding(self) -> Tensor:
         """Return the head's own table, or else the target's."""
         name, width = "embed_tokens.weight", self._config.layer.hidden_size

@@ -6,7 +6,8 @@ transformers skips them when it loads the model. Each module is one layer; modul
     state(k) p = block(W [enorm(embed(t(p+1+k))) ; hnorm(state(k-1) p)])    logits of t(p+2+k)
 
 transformers knows the published names (`model.layers.{L}.enorm`, `.hnorm`, `.eh_proj`, `.shared_head.norm`; `mtp.fc`,
-`mtp.pre_fc_norm_*` and others) and makes the blocks of the target's own classes.
+`mtp.pre_fc_norm_*` and others) and makes the blocks of the target's own classes. `published_mtp` reads a module that
+was trained further and is published alone.
 """
 
 from __future__ import annotations
@@ -45,8 +46,6 @@ class MtpHead:
 
     def __init__(self, model: Any) -> None:
         """Take over transformers' `MtpModel`."""
-        if model.device.type == "cpu":
-            leave_checkpoint(model, linear_of)
         self.taps = HiddenStateTaps(is_final=True)
         self.lm_head: Linear = model.shared_head  # until the runner replaces it with the target's packed head
         model.shared_head = torch.nn.Identity()
@@ -139,7 +138,10 @@ def load_mtp(target: PreTrainedModel, device: torch.device, max_modules: int | N
     if device != target.device:
         for name in ("embed_tokens", "rotary_emb", "shared_head"):  # the target's own, which stay in place
             setattr(model, name, deepcopy(getattr(model, name)))
-    return MtpHead(model.to(device, target.dtype).eval().requires_grad_(False))
+    model = model.to(device, target.dtype).eval().requires_grad_(False)
+    if device.type == "cpu":
+        leave_checkpoint(model, linear_of)
+    return MtpHead(model)
 
 
 def _num_stored(path: str) -> int:

@@ -6,7 +6,7 @@
     DFlash        the layers' fields at the top, `dflash_config`; tensors `layers.{i}.*`
 
 EAGLE-3's comes from arXiv:2503.01840 and SpecForge, DFlash's from arXiv:2602.06036, DSpark's from
-arXiv:2607.05147. DFlash 2 is read in speculators' layout, as a DFlash.
+arXiv:2607.05147. DFlash 2 (z-lab's `dflash/model.py`) and XPress (arXiv:2608.02438) are read as a DFlash.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.activations import ACT2FN
 
 from engine.config import HeadKind
+from engine.model.draft_heads.block_format import MASK_IDS, BlockFormat, BlockReader
 from engine.model.forward_batch import HiddenStateTaps
 from protos.errors import ConfigError
 
@@ -27,12 +28,15 @@ _EXACT = {"accept_tolerance": 0.0, "verifier_accept_k": 1}
 _NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _ROPES = ("default", "linear", "yarn", "llama3")
 _LONG_ROPES = ("dynamic", "longrope")  # their scaling follows the length
-_UNREAD = {"attention_sink_bias": False, "add_swa_attention_sink_bias": False, "attention_value_scale": None}
-_UNREAD |= {"is_neox_style": True, "use_aux_hidden_state": True, "has_own_lm_head": False}
-_MASK_IDS = ("mask_token_id", "ptd_token_id", "pard_token", "dspark_noise_token_id")
+_UNREAD: dict[str, Any] = {
+    "attention_sink_bias": False,
+    "add_swa_attention_sink_bias": False,
+    "attention_value_scale": None,
+}
+_UNREAD |= {"is_neox_style": True, "use_aux_hidden_state": True, "has_own_lm_head": False, "attention_mode": "gqa"}
 _SLIDING = "sliding_attention"
-_DFLASH2 = "dflash2"
-_DFLASH2_SIZES = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}  # defaults
+_ON_DFLASH = ("dflash2", "xpress")  # speculators' types of a DFlash with more in it
+_UNREAD_NAMES = ("DSpine", "Domino", "LiLiCorr", "XPressDFlash2")  # architectures with layers that are not computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,36 +61,6 @@ class HeadNorms:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRefinement:
-    """The additions of DFlash 2: convolutions around each sublayer within the block, a choice among likely tokens."""
-
-    conv_kernel_size: int
-    conv_group_size: int
-    selector_rank: int
-    selector_top_k: int
-
-
-@dataclass(frozen=True, slots=True)
-class BlockFormat:
-    """A block of a parallel head: the id in place of tokens that are not drafted yet, and its sizes.
-
-    The first row of a block is the last committed token; its logits are of the next token if `is_anchor_drafting`.
-    """
-
-    mask_id: int
-    num_rows: int = 0
-    is_anchor_drafting: bool = False
-    markov_rank: int = 0
-    markov_type: str = "vanilla"
-    has_confidence: bool = False
-    has_markov_confidence: bool = False
-    embedding_scale: float = 1.0
-    logit_scale: float = 1.0
-    logit_softcap: float | None = None
-    refinement: BlockRefinement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,25 +89,41 @@ class HeadFormat:
         Raises:
             ConfigError: it is a head of another kind, is not supported, or belongs to another target.
         """
-        found = _kind_of(config, path)
-        if found is not kind:
-            raise ConfigError(
-                f"{path!r} is a head of kind {str(found)!r}, and draft.kind is {str(kind)!r}; set it to {str(found)!r}"
-            )
+        check_kind(kind, config, path)
         return _Reader(kind, config, target, path).read()
 
 
+def check_kind(kind: HeadKind, config: Mapping[str, Any], path: str) -> None:
+    """Raise ConfigError if the head at `path` is of another kind, or not known."""
+    found = _kind_of(config, path)
+    if found is not kind:
+        raise ConfigError(
+            f"{path!r} is a head of kind {str(found)!r}, and draft.kind is {str(kind)!r}; set it to {str(found)!r}"
+        )
+
+
+def refuse_lossy_methods(config: Mapping[str, Any], path: str) -> None:
+    """Raise ConfigError if a proposal method in speculators' layout would change the target's distribution."""
+    for method in (config.get("speculators_config") or {}).get("proposal_methods") or ():
+        for name, exact in _EXACT.items():
+            if method.get(name, exact) not in (exact, None):
+                raise ConfigError(
+                    f"the head {path!r} asks for lossy acceptance: {name} is {method[name]!r} in one of its "
+                    f"proposal_methods, but every draft is verified exactly; set it to {exact!r} in config.json"
+                )
+
+
 def _kind_of(config: Mapping[str, Any], path: str) -> HeadKind:
-    known = (HeadKind.EAGLE3, HeadKind.PEAGLE, HeadKind.DFLASH, HeadKind.DSPARK)
+    known = (HeadKind.EAGLE3, HeadKind.PEAGLE, HeadKind.DFLASH, HeadKind.DSPARK, HeadKind.MTP)
     kind, names = config.get("speculators_model_type"), " ".join(config.get("architectures") or ())
     if kind in tuple(known):
         return HeadKind(kind)
-    if kind == _DFLASH2:
+    if kind in _ON_DFLASH:
         return HeadKind.DFLASH
     if kind is not None:
-        read = ", ".join(repr(str(each)) for each in (*known, _DFLASH2))
+        read = ", ".join(repr(str(each)) for each in (*known, *_ON_DFLASH))
         raise ConfigError(f"{path!r} is a speculator of type {kind!r}, which is not read; read are {read}")
-    if "DFlash2" in names or "DSpine" in names or "Domino" in names:
+    if any(name in names for name in _UNREAD_NAMES):
         raise ConfigError(f"{path!r} is a head of architecture {names}, whose further layers are not read")
     if "DSpark" in names:
         return HeadKind.DSPARK
@@ -144,7 +134,7 @@ def _kind_of(config: Mapping[str, Any], path: str) -> HeadKind:
             f"{path!r} is not an EAGLE-3, DFlash or DSpark head: its config.json has no draft_vocab_size, no "
             "dflash_config and no speculators_model_type; give the folder of one, or another draft.kind"
         )
-    return HeadKind.PEAGLE if any(name in config for name in _MASK_IDS) else HeadKind.EAGLE3
+    return HeadKind.PEAGLE if any(name in config for name in MASK_IDS) else HeadKind.EAGLE3
 
 
 class _Reader:
@@ -153,7 +143,9 @@ class _Reader:
     def __init__(self, kind: HeadKind, config: Mapping[str, Any], target: TargetShape, path: str) -> None:
         self._kind, self._target, self._path = kind, target, path
         self._is_speculators = "speculators_model_type" in config
-        self._is_dflash2 = config.get("speculators_model_type") == _DFLASH2
+        names = " ".join(config.get("architectures") or ())
+        self._is_dflash2 = config.get("speculators_model_type") == "dflash2" or "DFlash2" in names
+        self._is_xpress = config.get("speculators_model_type") == "xpress" or "XPress" in names
         # The authors' layouts have a section for each method; its fields may also be at the top.
         sections = ("eagle_config", "dflash_config")
         self._config = {**config, **{k: v for each in sections for k, v in (config.get(each) or {}).items()}}
@@ -164,7 +156,7 @@ class _Reader:
         self._check_sizes(layer)
         count = layer.num_hidden_layers
         is_block = self._kind in (HeadKind.DFLASH, HeadKind.DSPARK)
-        block = None if self._kind is HeadKind.EAGLE3 else self._block(layer)
+        block = None if self._kind is HeadKind.EAGLE3 else self._block(layer.hidden_size)
         are_causal = tuple(not is_block or self._is_causal(layer, index) for index in range(count))
         more = 0 if block is None else block.num_rows  # a row that sees its whole block has its window before it
         windows = [self._window(layer, index) for index in range(count)]
@@ -186,13 +178,7 @@ class _Reader:
 
     def _refuse_unread(self) -> None:
         """Refuse what would change the target's distribution, and options of a forward that is not computed."""
-        for method in (self._config.get("speculators_config") or {}).get("proposal_methods") or ():
-            for name, exact in _EXACT.items():
-                if method.get(name, exact) not in (exact, None):
-                    raise ConfigError(
-                        f"the head {self._path!r} asks for lossy acceptance: {name} is {method[name]!r} in one of its "
-                        f"proposal_methods, but every draft is verified exactly; set it to {exact!r} in config.json"
-                    )
+        refuse_lossy_methods(self._config, self._path)
         for name, value in _UNREAD.items():
             if self._config.get(name, value) not in (value, None):
                 raise ConfigError(
@@ -245,62 +231,17 @@ class _Reader:
         asked = [self._config.get(name) for name in ("is_causal", "causal")]
         return next((bool(each) for each in asked if each is not None), is_sliding)
 
-    def _block(self, layer: Any) -> BlockFormat:
-        mask_id = next((self._config[name] for name in _MASK_IDS if name in self._config), None)
-        if not isinstance(mask_id, int) or not 0 <= mask_id < self._target.vocab_size:
-            raise ConfigError(
-                f"{self._path!r} has mask_token_id {mask_id!r} in config.json; it must be one of the target's "
-                f"{self._target.vocab_size} ids"
-            )
-        if self._kind is HeadKind.PEAGLE:
-            return BlockFormat(mask_id)
-        is_dspark = self._kind is HeadKind.DSPARK
-        num_rows = self._config.get("block_size", 8 if self._is_speculators else 16)
-        anchors = self._config.get("sample_from_anchor", is_dspark and not self._config.get("dspark_bonus_anchor"))
-        if not isinstance(num_rows, int) or num_rows < 2:
-            raise ConfigError(f"{self._path!r} has block_size {num_rows!r} in config.json; it must be 2 or more")
-        block = BlockFormat(
-            mask_id,
-            num_rows,
-            bool(anchors),
-            markov_rank=int(self._config.get("markov_rank", 256)) if is_dspark else 0,
-            markov_type=self._config.get("markov_head_type", "vanilla"),
-            has_confidence=is_dspark and bool(self._config.get("enable_confidence_head", self._is_speculators)),
-            has_markov_confidence=bool(self._config.get("confidence_head_with_markov", self._is_speculators)),
-            embedding_scale=float(self._config.get("input_embedding_scale", 1.0)),
-            logit_scale=float(self._config.get("output_multiplier", 1.0)),
-            logit_softcap=self._config.get("final_logit_softcapping") or None,
-            refinement=self._refinement(layer, num_rows) if self._is_dflash2 else None,
-        )
-        if block.markov_type not in ("vanilla", "gated"):
-            raise ConfigError(
-                f"{self._path!r} has markov_head_type {block.markov_type!r}; computed are 'vanilla' and 'gated'"
-            )
-        return block
-
-    def _refinement(self, layer: Any, num_rows: int) -> BlockRefinement:
-        sizes = {name: self._config.get(name, usual) for name, usual in _DFLASH2_SIZES.items()}
-        most = {
-            "conv_kernel_size": num_rows,
-            "conv_group_size": layer.hidden_size,
-            "selector_top_k": self._target.vocab_size,
-        }
-        for name, size in sizes.items():
-            if not isinstance(size, int) or not 1 <= size <= most.get(name, size):
-                limit = f"1 to {most[name]}" if name in most else "1 or more"
-                raise ConfigError(f"{self._path!r} has {name} {size!r} in config.json; it must be {limit}")
-        if layer.hidden_size % sizes["conv_group_size"]:
-            raise ConfigError(
-                f"{self._path!r} has conv_group_size {sizes['conv_group_size']} in config.json, which does not divide "
-                f"its hidden size {layer.hidden_size}"
-            )
-        drafted = self._config.get("draft_vocab_size") or self._target.vocab_size
-        if drafted != self._target.vocab_size:
-            raise ConfigError(
-                f"{self._path!r} is a DFlash 2 head with draft_vocab_size {drafted}; only the target's whole "
-                f"vocabulary of {self._target.vocab_size} tokens is computed"
-            )
-        return BlockRefinement(**sizes)
+    def _block(self, hidden_size: int) -> BlockFormat:
+        return BlockReader(
+            self._kind,
+            self._config,
+            self._target.vocab_size,
+            hidden_size,
+            self._is_speculators,
+            self._is_dflash2,
+            self._is_xpress,
+            self._path,
+        ).read()
 
     def _check_sizes(self, layer: Any) -> None:
         hidden_size = self._config.get("target_hidden_size") or layer.hidden_size

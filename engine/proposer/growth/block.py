@@ -13,8 +13,8 @@ from engine.proposer.growth.chain import Chain, ChainSampler
 from engine.proposer.growth.tree import Tree
 from engine.proposer.growth.tree_sampler import TreeSampler
 
-# Logits [n, V] of some rows of the blocks, given the token before each.
-RowLogits = Callable[[Seq[int], Seq[int]], Tensor]
+# Logits [n, V] of some rows of the blocks, given the tokens before each: the text's last two, and the drafts.
+RowLogits = Callable[[Seq[int], Seq[Seq[int]]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class Blocks:
         for depth in range(max(self.num_drafts, default=0)):
             growing = [row for row, num in enumerate(self.num_drafts) if depth < num]
             grown = [chains[row] for row in growing]
-            sampler.extend(grown, self._at(growing, depth, [chain.last_id for chain in grown]))
+            before = [(*chain.row.token_ids[-2:], *chain.token_ids) for chain in grown]
+            sampler.extend(grown, self._at(growing, depth, before))
 
     def branch(self, trees: Seq[Tree], sampler: TreeSampler) -> None:
         """Grow level by level; all nodes of a level share one position of the block."""
@@ -38,9 +39,9 @@ class Blocks:
             if growing:
                 blocks = [row for row in growing for _ in trees[row].level]
                 rows = [row for index in growing for row in trees[index].rows]
-                before = [(row.draft_ids or row.token_ids)[-1] for row in rows]
+                before = [(*row.token_ids[-2:], *row.draft_ids) for row in rows]
                 sampler.branch([trees[row] for row in growing], self._at(blocks, depth, before))
 
-    def _at(self, blocks: Seq[int], depth: int, before: Seq[int]) -> Tensor:
+    def _at(self, blocks: Seq[int], depth: int, before: Seq[Seq[int]]) -> Tensor:
         firsts = [0, *accumulate(self.num_drafts)]
         return self.logits([firsts[block] + depth for block in blocks], before)

@@ -41,7 +41,7 @@ TAPS = (1, 2)
 TEXTS = ([5, 9, 33, 2, 17, 60, 5, 9, 41, 12, 7, 3], [8, 1, 44, 20])
 NUM_DRAFTS = (4, 2)
 TABLES = ([3, 1, 2, 0], [5, 4])  # of blocks with 8 slots
-BEFORE = (12, 13, 14, 15)  # the tokens before the drafts, where they count
+DRAFTED = (12, 13, 14, 15)  # the drafts before a draft, where they count
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
     write_checkpoint(folder, seed=0)
     return folder
+
+
+def tokens_before(text: Seq[int], depth: int) -> tuple[int, ...]:
+    return (*text[-2:], *DRAFTED[:depth])
 
 
 class Blocks:
@@ -79,14 +83,17 @@ class Blocks:
             spans.append(Span(ids, len(text) - 1, table, num + min(self.head.num_more_rows, 0)))
         batch = self.runner.lay_out(spans, has_blocks=has_blocks)
         found = self.head.block(batch, self.states, num_drafts)
-        rows = found(range(sum(num_drafts)), [each for num in num_drafts for each in BEFORE[:num]])
+        before = [
+            tokens_before(text, depth) for text, num in zip(TEXTS, num_drafts, strict=True) for depth in range(num)
+        ]
+        rows = found(range(sum(num_drafts)), before)
         return list(rows.split(list(num_drafts)))
 
 
 def check_like_reference(blocks: Blocks, reference: PlainDFlash) -> None:
     for text, num, found in zip(TEXTS, NUM_DRAFTS, blocks.logits(), strict=True):
         hidden = reference.hidden(text, num)
-        expected = torch.stack([reference.logits(hidden[depth], BEFORE[depth]) for depth in range(num)])
+        expected = torch.stack([reference.logits(hidden, depth, tokens_before(text, depth)) for depth in range(num)])
         assert torch.allclose(found, expected.clamp(min=UNKNOWN), atol=1e-4)
 
 
@@ -96,6 +103,8 @@ SHAPES = {
     "causal windows": BlockShape(windows=(4, None), are_causal=(True, False)),
     "own vocabulary": BlockShape(windows=(None,), are_causal=(False,), is_cut=True),
     "dflash 2": BlockShape(windows=(None, 3), is_refined=True),
+    "xpress": BlockShape(windows=(None, 9), has_refiner=True),
+    "xpress, own vocabulary": BlockShape(has_refiner=True, is_anchor_drafting=True, is_cut=True),
     "dspark": BlockShape(is_anchor_drafting=True, is_cut=True, markov_type="vanilla"),
     "dspark, gated": BlockShape(is_anchor_drafting=True, markov_type="gated"),
 }
@@ -151,6 +160,37 @@ def test_the_authors_layout_is_the_same_function(target: Path, tmp_path: Path) -
     )
     third = Blocks(target, scaled, HeadKind.DFLASH).logits()[0]
     assert torch.allclose(third, 3 * torch.tanh(0.5 * first / 3), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dflash 2", "xpress"])
+def test_the_authors_layouts_of_dflash_2_and_xpress_are_the_same_functions(
+    name: str, target: Path, tmp_path: Path
+) -> None:
+    """The codebooks of DFlash 2 are also published with the names of transformers' modules."""
+    shape = SHAPES[name]
+    tensors = block_tensors(target, 2, shape)
+    renamed = {f"{name}.weight" if name.endswith("codebook") else name: each for name, each in tensors.items()}
+    folders = [
+        write_block_head(tmp_path / "a", tensors, TAPS, shape),
+        write_dflash_of_its_authors(tmp_path / "b", tensors, TAPS, shape),
+        write_dflash_of_its_authors(tmp_path / "c", renamed, TAPS, shape),
+    ]
+    first, *others = (Blocks(target, folder, HeadKind.DFLASH).logits()[0] for folder in folders)
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("name", ["xpress", "xpress, own vocabulary"])
+def test_drafts_chosen_one_by_one_are_what_the_authors_iterations_settle_at(
+    name: str, target: Path, tmp_path: Path
+) -> None:
+    shape = SHAPES[name]
+    folder = write_block_head(tmp_path / "head", block_tensors(target, 2, shape), TAPS, shape)
+    reference = PlainDFlash(target, folder, TAPS, shape)
+    for text in TEXTS:
+        hidden, chosen = reference.hidden(text, 4), list(text[-2:])
+        for depth in range(4):
+            chosen.append(int(reference.logits(hidden, depth, chosen).argmax()))
+        assert tuple(chosen[2:]) == reference.drafts(text, 4)
 
 
 @pytest.mark.parametrize("has_name", [False, True])
@@ -222,7 +262,7 @@ def test_a_block_of_one_pair_needs_no_pass(target: Path, tmp_path: Path) -> None
     folder = write_peagle(tmp_path / "head", peagle_tensors(target, 2), TAPS)
     blocks = Blocks(target, folder, HeadKind.PEAGLE)
     assert blocks.head.block_ids(7, 1) == []
-    alone = blocks.head.block(None, blocks.states[:1], [1])([0], [7])
+    alone = blocks.head.block(None, blocks.states[:1], [1])([0], [(2, 7)])
     assert torch.allclose(alone[0], blocks.logits((4, 2))[0][0], atol=1e-5)
 
 
@@ -251,9 +291,10 @@ def refused(target: Path, head: Path, kind: HeadKind) -> str:
     [
         ({"speculators_model_type": "dspark"}, "kind 'dspark', and draft.kind is 'dflash'; set it to 'dspark'"),
         (
-            {"speculators_model_type": "xpress"},
-            "type 'xpress', which is not read; read are 'eagle3', 'peagle'",
+            {"speculators_model_type": "lilicorr"},
+            "type 'lilicorr', which is not read; read are 'eagle3', 'peagle'",
         ),
+        ({"speculators_model_type": "xpress"}, "'refiner_head.token_embed.weight' of shape [64, 256] is missing"),
         ({"speculators_model_type": "dflash2"}, "'layers.0.attention_conv.base_kernel' of shape [2, 2, 32] is missing"),
         ({"mask_token_id": None}, "mask_token_id None"),
         ({"mask_token_id": 64}, "mask_token_id 64 in config.json; it must be one of the target's 64 ids"),
@@ -297,7 +338,29 @@ def test_a_dflash_2_head_that_does_not_fit_is_refused_by_name(
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "architecture DFlash2DraftModel, whose further layers are not read"),
+        ({"xpress_rank": 0}, "xpress_rank 0 in config.json; it must be 1 or more"),
+        ({"xpress_rank": 6}, "'refiner_head.token_embed.weight' has shape [64, 8], but this target needs [64, 6]"),
+        ({"xpress_block_size": 16}, "xpress_block_size 16 and block_size 5 in config.json; only equal sizes"),
+        ({"xpress_mlp_ratio": 4}, "'refiner_head.mlp_gate.weight' has shape [16, 8], but this target needs [32, 8]"),
+    ],
+)
+def test_an_xpress_head_that_does_not_fit_is_refused_by_name(
+    config: dict[str, Any], said: str, target: Path, tmp_path: Path
+) -> None:
+    shape = SHAPES["xpress"]
+    folder = write_block_head(tmp_path / "head", block_tensors(target, 2, shape), TAPS, shape, **config)
+    assert said in refused(target, folder, HeadKind.DFLASH)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"architectures": ["LiLiCorrDraftModel"]}, "architecture LiLiCorrDraftModel, whose further layers are not"),
+        (
+            {"architectures": ["DFlash2DraftModel"]},
+            "'layers.0.attention_conv.base_kernel' of shape [2, 2, 32] is missing",
+        ),
+        ({"attention_mode": "mla"}, "attention_mode 'mla' in config.json, and only 'gqa' is computed"),
         ({"num_target_layers": 36}, "made for a target of 36 layers, but the target has 2"),
         ({"is_neox_style": False}, "is_neox_style False"),
     ],
