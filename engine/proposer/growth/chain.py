@@ -67,6 +67,11 @@ class Chain:
         return self._token_ids
 
     @property
+    def has_overflowed(self) -> bool:
+        """True if logits were not finite; known once the tokens are read."""
+        return self._num_finite is not None
+
+    @property
     def num_left(self) -> int:
         """The number of tokens to add."""
         return self.num_wanted - len(self._token_ids)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
 
+from engine.accounting.acceptance import RANK_ACCEPTANCE
 from engine.batch.draft import Draft, SparseDistribution, depths
 from engine.batch.span import Span
 from engine.config import TreeConfig, TreeKind
@@ -28,9 +29,6 @@ from engine.sampling.logits_row import LogitsRow
 from engine.sampling.sparse_distribution import one_hot
 from engine.sequence.request_tokens import RequestTokens, TokenBlocks
 from engine.verifier.verify_task import IMPOSSIBLE_ID
-
-# The acceptance of the first, second, ... child. The first is measured with the demo pair at T=1; the rest is assumed.
-RANK_ACCEPTANCE = (0.60, 0.14, 0.06, 0.035, 0.02, 0.015)
 
 
 class DynamicShape:
@@ -165,6 +163,11 @@ class Tree:
         self._nodes: list[TreeNode] = []
         self._computed: list[int] = []
         self._overflowed: list[int] = []  # nodes whose logits were not finite
+
+    @property
+    def has_overflowed(self) -> bool:
+        """True if logits of a node, of the draft or not, were not finite."""
+        return bool(self._overflowed)
 
     @property
     def num_slots(self) -> int:

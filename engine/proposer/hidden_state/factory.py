@@ -19,17 +19,16 @@ from engine.model.draft_heads.medusa import MedusaHeads
 from engine.model.draft_heads.mtp import MtpHead
 from engine.model.draft_heads.self_draft import SelfDraft
 from engine.model.runner.model_runner import ModelRunner
-from engine.proposer import HeadProposer, Proposer
+from engine.proposer import Proposer
 from engine.proposer.growth.chain import Chain, ChainSampler, next_steps
 from engine.proposer.growth.tree import Tree, shape_of
 from engine.proposer.growth.tree_sampler import TreeSampler
 from engine.proposer.guarded_proposer import GuardedProposer
 from engine.proposer.hidden_state.recurrent import MtpProposer, RecurrentProposer
-from engine.proposer.hidden_state.state_proposer import BlockProposer
+from engine.proposer.hidden_state.state_proposer import BlockProposer, StateProposer
 from engine.sampling.sampler import Sampler
 from engine.sequence.checked_draft import DraftQuery
 from engine.sequence.request_tokens import RequestTokens
-from engine.verifier.verify_task import IMPOSSIBLE_ID
 
 
 class SelfProposer:
@@ -162,7 +161,7 @@ class LiveHead:
         return [NO_DRAFT] * len(queries) if self._has_failed else drafts
 
     def _check(self, drafts: Seq[Draft], watch: HeadWatch) -> None:
-        if any(IMPOSSIBLE_ID in draft.token_ids for draft in drafts):
+        if self._proposer.has_overflowed:
             self._has_failed = True
             watch.on_failed()
         elif any(draft.token_ids for draft in drafts):
@@ -171,7 +170,7 @@ class LiveHead:
                 watch.on_served()
 
 
-def _proposer_of(runner: ModelRunner, head: Head, tree: TreeConfig | None) -> HeadProposer:
+def _proposer_of(runner: ModelRunner, head: Head, tree: TreeConfig | None) -> StateProposer:
     if isinstance(head, (MedusaHeads, ParallelEagleHead, DFlashHead)):
         return BlockProposer(runner, head, tree)
     if isinstance(head, MtpHead):

@@ -27,6 +27,9 @@ class StateProposer(ABC):
     """Implements `HeadProposer`. It drafts for every sequence that has decoded since it was opened.
 
     Drafts have at most `max_depth` tokens; without a `tree` all drafts are chains.
+
+    Attributes:
+        has_overflowed: logits of the last drafts were not finite.
     """
 
     # A head computes a draft together with the state before it, one slot earlier than a draft model.
@@ -41,6 +44,7 @@ class StateProposer(ABC):
         self._max_depth = max_depth
         # The newest state of each open sequence, [S], and the number of committed tokens that it was computed for.
         self._newest: dict[str, tuple[Tensor, int] | None] = {}
+        self.has_overflowed = False
         self._chain_sampler = ChainSampler(Sampler())
         self._tree_sampler = TreeSampler(Sampler())
 
@@ -90,6 +94,7 @@ class StateProposer(ABC):
             self._branch(trees, _rows_of(states, is_tree, True))
         grown: list[Chain | Tree] = [*chains, *trees]
         drafts = {each.sequence.request_id: each.draft() for each in grown}
+        self.has_overflowed = any(each.has_overflowed for each in grown)
         return [drafts.get(query.sequence.request_id, NO_DRAFT) for query in queries]
 
     def _state_of(self, sequence: RequestTokens) -> Tensor | None:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ from tests.engine.fixtures.heads.heads_fixtures import (
     random,
     transformers_mtp,
     write_deepseek,
+    write_glm,
     write_llama_with_mtp,
 )
 from tests.engine.fixtures.in_process_transport import InProcessTransport
@@ -69,9 +71,12 @@ MAX_TOKENS = 20
 NUM_PROMPTS = 8
 EAGLE3_TAPS = (1, 2)  # of a target with two layers
 BLOCKS = {
-    HeadKind.DFLASH: BlockShape(windows=(None, 9), are_causal=(False, True)),
-    HeadKind.DSPARK: BlockShape(is_anchor_drafting=True, is_cut=True, markov_type="gated"),
+    str(HeadKind.DFLASH): BlockShape(windows=(None, 9), are_causal=(False, True)),
+    str(HeadKind.DSPARK): BlockShape(is_anchor_drafting=True, is_cut=True, markov_type="gated"),
+    "dflash2": BlockShape(is_refined=True),
+    "xpress": BlockShape(has_refiner=True),
 }
+HEADS = (*map(str, HeadKind), "dflash2", "xpress")  # the last two are of kind dflash
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.7),
@@ -83,7 +88,7 @@ TREE = TreeConfig(num_nodes=7)
 
 @dataclass(frozen=True, slots=True)
 class HeadModels:
-    """A target with three MTP layers among its weights, and other heads, named after their kind.
+    """A target with three MTP layers among its weights, and the other `HEADS`, in folders with their names.
 
     Its first layer drafts for it as SELF.
     """
@@ -94,10 +99,11 @@ class HeadModels:
     def target(self) -> Path:
         return self.root / "target"
 
-    def head(self, kind: HeadKind) -> HeadConfig:
+    def head(self, name: str) -> HeadConfig:
+        kind = HeadKind(name) if name in tuple(HeadKind) else HeadKind.DFLASH
         if kind is HeadKind.SELF:
             return HeadConfig(kind, num_layers=1)
-        return HeadConfig(kind, None if kind is HeadKind.MTP else str(self.root / kind))
+        return HeadConfig(kind, None if kind is HeadKind.MTP else str(self.root / name))
 
 
 @pytest.fixture(scope="module")
@@ -141,23 +147,23 @@ SETUPS = {
 }
 
 
-# DSpark and P-EAGLE compute other blocks than DFlash and EAGLE-3, and keep them in the same places.
+# Others compute other blocks than DFlash and EAGLE-3, and keep them in the same places.
 _PARALLEL = {"chunked, then prefix hits", "preempted", "trees"}
 CASES = [
-    (name, kind)
+    (name, head)
     for name in SETUPS
-    for kind in HeadKind
-    if kind not in (HeadKind.PEAGLE, HeadKind.DSPARK) or name in _PARALLEL
+    for head in HEADS
+    if head not in (HeadKind.PEAGLE, HeadKind.DSPARK, "dflash2", "xpress") or name in _PARALLEL
 ]
 
 
 def build(
     world: HeadModels,
-    head: HeadKind | HeadConfig | None,
+    head: str | HeadConfig | None,
     setup: HeadSetup,
     transport: InProcessTransport | None = None,
 ) -> EngineCore:
-    if isinstance(head, HeadKind):
+    if isinstance(head, str):
         head = world.head(head)
     method = SpeculationMethod.NONE if head is None else SpeculationMethod(head.kind)
     methods = (method, *setup.methods)
@@ -220,9 +226,9 @@ def reference(world: HeadModels) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("kind", HeadKind)
+@pytest.mark.parametrize("kind", HEADS)
 def test_hidden_states_that_are_not_finite_end_their_own_request_and_spoil_no_draft(
-    world: HeadModels, kind: HeadKind, tree: TreeConfig | None
+    world: HeadModels, kind: str, tree: TreeConfig | None
 ) -> None:
     """Heads read the states of a faulty prompt and of rejected drafts; other requests next to it, and later, do not."""
     setup = HeadSetup(num_blocks=32, tree=tree)
@@ -310,7 +316,7 @@ class HeadOracle:
         return tuple(ids[0, len(token_ids) :].tolist())
 
 
-Oracles = dict[HeadKind, HeadOracle | PlainEagle3 | FirstLayer]
+Oracles = dict[str, HeadOracle | PlainEagle3 | FirstLayer]
 
 
 @pytest.fixture(scope="module")
@@ -329,7 +335,7 @@ def oracles(world: HeadModels) -> Oracles:
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_a_head_changes_no_token(
     name: str,
-    kind: HeadKind,
+    kind: str,
     world: HeadModels,
     reference: dict[str, tuple[int, ...]],
     oracles: Oracles,
@@ -354,10 +360,10 @@ def test_a_head_changes_no_token(
             assert each.draft.token_ids[:num_checked] == expected[:num_checked]
 
 
-@pytest.mark.parametrize("kind", HeadKind)
+@pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("verify", [VerifyMode.REJECTION, VerifyMode.BLOCK])
 def test_greedy_text_is_the_same_in_every_mode(
-    verify: VerifyMode, kind: HeadKind, world: HeadModels, reference: dict[str, tuple[int, ...]]
+    verify: VerifyMode, kind: str, world: HeadModels, reference: dict[str, tuple[int, ...]]
 ) -> None:
     setup = HeadSetup(verify=verify, tree=TREE)
     engine = build(world, kind, setup)
@@ -367,12 +373,14 @@ def test_greedy_text_is_the_same_in_every_mode(
     assert engine.stats().drafts.num_accepted_tokens > (10 if kind in BLOCKS else 20)
 
 
-@pytest.mark.parametrize("kind", HeadKind)
+@pytest.mark.parametrize("kind", HEADS)
 def test_a_head_drafts_behind_a_prompt_that_was_read_elsewhere(
-    kind: HeadKind, world: HeadModels, reference: dict[str, tuple[int, ...]]
+    kind: str, world: HeadModels, reference: dict[str, tuple[int, ...]]
 ) -> None:
     """Blocks come with the head's KV in them. Only where they end the pair may know another next token."""
-    remote = build(world, kind if kind.keeps_kv else None, HeadSetup(num_drafts=0, max_tokens_per_step=16))
+    remote = build(
+        world, kind if world.head(kind).kind.keeps_kv else None, HeadSetup(num_drafts=0, max_tokens_per_step=16)
+    )
     engine = build(world, kind, HeadSetup(), InProcessTransport(remote))
     texts: dict[str, tuple[int, ...]] = {}
     local = build(world, kind, HeadSetup())
@@ -385,9 +393,9 @@ def test_a_head_drafts_behind_a_prompt_that_was_read_elsewhere(
     assert accepted > 0.8 * local.stats().drafts.num_accepted_tokens
 
 
-@pytest.mark.parametrize("kind", [kind for kind in HeadKind if kind is not HeadKind.SELF])
+@pytest.mark.parametrize("kind", [head for head in HEADS if head != HeadKind.SELF])
 def test_a_head_drafts_for_a_target_on_two_ranks(
-    kind: HeadKind,
+    kind: str,
     world: HeadModels,
     reference: dict[str, tuple[int, ...]],
     oracles: Oracles,
@@ -454,14 +462,23 @@ def test_mtp_layers_draft_after_a_prefix_whose_last_pairs_were_never_computed(wo
     assert all(0 <= token_id < VOCAB_SIZE for each in drafted for token_id in each.draft.token_ids)
 
 
-def test_the_published_family_drafts_as_transformers_does(tmp_path: Path) -> None:
-    """DeepSeek-V3: latent attention, experts, and transformers' own names for the layer's tensors."""
-    write_deepseek(tmp_path / "target")
+FAMILIES = {
+    "DeepSeek-V3": partial(write_deepseek, num_mtp_layers=1),
+    "DeepSeek-V3, two layers": partial(write_deepseek, num_mtp_layers=2),
+    "GLM-4.5, two layers": partial(write_glm, num_mtp_layers=2),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_mtp_layers_of_a_published_family_draft_as_transformers_does(name: str, tmp_path: Path) -> None:
+    """Latent attention, experts, and the published names; the second draft comes from the second layer."""
+    FAMILIES[name](tmp_path / "target")
+    num_layers = FAMILIES[name].keywords["num_mtp_layers"]
     world = HeadModels(tmp_path)
     asked = requests(HeadSetup())[:2]
     engine = build(world, HeadKind.MTP, HeadSetup())
     assert isinstance(engine.runner, ModelRunner)
-    assert len(engine.runner.kv_layout.layers) == 3
+    assert len(engine.runner.kv_layout.layers) == 2 + num_layers
     drafted = record(engine)
     texts = generate(engine, asked)
     assert texts == generate(build(world, None, HeadSetup(num_drafts=0)), asked)
@@ -493,10 +510,12 @@ def changed(head: HeadConfig, folder: Path, change: float) -> HeadConfig:
         (HeadKind.PEAGLE, None),
         (HeadKind.DFLASH, TREE),
         (HeadKind.DSPARK, None),
+        ("dflash2", TREE),
+        ("xpress", None),
     ],
 )
 def test_heads_exchanged_at_any_step_change_no_text_and_read_no_keys_of_each_other(
-    world: HeadModels, reference: dict[str, tuple[int, ...]], kind: HeadKind, tree: TreeConfig | None, tmp_path: Path
+    world: HeadModels, reference: dict[str, tuple[int, ...]], kind: str, tree: TreeConfig | None, tmp_path: Path
 ) -> None:
     """A new head drafts for new texts as after a start, though their prefixes were cached. Trees are preempted."""
     setup = HeadSetup(num_blocks=24 if tree else 256, tree=tree)
@@ -578,6 +597,23 @@ def test_a_watched_head_that_computes_nan_drafts_no_more_until_it_is_exchanged(
         assert generate(engine, requests(setup)) == reference
     assert watch.events == ["failed", "served"]
     assert engine.stats().drafts.num_draft_tokens > num_drafted
+
+
+def test_a_watched_head_that_overflows_in_a_full_tree_drafts_no_more(
+    world: HeadModels, reference: dict[str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    """The first of three Medusa heads is sound, so its tokens fill the tree, and no node shows that others are not."""
+    setup = HeadSetup(tree=TreeConfig(num_nodes=2), num_drafts=3)
+    engine, watch = build(world, HeadKind.MEDUSA, setup), Watch()
+    folder = changed(world.head(HeadKind.MEDUSA), tmp_path / "bad", 1.0).path
+    assert folder is not None
+    tensors = torch.load(Path(folder) / "medusa_lm_head.pt")
+    for head in (1, 2):
+        tensors[f"{head}.1.weight"] = torch.full_like(tensors[f"{head}.1.weight"], 3e38)
+    torch.save(tensors, Path(folder) / "medusa_lm_head.pt")
+    engine.exchange_head(model_runner(engine).load_head(folder), watch)
+    assert generate(engine, requests(setup)) == reference
+    assert watch.events == ["failed"]
 
 
 def test_a_head_that_reads_other_states_or_keeps_other_keys_is_refused(world: HeadModels, tmp_path: Path) -> None:
