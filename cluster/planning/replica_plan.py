@@ -11,6 +11,7 @@ from math import ceil
 
 import numpy as np
 
+from cluster.planning.planned_draft import PlannedDraft, tree_nodes
 from cluster.planning.roofline import DeviceSpec, ModelShape, PassCost, pass_cost
 from engine.accounting.length_allocation import allocate
 from engine.config import GIB, SchedulerConfig
@@ -23,16 +24,18 @@ _STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 class ReplicaPlan:
     """One replica: models, devices, traffic, and each position's acceptance given acceptance of the earlier ones.
 
-    `draft` is None if the drafts come from the text (suffix, n-gram) and cost nothing.
+    `draft` is None if the drafts come from the text (suffix, n-gram) and cost nothing. Drafts are chains, or trees of
+    up to `num_tree_nodes` where these promise more.
     """
 
     target: ModelShape
-    draft: ModelShape | None
+    draft: PlannedDraft | None
     device: DeviceSpec
     num_devices: int
     acceptance: tuple[float, ...]
     prompt_tokens: int
     output_tokens: int
+    num_tree_nodes: int = 0
 
     @property
     def context(self) -> int:
@@ -45,24 +48,42 @@ class ReplicaPlan:
         return pass_cost(self.target, self.device, self.num_devices, rows, num_streams, self.context)
 
     def draft_pass(self, num_streams: int) -> PassCost:
-        """Return the cost of one draft token for all streams; the draft has one of the target's devices."""
+        """Return the cost of one pass of the draft for all streams; it has one of the target's devices.
+
+        A pass gives each stream one draft, or the whole block of a parallel draft.
+        """
         assert self.draft is not None
-        return pass_cost(self.draft, self.device, 1, num_streams, num_streams, self.context)
+        num_rows = num_streams * (len(self.chances) + 1 if self.draft.is_one_pass else 1)
+        return pass_cost(self.draft.shape, self.device, 1, num_rows, num_streams, self.context)
 
     def draft_step_s(self, num_streams: int) -> float:
-        """Return the seconds of one draft token for all streams, 0 for drafts from the text."""
+        """Return the seconds of one pass of the draft for all streams, 0 for drafts from the text."""
         return self.draft_pass(num_streams).seconds if self.draft is not None else 0.0
+
+    @property
+    def chances(self) -> tuple[float, ...]:
+        """The acceptance of the positions that the draft can reach."""
+        return self.acceptance[: None if self.draft is None else self.draft.max_drafts]
+
+    def num_steps(self, depths: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """Return the draft's passes for drafts as deep as these."""
+        steps = np.maximum.accumulate(np.array(depths, dtype=np.float64))
+        return np.minimum(steps, 1.0) if self.draft is not None and self.draft.is_one_pass else steps
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedUp:
-    """Drafts at one number of streams: drafts per stream, and tokens per second with and without them."""
+    """Drafts at one number of streams: drafts per stream, and tokens per second with and without them.
+
+    `shape` is "chain", "tree" or "block": of a parallel draft.
+    """
 
     num_streams: int
     num_drafts: float
     tokens_per_pass: float
     tokens_per_s: float
     plain_tokens_per_s: float
+    shape: str = "chain"
 
     @property
     def factor(self) -> float:
@@ -71,14 +92,31 @@ class SpeedUp:
 
 def best_speed_up(deployment: ReplicaPlan, num_streams: int) -> SpeedUp:
     """Return the choice of the adaptive engine at this load (`engine.accounting.length_allocation.allocate`)."""
-    survival = np.cumprod(deployment.acceptance)
-    max_drafts = num_streams * len(survival)
+    survival = np.cumprod(deployment.chances).tolist()
+    chain = [(chance, depth) for depth, chance in enumerate(survival, 1)]
+    is_block = deployment.draft is not None and deployment.draft.is_one_pass
+    found = [_speed_up_of(deployment, num_streams, chain, "block" if is_block else "chain")]
+    if deployment.num_tree_nodes and survival:
+        tree = tree_nodes(deployment.chances, deployment.num_tree_nodes)
+        found.append(_speed_up_of(deployment, num_streams, tree, "tree"))
+    return max(found, key=lambda each: each.tokens_per_s)  # the first of equal ones
+
+
+def _speed_up_of(deployment: ReplicaPlan, num_streams: int, nodes: Sequence[tuple[float, int]], shape: str) -> SpeedUp:
+    """Return the best number of drafts of one shape, given the chance and the depth of each."""
+    chances = np.array([chance for chance, _ in nodes])
+    max_drafts = num_streams * len(nodes)
     row_seconds = np.array([deployment.target_pass(num_streams, drafts).seconds for drafts in range(max_drafts + 1)])
-    acceptance = np.tile(survival, (num_streams, 1))
-    best = allocate(acceptance, row_seconds, deployment.draft_step_s(num_streams), 0.0)
+    best = allocate(
+        np.tile(chances, (num_streams, 1)),
+        row_seconds,
+        deployment.draft_step_s(num_streams),
+        0.0,
+        num_steps=deployment.num_steps([depth for _, depth in nodes]),
+    )
     lengths = np.asarray(best.lengths)
-    tokens = 1.0 + float(sum(survival[: int(length)].sum() for length in lengths)) / num_streams
-    return SpeedUp(num_streams, float(lengths.mean()), tokens, best.tokens_per_s, best.plain_tokens_per_s)
+    tokens = 1.0 + float(sum(chances[: int(length)].sum() for length in lengths)) / num_streams
+    return SpeedUp(num_streams, float(lengths.mean()), tokens, best.tokens_per_s, best.plain_tokens_per_s, shape)
 
 
 def replayed_speed_up(
@@ -86,11 +124,11 @@ def replayed_speed_up(
 ) -> float:
     """Return the speed-up of whole requests, from means per stream that include passes without drafts.
 
-    Both ways prefill the prompts. A draft model makes `max_drafts` steps for every pass.
+    Both ways prefill the prompts. A draft model makes `max_drafts` steps for every pass, a parallel one makes one.
     """
     prompts_s = num_streams * prefill_seconds(deployment)
     drafted_s = deployment.target_pass(num_streams, round(num_streams * drafts_per_pass)).seconds
-    drafted_s += max_drafts * deployment.draft_step_s(num_streams)
+    drafted_s += float(deployment.num_steps([0, max_drafts])[-1]) * deployment.draft_step_s(num_streams)
     plain_s = deployment.target_pass(num_streams).seconds * deployment.output_tokens
     return (prompts_s + plain_s) / (prompts_s + drafted_s * deployment.output_tokens / tokens_per_pass)
 
@@ -102,7 +140,7 @@ def prefill_seconds(deployment: ReplicaPlan) -> float:
         rows = min(SchedulerConfig().max_tokens_per_step, deployment.prompt_tokens - start)
         context = start + rows // 2
         models = [(deployment.target, deployment.num_devices)]
-        models += [(deployment.draft, 1)] if deployment.draft else []
+        models += [(deployment.draft.shape, 1)] if deployment.draft and deployment.draft.keeps_kv else []
         total_s += sum(
             pass_cost(shape, deployment.device, number, rows, 1, context).seconds for shape, number in models
         )

@@ -66,9 +66,13 @@ class ModelShape:
         Raises:
             ConfigError: there is no such model, its file is unreadable or lacks sizes, or the dtype is unknown.
         """
+        return cls.from_config(model, _read_config(model), dtype)
+
+    @classmethod
+    def from_config(cls, model: str, config: Mapping[str, Any], dtype: str) -> ModelShape:
+        """Return the shape of the config of `model`, which names it in errors. Raises ConfigError as `of` does."""
         if dtype not in _BYTES:
             raise ConfigError(f"dtype {dtype!r} is unknown; use one of {', '.join(_BYTES)}")
-        config = _read_config(model)
         if recurrent := [key for key in _RECURRENT if config.get(key)]:
             raise ConfigError(
                 f"the config of {model!r} has {recurrent[0]}, so it has recurrent layers, whose states a plan does not "

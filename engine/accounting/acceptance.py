@@ -12,6 +12,10 @@ from math import sqrt
 import numpy as np
 from numpy.typing import NDArray
 
+# The acceptance of a tree's first, second, ... child. The first is measured with the demo pair at T=1; the rest is
+# assumed.
+RANK_ACCEPTANCE = (0.60, 0.14, 0.06, 0.035, 0.02, 0.015)
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 

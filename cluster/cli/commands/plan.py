@@ -9,6 +9,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from cluster.cli.console import console, report
+from cluster.planning.planned_models import PlannedModels
 from cluster.planning.replica_plan import (
     Capacity,
     Memory,
@@ -19,22 +20,38 @@ from cluster.planning.replica_plan import (
     capacity_of,
     memory_of,
 )
-from cluster.planning.roofline import DeviceSpec, ModelShape, PassCost
+from cluster.planning.roofline import DeviceSpec, PassCost
 from engine.config import GIB
 from protos.errors import ConfigError
 
 
 def plan(
-    target: Annotated[str, Argument(help="a folder, a config.json, or a public model such as llama-3-70b")],
-    draft: Annotated[str | None, Option(help="like the target; default: free drafts from the text")] = None,
+    target: Annotated[
+        str, Argument(help="a folder, a config.json, a public model such as llama-3-70b, or a deploy.yaml")
+    ],
+    draft: Annotated[
+        str | None, Option(help="like the target, or a head's folder; default: free drafts from the text")
+    ] = None,
+    draft_kind: Annotated[
+        str | None, Option(help="draft.kind; a head without --draft has the usual size; default: model, or suffix")
+    ] = None,
+    tree_nodes: Annotated[
+        int | None, Option(min=0, max=64, help="the most nodes of a tree; 0 has chains alone")
+    ] = None,
     hardware: Annotated[str, Option(help="a device of the table, such as l4, h100, h200, zen5-2core")] = "h100",
-    gpus: Annotated[int, Option(min=1, help="devices of one replica; the target is sharded over them")] = 1,
-    dtype: Annotated[str, Option(help="dtype of the target's weights: float32, bf16, fp8, int8 or int4")] = "bf16",
-    draft_dtype: Annotated[str | None, Option(help="dtype of the draft's weights; default: the target's")] = None,
+    gpus: Annotated[
+        int | None, Option(min=1, help="devices of one replica; the target is sharded over them; default: 1")
+    ] = None,
+    dtype: Annotated[
+        str | None, Option(help="dtype of the target's weights: float32, bf16, fp8, int8 or int4; default: bf16")
+    ] = None,
+    draft_dtype: Annotated[
+        str | None, Option(help="dtype of the draft's weights; default: the target's, int4 for self")
+    ] = None,
     acceptance: Annotated[
         str, Option(help="acceptance probability: one number, or one per position: 0.8,0.7,0.6")
     ] = "0.7",
-    max_draft_tokens: Annotated[int, Option(min=0, max=32, help="the largest K to consider")] = 8,
+    max_draft_tokens: Annotated[int | None, Option(min=0, max=32, help="the largest K to consider; default: 8")] = None,
     prompt_tokens: Annotated[int, Option(min=1, help="prompt length of a request")] = 1000,
     output_tokens: Annotated[int, Option(min=1, help="output length of a request")] = 250,
     rate: Annotated[float | None, Option(min=1e-3, max=1e9, help="requests per second of all replicas")] = None,
@@ -48,20 +65,28 @@ def plan(
     ] = None,
     price: Annotated[float | None, Option(min=0.0, help="USD per device and hour, instead of the table's")] = None,
 ) -> None:
-    """Plan a deployment from sizes alone: expected speed-up, K, memory, replicas, cost, and their roofline."""
+    """Plan a deployment from sizes alone: expected speed-up, K, memory, replicas, cost, and their roofline.
+
+    A deploy.yaml gives the models, their dtype, the kind of the drafts and the limits of their shape; options go first.
+    """
     device = measured_device(DeviceSpec.of(hardware), bandwidth, tflops, price)
+    given = PlannedModels(target, draft, draft_kind, tree_nodes, gpus, dtype, draft_dtype, max_draft_tokens).completed()
     deployment = ReplicaPlan(
-        target=ModelShape.of(target, dtype),
-        draft=ModelShape.of(draft, draft_dtype or dtype) if draft else None,
+        target=given.target_shape,
+        draft=given.planned_draft,
         device=device,
-        num_devices=gpus,
-        acceptance=acceptance_per_position(_chances(acceptance), max_draft_tokens),
+        num_devices=given.gpus or 1,
+        acceptance=acceptance_per_position(_chances(acceptance), given.num_positions),
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
+        num_tree_nodes=given.tree_nodes or 0,
     )
     memory = memory_of(deployment)
     drafted = capacity_of(deployment, streams, rate, max_itl_ms)
-    report(f"{target} in {dtype} on {gpus} x {device.name} ({device.source}, {device.date})")
+    report(
+        f"{given.target} in {deployment.target.dtype} on {deployment.num_devices} x {device.name} "
+        f"({device.source}, {device.date}), drafts: {given.description}"
+    )
     console.print(_memory_table(deployment, memory))
     numbers = sorted({n for n in (1, 8, 32, 128, drafted.speed_up.num_streams) if n <= memory.num_streams})
     speed_ups = [best_speed_up(deployment, number) for number in numbers]
@@ -110,7 +135,7 @@ def _memory_table(deployment: ReplicaPlan, memory: Memory) -> Table:
         "target's weights", f"{memory.target_bytes / GIB:.2f}", f"{deployment.target.num_weights / 1e9:.2f} B"
     )
     if deployment.draft is not None:
-        note = f"{deployment.draft.num_weights / 1e9:.2f} B: {share:.0%} of the target's"
+        note = f"{deployment.draft.shape.num_weights / 1e9:.2f} B: {share:.0%} of the target's"
         table.add_row("draft's weights", f"{memory.draft_bytes / GIB:.2f}", note)
         kv_share = deployment.draft.kv_bytes / deployment.target.kv_bytes
         table.add_row("draft's KV", "", f"{kv_share:.0%} of the target's, per token")
@@ -119,10 +144,11 @@ def _memory_table(deployment: ReplicaPlan, memory: Memory) -> Table:
 
 
 def _speed_table(speed_ups: list[SpeedUp]) -> Table:
-    table = Table("streams", "K", "tokens per pass", "speed-up", "tokens/s", "plain")
+    table = Table("streams", "shape", "K", "tokens per pass", "speed-up", "tokens/s", "plain")
     for speed_up in speed_ups:
         table.add_row(
             str(speed_up.num_streams),
+            speed_up.shape if speed_up.num_drafts else "",
             f"{speed_up.num_drafts:.1f}",
             f"{speed_up.tokens_per_pass:.2f}",
             f"{speed_up.factor:.2f}" if speed_up.num_drafts else "no draft pays",

@@ -20,14 +20,15 @@ from cluster.checkpoints import resolve_model_path
 from cluster.cli.console import console, report
 from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, to_yaml
 from cluster.cli.replay_traffic import TrafficRequest, Trial, TrialFigures, read_traffic, run_trial
+from cluster.planning.planned_draft import PlannedDraft
 from cluster.planning.replica_plan import ReplicaPlan, replayed_speed_up
 from cluster.planning.roofline import DeviceSpec, ModelShape
 from protos.errors import ConfigError, RequestError, ServingError
-from protos.messages import VerifyMode
+from protos.messages import SpeculationMethod, VerifyMode
 
-_MODELLESS = ("self", "suffix", "ngram", "mtp", "none")  # drafts without a model of their own
 _WORTH = 1.03  # the least speedup that is recommended
-_UNPLANNED = ("self", "mtp")  # a plan does not know their share of the target's cost
+_OF_TARGET = ("self", "mtp")  # drafts of the target's own weights
+_OF_TEXT = ("suffix", "ngram", "none")  # drafts that cost nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +174,10 @@ def _planner(target: str, drafts: list[str], hardware: str | None) -> Callable[[
     if hardware is None:
         return lambda _: ""
     device, shape = DeviceSpec.of(hardware), ModelShape.of(_folder(target), "bf16")
-    shapes = {name: None if name in _MODELLESS else ModelShape.of(_folder(name), "bf16") for name in drafts}
+    shapes = {name: _planned_draft(name, shape) for name in drafts}
 
     def planned(each: TrialFigures) -> str:
-        if each.draft not in shapes or not each.drafts_per_pass or each.draft in _UNPLANNED:
+        if each.draft not in shapes or not each.drafts_per_pass:
             return ""
         deployment = ReplicaPlan(
             shape, shapes[each.draft], device, 1, (), max(1, each.prompt_tokens), max(1, each.output_tokens)
@@ -187,6 +188,14 @@ def _planner(target: str, drafts: list[str], hardware: str | None) -> Callable[[
         return f"{factor:.2f}"
 
     return planned
+
+
+def _planned_draft(name: str, target: ModelShape) -> PlannedDraft | None:
+    if name in _OF_TEXT:
+        return None
+    if name in _OF_TARGET:
+        return PlannedDraft.of(SpeculationMethod(name), None, target, "int4")
+    return PlannedDraft.of(SpeculationMethod.MODEL, _folder(name), target, "bf16")
 
 
 def _folder(model: str) -> str:

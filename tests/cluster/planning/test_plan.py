@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cluster.cli.__main__ import main
+from cluster.planning.planned_draft import PLANNED_KINDS, PlannedDraft, tree_nodes
 from cluster.planning.replica_plan import (
     ReplicaPlan,
     acceptance_per_position,
@@ -18,7 +21,8 @@ from cluster.planning.replica_plan import (
     memory_of,
     replayed_speed_up,
 )
-from cluster.planning.roofline import DeviceSpec, ModelShape, read_table
+from cluster.planning.roofline import DeviceSpec, ModelShape, pass_cost, read_table
+from protos.messages import SpeculationMethod
 
 ROOT = Path(__file__).parents[3]
 
@@ -26,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 def deployment(draft: str | None = "llama-3-8b", chance: float = 0.8, num_devices: int = 4) -> ReplicaPlan:
     return ReplicaPlan(
         target=ModelShape.of("llama-3-70b", "fp8"),
-        draft=ModelShape.of(draft, "fp8") if draft else None,
+        draft=PlannedDraft(ModelShape.of(draft, "fp8")) if draft else None,
         device=DeviceSpec.of("h100"),
         num_devices=num_devices,
         acceptance=acceptance_per_position([chance], 8),
@@ -83,6 +87,81 @@ def test_drafts_pay_less_in_larger_batches():
     assert factors[0] > 2 * factors[2]
 
 
+def with_head(kind: str, **changes: object) -> ReplicaPlan:
+    plan = deployment(draft=None, num_devices=1)
+    small = replace(plan, target=ModelShape.of("llama-3-8b", "bf16"))
+    head = PlannedDraft.of(SpeculationMethod(kind), None, small.target, "bf16")
+    return replace(small, draft=head, **changes)
+
+
+def test_a_block_costs_one_pass_of_its_head_however_long_it_is():
+    block, chain = with_head("dflash"), with_head("eagle3")
+    assert block.draft is not None
+    assert block.draft.shape.num_layers == 5
+    tokens = [sum(0.8**j for j in range(k + 1)) for k in range(9)]
+    own_s = pass_cost(block.draft.shape, block.device, 1, 9, 1, block.context).seconds
+    speeds = [tokens[k] / (block.target_pass(1, k).seconds + min(k, 1) * own_s) for k in range(9)]
+    best = best_speed_up(block, 1)
+    assert (best.shape, best.tokens_per_s) == ("block", pytest.approx(max(speeds), rel=0.01))
+    assert best.num_drafts > best_speed_up(chain, 1).num_drafts
+    assert best_speed_up(chain, 1).shape == "chain"
+
+
+def test_a_tree_is_planned_where_it_promises_more_than_a_chain():
+    """At one stream rows are free, and a wrong first draft is common."""
+    plan = with_head("eagle3", acceptance=(0.4,) * 8)
+    chain, tree = best_speed_up(plan, 1), best_speed_up(replace(plan, num_tree_nodes=24), 1)
+    assert tree.shape == "tree"
+    assert tree.tokens_per_s > 1.02 * chain.tokens_per_s
+    many = replace(plan, num_tree_nodes=24, acceptance=(0.9,) * 8)
+    assert best_speed_up(many, 256).num_drafts <= best_speed_up(many, 1).num_drafts
+
+
+def test_the_nodes_of_a_tree_are_the_likeliest_of_all():
+    """Against every node down to depth 3, by hand."""
+    shares = [share / 0.4 for share in (0.14, 0.06, 0.035, 0.02, 0.015)]
+    levels = [[chance, *((1 - chance) * share for share in shares)] for chance in (0.7, 0.5, 0.3)]
+    paths = [path for depth in (1, 2, 3) for path in itertools.product(*levels[:depth])]
+    expected = sorted((math.prod(path) for path in paths), reverse=True)[:10]
+    found = tree_nodes((0.7, 0.5, 0.3), 10)
+    assert [chance for chance, _ in found] == pytest.approx(expected)
+    assert found[0] == (0.7, 1)
+
+
+@pytest.mark.parametrize("kind", PLANNED_KINDS)
+def test_every_kind_of_draft_is_planned(kind: str, capsys: pytest.CaptureFixture[str]):
+    draft = ["--draft", "llama-3.2-1b"] if kind == "model" else []
+    assert main(["plan", "llama-3-8b", "--draft-kind", kind, *draft, "--tree-nodes", "8"]) == 0
+    said = capsys.readouterr().out
+    assert f"drafts: {kind}, trees of up to 8 nodes" in " ".join(said.split())
+    assert ("draft's weights" in said) is SpeculationMethod(kind).can_branch
+
+
+def test_heads_of_the_targets_own_weights_and_without_attention_keep_no_keys():
+    medusa, own = with_head("medusa").draft, with_head("self").draft
+    assert medusa is not None
+    assert own is not None
+    assert medusa.kv_bytes == own.kv_bytes == 0.0
+    assert medusa.max_drafts == 5
+    assert medusa.shape.num_weights == pytest.approx(5 * 4096 * (4096 + 128256))
+
+
+def test_a_deploy_file_gives_models_kind_and_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    text = (ROOT / "deploy.yaml").read_text()
+    file = tmp_path / "deploy.yaml"
+    spec = yaml.safe_load(text)
+    args = spec["applications"][0]["args"]
+    args["draft"] = {"kind": "eagle3", "path": str(ROOT / "models" / "demo" / "eagle3")}
+    args["speculation"] = {"tree": {"num_nodes": 12}}
+    file.write_text(yaml.safe_dump(spec))
+    assert main(["plan", str(file), "--hardware", "zen5-2core"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "drafts: eagle3, trees of up to 12 nodes" in said
+    assert "draft's weights" in said
+    assert main(["plan", str(file), "--hardware", "zen5-2core", "--draft-kind", "suffix", "--tree-nodes", "0"]) == 0
+    assert "drafts: suffix" in capsys.readouterr().out
+
+
 def test_a_replay_pays_for_its_prompts_and_for_the_drafts_of_every_pass():
     without_prompts = replace(deployment(), prompt_tokens=1)
     assert replayed_speed_up(without_prompts, 1, 1.0, 0.0, 0) == pytest.approx(1.0)
@@ -133,6 +212,8 @@ def test_a_plan_says_speed_memory_roofline_replicas_and_cost(capsys: pytest.Capt
         (["llama-3-8b", "--acceptance", "high"], "has a value that is not a number"),
         (["llama-3-8b", "--streams", "500"], "--streams 500 do not fit"),
         (["llama-3-8b", "--max-itl-ms", "0.1"], "cannot be kept"),
+        (["llama-3-8b", "--draft-kind", "hydra"], "--draft-kind 'hydra' is unknown; use one of model"),
+        (["llama-3-8b", "--draft-kind", "model"], "a plan with a draft model needs --draft"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_by_name(

@@ -1,0 +1,121 @@
+"""The source of drafts in a plan: a model or head as published, or one of the usual size, and its passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cluster.planning.roofline import ModelShape
+from engine.accounting.acceptance import RANK_ACCEPTANCE
+from engine.model.checkpoint.weight_files import read_config, read_mapping
+from protos.errors import ConfigError
+from protos.messages import SpeculationMethod
+
+PLANNED_KINDS = tuple(
+    method for method in SpeculationMethod if method not in (SpeculationMethod.HYBRID, SpeculationMethod.AUTO)
+)
+_ONE_PASS = (SpeculationMethod.PEAGLE, SpeculationMethod.DFLASH, SpeculationMethod.DSPARK)
+_USUAL_LAYERS = {SpeculationMethod.DFLASH: 5, SpeculationMethod.DSPARK: 5}  # of published heads; others have 1
+_USUAL_HEADS = 5  # of published Medusas
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDraft:
+    """A draft whose passes read `shape`.
+
+    Attributes:
+        is_one_pass: all drafts of a sequence come from one pass over a row for each.
+        keeps_kv: it reads the prompts, and has keys and values of its own.
+        max_drafts: the most drafts in a pass; None without a limit.
+    """
+
+    shape: ModelShape
+    is_one_pass: bool = False
+    keeps_kv: bool = True
+    max_drafts: int | None = None
+
+    @classmethod
+    def of(
+        cls, kind: SpeculationMethod, path: str | None, target: ModelShape, dtype: str, num_layers: int | None = None
+    ) -> PlannedDraft | None:
+        """Return a draft of `kind` for `target`; None if it comes from the text and costs nothing.
+
+        A head without a `path` has the usual size of its kind, in the target's dtype. `num_layers` are of the target's
+        own weights.
+
+        Raises:
+            ConfigError: a file is unreadable or lacks sizes, or a draft model has no path.
+        """
+        if kind is SpeculationMethod.SELF:
+            return cls(replace(target, dtype=dtype, num_layers=num_layers or target.num_layers), keeps_kv=False)
+        if kind is SpeculationMethod.MEDUSA:
+            return _medusa(_config_of(path), target)
+        if kind is SpeculationMethod.MTP:
+            return cls(replace(target, num_layers=num_layers or 1, has_tied_head=True))
+        if kind is SpeculationMethod.MODEL:
+            if path is None:
+                raise ConfigError("a plan with a draft model needs --draft, its folder or a public model")
+            is_parallel = "pard_token" in _config_of(path)
+            return cls(ModelShape.of(path, dtype), is_one_pass=is_parallel)
+        return _head(kind, path, target) if kind.can_branch else None
+
+    @property
+    def weight_bytes(self) -> float:
+        return self.shape.weight_bytes
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes of its own keys and values per token."""
+        return self.shape.kv_bytes if self.keeps_kv else 0.0
+
+
+def _config_of(path: str | None) -> Mapping[str, Any]:
+    """Return a draft's config.json; empty for a draft that is not here."""
+    if path is None or not Path(path).expanduser().exists():
+        return {}
+    file = Path(path).expanduser()
+    return read_config(file) if file.is_dir() else read_mapping(file)
+
+
+def _head(kind: SpeculationMethod, path: str | None, target: ModelShape) -> PlannedDraft:
+    config = _config_of(path)
+    layer = config.get("transformer_layer_config") or config
+    if layer:
+        layer = {**layer, "vocab_size": config.get("draft_vocab_size") or layer.get("vocab_size")}
+        shape = ModelShape.from_config(path or kind, layer, target.dtype)
+    else:
+        dense = replace(target, num_experts=1, num_experts_per_token=1)
+        shape = replace(dense, num_layers=_USUAL_LAYERS.get(kind, 1))
+    section = {**config, **(config.get("dflash_config") or {})}
+    num_rows = section.get("block_size")
+    max_drafts = num_rows - 1 if isinstance(num_rows, int) and num_rows > 1 else None
+    return PlannedDraft(replace(shape, has_tied_head=True), kind in _ONE_PASS, max_drafts=max_drafts)
+
+
+def _medusa(config: Mapping[str, Any], target: ModelShape) -> PlannedDraft:
+    """Heads have no attention: as many products of the target's width as their blocks and functions to logits."""
+    num_heads = config.get("medusa_num_heads") or config.get("num_heads") or _USUAL_HEADS
+    num_layers = config.get("medusa_num_layers") or config.get("num_hidden_layers") or 1
+    width = num_heads * (target.vocab_size + num_layers * target.hidden_size)
+    shape = replace(target, num_layers=0, vocab_size=width, has_tied_head=True)
+    return PlannedDraft(shape, is_one_pass=True, keeps_kv=False, max_drafts=num_heads)
+
+
+def tree_nodes(acceptance: tuple[float, ...], num_nodes: int) -> list[tuple[float, int]]:
+    """Return the chance and the depth of each node of the best tree, likeliest first.
+
+    `acceptance[d]` is the chance of a first child at depth d if its parent is accepted; its siblings share the rest
+    in the proportions of `RANK_ACCEPTANCE`.
+    """
+    rest = 1.0 - RANK_ACCEPTANCE[0]
+    levels = [(chance, *((1.0 - chance) * share / rest for share in RANK_ACCEPTANCE[1:])) for chance in acceptance]
+    nodes: list[tuple[float, int]] = []
+    candidates = [(1.0, 0)]  # parents
+    for children in levels:
+        grown = [(value * chance, depth + 1) for value, depth in candidates for chance in children]
+        candidates = sorted(grown, reverse=True)[:num_nodes]
+        nodes += candidates
+    # A child is never likelier than its parent, so the best nodes are a tree; of equal ones the shallower is first.
+    return sorted(nodes, key=lambda node: (-node[0], node[1]))[:num_nodes]
