@@ -23,6 +23,7 @@ from tests.engine.fixtures.heads.block_heads import (
     write_block_head,
     write_peagle,
 )
+from tests.engine.fixtures.heads.mtp_heads import write_mtp, write_qwen3
 from tests.engine.fixtures.hybrids import HYBRIDS
 
 CACHE = CacheConfig(16, num_blocks=8, memory_bytes=None)
@@ -133,12 +134,21 @@ def test_a_head_of_another_target_is_refused(llama: Path, tmp_path: Path):
         check_outline(ModelConfig(str(llama)), CACHE, head=head)
 
 
-@pytest.mark.parametrize("kind", [HeadKind.DFLASH, HeadKind.DSPARK, HeadKind.PEAGLE])
-def test_a_head_of_layers_is_checked_by_shapes_alone(kind: HeadKind, tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    target, folder = tmp_path / "target", tmp_path / "head"
+HEADS: dict[str, BlockShape | None] = {
+    "dflash": BlockShape(),
+    "dflash 2": BlockShape(is_refined=True),
+    "xpress": BlockShape(has_refiner=True),
+    "dspark": BlockShape(markov_type="vanilla"),
+    "peagle": None,
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_of_layers_is_checked_by_shapes_alone(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    target, folder, shape = tmp_path / "target", tmp_path / "head", HEADS[name]
     write_checkpoint(target, seed=0)
-    shape = BlockShape(markov_type="vanilla" if kind is HeadKind.DSPARK else None)
-    if kind is HeadKind.PEAGLE:
+    kind = HeadKind.PEAGLE if shape is None else HeadKind.DSPARK if shape.markov_type else HeadKind.DFLASH
+    if shape is None:
         write_peagle(folder, peagle_tensors(target, 2), (1, 2))
     else:
         write_block_head(folder, block_tensors(target, 2, shape), (1, 2), shape)
@@ -149,3 +159,19 @@ def test_a_head_of_layers_is_checked_by_shapes_alone(kind: HeadKind, tmp_path: P
     (folder / "config.json").write_text(json.dumps(config | {"mask_token_id": 999}))
     with pytest.raises(ConfigError, match="mask_token_id 999"):
         check_outline(ModelConfig(str(target)), CACHE, head=HeadConfig(kind, str(folder)))
+
+
+def test_an_mtp_head_of_its_own_files_is_checked_by_shapes_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    target, head = tmp_path / "target", HeadConfig(HeadKind.MTP, str(tmp_path / "head"))
+    write_qwen3(target)
+    write_mtp(tmp_path / "head", target)
+    with caplog.at_level("INFO"):
+        check_outline(ModelConfig(str(target)), CACHE, head=head)
+    assert "is checked at the start" not in caplog.text
+    weights = load_file(tmp_path / "head" / "model.safetensors")
+    weights.pop("mtp_layers.0.final_layernorm.weight")
+    save_file(weights, tmp_path / "head" / "model.safetensors")
+    with pytest.raises(
+        ConfigError, match=r"tensor 'mtp_layers\.0\.final_layernorm\.weight' of shape \[32\] is missing"
+    ):
+        check_outline(ModelConfig(str(target)), CACHE, head=head)
