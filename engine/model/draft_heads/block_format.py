@@ -57,7 +57,7 @@ class BlockReader:
     """Reads the block's part of one config.json.
 
     Attributes:
-        config: its fields, those of the method's section among them.
+        config: its fields, with the fields of the method's section.
         is_speculators: the layout is speculators', whose defaults differ from the authors'.
         is_dflash2: the head is a DFlash 2.
         is_xpress: the head is an XPress.

@@ -101,8 +101,8 @@ class Refiner:
     """XPress's network over all drafts before a draft (arXiv:2608.02438).
 
     Row j of a block has a latent of its state, the mean of the block's states and the token before its own place; the
-    row of a draft mixes the latents up to its own. The authors iterate over whole blocks until they settle; a chain
-    that is chosen draft by draft is what they settle at.
+    row of a draft mixes the latents up to its own. The authors iterate over whole blocks until they settle, at
+    the chain that is chosen draft by draft.
     """
 
     # The tensors' names in speculators' layout, and in the authors'.
