@@ -36,7 +36,6 @@ from router.openai.answers import (
 )
 from router.openai.chat_writer import ChatWriter, CompletionWriter
 from router.openai.errors import add_error_handlers
-from router.openai.event_stream import start_stream
 from router.openai.http_body import BodyReader, ignore_fields
 from router.openai.messages_request import MessagesRequest, MessagesWriter
 from router.openai.openapi import openapi_document
@@ -52,7 +51,7 @@ from router.openai.request_head import (
     origins_pattern,
     unless_disconnected,
 )
-from router.openai.response_writer import ResponseWriter
+from router.openai.response_writer import ResponseWriter, start_stream
 from router.openai.responses_request import ResponsesRequest, ResponsesWriter
 from router.openai.static_page import PAGE_PREFIX, StaticPage
 from router.requests.body import KillDrafts, StopCanaries, SwapDrafts, TryDrafts

@@ -1,18 +1,24 @@
-"""A generation written for a client of an OpenAI endpoint: in full, or chunk by chunk."""
+"""A generation written for a client of an OpenAI endpoint: in full, or chunk by chunk as server-sent events."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from itertools import chain
 from typing import Any, Literal, cast
 
 from pydantic import BaseModel
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from protos.errors import ServingError
+from protos.errors import EngineError, ServingError
 from protos.messages import FinishReason
 from router.generation.delta import Delta, pieces
-from router.generation.generation import Generation
+from router.generation.generation import ClosableStream, Generation
+from router.metrics.ingress_metrics import BROKEN_STATUS
 from router.openai.errors import error_object
 from router.openai.usage import (
     ApproximateSpeculation,
@@ -28,7 +34,7 @@ OpenAIFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ResponseWriter(ABC):
-    """The form of one endpoint's answers; here the envelope of every body, and its optional fields."""
+    """Writes the answers of one endpoint; this base writes the envelope of every body and its optional fields."""
 
     end = b"data: [DONE]\n\n"  # of a stream without an error
 
@@ -43,7 +49,7 @@ class ResponseWriter(ABC):
         """Return the answer in one body, from all deltas of each choice."""
 
     def chunks(self, delta: Delta) -> Iterable[BaseModel]:
-        """Yield the chunks for what one choice gained, each of one thing; none while there is nothing to show."""
+        """Yield a chunk for each part of a delta: text, thought, call; none if the client sees nothing of it."""
         yield from self._begin(delta)
         for piece in pieces(delta):
             yield from self._chunks(piece)
@@ -147,3 +153,95 @@ def openai_reason(reason: FinishReason | None) -> OpenAIFinishReason | None:
     """Return the reason as OpenAI has it; None while the choice goes on."""
     assert reason is not FinishReason.ABORT  # a sequence given up by its pair moves on, it does not end
     return None if reason is None else cast(OpenAIFinishReason, reason.value)
+
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which every reader of events leaves out
+KEEP_ALIVE_S = 15.0
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+class EventStream(StreamingResponse):
+    """A response that sends events. However it ends, `first` and `deltas` are closed."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        first: asyncio.Task[Iterable[BaseModel]],
+        deltas: ClosableStream[Delta],
+        writer: ResponseWriter,
+    ) -> None:
+        self._first = first
+        self._deltas = deltas
+        self._writer = writer
+        self._error: ServingError | None = None
+        super().__init__(self._events(), headers=_HEADERS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await _end(self._first, self._deltas)
+            if self._error is not None:
+                scope.setdefault("state", {})[BROKEN_STATUS] = self._error.http_status
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        """Yield one event per chunk, then `[DONE]`; an error becomes one last event with OpenAI's error object."""
+        writer = self._writer
+        try:
+            while not self._first.done():
+                yield KEEP_ALIVE
+                await asyncio.wait([self._first], timeout=KEEP_ALIVE_S)
+            for chunk in self._first.result():
+                yield writer.event(chunk)
+            async for delta in self._deltas:
+                for chunk in writer.chunks(delta):
+                    yield writer.event(chunk)
+            for chunk in writer.last_chunks():
+                yield writer.event(chunk)
+            if writer.end:
+                yield writer.end
+        except ServingError as error:
+            self._error = error
+        except Exception:  # the edge of the process: the client gets a last word, the log the fault
+            logger.exception("a stream failed")
+            self._error = EngineError("The server failed while streaming this answer; it is a server fault.")
+        if self._error is not None:
+            yield writer.error_event(self._error)
+
+
+async def start_stream(generation: Generation, writer: ResponseWriter) -> EventStream:
+    """Wait for the first event and return the response, so that an earlier error has its own status.
+
+    After `KEEP_ALIVE_S` without an event the response begins and sends comments: clients and load balancers give up a
+    silent connection long before `router.backend.migration.FIRST_TOKEN_S`.
+    """
+    deltas = generation.deltas()
+    first = asyncio.create_task(_first_chunks(deltas, writer), name="first-chunks")
+    try:
+        await asyncio.wait([first], timeout=KEEP_ALIVE_S)
+        if first.done():
+            first.result()
+    except BaseException:
+        await _end(first, deltas)
+        raise
+    return EventStream(first, deltas, writer)
+
+
+async def _end(first: asyncio.Task[Iterable[BaseModel]], deltas: ClosableStream[Delta]) -> None:
+    """Close `deltas`, after the task that may be waiting for the first of them."""
+    if not first.done():
+        first.cancel()
+        await asyncio.wait([first])
+    await deltas.aclose()
+
+
+async def _first_chunks(deltas: ClosableStream[Delta], writer: ResponseWriter) -> Iterable[BaseModel]:
+    """Return the chunks of the first delta that has any; later chunks of it are made when they are sent."""
+    async for delta in deltas:
+        chunks = iter(writer.chunks(delta))
+        if (first := next(chunks, None)) is not None:
+            return chain([first], chunks)
+    return ()

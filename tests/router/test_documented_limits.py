@@ -22,7 +22,7 @@ from protos import client_text, convert
 from router import client_limits as limits
 from router.config import IngressLimits
 from router.grpc_api import reading_gate, server
-from router.openai import event_stream, http_body
+from router.openai import http_body, response_writer
 from router.requests import chat_request, completion_request, sequence_requests
 from router.requests.constraints import json_schema
 from router.routing import load
@@ -91,7 +91,7 @@ def test_a_documented_limit_is_that_of_the_code(row: str) -> None:
 @pytest.mark.parametrize(
     ("page", "words"),
     [
-        ("operate", f"takes longer than {event_stream.KEEP_ALIVE_S:.0f} s sends an SSE comment"),
+        ("operate", f"takes longer than {response_writer.KEEP_ALIVE_S:.0f} s sends an SSE comment"),
         ("deploy", f"leaving pair has {app._WATCHED['graceful_shutdown_timeout_s']:.0f} seconds for its streams"),
         ("deploy", f"Streams of a removed pair get {app._WATCHED['graceful_shutdown_timeout_s']:.0f} s, then move"),
         ("operate", f"| {load._SILENT_FROM_S:.0f} s after the first request without a report"),

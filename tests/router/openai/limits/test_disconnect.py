@@ -39,7 +39,7 @@ async def test_leaving_before_the_first_token_stops_it(base_url: str, backend: F
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.openai.event_stream.KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr("router.openai.response_writer.KEEP_ALIVE_S", 0.05)
 
 
 PATHS = {
