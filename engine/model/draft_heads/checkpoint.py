@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -60,6 +62,18 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"the head in {str(folder)!r} has no readable config.json: {error}") from error
     _refuse_lossy(config, folder)
     return dict(config)
+
+
+@contextmanager
+def understood(path: str) -> Iterator[None]:
+    """Read fields of the config.json of the head at `path`; raises ConfigError if one has a value of another type."""
+    try:
+        yield
+    except (TypeError, ValueError, KeyError, AttributeError, StrictDataclassError) as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(
+            f"config.json of the head {path!r} has a field that cannot be read: {said}; fetch the head again"
+        ) from error
 
 
 def _refuse_lossy(config: Mapping[str, Any], folder: Path) -> None:

@@ -13,7 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.config import HeadConfig, HeadKind, Quantization
-from engine.model.draft_heads.checkpoint import Weights, head_folder, read_config, read_mask_embedding, read_tensors
+from engine.model.draft_heads.checkpoint import (
+    Weights,
+    head_folder,
+    read_config,
+    read_mask_embedding,
+    read_tensors,
+    understood,
+)
 from engine.model.draft_heads.dflash import DFlashHead
 from engine.model.draft_heads.eagle3 import Eagle3Head, ParallelEagleHead
 from engine.model.draft_heads.layers import HeadReader
@@ -68,8 +75,10 @@ class HeadTarget:
         if kind is HeadKind.MTP:
             assert self.outline is not None, "a loaded target has one"
             weights = Weights(read_tensors(folder), f"the mtp head in {path!r}")
-            return read_mtp(read_config(folder), weights, self.outline, self.embedding, path)
-        form = HeadFormat.of(kind, read_config(folder), self.shape, path)
+            with understood(path):
+                return read_mtp(read_config(folder), weights, self.outline, self.embedding, path)
+        with understood(path):
+            form = HeadFormat.of(kind, read_config(folder), self.shape, path)
         masks = {} if form.block is None else read_mask_embedding(folder, form.block.mask_id)
         weights = Weights(read_tensors(folder) | masks, f"the {kind} head in {path!r}")
         reader = HeadReader(form, weights, self.embedding, self.quantization)

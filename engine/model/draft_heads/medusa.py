@@ -120,6 +120,11 @@ def load_medusa(path: str, target: TargetShape, like: Tensor) -> MedusaHeads:
     """
     folder = head_folder(path)
     config = read_config(folder)
+    if not config.keys() & {_ORIGINAL.num_heads, _VLLM.num_heads}:
+        raise ConfigError(
+            f"{path!r} is not a Medusa head: its config.json has no {_ORIGINAL.num_heads} and no {_VLLM.num_heads}; "
+            "give the folder of one, or another draft.kind"
+        )
     tensors = {_bare(name): tensor for name, tensor in read_tensors(folder, _FILES).items()}
     names = _VLLM if any(name.startswith("blocks.") for name in tensors) else _ORIGINAL
     num_layers, num_heads = _count(config, names.num_layers, folder), _num_heads(tensors, config, names, folder)
