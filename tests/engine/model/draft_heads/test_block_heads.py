@@ -362,9 +362,12 @@ def test_an_xpress_head_that_does_not_fit_is_refused_by_name(
         ),
         (
             {"dflash_config": "none"},
-            "has a field that cannot be read: 'str' object has no attribute 'items'; fetch the",
+            "has a field that cannot be read: 'str' object has no attribute 'items'; fetch",
         ),
-        ({"target_layer_ids": ["a", "b"]}, "has a field that cannot be read: can only concatenate str"),
+        (
+            {"dflash_config": {"mask_token_id": MASK_ID, "target_layer_ids": ["a", "b"]}},
+            "has a field that cannot be read: can only concatenate str",
+        ),
         ({"num_hidden_layers": "two"}, "cannot be read: Validation error for field 'num_hidden_layers'"),
         ({"attention_mode": "mla"}, "attention_mode 'mla' in config.json, and only 'gqa' is computed"),
         ({"num_target_layers": 36}, "made for a target of 36 layers, but the target has 2"),
