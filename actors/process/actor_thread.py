@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from protos.errors import EngineError, ServingError
+from protos.errors import ConfigError, EngineError, ServingError
 from protos.linux import keep_cores
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,8 @@ class ActorThread:
             keep_cores()
             self._main(self._settle)
         except BaseException as error:  # Rust libraries panic with direct subclasses of it
-            logger.exception("%s failed", self._thread.name)
+            # A ConfigError is a sentence for the operator; a traceback would only hide it.
+            logger.error("%s failed: %s", self._thread.name, error, exc_info=not isinstance(error, ConfigError))
             if self._is_settled.is_set():
                 os._exit(1)
             self._failure = error if isinstance(error, ServingError) else EngineError(f"{self._thread.name}: {error}")

@@ -28,20 +28,25 @@ time.sleep(30.0)
 """
 
 
-def test_a_failure_before_it_serves_reaches_the_waiting_one():
+def test_a_failure_before_it_serves_reaches_the_waiting_one(caplog: pytest.LogCaptureFixture):
+    """A mistake of the operator's is logged as one line, without a traceback."""
+
     def refuse(is_ready: Callable[[], None]) -> None:
         raise ConfigError("the pool is too small")
 
     with pytest.raises(ConfigError, match="the pool is too small"):
         ActorThread("Refuses", refuse).wait_ready(10.0)
+    assert "Refuses failed: the pool is too small" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
-def test_an_unexpected_failure_names_the_thread():
+def test_an_unexpected_failure_names_the_thread(caplog: pytest.LogCaptureFixture):
     def fail(is_ready: Callable[[], None]) -> None:
         raise ValueError("out of range")
 
     with pytest.raises(EngineError, match="Fails: out of range"):
         ActorThread("Fails", fail).wait_ready(10.0)
+    assert "Traceback" in caplog.text
 
 
 def test_a_start_that_takes_too_long_is_an_error():
