@@ -72,7 +72,7 @@ def understood(path: str) -> Iterator[None]:
     except (TypeError, ValueError, KeyError, AttributeError, StrictDataclassError) as error:
         said = " ".join(str(error).split())
         raise ConfigError(
-            f"config.json of the head {path!r} has a field that cannot be read: {said}; fetch the head again"
+            f"config.json of the head {path!r} has a field that cannot be read: {reason}; fetch the head again"
         ) from error
 
 
