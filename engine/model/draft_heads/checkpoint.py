@@ -70,7 +70,7 @@ def understood(path: str) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, KeyError, AttributeError, StrictDataclassError) as error:
-        said = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise ConfigError(
             f"config.json of the head {path!r} has a field that cannot be read: {reason}; fetch the head again"
         ) from error
