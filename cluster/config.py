@@ -14,10 +14,17 @@ from typing import Any, get_args
 from pydantic import BaseModel, Field, ValidationError
 
 from cluster.schema.frontends import IngressSection, RouterSection, TuneSection
-from cluster.schema.models import MODEL_KINDS, DraftSection, NamedDrafts, TargetSection, quoted
+from cluster.schema.models import (
+    MODEL_KINDS,
+    DraftMode,
+    DraftSection,
+    NamedDrafts,
+    SpeculationSection,
+    TargetSection,
+    quoted,
+)
 from cluster.schema.replicas import CacheSection, PairSection, PrefillSection, SchedulerSection
 from cluster.schema.section import REMOVED, EngineSection
-from cluster.schema.speculation import DraftMode, SpeculationSection
 from engine.config import EngineConfig, StepConfig
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod

@@ -17,8 +17,8 @@ from actors.settings import (
 from cluster.checkpoints import gpu_weight_bytes, resolve_model_path
 from cluster.config import DeployConfig
 from cluster.placement import GpuDemand, PairPlacement, PlacementRequest
+from cluster.schema.models import DraftMode
 from cluster.schema.replicas import CacheSection
-from cluster.schema.speculation import DraftMode
 from engine.config import (
     CacheConfig,
     EngineConfig,

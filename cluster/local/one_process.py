@@ -23,9 +23,9 @@ from cluster.placement import NodeResources, plan_pair
 from cluster.proxy.haproxy_config import ProxySettings
 from cluster.replica_settings import ingress_config, pair_settings, placement_request
 from cluster.schema.frontends import RouterSection
+from cluster.schema.models import DraftMode
 from cluster.schema.replicas import PrefillSection
 from cluster.schema.section import Section
-from cluster.schema.speculation import DraftMode
 from cluster.serve_options import refusals_without_ray
 from cluster.topology import read_topology
 from protos.errors import ConfigError
