@@ -328,7 +328,7 @@ class HttpServer(uvicorn.Server):
 
 
 async def metrics_for_operators(app: ASGIApp, scope: Scope, receive: Receive, send: Send, places: Places) -> None:
-    """ASGI middleware that serves `/metrics` only to the operators' addresses of `places`."""
+    """Serve `/metrics` only to the operators' addresses of `places`. ASGI middleware."""
     is_refused = (
         scope["type"] == "http"
         and scope["path"].rstrip("/").lower() == "/metrics"

@@ -43,7 +43,7 @@ def hide_in_tree(is_hidden: Tensor, span: Span, steps: Seq[int], first_key: int,
 
 
 def ancestors(parents: Seq[int]) -> Tensor:
-    """`[N, N] bool`: whether node j is node i or one of its ancestors."""
+    """Return `[N, N] bool`: True if node j is node i or one of its ancestors."""
     found = torch.eye(len(parents), dtype=torch.bool)
     for node, parent in enumerate(parents):
         if parent >= 0:
@@ -52,7 +52,7 @@ def ancestors(parents: Seq[int]) -> Tensor:
 
 
 def ancestor_masks(span: Span, window: int | None) -> list[int]:
-    """One int64 per row of `span`: bit j is set if the row sees node j of the span's tree; 0 for a row before the tree.
+    """Return an int64 per row of `span`: bit j is set if the row sees node j of the tree; 0 for a row before the tree.
 
     A node sees itself and its ancestors among the last `window` positions, all ancestors if None.
     """
@@ -71,5 +71,5 @@ def _bits(parents: Seq[int], node: int, window: int | None) -> int:
 
 
 def _signed(bits: int) -> int:
-    """The int64 of the same 64 bits."""
+    """Return the int64 with the same 64 bits."""
     return bits - (1 << 64) if bits >> 63 else bits

@@ -24,7 +24,7 @@ _NATIVE = (NativeAttention, native_or_torch, native_or_batch_invariant)
 
 
 def choose_attention(name: str, device: torch.device, *, is_deterministic: bool = False) -> PlanAttention:
-    """The attention of a model on `device`; `name` is an AttentionKind.
+    """Return the attention of a model on `device`; `name` is an AttentionKind.
 
     Raises:
         ConfigError: there is no such kind, or `device` cannot run it.

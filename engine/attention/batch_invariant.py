@@ -43,7 +43,7 @@ class _RowGroup:
 
 @dataclass(frozen=True, slots=True)
 class _KeyTile:
-    """Keys [begin, end) of those gathered for the pass, and who of `_ROWS` rows sees which."""
+    """Keys [begin, end) among those gathered for the pass, and the mask of `_ROWS` rows over them."""
 
     begin: int
     end: int
@@ -122,7 +122,7 @@ class BatchInvariantPass:
         return _WindowLayout(index_tensor(key_slots, self._cache.device), tiles)
 
     def _mask(self, places: Seq[int], begin: int, end: int, window: int | None) -> Tensor:
-        """0 where a row sees the key, -inf elsewhere; [_ROWS, S]."""
+        """Return 0 where a row sees the key, -inf elsewhere; [_ROWS, S]."""
         rows = torch.tensor(places)[:, None]
         keys = torch.arange(begin, end)
         is_hidden = keys > rows
@@ -132,7 +132,7 @@ class BatchInvariantPass:
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, options: LayerOptions) -> Tensor:
-    """Query [1, H, G * _ROWS, D], keys and values [S, H, D] -> [1, H, G * _ROWS, D]."""
+    """Return [1, H, G * _ROWS, D] for a query [1, H, G * _ROWS, D] and keys and values [S, H, D]."""
     keys, values = keys[None].transpose(1, 2), values[None].transpose(1, 2)
     attend = partial(F.scaled_dot_product_attention, query, attn_mask=mask, scale=options.scaling)
     return attend_seen(attend, query, keys, values, mask)
@@ -153,17 +153,17 @@ def _chains(spans: Seq[Span], block_size: int) -> Iterator[_RowGroup]:
 
 
 def _starts(chain: _RowGroup) -> range:
-    """The first row of each tile."""
+    """Return the first row of each tile."""
     return range(0, len(chain.rows), _ROWS)
 
 
 def _full(values: Seq[int]) -> list[int]:
-    """One value for each row of a tile: the last one repeated."""
+    """Return a value for each row of a tile: the last one is repeated."""
     return [*values, *[values[-1]] * (_ROWS - len(values))]
 
 
 def _whole_units(key_slots: Seq[int]) -> list[int]:
-    """Padding is the sequence's own last key: never another one's numbers."""
+    """Pad to whole units with the sequence's own last key, never with another sequence's numbers."""
     return [*key_slots, *[key_slots[-1]] * (-len(key_slots) % _UNIT)]
 
 

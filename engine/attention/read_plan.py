@@ -66,7 +66,7 @@ class SharedExtents:
 
 
 def share(extents: Seq[Extent], block_size: int) -> list[SharedExtents]:
-    """The groups of `extents` that are better read together; the others are in none."""
+    """Return the groups of `extents` that are better read together; other extents are in no group."""
     by_start: dict[tuple[int, int], list[Extent]] = defaultdict(list)
     for extent in extents:
         by_start[extent.block_ids[0], extent.num_rows].append(extent)

@@ -126,7 +126,7 @@ class TorchAttention:
 
 
 def _by_span(blocks: Tensor, read: KVRead) -> Tensor:
-    """The read's keys (or values) [B * M, P, H, D] as [B, H, S, D]."""
+    """Return the read's keys (or values) [B * M, P, H, D] as [B, H, S, D]."""
     by_span = blocks.view(read.num_spans, -1, *blocks.shape[2:])  # [B, M * P, H, D]
     return by_span[:, : read.num_keys].transpose(1, 2)
 

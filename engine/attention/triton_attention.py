@@ -95,7 +95,7 @@ def paged_attention(
     options: LayerOptions,
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """Attention of the rows of a pass over their sequences' blocks, [T, H * G, D of the values], dtype of the query.
+    """Return the attention of a pass's rows over their blocks, [T, H * G, D of the values], in the query's dtype.
 
     query [T, H * G, D], float32, float16 or bfloat16, contiguous in D; keys [N, P, H, D] and values, contiguous, of the
     same dtype or float8_e4m3fn. Scores, softmax and sums are float32, weights have the query's dtype when they meet the
@@ -170,12 +170,12 @@ def paged_attention(
 
 
 def heads_of(query: Tensor, key: Tensor, value: Tensor) -> HeadShape:
-    """The head sizes of a layer that is given these, [1, heads, T, D] each."""
+    """Return the head sizes of a layer with these inputs, [1, heads, T, D] each."""
     return HeadShape(key.shape[1], query.shape[1] // key.shape[1], key.shape[3], value.shape[3])
 
 
 def read_layer(cache: KVCache, layer: int, query: Tensor, launch: Launch, options: LayerOptions) -> Tensor:
-    """`paged_attention` as an `AttentionPass` has it: query [1, H * G, T, D] -> [1, T, H * G, D of the values]."""
+    """Call `paged_attention` for an `AttentionPass`: query [1, H * G, T, D] -> [1, T, H * G, D of the values]."""
     rows = query[0].transpose(0, 1)  # [T, H * G, D]
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     return paged_attention(rows, cache.keys[layer], cache.values[layer], launch, options)[None]
@@ -247,14 +247,14 @@ class TritonAttentionPass:
 
 
 def split_length(tiles: Ints, heads: HeadShape, cache: KVCache, *, is_batch_invariant: bool) -> int:
-    """Keys per split of a pass of these tiles over this pool."""
+    """Return the keys per split of a pass with these tiles over this pool."""
     if is_batch_invariant:
         return BATCH_INVARIANT_SPLIT_TOKENS
     return choose_split(num_keys_of(tiles), heads.num_kv_heads, num_processors(cache.device))
 
 
 def operand(dtype: torch.dtype) -> tl.dtype:
-    """The kernel's dtype for products of queries of `dtype`; the interpreter has none in bfloat16."""
+    """Return the kernel's dtype for products with queries of `dtype`; the interpreter has no products in bfloat16."""
     if dtype is torch.bfloat16 and knobs.runtime.interpret:
         return tl.float32
     return _OPERANDS[dtype]

@@ -1,12 +1,12 @@
-"""Cuts the attention of a forward batch into programs of like work for `engine.attention.triton_kernel`.
+"""Cuts the attention of a forward batch into programs of equal work for `engine.attention.triton_kernel`.
 
     a span, G = 4, BLOCK_M = 16            tile 0            tile 1
     packed rows, by token             0 0 0 0 1 .. 3 | 4 4 4 4 5 5 5 5      every query head of a token in turn
 
     keys that a tile sees            |-- split 0 --|-- split 1 --|- 2 -|    one program per split and kv head
 
-The cut is made on the host, from numbers that the host has: nothing waits for the device. Splits end at multiples of
-their length, so of the other spans of the pass, only that length affects how a row's keys are grouped.
+The host makes the cut from numbers that it has, so nothing waits for the device. Splits end at multiples of their
+length, so other spans of the pass affect the grouping of a row's keys by that length alone.
 
 Sizes of tiles and splits are read from the head sizes, the pass and the device, never tried out: that would wait for
 the device, and would let two replicas choose differently. A pass's spans are laid out as arrays once (`RowLayout`), and
@@ -109,9 +109,9 @@ class Tiling:
 
 
 def choose_tiling(num_rows: int, heads: HeadShape, itemsize: int, *, is_batch_invariant: bool = False) -> Tiling:
-    """The tiling for spans of up to `num_rows` tokens whose queries take `itemsize` bytes per element.
+    """Return the tiling for spans of up to `num_rows` tokens whose queries take `itemsize` bytes per element.
 
-    `is_batch_invariant`: the height of one row, since instructions of other heights may add in another order.
+    With `is_batch_invariant` it has the height of one row: instructions of other heights may add in another order.
     """
     width = power_of_two(max(heads.key_dim, heads.value_dim))
     packed_rows = 1 if is_batch_invariant else power_of_two(num_rows * heads.group_size)
@@ -126,16 +126,16 @@ def choose_tiling(num_rows: int, heads: HeadShape, itemsize: int, *, is_batch_in
 
 
 def choose_split(num_keys: int, num_kv_heads: int, num_processors: int) -> int:
-    """Keys per split, when all tiles of one kv head read `num_keys` in all: each processor gets a few programs.
+    """Return the keys per split if all tiles of one kv head read `num_keys`: each processor gets a few programs.
 
-    A power of two, so that a growing context changes it, and with it the order of sums, seldom.
+    It is a power of two, so a growing context seldom changes it, and with it the order of sums.
     """
     share = num_keys * num_kv_heads // (PROGRAMS_PER_PROCESSOR * num_processors)
     return max(_MIN_SPLIT_TOKENS, power_of_two(share))
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is not below `number`."""
+    """Return the least power of two that is not below `number`."""
     return 1 << max(0, number - 1).bit_length()
 
 
@@ -176,7 +176,7 @@ class TilePlan:
 
 
 def whole_tiles(layout: RowLayout, window: int | None, tiling: Tiling, group_size: int) -> Ints:
-    """Every packed row of a pass in one tile, with all of the keys that any of its rows sees: [W, fields]."""
+    """Put every packed row of a pass into one tile with all keys that any of its rows sees: [W, fields]."""
     num_tiles = -(-layout.of_field(SpanField.NUM_ROWS) * group_size // tiling.block_m)
     span = np.repeat(np.arange(len(num_tiles)), num_tiles)  # of each tile
     tiles = np.zeros((len(span), len(TileField)), np.int64)

@@ -227,7 +227,7 @@ class TokenClock:
 
 
 async def count_requests(app: ASGIApp, scope: Scope, receive: Receive, send: Send, metrics: IngressMetrics) -> None:
-    """ASGI middleware; counts an answer when it ends, a stream that an error ended by the status of the error."""
+    """Count an answer when it ends; a stream that an error ended counts with the error's status. ASGI middleware."""
     if scope["type"] != "http":
         await app(scope, receive, send)
         return

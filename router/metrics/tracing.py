@@ -59,7 +59,7 @@ def tracer_from_environment() -> Tracer | None:
 
 
 async def trace_requests(app: ASGIApp, scope: Scope, receive: Receive, send: Send, tracer: Tracer) -> None:
-    """ASGI middleware: a server span around each call of the API, below the trace of the client's `traceparent`."""
+    """Open a server span around each call of the API, below the client's `traceparent`. ASGI middleware."""
     if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
         await app(scope, receive, send)
         return

@@ -98,7 +98,7 @@ def _is_begun(message: dict[str, Any]) -> bool:
 
 
 def _say(chat: ForeignChat, message: dict[str, Any], name: str) -> None:
-    """Add one message to the chat; there, each result of a tool becomes a message of its own."""
+    """Add one message to the chat, where each result of a tool is a message of its own."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(content, list):
         chat.add(name, {"role": role, "content": content})

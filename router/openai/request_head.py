@@ -37,7 +37,7 @@ def around(handle: Callable[..., Coroutine[Any, Any, None]], **options: Any) -> 
 
 
 async def name_ignored_fields(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """ASGI middleware; an answer names the fields of its request that were read past, escaped as in a URL."""
+    """Name the ignored fields of a request in its answer, escaped as in a URL. ASGI middleware."""
     if scope["type"] != "http":
         await app(scope, receive, send)
         return
@@ -72,7 +72,7 @@ def origins_pattern(origins: Sequence[str]) -> re.Pattern[str]:
 
 
 async def begin_in_turn(app: ASGIApp, scope: Scope, receive: Receive, send: Send, places: asyncio.Semaphore) -> None:
-    """ASGI middleware: a burst of requests with bodies begins a few at a time, so that running streams get their turns.
+    """Begin a burst of requests with bodies a few at a time, so that running streams get their turns. ASGI middleware.
 
     Probes have no bodies and begin at once: all of a burst share one answer of the pairs. `places` are for requests
     that begin in one turn of the event loop.
@@ -84,7 +84,7 @@ async def begin_in_turn(app: ASGIApp, scope: Scope, receive: Receive, send: Send
 
 
 async def add_request_id(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Middleware that gives request and response the same id: the client's own, or a new one.
+    """Give request and response the same id: the client's own, or a new one. ASGI middleware.
 
     Serve's proxy adds it in a cluster.
     """
@@ -105,7 +105,7 @@ async def add_request_id(app: ASGIApp, scope: Scope, receive: Receive, send: Sen
 
 
 async def one_slash(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """ASGI middleware: slashes that are doubled or at the end of a path are read past, as joined addresses have them.
+    """Ignore doubled slashes and one at the end of a path, which joined addresses have. ASGI middleware.
 
     `/metrics` has one path only, so that a proxy can reserve it for operators.
     """
@@ -198,7 +198,7 @@ async def _disconnected(request: Request) -> None:
 
 
 async def close_unread(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """ASGI middleware: an answer before the end of its request's body is the last one of its connection."""
+    """Make an answer before the end of its request's body the last one of its connection. ASGI middleware."""
     if scope["type"] != "http" or not has_body(Headers(scope=scope)):
         await app(scope, receive, send)
         return

@@ -109,7 +109,7 @@ def _refuse_orphans(scheme: Scheme, headers: Mapping[str, TensorHeader], found: 
 
 
 def _mxfp4(parameter: str, headers: Mapping[str, TensorHeader], path: str) -> StoredWeight:
-    """The weights of all experts, [expert, in, out] as transformers has them."""
+    """Return the weights of all experts, [expert, in, out] as in transformers."""
     names = {"blocks": f"{parameter}{_BLOCKS}", "scales": f"{parameter}_scales"}
     kind = WeightFormat.MXFP4
     if names["scales"] not in headers:
@@ -126,7 +126,7 @@ def _mxfp4(parameter: str, headers: Mapping[str, TensorHeader], path: str) -> St
 
 
 def _gguf(parameter: str, kind: str, header: TensorHeader, path: str) -> StoredWeight:
-    """A tensor of a GGUF file, whose bytes of each row are blocks."""
+    """Return a tensor of a GGUF file: the bytes of each row are blocks."""
     size, num_bytes = BLOCKS[kind]
     if header.dtype != "U8" or not header.shape or header.shape[-1] % num_bytes:
         raise not_whole(path, f"{parameter!r} is {kind}, but has {header.dtype} {list(header.shape)}")

@@ -71,9 +71,9 @@ def row_sizes(limit: int, divisor: int = _FINE) -> tuple[int, ...]:
 
 
 def _row_counts(speculation: SpeculationConfig) -> list[int]:
-    """Rows of a decode, of a verification, K + 1, and of the longest one, and of drafts half and a fourth as long.
+    """Return the rows per sequence of the passes to record: of no draft, K drafts, and the longest draft.
 
-    Halves are left out that are not twice as long as K.
+    A half and a fourth of the longest are recorded too, if they are at least twice K.
     """
     longest = speculation.num_tokens
     if speculation.adaptive:
@@ -89,7 +89,7 @@ def _row_counts(speculation: SpeculationConfig) -> list[int]:
 
 
 def fitting_bucket(spans: Seq[Span], buckets: Seq[GraphBucket]) -> GraphBucket | None:
-    """First of the sorted `buckets` that has room; None if none has."""
+    """Return the first of the sorted `buckets` that has room; None if none has."""
     counts = [len(span.token_ids) for span in spans]
     num_rows, longest = sum(counts), max(counts)
     fitting = (bucket for bucket in buckets if bucket.num_rows >= num_rows and bucket.rows_per_span >= longest)
@@ -97,7 +97,7 @@ def fitting_bucket(spans: Seq[Span], buckets: Seq[GraphBucket]) -> GraphBucket |
 
 
 def pad(spans: Seq[Span], bucket: GraphBucket, scratch_block: int, block_size: int) -> list[Span]:
-    """`spans`, and spans on the scratch block that fill the pass up to the rows of `bucket`. Logits of all rows."""
+    """Return `spans` and more spans on the scratch block, up to the rows of `bucket`; all rows have logits."""
     padded = list(spans)
     num_missing = bucket.num_rows - sum([len(span.token_ids) for span in spans])
     for first in range(0, num_missing, block_size):

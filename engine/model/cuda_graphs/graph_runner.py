@@ -277,5 +277,5 @@ class CudaGraphRunner:
 
 
 def _token(span: Span, index: int) -> Span:
-    """One token of the span, with its logits."""
+    """Return one token of the span, with its logits."""
     return Span(span.token_ids[index : index + 1], span.start + index, span.block_table, 1)

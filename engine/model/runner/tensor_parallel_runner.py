@@ -38,7 +38,7 @@ from protos.errors import ConfigError, EngineError
 def load_runner(
     model: ModelConfig, cache: CacheConfig, max_model_len: int | None = None, head: HeadConfig | None = None
 ) -> ModelRunner:
-    """The runner of a model, sharded if it is configured so. Raises ConfigError for what cannot be served."""
+    """Return the runner of a model, sharded if configured. Raises ConfigError if the model cannot be served."""
     if model.tensor_parallel_size == 1:
         return ModelRunner(model, cache, max_model_len, head)
     return TensorParallelRunner(model, cache, max_model_len, head)
