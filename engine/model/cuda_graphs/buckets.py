@@ -46,7 +46,7 @@ def sized(graphs: GraphConfig, scheduler: SchedulerConfig, speculation: Speculat
 
 
 def graph_buckets(graphs: GraphConfig) -> list[GraphBucket]:
-    """Buckets to be recorded, smallest first: decodes, and passes with drafts by their rows in all."""
+    """Return the buckets to record, smallest first: decodes, and passes with drafts by their number of rows."""
     decodes = graphs.batches or row_sizes(graphs.max_batch)
     buckets = {GraphBucket(size, 1) for size in decodes if 1 in graphs.row_counts}
     batch = max(graphs.batches, default=graphs.max_batch)
@@ -61,7 +61,7 @@ def graph_buckets(graphs: GraphConfig) -> list[GraphBucket]:
 
 
 def row_sizes(limit: int, divisor: int = _FINE) -> tuple[int, ...]:
-    """Sizes up to `limit`, it included: 1, 2, 4, then by 8, and above 128 by an eighth; coarse by 16 and a fourth."""
+    """Return sizes up to `limit`: 1, 2, 4, then by 8, and above 128 by an eighth; coarse ones by 16 and a fourth."""
     sizes = [size for size in (1, 2, 4) if size < limit]
     size = step = _FINE_LIMIT // 2 // divisor
     while size < limit:
