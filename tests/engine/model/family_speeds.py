@@ -1,10 +1,11 @@
-"""The time of a pass of each family per weight, relative to Llama: the numbers of the table in docs/checkpoints.md.
+"""The time of a pass of each family per byte, relative to Llama: the numbers of the table in docs/checkpoints.md.
 
     python -m tests.engine.model.family_speeds              all families of the table, and those with recurrent layers
     python -m tests.engine.model.family_speeds olmoe lfm2   some
 
 Six random layers of one shape in int4, on one thread. All experts of a mixture are active, so that every row meets
-every weight. A family's passes and Llama's are timed in turn.
+every weight. Bytes are the weights', and the states that recurrent layers read and write. A family's passes and Llama's
+are timed in turn.
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.attention.native import native_or_torch
 from engine.batch.span import Span, SpanStates
 from engine.config import Quantization
+from engine.kv_cache.state_pool import state_bytes
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.forward_batch import ForwardBatch
 from engine.model.paged_model import PagedModel
 from engine.sequence.request_tokens import ZEROS
 from tests.engine.fixtures.hybrids import HYBRIDS
-from tests.engine.model.test_more_families import FAMILIES, SIZES, sized
+from tests.engine.model.test_more_families import FAMILIES, sized
 
 NUM_LAYERS = 6
 NUM_ROUNDS = 7
-NUM_PASSES = {1: 12, 8: 6, 128: 1}  # of a round, by rows
-CONTEXT = 64  # tokens before a row, except in a prompt of 128
+PROMPT = 128
+NUM_PASSES = {1: 12, 8: 6, PROMPT: 1}  # of a round, by rows: sequences, or tokens of a prompt
+CONTEXT = 64  # tokens before a row, except in a prompt
 WITHOUT_GATES = ("arcee", "jais2", "starcoder2", "phi", "nanochat", "gpt_neox", "persimmon", "gpt2", "opt", "biogpt")
-OURS = {
-    **dict.fromkeys(SIZES, None),
+OURS: dict[str, int | None] = {
     **dict.fromkeys(("vocab_size", "intermediate_size", "n_inner", "ffn_dim", "max_position_embeddings"), 4096),
     **dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim", "moe_intermediate_size"), 1024),
     **dict.fromkeys(("shared_expert_intermediate_size", "expert_ffn_hidden_size", "shared_intermediate_size"), 1024),
@@ -49,26 +51,28 @@ OURS = {
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "linear_key_head_dim"), 128),
     **dict.fromkeys(("linear_value_head_dim", "mamba_head_dim"), 128),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 512),
-    **{"first_k_dense_replace": 0, "mlp_only_layers": None, "qk_rope_head_dim": 32, "qk_head_dim": 96},
+    **{"first_k_dense_replace": 0, "qk_rope_head_dim": 32, "qk_head_dim": 96},
     **{"mamba_n_heads": 32, "num_heads": 32, "mamba_d_ssm": 2048, "sliding_window": 1024, "n_positions": 4096},
 }
+
+
+def has_experts(config: Any) -> bool:
+    return any(hasattr(config, name) for name in ("num_experts_per_tok", "moe_k", "moe_topk"))
 
 
 def config_of(family: str) -> Any:
     """Return a configuration of the common shape, with the kinds of layers that the family has."""
     own = HYBRIDS[family]() if family in HYBRIDS else AutoConfig.for_model(family)
-    sizes = {name: size for name, size in OURS.items() if size is not None}
+    sizes = dict(OURS)
     if family in WITHOUT_GATES:
         sizes |= dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim"), 6144)
-    elif any(hasattr(own, name) for name in ("num_experts_per_tok", "moe_k")) and not hasattr(
-        own, "moe_intermediate_size"
-    ):
+    elif has_experts(own) and not hasattr(own, "moe_intermediate_size"):
         sizes["intermediate_size"] = 1024  # of an expert
     config: Any = sized(own, sizes)
     for name, value in config.to_dict().items():
         if isinstance(value, list) and len(value) < NUM_LAYERS and name.endswith(("types", "type")):
             setattr(config, name, [*value, *value][:NUM_LAYERS])
-    config.tie_word_embeddings = False
+    config.tie_word_embeddings, config.pad_token_id = False, None
     return config
 
 
@@ -84,13 +88,14 @@ class Passes:
                 torch.nn.init.normal_(parameter, std=0.02)
         weights = sum(each.numel() for each in model.parameters() if each.ndim > 1)
         self.num_weights = weights - model.get_input_embeddings().weight.numel()
+        self._dtype = dtype
         self._paged = PagedModel(model.eval().requires_grad_(False), Quantization.INT4, native_or_torch)
         self._cache = self._paged.new_cache(num_blocks=48, block_size=16, num_states=20)
         self._batches = {rows: self._batch(rows) for rows in NUM_PASSES}
         self.decoder = type(self._paged.decoder).__name__
 
     def _batch(self, num_rows: int) -> ForwardBatch:
-        if num_rows == 128:
+        if num_rows == PROMPT:
             states = SpanStates(ZEROS, {num_rows: 1})
             spans = [Span(list(range(3, 3 + num_rows)), 0, list(range(8)), 1, states=states)]
         else:
@@ -102,6 +107,11 @@ class Passes:
             ]
         return ForwardBatch.of(spans, self._cache, native_or_torch)
 
+    def num_bytes(self, num_rows: int) -> float:
+        """Return the bytes of weights and states of a pass."""
+        states = 2 * state_bytes(self._paged.state_shapes, self._dtype)  # read and written
+        return 0.625 * self.num_weights + states * (num_rows if num_rows < PROMPT else 1)
+
     def seconds(self, num_rows: int) -> float:
         """Return the processor time of one pass."""
         began_s = time.process_time()
@@ -111,7 +121,7 @@ class Passes:
 
 
 def ratios(family: Passes, llama: Passes) -> list[float]:
-    """Return a family's time per weight by number of rows, Llama = 1: medians over rounds."""
+    """Return a family's time per byte by number of rows, Llama = 1: medians over rounds."""
     found: dict[int, list[float]] = {rows: [] for rows in NUM_PASSES}
     for each in (family, llama):
         for rows in NUM_PASSES:
@@ -120,7 +130,7 @@ def ratios(family: Passes, llama: Passes) -> list[float]:
         for rows in NUM_PASSES:
             before, own, after = (each.seconds(rows) for each in (llama, family, llama))
             found[rows].append(2 * own / (before + after))
-    return [statistics.median(each) * llama.num_weights / family.num_weights for each in found.values()]
+    return [statistics.median(each) * llama.num_bytes(rows) / family.num_bytes(rows) for rows, each in found.items()]
 
 
 def main(names: Seq[str], write: Callable[[str], Any] = sys.stdout.write) -> None:

@@ -61,7 +61,7 @@ class Case:
 
 
 CASES = {
-    "alone": Case("num_accepted", share=0.0),
+    "alone": Case("num_accepted", share=0.0, room=0.0),
     "in company, then prefix hits": Case("num_hit_tokens", num_rounds=2),
     "in odd chunks, evicted": Case("num_evicted", share=0.25, room=0.5, num_rounds=2, max_tokens_per_step=41),
     "preempted": Case("num_preemptions", room=0.4),
