@@ -51,7 +51,7 @@ OURS: dict[str, int | None] = {
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "linear_key_head_dim"), 128),
     **dict.fromkeys(("linear_value_head_dim", "mamba_head_dim"), 128),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 512),
-    **{"first_k_dense_replace": 0, "qk_rope_head_dim": 32, "qk_head_dim": 96},
+    **{"first_k_dense_replace": 0, "qk_rope_head_dim": 64, "qk_head_dim": 128},
     **{"mamba_n_heads": 32, "num_heads": 32, "mamba_d_ssm": 2048, "sliding_window": 1024, "n_positions": 4096},
 }
 
