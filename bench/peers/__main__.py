@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ def main() -> None:
     """Install, convert, measure and write the record and the page."""
     args = _parse_args()
     logging.basicConfig(level=logging.WARNING)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))  # the peers' servers end with us
     load_before = os.getloadavg()[0]
     args.cache = args.cache.absolute()  # some peers start in another folder
     model = MODELS[args.model]

@@ -87,7 +87,8 @@ class _Limits:
     @classmethod
     def of(cls, sequences: Seq[Sequence], num_possible: Callable[[Sequence, bool], int]) -> _Limits:
         """Return the limits of sequences, by `num_possible(sequence, is_tree)`."""
-        chains, trees = ([num_possible(each, is_tree) for each in sequences] for is_tree in (False, True))
+        chains = [num_possible(each, False) for each in sequences]
+        trees = [num_possible(each, True) if each.num_tree_nodes else 0 for each in sequences]
         return cls(np.array(chains), np.array(trees), np.array([each.num_draft_tokens for each in sequences]))
 
     @property
@@ -261,8 +262,8 @@ class LengthPolicy:
         ]
         sizes = limits.sizes(lengths, is_tree)
         self._is_short = row_seconds[0] < _LONG_S
-        # A price changes with each pass, and under a time limit so does the longest draft.
-        is_settled = is_free and not is_priced.any() and sizes == [*self._held.values()]
+        # Under a time limit the longest draft changes with each pass.
+        is_settled = is_free and sizes == [*self._held.values()]
         if not any(changes) and (is_settled or not self._is_speculating):
             plain_s = row_seconds[0]
             hold = min(_LONG_S / plain_s, _HOLD) if self._is_speculating else max(_REST_S / plain_s, _REST)

@@ -90,8 +90,8 @@ def test_no_one_least_chance_for_all_passes_is_much_better(costs: Costs, num_seq
     matches, policy = Matches(num_sequences, costs), LengthPolicy(4, MAX_DRAFTS)
     matches.speed(100, policy)
     speed = matches.speed(400, policy)
-    assert speed >= 0.93 * best_speed(num_sequences, costs, is_bounded=True)
-    share = 0.85 if num_sequences in (2, 4) else 0.93  # few sequences lose speed by the limit of a pass
+    assert speed >= 0.92 * best_speed(num_sequences, costs, is_bounded=True)  # a price holds for 16 ms
+    share = 0.85 if num_sequences in (2, 4) else 0.92  # few sequences lose speed by the limit of a pass
     assert speed >= share * best_speed(num_sequences, costs, is_bounded=False)
 
 
