@@ -10,10 +10,8 @@ import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models
 
 from engine.accounting.length_policy import DraftSize, LengthPolicy
 from engine.batch.draft import Draft
@@ -34,7 +32,7 @@ from engine.sequence.checked_draft import CheckedDraft
 from engine.sequence.sequence import Sequence
 from protos.messages import GenerateRequest, Grammar, GrammarKind, SamplingParams
 from tests.engine.fixtures.ahead_proposer import AheadProposer
-from tests.engine.fixtures.checkpoints import VOCAB_SIZE, Folders, write_pair
+from tests.engine.fixtures.checkpoints import Folders, write_letters, write_pair
 
 MAX_TOKENS = 20
 TREE = TreeConfig(num_nodes=7)
@@ -56,12 +54,8 @@ Texts = dict[str, tuple[int, ...]]
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """A pair whose tokens are single letters."""
     pair = write_pair(tmp_path_factory.mktemp("pair"), noise=0.1)
-    letters = [chr(ord("a") + index) if index < 26 else chr(0x100 + index) for index in range(VOCAB_SIZE - 1)]
-    core = Tokenizer(models.BPE(vocab={each: index for index, each in enumerate(["<end>", *letters])}, merges=[]))
-    core.add_special_tokens(["<end>"])
-    core.decoder = decoders.ByteLevel()
     for folder in (pair.target, pair.draft):
-        core.save(str(Path(folder, "tokenizer.json")))
+        write_letters(folder)
     return pair
 
 

@@ -38,12 +38,14 @@ from engine.sequence.batch import ScheduledSequence
 from protos.errors import ConfigError
 from protos.messages import (
     GenerateRequest,
+    Grammar,
+    GrammarKind,
     SamplingParams,
     SpeculationMethod,
     SpeculationParams,
     VerifyMode,
 )
-from tests.engine.fixtures.checkpoints import VOCAB_SIZE
+from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_letters
 from tests.engine.fixtures.heads.block_heads import (
     BlockShape,
     PlainDFlash,
@@ -84,6 +86,7 @@ SAMPLINGS = (
     SamplingParams(temperature=0.9, repetition_penalty=1.3, num_logprobs=2),
 )
 TREE = TreeConfig(num_nodes=7)
+GRAMMAR = Grammar(GrammarKind.REGEX, "([a-f][g-m]|n[a-z]{2})*", "guided_regex")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,7 @@ class HeadModels:
 def world(tmp_path_factory: pytest.TempPathFactory) -> HeadModels:
     root = tmp_path_factory.mktemp("heads")
     write_llama_with_mtp(root / "target", num_mtp_layers=3)
+    write_letters(root / "target")
     fit_medusa(root / "medusa", root / "target")
     write_original(root / "eagle3", head_tensors(root / "target", len(EAGLE3_TAPS)), EAGLE3_TAPS)
     write_peagle(root / "peagle", peagle_tensors(root / "target", len(EAGLE3_TAPS)), EAGLE3_TAPS)
@@ -358,6 +362,26 @@ def test_a_head_changes_no_token(
             num_checked = 1 if each.draft.parents else len(each.draft.token_ids)
             expected = oracles[kind].drafts(each.token_ids, each.max_depth)  # a block depends on its length
             assert each.draft.token_ids[:num_checked] == expected[:num_checked]
+
+
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_keeps_to_a_grammar_and_changes_no_choice(kind: str, tree: TreeConfig | None, world: HeadModels) -> None:
+    """Two choices of one prompt at T = 0.7 and 1, each with a grammar, and without."""
+    asked = [
+        GenerateRequest(
+            f"{temperature} {sample_index} {grammar is None}",
+            (5, 9, 33, 2),
+            SamplingParams(temperature=temperature, seed=3, max_tokens=12, grammar=grammar, stop_token_ids=(0,)),
+            sample_index=sample_index,
+        )
+        for temperature in (0.0, 0.7, 1.0)
+        for sample_index in (0, 1)
+        for grammar in (None, GRAMMAR)
+    ]
+    engine = build(world, kind, HeadSetup(tree=tree))
+    assert generate(engine, asked) == generate(build(world, None, HeadSetup(num_drafts=0)), asked)
+    assert engine.stats().drafts.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("kind", HEADS)
