@@ -101,13 +101,13 @@ static char *allocate_buffers(const struct decoder *d, int64_t first, int64_t la
 
 static void multiply_quantized(const struct weight *w, const void *x, void *out, int64_t num_rows, int64_t is_bf16,
                                char *scratch) {
-    const int bits = (int)w->kind, group = (int)w->group, gate = (int)w->gate;
+    const int kind = (int)w->kind, group = (int)w->group, gate = (int)w->gate;
     if (is_bf16)
-        outrider_quantized_product(x, w->packed, w->tables, w->bias, out, num_rows, w->num_inputs, w->num_outputs, bits,
+        outrider_quantized_product(x, w->packed, w->tables, w->bias, out, num_rows, w->num_inputs, w->num_outputs, kind,
                                    group, gate, (int8_t *)scratch);
     else
         outrider_quantized_float_product(x, w->packed, w->tables, w->bias, out, num_rows, w->num_inputs, w->num_outputs,
-                                         bits, group, gate, (int8_t *)scratch);
+                                         kind, group, gate, (int8_t *)scratch);
 }
 
 /* Computes out = x W^T, or function(gate) * up; rows are bfloat16 or float32. */

@@ -10,8 +10,8 @@ import torch
 from gguf import GGUFReader, ReaderTensor
 from safetensors import safe_open
 
-from engine.model.linear.native_quantized import GROUP_SIZE
-from engine.model.linear.quantized_linear import to_int4, to_int8_groups
+from engine.config import Quantization
+from engine.model.linear.quantized_linear import quantizer
 from tests.engine.model.checkpoint.gguf_blocks import BLOCKS
 
 pytestmark = pytest.mark.real_model
@@ -50,5 +50,6 @@ def test_requantized_weights_are_those_of_its_blocks(
     numbers: dict[str, torch.Tensor], name: str, dtype: torch.dtype
 ) -> None:
     weight = numbers[name].to(dtype)
-    requantized = to_int8_groups(weight, GROUP_SIZE) if name == "token_embd.weight" else to_int4(weight)
-    assert torch.equal(requantized.dequantized(), numbers[name])
+    round_ = quantizer(weight.repeat(8, 1), Quantization.INT4, is_head=name == "token_embd.weight")
+    assert round_ is not None
+    assert torch.equal(round_(weight).dequantized(), numbers[name])

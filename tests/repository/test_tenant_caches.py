@@ -50,7 +50,7 @@ ROOT = Path(__file__).parents[2]
 PROMPT = tuple(range(1, 41))
 # What the code keeps under a key: a probe of this module, or why no client's text is in the key.
 KERNELS = "engine/model/decoders/native_layers engine/model/decoders/row_operations engine/attention/native"
-KERNELS += " engine/model/linear/native_quantized engine/model/linear/native_product"
+KERNELS += " engine/model/linear/native_quantized engine/model/linear/native_product engine/model/linear/rounding"
 KERNELS += " engine/native/library engine/batch/indexing engine/recurrent/state_pass"
 KERNELS += " engine/model/linear/packed_experts"
 KEPT = {

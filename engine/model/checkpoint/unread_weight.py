@@ -33,7 +33,7 @@ class QuantizedWeight:
     """Numbers [out, in] of few bits, whole ones or float8; a weight is (number - zero) * scale + base.
 
     `scales`, `bases` and `zeros` are [rows of scales, groups]: for groups of inputs and for `row_step` outputs. Without
-    bases or zeros these are 0.
+    bases or zeros these are 0. `num_bits` hold the numbers of weights that we round.
     """
 
     numbers: Tensor
@@ -41,6 +41,7 @@ class QuantizedWeight:
     bases: Tensor | None = None
     zeros: Tensor | None = None
     row_step: int = 1
+    num_bits: int = 8
 
     @property
     def group_size(self) -> int:
@@ -85,12 +86,13 @@ def joined_quantized(parts: Seq[QuantizedWeight]) -> QuantizedWeight | None:
         none = [part.scales.new_zeros(part.scales.shape) if part.zeros is None else part.zeros for part in parts]
         parts = [replace(part, zeros=zeros) for part, zeros in zip(parts, none, strict=True)]
     bases, zeros = ([getattr(part, name) for part in parts] for name in ("bases", "zeros"))
-    return QuantizedWeight(
-        torch.cat([part.numbers for part in parts]),
-        torch.cat([part.scales for part in parts]),
-        None if bases[0] is None else torch.cat(bases),
-        None if zeros[0] is None else torch.cat(zeros),
-        parts[0].row_step,
+    return replace(
+        parts[0],
+        numbers=torch.cat([part.numbers for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        bases=None if bases[0] is None else torch.cat(bases),
+        zeros=None if zeros[0] is None else torch.cat(zeros),
+        num_bits=max(part.num_bits for part in parts),
     )
 
 

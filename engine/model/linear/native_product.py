@@ -71,12 +71,22 @@ class Gate(IntEnum):
     RELU_SQUARED = 5
 
 
+class Kind(IntEnum):
+    """`enum kind` of the kernels: the numbers of a weight and their tables."""
+
+    INT8 = 0  # -127 to 127, with a float16 scale and the sum of each group's numbers
+    INT6 = 1  # -32 to 31, with a float16 scale
+    INT4 = 2  # levels 0 to 15, with a byte for the scale and one for the zero
+    INT4_BASES = 3  # levels 0 to 15, with a float16 scale and base
+    BFLOAT16 = 4
+
+
 class PackedWeight(ctypes.Structure):
-    """`struct weight` of engine/native/layers.c; it refers to the tensors of a product."""
+    """`struct weight` of engine/native/products/weight.h; it refers to the tensors of a product."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("packed", "tables", "bias")),
-        *((name, ctypes.c_int64) for name in ("num_inputs", "num_outputs", "num_bits", "group_size", "gate")),
+        *((name, ctypes.c_int64) for name in ("num_inputs", "num_outputs", "kind", "group_size", "gate")),
     ]
 
 
@@ -132,8 +142,8 @@ class NativeProduct(Storable):
         if dtype is not self._dtype:
             return None
         bias = None if self._bias is None else self._bias.data_ptr()
-        # 16 bits a packed weight.
-        return PackedWeight(self._packed.data_ptr(), None, bias, self._num_inputs, self._num_outputs, 16, 0, self._gate)
+        sizes = self._num_inputs, self._num_outputs, Kind.BFLOAT16, 0
+        return PackedWeight(self._packed.data_ptr(), None, bias, *sizes, self._gate)
 
 
 class NativeGate(NativeProduct):

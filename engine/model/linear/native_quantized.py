@@ -1,4 +1,4 @@
-"""Products by int8 and int4 weights at the speed of memory: `engine/native/products/quantized*.c`."""
+"""Products by weights of 8, 6 and 4 bits at the speed of memory: `engine/native/products/quantized*.c`."""
 
 from __future__ import annotations
 
@@ -12,36 +12,28 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from engine.model.checkpoint.unread_weight import QuantizedWeight
 from engine.model.linear.large_pages import empty_in_large_pages
-from engine.model.linear.native_product import Gate, PackedWeight, apart, tiled
+from engine.model.linear.native_product import Gate, Kind, PackedWeight, apart, tiled
+from engine.model.linear.rounding import GROUP_SIZE, scale_bytes
 from engine.model.linear.weight_store import OUTPUTS, Storable
 from engine.native.library import Instructions, native_library
 
-GROUP_SIZE = 32  # inputs that share a scale, in weights and rows alike,
-LONG_GROUP_SIZE = 64  # or so many of int8: half as many sums to be scaled
 _KERNELS = {torch.bfloat16: "outrider_quantized_product", torch.float32: "outrider_quantized_float_product"}
 
 
 class NativeQuantizedProduct(Storable):
-    """Rows of bfloat16 or float32 by a weight of int8 numbers or int4 levels; it keeps its own copy, packed.
+    """Rows of bfloat16 or float32 by a weight of few bits; it keeps its own copy, packed.
 
-    A weight is `number * scale + base`, with a scale and a base for each group of 32 inputs of an output, or with no
-    base for 32 or 64. The rows are rounded to 8 bits too, in the same groups, each with a scale of its own and, where
-    the weights have none, a base.
+    The rows are rounded to 8 bits, in groups of 32 or 64 inputs like the weight, each with a scale of its own and,
+    where the weight has 8 bits, a base.
     """
 
     is_batch_invariant: ClassVar = True
 
-    def __init__(self, numbers: Tensor, scales: Tensor, bases: Tensor | None, bias: Tensor | None) -> None:
-        """Pack a weight.
-
-        Args:
-            numbers: [out, in], -127 to 127, or levels 0 to 15 where there are `bases`.
-            scales: [out, groups] of float16 precision, of 32 inputs each; without bases of 32 or 64.
-            bases: of the same shape and precision, or None.
-            bias: [out].
-        """
-        self._pack(len(numbers), [packed_part(numbers, scales, bases)], bias)
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        """Pack a weight that `kind_of` describes, and a bias [out]."""
+        self._pack(len(weight.numbers), [packed_part(weight)], bias)
 
     @classmethod
     def of_parts(cls, num_outputs: int, parts: Iterable[PackedPart]) -> NativeQuantizedProduct:
@@ -56,7 +48,7 @@ class NativeQuantizedProduct(Storable):
         num_pairs, pair = -(-num_outputs // OUTPUTS), 0
         for part in parts:
             if pair == 0:
-                self._num_inputs, self._num_bits, self._group_size = part.num_inputs, part.num_bits, part.group_size
+                self._num_inputs, self._kind, self._group_size = part.num_inputs, int(part.kind), part.group_size
                 self._packed = empty_in_large_pages((num_pairs, *part.numbers.shape[1:]), part.numbers.dtype)
                 self._tables = empty_in_large_pages((num_pairs, *part.tables.shape[1:]), part.tables.dtype)
             last = pair + len(part.numbers)
@@ -105,7 +97,7 @@ class NativeQuantizedProduct(Storable):
             num_rows,
             self._num_inputs,
             width,
-            self._num_bits,
+            self._kind,
             self._group_size,
             self._gate,
             scratch.data_ptr(),
@@ -118,32 +110,58 @@ class NativeQuantizedProduct(Storable):
             return None
         bias = None if self._bias is None else self._bias.data_ptr()
         tensors = self._packed.data_ptr(), self._tables.data_ptr(), bias
-        sizes = self._num_inputs, self._num_outputs, self._num_bits, self._group_size
+        sizes = self._num_inputs, self._num_outputs, self._kind, self._group_size
         return PackedWeight(*tensors, *sizes, self._gate)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPart:
-    """Some outputs as the kernel reads them: `numbers` [pair, ...] int8 and `tables` [pair, ...] float16."""
+    """Some outputs as the kernel reads them: `numbers` [pair, ...] and `tables` [pair, group, table, output]."""
 
     numbers: Tensor
     tables: Tensor
     num_inputs: int
-    num_bits: int
+    kind: Kind
     group_size: int
 
 
-def packed_part(numbers: Tensor, scales: Tensor, bases: Tensor | None) -> PackedPart:
-    """Pack some outputs of a weight; `NativeQuantizedProduct` describes the arguments."""
-    group_size = numbers.shape[1] // scales.shape[1]
-    packed = tiled(_whole_pairs(numbers).to(torch.int8), 4, group_size // 4)
-    if bases is not None:  # the first outputs of a pair in the low bits, the second above
-        first, second = packed.unbind(2)
-        packed = first | second << 4
-    second = _group_sums(numbers, group_size).view(torch.half) if bases is None else bases.detach().half()
-    tables = torch.stack([_whole_pairs(table) for table in (scales.detach().half(), second)], dim=-1)
-    pairs = tables.view(-1, OUTPUTS, *tables.shape[1:])  # [pair, output, group, table]
-    return PackedPart(packed, pairs.permute(0, 2, 3, 1), numbers.shape[1], 8 if bases is None else 4, group_size)
+def kind_of(weight: QuantizedWeight) -> Kind:
+    """Return how a weight is packed: with bases, with zeros, or else by its number of bits.
+
+    Groups have 32 inputs, or 64 of INT8. Scales and bases have float16's precision. With zeros, in sixteenths, a
+    scale has a byte (`engine.model.linear.rounding.scale_of`).
+    """
+    if weight.bases is not None or weight.zeros is not None:
+        return Kind.INT4 if weight.bases is None else Kind.INT4_BASES
+    return Kind.INT6 if weight.num_bits == 6 else Kind.INT8
+
+
+def packed_part(weight: QuantizedWeight) -> PackedPart:
+    """Pack some outputs of a weight."""
+    numbers, kind, group_size = _whole_pairs(weight.numbers), kind_of(weight), weight.group_size
+    packed = tiled((numbers + 32 if kind is Kind.INT6 else numbers).to(torch.int8), 4, group_size // 4)
+    if kind is not Kind.INT8:  # the first outputs of a pair in the low bits, the second above
+        first, second = packed.view(torch.uint8).unbind(2)
+        packed = first & 15 | second << 4
+        if kind is Kind.INT6:
+            packed = torch.cat((packed, _high_bits(first >> 4, second >> 4)), dim=2)
+    if kind is Kind.INT4:
+        assert weight.zeros is not None
+        tables = [scale_bytes(weight.scales), (16 * weight.zeros).to(torch.uint8)]
+    else:
+        tables = [weight.scales.half()]
+    if kind is Kind.INT8:
+        tables.append(_group_sums(weight.numbers, group_size).view(torch.half))
+    if weight.bases is not None:
+        tables.append(weight.bases.half())
+    pairs = torch.stack([_whole_pairs(table) for table in tables], dim=-1).unflatten(0, (-1, OUTPUTS))
+    return PackedPart(packed, pairs.permute(0, 2, 3, 1), numbers.shape[1], kind, group_size)
+
+
+def _high_bits(first: Tensor, second: Tensor) -> Tensor:
+    """Return the high bits of both outputs of 8 lines in the bytes of 4, as quantized_products.c describes."""
+    one, other = slice(0, None, 2), slice(1, None, 2)
+    return first[:, :, one] << 4 | second[:, :, one] << 6 | first[:, :, other] << 2 | second[:, :, other]
 
 
 def _group_sums(numbers: Tensor, group_size: int) -> Tensor:

@@ -49,7 +49,7 @@ def multiply_few_bits(
     x,  # [M, K]
     numbers,  # [N, K] bytes, or [N, K / 2] of INT4
     scales,  # [groups, S]
-    zeros,  # [groups, S] whole numbers, or None
+    zeros,  # [groups, S], exact in OPERAND like number - zero, or None
     bases,  # [groups, S] or None
     bias,  # [N] or None
     num_rows,

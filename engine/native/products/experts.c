@@ -105,8 +105,8 @@ static void prepare_part(const void *work, int64_t part) {
 static void multiply_quantized(const struct grouped *g, const struct block *b, int64_t first, int64_t last) {
     struct quantized p = g->quantized;
     const int64_t num_pairs = b->expert * p.num_outputs / OUTPUTS;
-    p.weight += num_pairs * p.num_inputs * OUTPUTS * p.bits / 8;
-    p.tables += num_pairs * p.num_groups * GROUP_TABLES;
+    p.weight += num_pairs * p.num_groups * group_bytes(&p);
+    p.tables += num_pairs * p.num_groups * table_bytes(p.kind);
     if (p.bias) p.bias += b->expert * p.num_outputs;
     p.x += b->first * p.stride, p.row_scales += b->first, p.row_bases += b->first;
     p.out = (char *)p.out + b->first * p.num_outputs * item_of(p.is_bf16);
@@ -134,12 +134,13 @@ static void multiply_part(const void *work, int64_t part) {
 static void multiply(struct grouped g, char *scratch) {
     const struct weight *w = g.w;
     const int64_t num_pairs = w->num_outputs / OUTPUTS, num_sorted = g.order->num_sorted;
-    g.pairs = max(1, min((256 << 10) / (w->num_inputs * OUTPUTS * w->kind / 8), num_pairs / 8));
+    const int64_t bits = w->kind == BFLOAT16 ? 16 : bits_of((int)w->kind);
+    g.pairs = max(1, min((256 << 10) / (w->num_inputs * OUTPUTS * bits / 8), num_pairs / 8));
     g.num_parts = (num_pairs + g.pairs - 1) / g.pairs;
     if (w->kind != BFLOAT16) {
         g.quantized = (struct quantized){.weight = w->packed, .tables = w->tables, .bias = w->bias, .out = g.to,
                                          .num_rows = num_sorted, .num_inputs = w->num_inputs,
-                                         .num_outputs = w->num_outputs, .bits = (int)w->kind, .group = (int)w->group,
+                                         .num_outputs = w->num_outputs, .kind = (int)w->kind, .group = (int)w->group,
                                          .is_bf16 = g.is_bf16};
         lay_out_rows(&g.quantized, (int8_t *)scratch);
     }

@@ -12,11 +12,11 @@ void outrider_float_product(const float *x, const bf16 *weight, const float *bia
                             int64_t num_inputs, int64_t num_outputs);
 void outrider_gated_float_product(const float *x, const bf16 *weight, const float *bias, float *out, int64_t num_rows,
                                   int64_t num_inputs, int64_t num_outputs, int64_t gate);
-void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const uint16_t *tables, const float *bias,
-                                bf16 *out, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int bits,
+void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const uint8_t *tables, const float *bias,
+                                bf16 *out, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int kind,
                                 int group, int gate, int8_t *scratch);
-void outrider_quantized_float_product(const float *x, const uint8_t *weight, const uint16_t *tables, const float *bias,
-                                      float *out, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int bits,
+void outrider_quantized_float_product(const float *x, const uint8_t *weight, const uint8_t *tables, const float *bias,
+                                      float *out, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int kind,
                                       int group, int gate, int8_t *scratch);
 void outrider_scale(void *x, int64_t num_numbers, float factor, int is_bf16);
 void outrider_activate(void *x, int64_t num_numbers, int function, int is_bf16);

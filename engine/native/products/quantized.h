@@ -1,14 +1,16 @@
-/* Products by int8 and int4 weights: declarations shared by their files. */
+/* Products by weights of 8, 6 and 4 bits: declarations shared by their files. */
 
 #pragma once
 
 #include "processor.h"
+#include "products/weight.h"
 
 enum {
     GROUP = 32,       /* inputs; 8-bit weights may have twice as many */
     OUTPUTS = 32,     /* outputs of a pair */
-    GROUP_TABLES = 2 * OUTPUTS,
     HALF_BLOCK = 512, /* bytes of 32 inputs of 16 outputs, as int8 */
+    QUARTERS = 256,   /* bytes of 32 inputs of 32 outputs, as 2 bits */
+    LEAST_SCALE = 127 - 20, /* the exponent of an INT4 scale of byte 0, in a float */
     PAD = 64,         /* bytes after a row of x, so that rows do not map to the same cache sets */
     PREFETCH = 4096,  /* bytes of the prefetch distance */
     TILED_ROWS = 128, /* rows that share a block of W in the L1 cache: whole tiles with AMX, */
@@ -19,15 +21,15 @@ struct quantized {
     int8_t *x;         /* rows `stride` bytes apart, in units of row_scales: -127 to 127, or 0 to 255 for 8 bits */
     int64_t stride;
     float *row_scales; /* [groups, rows], `table_stride` apart */
-    float *row_bases;  /* [groups, rows] bases for 8 bits, sums of the groups for 4 bits */
+    float *row_bases;  /* [groups, rows]: for INT8 bases, otherwise sums of the groups */
     int64_t table_stride;
     const uint8_t *weight;
-    const uint16_t *tables; /* [pairs, groups, 2, OUTPUTS]: scales, float16; bases of 4 bits, or int16 sums of 8 */
+    const uint8_t *tables; /* [pairs, groups, `table_bytes`] */
     const float *bias;      /* [num_outputs] or NULL */
     void *out;              /* [rows, num_outputs], or half as many if gated */
     int64_t num_rows, num_inputs, num_outputs, num_groups;
     int group; /* inputs that share a scale */
-    int bits; /* 8: a weight is number * scale, -127 to 127; 4: number * scale + base, 0 to 15 */
+    int kind;  /* `enum kind` */
     int gate; /* `enum gate` */
     int is_bf16; /* rows and results are bfloat16, or else float32 */
 };
@@ -41,7 +43,7 @@ struct part {
     const float *row_bases;
     int64_t table_stride;
     const uint8_t *w, *later;
-    const uint16_t *tables;
+    const uint8_t *tables;
     int64_t num_groups;
     int64_t later_bytes, ahead;
     int from, to;
@@ -51,7 +53,7 @@ struct part {
 /* Places the quantized rows and their tables in `scratch`, of `outrider_quantized_scratch` bytes. */
 INTERNAL void lay_out_rows(struct quantized *p, int8_t *scratch);
 
-/* Quantizes the rows [first, last) of x to 8 bits, with AVX-512 or AVX2. On AVX2, products by 8-bit weights take the
+/* Quantizes the rows [first, last) of x to 8 bits, with AVX-512 or AVX2. On AVX2, products by INT8 take the
    low halves of a group's bytes, followed by the high halves. */
 INTERNAL void quantize_wide(const struct quantized *p, const void *x, int64_t first, int64_t last);
 INTERNAL void quantize_narrow(const struct quantized *p, const void *x, int64_t first, int64_t last);
@@ -69,6 +71,18 @@ static inline void set_rows(struct part *part, const struct quantized *p, int64_
     part->row_scales = p->row_scales + group * p->table_stride + row;
     part->row_bases = p->row_bases + group * p->table_stride + row;
 }
+
+INLINE int64_t bits_of(int kind) { return kind == INT8 ? 8 : kind == INT6 ? 6 : 4; }
+
+/* Returns the bytes of a group's tables of one pair: float16 scales of the outputs, followed by int16 sums of their
+   numbers (INT8) or float16 bases (INT4_BASES). INT4 has a byte for each scale, 2^(e - 20) (1 + m / 8) with five bits e
+   above three bits m, and then one for each zero, in sixteenths of a level. */
+INLINE int64_t table_bytes(int kind) { return kind == INT8 || kind == INT4_BASES ? 4 * OUTPUTS : 2 * OUTPUTS; }
+
+/* Returns the bytes of a group's numbers of one pair, and of one row on AVX2. */
+INLINE int64_t group_bytes(const struct quantized *p) { return p->group * OUTPUTS * bits_of(p->kind) / 8; }
+
+INLINE int64_t group_bytes_of_x(const struct quantized *p) { return p->kind == INT8 ? 2 * p->group : p->group; }
 
 /* Returns the address of one row's results of one pair. */
 static inline void *out_of(const struct quantized *p, int64_t row, int64_t pair) {

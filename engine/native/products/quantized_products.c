@@ -1,15 +1,18 @@
-/* Products by int8 and int4 weights, x W^T or silu(gate) * up, on AMX, AVX-512's VNNI or AVX2.
+/* Products by weights of 8, 6 and 4 bits, x W^T or silu(gate) * up, on AMX, AVX-512's VNNI or AVX2.
 
    Rows and weights are integers with a scale per group of 32 inputs, as in llama.cpp's Q8_0 and Q4_1 blocks, or of 64
    inputs, to scale half as many sums. A huge input (arXiv:2402.17762) costs precision only in its own group. Where rows
    also have a base, the least input of a group, that cost is halved, since huge inputs are mostly of one sign. Rows
-   have bases for 8-bit weights; 4-bit weights have bases themselves. A base is multiplied by the sum of the other
-   side's numbers in the group, which is stored with them. The sum of a group is exact; groups are added in float32, in
-   the order of the inputs. A row's result does not depend on other rows.
+   have bases for 8-bit weights, -127 to 127; narrower weights have bases themselves, and levels from 0. A base is
+   multiplied by the sum of the other side's numbers in the group, which is stored with them. With 6 bits it is minus 32
+   levels. The sum of a group is exact; groups are added in float32, in the order of the inputs. A row's result does
+   not depend on other rows.
 
    W is stored as a stream of blocks, one per group and pair of 16 + 16 outputs. 8 bits: eight lines of 64 bytes (for 64
    inputs: sixteen) for the first 16 outputs, then as many for the others; a line has four inputs of 16 outputs. 4 bits:
-   eight lines, with the first 16 outputs in the low halves of bytes and the others in the high halves. */
+   eight lines, with the first 16 outputs in the low halves of bytes and the others in the high halves. 6 bits: eight
+   such lines of the low 4 bits, then four of the high 2. A byte of these is for two lines: bits 4 and 5 for the first
+   line's first 16 outputs, 6 and 7 for its others, 2 and 3 for the second line's first, 0 and 1 for its others. */
 
 #include "products/products.h"
 #include "products/quantized.h"
@@ -68,20 +71,20 @@ static void multiply(struct quantized p, const void *x, int8_t *scratch) {
 /* Computes out [rows, N] = x [rows, K] W^T (+ bias). N is a multiple of 32, K of `group`; `group` is 32, or 64 with 8
    bits. If gated, out [rows, N / 2] = function(gate) * up; each pair of W has 16 outputs of the gate and the same 16 of
    up. */
-void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const uint16_t *tables, const float *bias,
-                                bf16 *out, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int bits,
+void outrider_quantized_product(const bf16 *x, const uint8_t *weight, const uint8_t *tables, const float *bias,
+                                bf16 *out, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int kind,
                                 int group, int gate, int8_t *scratch) {
     multiply((struct quantized){.weight = weight, .tables = tables, .bias = bias, .out = out, .num_rows = num_rows,
-                                .num_inputs = num_inputs, .num_outputs = num_outputs, .bits = bits,
+                                .num_inputs = num_inputs, .num_outputs = num_outputs, .kind = kind,
                                 .group = group, .gate = gate, .is_bf16 = 1}, x, scratch);
 }
 
 /* Does the same with float32 rows. */
-void outrider_quantized_float_product(const float *x, const uint8_t *weight, const uint16_t *tables, const float *bias,
-                                      float *out, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int bits,
+void outrider_quantized_float_product(const float *x, const uint8_t *weight, const uint8_t *tables, const float *bias,
+                                      float *out, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int kind,
                                       int group, int gate, int8_t *scratch) {
     multiply((struct quantized){.weight = weight, .tables = tables, .bias = bias, .out = out, .num_rows = num_rows,
-                                .num_inputs = num_inputs, .num_outputs = num_outputs, .bits = bits,
+                                .num_inputs = num_inputs, .num_outputs = num_outputs, .kind = kind,
                                 .group = group, .gate = gate}, x, scratch);
 }
 

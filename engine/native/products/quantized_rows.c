@@ -27,7 +27,7 @@ AVX INLINE void quantize_based(const int vectors, const __m512 *x, int8_t *to, f
     }
 }
 
-/* Quantizes a group for 4-bit weights: 127 is the largest magnitude. */
+/* Quantizes a group for weights of 4 and 6 bits: 127 is the largest magnitude. */
 AVX INLINE void quantize_summed(__m512 low, __m512 high, int8_t *to, float *scale, float *sum) {
     const __m512 zero = _mm512_setzero_ps(), faults = _mm512_fmadd_ps(low, zero, _mm512_mul_ps(high, zero));
     *scale = scale_of(_mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high))), 127.0f) +
@@ -50,7 +50,7 @@ AVX INLINE void quantize_rows_wide(const struct quantized *p, const void *x, int
 #pragma GCC unroll 4
             for (int i = 0; i < p->group / 16; i++) numbers[i] = load_numbers(x, at + i * 16, is_bf16);
             int8_t *to = p->x + row * p->stride + group * p->group;
-            if (p->bits == 4) quantize_summed(numbers[0], numbers[1], to, scales + row, bases + row);
+            if (p->kind != INT8) quantize_summed(numbers[0], numbers[1], to, scales + row, bases + row);
             else if (p->group == GROUP) quantize_based(2, numbers, to, scales + row, bases + row);
             else quantize_based(4, numbers, to, scales + row, bases + row);
         }
@@ -132,14 +132,15 @@ AVX2 INLINE void quantize_summed_narrow(const __m256 *x, int8_t *to, float *scal
 
 AVX2 INLINE void quantize_rows_narrow(const struct quantized *p, const void *from, int64_t first, int64_t last,
                                       const int is_bf16) {
+    const int64_t x_bytes = group_bytes_of_x(p);
     for (int64_t group = 0; group < p->num_groups; group++) {
         float *scales = p->row_scales + group * p->table_stride, *bases = p->row_bases + group * p->table_stride;
         for (int64_t row = first; row < last; row++) {
             const int64_t at = row * p->num_inputs + group * p->group;
             __m256 x[2 * GROUP / 8];
             for (int i = 0; i < p->group / 8; i++) x[i] = load_eight(from, at + i * 8, is_bf16);
-            int8_t *to = p->x + row * p->stride + group * p->group * p->bits / 4;
-            if (p->bits == 4) quantize_summed_narrow(x, to, scales + row, bases + row);
+            int8_t *to = p->x + row * p->stride + group * x_bytes;
+            if (p->kind != INT8) quantize_summed_narrow(x, to, scales + row, bases + row);
             else if (p->group == GROUP) quantize_based_narrow(4, x, to, scales + row, bases + row);
             else quantize_based_narrow(8, x, to, scales + row, bases + row);
         }

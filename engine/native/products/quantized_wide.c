@@ -1,4 +1,4 @@
-/* Products by int8 and int4 weights on AMX or AVX-512 VNNI. */
+/* Products by weights of 8, 6 and 4 bits on AMX or AVX-512 VNNI. */
 
 #include "amx.h"
 #include "products/quantized.h"
@@ -13,25 +13,72 @@ enum {
     LEAST_LONG = 7,     /* or of 64 */
 };
 
-/* The layouts of W: 8 bits in groups of 32 (WHOLE) or 64 (LONG), 4 bits in halves of bytes (HALVES) or as bytes
-   (LEVELS). */
-enum layout { WHOLE, LONG, HALVES, LEVELS };
+/* The layouts of W: 8 bits in groups of 32 (WHOLE) or 64 (LONG), 6 bits (SIX), 4 bits with bytes (HALVES) or float16
+   (BASED) in their tables, and 4 or 6 bits unpacked to bytes with tables of float32 (LEVELS). */
+enum layout { WHOLE, LONG, SIX, HALVES, BASED, LEVELS };
 
 INLINE int is_8_bits(const enum layout layout) { return layout == WHOLE || layout == LONG; }
+
+INLINE int is_4_bits(const enum layout layout) { return layout == HALVES || layout == BASED; }
 
 INLINE int64_t inputs_of(const enum layout layout) { return layout == LONG ? 2 * GROUP : GROUP; }
 
 INLINE int64_t half_block_of(const enum layout layout) { return inputs_of(layout) * (HALF_BLOCK / GROUP); }
 
-INLINE int64_t group_bytes_of(const enum layout layout) { return half_block_of(layout) * (layout == HALVES ? 1 : 2); }
+INLINE int64_t group_bytes_of(const enum layout layout) {
+    if (layout == SIX) return HALF_BLOCK + QUARTERS;
+    return half_block_of(layout) * (is_4_bits(layout) ? 1 : 2);
+}
 
-AVX INLINE __m512 from_float16(const uint16_t *x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x)); }
+INLINE int64_t table_bytes_of(const enum layout layout) {
+    return layout == LEVELS ? 8 * OUTPUTS : layout == SIX || layout == HALVES ? 2 * OUTPUTS : 4 * OUTPUTS;
+}
 
-/* Returns the base of a group's weights, or their sum if rows have the bases. `tables` are for 16 outputs. */
-AVX INLINE __m512 second_of(const uint16_t *tables, __m512 scale, const enum layout layout) {
-    if (!is_8_bits(layout)) return from_float16(tables + OUTPUTS);
-    const __m512i sums = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)(tables + OUTPUTS)));
-    return _mm512_mul_ps(_mm512_cvtepi32_ps(sums), scale);
+/* A group's scales of 16 outputs, and the bases of their weights, or the sums of weights if rows have the bases. */
+struct tables {
+    __m512 scale, second;
+};
+
+AVX INLINE __m512 from_float16(const uint8_t *x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x)); }
+
+AVX INLINE __m512i from_bytes(const uint8_t *x) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)x)); }
+
+AVX INLINE struct tables read_tables(const uint8_t *from, const int half, const enum layout layout) {
+    if (layout == LEVELS)
+        return (struct tables){_mm512_loadu_ps(from + half * 64), _mm512_loadu_ps(from + 4 * OUTPUTS + half * 64)};
+    if (layout == HALVES) {
+        const __m512i scale = _mm512_slli_epi32(from_bytes(from + half * 16), 20);
+        const __m512i sixteenth = _mm512_add_epi32(scale, _mm512_set1_epi32((int)((256u + LEAST_SCALE - 4) << 23)));
+        const __m512 zero = _mm512_cvtepi32_ps(from_bytes(from + OUTPUTS + half * 16));
+        return (struct tables){_mm512_castsi512_ps(_mm512_add_epi32(scale, _mm512_set1_epi32(LEAST_SCALE << 23))),
+                               _mm512_mul_ps(_mm512_castsi512_ps(sixteenth), zero)};
+    }
+    const __m512 scale = from_float16(from + half * 32);
+    const uint8_t *second = from + 2 * OUTPUTS + half * 32;
+    if (layout == SIX) return (struct tables){scale, _mm512_mul_ps(scale, _mm512_set1_ps(-32.0f))};
+    if (layout == BASED) return (struct tables){scale, from_float16(second)};
+    const __m512i sums = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)second));
+    return (struct tables){scale, _mm512_mul_ps(_mm512_cvtepi32_ps(sums), scale)};
+}
+
+/* Four inputs of 32 outputs, as bytes. */
+struct line {
+    __m512i first, second;
+};
+
+/* Reads a line. Of 4 bits the second has both halves; `add_vectors` subtracts. */
+AVX INLINE struct line read_line(const uint8_t *w, const int line, const enum layout layout) {
+    const __m512i low = _mm512_set1_epi8(15), high = _mm512_set1_epi8(48);
+    const __m512i both = _mm512_loadu_si512(w + line * 64);
+    if (is_4_bits(layout)) return (struct line){_mm512_and_si512(both, low), both};
+    if (layout != SIX) return (struct line){both, _mm512_loadu_si512(w + half_block_of(layout) + line * 64)};
+    const __m512i quarters = _mm512_loadu_si512(w + HALF_BLOCK + line / 2 * 64);
+    const __m512i first = line % 2 ? _mm512_slli_epi16(quarters, 2) : quarters;
+    const __m512i second = line % 2 ? _mm512_slli_epi16(quarters, 4) : _mm512_srli_epi16(quarters, 2);
+    const __m512i others = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+    /* 0xea: the third, or both others. */
+    return (struct line){_mm512_ternarylogic_epi32(first, high, _mm512_and_si512(both, low), 0xea),
+                         _mm512_ternarylogic_epi32(second, high, others, 0xea)};
 }
 
 /* Adds a group's exact sum, and the term of the base, to `onto`. */
@@ -51,9 +98,7 @@ AVX INLINE __m512i add_four(__m512i sum, __m512i weights, __m512i inputs, const 
    which leaves 16 times the sum of the high halves. */
 AVX INLINE void add_vectors(const int rows, const int pairs, const enum layout layout, struct part p, int64_t pair,
                             float *sums) {
-    const __m512i low = _mm512_set1_epi8(15);
-    const int64_t pair_bytes = pair * group_bytes_of(layout);
-    const int64_t pair_tables = pair * GROUP_TABLES;
+    const int64_t pair_bytes = pair * group_bytes_of(layout), pair_tables = pair * table_bytes_of(layout);
     __m512 total[VECTOR_ROWS][2];
 #pragma GCC unroll 8
     for (int i = 0; i < rows * pairs; i++)
@@ -65,7 +110,8 @@ AVX INLINE void add_vectors(const int rows, const int pairs, const enum layout l
 #pragma GCC unroll 4
         for (int i = 0; i < pairs; i++) {
             fetch_lines(p.later + i * pair_bytes + next, p.from, p.to);
-            if (pairs > 1) fetch_lines(p.tables + i * pair_tables + next / group_bytes_of(layout) * GROUP_TABLES, 0, 2);
+            const uint8_t *tables = p.tables + i * pair_tables + next / group_bytes_of(layout) * table_bytes_of(layout);
+            if (pairs > 1) fetch_lines(tables, 0, (int)(table_bytes_of(layout) / 64));
         }
         __m512i sum[VECTOR_ROWS][2];
 #pragma GCC unroll 8
@@ -74,19 +120,12 @@ AVX INLINE void add_vectors(const int rows, const int pairs, const enum layout l
         for (int line = 0; line < inputs_of(layout) / 4; line++) { /* four inputs of 32 outputs */
 #pragma GCC unroll 4
             for (int i = 0; i < pairs; i++) {
-                const uint8_t *w = p.w + i * pair_bytes + line * 64;
-                __m512i first = _mm512_loadu_si512(w), second;
-                if (layout != HALVES) {
-                    second = _mm512_loadu_si512(w + half_block_of(layout));
-                } else {
-                    second = first; /* both halves */
-                    first = _mm512_and_si512(first, low);
-                }
+                const struct line w = read_line(p.w + i * pair_bytes, line, layout);
 #pragma GCC unroll 8
                 for (int row = 0; row < rows; row++) {
                     const __m512i inputs = broadcast(p.x + row * p.stride + line * 4);
-                    sum[i * rows + row][0] = add_four(sum[i * rows + row][0], first, inputs, layout);
-                    sum[i * rows + row][1] = add_four(sum[i * rows + row][1], second, inputs, layout);
+                    sum[i * rows + row][0] = add_four(sum[i * rows + row][0], w.first, inputs, layout);
+                    sum[i * rows + row][1] = add_four(sum[i * rows + row][1], w.second, inputs, layout);
                 }
             }
         }
@@ -94,24 +133,22 @@ AVX INLINE void add_vectors(const int rows, const int pairs, const enum layout l
         for (int i = 0; i < pairs; i++)
 #pragma GCC unroll 2
             for (int half = 0; half < 2; half++) {
-                const uint16_t *tables = p.tables + i * pair_tables + half * 16;
-                const int is_high = layout == HALVES && half;
-                __m512 scale = from_float16(tables);
-                const __m512 second = second_of(tables, scale, layout);
-                if (is_high) scale = _mm512_mul_ps(scale, _mm512_set1_ps(1.0f / 16));
+                struct tables t = read_tables(p.tables + i * pair_tables, half, layout);
+                const int is_high = is_4_bits(layout) && half;
+                if (is_high) t.scale = _mm512_mul_ps(t.scale, _mm512_set1_ps(1.0f / 16));
 #pragma GCC unroll 8
                 for (int row = 0; row < rows; row++) {
                     const int64_t place = group * p.table_stride + row;
                     __m512 *onto = &total[i * rows + row][half];
                     const __m512i *sums_of = sum[i * rows + row];
                     const __m512i exact = is_high ? _mm512_sub_epi32(sums_of[1], sums_of[0]) : sums_of[half];
-                    *onto = add_group(*onto, exact, scale, second, p.row_scales[place], p.row_bases[place]);
+                    *onto = add_group(*onto, exact, t.scale, t.second, p.row_scales[place], p.row_bases[place]);
                 }
             }
         p.x += inputs_of(layout);
         p.w += group_bytes_of(layout);
         p.later += p.later_bytes;
-        p.tables += GROUP_TABLES;
+        p.tables += table_bytes_of(layout);
     }
 #pragma GCC unroll 8
     for (int i = 0; i < rows * pairs; i++)
@@ -124,13 +161,15 @@ AVX static void add_any_rows(int64_t rows, enum layout layout, struct part p, fl
 #define UP_TO_SIX(l) switch (rows) { SUMS(1, l) SUMS(2, l) SUMS(3, l) SUMS(4, l) SUMS(5, l) SUMS(6, l) }
     if (layout == WHOLE) UP_TO_SIX(WHOLE)
     else if (layout == LONG) UP_TO_SIX(LONG)
+    else if (layout == SIX) UP_TO_SIX(SIX)
     else if (layout == HALVES) UP_TO_SIX(HALVES)
+    else if (layout == BASED) UP_TO_SIX(BASED)
     else UP_TO_SIX(LEVELS)
 #undef UP_TO_SIX
 #undef SUMS
 }
 
-/* Computes the sums of `pairs` pairs of 8 bits, at most `pairs_at_once`. */
+/* Computes the sums of `pairs` pairs, at most `pairs_at_once`. */
 AVX static void add_pairs(int64_t rows, int64_t pairs, enum layout layout, struct part p, int64_t pair, float *sums) {
 #define SUMS(r, n, layout) case 10 * r + n: add_vectors(r, n, layout, p, pair, sums); break;
 #define UP_TO_SIX(l)                                                                                                   \
@@ -139,22 +178,46 @@ AVX static void add_pairs(int64_t rows, int64_t pairs, enum layout layout, struc
         SUMS(3, 1, l) SUMS(3, 2, l)                                                                                    \
     }
     if (layout == LONG) UP_TO_SIX(LONG)
-    else UP_TO_SIX(WHOLE)
+    else if (layout == WHOLE) UP_TO_SIX(WHOLE)
+    else if (layout == SIX) UP_TO_SIX(SIX)
+    else if (layout == HALVES) UP_TO_SIX(HALVES)
+    else UP_TO_SIX(BASED)
 #undef UP_TO_SIX
 #undef SUMS
 }
 
 static int64_t pairs_at_once(int64_t rows) { return rows == 1 ? 4 : VECTOR_ROWS / rows; }
 
-/* Unpacks groups of 4 bits to int8 in `to`, which is aligned. */
-AVX static void unpack(const uint8_t *from, int64_t num_groups, uint8_t *to) {
-    const __m512i low = _mm512_set1_epi8(15);
-    for (int64_t group = 0; group < num_groups; group++, from += HALF_BLOCK, to += 2 * HALF_BLOCK)
-        for (int line = 0; line < HALF_BLOCK; line += 64) {
-            const __m512i both = _mm512_loadu_si512(from + line);
-            _mm512_store_si512(to + line, _mm512_and_si512(both, low));
-            _mm512_store_si512(to + HALF_BLOCK + line, _mm512_and_si512(_mm512_srli_epi16(both, 4), low));
+/* A block of W unpacked to LEVELS. */
+struct unpacked {
+    uint8_t levels[BLOCK_INPUTS * OUTPUTS] __attribute__((aligned(64)));
+    float tables[BLOCK_INPUTS / GROUP * 2 * OUTPUTS];
+};
+
+AVX INLINE void unpack_groups(struct part p, struct unpacked *to, const enum layout layout) {
+    uint8_t *levels = to->levels;
+    float *tables = to->tables;
+    for (int64_t group = 0; group < p.num_groups; group++, levels += 2 * HALF_BLOCK, tables += 2 * OUTPUTS) {
+#pragma GCC unroll 8
+        for (int line = 0; line < GROUP / 4; line++) {
+            struct line w = read_line(p.w, line, layout);
+            if (layout != SIX) w.second = _mm512_and_si512(_mm512_srli_epi16(w.second, 4), _mm512_set1_epi8(15));
+            _mm512_store_si512(levels + line * 64, w.first);
+            _mm512_store_si512(levels + HALF_BLOCK + line * 64, w.second);
         }
+        for (int half = 0; half < 2; half++) {
+            const struct tables t = read_tables(p.tables, half, layout);
+            _mm512_store_ps(tables + half * 16, t.scale);
+            _mm512_store_ps(tables + OUTPUTS + half * 16, t.second);
+        }
+        p.w += group_bytes_of(layout), p.tables += table_bytes_of(layout);
+    }
+}
+
+AVX static void unpack(struct part p, struct unpacked *to, enum layout layout) {
+    if (layout == SIX) unpack_groups(p, to, SIX);
+    else if (layout == HALVES) unpack_groups(p, to, HALVES);
+    else unpack_groups(p, to, BASED);
 }
 
 /* Stores one group's products of 16 outputs in `numbers` [16, 16], using tile 0 or 1 and two operand tiles. */
@@ -179,7 +242,7 @@ AMX INLINE void add_tiles(const int rows, const enum layout layout, struct part 
             total[row] = p.is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + row * OUTPUTS + half * 16);
         const int8_t *x = p.x;
         const uint8_t *w = p.w + half * half_block_of(layout), *later = p.later + p.ahead;
-        const uint16_t *tables = p.tables + half * 16;
+        const uint8_t *tables = p.tables;
         const float *row_scales = p.row_scales, *row_bases = p.row_bases;
         MULTIPLY_GROUP(0, 4, 6, x, w, p.stride, numbers[0], layout);
         for (int64_t group = 0; group < p.num_groups; group++) {
@@ -189,14 +252,14 @@ AMX INLINE void add_tiles(const int rows, const enum layout layout, struct part 
                 else MULTIPLY_GROUP(1, 5, 7, x, w, p.stride, numbers[1], layout);
             }
             if (!half) fetch_lines(later, p.from, p.to);
-            const __m512 scale = from_float16(tables), second = second_of(tables, scale, layout);
+            const struct tables t = read_tables(tables, half, layout);
             const int32_t *of = numbers[group % 2];
 #pragma GCC unroll 16
             for (int row = 0; row < rows; row++) {
                 const __m512i sum = _mm512_load_si512(of + row * 16);
-                total[row] = add_group(total[row], sum, scale, second, row_scales[row], row_bases[row]);
+                total[row] = add_group(total[row], sum, t.scale, t.second, row_scales[row], row_bases[row]);
             }
-            later += p.later_bytes, tables += GROUP_TABLES;
+            later += p.later_bytes, tables += table_bytes_of(layout);
             row_scales += p.table_stride, row_bases += p.table_stride;
         }
 #pragma GCC unroll 16
@@ -239,21 +302,23 @@ AVX static void finish(const struct quantized *p, int64_t row, int64_t rows, int
     }
 }
 
-/* Multiplies up to FEW_ROWS rows by the 8-bit pairs [first, last), some pairs at once, each read whole. (Unpacking 4
-   bits takes so long that memory is not the limit.) */
+static enum layout layout_of(const struct quantized *p) {
+    if (p->kind == INT8) return p->group > GROUP ? LONG : WHOLE;
+    return p->kind == INT6 ? SIX : p->kind == INT4 ? HALVES : BASED;
+}
+
+/* Multiplies up to FEW_ROWS rows by the pairs [first, last), some pairs at once, each read whole. */
 AVX static void multiply_few(const struct quantized *p, int64_t first, int64_t last) {
     float sums[VECTOR_ROWS * OUTPUTS] __attribute__((aligned(64)));
-    const int64_t rows = p->num_rows, groups = p->num_groups;
-    const enum layout layout = p->group > GROUP ? LONG : WHOLE;
-    const int64_t group_bytes = group_bytes_of(layout);
+    const int64_t rows = p->num_rows, groups = p->num_groups, bytes = group_bytes(p);
     struct part part = {.x = p->x, .stride = p->stride, .row_scales = p->row_scales, .row_bases = p->row_bases,
-                        .table_stride = p->table_stride, .num_groups = groups, .later_bytes = group_bytes,
-                        .ahead = PREFETCH, .to = (int)(group_bytes / 64), .is_first = 1};
+                        .table_stride = p->table_stride, .num_groups = groups, .later_bytes = bytes,
+                        .ahead = PREFETCH, .to = (int)(bytes / 64), .is_first = 1};
     for (int64_t pair = first, pairs; pair < last; pair += pairs) {
         pairs = min(pairs_at_once(rows), last - pair);
-        part.w = part.later = p->weight + pair * groups * group_bytes;
-        part.tables = p->tables + pair * groups * GROUP_TABLES;
-        add_pairs(rows, pairs, layout, part, groups, sums);
+        part.w = part.later = p->weight + pair * groups * bytes;
+        part.tables = p->tables + pair * groups * table_bytes(p->kind);
+        add_pairs(rows, pairs, layout_of(p), part, groups, sums);
         for (int64_t i = 0; i < pairs; i++) finish(p, 0, rows, pair + i, sums + i * rows * OUTPUTS);
     }
 }
@@ -265,28 +330,28 @@ static int64_t height_of(int64_t rows) {
 
 /* Multiplies up to BLOCK_ROWS rows by the pairs [first, last). A block of a pair stays in the cache across the rows. */
 AMX static void multiply_many(const struct quantized *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
-    uint8_t unpacked[BLOCK_INPUTS * OUTPUTS] __attribute__((aligned(64)));
+    struct unpacked unpacked;
     float sums[BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
-    const int64_t least = least_tiled(p);
+    const int64_t least = least_tiled(p), bytes = group_bytes(p), block = BLOCK_INPUTS / p->group;
     const int has_tiles = outrider_has_tiles && rows >= least;
     const int64_t max_rows = has_tiles ? TILE_ROWS : VECTOR_ROWS;
-    const int64_t group_bytes = p->group * OUTPUTS * p->bits / 8, block = BLOCK_INPUTS / p->group;
-    const int is_unpacked = p->bits == 4 && (has_tiles || rows > 4 * VECTOR_ROWS);
-    const enum layout layout = p->bits == 8 ? p->group > GROUP ? LONG : WHOLE : is_unpacked ? LEVELS : HALVES;
+    const int64_t most_packed = p->kind == INT6 ? VECTOR_ROWS : 4 * VECTOR_ROWS;
+    const int is_unpacked = p->kind != INT8 && (has_tiles || rows > most_packed);
+    const enum layout packed = layout_of(p), layout = is_unpacked ? LEVELS : packed;
     if (has_tiles) configure_tiles_for(min(rows, TILE_ROWS), min(rows, TILE_ROWS), p->group);
     for (int64_t pair = first; pair < last; pair++) {
         for (int64_t group = 0; group < p->num_groups; group += block) {
-            struct part part = {.stride = p->stride, .table_stride = p->table_stride, .later_bytes = group_bytes};
+            struct part part = {.stride = p->stride, .table_stride = p->table_stride, .later_bytes = bytes};
             part.num_groups = min(block, p->num_groups - group);
             part.is_first = group == 0;
-            part.ahead = rows <= max_rows ? PREFETCH : part.num_groups * group_bytes;
-            part.w = part.later = p->weight + (pair * p->num_groups + group) * group_bytes;
-            part.tables = p->tables + (pair * p->num_groups + group) * GROUP_TABLES;
+            part.ahead = rows <= max_rows ? PREFETCH : part.num_groups * bytes;
+            part.w = part.later = p->weight + (pair * p->num_groups + group) * bytes;
+            part.tables = p->tables + (pair * p->num_groups + group) * table_bytes(p->kind);
             if (is_unpacked) {
-                unpack(part.w, part.num_groups, unpacked);
-                part.w = unpacked;
+                unpack(part, &unpacked, packed);
+                part.w = unpacked.levels, part.tables = (const uint8_t *)unpacked.tables;
             }
-            for (int64_t i = 0, height, lines = group_bytes / 64; i < rows; i += height) {
+            for (int64_t i = 0, height, lines = bytes / 64; i < rows; i += height) {
                 const int is_tile = has_tiles && rows - i >= least;
                 height = is_tile ? min(TILE_ROWS, rows - i) : height_of(rows - i);
                 set_rows(&part, p, row + i, group, p->group);
@@ -308,6 +373,6 @@ AMX static void multiply_many(const struct quantized *p, int64_t row, int64_t ro
 }
 
 AMX void multiply_wide(const struct quantized *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
-    if (p->bits == 8 && p->num_rows <= FEW_ROWS) multiply_few(p, first, last);
+    if ((p->kind == INT8 || p->kind == INT6) && p->num_rows <= FEW_ROWS) multiply_few(p, first, last);
     else multiply_many(p, row, rows, first, last);
 }

@@ -12,13 +12,11 @@ from torch.nn import functional as F
 
 from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig, Quantization
-from engine.model.linear.quantized_linear import (
-    QuantizedWeight,
-    can_quantize,
-    linear_factory,
-    quantizer,
-    to_int4,
-)
+from engine.model.checkpoint.unread_weight import QuantizedWeight
+from engine.model.linear.native_product import Kind
+from engine.model.linear.native_quantized import kind_of
+from engine.model.linear.quantized_linear import can_quantize, linear_factory, quantizer
+from engine.model.linear.rounding import to_int4_with_bases, to_int8_groups
 from engine.model.loader import model_version
 from engine.model.runner import served_weights
 from engine.model.runner.model_runner import ModelRunner
@@ -83,7 +81,7 @@ def test_rows_and_weights_of_zeros_give_zeros(quantization: Quantization) -> Non
 
 @pytest.mark.parametrize(
     ("round_weight", "num_inputs", "group_size", "num_steps"),
-    [(to_int8, 128, 64, 254), (to_int8, 96, 32, 254), (to_int4, 128, 32, 15)],
+    [(to_int8, 128, 64, 254), (to_int8, 96, 32, 254), (to_int4_with_bases, 128, 32, 15)],
 )
 def test_a_weight_is_off_by_half_a_step_of_its_group_at_most(
     round_weight: Callable[[Tensor], QuantizedWeight], num_inputs: int, group_size: int, num_steps: int
@@ -92,7 +90,7 @@ def test_a_weight_is_off_by_half_a_step_of_its_group_at_most(
     weight = torch.randn(64, num_inputs) * torch.logspace(-2, 2, 64)[:, None]
     groups = weight.unflatten(1, (-1, group_size))
     lowest, highest = groups.aminmax(dim=-1)
-    width = highest - lowest if round_weight is to_int4 else 2 * groups.abs().amax(dim=-1)
+    width = highest - lowest if round_weight is to_int4_with_bases else 2 * groups.abs().amax(dim=-1)
     rounding = 2**-10 * groups.abs().amax(dim=-1)  # scale and base are float16
     error = (round_weight(weight).dequantized() - weight).abs().unflatten(1, (-1, group_size))
     assert (error <= (0.5 * width / num_steps + 2 * rounding)[..., None]).all()
@@ -113,7 +111,9 @@ def test_groups_of_a_published_int4_format_are_kept_to_float16() -> None:
     levels[..., 0], levels[..., 1] = 0, 15
     scales, bases = torch.rand(2, 64, 4).half().float()
     weight = (levels * scales[..., None] - bases[..., None]).flatten(1)
-    torch.testing.assert_close(to_int4(weight).dequantized(), weight, rtol=0, atol=2e-3)
+    round_ = quantizer(weight, Quantization.INT4)
+    assert round_ is not None
+    torch.testing.assert_close(round_(weight).dequantized(), weight, rtol=0, atol=2e-3)
 
 
 def multiples(least: int, most: int) -> Tensor:
@@ -150,17 +150,30 @@ def test_levels_with_a_zero_point_are_kept_to_the_precision_of_a_base() -> None:
     torch.testing.assert_close(round_(weight).dequantized(), weight, rtol=0, atol=2**-8)
 
 
-def test_the_head_of_an_int4_model_is_int8() -> None:
+def test_the_head_of_an_int4_model_has_6_bits() -> None:
     torch.manual_seed(0)
-    weight, x = torch.randn(64, 96).bfloat16(), torch.randn(2, 96).bfloat16()
-    head = linear_factory(Quantization.INT4, is_head=True)(weight, None)
-    assert torch.equal(head(x), linear_factory(Quantization.INT8)(weight, None)(x))
+    weight = torch.randn(64, 96).bfloat16()
+    round_ = quantizer(weight, Quantization.INT4, is_head=True)
+    assert round_ is not None
+    assert kind_of(round_(weight)) is Kind.INT6
+    assert relative_error(round_(weight).dequantized(), weight) < 0.03
 
 
-def test_the_head_of_an_int8_model_is_as_precise_as_that_of_an_int4_model() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_of_a_published_int8_format_keeps_its_numbers(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = to_int8_groups(torch.randn(64, 96), 32).dequantized()
+    round_ = quantizer(weight.to(dtype), Quantization.INT4, is_head=True)
+    assert round_ is not None
+    assert kind_of(round_(weight)) is Kind.INT8
+    assert relative_error(round_(weight.to(dtype)).dequantized(), weight) < (0.003 if dtype is torch.bfloat16 else 1e-6)
+
+
+def test_the_head_of_an_int8_model_has_groups_of_32() -> None:
     weight = torch.randn(64, 128)
-    rounders = [quantizer(weight, quantization, is_head=True) for quantization in QUANTIZED]
-    assert all(round_ is not None and round_(weight).scales.shape == (64, 4) for round_ in rounders)
+    round_ = quantizer(weight, Quantization.INT8, is_head=True)
+    assert round_ is not None
+    assert round_(weight).scales.shape == (64, 4)
     assert to_int8(weight).scales.shape == (64, 2)
 
 

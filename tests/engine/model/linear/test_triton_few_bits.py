@@ -9,7 +9,7 @@ import torch
 
 from engine.config import Quantization
 from engine.model.checkpoint.unread_weight import QuantizedWeight, joined_quantized
-from engine.model.linear.quantized_linear import to_int4, to_int8_groups
+from engine.model.linear.rounding import to_int4, to_int4_with_bases, to_int6, to_int8_groups
 from tests.engine.fixtures.attention_fixtures import DEVICE
 
 pytest.importorskip("triton", reason="the package triton is not installed")
@@ -56,6 +56,8 @@ CASES: dict[str, tuple[Kind, Callable[[], QuantizedWeight]]] = {
     ),
     "int8": (Kind.INT8, lambda: QuantizedWeight(numbers(-128, 128, 20, 64).to(torch.int8), scales(20, 1).bfloat16())),
     "our int4": (Kind.INT4, lambda: to_int4(weight(40, 128))),
+    "our int4 with bases": (Kind.INT4, lambda: to_int4_with_bases(weight(40, 128))),
+    "our int6": (Kind.INT8, lambda: to_int6(weight(40, 128))),
     "our int8": (Kind.INT8, lambda: to_int8_groups(weight(40, 128), 64)),
 }
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.batch.span import Span
 from engine.config import CacheConfig, HeadConfig, HeadKind, ModelConfig, ModelDtype, Quantization
 from engine.model import paged_model
+from engine.model.checkpoint.unread_weight import QuantizedWeight
 from engine.model.linear import cache_folder, packed_file, quantized_linear
 from engine.model.linear.native_quantized import PackedPart, packed_part
 from engine.model.loader import model_version
@@ -49,9 +50,9 @@ def packings(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The weights that were packed."""
     found: list[Tensor] = []
 
-    def noted(numbers: Tensor, *tables: Tensor) -> PackedPart:
-        found.append(numbers)
-        return packed_part(numbers, *tables)
+    def noted(weight: QuantizedWeight) -> PackedPart:
+        found.append(weight.numbers)
+        return packed_part(weight)
 
     monkeypatch.setattr(quantized_linear, "packed_part", noted)
     return found
