@@ -19,7 +19,7 @@ from cluster.checkpoints import convert_gguf_models
 from cluster.cli.figures import ClassFigures, Reading, drafts_between, figures_between, read_metrics
 from cluster.config import DeployConfig
 from cluster.deploy_file import checked_deployment
-from cluster.local.one_process import local_settings, running_service
+from cluster.local.local_service import local_settings, running_service
 from protos.errors import ConfigError, RequestError
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService

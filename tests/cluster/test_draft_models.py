@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.config import DeployConfig, parse_config
-from cluster.local.one_process import local_settings
+from cluster.local.local_service import local_settings
 from cluster.placement import NodeResources, plan_pair
 from cluster.replica_settings import pair_settings, placement_request
 from cluster.topology import NodeTopology

@@ -13,7 +13,8 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.cli.deployment import ServeOptions, deployment_of
 from cluster.deploy_file import checked_deployment
-from cluster.local.one_process import WITHOUT_EFFECT, check_one_process, refuse_serves_options
+from cluster.local.local_service import WITHOUT_EFFECT, check_one_process
+from cluster.local.one_process import refuse_serves_options
 from cluster.serve_options import HONOURED, INGRESS_ALONE, REFUSED, WITHOUT_RAY, model_of
 from protos.errors import ConfigError
 from router.ingress import GRPC_SERVICER_FUNCTIONS

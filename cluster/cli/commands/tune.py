@@ -24,7 +24,7 @@ from cluster.cli.console import console, report
 from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, located
 from cluster.cli.replay_traffic import Replay, TrafficRequest, read_traffic
 from cluster.deploy_file import checked_deployment
-from cluster.local.one_process import local_settings, running_service
+from cluster.local.local_service import local_settings, running_service
 from protos.errors import ConfigError
 
 NO_GAIN = 3  # the exit status if no training gave a better draft

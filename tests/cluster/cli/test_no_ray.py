@@ -18,7 +18,7 @@ import pytest
 from cluster.cli.__main__ import main
 from cluster.cli.deployment import ServeOptions, deployment_of
 from cluster.deploy_file import checked_deployment
-from cluster.local.one_process import check_one_process
+from cluster.local.local_service import check_one_process
 from cluster.local.serve_environment import free_ports
 from protos import outrider_pb2, outrider_pb2_grpc
 from protos.errors import ConfigError

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cluster.config import parse_config
-from cluster.local.one_process import local_settings, running_service
+from cluster.local.local_service import local_settings, running_service
 from router.api_keys import ApiKeys
 from router.openai.api import build_app
 

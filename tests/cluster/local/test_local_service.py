@@ -12,7 +12,8 @@ from actors.settings import PairSettings, ProcessShare
 from cluster.config import parse_config
 from cluster.deploy_file import read_deploy_file
 from cluster.local import one_process
-from cluster.local.one_process import local_settings, running_service, serve_in_process
+from cluster.local.local_service import local_settings, running_service
+from cluster.local.one_process import serve_in_process
 from engine.config import EngineConfig, ModelConfig
 from router.api_keys import ApiKeys
 from router.openai.api import build_app

@@ -262,7 +262,7 @@ def test_a_head_for_another_target_is_refused(
     ("config", "said"),
     [
         ({"speculators_model_type": "dflash"}, "kind 'dflash', and draft.kind is 'eagle3'; set it to 'dflash'"),
-        ({"speculators_model_type": "xpress"}, "type 'xpress', which is not read; read are 'eagle3', 'peagle'"),
+        ({"speculators_model_type": "tomorrow"}, "type 'tomorrow', which is not read; read are 'eagle3', 'peagle'"),
         ({"transformer_layer_config": {**LAYER, "model_type": "qwen3_next"}}, "model_type 'qwen3_next'"),
         ({"transformer_layer_config": {**LAYER, "layer_types": ["sliding_attention"]}}, "no size in sliding_window"),
         ({"transformer_layer_config": {**LAYER, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
