@@ -109,8 +109,7 @@ def test_two_pairs_that_hold_a_hot_prefix_share_its_requests(served: ServedPair)
             list(pool.map(lambda end: ask(served, text(50) + end, max_tokens=num_tokens), ends))
         return [number - before[name] for name, number in served.by_replica(QUERIED).items()]
 
-    tries = ([text(60 + 8 * each + end, LENGTH) for end in range(8)] for each in range(3))  # a fast pair takes all
-    assert any(min(ask_all(ends, 2)) > 0 for ends in tries)
+    assert min(ask_all([text(60 + each, LENGTH) for each in range(8)], 32)) > 0
     shares = ask_all([""] * 64, 32)
     assert sum(shares) >= 64 * LENGTH
     assert min(shares) > sum(shares) / 4
@@ -118,7 +117,7 @@ def test_two_pairs_that_hold_a_hot_prefix_share_its_requests(served: ServedPair)
 
 def test_a_killed_index_costs_no_request_and_knows_the_prefixes_again(served: ServedPair):
     prompts = [text(seed) for seed in range(8)]
-    known = 8 * LENGTH // 16  # of these prompts: blocks of others may leave meanwhile
+    known = int(served.metric("outrider_router_index_blocks"))
     [index] = processes("IndexActor")
     index.kill()
     for prompt in prompts:

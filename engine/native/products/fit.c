@@ -1,9 +1,9 @@
 /* Rounds weights to INT4: levels 0 to 15, and for each group of 32 a byte for the scale and one for the zero.
 
    The first scale tried reaches from the least to the greatest number of a group. The next smaller ones cut these off
-   and round the others more finely. The first zeros tried put the least number, the greatest
-   and the middle where levels have them; then the zero moves to where the error of these levels is least. The least sum
-   of squares wins. llama.cpp's `make_qkx2_quants` searches alike. Eight groups are computed at once. */
+   and round the others more finely. The first zeros tried put the least number, the greatest, and the middle where
+   levels have them; then the zero moves to where the error of these levels is least. The least sum of squares wins.
+   llama.cpp's `make_qkx2_quants` searches alike. Eight groups are computed at once. */
 
 #include "products/quantized.h"
 #include "team.h"
