@@ -25,7 +25,7 @@ SERVED_smollm2 := $(SMOLLM2)
 COVERED := $(BIN)/python -m slipcover --threshold 1000 --json --omit 'router/ingress.py,router/routing/serve_router.py,cluster/work_policy.py,protos/outrider_pb2*.py,*/__main__.py'
 PERCENT := $(BIN)/python -c 'import json, sys; print(json.load(open(sys.argv[1]))["summary"]["percent_covered_display"])'
 
-.PHONY: help install serve real-model test test-served test-engine test-models test-others lint type protos demo-pair bench-peers bench-speculation bench-gpu abuse audit chaos soak overload profile gpu-kit docs page manifests compat release clean
+.PHONY: help install serve real-model test test-served test-engine test-models test-others lint type protos demo-pair bench-peers bench-gpu abuse audit chaos soak overload profile gpu-kit docs page manifests compat release clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -104,9 +104,6 @@ audit: $(INSTALLED)  ## sampling, drafts, cache, formats, counts and speed of a 
 
 bench-peers: $(BENCH_INSTALLED)  ## docs/benchmarks.md: OpenVINO GenAI, llama-server, vLLM, Transformers and Outrider; MODEL=smollm2
 	@$(BIN)/python -m bench.peers --model $(or $(PEERS_$(MODEL)),$(MODEL)) $(BENCH_ARGS)
-
-bench-speculation: $(BENCH_INSTALLED)  ## every way to speculate; BENCH_ARGS="--questions FILE" for more texts
-	@$(BIN)/python -m bench.speculation $(BENCH_ARGS)
 
 chaos: $(BENCH_INSTALLED)  ## each process killed and stopped next to streams (docs/operate.md); BENCH_ARGS="--only clock"
 	@$(BIN)/python -m bench.served.chaos $(BENCH_ARGS)

@@ -1,1 +1,0 @@
-"""`python -m bench.speculation`: every way to speculate, against plain decoding."""
