@@ -34,7 +34,7 @@ from engine.remote_prefill.kv_transfer import (
     KVLayout,
     RemoteLoad,
 )
-from engine.sequence.request_tokens import TokenBlocks
+from engine.sequence.sequence import TokenBlocks
 from protos.errors import UnavailableError
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from protos.worker_report import PrefixHolder

@@ -18,8 +18,8 @@ from pathlib import Path
 from actors.channel.draft_link import AdaptiveTimeout, Commit, DraftLink, Offers, Open, Round
 from actors.shell_messages import DraftChannelStats
 from engine.batch.draft import NO_DRAFT, Draft, Offer
-from engine.sequence.checked_draft import DraftQuery
-from engine.sequence.request_tokens import RequestTokens
+from engine.sequence.batch import DraftQuery
+from engine.sequence.sequence import RequestTokens
 
 _MAX_OFFERS = 1024  # far more than any fan-out; a faulty draft must not fill the memory
 

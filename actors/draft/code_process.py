@@ -19,8 +19,8 @@ from actors.process.frames import FrameListener
 from actors.process.process_logging import configure_logging
 from engine.batch.draft import Draft
 from engine.proposer import Proposer
-from engine.sequence.checked_draft import DraftQuery
-from engine.sequence.request_tokens import RequestTokens
+from engine.sequence.batch import DraftQuery
+from engine.sequence.sequence import RequestTokens
 from protos.errors import ConfigError
 from protos.linux import die_with_parent
 

@@ -17,8 +17,8 @@ from actors.process.frames import POLL_S, SEND_TIMEOUT_S, FrameConnection, Frame
 from engine.accounting.engine_stats import TranslationCounts
 from engine.batch.draft import NO_DRAFT, Draft, Offer
 from engine.proposer import Proposer
-from engine.sequence.checked_draft import UnscheduledQuery
-from engine.sequence.request_tokens import DraftRule, RequestTokens
+from engine.sequence.batch import UnscheduledQuery
+from engine.sequence.sequence import DraftRule, RequestTokens
 from protos.frames import ConnectionLostError
 from protos.messages import GenerateRequest
 

@@ -48,11 +48,11 @@ from engine.model.loader import model_version
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
 from engine.native.library import native_digest, native_instructions
+from engine.proposer import GuardedProposer
 from engine.proposer.draft_model.loader import TextProposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.proposer.guarded_proposer import GuardedProposer
 from engine.proposer.method_dispatcher import proposer_of
-from engine.sequence.request_tokens import TokenBlocks
+from engine.sequence.sequence import TokenBlocks
 from protos.block_keys import PROBE_SALT, probe_token_ids
 from protos.fingerprint import FingerprintPart, digest, write_fingerprint
 from protos.frames import ConnectionLostError

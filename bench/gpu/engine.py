@@ -33,8 +33,7 @@ from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
 from engine.model.cuda_graphs.buckets import sized
 from engine.model.runner.model_runner import ModelRunner
-from engine.proposer import Proposer
-from engine.proposer.guarded_proposer import NoProposer
+from engine.proposer import NoProposer, Proposer
 from engine.remote_prefill.fetch_table import NoPrefillSource, PrefillLoad
 from engine.sampling.sampler import Sampler
 from engine.scheduler.async_scheduling import AsyncScheduling, SyncScheduling

@@ -12,8 +12,8 @@ from engine.accounting.record import PassRecord, SequencePass
 from engine.accounting.request_limits import is_adaptive
 from engine.accounting.step_times import StepTimes
 from engine.config import SpeculationConfig
-from engine.sequence.checked_draft import CheckedDraft
-from engine.sequence.request_tokens import RequestTokens
+from engine.sequence.batch import CheckedDraft
+from engine.sequence.sequence import RequestTokens
 from protos.messages import SpeculationMethod, has_own_weights
 
 _OWN_METHODS = tuple(filter(has_own_weights, SpeculationMethod))

@@ -13,8 +13,7 @@ from engine.accounting.rates import RateMeter
 from engine.accounting.record import PassRecord
 from engine.accounting.request_limits import MethodChooser, draft_rule, is_adaptive
 from engine.config import SpeculationConfig
-from engine.sequence.request_tokens import DraftRule
-from engine.sequence.sequence import Sequence, SequenceStatus
+from engine.sequence.sequence import DraftRule, Sequence, SequenceStatus
 from protos.messages import GenerateRequest
 
 

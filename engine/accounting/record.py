@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.accounting.step_times import StepTimes
-from engine.sequence.batch import Batch, ScheduledSequence
-from engine.sequence.checked_draft import CheckedDraft
+from engine.sequence.batch import Batch, CheckedDraft, ScheduledSequence
 from engine.sequence.sequence import Sequence
 from engine.verifier.verify_task import VerifyResult
 

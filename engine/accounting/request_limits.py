@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from engine.accounting.speculation_gate import kind_of
 from engine.config import SpeculationConfig
-from engine.sequence.request_tokens import DraftRule
+from engine.sequence.sequence import DraftRule
 from protos.errors import RequestError
 from protos.messages import GenerateRequest, SpeculationMethod, VerifyMode, has_own_weights
 

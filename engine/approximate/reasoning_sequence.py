@@ -12,9 +12,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from engine.config import ScorerKind, StepConfig
-from engine.sequence.checked_draft import UnscheduledQuery
-from engine.sequence.request_tokens import DraftRule, RequestTokens
-from engine.sequence.sequence import Sequence, SequenceStatus
+from engine.sequence.batch import UnscheduledQuery
+from engine.sequence.sequence import DraftRule, RequestTokens, Sequence, SequenceStatus
 from protos.errors import ConfigError
 from protos.messages import MAX_STEP_SCORE, SpeculationMethod, SpeculationParams, StepStats
 

@@ -27,7 +27,7 @@ from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import StepConfig
 from engine.proposer import Proposer
 from engine.sampling.vocabulary import Vocabulary
-from engine.sequence.checked_draft import DraftQuery, check_draft
+from engine.sequence.batch import DraftQuery, check_draft
 from engine.sequence.sequence import Sequence
 from engine.verifier.verifier import Verifier
 from engine.verifier.verify_task import VerifyResult, VerifyTask

@@ -34,8 +34,7 @@ from engine.sampling.vocabulary import Vocabulary
 from engine.scheduler.async_scheduling import InFlightBatch, Overlap, SyncScheduling
 from engine.scheduler.ending import NonFiniteReport, plain_reason, score_prompts, token_sources
 from engine.scheduler.scheduler import Scheduler
-from engine.sequence.batch import Batch, ScheduledSequence
-from engine.sequence.checked_draft import NOTHING, CheckedDraft, check_draft, constrain
+from engine.sequence.batch import NOTHING, Batch, CheckedDraft, ScheduledSequence, check_draft, constrain
 from engine.sequence.sequence import Sequence, SequenceStatus
 from engine.verifier.verifier import Verifier
 from engine.verifier.verify_task import VerifyResult

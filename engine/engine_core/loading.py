@@ -19,8 +19,7 @@ from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import load_runner
 from engine.position_log.position_log import PositionLog
 from engine.position_log.shard import LoggedModel
-from engine.proposer import Proposer
-from engine.proposer.guarded_proposer import NoProposer
+from engine.proposer import NoProposer, Proposer
 from engine.proposer.hidden_state.factory import LiveHead, self_proposer
 from engine.proposer.method_dispatcher import proposer_of
 from engine.recurrent.limits import check_target

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from engine.kv_cache.block_pool import BlockContent, BlockPool
 from engine.kv_cache.state_pool import StateSlots
-from engine.sequence.request_tokens import TokenBlocks
+from engine.sequence.sequence import TokenBlocks
 from protos.block_keys import BlockKey, CacheDelta, child_key, join_keys, root_key
 
 CacheDeltaSink = Callable[[CacheDelta], None]

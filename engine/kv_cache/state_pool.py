@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.config import CacheConfig
-from engine.sequence.request_tokens import ZEROS
+from engine.sequence.sequence import ZEROS
 from protos.block_keys import BlockKey
 from protos.errors import ConfigError
 

@@ -28,9 +28,9 @@ from engine.attention.torch_attention import (
 from engine.kv_cache.pool import LayerShape
 from engine.kv_cache.state_pool import StateShape
 from engine.model.checkpoint.completeness import READING_ERRORS
+from engine.model.generation_config import max_positions
 from engine.model.linear.packed_experts import experts_of
 from engine.model.linear.packed_linear import weight_of
-from engine.model.position_limit import max_positions
 from engine.recurrent.state_pass import RecordingStates
 from engine.recurrent.stock_functions import STATE_KEYWORD, StatePass, connect
 from protos.errors import ConfigError

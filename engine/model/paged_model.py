@@ -41,6 +41,7 @@ from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.decoders.stock_decoder import StockDecoder, counts_rows
 from engine.model.determinism import first_difference, has_experts, obstacle
 from engine.model.forward_batch import NO_TAPS, ForwardBatch, HiddenStateTaps
+from engine.model.generation_config import max_positions
 from engine.model.linear.batch_invariant_linear import batch_invariant_factory
 from engine.model.linear.packed_experts import (
     make_routers_batch_invariant,
@@ -52,11 +53,10 @@ from engine.model.linear.packed_linear import Linear, pack_linears
 from engine.model.linear.quantized_linear import dequantized, gpu_linear_factory, linear_factory, reads_few_bits
 from engine.model.linear.weight_store import NO_STORE, WeightStore
 from engine.model.loader import tokenizer_file
-from engine.model.position_limit import max_positions
 from engine.model.shard import shard_model
 from engine.model.tensor_parallel import ALONE, Rank
 from engine.native.library import processor_name, widened
-from engine.sequence.request_tokens import ZEROS
+from engine.sequence.sequence import ZEROS
 from protos.errors import ConfigError
 from protos.token_bytes import shared_tokenizer
 

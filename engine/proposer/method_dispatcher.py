@@ -15,8 +15,8 @@ from engine.proposer import Proposer
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.proposer.text_match.suffix import SuffixProposer
 from engine.proposer.text_match.text_matcher import PredictionMatcher, TextMatcher
-from engine.sequence.checked_draft import DraftQuery
-from engine.sequence.request_tokens import RequestTokens
+from engine.sequence.batch import DraftQuery
+from engine.sequence.sequence import RequestTokens
 from protos.messages import SpeculationMethod
 
 _MAX_LENGTH = 64  # positions of a draft with their own acceptance

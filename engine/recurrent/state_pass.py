@@ -20,7 +20,7 @@ from engine.batch.indexing import index_tensor
 from engine.batch.span import Span, SpanStates
 from engine.kv_cache.state_pool import StatePool, StateShape
 from engine.native.library import kernels_for
-from engine.sequence.request_tokens import ZEROS
+from engine.sequence.sequence import ZEROS
 
 
 class ScanSlots:

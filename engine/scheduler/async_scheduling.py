@@ -29,8 +29,7 @@ from engine.batch.indexing import index_tensor
 from engine.batch.span import Span
 from engine.kv_cache.block_pool import KVMove, compaction
 from engine.scheduler.scheduler import Scheduler
-from engine.sequence.batch import Batch
-from engine.sequence.checked_draft import NOTHING, CheckedDraft
+from engine.sequence.batch import NOTHING, Batch, CheckedDraft
 from engine.sequence.sequence import SequenceStatus
 from engine.verifier.verifier import Verifier
 from engine.verifier.verify_task import VerifyResult, VerifyTask

@@ -14,8 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.sampling.logits_row import LogprobQuery, token_logprobs
-from engine.sequence.batch import Batch, ScheduledSequence
-from engine.sequence.checked_draft import CheckedDraft
+from engine.sequence.batch import Batch, CheckedDraft, ScheduledSequence
 from engine.sequence.sequence import Sequence, SequenceStatus
 from engine.verifier.verify_task import VerifyResult
 from protos.errors import RequestError

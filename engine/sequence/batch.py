@@ -1,14 +1,143 @@
-"""The scheduler's plan of one step: how many tokens each sequence computes, and which sequences sample."""
+"""The plan of one step: the rows of each sequence, and drafts that are cut to their room.
+
+A draft is cut to its planned length and computed only up to its first unknown id. Under a grammar it is cut at a
+forbidden token, and extended for free while the grammar allows only one text.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from engine.batch.draft import NO_DRAFT, Draft
+from engine.batch.draft import NO_DRAFT, Draft, depths
 from engine.batch.span import Span
-from engine.sequence.sequence import Sequence
+from engine.sampling.grammar import GrammarMatcher
+from engine.sampling.sparse_distribution import one_hot
+from engine.sampling.vocabulary import Vocabulary
+from engine.sequence.sequence import RequestTokens, Sequence
+from protos.messages import VerifyMode
+
+
+class DraftQuery(Protocol):
+    """A sequence and the limits of the drafts in its next pass. `ScheduledSequence` implements it."""
+
+    @property
+    def sequence(self) -> RequestTokens:
+        """The sequence; all its tokens are committed."""
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Maximum length of a chain and depth of a tree."""
+
+    @property
+    def max_tree_nodes(self) -> int:
+        """Maximum number of tree nodes; 0 if drafts must be chains."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnscheduledQuery:
+    """A `DraftQuery` without the target's scheduler: for a draft process, or for the draft of a draft."""
+
+    sequence: RequestTokens
+    max_draft_tokens: int
+    max_tree_nodes: int = 0
+
+
+class CheckedDraft(NamedTuple):
+    """A draft with the number of its leading tokens in the vocabulary; the grammar forced the last `num_forced`.
+
+    A draft ends with its first id outside the vocabulary. The model must not compute it, but a verifier that tests
+    ratios must know of it: removing it would depend on the drawn token and bias the output.
+    """
+
+    draft: Draft
+    num_valid: int
+    num_forced: int = 0
+    was_proposed: bool = False  # the proposer had a draft, even if it was cut to nothing
+    has_unknown: bool = False  # the proposed draft had an id outside the vocabulary
+
+    @property
+    def computed(self) -> Draft:
+        """The tokens that the model computes."""
+        return self.draft.head(self.num_valid) if self.is_cut else self.draft
+
+    @property
+    def depth(self) -> int:
+        """The most computed tokens that a verifier can accept."""
+        return self.computed.depth if self.draft.parents else self.num_valid
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.draft.token_ids[: self.num_valid]
+
+    @property
+    def first_branch(self) -> tuple[int, ...]:
+        """The computed tokens of a chain, or of a tree's first branch."""
+        return self.computed.first_path().token_ids
+
+    @property
+    def shape(self) -> str:
+        """The shape that the model computes: none, chain or tree."""
+        if self.num_valid == 0:
+            return "none"
+        return "tree" if self.draft.parents and self.num_valid > 1 else "chain"
+
+    @property
+    def is_cut(self) -> bool:
+        return self.num_valid < len(self.draft.token_ids)
+
+
+NOTHING = CheckedDraft(NO_DRAFT, 0)
+
+
+def check_draft(draft: Draft, query: DraftQuery, vocabulary: Vocabulary) -> CheckedDraft:
+    """Cut a draft to the room of its query, and after its first id outside the target's vocabulary.
+
+    A tree is cut to its first branch if the query has no room for a tree, or in block verification.
+    """
+    if draft.parents:
+        draft = draft.head(_num_well_formed(draft, query.max_draft_tokens))
+        can_branch = query.sequence.is_matched or query.sequence.verify is not VerifyMode.BLOCK
+        draft = draft if can_branch and query.max_tree_nodes > 0 else draft.first_path()
+    draft = draft.head(query.max_tree_nodes if draft.parents else query.max_draft_tokens)
+    token_ids = draft.token_ids
+    num_valid = vocabulary.num_known(token_ids)
+    return CheckedDraft(draft.head(num_valid + 1), num_valid, 0, bool(token_ids), num_valid < len(token_ids))
+
+
+def _num_well_formed(draft: Draft, max_depth: int) -> int:
+    """Count the leading nodes that have an earlier parent and a valid depth; 0 if tokens and parents do not match."""
+    if len(draft.parents) != len(draft.token_ids):
+        return 0
+    parents = draft.parents
+    num_placed = next((i for i, parent in enumerate(parents) if not -1 <= parent < i), len(parents))
+    by_depth = depths(parents[:num_placed])
+    return next((i for i, depth in enumerate(by_depth) if depth > max_depth), num_placed)
+
+
+def constrain(checked: CheckedDraft, max_tokens: int, matcher: GrammarMatcher) -> CheckedDraft:
+    """Cut a draft at its first forbidden token, or append forced tokens, up to `max_tokens` in all.
+
+    A forbidden token that was drawn from a distribution stays as the rejected end of the draft: removing it would
+    depend on the draw and bias the output. Without a distribution the token is a function of the prefix, and so are the
+    tokens that replace it. A tree is not changed: the verifier rejects its forbidden tokens.
+    """
+    if checked.draft.parents:
+        return checked
+    token_ids, distributions = checked.draft.token_ids, checked.draft.distributions
+    num_allowed = matcher.num_allowed(checked.token_ids)
+    if distributions and num_allowed < len(token_ids):
+        num_kept = num_allowed + 1
+        kept = Draft(token_ids[:num_kept], distributions[:num_kept], source=checked.draft.source)
+        return checked._replace(draft=kept, num_valid=num_allowed)
+    # Nothing was drawn after the kept tokens, so forced tokens may follow.
+    kept_ids = token_ids[:num_allowed]
+    forced_ids = matcher.forced_ids(kept_ids, max_tokens - num_allowed)
+    drafted_ids = (*kept_ids, *forced_ids[: matcher.num_allowed((*kept_ids, *forced_ids)) - num_allowed])
+    forced_distributions = tuple(one_hot(token_id) for token_id in drafted_ids[num_allowed:]) if distributions else ()
+    drafted = Draft(drafted_ids, (*distributions, *forced_distributions), source=checked.draft.source)
+    return checked._replace(draft=drafted, num_valid=len(drafted_ids), num_forced=len(drafted_ids) - num_allowed)
 
 
 class ScheduledSequence(NamedTuple):

@@ -21,7 +21,7 @@ from engine.sampling.logits_row import RowBatch
 from engine.sampling.noise import Purpose, uniform
 from engine.sampling.sampler import Sampler, draft_lanes, pass_keys
 from engine.verifier import rejection_rule
-from engine.verifier.chain_batch import ChainBatch
+from engine.verifier.rejection import ChainBatch
 from engine.verifier.verify_task import VerifyResult, VerifyTask
 
 

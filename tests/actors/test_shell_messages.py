@@ -10,7 +10,7 @@ from actors.channel.channel_proposer import SyncedSequence
 from actors.channel.draft_link import DraftMessage, Open, Round
 from actors.draft.draft_server import _sequence
 from actors.shell_messages import Add, ShellToTarget, TargetToShell
-from engine.sequence.request_tokens import DraftRule, RequestTokens
+from engine.sequence.sequence import DraftRule, RequestTokens
 from protos.frames import FrameCodec
 from protos.messages import GenerateRequest, Grammar, GrammarKind, SamplingParams, VerifyMode
 from tests.protos.filled import at_default, filled, names

@@ -28,7 +28,7 @@ from engine.proposer.text_match.text_matcher import PredictionMatcher
 from engine.proposer.vocab_mapping.translation import SameVocabulary
 from engine.sampling import masks
 from engine.sampling.grammar_compiler import GrammarCompiler
-from engine.sequence.request_tokens import RequestTokens, TokenBlocks
+from engine.sequence.sequence import RequestTokens, TokenBlocks
 from protos.block_keys import PROBE_SALT, block_keys, probe_token_ids, root_key
 from protos.messages import GenerateRequest, Grammar, GrammarKind, ModelCard, SamplingParams
 from protos.predicted_text import Prediction

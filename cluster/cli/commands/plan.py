@@ -9,7 +9,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from cluster.cli.console import console, report
-from cluster.planning.planned_models import PlannedModels
+from cluster.planning.planned_draft import PlannedModels
 from cluster.planning.replica_plan import (
     Capacity,
     Memory,

@@ -28,6 +28,7 @@ from engine.model.decoders.native_layers import DecoderLayer, DecoderShape, Mlp,
 from engine.model.decoders.rotary import RotaryTable
 from engine.model.decoders.row_operations import RowOperations, row_operations
 from engine.model.forward_batch import NO_TAPS, ForwardBatch, HiddenStateTaps, joined
+from engine.model.generation_config import max_positions
 from engine.model.linear.batch_invariant_linear import batch_invariant, batch_invariant_factory
 from engine.model.linear.gated_linear import GatedProduct, JoinedGate, gated_of
 from engine.model.linear.native_product import Gate
@@ -40,7 +41,6 @@ from engine.model.linear.packed_experts import (
 from engine.model.linear.packed_linear import Linear, LinearFactory, keeps_numbers, linear_of, pack_linears, rows_dtype
 from engine.model.linear.stand_in import halves_of, joined_of, slices_of, stand_in
 from engine.model.linear.weight_store import NO_STORE, WeightStore
-from engine.model.position_limit import max_positions
 from engine.model.tensor_parallel import ALONE, Rank
 
 _MLP_ROWS = 128  # of a prefill chunk at a time, so that the MLP's intermediate result stays in the cache

@@ -28,8 +28,8 @@ from engine.model.draft_heads.medusa import MedusaHeads, load_medusa
 from engine.model.draft_heads.mtp import MtpHead, load_mtp
 from engine.model.draft_heads.published import HeadFormat, TargetShape
 from engine.model.draft_heads.published_mtp import read_mtp
+from engine.model.generation_config import max_positions
 from engine.model.linear.packed_linear import Linear, linear_of
-from engine.model.position_limit import max_positions
 from protos.errors import ConfigError
 
 Head = MedusaHeads | Eagle3Head | DFlashHead | MtpHead

@@ -17,7 +17,7 @@ from engine.batch.span import Span, SpanStates
 from engine.config import GraphConfig, GraphKind
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.sampler import Sampler
-from engine.sequence.request_tokens import ZEROS
+from engine.sequence.sequence import ZEROS
 from protos.messages import SamplingParams
 
 logger = logging.getLogger(__name__)

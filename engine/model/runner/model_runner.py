@@ -24,10 +24,9 @@ from engine.model.cuda_graphs.buckets import graph_buckets
 from engine.model.cuda_graphs.graph_runner import CudaGraphRunner, ForwardOutput, RecordedStep
 from engine.model.draft_heads.loader import Head
 from engine.model.forward_batch import ForwardBatch, plan_steps
-from engine.model.generation_defaults import eos_token_ids, sampling_defaults
+from engine.model.generation_config import eos_token_ids, length_limit, max_positions, sampling_defaults, unread_warning
 from engine.model.gpu_memory import MemoryMeter, enough_memory, memory_meter
 from engine.model.loader import model_folder, model_version, resolve_device
-from engine.model.position_limit import length_limit, max_positions, unread_warning
 from engine.model.runner.gpu_passes import PassQueue, has_recordings, warm_up
 from engine.model.runner.model_pool import ModelPool
 from engine.model.runner.served_weights import load_weights

@@ -28,9 +28,8 @@ from engine.model.checkpoint.hub import cached_folder
 from engine.model.checkpoint.scheme import SECTIONS, scheme_of
 from engine.model.draft_heads.loader import load_head
 from engine.model.draft_heads.self_draft import check_self
-from engine.model.generation_defaults import unknown_ends
+from engine.model.generation_config import length_limit, unknown_ends, unread_warning
 from engine.model.loader import load_config
-from engine.model.position_limit import length_limit, unread_warning
 from engine.model.runner.served_weights import usable_quantization
 from engine.model.tensor_parallel import check_divisible, shard_plan
 from engine.recurrent.state_pass import RecordingStates

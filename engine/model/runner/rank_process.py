@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from engine.model.runner.model_runner import ModelRunner
-from engine.model.runner.rank_messages import (
+from engine.model.runner.tensor_parallel_runner import (
     RankMessage,
     join_ranks,
     rank_device,

@@ -31,7 +31,7 @@ from engine.proposer.draft_model.draft_model import DraftModel, PrefillJob
 from engine.proposer.draft_model.draft_sequence import DraftSequence
 from engine.proposer.growth.chain import Chain, masked, row_after
 from engine.sampling.logits_row import LogitsRow
-from engine.sequence.request_tokens import RequestTokens
+from engine.sequence.sequence import RequestTokens
 from protos.messages import VerifyMode
 
 FAN_OUT = 3  # outcomes per position

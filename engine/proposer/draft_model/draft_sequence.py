@@ -11,7 +11,7 @@ from engine.proposer.growth.chain import Chain
 from engine.proposer.vocab_mapping.translation import Translation
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.grammar_compiler import GrammarCompiler
-from engine.sequence.request_tokens import RequestTokens, TokenBlocks, num_equal
+from engine.sequence.sequence import RequestTokens, TokenBlocks, num_equal
 from protos.errors import RequestError
 
 

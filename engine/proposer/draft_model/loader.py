@@ -14,8 +14,8 @@ from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.vocab_mapping.byte_vocabulary import TextReader
 from engine.proposer.vocab_mapping.choice import DraftVocabulary, VocabularyPair, choose_vocabulary
 from engine.proposer.vocab_mapping.translation import SharedTokens
-from engine.sequence.checked_draft import DraftQuery, UnscheduledQuery
-from engine.sequence.request_tokens import DraftRule, RequestTokens
+from engine.sequence.batch import DraftQuery, UnscheduledQuery
+from engine.sequence.sequence import DraftRule, RequestTokens
 from protos.messages import SamplingParams, VerifyMode
 
 _LIKELIEST = SamplingParams(temperature=0.0, max_tokens=1 << 30)

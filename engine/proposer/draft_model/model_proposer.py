@@ -30,8 +30,8 @@ from engine.proposer.growth.tree import Tree, shape_of
 from engine.proposer.vocab_mapping.translation import SameVocabulary, Translation
 from engine.recurrent.limits import refused_draft
 from engine.sampling.grammar_compiler import GrammarCompiler
-from engine.sequence.checked_draft import DraftQuery
-from engine.sequence.request_tokens import RequestTokens
+from engine.sequence.batch import DraftQuery
+from engine.sequence.sequence import RequestTokens
 from protos.errors import ConfigError
 
 _MASK_IDS = ("pard_token", "ptd_token_id")

@@ -18,7 +18,7 @@ from engine.sampling.noise import Purpose, limited_threads
 from engine.sampling.penalties import has_penalties
 from engine.sampling.sampler import Sampler
 from engine.sampling.sparse_distribution import one_hot
-from engine.sequence.request_tokens import RequestTokens
+from engine.sequence.sequence import RequestTokens
 from engine.verifier.verify_task import IMPOSSIBLE_ID
 from protos.messages import VerifyMode
 

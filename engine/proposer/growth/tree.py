@@ -27,7 +27,7 @@ from engine.proposer.growth.chain import masked, row_after
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.sparse_distribution import one_hot
-from engine.sequence.request_tokens import RequestTokens, TokenBlocks
+from engine.sequence.sequence import RequestTokens, TokenBlocks
 from engine.verifier.verify_task import IMPOSSIBLE_ID
 
 

@@ -19,16 +19,15 @@ from engine.model.draft_heads.medusa import MedusaHeads
 from engine.model.draft_heads.mtp import MtpHead
 from engine.model.draft_heads.self_draft import SelfDraft
 from engine.model.runner.model_runner import ModelRunner
-from engine.proposer import Proposer
+from engine.proposer import GuardedProposer, Proposer
 from engine.proposer.growth.chain import Chain, ChainSampler, next_steps
 from engine.proposer.growth.tree import Tree, shape_of
 from engine.proposer.growth.tree_sampler import TreeSampler
-from engine.proposer.guarded_proposer import GuardedProposer
 from engine.proposer.hidden_state.recurrent import MtpProposer, RecurrentProposer
 from engine.proposer.hidden_state.state_proposer import BlockProposer, StateProposer
 from engine.sampling.sampler import Sampler
-from engine.sequence.checked_draft import DraftQuery
-from engine.sequence.request_tokens import RequestTokens
+from engine.sequence.batch import DraftQuery
+from engine.sequence.sequence import RequestTokens
 
 
 class SelfProposer:

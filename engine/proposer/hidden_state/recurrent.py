@@ -24,7 +24,7 @@ from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.growth.chain import Chain, next_steps
 from engine.proposer.growth.tree import Tree
 from engine.proposer.hidden_state.state_proposer import StateProposer
-from engine.sequence.request_tokens import RequestTokens
+from engine.sequence.sequence import RequestTokens
 
 
 class RecurrentProposer(StateProposer):

@@ -19,8 +19,8 @@ from engine.proposer.growth.chain import Chain, ChainSampler
 from engine.proposer.growth.tree import Tree, shape_of
 from engine.proposer.growth.tree_sampler import TreeSampler
 from engine.sampling.sampler import Sampler
-from engine.sequence.checked_draft import DraftQuery
-from engine.sequence.request_tokens import RequestTokens
+from engine.sequence.batch import DraftQuery
+from engine.sequence.sequence import RequestTokens
 
 
 class StateProposer(ABC):

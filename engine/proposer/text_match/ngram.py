@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from engine.batch.draft import NO_DRAFT, Draft, DraftSource
-from engine.sequence.checked_draft import DraftQuery
-from engine.sequence.request_tokens import RequestTokens
+from engine.sequence.batch import DraftQuery
+from engine.sequence.sequence import RequestTokens
 from protos.errors import ConfigError
 
 

@@ -16,8 +16,8 @@ from itertools import takewhile
 from engine.batch.draft import NO_DRAFT, Draft, DraftSource
 from engine.proposer.text_match.suffix_index import MAX_MATCH, SEPARATOR, Occurrence, SuffixIndex
 from engine.proposer.text_match.text_matcher import TextMatch
-from engine.sequence.checked_draft import DraftQuery
-from engine.sequence.request_tokens import RequestTokens
+from engine.sequence.batch import DraftQuery
+from engine.sequence.sequence import RequestTokens
 from protos.errors import ConfigError
 
 NoiseId = tuple[int, int]  # seed and sample: two sequences with one id draw the same numbers at each position

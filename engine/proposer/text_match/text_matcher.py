@@ -8,7 +8,7 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from engine.batch.draft import DraftSource
-from engine.sequence.request_tokens import RequestTokens
+from engine.sequence.sequence import RequestTokens
 from protos.predicted_text import PredictedText, Prediction
 
 

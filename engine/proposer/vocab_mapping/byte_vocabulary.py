@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as TokenizerCore
 
-from engine.sequence.request_tokens import num_equal
+from engine.sequence.sequence import num_equal
 from protos.errors import ConfigError
 from protos.token_bytes import find_token_bytes
 

@@ -15,7 +15,7 @@ from actors.engine_loop.kv_event_publisher import REPLAY_OFFSET
 from actors.target.target_process import publish_kv_events
 from cluster.local.serve_environment import free_ports
 from engine.kv_cache.block_manager import BlockManager
-from engine.sequence.request_tokens import TokenBlocks
+from engine.sequence.sequence import TokenBlocks
 
 
 class PublishedBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -19,8 +19,8 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationCon
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.proposer.method_dispatcher import proposer_of
-from engine.sequence.checked_draft import UnscheduledQuery
-from engine.sequence.request_tokens import DraftRule, RequestTokens
+from engine.sequence.batch import UnscheduledQuery
+from engine.sequence.sequence import DraftRule, RequestTokens
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, VerifyMode
 from tests.engine.fixtures.checkpoints import write_checkpoint

@@ -8,8 +8,7 @@ from collections.abc import Sequence as Seq
 from engine.accounting.record import PassRecord, SequencePass
 from engine.accounting.step_times import StepTimes
 from engine.batch.draft import Draft
-from engine.sequence.batch import Batch, ScheduledSequence
-from engine.sequence.checked_draft import CheckedDraft
+from engine.sequence.batch import Batch, CheckedDraft, ScheduledSequence
 from engine.sequence.sequence import Sequence
 from engine.verifier.verify_task import VerifyResult
 from protos.messages import SamplingParams

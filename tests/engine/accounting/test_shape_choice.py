@@ -11,8 +11,7 @@ from engine.accounting import length_policy
 from engine.accounting.length_policy import LengthPolicy
 from engine.accounting.record import SequencePass
 from engine.batch.draft import Draft
-from engine.sequence.batch import ScheduledSequence
-from engine.sequence.checked_draft import CheckedDraft
+from engine.sequence.batch import CheckedDraft, ScheduledSequence
 from engine.verifier.verify_task import VerifyResult
 from tests.engine.fixtures.builders import pass_record
 from tests.engine.fixtures.pairs.simulated_pair import (

@@ -19,8 +19,7 @@ from engine.batch.span import Span
 from engine.config import SchedulerConfig, SpeculationConfig, TreeConfig
 from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
-from engine.proposer import Proposer
-from engine.proposer.guarded_proposer import NoProposer
+from engine.proposer import NoProposer, Proposer
 from engine.sampling.sampler import Sampler
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import ScheduledSequence

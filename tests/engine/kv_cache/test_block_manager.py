@@ -9,7 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from engine.kv_cache import block_manager
 from engine.kv_cache.block_manager import BlockManager
-from engine.sequence.request_tokens import TokenBlocks
+from engine.sequence.sequence import TokenBlocks
 from protos.block_keys import CacheDelta, block_keys, join_keys, root_key, split_keys
 from tests.engine.fixtures.slow_cache import SlowCache, SlowSequence
 

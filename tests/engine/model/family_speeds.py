@@ -27,7 +27,7 @@ from engine.kv_cache.state_pool import state_bytes
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.forward_batch import ForwardBatch
 from engine.model.paged_model import PagedModel
-from engine.sequence.request_tokens import ZEROS
+from engine.sequence.sequence import ZEROS
 from tests.engine.fixtures.hybrids import HYBRIDS
 from tests.engine.model.test_more_families import FAMILIES, sized
 

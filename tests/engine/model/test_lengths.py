@@ -30,7 +30,7 @@ from transformers import (
 
 from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig
-from engine.model.position_limit import max_positions, unread_lengths
+from engine.model.generation_config import max_positions, unread_lengths
 from engine.model.runner.model_runner import ModelRunner
 from protos.errors import ConfigError
 from tests.engine.fixtures.families import PLAIN, VOCAB_SIZE, write_family

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engine.batch.draft import NO_DRAFT, Draft
-from engine.proposer.guarded_proposer import NoProposer
+from engine.proposer import NoProposer
 from engine.proposer.method_dispatcher import MethodDispatcher, Ranking
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.sequence.sequence import Sequence

@@ -9,8 +9,7 @@ import pytest
 from engine.config import SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
-from engine.proposer import Proposer
-from engine.proposer.guarded_proposer import GuardedProposer
+from engine.proposer import GuardedProposer, Proposer
 from engine.proposer.method_dispatcher import proposer_of
 from engine.sampling.sampler import Sampler
 from engine.scheduler.scheduler import Scheduler

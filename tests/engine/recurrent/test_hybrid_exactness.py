@@ -21,10 +21,10 @@ from engine.config import (
 from engine.engine_core.loading import load_engine
 from engine.kv_cache.block_manager import BlockManager
 from engine.kv_cache.state_pool import StateSlots
-from engine.model.position_limit import unread_warning
+from engine.model.generation_config import unread_warning
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.sequence.request_tokens import TokenBlocks
+from engine.sequence.sequence import TokenBlocks
 from protos.block_keys import BlockKey, root_key
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationParams, VerifyMode

@@ -18,8 +18,7 @@ from engine.engine_core import EngineCore, Speculation
 from engine.engine_core.loading import load_engine
 from engine.kv_cache.block_manager import BlockManager
 from engine.model.runner.model_runner import ModelRunner
-from engine.proposer import Proposer
-from engine.proposer.guarded_proposer import NoProposer
+from engine.proposer import NoProposer, Proposer
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.remote_prefill.kv_transfer import FetchNews, KVChunk
 from engine.remote_prefill.remote_prefill import RemotePrefill

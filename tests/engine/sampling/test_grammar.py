@@ -24,9 +24,8 @@ from actors.shell_messages import Abort, Add
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
-from engine.proposer import Proposer
+from engine.proposer import NoProposer, Proposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.proposer.guarded_proposer import NoProposer
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.sampling.grammar import CompiledGrammar, GrammarMatcher, TokenMask
 from engine.sampling.grammar_compiler import MAX_RULES, MAX_SOURCE_BYTES, GrammarCompiler

@@ -11,7 +11,7 @@ import pytest
 from engine.batch.draft import Draft
 from engine.sampling.grammar import GrammarMatcher, TokenMask
 from engine.sampling.logits_row import LogitsRow
-from engine.sequence.checked_draft import CheckedDraft
+from engine.sequence.batch import CheckedDraft
 from engine.verifier import verify_task
 from protos.messages import VerifyMode
 from tests.engine.fixtures import tabular

@@ -16,8 +16,7 @@ from engine.batch.span import Span
 from engine.config import SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore, Speculation
 from engine.kv_cache.block_manager import BlockManager
-from engine.proposer import Proposer
-from engine.proposer.guarded_proposer import NoProposer
+from engine.proposer import NoProposer, Proposer
 from engine.sampling.sampler import Sampler
 from engine.scheduler import async_scheduling as overlap
 from engine.scheduler.async_scheduling import AsyncScheduling, InFlightBatch, SyncScheduling

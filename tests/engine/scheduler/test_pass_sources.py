@@ -6,7 +6,7 @@ import pytest
 
 from engine.batch.draft import Draft
 from engine.scheduler.ending import token_sources
-from engine.sequence.checked_draft import CheckedDraft
+from engine.sequence.batch import CheckedDraft
 from engine.verifier.verify_task import VerifyResult
 
 

@@ -16,7 +16,7 @@ from engine.sampling.noise import Purpose
 from engine.sampling.sampler import Sampler
 from engine.sequence.sequence import Sequence
 from engine.verifier import block, rejection_rule
-from engine.verifier.chain_batch import ChainBatch
+from engine.verifier.rejection import ChainBatch
 from protos.messages import VerifyMode
 from tests.engine.fixtures.exactness_checks import (
     check_enumeration,

@@ -13,8 +13,7 @@ from engine.batch.draft import NO_DRAFT, Draft
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.sampling.sampler import Sampler
 from engine.sequence.sequence import Sequence
-from engine.verifier.coupled import match
-from engine.verifier.verifier import Verifier
+from engine.verifier.verifier import Verifier, match
 from engine.verifier.verify_task import VerifyResult, VerifyTask
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.builders import make_scheduled

@@ -25,9 +25,8 @@ from engine.config import (
 )
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
-from engine.proposer import Proposer
+from engine.proposer import NoProposer, Proposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.proposer.guarded_proposer import NoProposer
 from engine.proposer.text_match.ngram import NgramProposer
 from engine.proposer.text_match.suffix import SuffixProposer
 from engine.sequence.batch import ScheduledSequence

@@ -28,7 +28,7 @@ from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.proposer import Proposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.sequence.checked_draft import CheckedDraft
+from engine.sequence.batch import CheckedDraft
 from engine.sequence.sequence import Sequence
 from protos.messages import GenerateRequest, Grammar, GrammarKind, SamplingParams
 from tests.engine.fixtures.ahead_proposer import AheadProposer

@@ -19,9 +19,8 @@ from engine.sampling.noise import Purpose
 from engine.sampling.sampler import Sampler
 from engine.sampling.vocabulary import Vocabulary
 from engine.sequence.sequence import Sequence
-from engine.verifier import coupled, rejection, rejection_rule
-from engine.verifier.coupled import descend
-from engine.verifier.verifier import Verifier
+from engine.verifier import rejection, rejection_rule, verifier
+from engine.verifier.verifier import Verifier, descend
 from engine.verifier.verify_task import VerifyResult, VerifyTask, prepare_all
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.exactness_checks import big_model, check_samples, coupled_run, similar_model
@@ -355,7 +354,7 @@ def descends_whatever_the_parent(sampled_ids: Seq[int], draft_ids: Seq[int], par
 
 
 def test_a_walk_that_ignores_parents_fails_equality(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coupled, "descend", descends_whatever_the_parent)
+    monkeypatch.setattr(verifier, "descend", descends_whatever_the_parent)
     with pytest.raises(AssertionError):
         check_coupled_equality()
 

@@ -23,7 +23,7 @@ from engine.sampling.noise import Purpose
 from engine.sampling.sampler import Sampler, SparseSample
 from engine.sampling.sparse_distribution import one_hot
 from engine.sampling.truncation import keep_top_p
-from engine.verifier import chain_batch, coupled, rejection, rejection_rule, verify_task
+from engine.verifier import rejection, rejection_rule, verifier, verify_task
 from engine.verifier.verify_task import VerifyResult
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.exactness_checks import (
@@ -246,7 +246,6 @@ def noise_is_keyed_by_step(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(sampler, "row_keys", by_step)
     patch.setattr(rejection, "row_keys", by_step)
-    patch.setattr(chain_batch, "row_keys", by_step)
 
 
 @mutant("plain samples")
@@ -281,12 +280,12 @@ def _match_each(patch: pytest.MonkeyPatch, match_one: Callable[[Seq[int], Seq[in
             match_one(sampled_ids[end - len(chain) - 1 : end], chain) for chain, end in zip(chains, ends, strict=True)
         ]
 
-    patch.setattr(coupled, "match", match)
+    patch.setattr(verifier, "match", match)
 
 
 @mutant("equality")
 def coupled_emits_the_last_row(patch: pytest.MonkeyPatch) -> None:
-    real = coupled.match
+    real = verifier.match
 
     def last_row(sampled_ids: Seq[int], draft_ids: Seq[int]) -> VerifyResult:
         (result,) = real(sampled_ids, [draft_ids])
@@ -302,7 +301,7 @@ def coupled_goes_on_after_a_difference(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("equality")
 def coupled_trusts_the_first_draft(patch: pytest.MonkeyPatch) -> None:
-    real = coupled.match
+    real = verifier.match
 
     def trusting(sampled_ids: Seq[int], draft_ids: Seq[int]) -> VerifyResult:
         return real([*draft_ids[:1], *sampled_ids[len(draft_ids[:1]) :]], [draft_ids])[0]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from engine.kv_cache.block_manager import BlockManager
-from engine.sequence.request_tokens import TokenBlocks
+from engine.sequence.sequence import TokenBlocks
 from protos.block_keys import PROBE_SALT, probe_token_ids, split_keys
 from protos.messages import GenerateRequest, ModelCard
 from router.routing.request_routing import PromptKeys

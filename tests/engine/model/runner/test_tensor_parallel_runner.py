@@ -19,8 +19,8 @@ from engine.kv_cache.block_manager import BlockManager
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner, load_runner
 from engine.model.tensor_parallel import check_divisible
+from engine.proposer import NoProposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.proposer.guarded_proposer import NoProposer
 from engine.sampling.sampler import Sampler
 from engine.scheduler.scheduler import Scheduler
 from engine.verifier.verifier import Verifier

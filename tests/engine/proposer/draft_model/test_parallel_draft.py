@@ -17,7 +17,7 @@ from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.method_dispatcher import proposer_of
-from engine.sequence.checked_draft import DraftQuery
+from engine.sequence.batch import DraftQuery
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, VerifyMode
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, Folders, write_pair

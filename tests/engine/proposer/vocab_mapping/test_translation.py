@@ -22,7 +22,7 @@ from engine.proposer.vocab_mapping.choice import (
     choose_vocabulary,
 )
 from engine.proposer.vocab_mapping.translation import SameVocabulary, SharedTokens
-from engine.sequence.request_tokens import num_equal
+from engine.sequence.sequence import num_equal
 from protos.errors import ConfigError
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, write_tokenizer
 from tests.engine.fixtures.checkpoints import Folders, write_checkpoint

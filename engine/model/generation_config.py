@@ -1,14 +1,34 @@
-"""Limit of a model's positions, past which a token's distribution would depend on the batch."""
+"""Generation as a checkpoint states it: the limit of positions, end tokens and sampling defaults.
+
+Past the limit a token's distribution would depend on the batch.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from engine.config import SamplingSource
+from engine.model.checkpoint.end_tokens import find_end_tokens
 from protos.errors import ConfigError
+from protos.messages import SamplingDefaults
 
+logger = logging.getLogger(__name__)
+
+# The ranges that requests must keep for the same parameters.
+_RANGES = {
+    "temperature": (0.0, 2.0),
+    "top_k": (0, math.inf),
+    "top_p": (1e-6, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-6, 10.0),
+}
 _SIZES = ("max_position_embeddings", "n_positions")
 _OTHER_SIZES = ("max_target_positions", "max_seq_len", "max_sequence_length", "model_max_length", "seq_length", "n_ctx")
 _LENGTH = re.compile(r"window|length|position|chunk|max_seq|seq_len|n_ctx|floor_scale|context")
@@ -92,3 +112,48 @@ def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 def _depends_on_length(rope: dict[str, Any]) -> bool:
     return rope.get("rope_type") in ("dynamic", "longrope")
+
+
+def eos_token_ids(
+    model: PreTrainedModel, folder: Path, vocab_size: int, template: str | None = None
+) -> tuple[int, ...]:
+    """Return the tokens that end a text, from all files of the model; log if no file names one."""
+    ends = find_end_tokens(folder, vocab_size, model.config.get_text_config().eos_token_id, template)
+    if ends.unknown_ids:
+        logger.warning("%s", unknown_ends(ends.unknown_ids, vocab_size))
+    if ends.token_ids:
+        logger.info("end tokens are %s", list(ends.token_ids))
+    else:
+        logger.warning(
+            "%s names no end token: texts end at max_tokens, and constrained output is refused; add eos_token_id to "
+            "its generation_config.json",
+            folder,
+        )
+    return ends.token_ids
+
+
+def unknown_ends(token_ids: Sequence[int], vocab_size: int) -> str:
+    """Return the warning about end tokens that the model has no row for."""
+    return f"end tokens {list(token_ids)} are left out: the model has {vocab_size} tokens"
+
+
+def sampling_defaults(model: PreTrainedModel, source: SamplingSource) -> SamplingDefaults:
+    """Return defaults for unset parameters, from the generation config (`source` auto) or OpenAI's API (none).
+
+    Raises:
+        ConfigError: `source` is unknown, or the checkpoint's value is out of range.
+    """
+    if source not in tuple(SamplingSource):
+        raise ConfigError(f"target.generation_config is {source!r}; it must be {' or '.join(SamplingSource)}")
+    if source == SamplingSource.NONE or model.generation_config is None:
+        return SamplingDefaults()
+    stated = {name: getattr(model.generation_config, name, None) for name in _RANGES}
+    chosen = {name: value for name, value in stated.items() if value is not None}
+    for name, value in chosen.items():
+        low, high = _RANGES[name]
+        if not isinstance(value, int | float) or not low <= value <= high:
+            raise ConfigError(
+                f"the model's generation_config.json has {name} {value!r}; it must be in [{low:g}, {high:g}]. Fix the "
+                "file, or set target.generation_config to none"
+            )
+    return SamplingDefaults(**chosen)
