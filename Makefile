@@ -96,7 +96,7 @@ $(BENCH_INSTALLED): $(INSTALLED)
 	@touch $@
 
 abuse: $(BENCH_INSTALLED)  ## hostile clients next to seeded streams (docs/operate.md); BENCH_ARGS="--only gRPC"
-	@$(BIN)/python -m bench.served.abuse $(BENCH_ARGS)
+	@$(BIN)/python -m tests.serve.abuse $(BENCH_ARGS)
 
 audit: $(INSTALLED)  ## sampling, drafts, cache, formats, counts and speed of a running server; URL=http://127.0.0.1:8000 BENCH_ARGS="--only cache"
 	@mkdir -p .cache
@@ -106,13 +106,13 @@ bench-peers: $(BENCH_INSTALLED)  ## docs/benchmarks.md: OpenVINO GenAI, llama-se
 	@$(BIN)/python -m bench.peers --model $(or $(PEERS_$(MODEL)),$(MODEL)) $(BENCH_ARGS)
 
 chaos: $(BENCH_INSTALLED)  ## each process killed and stopped next to streams (docs/operate.md); BENCH_ARGS="--only clock"
-	@$(BIN)/python -m bench.served.chaos $(BENCH_ARGS)
+	@$(BIN)/python -m tests.serve.chaos $(BENCH_ARGS)
 
 soak: $(BENCH_INSTALLED)  ## ten minutes of steady streams, without growth (docs/operate.md); BENCH_ARGS="--soak 2"
-	@$(BIN)/python -m bench.served.chaos --only --soak 10 $(BENCH_ARGS)
+	@$(BIN)/python -m tests.serve.chaos --only --soak 10 $(BENCH_ARGS)
 
 overload: $(BENCH_INSTALLED)  ## 5 and 100 times the capacity of a served demo, two tenants (docs/operate.md)
-	@$(BIN)/python -m bench.served.chaos.overload $(BENCH_ARGS)
+	@$(BIN)/python -m tests.serve.chaos.overload $(BENCH_ARGS)
 
 profile: $(BENCH_INSTALLED)  ## each kind of pass against its floor on this machine
 	@$(BIN)/python -m bench.profile

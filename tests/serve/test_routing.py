@@ -20,7 +20,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray import serve
 
-from bench.served.bystanders import Bystanders, Habits, total
+from tests.serve.bystanders import Bystanders, Habits, total
 from tests.serve.served_pair import MODEL, ServedPair, SharedCluster, eventually, once, processes
 from tests.serve.tiny_models import CHARACTERS
 

@@ -27,9 +27,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray import serve
 from safetensors.torch import load_file, save_file
 
-from bench.served.abuse import attack
-from bench.served.attacks import ATTACKS, Face
-from bench.served.bystanders import Bystanders
 from cluster.deploy_file import DeployFile
 from engine.config import CacheConfig, EngineConfig, ModelConfig
 from engine.engine_core.loading import load_engine
@@ -39,6 +36,9 @@ from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 from tests.engine.fixtures.checkpoints import write_checkpoint
+from tests.serve.abuse import attack
+from tests.serve.attacks import ATTACKS, Face
+from tests.serve.bystanders import Bystanders
 from tests.serve.other_network import listening_ports, other_network, probe_from_there
 from tests.serve.served_pair import MODEL, ServedPair, eventually, once, processes, title
 

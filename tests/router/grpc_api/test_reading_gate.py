@@ -20,7 +20,6 @@ from ray.serve.generated.serve_pb2_grpc import (
     add_RayServeAPIServiceServicer_to_server,
 )
 
-from bench.served.attacks.grpc_calls import first_part, half_calls
 from cluster.local.serve_environment import free_port
 from protos import outrider_pb2 as pb2
 from protos import outrider_pb2_grpc
@@ -34,6 +33,7 @@ from router.grpc_api.server import start_grpc_server
 from tests.router.fixtures.fake_backend import FakeBackend
 from tests.router.fixtures.grpc_channel import grpc_channel
 from tests.router.fixtures.key_files import api_keys
+from tests.serve.attacks.grpc_calls import first_part, half_calls
 
 KEYS = ("first tenant=one", "second tenant=other")
 MODEL = pb2.GetModelRequest()

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 
-from bench.served.chaos.load_client import NO_ANSWER, OK, REFUSED, LoadAnswer, LoadClient
+from tests.serve.chaos.load_client import NO_ANSWER, OK, REFUSED, LoadAnswer, LoadClient
 
 Answering = Callable[[dict[str, object], asyncio.StreamWriter], Awaitable[None]]
 

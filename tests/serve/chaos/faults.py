@@ -13,8 +13,8 @@ from math import inf
 
 import psutil
 
-from bench.served.chaos.interference import Orders
-from bench.served.chaos.world import Args, ChaosWorld
+from tests.serve.chaos.interference import Orders
+from tests.serve.chaos.world import Args, ChaosWorld
 
 STOP_S = 8.0
 LONG_STEP_S = 35.0  # longer than a stream waits for its pair, `router.backend.migration.SILENCE_S`

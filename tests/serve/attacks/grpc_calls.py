@@ -8,8 +8,8 @@ from collections import Counter
 
 import grpc
 
-from bench.served.attacks.attack import BROKEN, TIMEOUT_S, Answers, Face, attack
 from protos import outrider_pb2 as pb2
+from tests.serve.attacks.attack import BROKEN, TIMEOUT_S, Answers, Face, attack
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _MAX_FRAME = 1 << 14

@@ -21,11 +21,11 @@ import yaml
 from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
 
 from bench.served.application import ServedApplication
-from bench.served.chaos import interference
-from bench.served.chaos.interference import Orders
-from bench.served.chaos.processes import MARK, Processes, new_mark
 from cluster.deploy_file import with_absolute_paths
 from cluster.local.serve_environment import free_port, set_variables
+from tests.serve.chaos import interference
+from tests.serve.chaos.interference import Orders
+from tests.serve.chaos.processes import MARK, Processes, new_mark
 
 MODEL = "chaos"
 POLL_S = 0.25
@@ -70,7 +70,7 @@ class ChaosWorld:
         """Start serving, and return when every replica is ready."""
         set_variables()  # Ray's token, for the dashboard and for clients of the cluster
         self.interfere(Orders())
-        (self._folder / "sitecustomize.py").write_text("import bench.served.chaos.interference\n")
+        (self._folder / "sitecustomize.py").write_text("import tests.serve.chaos.interference\n")
         path = self._folder / "deploy.yaml"
         path.write_text(yaml.safe_dump(self.deployment, sort_keys=False))
         self._application = ServedApplication(path, self.base_url, _wrapper(), self._environment(), ("--dashboard",))

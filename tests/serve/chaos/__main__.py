@@ -1,6 +1,6 @@
 """`make chaos`: kills, stops and other faults in every process of a served demo, under seeded streams.
 
-    python -m bench.served.chaos --only target "clock" --soak 10
+    python -m tests.serve.chaos --only target "clock" --soak 10
 
 Two pairs, a prefill replica and two ingress replicas serve the demo on this machine, while six seeded streams repeat
 with prompts that no cache holds. The promises for each fault: no text changes, and no token is lost or doubled. Only a
@@ -24,10 +24,10 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.served.bystanders import Bystanders, Failure, Habits, Stay, total
-from bench.served.chaos.faults import FAULTS, Fault
-from bench.served.chaos.processes import ProcessUsage
-from bench.served.chaos.world import MODEL, POLL_S, Args, ChaosWorld
+from tests.serve.bystanders import Bystanders, Failure, Habits, Stay, total
+from tests.serve.chaos.faults import FAULTS, Fault
+from tests.serve.chaos.processes import ProcessUsage
+from tests.serve.chaos.world import MODEL, POLL_S, Args, ChaosWorld
 
 HABITS = Habits(num_seeds=6, num_tokens=256, num_lines=12, is_cold=True)
 _HEAD = (

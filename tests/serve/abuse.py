@@ -1,6 +1,6 @@
 """`make abuse`: hostile clients against the served demo, while seeded streams must not notice.
 
-    python -m bench.served.abuse --only gRPC "random bodies"
+    python -m tests.serve.abuse --only gRPC "random bodies"
 
 Each attack runs once, while three seeded streams repeat; first on a server without keys, then the attacks of tenants on
 a server with keys. The promises: no stream's text changes, no stream fails, no gap of a stream reaches a second, no
@@ -24,12 +24,12 @@ import psutil
 import yaml
 
 from bench.served.application import ServedApplication
-from bench.served.attacks import ATTACKS, BROKEN, TENANT_ATTACKS, TENANTS, Answers, Face
-from bench.served.attacks.tenants import key_of, keys_text
-from bench.served.bystanders import Bystanders, Habits, Stay
 from cluster.deploy_file import VLLM_SERVICER_FUNCTION
 from cluster.local.own_files import private_root
 from cluster.local.serve_environment import free_port
+from tests.serve.attacks import ATTACKS, BROKEN, TENANT_ATTACKS, TENANTS, Answers, Face
+from tests.serve.attacks.tenants import key_of, keys_text
+from tests.serve.bystanders import Bystanders, Habits, Stay
 
 MAX_GAP_S = 1.0
 MAX_GROWTH_BYTES = 300 << 20

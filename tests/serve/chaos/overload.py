@@ -1,6 +1,6 @@
 """`make overload`: 5 and 100 times the load that a served demo can take, of two tenants with weights 3 and 1.
 
-    python -m bench.served.chaos.overload --times 5 100 --seconds 90
+    python -m tests.serve.chaos.overload --times 5 100 --seconds 90
 
 Requests have one, two or four choices of 64 to 192 tokens, and arrive at a steady rate whatever happens to earlier
 ones. The promises: goodput (tokens of answered requests per second) stays within 10% of the goodput at a load that just
@@ -24,8 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.served.chaos.load_client import OK, REFUSED, LoadAnswer, LoadClient
-from bench.served.chaos.world import MODEL, Args, ChaosWorld
+from tests.serve.chaos.load_client import OK, REFUSED, LoadAnswer, LoadClient
+from tests.serve.chaos.world import MODEL, Args, ChaosWorld
 
 WEIGHTS = {"heavy": 3, "light": 1}
 _HEAD = (

@@ -10,7 +10,7 @@ from collections import Counter
 
 import httpx
 
-from bench.served.attacks.attack import BROKEN, STILL_OPEN, TIMEOUT_S, Answers, Face, attack, status_of
+from tests.serve.attacks.attack import BROKEN, STILL_OPEN, TIMEOUT_S, Answers, Face, attack, status_of
 
 _STALL_S = 90.0  # longer than HAProxy lets any body stall
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"

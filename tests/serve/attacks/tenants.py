@@ -14,7 +14,7 @@ import grpc
 import httpx
 from smg_grpc_proto import vllm_engine_pb2
 
-from bench.served.attacks.attack import BROKEN, TENANTS, TIMEOUT_S, Answers, Face, attack, status_of
+from tests.serve.attacks.attack import BROKEN, TENANTS, TIMEOUT_S, Answers, Face, attack, status_of
 
 _ALICE, _BOB = TENANTS
 _VLLM = "/vllm.grpc.engine.VllmEngine"

@@ -12,9 +12,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bench.served.attacks.attack import BROKEN, Answers, Face, attack, post_all
+from tests.serve.attacks.attack import BROKEN, Answers, Face, attack, post_all
 
-_COMPAT = Path(__file__).parents[3] / "tests/serve/compat/run.sh"
+_COMPAT = Path(__file__).parents[1] / "compat/run.sh"
 _MIB = 1 << 20
 _WORDS = ("fn", "x", "{", "}", " ", "\ufffd", "\x00", "é", "😀", "<|end|>", '"', "\\")
 _FIELDS = "prompt n temperature top_p top_k stop seed logprobs speculation stream echo min_p logit_bias response_format"
