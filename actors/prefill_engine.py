@@ -154,6 +154,7 @@ class PrefillEngine:
         if difference := self._layout.difference(layout):
             yield FetchEnd(order.fetch_id, FetchFailure.MISMATCH, difference)
             return
+        # The engine computes the prompt under an id of its own; its events become replies.
         request_id = f"{order.request_id}-{next(self._numbers)}"
         events = self._events[request_id] = asyncio.Queue()
         load = load_of()
@@ -168,6 +169,7 @@ class PrefillEngine:
             if sent:  # kept until the reader has read them and ends the stream
                 await asyncio.sleep(order.timeout_s + _GRACE_S)
         finally:
+            # However the stream ends, nothing of the request stays.
             self._release(sent)
             del self._events[request_id]
             self._exporter.forget(request_id)

@@ -75,6 +75,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def _built(args: dict[str, Any]) -> Application:
+    # Check files and machine before anything is placed.
     asked = parse_config(args)
     if ray.is_initialized():
         _check_log_path(asked)
@@ -82,6 +83,7 @@ def _built(args: dict[str, Any]) -> Application:
     warn_of_missing_variables()
     topology = read_topology()
     check_driver(topology)
+    # Place a pair, and check each node that would get one.
     request = placement_request(config)
     placement = plan_pair(request, nodes := _nodes(), topology)
     if request.gpus is not None:
@@ -92,6 +94,7 @@ def _built(args: dict[str, Any]) -> Application:
         _warn_of_session()
         check_nodes(asked, settings, placement, nodes)
     logger.info("each pair: bundles %s, target %s, draft %s", placement.bundles, placement.target, placement.draft)
+    # Bind the deployments: the ingress to the pairs, both to the prefill replicas.
     router = _router_config(config)
     pair = serve.deployment(name="Pair", **_pair_options(config, settings, placement, router))(Pair)
     ingress = cast(serve.Deployment, Ingress).options(**_ingress_options(config))

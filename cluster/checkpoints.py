@@ -86,6 +86,7 @@ def check_models(config: DeployConfig) -> list[str]:
     notes = [f"{path!r} is no folder here, so it is taken as a Hub id" for path in hub_models(config)]
     target = Path(resolve_model_path(config.target.path))
     if target.is_dir():
+        # Weights, end tokens, vocabulary and template of the target.
         _check_weights(target)
         template = config.ingress.chat_template_text
         notes += [*_end_notes(config.model_id, target, template), *_vocabulary_notes(target, template)]

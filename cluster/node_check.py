@@ -83,6 +83,7 @@ def _ask(
     nodes: Sequence[NodeResources], config: DeployConfig, settings: PairSettings | None, *, is_on_gpu: bool
 ) -> list[NodeFinding]:
     """Return the finding of each node. Raises ConfigError for a node that does not answer."""
+    # Ask all nodes at once, then wait for each.
     make_task: Any = ray.remote(num_cpus=0, max_calls=1, max_retries=0)
     look = make_task(find)
     own_id = ray.get_runtime_context().get_node_id()

@@ -188,12 +188,14 @@ def _plan_demanded(request: PlacementRequest, demand: GpuDemand) -> PairPlacemen
 
 def _plan_on(request: PlacementRequest, nodes: list[NodeResources], topology: NodeTopology) -> PairPlacement:
     """Divide today's nodes."""
+    # The nodes that take pairs: those with GPUs if pairs have any.
     num_gpus = _gpus_per_pair(request, nodes, topology)
     if request.has_draft_model and _is_in_target(request, num_gpus):
         request = replace(request, has_draft_model=False)
     hosts = [node for node in nodes if node.num_gpus] if num_gpus else [node for node in nodes if node.num_cpus]
     if not hosts:
         raise ConfigError("no node of the cluster offers a CPU; start Ray with --num-cpus of at least 1")
+    # Divide the smallest node's cores among its pairs and prefill replicas, after the ingresses.
     pairs_per_node = math.ceil(request.num_pairs / len(hosts))
     prefills_per_node = math.ceil(request.num_prefills / len(hosts))
     num_cpus = min(node.num_cpus for node in hosts)
@@ -202,6 +204,7 @@ def _plan_on(request: PlacementRequest, nodes: list[NodeResources], topology: No
     placement = _claim(_threads(request, num_cores), request.num_ranks, unit - SHELL_CPUS, num_gpus, topology)
     if not request.num_prefills:
         return placement
+    # A prefill replica has as many cores as a pair, one process per rank.
     prefill_threads = max(1, num_cores // request.num_ranks)
     num_prefill_cpus = _hundredths(min(prefill_threads * request.num_ranks, unit))
     return replace(

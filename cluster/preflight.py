@@ -271,6 +271,7 @@ def check_gpu_memory(config: DeployConfig, topology: NodeTopology, num_pairs: in
     if not memory:
         return
     num_ranks = config.target.tensor_parallel_size
+    # GPUs follow each other by pair: the ranks of the target, then the draft's own, if it has one.
     shares = not config.draft_paths or _shares_gpu(config, len(memory) // max(1, num_pairs))
     per_pair = num_ranks if shares else num_ranks + 1
     places = [index for index in range(min(len(memory), num_pairs * per_pair)) if index % per_pair < num_ranks]
@@ -285,6 +286,7 @@ def check_gpu_memory(config: DeployConfig, topology: NodeTopology, num_pairs: in
     _check_gpu(
         f"each GPU of a {'pair' if shares else 'target'}", min(memory[place] for place in places), parts, config, remedy
     )
+    # The draft's own GPU holds its weights; its pool takes the rest.
     own = [memory[place] for place in range(num_ranks, min(len(memory), num_pairs * per_pair), per_pair)]
     if not shares and own:
         remedy = f"give it a larger one, or set draft.gpu to 0, the target's (seen: {topology})"

@@ -33,7 +33,7 @@ def log_end(folder: Path) -> dict[str, tuple[int, int]]:
 def wait_for_positions(
     folder: Path, end: LogEnd, num_positions: int, timeout_s: float, report: Callable[[str], None]
 ) -> None:
-    """Wait until the log has `num` positions after `end`, or the time is over."""
+    """Wait until the log has `num_positions` after `end`, or the time is over."""
     report(f"waiting for {num_positions} new positions, {timeout_s / 60:.0f} minutes at most")
     until_s, num_found = time.monotonic() + timeout_s, 0
     while num_found < num_positions and time.monotonic() < until_s:
@@ -45,9 +45,10 @@ def wait_for_positions(
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A part of a request. Row i of a model that reads `token_ids` [T] is compared where `rows` [N] has i.
+    """A part of a request, and rows of a model that reads `token_ids` [T], to compare with the target.
 
-    There the target chose `chosen_ids` [N], and found `top_ids` [N, k] int32 likely, of `top_logprobs` [N, k] float16.
+    At `rows` [N] the target chose `chosen_ids` [N], and its likeliest tokens were `top_ids` [N, k] int32 with
+    `top_logprobs` [N, k] float16.
     """
 
     token_ids: Tensor
@@ -59,7 +60,7 @@ class Window:
 
 @dataclass(slots=True)
 class Part:
-    """Some of a log's requests, no more positions of them than are of use."""
+    """Requests of a log, until they have `max_positions` positions."""
 
     max_positions: int
     requests: list[LoggedRequest] = field(default_factory=list)
@@ -70,7 +71,7 @@ class Part:
         return self.num_positions >= self.max_positions
 
     def add(self, request: LoggedRequest) -> None:
-        """Take an older request in, if there is use for it."""
+        """Add an older request, unless the part is full."""
         if not self.is_full and len(request.positions):
             self.requests.append(request)
             self.num_positions += len(request.positions)
@@ -85,7 +86,7 @@ class Log:
 
     @property
     def is_full(self) -> bool:
-        """True if there is no use for older requests."""
+        """True if both parts are full."""
         return self.training.is_full and self.held_out.is_full
 
     @property
@@ -93,7 +94,7 @@ class Log:
         return self.training.num_positions + self.held_out.num_positions
 
     def add(self, request: LoggedRequest) -> None:
-        """Take an older request in."""
+        """Add an older request to its side."""
         is_measuring = zlib.crc32(request.token_ids.tobytes()) % 10 == 0  # one request of ten measures
         (self.held_out if is_measuring else self.training).add(request)
 

@@ -76,6 +76,7 @@ def _prompt(request: LoggedRequest) -> tuple[int, ...]:
 def _write(
     target: str, prompts: Sequence[LoggedPrompt], folder: Path, minutes: float, on_progress: Callable[[float], None]
 ) -> None:
+    # An engine of its own writes the texts into a log.
     core = load_engine(
         EngineConfig(
             ModelConfig(target, num_threads=torch.get_num_threads()),
@@ -92,6 +93,7 @@ def _write(
     try:
         while (elapsed_s := time.monotonic() - began_s) < seconds:
             on_progress(elapsed_s / seconds)
+            # Keep all streams busy until the time is over.
             while len(running) < _NUM_STREAMS:
                 request = next(requests)
                 core.add(request)

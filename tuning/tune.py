@@ -125,9 +125,11 @@ def tune(settings: TuneSettings, report: Report, on_progress: OnProgress) -> boo
     draft = draft_of(settings, device)
     log = _new_log(settings, target, report) if settings.num_fresh else read_log(settings.log, target, report)
     workplace = Workplace(settings)
+    # Score the present draft: a new one must be better on the held-out requests.
     before = Scored(score_draft(draft.load(), log.held_out.requests, settings.num_tokens))
     report(f"{log.num_positions} positions; {before.score.num_positions} are for measurement only")
     report(_line("the present draft", before.score))
+    # Let the target write more text for a share of the minutes.
     share = _rollouts_share(settings)
     written: Sequence[LoggedRequest] = ()
     if share:
@@ -141,6 +143,7 @@ def tune(settings: TuneSettings, report: Report, on_progress: OnProgress) -> boo
             lambda progress: on_progress(name, share * progress),
         )
         report(f"{sum(len(request.positions) for request in written)} positions of {len(written)} texts more")
+    # Train candidates for the rest of the time, and score each.
     requests = [*log.training.requests, *written]
     settings = replace(settings, minutes=(1 - share) * settings.minutes)
     scored = _Tuning(

@@ -38,7 +38,7 @@ class ChainsOf:
     """
 
     def __init__(self, proposer: Proposer, name: str) -> None:
-        """`name` is the class's in errors."""
+        """`name` names the class in errors."""
         self._proposer, self._name = proposer, name
 
     def open(self, sequence: RequestTokens) -> None:
@@ -57,7 +57,7 @@ class ChainsOf:
         self._proposer.close(request_id)
 
     def _chain(self, draft: object, query: DraftQuery) -> Draft:
-        """Return the draft's tokens; an id that is no token's ends them, and the target rejects an unknown one."""
+        """Return the draft's tokens up to an impossible id; the target rejects one that it does not know."""
         if not isinstance(draft, Draft) or draft.parents:
             raise TypeError(f"{self._name}.propose returned {draft!r:.200}; it must return chains, each a Draft")
         token_ids: list[int] = []

@@ -1,4 +1,4 @@
-"""The process of a `DraftActor`, and the check of a checkpoint that is to replace its draft while it serves."""
+"""The process of a `DraftActor`, and the check of a checkpoint before it replaces the draft of a serving pair."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from protos.errors import ConfigError, RequestError
 
 @without_compiler()
 def load_draft(settings: PairSettings) -> tuple[ModelProposer | TextProposer, AheadDrafter | None]:
-    """Load the draft model of a pair that has one, and its drafter ahead of verification where it is used.
+    """Load the pair's draft model, and with `mode: async` its drafter ahead of verification.
 
     Raises:
         ConfigError: the model cannot be loaded, or does not fit the target.
@@ -63,9 +63,6 @@ def serve_draft(settings: PairSettings, folder: Path, is_ready: Callable[[], Non
     server.run()
 
 
-_GPU = "cuda"
-
-
 def _refuse_other_vocabulary(settings: PairSettings, path: str) -> None:
     """Raise ConfigError unless the candidate's tokens map to the target's as the present draft's tokens do."""
     target, draft = settings.engine.model.path, settings.draft
@@ -94,9 +91,9 @@ def _refuse_unloadable(settings: PairSettings, path: str) -> None:
     A GPU has no room for two drafts, so there the candidate's start is the check.
     """
     model, cache = settings.draft.model, settings.draft.cache
-    assert model is not None, "as above"
+    assert model is not None, "the pair has a draft model"
     assert cache is not None, "a draft model has a pool"
-    if model.device.startswith(_GPU):
+    if model.device.startswith("cuda"):
         return
     pool = replace(cache, num_blocks=8, memory_bytes=None, gpu_memory_utilization=None)  # few: nothing is drafted here
     chosen = settings.with_draft_at(path)

@@ -90,6 +90,7 @@ class AutoTune:
     async def _train(self) -> Path | None:
         """Run the trainer to its end. Return None if it made no better draft, or failed."""
         self._remove_old()
+        # Run `outrider tune` on the log, with its output in a file next to the new draft.
         output = self._folder / f"{_PREFIX}{time.strftime('%Y%m%d-%H%M%S')}"
         log = output.with_suffix(".log")
         arguments = (
@@ -115,6 +116,7 @@ class AutoTune:
             finally:
                 with suppress(ProcessLookupError):
                     trainer.kill()
+        # Report why there is no draft.
         if status == NO_GAIN:
             self._note("no training gave a better draft")
         elif status or not output.is_dir():

@@ -237,6 +237,7 @@ class PairDraft:
             if path != self.report.path:
                 await self._run(path, order.wait_s)
 
+        # The canary alternates both drafts until its test decides; the winner stays.
         canary = Canary(order, old_path, run, self._goodput, self._note, sleep=self._sleep)
         outcome, failure = CanaryOutcome.ROLLED_BACK, ""
         self._failure = ""
@@ -254,6 +255,7 @@ class PairDraft:
         except asyncio.CancelledError:
             if not (failure := self._failure):
                 outcome, failure = CanaryOutcome.STOPPED, "an admin stopped it"
+        # Whatever failed, the old draft runs in the end.
         if failure:
             await self._restore(old_path)
         report = canary.described(outcome, failure or canary.reason)

@@ -168,6 +168,7 @@ def serve_target(
     Raises:
         ConfigError: the model, its head, the pool or the limits do not fit.
     """
+    # Connect the sources of drafts and of KV from prefill replicas.
     drafts = _drafts(settings, folder)
     own = drafts.get(SpeculationMethod.MODEL)
     others = {method: draft for method, draft in drafts.items() if draft is not own}
@@ -180,6 +181,7 @@ def serve_target(
         with without_compiler():
             return load_engine(engine, proposer, kv_events.record, transport, step_writer=own, models=others)
 
+    # Load the engine; a head that an admin chose last takes the place of the deployed one, unless it fails.
     core, engine, failure = _with_chosen_head(settings.engine, folder, load)
     deployed = settings.engine.head
     settings = replace(settings, engine=engine)
@@ -190,6 +192,7 @@ def serve_target(
         publish_kv_events(settings.kv_events, core.blocks)
     if isinstance(core.runner, TensorParallelRunner):
         core.runner.watch(_end_process)
+    # Serve the shell: its server and the engine loop exchange messages in both directions.
     server = ShellServer(
         FrameListener(folder / TARGET_SOCKET),
         _card(core, settings),

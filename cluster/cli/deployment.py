@@ -59,6 +59,7 @@ def deployment_of(model: str, options: ServeOptions) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such model, or a setting is not KEY=VALUE.
     """
+    # Options of the command line, then any key by --set, which wins.
     args = _args(model)
     if options.model_id is not None:
         args["model_id"] = options.model_id
@@ -74,6 +75,7 @@ def deployment_of(model: str, options: ServeOptions) -> dict[str, Any]:
             args.setdefault(section, {})[key] = value
     for setting in options.settings:
         _set(args, setting)
+    # Without keys, a server on loopback lets this machine administrate drafts.
     ingress = args.setdefault("ingress", {})
     if options.host in LOOPBACK and "api_keys_file" not in ingress:
         ingress.setdefault("open_admin", True)

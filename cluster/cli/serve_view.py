@@ -120,6 +120,7 @@ def race(url: str, model: str) -> None:
     deadline_s = time.monotonic() + limit_s
     try:
         with OpenAI(base_url=url, api_key=API_KEY, timeout=limit_s, max_retries=0) as client:
+            # Both ways run once before the clock, then each in turn.
             for enabled in (False, True):  # a warm-up of both ways, which also caches the prompt
                 _run(client, model, 8, enabled, deadline_s)
             results = []

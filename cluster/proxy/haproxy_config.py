@@ -76,9 +76,11 @@ def harden(text: str, settings: ProxySettings, has_stand_in: bool = False) -> st
     """
     if "# hardened" in text:
         return text
+    # Close what others could reach: the admin socket, internal ports, the statistics.
     text = _replace(text, r"mode 666 level admin", "mode 600 level admin")
     text = _replace(text, r"bind :(\d+)", r"bind 127.0.0.1:\1")
     text = _replace(text, r"bind \*:(\d+)(?=\n  stats enable)", r"bind 127.0.0.1:\1")
+    # Replace time-outs and error files by our own.
     text = re.sub(r"\n *timeout (http-request|client) .*", "", text)
     text = re.sub(r"\n *errorfile 50\d .*", "", text)
     text = _replace(text, r"\ndefaults\n", f"\ndefaults\n{_defaults()}")
@@ -93,6 +95,7 @@ def harden(text: str, settings: ProxySettings, has_stand_in: bool = False) -> st
         bind = r"(frontend grpc_frontend\n(?: *#[^\n]*\n)* *bind [^\n]*?)( proto h2)?\n"
         tls, limits = _tls(settings, "h2"), _limits(settings, MAX_GRPC_CONNECTIONS)
         text = _replace(text, bind, rf"\1{tls} proto h2\n{limits}{ENDLESS_CALLS}")
+    # Without routes, answer 503, or leave the clients to the substitute.
     if not re.search(r"\n *use_backend (?!grpc_fallback_backend)", text):
         text = _without_routes(text)
         if has_stand_in:

@@ -81,6 +81,7 @@ def _listeners(admin_socket: str) -> list[socket.socket]:
         try:
             connection.connect(admin_socket)
             connection.sendall(b"_getsocks\n")
+            # HAProxy sends the number of sockets, then their descriptors in parts, each acknowledged by the sum so far.
             (number,) = struct.unpack("i", connection.recv(4, socket.MSG_WAITALL))
             while len(descriptors) < number:
                 text, received, _, _ = socket.recv_fds(connection, 1 << 16, _MAX_SENT)

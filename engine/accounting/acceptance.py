@@ -105,7 +105,7 @@ class AcceptanceTable:
         return self._falling(np.array(rates))
 
     def _falling(self, rates: Floats) -> Floats:
-        """Return falling chances; a node's is between the least before it and the most after it."""
+        """Return chances that fall along K: a node's is the mean of the least up to it and the greatest from it on."""
         if not self._has_trees:
             return rates.cumprod(axis=1)
         after = np.maximum.accumulate(rates[:, ::-1], axis=1)[:, ::-1]

@@ -1,8 +1,7 @@
 """The draft lengths that give the most expected tokens per second, and the price of a row.
 
-The price is for drafts with a known chance of acceptance. A text match knows the acceptance of similar tokens, token by
-token. Lengths planned by a class's mean do not use it: at eight streams most of a chat's matches do not pay, but the
-few long ones do.
+The price decides on drafts whose own chance of acceptance is known, such as text matches. A length planned from the
+class's mean ignores that chance: at eight streams most of a chat's matches do not pay, but the few long ones do.
 """
 
 from __future__ import annotations

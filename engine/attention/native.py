@@ -123,7 +123,7 @@ class NativePass:
 
 
 class _SpanArrays:
-    """The spans as the kernel reads them; a span with a tree is two, as its nodes read their own paths.
+    """The spans as the kernel reads them; a span with a tree becomes two, since each node reads its own path.
 
     Arrays, not tensors: a step of a small model has time for few calls of torch.
     """
@@ -162,12 +162,12 @@ class _SpanArrays:
 
 
 def native_or_torch(spans: Seq[Span], cache: KVCache) -> NativeAttention | TorchAttention:
-    """The kernel for pools that it reads, torch for others: an `AttentionPlan` of processors."""
+    """Return a processor's `AttentionPlan`: the kernel for pools that it reads, torch for others."""
     return NativeAttention(spans, cache) if fits(cache) else TorchAttention(spans, cache)
 
 
 def native_or_batch_invariant(spans: Seq[Span], cache: KVCache) -> NativeAttention | BatchInvariantAttention:
-    """`native_or_torch` of deterministic models."""
+    """Return `native_or_torch` for deterministic models."""
     return NativeAttention(spans, cache) if fits(cache) else BatchInvariantAttention(spans, cache)
 
 
@@ -178,7 +178,7 @@ def fits(cache: KVCache) -> bool:
 
 
 def _rowwise(heads: Tensor) -> Tensor:
-    """[1, H, T, D], a head's numbers side by side."""
+    """Return heads [1, H, T, D] with the numbers of each head contiguous."""
     return heads if heads.stride(-1) == 1 else heads.contiguous()
 
 

@@ -57,6 +57,7 @@ def load_engine(
     Raises:
         ConfigError: the model, its head, the pool or the limits are not usable.
     """
+    # Load the runner, whose pool decides how many blocks and states there are.
     model = replace(config.model, graphs=sized(config.model.graphs, config.scheduler, config.speculation))
     cache = replace(config.cache, num_states=_num_states(config))
     runner = load_runner(model, cache, config.scheduler.max_model_len, config.head)
@@ -68,6 +69,7 @@ def load_engine(
     blocks = BlockManager(
         runner.num_blocks, runner.block_size, runner.model_version, event_sink, cache.enable_prefix_caching, states
     )
+    # Assemble the scheduler, with prefill replicas as a source of blocks if there are any.
     rates = RateMeter()
     source = None
     if transport is not None:

@@ -109,11 +109,13 @@ def _move_unread(
     model: nn.Module, device: torch.device, folder: Path, config: ModelConfig, scheme: Scheme | None
 ) -> None:
     """Move weights to a GPU; linear layers of few bits are left for their packing, which takes one at a time."""
+    # Which layers are packed later: those that the kernels read in few bits.
     reads, rounds = reads_few_bits(device), Quantization(config.quantization) is not Quantization.NONE
     embeddings = {id(module.weight) for module in model.modules() if type(module) is nn.Embedding}
     linears = [
         module for module in model.modules() if type(module) is nn.Linear and id(module.weight) not in embeddings
     ]
+    # Layers that `quantization` rounds are left unread too, whatever their format.
     for module in linears if reads and rounds else ():
         if not isinstance(weight := module.weight, UnreadWeight):
             source = (f"a weight of {list(weight.shape)}", config.path)
@@ -128,6 +130,7 @@ def _move_unread(
             return weight.on(device)
         return weight.read().to(device)
 
+    # Move the rest now.
     replace_unread(model, moved)
     if scheme is not None and not rounds:
         _warn_of_size(model, device, folder, scheme, num_packed)

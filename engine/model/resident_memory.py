@@ -41,9 +41,11 @@ def leave_checkpoint(
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) in copied or (is_packed and name == "weight"):
                 continue
+            # A tied parameter was copied with its first module.
             if parameter in read:
                 setattr(module, name, read[parameter])
                 continue
+            # Copy it, large ones into the store, and let go of the file's pages.
             stored = parameter.data
             own_dtype = _own_dtype(stored, dtype, is_kept=is_kept)
             keeper = store if parameter.nbytes >= 1 << 20 else NO_STORE

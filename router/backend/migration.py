@@ -40,7 +40,7 @@ SILENCE_S = 30.0  # a pair that is silent for longer is given up, and the stream
 _MAX_MIGRATIONS = 64  # within the deadline
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
-_APART_S = 3.0  # the longest extra pause, which separates requests that crashed an engine together twice
+_APART_S = 3.0  # the longest random extra pause: requests that crashed two engines together meet no third one
 
 
 class MigratingStreams:

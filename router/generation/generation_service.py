@@ -64,6 +64,7 @@ class GenerationService:
         self._receipt_key = None if config.receipt_key_file is None else ReceiptKey(config.receipt_key_file)
         metrics.set_wanted_pairs(config.min_pairs)
         self.tracer = tracer_from_environment() if tracer is None else tracer
+        # Streams, from inside out: the backend, migration, tracing.
         migrating = MigratingStreams(backend, metrics.count_migration, self._forget_card)
         self._gate = migrating.gate
         self._streams: TokenStreams = (
@@ -73,6 +74,7 @@ class GenerationService:
         self.drafts = DraftAdmin(backend, self._forget_card)
         self.peers: Callable[[], Awaitable[Mapping[str, str]]] | None = None  # all ingress replicas' metrics, by name
         self.created_s = int(time.time())
+        # Find the forms of thoughts and calls that the chat template shows.
         template = files.chat_template.source if files.chat_template else ""
         self._prompts_tools = config.tool_format == PROMPTED and "tools" not in template
         self._reasoning = find_reasoning(files.tokenizer, template, config.reasoning_format)

@@ -275,6 +275,7 @@ def build_app(
         redirect_slashes=False,  # `one_slash` finds the path; a redirect would name http:// where TLS ends earlier
     )
     app.openapi = partial(openapi_document, is_strict=service.config.strict_fields)  # type: ignore[method-assign]
+    # Middleware: the last one added sees a request first.
     add_error_handlers(app)
     app.add_middleware(around(name_ignored_fields))
     app.add_middleware(around(count_requests, metrics=service.metrics))
@@ -287,6 +288,7 @@ def build_app(
     app.add_middleware(around(one_slash))
     app.add_middleware(around(close_unread))
     app.add_middleware(around(begin_in_turn, places=asyncio.Semaphore(8)))
+    # Routes. Answers are built by hand, so FastAPI validates no response.
     for path, post in (
         ("/v1/completions", api.completions),
         ("/v1/chat/completions", api.chat_completions),

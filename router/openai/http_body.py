@@ -165,10 +165,12 @@ def _parsed(raw: bytearray, request: Request, schema: type[Schema], *, is_strict
             raise RequestError(
                 f"The body has {error.error_count()} unknown fields and mistakes; at most 1000 are read."
             ) from None
+        # Unknown fields are forgiven unless the deployment is strict, or they are in a field of ours.
         details = error.errors(include_url=False, include_context=False, include_input=False)
         unknown = [each["loc"] for each in details if each["type"] == "extra_forbidden"]
         if is_strict or not unknown or any(location[0] in _OURS for location in unknown):
             raise as_request_error(error, schema) from None
+    # Read the body again without them; a name that may have a meaning elsewhere is reported as ignored.
     names = [str(location[0]) for location in unknown if len(location) == 1]
     body = known_fields(raw, schema, names)
     ignored = [location for location in unknown if len(location) > 1 or body is None or location[0] in body]

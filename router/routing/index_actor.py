@@ -70,6 +70,7 @@ class IndexState:
 
         Candidates without a serving target, and those that seem to hang, are used only if no other is left.
         """
+        # Candidates: serving and not silent, else all.
         if query.refused_by is not None:
             self.loads.withdraw(query.refused_by, query.request_id)
         self.index.expire(now_s)
@@ -85,6 +86,7 @@ class IndexState:
             last_worker_id=self._sessions.get(query.session_id),
         )
         decision = self._rank(policy_input, self.loads.view(candidates, now_s))
+        # Reserve on the chosen worker.
         chosen = decision.ranked(1)[0]
         self._turn += 1
         # After its predicted first token a request's blocks may still be unreported.

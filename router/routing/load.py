@@ -152,11 +152,11 @@ class LoadTable:
         rows = self._table[gather.table_rows]  # [W], a copy
         rates = self._rates(rows)
         drained = self._speed(rates, rows) * np.maximum(now_s - rows["as_of_s"], 0.0)
-        # The router cannot know whether they still run.
         return FleetLoad(
             worker_ids=gather.worker_ids,
             rows=gather.rows,
             backlog_tokens=np.maximum(rows["backlog_tokens"] - drained, 0.0),
+            # Requests that no signal has reported may have ended: after ten seconds they no longer count.
             num_requests=np.where(now_s - rows["sent_s"] > 10.0, rows["reported_requests"], rows["num_requests"]),
             decode_tokens=rows["decode_tokens"],
             prefill_tokens_per_s=rates,

@@ -141,6 +141,7 @@ async def _prepare(audit: Audit) -> str | None:
     except NoVerdictError as error:
         return str(error)
     server = audit.server
+    # Without logprobs the checks of counts and formats still run, and the checks of draws do not.
     if not server.num_top:
         audit.why_no_prompts = "the server reports no logprobs"
         return None

@@ -151,6 +151,7 @@ def _replay(client: OpenAI, record: Record, signer: str | None) -> bool:
     """Run one record again, report on it, and return True if its tokens are the same and its receipt is right."""
     body = record.body
     try:
+        # Compare the record with itself first: a malformed one fails before a request is sent.
         with understood("the record"):
             json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
             list(changed_choices(record.response, record.response))
@@ -167,6 +168,7 @@ def _replay(client: OpenAI, record: Record, signer: str | None) -> bool:
     except (AnswerError, ConfigError) as error:
         report(_printable(f"{record.place}: {error}"))
         return False
+    # Report what differs, then the digests that explain it.
     for fault in faults:
         report(_printable(f"{record.place}: {fault}"))
     if not changes:

@@ -59,6 +59,7 @@ def try_drafts(
     ] = None,
 ) -> None:
     """Replay a log of requests with each draft, K and verification, and report the fastest."""
+    # Refuse wrong options before anything is loaded.
     requests = read_traffic(traffic, max_requests, max_tokens)
     modes = _one_of(verify, [str(mode) for mode in VerifyMode], "--verify")
     names = [name.strip() for name in drafts.split(",") if name.strip()]
@@ -66,6 +67,7 @@ def try_drafts(
     planned = _planner(target, names, hardware)
     if plot is not None and find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib; pip install 'outrider[bench]', or leave it out")
+    # Measure each draft in a deployment of its own.
     counts = _fitting(_numbers(streams, "--streams"), requests)
     measured: list[TrialFigures] = []
     for name in names:
@@ -83,6 +85,7 @@ def try_drafts(
         measured += _measured_or_refused(trial)
     if not measured:
         raise ConfigError("no draft could be tried; see the reasons above")
+    # Report by number of streams, and recommend.
     for number in dict.fromkeys(each.num_streams for each in measured):
         console.print(_speed_table([each for each in measured if each.num_streams == number], planned))
     console.print(_acceptance_table(measured))

@@ -42,12 +42,12 @@ def unread_weights(folder: Path, scheme: Scheme | None) -> dict[str, Tensor]:
     parts = {name for stored in quantized for name in stored.tensors.values()}
     weights = {name: _unread(header, name, path) for name, header in headers.items() if name not in parts}
     for stored in quantized:
-        assert scheme is not None, "it describes them"
+        assert scheme is not None, "a quantized weight has a scheme"
         files = {last: (headers[name], name) for last, name in stored.tensors.items()}
         groups = _group_index({last: _read(*file) for last, file in files.items() if last in GROUP_INDICES})
         _check_groups(stored, groups, path)
         read = partial(_read_dequantized, stored, files, scheme)
-        as_stored = partial(_read_stored, stored, files, scheme) if _has_form(stored, headers, groups) else None
+        as_stored = partial(_read_stored, stored, files, scheme) if _fits_kernels(stored, headers, groups) else None
         weights[stored.name] = UnreadWeight(
             read, stored.shape, torch.float32, (stored.name, path), stored.strides, stored=as_stored
         )
@@ -64,8 +64,8 @@ def _read_dequantized(stored: StoredWeight, files: Mapping[str, tuple[TensorHead
     return dequantized(stored, {last: _read(*file) for last, file in files.items()}, scheme)
 
 
-def _has_form(stored: StoredWeight, headers: Mapping[str, TensorHeader], groups: Tensor | None) -> bool:
-    """True for a matrix with groups of inputs in order, each of a multiple of 32 inputs, as kernels take them."""
+def _fits_kernels(stored: StoredWeight, headers: Mapping[str, TensorHeader], groups: Tensor | None) -> bool:
+    """True if kernels can read the stored numbers: groups of inputs are in order, each of a multiple of 32 inputs."""
     group_size = 1 if stored.format not in _PARTS else min(stored.step[1], stored.shape[1])
     if group_size % 32 or _columns(stored, {} if groups is None else {"g_idx": groups}) is not None:
         return False
@@ -137,14 +137,17 @@ def gguf_numbers(blocks: Any, kind: str) -> Tensor:
     size, num_bytes = BLOCKS[kind]
     rows = blocks.reshape(-1, blocks.shape[-1])
     numbers = torch.empty(len(rows), rows.shape[1] // num_bytes * size)
-    for first in range(0, len(rows), _PART_ROWS):  # `dequantize` has all numbers twice
+    for first in range(0, len(rows), _PART_ROWS):  # `dequantize` holds all numbers twice
         part = slice(first, first + _PART_ROWS)
         numbers[part] = torch.from_numpy(getattr(quants, kind).dequantize_rows(rows[part]))
     return numbers.view(*blocks.shape[:-1], -1)
 
 
 def _mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Experts [expert, out, in / 32, 16] of two numbers a byte, and a power of two for each 32 -> [expert, in, out]."""
+    """Return experts [expert, in, out].
+
+    `blocks` [expert, out, in / 32, 16] have two numbers a byte, `scales` a power of two for each 32 numbers.
+    """
     num_experts, num_outputs, num_groups = scales.shape
     numbers = torch.empty(num_experts, num_outputs, num_groups * 32)
     table = torch.tensor([(_FP4[byte & 15], _FP4[byte >> 4]) for byte in range(256)])
@@ -156,7 +159,10 @@ def _mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _spread(values: Tensor, rows: Tensor, columns: Tensor | None) -> Tensor:
-    """Repeat [], [1], [out] or [row steps, column steps] over its rows, and over `columns`; [rows, ..., 1] float32."""
+    """Return the value of each of `rows`, and of each group in `columns`: [rows, groups, 1] float32.
+
+    `values` are [], [1], [out] or [row steps, column steps].
+    """
     grid = _grid(values).float()
     spread = grid[rows.clamp(max=len(grid) - 1)]
     return (spread if columns is None else spread[:, columns])[..., None]

@@ -68,6 +68,7 @@ def convert_gguf(file: Path, folder: Path, dtype: torch.dtype | None = None) -> 
     header = read_gguf_header(file)
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     with _understood(header):
+        # Restore the fields that transformers drops, and check that the file is complete.
         config = AutoConfig.from_pretrained(**source)
         _restore_numbers(header, config)
         with torch.device("meta"):  # takes no memory
@@ -79,6 +80,7 @@ def convert_gguf(file: Path, folder: Path, dtype: torch.dtype | None = None) -> 
         written = _write_weights(header, model, folder, dtype)
     _refuse_incomplete(header, model, written)
     _check_size(header, model, at_most=1)
+    # Describe the written weights, as a checkpoint of this format.
     config.dtype, config.architectures = dtype or torch.bfloat16, [type(model).__name__]
     if dtype is None:
         config.quantization_config = {"quant_method": "gguf"}
@@ -129,6 +131,7 @@ def _weights(header: GgufHeader, model: PreTrainedModel) -> Iterator[tuple[str, 
             made[names[done.name]] = torch.from_numpy(np.require(done.weights, requirements=["C", "W"]))
         return made
 
+    # A tensor becomes numbers, blocks of bytes, or both, if only a comparison shows whether its bytes are right.
     for tensor in GGUFReader(header.file).tensors:
         kind, whole = tensor.tensor_type.name, names.get(tensor.name.removesuffix(".weight"), "")
         numbers, blocks = parts.pop(whole, [{}, {}])
@@ -138,6 +141,7 @@ def _weights(header: GgufHeader, model: PreTrainedModel) -> Iterator[tuple[str, 
         if kind in BLOCKS:
             with suppress(ValueError, RuntimeError):  # another shape of bytes cannot be joined: its numbers can
                 process(tensor.name, tensor.data, blocks)
+        # Wait until all parts of a weight are there; the bytes are kept if they encode its numbers.
         missing[whole] -= 1
         if whole and missing[whole] > 0:
             parts[whole] = [numbers, blocks]

@@ -36,6 +36,7 @@ def file_digest(file: Path) -> str:
     real = file.resolve()
     if real.parent.name == "blobs" and len(real.name) == SHA256_DIGITS:
         return real.name
+    # Small files are read; the digest of a large one is kept under a name that changes with the file.
     stat = real.stat()
     if stat.st_size < _LARGE_BYTES:
         return _read(real)

@@ -100,6 +100,7 @@ def _fitted(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _fitted_by_torch(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`_fitted` on any device; a few groups in a million may differ by a rounding."""
+    # The widest scale covers all numbers of a group; smaller ones cut extremes and round the others less.
     least, most = groups.amin(dim=1).clamp_(max=0), groups.amax(dim=1).clamp_(min=0)
     widest = scale_bytes((most - least) / 15).int()
     fewest = torch.full_like(least, torch.inf)
@@ -108,6 +109,7 @@ def _fitted_by_torch(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         byte = (widest - smaller).clamp_(min=0)
         scale = scale_of(byte)
         low, high = -least / scale, 15 - most / scale
+        # From each start the zero moves by the mean error of the rounding, a few times.
         for start in (low, high, (low + high) / 2):
             zero = start
             for _ in range(_TURNS):

@@ -77,6 +77,8 @@ def multiply_few_bits(
     weights = numbers + output.to(tl.int64)[:, None] * (num_inputs // PER_BYTE) + at[None, :]
     scale_row = output // row_step
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # Each step multiplies integers within one group, and scales the sum. Of two numbers in a byte the first half of the
+    # step's inputs has the low bits, the second half the high ones.
     for first in range(0, num_inputs, BLOCK_K):
         at_scale = first // group_size * num_scales + scale_row
         scale = tl.load(scales + at_scale, mask=is_output, other=0.0).to(tl.float32)
@@ -88,6 +90,7 @@ def multiply_few_bits(
             right = right - zero[:, None]
         part = tl.dot(left, tl.trans(right), input_precision="ieee")
         if bases is not None:
+            # The base is added to every weight, so it multiplies the sum of the inputs.
             ones = tl.full([PART, BLOCK_N], 1.0, OPERAND)
             sums = tl.dot(left, ones, input_precision="ieee")
         if KIND == 2:
@@ -166,6 +169,7 @@ def unpack_few_bits(
     base = tl.zeros([BLOCK_N], tl.float32)[:, None]
     if bases is not None:
         base += tl.load(bases + at_scale, mask=is_output, other=0.0).to(tl.float32)[:, None]
+    # The low bits of a byte are the first half of the step, the high bits the second.
     stored_at = numbers + output.to(tl.int64)[:, None] * (num_inputs // PER_BYTE) + first // PER_BYTE + at[None, :]
     stored = tl.load(stored_at, mask=is_output[:, None], other=0)
     out_at = out + row.to(tl.int64)[:, None] * num_inputs + first + at[None, :]

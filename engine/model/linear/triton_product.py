@@ -3,9 +3,8 @@
     out [M, N] = x [M, K] W^T        a program: 16 rows, 32 outputs, and K from first to last
 
 Libraries choose tiles, and splits of K, by the number of rows, and with them the order of their sums. Here a row is
-summed in the order of K. Passes of many rows are computed in taller tiles if these, tried at start, give a row the same
-bits. Import it only where Triton is installed; TRITON_INTERPRET=1, set before the first import, runs it on the
-processor.
+summed in the order of K. Passes of many rows use taller tiles if a trial at start shows that these give the same bits.
+Import it only where Triton is installed; TRITON_INTERPRET=1, set before the first import, runs it on the processor.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -94,8 +93,8 @@ class TritonProduct:
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        is_tall = self._tall is not None and len(rows) >= 64
-        result = self._multiplied(rows, self._tall if is_tall and self._tall else self._low)
+        tile = self._low if self._tall is None or len(rows) < 64 else self._tall
+        result = self._multiplied(rows, tile)
         return result.view(*x.shape[:-1], result.shape[-1])
 
     def _multiplied(self, rows: Tensor, tile: TileSize) -> Tensor:
@@ -122,7 +121,7 @@ class TritonProduct:
         return out
 
     def _are_alike(self, tall: TileSize) -> bool:
-        """Return whether a tall tile gives rows the bits of the low one, by a trial with random numbers."""
+        """True if a tall tile gives random rows the bits of the low one."""
         if not self._weight.is_cuda:
             return False  # nothing to gain
         generator = torch.Generator().manual_seed(0)

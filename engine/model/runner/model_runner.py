@@ -77,6 +77,7 @@ class ModelRunner(ModelPool):
         Raises:
             ConfigError: the model cannot be served with these settings.
         """
+        # Refuse settings that do not fit each other before the weights are read.
         if model.num_threads is not None:
             torch.set_num_threads(model.num_threads)
         device = rank.device or resolve_device(model.device)
@@ -90,6 +91,7 @@ class ModelRunner(ModelPool):
             )
         kind = KVDtype(cache.dtype)
         check_kv_kind(kind, self._plan_attention, device)
+        # Load and pack the weights, and read end tokens and sampling defaults.
         weights, stock = load_weights(model, head, rank, dtype, self._plan_attention, repeats_checks=repeats_checks)
         super().__init__(weights.model, weights.head_layers, rank, dtype)
         self._weights = weights
@@ -104,6 +106,7 @@ class ModelRunner(ModelPool):
         self._queue = PassQueue.of(device)
         self._features: Tensor | None = None
         self._graphs: CudaGraphRunner | None = None
+        # Size the pool: on a GPU it gets the rest after the weights and the widest pass.
         if meter is not None:
             meter.loaded()
             with enough_memory(device, "the widest pass over a prompt", _PASSES_REMEDY):
@@ -116,6 +119,7 @@ class ModelRunner(ModelPool):
         if warning := unread_warning(stock.config):
             logger.warning("%s", warning)
         self.max_model_len = length_limit(stock.config, max_model_len, self.num_blocks * self.block_size)
+        # Compile and record the passes over the pool.
         if device.type == "cuda":
             with enough_memory(device, "a pass over a prompt", _PASSES_REMEDY):
                 warm_up(self._compute, self.block_size, self.max_model_len)

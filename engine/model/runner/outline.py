@@ -70,6 +70,7 @@ def check_outline(
     Raises:
         ConfigError: it cannot be made.
     """
+    # What the configuration alone decides.
     device = torch.device("cuda" if is_on_gpu else "cpu")
     config = load_config(model.path)
     resolve_dtype(model.dtype, device)
@@ -80,6 +81,7 @@ def check_outline(
         check_kv_kind(KVDtype(cache.dtype), attention, device)
     if model.tensor_parallel_size > 1:
         check_divisible(config, model.tensor_parallel_size)
+    # What needs the modules, built without weights.
     outline = _outline(model.path, config)
     if outline is None:
         return Outline(notes, keeps_states=False)

@@ -1,7 +1,7 @@
 """`python -m engine.model.runner.rank_process FD`: a rank of a sharded model other than the first.
 
-`engine.model.runner.tensor_parallel_runner` starts it.
-It computes everything that rank 0 computes, in the same order, and does not know requests. It ends with rank 0.
+`engine.model.runner.tensor_parallel_runner` starts it. It computes all that rank 0 computes, in the same order, without
+knowledge of requests. It ends with rank 0.
 """
 
 from __future__ import annotations

@@ -119,6 +119,7 @@ class ServedWeights:
         store: WeightStore,
     ) -> None:
         """Pack and check `stock` and its head; no page of their files stays in memory."""
+        # Copy what stays unpacked out of the mapped files.
         self._device = device = rank.device or resolve_device(model.device)
         quantization = usable_quantization(model, device)
         self.experts = expert_reads(stock)
@@ -126,6 +127,7 @@ class ServedWeights:
             is_fast = rank.size == 1 and FusedDecoder.fits(stock)
             make_linear = linear_factory(quantization, dtype)
             leave_checkpoint(stock, make_linear, dtype, keeps_embeddings=is_fast, store=store)
+        # Take the head, or the target's own layers, before packing takes the plain weights.
         self.head: Head | None = None
         self._head_loader: Callable[[str], Head] | None = None
         self.second_head_bytes = 0
@@ -138,6 +140,7 @@ class ServedWeights:
             loaded, own_lm_head = self._take_head(head, stock, rank, device, quantization)
             self.head_layers, taps = loaded.layer_shapes, loaded.taps
             self.head = loaded if rank.is_first else None
+        # Pack the target; then the head and the self-draft can share its last layer.
         self.model = PagedModel(
             stock,
             quantization,

@@ -140,6 +140,7 @@ class RankGroup:
             for index in range(model.tensor_parallel_size)
         ]
         try:
+            # Start the others and wait until each has begun, then meet them in the process group.
             for message in messages[1:]:
                 self._start(message)
             self._await_progress()  # else a rank that cannot start would block until the timeout

@@ -121,6 +121,8 @@ class MtpProposer(RecurrentProposer):
     def _grow(self, chains: Seq[Chain], states: Tensor) -> None:
         token_ids = self._chain_sampler.extend(chains, self._head.logits(states))
         inputs, drafts = states.split(1), token_ids[:, None]  # [B, drafts so far]
+        # Each later module reads the states of its predecessor at the last positions, with the drafts so far, and
+        # drafts one token more.
         for module in range(1, self._mtp.num_modules):
             growing = [row for row, chain in enumerate(chains) if chain.num_left > 0]
             if not growing:

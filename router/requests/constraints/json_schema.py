@@ -135,6 +135,7 @@ class _Document:
             return
         if "properties" in node or "patternProperties" in node:
             return
+        # Names from a list are properties; names of a pattern or a length are one pattern.
         if limits in ({"enum"}, {"const"}) and isinstance(keys, list) and all(isinstance(key, str) for key in keys):
             node["properties"] = dict.fromkeys(keys, rest)
         elif limits == {"pattern"} and isinstance(names["pattern"], str):

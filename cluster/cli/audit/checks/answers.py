@@ -72,12 +72,14 @@ async def stops(audit: Audit, trial: Trial) -> None:
             break
         for text in PROMPTS:
             whole = (await server.ask(text, **greedy)).choices[0].text
+            # Take a piece of the text as the stop, further on in each turn.
             stop = whole[start * 2 :][:3]
             at = whole.find(stop)
             if len(stop) < 3 or at < 1 or not stop.strip():
                 continue
             answer = await server.ask(text, **greedy, stop=[stop])
             choice = answer.choices[0]
+            # The answer must end at the first place of the piece, unless it has parted from the text before.
             shared = min(at, len(choice.text))
             if choice.text[:shared].rstrip() != whole[:shared].rstrip() and stop not in choice.text:
                 continue  # a near tie: another text

@@ -103,6 +103,7 @@ async def cache(audit: Audit, trial: Trial) -> None:
     while not trial.is_enough():
         firsts = []
         for prompt in audit.open_prompts(8):
+            # Ask each new prompt at once and again, when its prefix may be cached.
             text = f"{_filler(noise)} {prompt.text}"
             first = await _greedy(server, text)
             firsts.append((text, first))
@@ -113,6 +114,7 @@ async def cache(audit: Audit, trial: Trial) -> None:
             compare_greedy(trial, part, first, later)
         for _ in range(4):  # 64 other prompts, to evict the prefixes
             await all_of(server.ask(_filler(noise), max_tokens=1) for _ in range(16))
+        # Ask a last time, when it may have been evicted.
         for text, first in firsts:
             compare_greedy(trial, part, first, await _greedy(server, text))
     known = f", {num_cached} reported as cached" if num_cached else ""

@@ -33,6 +33,7 @@ async def speed(audit: Audit, trial: Trial) -> None:
     for text in PROMPTS:
         if trial.is_enough():
             break
+        # Measure one stream from outside, between two readings of the metrics.
         before = await _per_token(server)
         body = server.body(text, max_tokens=96, stream_options={"include_usage": True})
         times, number, claimed = await _stream(server, body)
@@ -43,6 +44,7 @@ async def speed(audit: Audit, trial: Trial) -> None:
         after = await _per_token(server)
         if claimed is None and before and after and after[1] > before[1]:
             claimed = (after[0] - before[0]) / (after[1] - before[1])
+        # A server flatters itself if a token takes twice the time that it reports.
         if claimed:
             reported.append(claimed)
             is_flattered = seen[-1] > 2.0 * claimed  # a stream's own overhead stays below twice its time
