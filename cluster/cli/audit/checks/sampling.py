@@ -153,6 +153,8 @@ def _settings(prompt: Prompt, name: str) -> Iterator[Setting]:
             "top_k": number,
             "min_p": round(math.sqrt(probs[number] * probs[number - 1]) / probs[0], 4),
         }[name]
+        if value == 0.0:  # rounded: a min_p so small removes nothing
+            continue
         setting = Setting(prompt, name, value, partial(_filtered, name=name, value=value))
         share_removed = 1 - sum(probs[:number])
         if setting.claim is not None and len(setting.claim.cells) > 1 and share_removed > 0.15:

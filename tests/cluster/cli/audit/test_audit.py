@@ -17,7 +17,8 @@ from cluster.cli.audit.audit import CHECKS, Check, Result, connect, corrected, r
 from cluster.cli.audit.client import Budget, seeds_from
 from cluster.cli.audit.trial import Verdict
 from protos.errors import ConfigError
-from tests.cluster.cli.audit.toy_server import MODEL, ToyServer
+from tests.cluster.cli.audit import toy_server
+from tests.cluster.cli.audit.toy_server import MODEL, VOCABULARY, ToyServer, softmax
 
 # Each fault with the check that must find it. A whole audit of the toy takes some 2,600 requests.
 FOUND_BY = {
@@ -86,6 +87,16 @@ async def test_a_server_that_does_as_it_reports_passes_every_check():
     results = await audit(ToyServer().app, CHECKS, start=77)
     assert {name: result.sentence for name, result in results.items() if result.verdict is not Verdict.HOLDS} == {}
     assert results["temperature-1"].num_draws > 10_000  # the stated power for 60% served at 63%
+
+
+async def test_a_server_with_steep_distributions_is_no_fault(monkeypatch: pytest.MonkeyPatch):
+    """All tokens but two have chances that round to 0."""
+    tail = [-25.0 - rank for rank in range(len(VOCABULARY) - 2)]
+    monkeypatch.setattr(toy_server, "logits_after", lambda pair: (0.0, -1.0, *tail))
+    monkeypatch.setattr(toy_server, "plain_probs", lambda pair: tuple(softmax((0.0, -1.0, *tail))))
+    monkeypatch.setattr(toy_server, "top_of", toy_server.top_of.__wrapped__)
+    results = await audit(ToyServer().app, checks_of("top-p", "top-k", "min-p"))
+    assert {result.verdict for result in results.values()} <= {Verdict.HOLDS, Verdict.CANNOT_TELL}
 
 
 async def test_a_small_budget_leaves_checks_without_a_verdict():
