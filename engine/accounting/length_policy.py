@@ -12,10 +12,8 @@ which depend on clocks: sequences with a client's seed keep their first length.
 Suffixes know the chance of each of their drafts. Instead of a planned length they get a price, the least chance that is
 worth a row (`engine.accounting.length_allocation`), and end where their chance falls below it.
 
-A plan may give all sequences length 0. Then a fixed share of the time goes to probes: a draft of one token in two
-successive passes, since the first also prefills the tokens that the draft has missed. While sequences draft, one pass
-now and then has no drafts, which measures the baseline; with several draft models, one pass uses each of them alone.
-One draft in 64 of a class has its other shape, with as many rows: it costs a 64th of the better shape's gain.
+While sequences draft, one pass now and then has no drafts, which measures the baseline. `DraftProbes` changes other
+plans for one pass, to measure the drafts that they would not have.
 
 A simpler rule, the best measured K of {0, 2, 4, 8} per class and batch size, is up to a quarter slower
 (bench/EXPERIMENTS.md).
@@ -25,31 +23,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.accounting.acceptance import AcceptanceTable, Floats, Ints
 from engine.accounting.cost_model import DENSE, CostModel, ExpertReads
 from engine.accounting.draft_cost import RequestedDrafts
+from engine.accounting.draft_probes import DraftProbes
+from engine.accounting.draft_shapes import Bools, DraftSize, Names, ShapeLimits, ShapeRates
 from engine.accounting.length_allocation import Allocation, RowPrice, allocate
 from engine.accounting.record import PassRecord, SequencePass
 from engine.accounting.speculation_gate import SpeculationGates, class_of, drafter_of, method_of
-from engine.batch.draft import depths
 from engine.sequence.sequence import Sequence
 from protos.messages import SpeculationMethod
 
-# Shares of time for measurements. Fewer plain passes and more plans moved simulated goodput by 3% at most
-# (bench/EXPERIMENTS.md).
+# Fewer plain passes and more plans moved simulated goodput by 3% at most (bench/EXPERIMENTS.md).
 _PLAIN_PERIOD = 64  # steps between plain passes that measure the baseline
-_SHAPE_PERIOD = 64  # passes with drafts of a class between two with as many rows in its other shape
-_DOUBT_PERIOD = 8  # the same while the other shape may be better, since few of its passes are known
-_DEPTH_RATE = 0.1  # of a pass in the depth of trees
-_PROBE_SHARE = 0.01  # of the time is for probes of sequences without drafts
-_PROBE_PERIODS = (60, 1000)  # fewest and most steps between two probes
 _FEW_MISSED = 2  # passes without a draft; after more, the next draft has much to prefill
 _CHOICE = 8  # steps between two choices of shapes
 _REST = 8  # steps between two plans while no sequence drafts
@@ -63,48 +54,7 @@ _LONGEST = 6.0  # plain passes: the longest pass with drafts of a single sequenc
 _LONGEST_SHARED = 4.0  # the same for several sequences, which wait for each other's drafts
 LONGEST_PER_TOKEN = 2.5  # plain passes per token that each of several sequences is expected to get
 
-
-Bools = NDArray[np.bool_]
-Names = NDArray[np.str_]
 Rates = Callable[[AcceptanceTable], Floats]  # of the sequences of a plan, `[B, K]`
-
-
-class DraftSize(NamedTuple):
-    """The size of a draft: the length of a chain, or the depth and the nodes of a tree."""
-
-    num_tokens: int
-    num_nodes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    """The longest chain and the largest tree of each sequence, `[B]`; 0 where a sequence cannot have the shape."""
-
-    chains: Ints
-    trees: Ints
-    depths: Ints
-
-    @classmethod
-    def of(cls, sequences: Seq[Sequence], num_possible: Callable[[Sequence, bool], int]) -> _Limits:
-        """Return the limits of sequences, by `num_possible(sequence, is_tree)`."""
-        chains = [num_possible(each, False) for each in sequences]
-        trees = [num_possible(each, True) if each.num_tree_nodes else 0 for each in sequences]
-        return cls(np.array(chains), np.array(trees), np.array([each.num_draft_tokens for each in sequences]))
-
-    @property
-    def no_trees(self) -> Bools:
-        return np.zeros(len(self.chains), dtype=np.bool_)
-
-    def are_trees(self, names: Names, classes: set[str]) -> Bools:
-        """Return which sequences have trees if these classes have."""
-        return np.array([name in classes for name in names.tolist()]) & (self.trees > 0)
-
-    def sizes(self, lengths: Ints, is_tree: Bools) -> list[DraftSize]:
-        """Return drafts of these numbers of rows within the limits; a tree of one node is a chain."""
-        branches = is_tree & (lengths > 1)
-        nodes = np.where(branches, np.minimum(lengths, self.trees), 0)
-        depths = np.minimum(np.where(branches, nodes, lengths), np.where(branches, self.depths, self.chains))
-        return [*map(DraftSize, depths.tolist(), nodes.tolist())]
 
 
 class LengthPolicy:
@@ -134,7 +84,7 @@ class LengthPolicy:
         self._max_length = max_length
         self._max_pass_s = max_pass_s
         self._max_nodes = max_nodes
-        self._acceptance = self._new_acceptance()
+        self._rates = ShapeRates(max_length, max_nodes)
         self._costs = CostModel(experts)
         self._price = RowPrice()
         self._gates = SpeculationGates(self._costs)
@@ -147,15 +97,9 @@ class LengthPolicy:
         self._last_drafted: dict[str, int] = {}  # request id -> step of its last draft, or of its first pass
         self._tree_classes: set[str] = set()
         self._next_choice = 0  # step
-        self._tree_steps = self._new_tree_steps()
-        self._last_trial: dict[str, int] = {}  # class -> step of its last draft in its other shape, or of its first
-        self._doubtful: set[str] = set()  # classes whose other shape may be better
-        self._last_alone: dict[str, int] = {}  # method -> step of the last plan for it to draft alone
+        self._probes = DraftProbes()
         self._is_speculating = False
         self._num_skipped = 0  # plain passes since the last one that was learned from
-        self._probed: str | None = None  # request that has had the first pass of its probe
-        self._next_probe = _PROBE_PERIODS[0]  # step
-        self._probe_s = 0.0  # wait for the drafts of the last probe
 
     @property
     def speedups(self) -> dict[str, float]:
@@ -172,11 +116,11 @@ class LengthPolicy:
 
     def forget_draft(self) -> None:
         """Forget all measurements of the draft model, since another has replaced it; keep the target's costs."""
-        self._acceptance = self._new_acceptance()
-        self._tree_steps, self._tree_classes, self._doubtful = self._new_tree_steps(), set(), set()
+        self._rates, self._tree_classes = ShapeRates(self._max_length, self._max_nodes), set()
+        self._probes.forget_draft()
         self._costs.forget_drafts()
         self._gates = SpeculationGates(self._costs)
-        self._is_speculating, self._probed = True, None
+        self._is_speculating = True
         self._next_plan, self._num_skipped = self._step, 0
 
     def on_pass(self, record: PassRecord) -> None:
@@ -196,9 +140,7 @@ class LengthPolicy:
         self._set_size(len(passes))
         drafted_ids = [each.sequence.request_id for each in passes if each.num_requested > 0]
         has_catch_up = not all(map(self._is_up_to_date, drafted_ids))
-        # A chain that came where a tree was requested is what such a request yields.
-        self._learn_acceptance([each for each in passes if not each.scheduled.max_tree_nodes], is_tree=False)
-        self._learn_acceptance([each for each in passes if each.scheduled.max_tree_nodes], is_tree=True)
+        self._rates.learn(passes)
         self._last_drafted.update(dict.fromkeys(drafted_ids, self._step))
         priced = [each for each in passes if _is_priced(each.sequence)]
         num_accepted = sum(each.num_accepted for each in priced)
@@ -218,8 +160,7 @@ class LengthPolicy:
             for each in request_ids:
                 self._last_drafted.setdefault(each, self._step)
             return [DraftSize(0, 0)] * len(sequences)
-        for table in self._acceptance:
-            table.keep_only(request_ids)
+        self._rates.keep_only(request_ids)
         self._last_drafted = {each: self._last_drafted.get(each, self._step) for each in request_ids}
         if not sequences:
             return []
@@ -234,7 +175,7 @@ class LengthPolicy:
         self._gates.batch_size = num_sequences
 
     def _plan(self, sequences: Seq[Sequence]) -> list[DraftSize]:
-        limits = _Limits.of(sequences, lambda each, is_tree: self._num_possible(each, is_tree=is_tree))
+        limits = ShapeLimits.of(sequences, lambda each, is_tree: self._num_possible(each, is_tree=is_tree))
         num_rows = len(sequences) + sum(each.num_wanted_rows for each in sequences if each.has_fixed_length)
         # Before any pass is measured, use the first length.
         if not self._costs.is_known:
@@ -256,9 +197,9 @@ class LengthPolicy:
         # Change the plan for one pass now and then, to measure another.
         self._is_speculating = bool(lengths.any())
         changes = [
-            self._try_other_shape(sequences, planned, lengths, is_tree),
-            self._measure_alone(sequences, lengths, is_tree),
-            self._probe(sequences, lengths, planned.chains),
+            is_free and self._probes.try_other_shape(self._step, sequences, planned, lengths, is_tree),
+            self._probes.let_one_draft_alone(self._step, _drafters(sequences, is_tree & (lengths > 1)), lengths),
+            self._probes.probe(self._step, self._last_drafted, lengths, planned.chains),
         ]
         sizes = limits.sizes(lengths, is_tree)
         self._is_short = row_seconds[0] < _LONG_S
@@ -270,7 +211,7 @@ class LengthPolicy:
             self._next_plan = self._step + ceil(hold)
         return sizes
 
-    def _planned(self, sequences: Seq[Sequence], limits: _Limits, row_seconds: Floats) -> tuple[Ints, Bools]:
+    def _planned(self, sequences: Seq[Sequence], limits: ShapeLimits, row_seconds: Floats) -> tuple[Ints, Bools]:
         """Return the rows, within `limits`, with the most expected tokens per second, and which drafts are trees."""
         no_rows = np.zeros_like(limits.chains)
         if not limits.chains.any():
@@ -282,34 +223,16 @@ class LengthPolicy:
             self._choose_shapes(sequences, names, branching, limits, row_seconds)
         is_tree = limits.are_trees(names, self._tree_classes)
         request_ids = [each.request_id for each in sequences]
-
-        def rates(table: AcceptanceTable) -> Floats:
-            return table.of(request_ids, names.tolist())
-
-        best = self._best_allocation(sequences, names, rates, limits, is_tree, row_seconds)
+        best = self._best_allocation(
+            sequences, names, lambda table: table.of(request_ids, names.tolist()), limits, is_tree, row_seconds
+        )
         needed = _LEAST_GAIN if self._is_speculating else _WAKE_GAIN
         if best.tokens_per_s <= needed * best.plain_tokens_per_s:
             return no_rows, is_tree
         return best.lengths, is_tree
 
-    def _try_other_shape(self, sequences: Seq[Sequence], limits: _Limits, lengths: Ints, is_tree: Bools) -> bool:
-        """Now and then, give a class as many rows in its other shape. Changes `is_tree`."""
-        has_both = (limits.trees > 0) & (lengths > 0)
-        if not has_both.any() or not np.isinf(self._max_pass_s):
-            return False
-        names = np.array([class_of(sequence) for sequence in sequences])
-        present = set(names[has_both].tolist())
-        due = set()
-        for name in present:
-            period = _DOUBT_PERIOD if name in self._doubtful else _SHAPE_PERIOD
-            if self._step - self._last_trial.setdefault(name, self._step) >= period:
-                self._last_trial[name] = self._step
-                due.add(name)
-        is_tree ^= limits.are_trees(names, due)
-        return bool(due)
-
     def _choose_shapes(
-        self, sequences: Seq[Sequence], names: Names, branching: list[str], limits: _Limits, row_seconds: Floats
+        self, sequences: Seq[Sequence], names: Names, branching: list[str], limits: ShapeLimits, row_seconds: Floats
     ) -> None:
         """Choose the classes that have trees, by the rates of whole classes: the luck of a request is no reason.
 
@@ -335,12 +258,12 @@ class LengthPolicy:
             self._tree_classes = options[int(np.argmax(speeds))]
             speed = max(speeds)
         others = {name: tokens_per_s(self._tree_classes ^ {name}, is_best=True) for name in branching}
-        self._doubtful = {name for name, best in others.items() if best > _LEAST_GAIN * speed}
+        self._probes.doubtful = {name for name, best in others.items() if best > _LEAST_GAIN * speed}
 
     def _chances(self, rates: Rates, names: Names, limits: Ints, *, is_tree: bool) -> Floats:
         """Return the chance of each row of a shape, `[B, W]`; 0 above the limits, and for classes that are off."""
         chances = np.zeros((len(names), max(self._max_length, self._max_nodes)))
-        known = rates(self._acceptance[is_tree])
+        known = rates(self._rates.trees if is_tree else self._rates.chains)
         chances[:, : known.shape[1]] = known
         allowed = np.where([self._gates.is_open(name) for name in names.tolist()], limits, 0)
         chances[np.arange(chances.shape[1]) >= allowed[:, None]] = 0.0
@@ -363,7 +286,7 @@ class LengthPolicy:
         sequences: Seq[Sequence],
         names: Names,
         rates: Rates,
-        limits: _Limits,
+        limits: ShapeLimits,
         is_tree: Bools,
         row_seconds: Floats,
     ) -> Allocation:
@@ -372,7 +295,7 @@ class LengthPolicy:
         num_steps = np.arange(1.0, chances.shape[1] + 1.0)
         if is_tree.any():
             chances[is_tree] = self._chances(rates, names, limits.trees, is_tree=True)[is_tree]
-            num_steps = self._tree_steps if is_tree.all() else np.maximum(num_steps, self._tree_steps)
+            num_steps = self._rates.tree_steps if is_tree.all() else np.maximum(num_steps, self._rates.tree_steps)
         is_single, plain_s, drafts = len(sequences) == 1, float(row_seconds[0]), self._costs.drafts
         longest_s = self._limited((_LONGEST if is_single else _LONGEST_SHARED) * plain_s)
         token_s = longest_s if is_single else self._limited(LONGEST_PER_TOKEN * plain_s)
@@ -393,49 +316,10 @@ class LengthPolicy:
         """Return a limit for the expected seconds of a pass: at most `max_pass_s`, less the noise."""
         return min(self._max_pass_s / (1.0 + self._costs.noise), seconds)
 
-    def _measure_alone(self, sequences: Seq[Sequence], lengths: Ints, is_tree: Bools) -> bool:
-        """Let one of several methods draft alone now and then, to measure the cost of each. Changes `lengths`."""
-        methods = _drafters(sequences, is_tree & (lengths > 1))
-        drafting = {method for method, length in zip(methods, lengths.tolist(), strict=True) if length > 0}
-        if len(drafting) < 2:
-            return False
-        alone = min(sorted(drafting), key=lambda method: self._last_alone.get(method, -_PLAIN_PERIOD))
-        if self._step - self._last_alone.get(alone, -_PLAIN_PERIOD) < _PLAIN_PERIOD:
-            return False
-        self._last_alone[alone] = self._step
-        lengths[[method != alone for method in methods]] = 0
-        return True
-
-    def _probe(self, sequences: Seq[Sequence], lengths: Ints, num_possible: Ints) -> bool:
-        """Now and then, give a draft of one token to the sequence that has waited longest. Changes `lengths`.
-
-        The same sequence also drafts in the next pass, which takes as long as an ordinary draft.
-        """
-        idle = np.flatnonzero((lengths == 0) & (num_possible > 0)).tolist()
-        probed, self._probed = self._probed, None
-        second = next((index for index in idle if sequences[index].request_id == probed), None)
-        if second is not None:
-            lengths[second] = 1
-            return True
-        if idle and self._step >= self._next_probe:
-            first = min(idle, key=lambda index: self._last_drafted[sequences[index].request_id])
-            lengths[first] = 1
-            self._probed = sequences[first].request_id
-            self._next_probe = self._step + _PROBE_PERIODS[0]  # until its cost is measured
-            self._probe_s = 0.0
-            return True
-        return False
-
-    def _charge_probe(self, draft_s: float, plain_s: float) -> None:
-        """Let the next probe wait until the last one, with this pass, is a small share of the time."""
-        self._probe_s += draft_s
-        period = int(min(self._probe_s / (_PROBE_SHARE * plain_s), _PROBE_PERIODS[1]))
-        self._next_probe = max(self._next_probe, self._step + period)
-
     def _is_up_to_date(self, request_id: str) -> bool:
         """True if the draft has to prefill the tokens of a few passes at most, and no prompt."""
         num_missed = self._step - 1 - self._last_drafted.get(request_id, self._step)
-        return any(table.knows(request_id) for table in self._acceptance) and num_missed <= _FEW_MISSED
+        return self._rates.knows(request_id) and num_missed <= _FEW_MISSED
 
     def _learn_time(self, record: PassRecord, has_catch_up: bool) -> None:
         """Learn from the time of a pass; the wait for drafts is ignored if one had to prefill missed tokens."""
@@ -447,11 +331,11 @@ class LengthPolicy:
         if num_proposed == 0:
             self._last_plain = self._step
         if requested and not self._is_speculating:
-            self._charge_probe(record.times.draft_s, record.times.target_s)
+            self._probes.charge(self._step, record.times.draft_s, record.times.target_s)
         if requested and not has_catch_up:
             # A probe that finds drafts much cheaper than expected goes on until that is known.
             if not self._is_speculating and record.times.draft_s < self._costs.drafts.seconds(requested) / 2.0:
-                self._probed = next(each.sequence.request_id for each in record.passes if each.num_requested)
+                self._probes.repeat(next(each.sequence.request_id for each in record.passes if each.num_requested))
             self._costs.drafts.observe(requested, record.times.draft_s)
         self._gates.observe(record, requested, 1 + self._num_skipped, is_speculating=self._is_speculating)
         self._num_skipped = 0
@@ -466,40 +350,6 @@ class LengthPolicy:
         if is_tree:
             return min(limit, sequence.num_tree_nodes if sequence.num_draft_tokens > 0 else 0)
         return min(limit, sequence.num_draft_tokens, sequence.num_remaining_tokens - 1)
-
-    def _learn_depth(self, passes: Seq[SequencePass]) -> None:
-        """Learn the depth of trees by their number of nodes: the first nodes of a tree are the best smaller one."""
-        deepest = np.zeros(max(each.num_proposed for each in passes))
-        for each in passes:
-            parents = each.draft.draft.parents or range(-1, each.num_proposed - 1)
-            by_node = np.maximum.accumulate(depths(parents))
-            deepest[: len(by_node)] = np.maximum(deepest[: len(by_node)], by_node)
-        deepest = np.maximum.accumulate(deepest)[: len(self._tree_steps)]
-        self._tree_steps[: len(deepest)] += _DEPTH_RATE * (deepest - self._tree_steps[: len(deepest)])
-        self._tree_steps = np.maximum.accumulate(self._tree_steps)
-
-    def _new_tree_steps(self) -> Floats:
-        """Return the expected depth of a tree of 1, 2, ... nodes: the steps of its draft model. At first it is full."""
-        return np.array([float(size.bit_length()) for size in range(1, max(self._max_length, self._max_nodes) + 1)])
-
-    def _new_acceptance(self) -> tuple[AcceptanceTable, AcceptanceTable]:
-        """Return a table of chains and one of trees."""
-        return AcceptanceTable(self._max_length), AcceptanceTable(self._max_nodes, has_trees=True)
-
-    def _learn_acceptance(self, passes: Seq[SequencePass], *, is_tree: bool) -> None:
-        passes = [each for each in passes if each.num_proposed]
-        if not passes:
-            return
-        request_ids = [each.sequence.request_id for each in passes]
-        classes = [class_of(each.sequence) for each in passes]
-        num_proposed = [each.num_proposed for each in passes]
-        if is_tree:
-            self._learn_depth(passes)
-            paths = [each.outcome.path or range(each.num_accepted) for each in passes]
-            self._acceptance[True].observe_trees(request_ids, classes, num_proposed, paths)
-        else:
-            num_accepted = [each.num_accepted for each in passes]
-            self._acceptance[False].observe(request_ids, classes, num_proposed, num_accepted)
 
 
 def _is_priced(sequence: Sequence) -> bool:

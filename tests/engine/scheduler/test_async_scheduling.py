@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from torch import Tensor
 
-from engine.accounting.length_policy import DraftSize
+from engine.accounting.draft_shapes import DraftSize
 from engine.accounting.record import PassRecord
 from engine.batch.span import Span
 from engine.config import SchedulerConfig, SpeculationConfig

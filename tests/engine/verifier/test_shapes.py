@@ -13,7 +13,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.accounting.length_policy import DraftSize, LengthPolicy
+from engine.accounting.draft_shapes import DraftSize
+from engine.accounting.length_policy import LengthPolicy
 from engine.batch.draft import Draft
 from engine.config import (
     CacheConfig,

@@ -1,0 +1,108 @@
+"""Changes of a plan for one pass, now and then, to measure drafts that it would not have.
+
+A plan may give all sequences length 0. Then a fixed share of the time goes to probes: a draft of one token in two
+successive passes, since the first also prefills the tokens that the draft has missed. With several draft models, one
+pass in a while uses each of them alone. One draft in 64 of a class has its other shape, with as many rows: it costs a
+64th of the better shape's gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from engine.accounting.acceptance import Ints
+from engine.accounting.draft_shapes import Bools, ShapeLimits
+from engine.accounting.speculation_gate import class_of
+from engine.sequence.sequence import Sequence
+
+# Shares of time for measurements. More plans with measurements moved simulated goodput by 3% at most
+# (bench/EXPERIMENTS.md).
+_ALONE_PERIOD = 64  # steps between plans for a drafter to draft alone
+_SHAPE_PERIOD = 64  # passes with drafts of a class between two with as many rows in its other shape
+_DOUBT_PERIOD = 8  # the same while the other shape may be better, since few of its passes are known
+_PROBE_SHARE = 0.01  # of the time is for probes of sequences without drafts
+_PROBE_PERIODS = (60, 1000)  # fewest and most steps between two probes
+
+
+class DraftProbes:
+    """Changes planned drafts in place, for one pass.
+
+    Attributes:
+        doubtful: the classes whose other shape may be better.
+    """
+
+    def __init__(self) -> None:
+        self.doubtful: set[str] = set()
+        self._last_trial: dict[str, int] = {}  # class -> step of its last draft in its other shape, or of its first
+        self._last_alone: dict[str, int] = {}  # drafter -> step of the last plan for it to draft alone
+        self._probed: str | None = None  # request that has had the first pass of its probe
+        self._next_probe = _PROBE_PERIODS[0]  # step
+        self._probe_s = 0.0  # wait for the drafts of the last probe
+
+    def forget_draft(self) -> None:
+        """Forget doubts and the present probe, since another draft model has replaced the probed one."""
+        self.doubtful, self._probed = set(), None
+
+    def try_other_shape(
+        self, step: int, sequences: Seq[Sequence], limits: ShapeLimits, lengths: Ints, is_tree: Bools
+    ) -> bool:
+        """Give each class that is due as many rows in its other shape. Changes `is_tree`; returns True if it does."""
+        has_both = (limits.trees > 0) & (lengths > 0)
+        if not has_both.any():
+            return False
+        names = np.array([class_of(sequence) for sequence in sequences])
+        due = set()
+        for name in set(names[has_both].tolist()):
+            period = _DOUBT_PERIOD if name in self.doubtful else _SHAPE_PERIOD
+            if step - self._last_trial.setdefault(name, step) >= period:
+                self._last_trial[name] = step
+                due.add(name)
+        is_tree ^= limits.are_trees(names, due)
+        return bool(due)
+
+    def let_one_draft_alone(self, step: int, drafters: Seq[str], lengths: Ints) -> bool:
+        """Let one of several drafters draft alone, to measure the cost of each. Changes `lengths`."""
+        drafting = {drafter for drafter, length in zip(drafters, lengths.tolist(), strict=True) if length > 0}
+        if len(drafting) < 2:
+            return False
+        alone = min(sorted(drafting), key=lambda each: self._last_alone.get(each, -_ALONE_PERIOD))
+        if step - self._last_alone.get(alone, -_ALONE_PERIOD) < _ALONE_PERIOD:
+            return False
+        self._last_alone[alone] = step
+        lengths[[drafter != alone for drafter in drafters]] = 0
+        return True
+
+    def probe(self, step: int, last_drafted: Mapping[str, int], lengths: Ints, num_possible: Ints) -> bool:
+        """Give a draft of one token to the sequence that has waited longest. Changes `lengths`.
+
+        The same sequence also drafts in the next pass, which takes as long as an ordinary draft. `last_drafted` has the
+        step of each sequence's last draft, by request id, in the order of `lengths`.
+        """
+        request_ids = [*last_drafted]
+        idle = np.flatnonzero((lengths == 0) & (num_possible > 0)).tolist()
+        probed, self._probed = self._probed, None
+        second = next((index for index in idle if request_ids[index] == probed), None)
+        if second is not None:
+            lengths[second] = 1
+            return True
+        if idle and step >= self._next_probe:
+            first = min(idle, key=lambda index: last_drafted[request_ids[index]])
+            lengths[first] = 1
+            self._probed = request_ids[first]
+            self._next_probe = step + _PROBE_PERIODS[0]  # until its cost is measured
+            self._probe_s = 0.0
+            return True
+        return False
+
+    def repeat(self, request_id: str) -> None:
+        """Probe this request in the next pass too."""
+        self._probed = request_id
+
+    def charge(self, step: int, draft_s: float, plain_s: float) -> None:
+        """Let the next probe wait until the last one, with this pass, is a small share of the time."""
+        self._probe_s += draft_s
+        period = int(min(self._probe_s / (_PROBE_SHARE * plain_s), _PROBE_PERIODS[1]))
+        self._next_probe = max(self._next_probe, step + period)
