@@ -27,9 +27,10 @@ from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.sequence.batch import ScheduledSequence
 from engine.sequence.sequence import Sequence
 from protos.errors import RequestError
-from protos.messages import GenerateRequest, SamplingParams, SpeculationParams, StepStats, TokenChunk, VerifyMode
+from protos.messages import GenerateRequest, SamplingParams, SpeculationParams, StepStats, VerifyMode
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, write_tokenizer
 from tests.engine.fixtures.checkpoints import Folders, write_checkpoint
+from tests.engine.fixtures.drafted_texts import run, texts
 
 K = 3
 ANYWHERE = StepConfig(threshold=0.0, judge=ScorerKind.LIKELIHOOD, max_step_tokens=8)
@@ -76,22 +77,6 @@ def requests(max_tokens: int = 40, *, approximate: Seq[bool], **sampling: object
         GenerateRequest(f"r{index}", PROMPTS[index], params, SpeculationParams(is_approximate=is_approximate))
         for index, is_approximate in enumerate(approximate)
     ]
-
-
-def run(engine: EngineCore, asked: Seq[GenerateRequest]) -> dict[str, list[TokenChunk]]:
-    """The chunks of each request, the invariants of the pool checked after every step."""
-    chunks: dict[str, list[TokenChunk]] = {each.request_id: [] for each in asked}
-    for each in asked:
-        engine.add(each)
-    while engine.has_work:
-        for chunk in engine.step():
-            chunks[chunk.request_id].append(chunk)
-        engine.scheduler.check_integrity()
-    return chunks
-
-
-def texts(chunks: dict[str, list[TokenChunk]]) -> dict[str, list[int]]:
-    return {name: [token for each in part for token in each.token_ids] for name, part in chunks.items()}
 
 
 @pytest.mark.parametrize("verify", list(VerifyMode))

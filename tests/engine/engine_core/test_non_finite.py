@@ -41,6 +41,7 @@ from protos.messages import (
     VerifyMode,
 )
 from tests.engine.fixtures.checkpoints import write_checkpoint, write_overflowing
+from tests.engine.fixtures.drafted_texts import run, texts
 from tests.engine.fixtures.fakes import ScriptedProposer
 
 POISON, VOCAB_SIZE = 77, 128
@@ -86,21 +87,6 @@ def request(
 ) -> GenerateRequest:
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **sampling})  # type: ignore[arg-type]
     return GenerateRequest(name, tuple(prompt), params, speculation or SpeculationParams())
-
-
-def run(core: EngineCore, *requests: GenerateRequest) -> dict[str, list[TokenChunk]]:
-    chunks: dict[str, list[TokenChunk]] = {each.request_id: [] for each in requests}
-    for each in requests:
-        core.add(each)
-    while core.has_work:
-        for chunk in core.step():
-            chunks[chunk.request_id].append(chunk)
-        core.scheduler.check_integrity()
-    return chunks
-
-
-def texts(chunks: dict[str, list[TokenChunk]]) -> dict[str, list[int]]:
-    return {name: [token for chunk in of for token in chunk.token_ids] for name, of in chunks.items()}
 
 
 def is_faulty(chunks: Seq[TokenChunk]) -> bool:
@@ -149,13 +135,13 @@ def test_a_faulty_request_ends_alone(
     """Other sequences in its batch, and later users of its blocks, get the same text."""
     folder = folders(dtype)
     others = [request(str(index), (*CLEAN, index)) for index in range(1, 5)]
-    expected = texts(run(new_core(folder, dtype, attention, kv=kv), *others))
+    expected = texts(run(new_core(folder, dtype, attention, kv=kv), others))
     core = new_core(folder, dtype, attention, kv=kv)
     with caplog.at_level(logging.WARNING):
-        chunks = run(core, request("poisoned", POISONED * 20), *others)
+        chunks = run(core, [request("poisoned", POISONED * 20), *others])
     assert is_faulty(chunks.pop("poisoned"))
     assert texts(chunks) == expected
-    assert texts(run(core, *others)) == expected
+    assert texts(run(core, others)) == expected
     assert core.stats().num_non_finite_requests == 1
     assert core.blocks.num_free_blocks == core.blocks.num_blocks
     (said,) = [text for record in caplog.records if "finite" in (text := record.getMessage())]
@@ -172,7 +158,7 @@ def test_a_rejected_draft_that_overflows_changes_no_token(
     folder = folders(dtype)
     params = SpeculationParams(verify=verify)
     asked = [request(str(seed), (*CLEAN, seed), seed=seed, temperature=temperature) for seed in range(1, 4)]
-    plain = texts(run(new_core(folder, dtype, attention, kv=kv), *asked))
+    plain = texts(run(new_core(folder, dtype, attention, kv=kv), asked))
 
     def draft_of(sequence: Sequence, max_tokens: int) -> list[int]:
         told = plain[sequence.request_id][sequence.num_output_tokens :][:1]
@@ -185,7 +171,7 @@ def test_a_rejected_draft_that_overflows_changes_no_token(
         )
         for each in asked
     ]
-    chunks = run(core, *drafted)
+    chunks = run(core, drafted)
     assert core.stats().drafts.num_draft_tokens > 0
     assert core.stats().num_non_finite_requests == 0
     if verify is VerifyMode.COUPLED or temperature == 0.0:
@@ -198,10 +184,10 @@ def test_branches_that_overflow_change_no_token(
 ) -> None:
     folder = folders(dtype)
     asked = [request(str(seed), (*CLEAN, seed), seed=seed, temperature=1.0) for seed in range(1, 4)]
-    plain = texts(run(new_core(folder, dtype, attention, kv=kv), *asked))
+    plain = texts(run(new_core(folder, dtype, attention, kv=kv), asked))
     proposer = PoisonousTrees(lambda sequence, count: plain[sequence.request_id][sequence.num_output_tokens :][:count])
     core = new_core(folder, dtype, attention, proposer, kv=kv, tree=TreeConfig(TreeKind.DYNAMIC, 5))
-    assert texts(run(core, *asked)) == plain
+    assert texts(run(core, asked)) == plain
     assert core.stats().drafts.num_accepted_tokens > 20
 
 
@@ -215,7 +201,7 @@ def test_a_sequence_whose_own_token_overflows_keeps_what_came_before(
     for draft in (list[int](), [POISON], [POISON, POISON, 3]):
         core = new_core(folder, "float32", "torch", ScriptedProposer(partial(_head, draft)))
         asked = request("a", speculation=SpeculationParams(verify=verify), logit_bias=((POISON, 1000.0),))
-        chunks = run(core, asked)["a"]
+        chunks = run(core, [asked])["a"]
         endings.append(([token for chunk in chunks for token in chunk.token_ids], chunks[-1].finish_reason))
     assert endings == [([POISON], FinishReason.NON_FINITE)] * 3
 
@@ -228,10 +214,10 @@ def _head(draft: list[int], sequence: Sequence, count: int) -> list[int]:
 def test_blocks_of_a_faulty_request_are_not_found_again(folders: Callable[..., Path], max_tokens_per_step: int) -> None:
     """Of a prompt that is read in several steps, blocks are published before its last row is found faulty."""
     core = new_core(folders("float16"), "float16", is_caching=True, max_tokens_per_step=max_tokens_per_step)
-    run(core, request("clean", CLEAN * 8))
+    run(core, [request("clean", CLEAN * 8)])
     clean = core.blocks.cached_keys
     assert clean
-    chunks = run(core, *(request(name, (*CLEAN * 8, *POISONED * 20)) for name in "abc"))
+    chunks = run(core, [request(name, (*CLEAN * 8, *POISONED * 20)) for name in "abc"])
     assert all(is_faulty(each) for each in chunks.values())
     assert core.blocks.cached_keys == clean
     core.blocks.check_integrity([])
@@ -240,7 +226,7 @@ def test_blocks_of_a_faulty_request_are_not_found_again(folders: Callable[..., P
 
 def test_logprobs_of_a_prompt_that_overflows_are_an_error(folders: Callable[..., Path]) -> None:
     chunks = run(
-        new_core(folders("float16"), "float16"), request("a", POISONED * 20, num_prompt_logprobs=1, num_logprobs=1)
+        new_core(folders("float16"), "float16"), [request("a", POISONED * 20, num_prompt_logprobs=1, num_logprobs=1)]
     )
     assert is_faulty(chunks["a"])
 
@@ -254,7 +240,7 @@ def test_quantized_products_keep_what_is_not_finite(quantization: Quantization, 
     core = new_core(tmp_path, "float32", quantization=quantization)
     with torch.no_grad():
         core.runner._model.decoder._embedding[33] = math.nan  # type: ignore[attr-defined]
-    chunks = run(core, request("bad", (5, 33, 20)), request("good", (5, 9, 20), stop_token_ids=()))
+    chunks = run(core, [request("bad", (5, 33, 20)), request("good", (5, 9, 20), stop_token_ids=())])
     assert is_faulty(chunks["bad"])
     assert texts(chunks)["good"]
 
@@ -262,7 +248,7 @@ def test_quantized_products_keep_what_is_not_finite(quantization: Quantization, 
 def test_a_bias_of_infinity_in_masks_is_no_fault(folders: Callable[..., Path]) -> None:
     """A row that sampling parameters leave with one token, or scores without a bound, has finite logits."""
     core = new_core(folders("float16"), "float16")
-    chunks = run(core, request("a", logit_bias=((3, 1e38), (4, -1e38)), max_tokens=4))
+    chunks = run(core, [request("a", logit_bias=((3, 1e38), (4, -1e38)), max_tokens=4)])
     assert texts(chunks)["a"] == [3] * 4
 
 
@@ -282,9 +268,9 @@ def test_a_draft_model_that_overflows_drafts_nothing_and_is_counted(
         request(name, prompt, temperature=1.0, seed=3, speculation=SpeculationParams(verify=verify))
         for name, prompt in (("sound", CLEAN), ("poisoned", POISONED))
     ]
-    plain = texts(run(new_core(target, "float32"), *asked))
+    plain = texts(run(new_core(target, "float32"), asked))
     core = new_core(target, "float32", "auto", proposer, tree=tree)
-    chunks = run(core, *asked)
+    chunks = run(core, asked)
     if verify is VerifyMode.COUPLED:
         assert texts(chunks) == plain
     assert {name: len(of) for name, of in texts(chunks).items()} == {"sound": 24, "poisoned": 24}

@@ -21,7 +21,6 @@ from engine.model.draft_heads.loader import load_head
 from engine.model.forward_batch import UNKNOWN
 from engine.model.linear.quantized_linear import can_quantize
 from engine.model.runner.model_runner import ModelRunner
-from protos.errors import ConfigError
 from tests.engine.fixtures.checkpoints import write_checkpoint
 from tests.engine.fixtures.heads.block_heads import (
     MASK_ID,
@@ -36,6 +35,7 @@ from tests.engine.fixtures.heads.block_heads import (
     write_peagle,
 )
 from tests.engine.fixtures.heads.eagle3_fixtures import write_original
+from tests.engine.fixtures.heads.heads_fixtures import refused
 
 TAPS = (1, 2)
 TEXTS = ([5, 9, 33, 2, 17, 60, 5, 9, 41, 12, 7, 3], [8, 1, 44, 20])
@@ -277,13 +277,6 @@ def test_the_head_of_a_quantized_target_is_quantized_with_it(target: Path, tmp_p
     x = torch.randn(4, 2 * 32, generator=torch.Generator().manual_seed(1))
     full, rounded = (head._fuse(x) for head in heads if isinstance(head, DFlashHead))
     assert 0 < float((full - rounded).norm() / full.norm()) < 0.02
-
-
-def refused(target: Path, head: Path, kind: HeadKind) -> str:
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    with pytest.raises(ConfigError) as caught:
-        load_head(HeadConfig(kind, str(head)), model, model.device)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from engine.config import HeadConfig, HeadKind
-from engine.model.draft_heads.loader import load_head
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
-from protos.errors import ConfigError
 from tests.engine.fixtures.checkpoints import write_checkpoint
+from tests.engine.fixtures.heads.heads_fixtures import refused
 from tests.engine.fixtures.heads.mtp_heads import PlainMtp, write_mtp, write_qwen3
 from tests.engine.fixtures.in_process_transport import InProcessTransport
 from tests.engine.fixtures.pairs.forked_ranks import fork_ranks
@@ -136,13 +134,6 @@ def test_it_is_exchanged_while_it_drafts(world: HeadModels, reference: Texts, tm
     assert generate(engine, requests(HeadSetup()), exchange) == reference
 
 
-def refused(target: Path, head: Path, kind: HeadKind = HeadKind.MTP) -> str:
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    with pytest.raises(ConfigError) as caught:
-        load_head(HeadConfig(kind, str(head)), model, model.device)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -174,7 +165,7 @@ def test_a_head_that_does_not_fit_is_refused_by_name(
             layer.pop("rope_parameters", None)
         written["transformer_layer_config"] = layer | config
         file.write_text(json.dumps(written))
-    assert said in refused(world.target, folder)
+    assert said in refused(world.target, folder, HeadKind.MTP)
 
 
 @pytest.mark.parametrize(
@@ -195,11 +186,13 @@ def test_a_file_with_missing_or_unknown_tensors_is_refused_by_name(
     else:
         del tensors[name]
     save_file(tensors, folder / "model.safetensors")
-    assert said in refused(world.target, folder)
+    assert said in refused(world.target, folder, HeadKind.MTP)
 
 
 def test_a_head_for_another_family_and_another_kind_are_refused_by_name(world: HeadModels, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "llama", seed=0)
-    assert "model_type 'qwen3', and the target's is 'llama'" in refused(tmp_path / "llama", world.root / "head")
+    assert "model_type 'qwen3', and the target's is 'llama'" in refused(
+        tmp_path / "llama", world.root / "head", HeadKind.MTP
+    )
     said = refused(world.target, world.root / "head", HeadKind.DFLASH)
     assert "is a head of kind 'mtp', and draft.kind is 'dflash'; set it to 'mtp'" in said
