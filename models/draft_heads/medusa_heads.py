@@ -1,6 +1,8 @@
-"""Medusa heads for the target of the pair (arXiv:2401.10774): training, saving in vLLM's format, acceptance."""
+"""Medusa heads for the target of the pair (arXiv:2401.10774): training, and saving in vLLM's format."""
 
 import json
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -9,10 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from models.demo_pair.evaluate import Acceptance, summarise
+from models.draft_heads.head_acceptance import DraftLogits
 from models.training.architecture import hidden_states
 from models.training.tokens import plain_positions
-from tuning.score import choose, generate
 from tuning.student import TrainableMedusaHeads
 from tuning.train import autocast
 
@@ -48,59 +49,14 @@ class MedusaLesson:
         return int(torch.randint(0, bound, (), generator=self._generator))
 
 
-@torch.no_grad()
-def measure_heads(
-    target: LlamaForCausalLM,
-    heads: TrainableMedusaHeads,
-    prompts: Tensor,
-    temperature: float,
-    num_tokens: int,
-    seed: int = 0,
-) -> Acceptance:
-    """Acceptance of chains of all heads over continuations of prompts [B, S], as `measure_acceptance` for a draft."""
-    ids = generate(target, prompts, num_tokens, temperature, seed)
-    agrees = agreement(target, heads, ids, prompts.shape[1], temperature, seed)  # [H, B, generated]
-    accepted = [run for row in range(len(ids)) for run in count_rounds(agrees[:, row].tolist())]
-    return summarise(accepted, agrees[0], ids[:, prompts.shape[1] :], heads.num_heads)
+def medusa_logits(heads: TrainableMedusaHeads, target: LlamaForCausalLM) -> DraftLogits:
+    """Return the heads as a function of texts: head j predicts from two tokens before its j + 1 drafts."""
 
+    def draft_logits(ids: Tensor, num_steps: int) -> Iterator[Tensor]:
+        hidden = hidden_states(target, ids, plain_positions(*ids.shape))  # [B, T, hidden]
+        yield from map(target.lm_head, islice(heads(hidden), num_steps))
 
-def agreement(
-    target: LlamaForCausalLM,
-    heads: TrainableMedusaHeads,
-    ids: Tensor,
-    num_prompt_tokens: int,
-    temperature: float,
-    seed: int,
-) -> Tensor:
-    """Mark where head h chose the target's token, [H, B, generated].
-
-    The head predicts from h + 2 tokens earlier; positions without such a row in the text count as missed.
-    """
-    hidden = hidden_states(target, ids, plain_positions(*ids.shape))  # [B, S + generated, hidden]
-    agrees = torch.zeros(heads.num_heads, len(ids), ids.shape[1] - num_prompt_tokens, dtype=torch.bool)
-    for head, states in enumerate(heads(hidden)):
-        for place in range(num_prompt_tokens, ids.shape[1]):
-            if place >= head + 2:
-                logits = target.lm_head(states[:, place - head - 2]).float()  # [B, V]
-                agrees[head, :, place - num_prompt_tokens] = choose(logits, temperature, seed, place) == ids[:, place]
-    return agrees
-
-
-def count_rounds(agrees: list[list[bool]]) -> list[int]:
-    """Return the accepted tokens of each round along `agrees` [H][generated]; draft j of a round is head j's.
-
-    The round at `cursor` drafts the tokens from there on, and one token of the target ends it. A round that the end of
-    the text cuts is left out.
-    """
-    num_heads, num_places = len(agrees), len(agrees[0])
-    accepted, cursor = [], 1
-    while cursor + num_heads <= num_places:
-        run = 0
-        while run < num_heads and agrees[run][cursor + run]:
-            run += 1
-        accepted.append(run)
-        cursor += run + 1
-    return accepted
+    return draft_logits
 
 
 def save_heads(heads: TrainableMedusaHeads, target: LlamaForCausalLM, folder: Path) -> None:

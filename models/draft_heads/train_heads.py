@@ -21,7 +21,7 @@ from models.demo_pair.evaluate import Acceptance, held_out_prompts
 from models.demo_pair.train_demo_pair import machine
 from models.draft_heads.eagle3_head import eagle3_logits, train_eagle3
 from models.draft_heads.head_acceptance import measure_head
-from models.draft_heads.medusa_heads import MedusaLesson, load_heads, measure_heads, save_heads
+from models.draft_heads.medusa_heads import MedusaLesson, load_heads, medusa_logits, save_heads
 from models.training.architecture import load_checkpoint
 from models.training.tokenizer import load_tokenizer
 from models.training.tokens import WindowStream, collect, encode, mixed_sources, tokenize_corpus, write_rollouts
@@ -105,7 +105,12 @@ def make_medusa(target: LlamaForCausalLM, arguments: argparse.Namespace, folder:
     spent = train(heads, MedusaLesson(heads, teacher), texts.next_texts, arguments.minutes)
     save_heads(heads, target, folder)
     saved = load_heads(folder, target)
-    measured = {f"{t:g}": measure_heads(target, saved, texts.held_out, t, MEASURED_TOKENS) for t in (0.0, 1.0)}
+    measured = {
+        f"{t:g}": measure_head(
+            target, medusa_logits(saved, target), texts.held_out, t, MEASURED_TOKENS, saved.num_heads
+        )
+        for t in (0.0, 1.0)
+    }
     about = (
         f"{saved.num_heads} heads of {saved.num_blocks} residual blocks each on the target's last hidden "
         f"state, {megabytes(folder):.1f} MB in bfloat16, in vLLM's format; all share the target's linear layer to the "

@@ -8,13 +8,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.config import HeadConfig, HeadKind
 from engine.model.draft_heads.loader import load_head
 from engine.model.draft_heads.medusa import MedusaHeads as ServedHeads
+from models.draft_heads.head_acceptance import measure_head, verdicts
 from models.draft_heads.medusa_heads import (
     MedusaLesson,
     TrainableMedusaHeads,
-    agreement,
-    count_rounds,
     load_heads,
-    measure_heads,
+    medusa_logits,
     save_heads,
 )
 
@@ -67,23 +66,17 @@ def test_a_medusa_lesson_lowers_the_loss() -> None:
     assert sum(losses[-10:]) < 0.9 * sum(losses[:10]), "each is of other rows"
 
 
-def test_a_round_ends_at_the_first_draft_that_is_not_the_targets() -> None:
-    first = [True, True, False, True, True, True, True]
-    second = [True, False, True, True, True, False, True]
-    assert count_rounds([first, second]) == [2, 1]
-    second[2] = False
-    assert count_rounds([first, second]) == [1, 2]
-
-
 @torch.no_grad()
-def test_a_head_agrees_where_it_says_the_token_two_places_on() -> None:
+def test_a_head_drafts_the_token_two_places_on() -> None:
     target, heads = tiny_target(), random_heads()
     ids = torch.randint(0, 48, (2, 10))
+    is_accepted = verdicts(medusa_logits(heads, target), ids, 4, 0.0, 3, seed=0)
+    assert is_accepted.shape == (2, 4, 3)
     hidden = target.model(ids).last_hidden_state
-    agrees = agreement(target, heads, ids, 4, 0.0, 0)
-    assert agrees.shape == (3, 2, 6)
     for head, states in enumerate(heads(hidden)):
         chosen = target.lm_head(states).argmax(-1)
-        for place in range(max(4, head + 2), 10):
-            assert torch.equal(agrees[head, :, place - 4], chosen[:, place - head - 2] == ids[:, place])
-    assert 1.0 <= measure_heads(target, heads, ids, 1.0, num_tokens=12).tokens_per_pass <= 4.0
+        for begin in range(4):
+            place = 4 + begin + head
+            assert torch.equal(is_accepted[:, begin, head], chosen[:, place - head - 2] == ids[:, place])
+    measured = measure_head(target, medusa_logits(heads, target), ids, 1.0, num_tokens=12, num_draft_tokens=3)
+    assert 1.0 <= measured.tokens_per_pass <= 4.0
