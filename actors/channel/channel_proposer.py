@@ -182,7 +182,7 @@ class ChannelProposer:
         self._send_news([each for each in known if each.is_opened and each.has_news])
 
     def close(self, request_id: str) -> None:
-        """Tell the draft to forget the sequence with the next `flush`."""
+        """Remove the sequence; the draft forgets it with the next `flush`."""
         synced = self._sequences.pop(request_id, None)
         if synced is not None and synced.is_opened:
             self._closes.append(request_id)

@@ -55,7 +55,7 @@ class DraftAhead:
         self._due.pop(request_id, None)
 
     def decided(self, request_id: str) -> None:
-        """Drop the work that was due for a pass, now that its verdict has come."""
+        """Drop the work for a pass whose verdict has come."""
         self._due.pop(request_id, None)
 
     def offered(self, sequence: RequestTokens) -> Draft | None:

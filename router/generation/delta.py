@@ -103,8 +103,8 @@ def _sums(gains: Sequence[Gain]) -> dict[str, Any]:
 def pieces(delta: Delta) -> Iterator[Delta]:
     """Yield deltas with one part each: a thought, a text, an entry of one call, the end, or a draft.
 
-    Clients read chunks that way: some look at the first entry of a chunk alone, some at its text or its calls but never
-    at both, and some at nothing once there is a finish reason. Tokens stay with the thought or the text that they are.
+    Some clients read only the first entry of a chunk, some its text or its calls but not both, and some nothing next to
+    a finish reason. Tokens stay with their thought or text.
     """
     parts = [*_thought_and_text(delta), *_call_entries(delta)]
     if not parts and delta.token_ids:

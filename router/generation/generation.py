@@ -214,7 +214,7 @@ class Generation:
         origin: Origin,
         answers: ToolFormat | ResponseTemplate | None = None,
     ) -> None:
-        """`answers` are how the model writes its calls, or all that it writes."""
+        """`answers` is the format of the model's calls, or of its whole answers."""
         self.id = params.request_id
         self.fields = params.fields
         self.model_id = origin.model_id
@@ -254,7 +254,7 @@ class Generation:
         return tuple(self._requests[index].prompt_token_ids)
 
     def deltas(self) -> ClosableStream[Delta]:
-        """Return what all choices gain, as they run at once. Closing the stream aborts those that still run."""
+        """Return the deltas of all choices, which run at once. Closing the stream aborts the unfinished ones."""
         is_admitted = asyncio.Event()
         choices = [self._choice(index, request, is_admitted) for index, request in enumerate(self._requests)]
         return choices[0] if len(choices) == 1 else fan_in(choices)

@@ -369,7 +369,7 @@ class GenerationService:
 
 
 def _check_free(use: ToolUse, answer: Grammar | None) -> None:
-    """Raise `RequestError` for what only a grammar of calls can promise."""
+    """Raise `RequestError` if the request needs a grammar of calls."""
     is_strict = any(function.strict for function in use.callable_) or len(use.callable_) < len(use.tools)
     if use.is_required or is_strict or not use.is_parallel or answer is not None:
         raise RequestError(

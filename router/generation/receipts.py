@@ -86,7 +86,7 @@ def read_receipt(value: object) -> Receipt:
 
 
 def check_receipt(receipt: Receipt) -> bool:
-    """Return whether the signature is right for `public_key`. Whose key it is, the reader has to know."""
+    """True if the signature is right for `public_key`. The reader must know whose key it is."""
     try:
         key = Ed25519PublicKey.from_public_bytes(base64.b64decode(receipt.public_key, validate=True))
         key.verify(base64.b64decode(receipt.signature, validate=True), receipt.signed_bytes())

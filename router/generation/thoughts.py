@@ -25,7 +25,7 @@ class _MessagePart(Enum):
 
 
 class HarmonyReader:
-    """Says of each token of an answer whether it is thought, answer or a call.
+    """Sorts the tokens of an answer into thoughts, answer and calls.
 
     A message is a head, up to `<|message|>`, that names a channel and perhaps a recipient, and a text up to the next
     mark. Messages on the channel analysis are thoughts, messages to a function are calls. The head may name channel and
@@ -91,7 +91,7 @@ class HarmonyReader:
 
 
 class ThoughtReader:
-    """Says of each token of an answer whether it is thought or answer; its marks are neither."""
+    """Sorts the tokens of an answer into thought and answer; marks are neither."""
 
     spelled = ""  # no text replaces a mark
 

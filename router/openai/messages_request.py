@@ -67,7 +67,7 @@ class MessagesRequest(ForeignFields):
         if plain_content(self.system).text:
             chat.add("system", {"role": "system", "content": self.system})
         for rank, message in enumerate(self.messages):
-            _say(chat, message, f"messages.{rank}")
+            _add_message(chat, message, f"messages.{rank}")
         if not chat.messages:
             raise RequestError("messages have no content; send a text at least.", param="messages")
         return chat
@@ -97,7 +97,7 @@ def _is_begun(message: dict[str, Any]) -> bool:
     return message["role"] == "assistant" and has_text and not message.get("tool_calls")
 
 
-def _say(chat: ForeignChat, message: dict[str, Any], name: str) -> None:
+def _add_message(chat: ForeignChat, message: dict[str, Any], name: str) -> None:
     """Add one message to the chat, where each result of a tool is a message of its own."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(content, list):

@@ -118,7 +118,7 @@ class ChatMessageFields(Body):
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it.
 
-        The arguments of calls are objects there, not JSON texts, as far as they are any; `developer` is `system`.
+        The arguments of calls become objects if they are valid JSON; the role `developer` becomes `system`.
         """
         fields = self.model_dump(exclude_none=True, exclude=_SAID_ELSEWHERE)
         fields["role"] = str(_TEMPLATE_ROLES.get(self.role, self.role))

@@ -112,10 +112,10 @@ class ChatCompletionRequest(ChatPromptFields, GenerationFields):
 
 
 def check_what_is_asked(messages: list[ChatMessageFields]) -> None:
-    """Raise RequestError for instructions, or a last user's turn after all answers, that are not read whole.
+    """Raise RequestError if the instructions, or the user's last turn after all answers, have an unsupported part.
 
-    Earlier turns are history, which the client cannot change: a note replaces their unsupported parts. So it does in a
-    user's turn that comes with results of tools, where agents send the pictures of a result.
+    Earlier turns are history, which the client cannot change: a note replaces their unsupported parts. The same holds
+    for a user's turn that comes with results of tools, since agents send the pictures of a result there.
     """
     roles = [message.role for message in messages]
     first = next((rank for rank, role in enumerate(roles) if role not in _INSTRUCTIONS), len(roles))

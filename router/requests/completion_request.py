@@ -11,7 +11,7 @@ from router.requests.body import Body
 from router.requests.chat_request import ChatPromptFields, Messages
 from router.requests.generation_fields import MAX_LOGPROBS, GenerationFields, Int, PromptLimit, TokenLimitOrZero
 
-MAX_PROMPTS = 4096  # that are looked at; fewer are answered
+MAX_PROMPTS = 4096  # of one body; the number of choices bounds them further
 
 _TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
 _TOKENS_SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -20,7 +20,7 @@ _PROMPT_SCHEMA = {"anyOf": [_TEXT_SCHEMA, _TOKENS_SCHEMA, _SEVERAL_SCHEMA]}
 
 
 def _check_prompt(value: object) -> object:
-    """A text, token ids, or a list of either; pydantic's message for such a union names everything but the fault."""
+    """Check a text, token ids, or a list of either; pydantic's error for such a union does not name the fault."""
     if isinstance(value, str):
         return _refuse_empty(value, "prompt")
     if not isinstance(value, list):

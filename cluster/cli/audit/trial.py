@@ -48,7 +48,7 @@ class Trial:
         self.sentence = ""
 
     def draws(self, num_others: int = 0, *, is_planned: bool = True) -> DrawEvidence:
-        """Return a new part for draws from distributions; one that is not planned for has no size of its own."""
+        """Return a new part for draws from distributions; without `is_planned` the audit plans no number of them."""
         part = DrawEvidence(num_others)
         self._parts.append(part)
         if is_planned:
@@ -63,7 +63,7 @@ class Trial:
         return part
 
     def drop(self, part: Evidence) -> None:
-        """Leave a part that cannot have draws out of the plan."""
+        """Remove a part from the plan, since it cannot have draws."""
         self._planned.remove(part)
 
     def hits(self, rate: float = FAULT_RATE) -> HitEvidence:

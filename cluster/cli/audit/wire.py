@@ -70,7 +70,7 @@ async def _parts(response: httpx.Response) -> AsyncIterator[bytes]:
 
 
 async def whole(response: httpx.Response) -> httpx.Response:
-    """Return an answer once all of it is there; of its headers only the time to wait."""
+    """Return a whole answer, without its headers except for the time to wait."""
     headers = {"retry-after": response.headers.get("retry-after", "")}
     return httpx.Response(
         response.status_code, headers=headers, content=b"".join([each async for each in _parts(response)])

@@ -11,7 +11,7 @@ from keyword import iskeyword
 
 from router.requests.tools import NAME_PATTERN
 
-# A text in quotes, where a model writes line breaks as they are, since the templates it learned from do.
+# A text in quotes. Models write raw line breaks in it, as the templates do that they learned from.
 _LINES_IN_TEXTS = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 _LINE_END = re.compile(r"\\.|[\n\r]", re.DOTALL)
 
@@ -20,7 +20,7 @@ def _on_one_line(quoted: re.Match[str]) -> str:
     return _LINE_END.sub(lambda found: {"\n": "\\n", "\r": "\\r"}.get(found[0], found[0]), quoted[0])
 
 
-# A text in quotes, or the name of a call: tools may have names that Python has not.
+# A text in quotes, or the name of a call: tools may have names that Python does not allow.
 _NAMES = re.compile(rf"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|({NAME_PATTERN})\(""", re.DOTALL)
 _STAND_IN = "_outrider_tool_"
 

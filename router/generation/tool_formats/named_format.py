@@ -124,7 +124,7 @@ class _ValueParser:
 
 @dataclass(frozen=True, slots=True)
 class NamedFormat(WholeFormat):
-    """Calls of `call_head`, arguments with their names by `key_form`, separated by commas, and `close`.
+    """Calls with `call_head`, arguments separated by commas, each named by `key_form`, and `close`.
 
     In a grammar values are JSON, which every parser accepts in addition to its own form; texts are between `quote`.
     """

@@ -124,7 +124,7 @@ class _Document:
         return self._schema(value) if isinstance(value, dict) else value
 
     def _name_keys(self, node: Schema) -> None:
-        """Say `propertyNames` by properties or patterns, where these can; the compiler refuses any other by name."""
+        """Replace `propertyNames` by properties or patterns if possible; the compiler refuses any other by name."""
         names = self._resolved(node.get("propertyNames", True))
         keys, limits = [names["const"]] if "const" in names else names.get("enum"), names.keys() - _ANNOTATIONS
         kinds, rest = names.get("type", "string"), node.get("additionalProperties", True)
@@ -188,7 +188,7 @@ def _leave_out_annotations(node: Schema) -> None:
 
 
 def _name_bounds(node: Schema) -> None:
-    """Say exclusive bounds as newer drafts do: in draft 4 and OpenAPI 3.0 they are true or false."""
+    """Write exclusive bounds as newer drafts do; in draft 4 and OpenAPI 3.0 they are true or false."""
     for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if isinstance(node.get(exclusive), bool):
             is_exclusive = node.pop(exclusive)
