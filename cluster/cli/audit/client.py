@@ -40,10 +40,10 @@ COMPLETIONS, CHAT = "/completions", "/chat/completions"
 _BUSY = (429, 503)
 _NO_ENDPOINT = (404, 405, 501)
 _WHOLE_WORD = re.compile(r" \w+")  # merges do not cross its space
-# Servers apply defaults of their own (a top_k of 40, a checkpoint's top_p), so each is switched off by name. What a
-# server refuses is left out. A seed is drawn for each request.
+# Servers apply defaults of their own (a top_k of 40, a checkpoint's top_p), so each is switched off by name;
+# llama.cpp has `repeat_penalty`. What a server refuses is left out. A seed is drawn for each request.
 _OPTIONAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-_OPTIONAL |= {"repetition_penalty": 1.0, "return_token_ids": True, "seed": 1}
+_OPTIONAL |= {"repetition_penalty": 1.0, "repeat_penalty": 1.0, "return_token_ids": True, "seed": 1}
 
 
 def seeds_from(start: int) -> Iterator[int]:

@@ -18,7 +18,7 @@ from cluster.cli.audit.client import Budget, seeds_from
 from cluster.cli.audit.trial import Verdict
 from protos.errors import ConfigError
 from tests.cluster.cli.audit import toy_server
-from tests.cluster.cli.audit.toy_server import MODEL, VOCABULARY, ToyServer, softmax
+from tests.cluster.cli.audit.toy_server import MODEL, VOCABULARY, ToyServer, softmax, tokens_of
 
 # Each fault with the check that must find it. A whole audit of the toy takes some 2,600 requests.
 FOUND_BY = {
@@ -97,6 +97,19 @@ async def test_a_server_with_steep_distributions_is_no_fault(monkeypatch: pytest
     monkeypatch.setattr(toy_server, "top_of", toy_server.top_of.__wrapped__)
     results = await audit(ToyServer().app, checks_of("top-p", "top-k", "min-p"))
     assert {result.verdict for result in results.values()} <= {Verdict.HOLDS, Verdict.CANNOT_TELL}
+
+
+async def test_a_servers_own_penalty_is_switched_off():
+    """llama.cpp's server applies the checkpoint's, unless `repeat_penalty` says otherwise."""
+    toy = ToyServer()
+
+    async def complete(request: Request) -> Response:
+        body = await request.json()
+        penalty = {} if body.get("repeat_penalty") == 1.0 else {"presence_penalty": 1.0}
+        return toy.answer({**body, **penalty, "busy": 1}, tokens_of(body["prompt"]))
+
+    results = await audit(app_of(complete), checks_of("second-ask", "later-tokens"))
+    assert {result.verdict for result in results.values()} == {Verdict.HOLDS}
 
 
 async def test_a_small_budget_leaves_checks_without_a_verdict():
