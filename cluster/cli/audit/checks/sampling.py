@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from cluster.cli.audit.wire import Answer, NoVerdictError
 _LEAST_DRAWS = 512  # whatever the planned fault takes
 _PATH = 4  # tokens of an answer
 _FILTERS = ("top_p", "top_k", "min_p")
+_SHORT_WORDS = re.compile(r"\w{1,3}( \w{1,3})+")
 
 Prefix = tuple[str, ...]
 ClaimOf = Callable[[Prediction, Prefix], Claim | None]
@@ -119,7 +121,8 @@ async def _penalized(audit: Audit, trial: Trial, name: str, penalty: Callable[[i
     def claim_of(plain: Prediction, prefix: Prefix, in_prompt: Callable[[str], int]) -> Claim | None:
         return weighted_claim(plain, lambda token, prob: math.exp(-penalty(prefix.count(token) + in_prompt(token))))
 
-    readings = [partial(claim_of, in_prompt=count) for count in (lambda token: 0, prompt.text.count)]
+    words = Counter(re.findall(r" ?\w+", prompt.text))
+    readings = [partial(claim_of, in_prompt=count) for count in (lambda token: 0, words.__getitem__)]
     setting = Setting(prompt, name, 1.0, readings[0])
     await _draw_paths(audit.server, trial, trial.least_of(2), setting, readings, is_first=True)
 
@@ -257,7 +260,7 @@ def _weigh(trial: Trial, part: LeastEvidence, answer: Answer, prefix: Prefix, cl
 
 
 async def _most_repeating(audit: Audit) -> Prompt:
-    """Return the prompt with the most probable repetition of its likeliest token."""
+    """Return the prompt of short words, each a token, with the most probable repetition of its likeliest token."""
 
     async def share(prompt: Prompt) -> float:
         answer = await audit.server.ask(prompt.text, max_tokens=1, temperature=0.0, logprobs=1)
@@ -267,8 +270,8 @@ async def _most_repeating(audit: Audit) -> Prompt:
         token, prob = prompt.first.named[0]
         return 0.0 if after is None else prob * dict(after.named).get(token, 0.0)
 
-    prompts = audit.open_prompts(99)
+    prompts = [each for each in audit.open_prompts(99) if _SHORT_WORDS.fullmatch(each.text)]
     shares = await all_of(share(prompt) for prompt in prompts)
-    if max(shares) < 0.02:  # share of texts that begin with a token twice
+    if max(shares, default=0.0) < 0.02:  # share of texts that begin with a token twice
         raise NoVerdictError("no prompt makes the model repeat a token")
     return prompts[shares.index(max(shares))]

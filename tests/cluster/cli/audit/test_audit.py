@@ -100,7 +100,7 @@ async def test_a_server_with_steep_distributions_is_no_fault(monkeypatch: pytest
 
 
 async def test_a_servers_own_penalty_is_switched_off():
-    """llama.cpp's server applies the checkpoint's, unless `repeat_penalty` says otherwise."""
+    """llama.cpp's server applies the checkpoint's, unless the request has `repeat_penalty: 1.0`."""
     toy = ToyServer()
 
     async def complete(request: Request) -> Response:
@@ -109,6 +109,14 @@ async def test_a_servers_own_penalty_is_switched_off():
         return toy.answer({**body, **penalty, "busy": 1}, tokens_of(body["prompt"]))
 
     results = await audit(app_of(complete), checks_of("second-ask", "later-tokens"))
+    assert {result.verdict for result in results.values()} == {Verdict.HOLDS}
+
+
+async def test_penalties_may_count_the_prompt(monkeypatch: pytest.MonkeyPatch):
+    """llama.cpp counts its tokens. Here "w1" is a part of each word, and no token of the prompt."""
+    monkeypatch.setattr("cluster.cli.audit.audit.PROMPTS", ("w19 w12 w19 w12 w19",))
+    toy = ToyServer(counts_prompt=True)
+    results = await audit(toy.app, checks_of("presence", "frequency"))
     assert {result.verdict for result in results.values()} == {Verdict.HOLDS}
 
 

@@ -155,7 +155,7 @@ class ToySampler:
             in_step = 0
             while in_step <= NUM_DRAFTS and len(made) < limit:
                 if in_step == 0 or self.fault != "penalties by step":
-                    self.counted = list(made)
+                    self.counted = [*(self.prompt if self.body.get("counts_prompt") else ()), *made]
                 context = [*self.prompt, *made]
                 shown = tuple(context[-2:])
                 if self.fault.startswith("bonus") and in_step == NUM_DRAFTS and len(made) > 3:
@@ -176,9 +176,10 @@ class ToySampler:
 class ToyServer:
     """The application, its cache of answers and its counters."""
 
-    def __init__(self, fault: str = "") -> None:
+    def __init__(self, fault: str = "", *, counts_prompt: bool = False) -> None:
         assert fault in ("", *FAULTS), fault
         self.fault = fault
+        self.counts_prompt = counts_prompt  # in penalties
         self.cached: dict[str, list[str]] = {}
         self.num_open = 0
         self.num_tokens = 0
@@ -205,7 +206,9 @@ class ToyServer:
         self.num_open += 1
         await asyncio.sleep(0)  # others come in
         try:
-            return self.answer({**body, "busy": self.num_open}, tokens_of(body["prompt"]))
+            return self.answer(
+                {**body, "busy": self.num_open, "counts_prompt": self.counts_prompt}, tokens_of(body["prompt"])
+            )
         finally:
             self.num_open -= 1
 
