@@ -73,7 +73,12 @@ def _speculation(pong: Pong) -> Iterable[Family]:
         "position",
         {str(position): number for position, number in enumerate(drafts.num_accepted_tokens_per_pos)},
     )
-    yield _counters("spec_decode_passes", "Passes of sequences by shape of draft.", "shape", drafts.num_passes_by_shape)
+    yield _counters(
+        "spec_decode_passes",
+        "Passes of sequences by shape of draft: none, a chain, a block (a chain of one pass) or a tree.",
+        "shape",
+        drafts.num_passes_by_shape,
+    )
     yield _gauge(
         "spec_decode_acceptance_length",
         "Mean tokens per pass with drafts, the recovered or bonus token included.",

@@ -41,20 +41,22 @@ class Draft:
     `parents` makes the tokens the nodes of a tree: the index of each token's parent, -1 for a child of the committed
     tokens. A parent comes before its children, and siblings keep the order of their draws. It is empty for a chain.
 
-    `source` is None if the deployment's own model or head drafted.
+    `source` is None if the deployment's own model or head drafted. `is_block` if one pass gave the distributions of all
+    its positions.
     """
 
     token_ids: tuple[int, ...] = ()
     distributions: tuple[SparseDistribution, ...] = ()
     parents: tuple[int, ...] = ()
     source: DraftSource | None = field(default=None, compare=False)
+    is_block: bool = field(default=False, compare=False)
 
     def head(self, num_tokens: int) -> Draft:
         """Return the draft of the first `num_tokens` tokens, again a chain or a tree."""
         if num_tokens >= len(self.token_ids):
             return self
         token_ids, parents = self.token_ids[:num_tokens], self.parents[:num_tokens]
-        return Draft(token_ids, self.distributions[:num_tokens], parents, self.source)
+        return Draft(token_ids, self.distributions[:num_tokens], parents, self.source, self.is_block)
 
     def path(self, node: int) -> tuple[int, ...]:
         """Return the tokens from the root down to `node`, including it; empty for -1."""
@@ -72,7 +74,9 @@ class Draft:
                 nodes.append(node)
         has_distributions = len(self.distributions) == len(self.token_ids)
         distributions = tuple(self.distributions[node] for node in nodes) if has_distributions else ()
-        return Draft(tuple(self.token_ids[node] for node in nodes), distributions, source=self.source)
+        return Draft(
+            tuple(self.token_ids[node] for node in nodes), distributions, source=self.source, is_block=self.is_block
+        )
 
     @property
     def depth(self) -> int:

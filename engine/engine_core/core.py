@@ -370,7 +370,7 @@ class EngineCore:
             if (report := scheduled.sequence.report) is not None:
                 method = counters.method_of(draft, scheduled.sequence)
                 reason = plain_reason(scheduled, draft, is_class_open=planning.is_open(scheduled.sequence))
-                drafter = f"{method}:tree" if draft.shape == "tree" else method
+                drafter = method if draft.shape in ("none", "chain") else f"{method}:{draft.shape}"
                 report.record(token_sources(draft, outcome, method), drafter, reason)
 
     @timed("commit_s")

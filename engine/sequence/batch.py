@@ -7,7 +7,7 @@ forbidden token, and extended for free while the grammar allows only one text.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from engine.batch.draft import NO_DRAFT, Draft, depths
@@ -78,10 +78,12 @@ class CheckedDraft(NamedTuple):
 
     @property
     def shape(self) -> str:
-        """The shape that the model computes: none, chain or tree."""
+        """The shape that the model computes: none, a chain, a block (a chain of one pass) or a tree."""
         if self.num_valid == 0:
             return "none"
-        return "tree" if self.draft.parents and self.num_valid > 1 else "chain"
+        if self.draft.parents and self.num_valid > 1:
+            return "tree"
+        return "block" if self.draft.is_block else "chain"
 
     @property
     def is_cut(self) -> bool:
@@ -129,14 +131,13 @@ def constrain(checked: CheckedDraft, max_tokens: int, matcher: GrammarMatcher) -
     num_allowed = matcher.num_allowed(checked.token_ids)
     if distributions and num_allowed < len(token_ids):
         num_kept = num_allowed + 1
-        kept = Draft(token_ids[:num_kept], distributions[:num_kept], source=checked.draft.source)
-        return checked._replace(draft=kept, num_valid=num_allowed)
+        return checked._replace(draft=checked.draft.head(num_kept), num_valid=num_allowed)
     # Nothing was drawn after the kept tokens, so forced tokens may follow.
     kept_ids = token_ids[:num_allowed]
     forced_ids = matcher.forced_ids(kept_ids, max_tokens - num_allowed)
     drafted_ids = (*kept_ids, *forced_ids[: matcher.num_allowed((*kept_ids, *forced_ids)) - num_allowed])
     forced_distributions = tuple(one_hot(token_id) for token_id in drafted_ids[num_allowed:]) if distributions else ()
-    drafted = Draft(drafted_ids, (*distributions, *forced_distributions), source=checked.draft.source)
+    drafted = replace(checked.draft, token_ids=drafted_ids, distributions=(*distributions, *forced_distributions))
     return checked._replace(draft=drafted, num_valid=len(drafted_ids), num_forced=len(drafted_ids) - num_allowed)
 
 

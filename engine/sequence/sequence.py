@@ -179,7 +179,7 @@ class TokenReport:
         self._plain: Counter[PlainReason] = Counter()
 
     def record(self, sources: Seq[str], drafter: str, reason: PlainReason | None) -> None:
-        """Count one pass: with drafts of `drafter`, a method or its trees, or without drafts for `reason`."""
+        """Count one pass: with drafts of `drafter`, a method, its blocks or trees, or without drafts for `reason`."""
         self.sources = tuple(sources)
         if reason is None:
             self._drafted[drafter] += 1

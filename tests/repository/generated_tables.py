@@ -59,7 +59,7 @@ def sample_metrics() -> MetricTexts:
         num_prefix_queried_tokens=0,
         num_prefix_hit_tokens=0,
         num_preemptions=0,
-        drafts=DraftStats(1, 1, 1, (1,)),
+        drafts=DraftStats(1, 1, 1, (1,), num_passes_by_shape={"chain": 1}),
         times=StepTimes(),
         speedups={"model-greedy": 1.0},
         classes=(ClassStats("model", "greedy-free", (1,), (1,)),),

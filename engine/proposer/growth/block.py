@@ -26,6 +26,8 @@ class Blocks:
 
     def grow(self, chains: Seq[Chain], sampler: ChainSampler) -> None:
         """Choose position by position, since penalties and grammars of a row depend on the drafts before it."""
+        for chain in chains:
+            chain.is_block = True
         for depth in range(max(self.num_drafts, default=0)):
             growing = [row for row, num in enumerate(self.num_drafts) if depth < num]
             grown = [chains[row] for row in growing]
@@ -34,6 +36,8 @@ class Blocks:
 
     def branch(self, trees: Seq[Tree], sampler: TreeSampler) -> None:
         """Grow level by level; all nodes of a level share one position of the block."""
+        for tree in trees:
+            tree.is_block = True
         for depth in range(max(self.num_drafts, default=0)):
             growing = [row for row, num in enumerate(self.num_drafts) if depth < num and trees[row].level]
             if growing:

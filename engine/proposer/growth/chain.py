@@ -45,6 +45,7 @@ class Chain:
     ) -> None:
         self.sequence = sequence
         self.num_wanted = num_wanted
+        self.is_block = False  # all its positions come from one pass
         self.distributions: list[SparseDistribution] = []
         self.block_table = block_table
         self._token_ids: list[int] = []  # 0 for tokens that the host has not read yet
@@ -113,7 +114,7 @@ class Chain:
             token_ids = (*token_ids[: self._num_finite], IMPOSSIBLE_ID)
             if distributions:
                 distributions = (*distributions[: self._num_finite], one_hot(IMPOSSIBLE_ID))
-        return Draft(token_ids, distributions)
+        return Draft(token_ids, distributions, is_block=self.is_block)
 
     def next_row(self) -> LogitsRow:
         """Return `row` with the grammar's mask."""

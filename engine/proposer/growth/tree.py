@@ -160,6 +160,7 @@ class Tree:
         self._shape = shape
         self._max_nodes = max_nodes
         self.max_depth = max_depth
+        self.is_block = False  # all its levels come from one pass
         self._nodes: list[TreeNode] = []
         self._computed: list[int] = []
         self._overflowed: list[int] = []  # nodes whose logits were not finite
@@ -237,6 +238,7 @@ class Tree:
             tuple(child.token_id for child in children),
             tuple(child.distribution for child in children if child.distribution is not None),
             tuple(parents),
+            is_block=self.is_block,
         )
 
     def _chosen(self) -> list[int]:

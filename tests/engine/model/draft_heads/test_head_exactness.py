@@ -79,6 +79,7 @@ BLOCKS = {
     "xpress": BlockShape(has_refiner=True),
 }
 HEADS = (*map(str, HeadKind), "dflash2", "xpress")  # the last two are of kind dflash
+ONE_PASS = (HeadKind.MEDUSA, HeadKind.PEAGLE, *BLOCKS)
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.7),
@@ -354,6 +355,8 @@ def test_a_head_changes_no_token(
     if not setup.adaptive:  # which counts the time, and may soon draft nothing
         assert stats.drafts.num_accepted_tokens > (5 if setup.methods or kind in BLOCKS else 10)
     assert (stats.num_preemptions > 0) is (setup.num_blocks < 20)
+    if setup.tree is None:
+        assert ("block" in stats.drafts.num_passes_by_shape) is (kind in ONE_PASS)
     if setup.num_repeats > 1:
         assert stats.num_prefix_hit_tokens > 0
     if kind in oracles:

@@ -97,6 +97,8 @@ def test_one_pass_drafts_what_the_model_computes_after_masks_and_changes_no_toke
     assert all(checked)
     assert core.stats().drafts.num_accepted_tokens > 10
     assert core.stats().num_preemptions > 0
+    shapes = core.stats().drafts.num_passes_by_shape
+    assert shapes["block" if tree is None else "tree"] > 10
 
 
 def test_greedy_text_is_the_same_under_rejection(folders: Folders) -> None:
