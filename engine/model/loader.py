@@ -25,6 +25,7 @@ from engine.model.checkpoint.completeness import READING_ERRORS, refuse_incomple
 from engine.model.checkpoint.dequantize import FLOATS, unread_weights
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.hub import fetch_model
+from engine.model.checkpoint.mimo import register_mimo
 from engine.model.checkpoint.node_memory import check_memory
 from engine.model.checkpoint.reading_progress import reported_reading
 from engine.model.checkpoint.scheme import SECTIONS, Scheme, scheme_of
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 _LEAST_BYTES = {Quantization.INT8: 1.0, Quantization.INT4: 0.5}  # of a weight in memory
 _NUMBERS = {"I64", "I32", "U8", "BOOL"}  # of buffers, which keep their dtype
+
+register_mimo()
 
 
 def load_model(

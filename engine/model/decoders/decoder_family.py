@@ -135,6 +135,7 @@ _DENSE = {
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
+    "mimo": _LLAMA,
     "cwm": _PLAIN,
     "internlm3": _PLAIN,
     "phi3": _PLAIN,

@@ -6,8 +6,8 @@ transformers skips them when it loads the model. Each module is one layer; modul
     state(k) p = block(W [enorm(embed(t(p+1+k))) ; hnorm(state(k-1) p)])    logits of t(p+2+k)
 
 transformers knows the published names (`model.layers.{L}.enorm`, `.hnorm`, `.eh_proj`, `.shared_head.norm`; `mtp.fc`,
-`mtp.pre_fc_norm_*` and others) and makes the blocks of the target's own classes. `published_mtp` reads a module that
-was trained further and is published alone.
+`mtp.pre_fc_norm_*` and others) and makes the blocks of the target's own classes; `engine.model.checkpoint.mimo` knows
+MiMo's. `published_mtp` reads a module that was trained further and is published alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from engine.model.resident_memory import leave_checkpoint
 from engine.recurrent.stock_functions import keeps_states
 from protos.errors import ConfigError
 
-_MtpModel: Any = MtpModel  # its decorators hide its signatures
 _ATTENTION = "full_attention"
 _COUNT_NAMES = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 
@@ -129,7 +128,8 @@ def load_mtp(target: PreTrainedModel, device: torch.device, max_modules: int | N
         config.mtp_layer_types = [_ATTENTION] * num_layers  # as Qwen publishes it
     target._keys_to_ignore_on_load_unexpected = _published_names(target, num_layers)  # where MtpModel looks for them
     try:
-        model = _MtpModel.from_pretrained(target, device_map={"": target.device})
+        mtp_class: Any = getattr(target, "mtp_class", MtpModel)
+        model = mtp_class.from_pretrained(target, device_map={"": target.device})
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"draft.kind is 'mtp', but the MTP layer of {target.config.name_or_path!r} cannot be loaded: {error}"
