@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from actors.settings import DraftSettings, PairSettings
+from actors.target.code_draft import check_code
 from engine.model.loader import load_config
 from engine.model.runner.outline import check_outline
 from engine.proposer.vocab_mapping.choice import choose_vocabulary
@@ -14,13 +15,15 @@ def check_start(settings: PairSettings, *, is_on_gpu: bool) -> list[str]:
     """Check that a pair can start, as far as the headers of its files show; return notes about the target.
 
     Raises:
-        ConfigError: the target, its head or a draft cannot be served here, or they do not fit each other.
+        ConfigError: the target, its head, a draft or its code cannot be served here, or they do not fit each other.
     """
     engine = settings.engine
     max_model_len = engine.scheduler.max_model_len
     outline = check_outline(engine.model, engine.cache, max_model_len, engine.head, is_on_gpu=is_on_gpu)
     if outline.keeps_states:
         check_target(engine)
+    if settings.draft.code:
+        check_code(settings.draft.code)
     for each in settings.of_drafts.values():
         _check_draft(settings, each.draft, is_on_gpu=is_on_gpu)
     return outline.notes

@@ -75,7 +75,9 @@ def proposer_of(name: str) -> Proposer:
     try:
         proposer: Proposer = getattr(importlib.import_module(module), class_name)()
     except Exception as error:  # whatever the class does
-        raise ConfigError(f"draft.code {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+        is_absent = isinstance(error, ModuleNotFoundError) and module.split(".")[0] == (error.name or "").split(".")[0]
+        remedy = "; install it, or name its folder in PYTHONPATH where the pairs run" if is_absent else ""
+        raise ConfigError(f"draft.code {name!r} cannot be loaded: {type(error).__name__}: {error}{remedy}") from error
     missing = [method for method in _METHODS if not callable(getattr(proposer, method, None))]
     if missing:
         raise ConfigError(f"draft.code {name!r} has no {', '.join(missing)}; a proposer has {', '.join(_METHODS)}")

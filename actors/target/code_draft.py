@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from actors.channel.channel_proposer import ChannelProposer
 from actors.channel.draft_link import DRAFT_SOCKET
@@ -46,25 +47,7 @@ class CodeDraft(ChannelProposer):
     def _started(self) -> subprocess.Popen[str]:
         self._socket.unlink(missing_ok=True)
         self._num_before = self.stats.num_connections
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "actors.draft.code_process", str(self._socket), self._name],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None, "it is a pipe"
-        timer = threading.Timer(_LOAD_TIMEOUT_S, process.kill)
-        timer.start()
-        report = process.stdout.readline().strip()
-        timer.cancel()
-        process.stdout.close()
-        if report == READY:
-            return process
-        process.kill()
-        process.wait()
-        late = f"draft.code {self._name!r} was not loaded within {_LOAD_TIMEOUT_S:.0f} s, or its process ended"
-        raise ConfigError(report or late)
+        return _start(self._socket, self._name)
 
     def _watch(self) -> None:
         pause_s = self._pause_s
@@ -97,3 +80,38 @@ class CodeDraft(ChannelProposer):
                 continue
             logger.error("the process of draft.code %s ended with code %d", self._name, code)
             return ran_s
+
+
+def check_code(name: str, timeout_s: float = _LOAD_TIMEOUT_S) -> None:
+    """Load the class `name` in a process of its own, as a pair does, and end the process.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    with TemporaryDirectory() as folder:
+        process = _start(Path(folder) / DRAFT_SOCKET, name, timeout_s)
+        process.kill()
+        process.wait()
+
+
+def _start(socket: Path, name: str, timeout_s: float = _LOAD_TIMEOUT_S) -> subprocess.Popen[str]:
+    """Return the process of the class `name` when it listens at `socket`; raises ConfigError if it cannot be loaded."""
+    paths = (*filter(None, sys.path), os.getcwd())  # the present folder last, so that it hides no module
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "actors.draft.code_process", str(socket), name],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None, "it is a pipe"
+    timer = threading.Timer(timeout_s, process.kill)
+    timer.start()
+    report = process.stdout.readline().strip()
+    timer.cancel()
+    process.stdout.close()
+    if report == READY:
+        return process
+    process.kill()
+    process.wait()
+    raise ConfigError(report or f"draft.code {name!r} was not loaded within {timeout_s:g} s, or its process ended")

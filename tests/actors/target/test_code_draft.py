@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from actors.draft.code_process import ChainsOf
-from actors.target.code_draft import CodeDraft
+from actors.target.code_draft import CodeDraft, check_code
 from engine.accounting.engine_stats import DraftStats
 from engine.batch.draft import Draft, SparseDistribution
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
@@ -60,6 +60,10 @@ class NoProposer:
 class NoStart(Echo):
     def __init__(self):
         raise ValueError("no table")
+
+class NoEnd(Echo):
+    def __init__(self):
+        time.sleep(1000)
 """
 RunTexts = tuple[dict[str, tuple[int, ...]], DraftStats]
 
@@ -190,6 +194,12 @@ def test_what_is_no_proposer_is_refused_by_name_at_the_start(name: str, said: st
 def test_the_start_reports_what_the_process_says(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no table"):
         CodeDraft(tmp_path / "sockets", "my_drafters:NoStart")
+
+
+@pytest.mark.usefixtures("classes")
+def test_a_check_of_a_class_that_loads_for_ever_ends() -> None:
+    with pytest.raises(ConfigError, match="'my_drafters:NoEnd' was not loaded within 5 s"):
+        check_code("my_drafters:NoEnd", timeout_s=5.0)
 
 
 def test_no_distribution_of_a_class_is_believed() -> None:

@@ -120,6 +120,40 @@ def test_what_a_start_would_refuse_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert "GiB of memory are needed" in " ".join(capsys.readouterr().err.split())
 
 
+DRAFTERS = """
+class Silent:
+    def open(self, sequence): ...
+    def commit(self, sequences): ...
+    def close(self, request_id): ...
+    def propose(self, queries): ...
+
+class NoStart(Silent):
+    def __init__(self):
+        raise ValueError("no table")
+
+class NoProposer: ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("my_drafters:Silent", ""),
+        ("my_drafter:Silent", "No module named 'my_drafter'; install it, or name its folder in PYTHONPATH where"),
+        ("my_drafters:Silence", "AttributeError: module 'my_drafters' has no attribute 'Silence'"),
+        ("my_drafters:NoStart", "'my_drafters:NoStart' cannot be loaded: ValueError: no table"),
+        ("my_drafters:NoProposer", "has no open, propose, commit, close; a proposer has open, propose, commit, close"),
+    ],
+)
+def test_a_class_that_drafts_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, code: str, said: str
+):
+    (tmp_path / "my_drafters.py").write_text(DRAFTERS)
+    monkeypatch.chdir(tmp_path)
+    assert check(tmp_path, draft={"kind": "python", "code": code}) == bool(said)
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
 def check_model(folder: Path, config: PreTrainedConfig, **settings: object) -> int:
     """Check a deployment of a tiny model of this configuration, without drafts."""
     write_family(folder / "model", config)
