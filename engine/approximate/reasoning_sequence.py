@@ -99,6 +99,7 @@ class ReasoningSequence:
         self.is_at_boundary = True
         self.is_ending = False  # the draft would end the reasoning after the submitted step
         self.is_proposed = False  # the step is in the current pass
+        self._planned: tuple[int, int] | None = None  # drafts and nodes of an exact pass, while a step takes their room
         self._num_draft_sequences = 0
         self.draft_sequence = self.new_draft_sequence()
 
@@ -136,8 +137,10 @@ class ReasoningSequence:
         self.phase = Phase.SCORE
         self.is_ending = is_ending
         del self.draft_sequence.token_ids[self.base_len + num_tokens :]
-        self.sequence.is_held = False
-        self.sequence.draft_allowance = num_tokens + num_suffix_tokens
+        sequence = self.sequence
+        sequence.is_held = False
+        self._planned = sequence.draft_allowance, sequence.node_allowance
+        sequence.draft_allowance, sequence.node_allowance = num_tokens + num_suffix_tokens, 0
 
     def release(self) -> None:
         """Let the target write the next step."""
@@ -145,10 +148,16 @@ class ReasoningSequence:
         self.base_len = len(self.sequence.token_ids)
         self.is_at_boundary = False
         self.sequence.is_held = False
-        self.sequence.draft_allowance = self.sequence.num_draft_tokens
+        self._restore()
+
+    def _restore(self) -> None:
+        if self._planned is not None:
+            self.sequence.draft_allowance, self.sequence.node_allowance = self._planned
+            self._planned = None
 
     def record(self, *, is_accepted: bool) -> None:
-        """Count the current step as accepted or rejected."""
+        """Count the current step as accepted or rejected; the next pass has the drafts that were planned before it."""
+        self._restore()
         num_tokens = len(self.step_ids) if is_accepted else 0
         self.sequence.step_stats = self.stats + StepStats(1, int(is_accepted), num_tokens)
 

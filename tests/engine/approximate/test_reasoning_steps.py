@@ -24,7 +24,7 @@ from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.proposer import Proposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
-from engine.sequence.batch import ScheduledSequence
+from engine.sequence.batch import DraftQuery, ScheduledSequence
 from engine.sequence.sequence import Sequence
 from protos.errors import RequestError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationParams, StepStats, VerifyMode
@@ -304,3 +304,23 @@ def test_steps_are_drafted_inside_the_markers_alone(pair: Folders, tokenizer: To
         engine = new_engine(pair.target, new_drafter(pair.draft), replace(ANYWHERE, think=("<think>", "</think>")))
         run(engine, [replace(asked, prompt_token_ids=prompt)])
         assert (engine.stats().reasoning.num_accepted > 0) is is_drafted
+
+
+@pytest.mark.parametrize("steps", [BEST_ONLY, replace(ANYWHERE, max_steps=1)], ids=["rejected", "the last one"])
+def test_drafts_after_a_step_are_as_long_as_before_it(
+    pair: Folders, steps: StepConfig, monkeypatch: pytest.MonkeyPatch
+):
+    drafter, asked_for = new_drafter(pair.draft), []
+    propose = drafter.propose
+
+    def noted(queries: Seq[DraftQuery]) -> list[Draft]:
+        asked_for.extend(each.max_draft_tokens for each in queries if "/step-" not in each.sequence.request_id)
+        return propose(queries)
+
+    monkeypatch.setattr(drafter, "propose", noted)
+    engine = new_engine(pair.target, drafter, steps)
+    (asked,) = requests(approximate=(True,))
+    run(engine, [asked])
+    assert engine.stats().reasoning.num_accepted + engine.stats().reasoning.num_rejected > 0
+    assert len(asked_for) > 3
+    assert max(asked_for) == K
