@@ -195,6 +195,7 @@ class StepConfig:
 
 MAX_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 64
+MASK_KEYS = ("pard_token", "ptd_token_id")  # in the configuration of a draft model that drafts in one pass
 
 
 class TreeKind(StrEnum):

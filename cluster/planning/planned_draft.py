@@ -11,7 +11,7 @@ from cluster.checkpoints import resolve_model_path
 from cluster.deploy_file import read_deploy_file
 from cluster.planning.roofline import ModelShape
 from engine.accounting.acceptance import RANK_ACCEPTANCE
-from engine.config import ModelDtype, Quantization
+from engine.config import MASK_KEYS, ModelDtype, Quantization
 from engine.model.checkpoint.weight_files import read_config, read_mapping
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod
@@ -61,7 +61,7 @@ class PlannedDraft:
         if kind is SpeculationMethod.MODEL:
             if path is None:
                 raise ConfigError("a plan with a draft model needs --draft, its folder or a public model")
-            is_parallel = "pard_token" in _config_of(path)
+            is_parallel = not _config_of(path).keys().isdisjoint(MASK_KEYS)
             return cls(ModelShape.of(path, dtype), is_one_pass=is_parallel)
         return _head(kind, path, target) if kind.can_branch else None
 
@@ -94,7 +94,9 @@ def _head(kind: SpeculationMethod, path: str | None, target: ModelShape) -> Plan
         shape = replace(dense, num_layers=_USUAL_LAYERS.get(kind, 1))
     section = {**config, **(config.get("dflash_config") or {})}
     num_rows = section.get("block_size")
-    max_drafts = num_rows - 1 if isinstance(num_rows, int) and num_rows > 1 else None
+    is_usual = kind is SpeculationMethod.DSPARK and not section.get("dspark_bonus_anchor")
+    is_anchor_drafting = bool(section.get("sample_from_anchor", is_usual))  # the first row drafts too
+    max_drafts = num_rows - (not is_anchor_drafting) if isinstance(num_rows, int) and num_rows > 1 else None
     return PlannedDraft(replace(shape, has_tied_head=True), kind in _ONE_PASS, max_drafts=max_drafts)
 
 

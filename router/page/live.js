@@ -88,12 +88,19 @@ function acceptanceByClass(samples) {
   ]);
 }
 
+// Heads and drafts from the text have no process.
+function draftProcess(samples, replica) {
+  const states = samplesOf(samples, "outrider_draft_connected").filter(({ labels }) => (labels.replica ?? "") === replica);
+  if (!states.length) return "none";
+  return states.every(({ value }) => value > 0) ? "connected" : "away";
+}
+
 function showCluster(samples) {
-  const names = { running: "outrider_num_requests_running", waiting: "outrider_num_requests_waiting", hits: "outrider_prefix_cache_hits", queries: "outrider_prefix_cache_queries", kv: "outrider_kv_cache_usage", draft: "outrider_draft_connected", length: "outrider_spec_decode_acceptance_length" };
+  const names = { running: "outrider_num_requests_running", waiting: "outrider_num_requests_waiting", hits: "outrider_prefix_cache_hits", queries: "outrider_prefix_cache_queries", kv: "outrider_kv_cache_usage", length: "outrider_spec_decode_acceptance_length" };
   const by = Object.fromEntries(Object.entries(names).map(([key, name]) => [key, sumBy(samples, name, "replica")]));
   fillTable(byId("pairs"), ["pair", "running", "waiting", "KV in use", "", "prompt tokens cached", "tokens per pass", "draft process"], [...by.running.keys()].map((replica) => [
     replica || "0", by.running.get(replica), by.waiting.get(replica) ?? 0, percent(by.kv.get(replica) ?? 0, 1), meter(by.kv.get(replica), `KV in use of pair ${replica}`),
-    percent(by.hits.get(replica), by.queries.get(replica)), (by.length.get(replica) ?? 1).toFixed(2), by.draft.get(replica) ? "connected" : "none",
+    percent(by.hits.get(replica), by.queries.get(replica)), (by.length.get(replica) ?? 1).toFixed(2), draftProcess(samples, replica),
   ]));
   const rows = [...sumBy(samples, "outrider_router_decisions", "basis")].map(([basis, count]) => [`decided by ${basis}`, count]);
   const reuse = percent(sum(samples, "outrider_router_hit_blocks"), sum(samples, "outrider_router_achievable_blocks"));

@@ -36,7 +36,11 @@ def check(
     _check_start(file.config)
     if full:
         _compare_models(file.config)
-    report(f"{deploy_file} is valid: model {file.config.model_id!r}")
+    default, *others = map(str, file.config.offered_methods)
+    report(
+        f"{deploy_file} is valid: model {file.config.model_id!r}, drafts by {default}; requests may choose "
+        f"{', '.join(others)}"
+    )
     if quality:
         _report_quality(file.config, quality)
 

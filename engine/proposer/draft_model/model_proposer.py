@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.accounting.engine_stats import TranslationCounts
 from engine.batch.draft import NO_DRAFT, Draft
-from engine.config import CacheConfig, ModelConfig, SchedulerConfig, TreeConfig
+from engine.config import MASK_KEYS, CacheConfig, ModelConfig, SchedulerConfig, TreeConfig
 from engine.kv_cache.block_manager import BlockManager
 from engine.model.loader import load_config, tokenizer_file
 from engine.model.runner.model_runner import ModelRunner
@@ -33,8 +33,6 @@ from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sequence.batch import DraftQuery
 from engine.sequence.sequence import RequestTokens
 from protos.errors import ConfigError
-
-_MASK_IDS = ("pard_token", "ptd_token_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +254,7 @@ def _mask_id(path: str, vocab_size: int, translation: Translation | None) -> int
         ConfigError: the model has no such token, or another vocabulary than the target.
     """
     config = load_config(path)
-    found = next((value for name in _MASK_IDS if (value := getattr(config, name, None)) is not None), None)
+    found = next((value for name in MASK_KEYS if (value := getattr(config, name, None)) is not None), None)
     if found is None:
         return None
     if not isinstance(found, int) or not 0 <= found < vocab_size:
