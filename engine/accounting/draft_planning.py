@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
@@ -51,11 +52,13 @@ class DraftPlanning:
         """Update the policy with a committed pass, then set the draft lengths of the next one."""
         if self.policy is None:
             return
+        began_s = time.perf_counter()
         self.policy.on_pass(record)
         # After a pass issued ahead, the earlier plan is still unused, unless yet another pass is underway.
         if not record.is_ahead or record.is_followed:
             sequences = [each.sequence for each in record.passes]
             set_lengths(self.policy, [each for each in sequences if each.status is SequenceStatus.RUNNING])
+        self.policy.charge(time.perf_counter() - began_s)
 
     def _goodput(self, method: str, kind: str) -> float | None:
         return None if self.policy is None else self.policy.goodput(method, kind)

@@ -123,6 +123,10 @@ class LengthPolicy:
         self._is_speculating = True
         self._next_plan, self._num_skipped = self._step, 0
 
+    def charge(self, seconds: float) -> None:
+        """Record the time of the policy's own work after a pass: drafts have to gain it too."""
+        self._gates.planning_s.append(seconds)
+
     def on_pass(self, record: PassRecord) -> None:
         """Learn from a pass; call it once per pass, before `sizes`."""
         passes = [each for each in record.passes if each.outcome.is_exact]

@@ -11,6 +11,7 @@ of the pause. Longer pauses would miss the repeating texts among others (SmolLM2
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -162,10 +163,12 @@ class SpeculationGates:
 
     Attributes:
         batch_size: sequences of the pass that `is_open` is about.
+        planning_s: the seconds of recent plans; classes with drafts pay the median.
     """
 
     def __init__(self, costs: CostModel) -> None:
         self.batch_size = 1
+        self.planning_s = deque([0.0], maxlen=9)
         self._costs = costs
         self._gates: dict[str, SpeculationGate] = {}
 
@@ -193,6 +196,7 @@ class SpeculationGates:
         expected_s, shares = self._costs.drafts.seconds(requested), self._costs.drafts.shares(requested)
         waited_s = record.times.draft_s
         draft_s = min(waited_s, _MAX_SURPRISE * expected_s) if expected_s > 0.0 else waited_s
+        planning_s = sorted(self.planning_s)[len(self.planning_s) // 2]
         for name, part in members.items():
             share = 0.0
             for each in part:
@@ -200,7 +204,7 @@ class SpeculationGates:
                     drafter = drafter_of(each.sequence, is_tree=each.scheduled.max_tree_nodes > 0)
                     share += each.num_requested / requested[drafter].num_tokens * shares[drafter]
             step = self._class_step(record, part, draft_s, share * draft_s, num_steps)
-            step = replace(step, catch_up_s=share * (waited_s - draft_s))
+            step = replace(step, seconds=step.seconds + share * planning_s, catch_up_s=share * (waited_s - draft_s))
             is_drafting = is_speculating and any(each.num_requested for each in part)
             self._gate(name).observe(step, len(record.passes), is_drafting=is_drafting)
 

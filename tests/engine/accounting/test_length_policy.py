@@ -14,6 +14,7 @@ from engine.accounting.draft_cost import RequestedDrafts
 from engine.accounting.draft_planning import set_lengths
 from engine.accounting.length_allocation import Allocation, allocate
 from engine.accounting.length_policy import LengthPolicy
+from engine.accounting.record import PassRecord
 from engine.accounting.speculation_gate import ClassStep, SpeculationGate, class_of
 from tests.engine.fixtures.builders import pass_record, sequence_pass
 from tests.engine.fixtures.pairs.simulated_pair import (
@@ -128,6 +129,21 @@ def test_no_drafts_are_asked_for_where_they_lose_but_probes() -> None:
     late = pair.lengths[100:]
     assert sum(length > 0 for length in late) <= len(late) / 50 + 3
     assert sum(late) < 0.02 * 8 * len(late)
+
+
+@pytest.mark.parametrize(("planning_s", "is_worth"), [(0.0, True), (0.004, False)])
+def test_drafts_have_to_gain_the_time_of_their_plans(planning_s: float, is_worth: bool) -> None:
+    """A pass takes 10 ms, and a draft gains 30%."""
+
+    class Planning(LengthPolicy):
+        def on_pass(self, record: PassRecord) -> None:
+            self.charge(planning_s)
+            super().on_pass(record)
+
+    pair = SimulatedPair(lambda index, step: 0.3, ROOFLINE, noise=0.0, request_tokens=10_000)
+    pair.run(1, 800, Planning(4, MAX_DRAFTS))
+    share = sum(length > 0 for length in pair.lengths[300:]) / 500
+    assert share > 0.9 if is_worth else share < 0.5
 
 
 def test_another_draft_is_not_judged_by_the_one_before() -> None:
