@@ -47,19 +47,24 @@ def run_streams(url: str, bodies: Seq[Body], timeout_s: float) -> Streams:
 
 
 async def _run(url: str, bodies: Seq[Body]) -> Streams:
-    parts = urlsplit(url)
-    requests = [_Request(parts.netloc, parts.path, body) for body in bodies]
-    loop = asyncio.get_running_loop()
     began = time.perf_counter()
-    for request in requests:
-        await loop.create_connection(lambda each=request: each, parts.hostname, parts.port)  # type: ignore[arg-type,misc]
+    requests = [await post(url, body) for body in bodies]
     await asyncio.gather(*(request.has_ended for request in requests))
     seconds = time.perf_counter() - began
     return Streams([list(request.events(began)) for request in requests], seconds)
 
 
+async def post(url: str, body: Body) -> EventRequest:
+    """POST a body to `url` and return the request; await its `has_ended` before its events."""
+    parts = urlsplit(url)
+    request = EventRequest(parts.netloc, parts.path, body)
+    assert parts.hostname is not None, "an address of a server"
+    await asyncio.get_running_loop().create_connection(lambda: request, parts.hostname, parts.port or 80)
+    return request
+
+
 @dataclass(eq=False)
-class _Request(asyncio.Protocol):
+class EventRequest(asyncio.Protocol):
     """A request on a connection of its own, which the server closes after the answer."""
 
     host: str
