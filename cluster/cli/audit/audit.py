@@ -162,6 +162,8 @@ async def _run(check: Check, audit: Audit, threshold: float, why: str | None) ->
     try:
         if why is not None:
             raise NoVerdictError(why)
+        if audit.server.budget.num_failures:
+            await audit.server.find_again()
         await check.run(audit, trial)
         reason = None if trial.is_enough() else "too few draws for the stated power"
     except NoVerdictError as error:

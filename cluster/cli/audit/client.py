@@ -195,6 +195,12 @@ class Server:
             return None
         return response.text if response.status_code == 200 else None
 
+    async def find_again(self) -> None:
+        """Forget the failures so far if the server answers now."""
+        with suppress(NoVerdictError):
+            await fetch(self.http, "GET", f"{self.url}/models", None, min(10.0, self.left_s))
+            self.budget.num_failures = 0
+
     @property
     def left_s(self) -> float:
         """The longest time of a request."""

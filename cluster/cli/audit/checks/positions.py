@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cluster.cli.audit.checks.sampling import top_sentence
 from cluster.cli.audit.client import Server
@@ -79,13 +80,14 @@ async def company(audit: Audit, trial: Trial) -> None:
     """Compare answers alone with answers among 16 other requests."""
     prompts = [prompt.text for prompt in audit.open_prompts(8)]
     part, draws, seen = trial.hits(), trial.draws(is_planned=False), dict[tuple[str, ...], str]()
+    single = replace(audit.server, max_choices=1)  # llama.cpp waits until all choices of a request find a slot
     alone = [await _greedy(audit.server, text) for text in prompts]
     others = [asyncio.ensure_future(_keep_busy(audit.server, rank)) for rank in range(16)]
     try:
         while not trial.is_enough():
             for text, before in zip(prompts, alone, strict=True):
                 compare_greedy(trial, part, before, await _greedy(audit.server, text))
-            for answer in await _paths(audit.server, prompts[0]):
+            for answer in await _paths(single, prompts[0]):
                 add_path_draws(trial, draws, answer, seen)
     finally:
         for other in others:

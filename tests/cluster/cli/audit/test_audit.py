@@ -145,9 +145,12 @@ async def test_two_servers_without_logprobs_are_compared_by_pairs_of_draws():
     assert results["two-distributions"].verdict is Verdict.HOLDS
 
 
-def app_of(complete: Callable[[Request], Any]) -> Starlette:
-    models = Route("/v1/models", lambda request: JSONResponse({"data": [{"id": MODEL}]}))
-    return Starlette(routes=[models, Route("/v1/completions", complete, methods=["POST"])])
+async def _models(request: Request) -> Response:
+    return JSONResponse({"data": [{"id": MODEL}]})
+
+
+def app_of(complete: Callable[[Request], Any], models: Callable[[Request], Any] = _models) -> Starlette:
+    return Starlette(routes=[Route("/v1/models", models), Route("/v1/completions", complete, methods=["POST"])])
 
 
 def fixed(answer: Response) -> Starlette:
@@ -175,19 +178,29 @@ async def test_a_server_that_gives_no_answers_gets_a_sentence_and_no_verdict(app
         assert words in result.sentence
 
 
-async def test_a_server_that_stops_answering_ends_the_audit_with_a_sentence():
+@pytest.mark.parametrize("is_back", [False, True])
+async def test_checks_after_a_silence_try_the_server_again(is_back: bool):
     toy, num_left = ToyServer(), 40
 
     async def complete(request: Request) -> Response:
         nonlocal num_left
         num_left -= 1
-        if num_left < 0:
+        if -4 <= num_left < 0 or (num_left < 0 and not is_back):
             raise httpx.ReadError("gone")
         return await toy.complete(request)
 
-    results = await audit(app_of(complete), CHECKS)
+    async def models(request: Request) -> Response:
+        if num_left < 0 and not is_back:
+            raise httpx.ReadError("gone")
+        return JSONResponse({"data": [{"id": MODEL}]})
+
+    results = await audit(app_of(complete, models), checks_of("usage", "max-tokens", "stops", "top-k", "second-ask"))
     assert not any(result.verdict is Verdict.FOUND for result in results.values())
-    assert "has not answered 3 requests in a row" in results["later-tokens"].sentence
+    assert any("gone" in result.sentence for result in results.values())
+    if is_back:
+        assert results["second-ask"].verdict is Verdict.HOLDS
+    else:
+        assert "requests in a row" in results["second-ask"].sentence
 
 
 @pytest.mark.parametrize("status", [401, 403])
