@@ -1,6 +1,7 @@
-"""A change of load: one stream, then many, then one again, and how soon the speed has its later value.
+"""Loads of a number of streams: a steady one, and a change from one stream to many and back.
 
-A seat asks again as soon as its answer ends. One seat is taken all the time, the others in the second third.
+A seat asks again as soon as its answer ends, so the number of streams is constant, and a stream that ends early leaves
+no gap. In a change of load one seat is taken all the time, the others in the second third.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from bench.contenders.event_streams import Body, EventRequest, post
 
@@ -33,6 +34,21 @@ class Phase:
     followed_s: float
 
 
+def run_steady(url: str, bodies: Iterator[Body], num_streams: int, seconds: float) -> float:
+    """Return the tokens per second of a steady load, without its first quarter.
+
+    First answers have different lengths, so that later ones begin one by one.
+
+    Raises:
+        RuntimeError: an answer is an error.
+        TimeoutError: the run has not ended within `TIMEOUT_S`.
+    """
+    began = time.perf_counter()
+    seats = asyncio.run(asyncio.wait_for(_run_steady(url, bodies, num_streams, seconds), TIMEOUT_S))
+    counted = (number for seat in seats for at, number in _arrivals(seat, began) if seconds / 4 <= at < seconds)
+    return sum(counted) / (0.75 * seconds)
+
+
 def run_change(url: str, bodies: Iterator[Body], num_streams: int, phase_s: float) -> list[Phase]:
     """Run the three phases, of `phase_s` each, with requests from `bodies`.
 
@@ -52,23 +68,37 @@ def run_change(url: str, bodies: Iterator[Body], num_streams: int, phase_s: floa
     return [_phase(everywhere, span, number) for span, number in zip(pairwise(bounds), numbers, strict=True)]
 
 
+async def _run_steady(url: str, bodies: Iterator[Body], num_streams: int, seconds: float) -> list[list[EventRequest]]:
+    began_s = _now()
+    firsts = [next(bodies) for _ in range(num_streams)]
+    for index, body in enumerate(firsts, 1):
+        body["max_tokens"] = max(1, body["max_tokens"] * index // num_streams)
+    seats = (_sit(url, chain([body], bodies), began_s, began_s + seconds) for body in firsts)
+    return await asyncio.gather(*seats)
+
+
 async def _run(url: str, bodies: Iterator[Body], num_streams: int, phase_s: float) -> list[list[EventRequest]]:
-    now = asyncio.get_running_loop().time
-
-    async def sit(begin_s: float, end_s: float) -> list[EventRequest]:
-        await asyncio.sleep(begin_s - now())
-        requests = []
-        while now() < end_s:
-            requests.append(await post(url, next(bodies)))
-            await requests[-1].has_ended
-        return requests
-
-    began_s = now()
+    began_s = _now()
     back_s = began_s + 2 * phase_s
     first, *others = await asyncio.gather(
-        sit(began_s, back_s), *(sit(began_s + phase_s, back_s) for _ in range(num_streams - 1))
+        _sit(url, bodies, began_s, back_s),
+        *(_sit(url, bodies, began_s + phase_s, back_s) for _ in range(num_streams - 1)),
     )
-    return [first + await sit(now(), now() + phase_s), *others]
+    return [first + await _sit(url, bodies, _now(), _now() + phase_s), *others]
+
+
+async def _sit(url: str, bodies: Iterator[Body], begin_s: float, end_s: float) -> list[EventRequest]:
+    """Send one request after the other, and return all of them."""
+    await asyncio.sleep(begin_s - _now())
+    requests = []
+    while _now() < end_s:
+        requests.append(await post(url, next(bodies)))
+        await requests[-1].has_ended
+    return requests
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _arrivals(requests: Seq[EventRequest], began: float) -> Iterator[tuple[float, int]]:

@@ -4,7 +4,9 @@
         --texts spec_bench_question.jsonl --streams 1 8 --rounds 6
 
 Two servers without Ray: one plans each pass, the other has fixed lengths (`speculation.adaptive: false`). Only one of
-them works at a time. Every run has a `cache_salt` of its own, so no run finds the texts of another.
+them works at a time. A run is a steady load of some seconds: batches that begin together are no load that servers see,
+and the last stream of a batch decides its speed. Every run has a `cache_salt` of its own, so no run finds the texts of
+another.
 
 With `--change` each run is one stream, then `--streams`, then one again (`bench.served.load_change`). With `--wrong`
 the draft costs the same and is never right.
@@ -21,18 +23,18 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
-from itertools import count, cycle
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import yaml
 from safetensors.torch import load_file, save_file
 
-from bench.contenders.contender import ContenderRun, Prompts
-from bench.contenders.event_streams import Body, run_streams
+from bench.contenders.contender import Prompts
+from bench.contenders.event_streams import Body
 from bench.contenders.prompts import held_out_prompts, recorded_prompts
 from bench.served.application import ServedApplication
-from bench.served.load_change import Phase, run_change
+from bench.served.load_change import Phase, run_change, run_steady
 
 FOLDER = Path(".cache/planner")
 PORT = 8140  # of the first server; the second has the next one
@@ -81,39 +83,37 @@ class Way:
 
 
 class Runner:
-    """Runs prompts at once through one of the ways; `salts` numbers the runs."""
+    """Runs prompts through one of the ways; `salts` numbers the runs."""
 
     def __init__(self, num_tokens: int, temperature: float) -> None:
         self._num_tokens, self._temperature = num_tokens, temperature
         self._salts = count()
 
-    def speed(self, way: Way, prompts: Prompts) -> float:
-        """Return tokens per second of all streams together, prefill included."""
-        fields = self._fields(way)
-        bodies = [{**fields, "prompt": prompt, "seed": index} for index, prompt in enumerate(prompts)]
-        streams = run_streams(f"{way.url}/v1/completions", bodies, 600.0)
-        run = ContenderRun.of_streams(
-            streams,
-            lambda event: [token for each in event.data.get("choices", ()) for token in each["token_ids"] or ()],
-        )
-        return run.tokens_per_second
+    def speed(self, way: Way, prompts: Prompts, num_streams: int, seconds: float) -> float:
+        """Return tokens per second of all streams together under a steady load, prefill included."""
+        return run_steady(f"{way.url}/v1/completions", self._bodies(way, prompts), num_streams, seconds)
 
     def phases(self, way: Way, prompts: Prompts, num_streams: int, phase_s: float) -> list[Phase]:
-        """Return the speeds under a changing load; no request finds the text of another."""
-        bodies = ({**self._fields(way), "prompt": prompt, "seed": index} for index, prompt in enumerate(cycle(prompts)))
-        return run_change(f"{way.url}/v1/completions", bodies, num_streams, phase_s)
+        """Return the speeds under a changing load."""
+        return run_change(f"{way.url}/v1/completions", self._bodies(way, prompts), num_streams, phase_s)
 
-    def _fields(self, way: Way) -> Body:
-        return {
-            "model": "bench",
-            "max_tokens": self._num_tokens,
-            "temperature": self._temperature,
-            "stream": True,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "cache_salt": f"{way.name} {next(self._salts)}",
-            "speculation": way.speculation,
-        }
+    def _bodies(self, way: Way, prompts: Prompts) -> Iterator[Body]:
+        """Yield requests; a prompt that comes again does not find its earlier answer."""
+        run = next(self._salts)
+        for lap in count():
+            for index, prompt in enumerate(prompts):
+                yield {
+                    "model": "bench",
+                    "prompt": prompt,
+                    "max_tokens": self._num_tokens,
+                    "temperature": self._temperature,
+                    "seed": index,
+                    "stream": True,
+                    "ignore_eos": True,
+                    "return_token_ids": True,
+                    "cache_salt": f"{way.name} {run} {lap}",
+                    "speculation": way.speculation,
+                }
 
 
 def main() -> None:
@@ -150,7 +150,7 @@ def _change(
     prompts = _prompts(args.target, text, 4 * num_streams)
     runner = Runner(args.tokens, temperature)
     for _ in range(args.warm):
-        runner.speed(ways[1], prompts[:num_streams])
+        runner.speed(ways[1], prompts, num_streams, args.seconds)
     found: dict[str, list[list[Phase]]] = {way.name: [] for way in ways}
     for index in range(args.rounds):
         for way in [*ways[index % len(ways) :], *ways[: index % len(ways)]]:
@@ -174,16 +174,16 @@ def _change(
 
 
 def _race(ways: Seq[Way], args: argparse.Namespace, text: str, num_streams: int, temperature: float) -> Iterator[Row]:
-    prompts = _prompts(args.target, text, num_streams * (args.rounds + args.warm))
-    parts = [prompts[start : start + num_streams] for start in range(0, len(prompts), num_streams)]
+    prompts = _prompts(args.target, text, 4 * num_streams * (args.rounds + 1))
+    parts = [prompts[start :: args.rounds + 1] for start in range(args.rounds + 1)]
     runner = Runner(args.tokens, temperature)
-    for part in parts[args.rounds :]:  # the planner learns from other texts of the same kind
-        runner.speed(ways[1], part)
-    runner.speed(ways[-1], parts[-1])
+    for _ in range(args.warm):  # the planner learns from other texts of the same kind
+        runner.speed(ways[1], parts[-1], num_streams, args.seconds)
+    runner.speed(ways[-1], parts[-1], num_streams, args.seconds)
     speeds: dict[str, list[float]] = {way.name: [] for way in ways}
     for index, part in enumerate(parts[: args.rounds]):
         for way in [*ways[index % len(ways) :], *ways[: index % len(ways)]]:
-            speeds[way.name].append(runner.speed(way, part))
+            speeds[way.name].append(runner.speed(way, part, num_streams, args.seconds))
     for way in ways:
         own = speeds[way.name]
         ratios = [speed / plain for speed, plain in zip(own, speeds[PLAIN], strict=True)]
@@ -272,7 +272,8 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--fixed", type=int, nargs="+", default=[2, 4, 8], help="fixed lengths")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--rounds", type=int, default=6, help="in turn; ratios are within a round")
-    parser.add_argument("--warm", type=int, default=4, help="runs of the planner before the first round")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each run of a steady load")
+    parser.add_argument("--warm", type=int, default=2, help="runs of the planner before the first round")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each server")
     parser.add_argument("--json", type=Path, help="file for the rows")
     return parser.parse_args()

@@ -7,11 +7,11 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import repeat
+from itertools import count, repeat
 
 import pytest
 
-from bench.served.load_change import run_change
+from bench.served.load_change import run_change, run_steady
 
 NUM_STREAMS = 4
 PHASE_S = 1.0
@@ -45,12 +45,20 @@ class _StreamHandler(BaseHTTPRequestHandler):
 @pytest.fixture
 def url() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _StreamHandler)
+    _StreamHandler.slow_until = 0.0
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}/v1/completions"
     server.shutdown()
     server.server_close()
     thread.join()
+
+
+def test_a_steady_load_has_the_speed_of_all_its_streams(url: str) -> None:
+    _StreamHandler.slow_until = 1e-9  # never
+    one, many = (run_steady(url, ({"max_tokens": 8} for _ in count()), number, 2.0) for number in (1, NUM_STREAMS))
+    assert one < 100  # a token in 10 ms
+    assert 2 * one < many < 100 * NUM_STREAMS
 
 
 def test_each_phase_has_its_streams_and_a_late_speed_is_seen(url: str) -> None:
