@@ -134,13 +134,19 @@ class HeadKind(StrEnum):
         """True if the head has its own KV; prefill replicas must then compute it too."""
         return self not in (HeadKind.MEDUSA, HeadKind.SELF)
 
+    @property
+    def has_own_layers(self) -> bool:
+        """True if the head's files have layers, whose weights may have fewer bits than the target's."""
+        return self in (HeadKind.EAGLE3, HeadKind.PEAGLE, HeadKind.DFLASH, HeadKind.DSPARK)
+
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
     """A head and its folder or Hub id; `path` is None for heads made of the target's own weights (self, mostly mtp).
 
     SELF drafts with the target's weights in another `quantization`, with its first `num_layers` layers, or both. MTP
-    drafts with its first `num_layers` layers, or all.
+    drafts with its first `num_layers` layers, or all. EAGLE3, PEAGLE, DFLASH and DSPARK round their own weights to
+    `quantization`; NONE is the target's.
     """
 
     kind: HeadKind

@@ -46,8 +46,7 @@ class PlannedDraft:
     ) -> PlannedDraft | None:
         """Return a draft of `kind` for `target`; None if it comes from the text and costs nothing.
 
-        A head without a `path` has the usual size of its kind, in the target's dtype. `num_layers` are of the target's
-        own weights.
+        A head without a `path` has the usual size of its kind. `num_layers` are of the target's own weights.
 
         Raises:
             ConfigError: a file is unreadable or lacks sizes, or a draft model has no path.
@@ -63,7 +62,7 @@ class PlannedDraft:
                 raise ConfigError("a plan with a draft model needs --draft, its folder or a public model")
             is_parallel = not _config_of(path).keys().isdisjoint(MASK_KEYS)
             return cls(ModelShape.of(path, dtype), is_one_pass=is_parallel)
-        return _head(kind, path, target) if kind.can_branch else None
+        return _head(kind, path, replace(target, dtype=dtype)) if kind.can_branch else None
 
     @property
     def weight_bytes(self) -> float:

@@ -32,7 +32,9 @@ MODEL_KINDS = tuple(method for method in SpeculationMethod if method.can_branch)
 NAME_PATTERN = "[a-z][a-z0-9_]{0,31}"  # no hyphen: it parts a method from a class of requests
 _OWN_WEIGHTS = (SpeculationMethod.MTP, SpeculationMethod.SELF)
 _KINDS_WITH_PATH = tuple(kind for kind in MODEL_KINDS if kind not in _OWN_WEIGHTS)
-_OWN_KEYS = {SpeculationMethod.SELF: {"quantization", "num_layers"}, SpeculationMethod.MTP: {"num_layers"}}
+_OWN_KEYS = {SpeculationMethod.SELF: {"quantization", "num_layers"}, SpeculationMethod.MTP: {"num_layers"}} | {
+    SpeculationMethod(kind): {"quantization"} for kind in HeadKind if kind.has_own_layers
+}
 _KINDS = tuple(m for m in SpeculationMethod if m not in (SpeculationMethod.HYBRID, SpeculationMethod.AUTO))
 
 
@@ -72,10 +74,11 @@ class DraftSection(Section):
 
     `kind` model is a second model. medusa, eagle3, peagle, dflash, dspark and mtp are heads on the target's hidden
     states, in the target's process, dtype, device and threads; they have their own files at `path`, and mtp without it
-    is all such layers of the target's checkpoint, or the first `num_layers`. ngram drafts from the text itself, suffix
-    from the text and earlier ones under the same cache_salt. self is the target's own weights in its process, over its
-    own KV: in `quantization` (int4 if neither key is set), only the first `num_layers` layers, or both. python is a
-    class of yours (`code: module:Class`), in its own process. none is plain decoding.
+    is all such layers of the target's checkpoint, or the first `num_layers`. `quantization` rounds the layers of
+    eagle3, peagle, dflash and dspark; none is the target's. ngram drafts from the text itself, suffix from the text and
+    earlier ones under the same cache_salt. self is the target's own weights in its process, over its own KV: in
+    `quantization` (int4 if neither key is set), only the first `num_layers` layers, or both. python is a class of yours
+    (`code: module:Class`), in its own process. none is plain decoding.
 
     A draft model may have another tokenizer (docs/speculation.md).
 
@@ -101,7 +104,7 @@ class DraftSection(Section):
             quantization = Quantization.INT4 if is_left_open else self.quantization
             return HeadConfig(HeadKind.SELF, None, quantization, self.num_layers)
         is_head = str(self.kind) in tuple(HeadKind)
-        return HeadConfig(HeadKind(self.kind), self.path, num_layers=self.num_layers) if is_head else None
+        return HeadConfig(HeadKind(self.kind), self.path, self.quantization, self.num_layers) if is_head else None
 
     def conflicts(self) -> Iterator[str]:
         if self.kind in _KINDS_WITH_PATH and self.path is None:
@@ -121,7 +124,7 @@ class DraftSection(Section):
         if self.kind is SpeculationMethod.MTP and self.path is not None and self.num_layers is not None:
             yield f"num_layers {self.num_layers} is for the target's own layers; remove it or path {self.path!r}"
         if self.num_layers is not None and self.head is None:
-            kinds = quoted(tuple(_OWN_KEYS))
+            kinds = quoted(tuple(kind for kind, keys in _OWN_KEYS.items() if "num_layers" in keys))
             yield f"num_layers is for the kinds {kinds}, and the kind is '{self.kind}'; remove one of the two"
 
 

@@ -170,6 +170,15 @@ def test_a_target_that_drafts_for_itself_does_so_in_int4_unless_it_is_told_other
     assert "needs a draft in its own process" in error_of(draft={"kind": "self"}, speculation={"mode": "async"})
 
 
+def test_heads_with_layers_of_their_own_may_have_fewer_bits():
+    for kind in ("eagle3", "peagle", "dflash", "dspark"):
+        draft = {"kind": kind, "path": "d", "quantization": "int4"}
+        assert parse_config({**MINIMAL, "draft": draft}).to_engine().head == HeadConfig(HeadKind(kind), "d", "int4")
+    assert "remove quantization" in error_of(draft={"kind": "medusa", "path": "d", "quantization": "int4"})
+    assert "remove quantization" in error_of(draft={"kind": "mtp", "quantization": "int4"})
+    assert "remove dtype" in error_of(draft={"kind": "eagle3", "path": "d", "dtype": "float32"})
+
+
 def test_model_draft_needs_a_path_and_ngram_takes_none():
     assert "needs path" in error_of(draft={"kind": "model"})
     assert "loads no model" in error_of(draft={"kind": "ngram", "path": "d"})

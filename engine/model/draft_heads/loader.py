@@ -45,7 +45,7 @@ _OF_LAYERS: dict[HeadKind, type[Eagle3Head] | type[DFlashHead]] = {
 class HeadTarget:
     """The parts of a target that heads with files of their own are made for, on the heads' device.
 
-    `quantization` is the target's; heads of layers use it too. `outline` makes the target again without numbers.
+    `quantization` is of the heads' layers. `outline` makes the target again without numbers.
     """
 
     shape: TargetShape

@@ -179,6 +179,7 @@ class ServedWeights:
         """
         if not rank.is_first:
             return load_head(config, stock, torch.device("cpu")), None
+        quantization = _head_quantization(config, quantization, device)
         if config.path is None:
             head = load_head(config, stock, device, quantization)
         else:
@@ -272,6 +273,19 @@ def usable_quantization(model: ModelConfig, device: torch.device) -> Quantizatio
             f"install), or Triton and a GPU of compute capability 8.0; the model runs on {device}; set it to 'none'"
         )
     return quantization
+
+
+def _head_quantization(head: HeadConfig, of_target: Quantization, device: torch.device) -> Quantization:
+    """Return the head's own quantization, or else the target's. Raises ConfigError as `usable_quantization` does."""
+    own = Quantization(head.quantization)
+    if not head.kind.has_own_layers or own is Quantization.NONE:
+        return of_target
+    if not can_quantize(device):
+        raise ConfigError(
+            f"draft.quantization is {str(own)!r}, which needs our kernels: on a processor with AVX2 (compiled at "
+            f"install), or Triton and a GPU of compute capability 8.0; the head runs on {device}; set it to 'none'"
+        )
+    return own
 
 
 def _layout(head: Head) -> str:

@@ -28,6 +28,7 @@ from engine.model.draft_heads.eagle3 import Eagle3Head
 from engine.model.draft_heads.loader import load_head
 from engine.model.forward_batch import UNKNOWN
 from engine.model.linear.quantized_linear import can_quantize
+from engine.model.runner import served_weights
 from engine.model.runner.model_runner import ModelRunner
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, VerifyMode
@@ -129,6 +130,34 @@ def test_the_head_of_a_quantized_target_is_quantized_with_it(
         is_known = expected > UNKNOWN
         error = (got - expected)[is_known].norm() / expected[is_known].norm()
         assert 0 < error < most
+
+
+@pytest.mark.skipif(not can_quantize(torch.device("cpu")), reason="no kernels for int4 weights here")
+def test_a_head_may_have_fewer_bits_than_its_target(
+    target: Path, tensors: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It computes as the head of an int4 target does, and the target as without it."""
+    folder = write_original(tmp_path / "head", tensors, TAPS)
+    features = random(20, len(TAPS) * HIDDEN_SIZE, seed=5)
+
+    def entered(of_target: Quantization, of_head: Quantization) -> Tensor:
+        config = HeadConfig(HeadKind.EAGLE3, str(folder), of_head)
+        runner = ModelRunner(
+            ModelConfig(str(target), "float32", quantization=of_target), CacheConfig(num_blocks=4), head=config
+        )
+        head, again = runner.head, runner.load_head(str(folder))
+        assert isinstance(head, Eagle3Head)
+        assert isinstance(again, Eagle3Head)
+        found = head.enter(features)
+        assert torch.equal(again.enter(features), found)  # a swapped one too
+        return found
+
+    none, int4 = Quantization.NONE, Quantization.INT4
+    assert torch.equal(entered(none, int4), entered(int4, none))
+    assert not torch.equal(entered(none, int4), entered(none, none))
+    monkeypatch.setattr(served_weights, "can_quantize", lambda _: False)
+    with pytest.raises(ConfigError, match=r"draft\.quantization is 'int4', which needs our kernels"):
+        entered(none, int4)
 
 
 @pytest.mark.parametrize(
