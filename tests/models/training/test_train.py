@@ -12,7 +12,7 @@ from models.training.architecture import llama_config, load_checkpoint, new_mode
 from models.training.tokens import TokenizedCorpus, WindowStream, write_rollouts
 from tuning.run import distillation_loss
 from tuning.score import penalise
-from tuning.train import Budget, PairedOptimizer, autocast, train
+from tuning.train import Budget, PairedOptimizer, _is_faster_in_bfloat16, autocast, train
 
 
 def test_training_ends_with_its_tokens_and_leaves_a_loadable_checkpoint(tmp_path: Path) -> None:
@@ -70,7 +70,21 @@ def test_rollouts_go_on_from_the_stream_half_of_them_greedily() -> None:
 def test_products_are_in_bfloat16_only_where_the_processor_is_faster_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(4, 4)
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
-    for has_amx, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+    times = {torch.float32: 2.0}
+    monkeypatch.setattr("tuning.train.product_seconds", times.get)
+    for has_amx, seconds, dtype in (
+        (True, 4.0, torch.bfloat16),
+        (False, 4.0, torch.float32),
+        (False, 1.9, torch.float32),
+        (False, 1.0, torch.bfloat16),
+    ):
         monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda has=has_amx: has)
+        times[torch.bfloat16] = seconds
+        _is_faster_in_bfloat16.cache_clear()
         with autocast(torch.device("cpu")):
             assert (x @ x).dtype is dtype
+    _is_faster_in_bfloat16.cache_clear()
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
+    with autocast(torch.device("cpu")):
+        assert (x @ x).dtype is torch.float32
+    _is_faster_in_bfloat16.cache_clear()
