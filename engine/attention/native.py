@@ -76,7 +76,7 @@ class NativePass:
     """
 
     def __init__(self, cache: KVCache, slots: Index, spans: Seq[Span]) -> None:
-        self._cache = cache
+        self._cache, self._spans = cache, spans
         self._layout = _SpanArrays(spans)
         if isinstance(slots, Tensor):
             self._slots: Tensor | array[int] = slots
@@ -90,6 +90,12 @@ class NativePass:
         for name, numbers in self._layout.arrays().items():
             setattr(call, name, numbers.buffer_info()[0])
         self.call = call
+
+    def with_logits(self) -> NativePass:
+        """Return the attention of the rows with logits, in layers whose KV of the whole pass others have stored."""
+        spans = [span.with_logits() for span in self._spans if span.num_logits]
+        no_slots = slice(0, sum(span.num_logits for span in spans))  # nothing is stored
+        return NativePass(self._cache, no_slots, spans)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         cache, call = self._cache, self.call

@@ -1,15 +1,17 @@
 """Paged attention for transformers' AttentionInterface: write a pass's new KV, then attend to the keys a row sees.
 
-Every layer of a model calls `paged_attention`, which hands the work to the `AttentionPass` that rides through the
-model's forward as a keyword. The code is plain torch and runs on any device; it is shaped for the processor: the query
+Every layer of a model calls `paged_attention`, which hands the work to the `AttentionPass` of the forward around it
+(`attending`). The code is plain torch and runs on any device; it is shaped for the processor: the query
 heads of a kv head are folded into rows of one matrix product ("packed"), so that keys are read once and never repeated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -25,9 +27,19 @@ from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache
 
 ATTENTION_NAME = "outrider_paged"
-PASS_KEYWORD = "attention_pass"
-LAYER_ATTRIBUTE = "outrider_layer"  # of a module: its layer's index in the pool, where not all layers have attention
+LAYER_ATTRIBUTE = "outrider_layer"  # of a module: its layer's index in the pool
 WINDOW_ATTRIBUTE = "outrider_window"  # of a module: the window of its mask, preferred to the one it passes
+_pass: ContextVar[AttentionPass | None] = ContextVar("attention_pass", default=None)
+
+
+@contextmanager
+def attending(attention: AttentionPass) -> Iterator[None]:
+    """Within it, the layers of this thread's forward attend by `attention`."""
+    token = _pass.set(attention)
+    try:
+        yield
+    finally:
+        _pass.reset(token)
 
 
 def paged_attention(  # the signature of transformers' AttentionInterface
@@ -41,12 +53,11 @@ def paged_attention(  # the signature of transformers' AttentionInterface
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
-    attention_pass: AttentionPass | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Compute a layer's attention: the function that every attention layer calls."""
-    if attention_pass is None:
-        raise UnsupportedAttentionError("its layers drop the keywords of the forward call")
+    attention_pass = _pass.get()
+    assert attention_pass is not None, "a forward with our attention is within `attending`"
     if position_bias is not None or attention_mask is not None:
         raise UnsupportedAttentionError("its attention adds a bias or a mask of its own")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling

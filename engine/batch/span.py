@@ -70,6 +70,10 @@ class Span(NamedTuple):
         parents = self.parents[: max(0, len(self.parents) - num_later)]
         return self._replace(token_ids=self.token_ids[step : step + 1], start=self.start + step, parents=parents)
 
+    def with_logits(self) -> Span:
+        """Return the span of the rows with logits alone; the KV of the others is in the pool."""
+        return self._replace(token_ids=self.token_ids[-self.num_logits :], start=self.end - self.num_logits)
+
     def trimmed(self, block_size: int) -> Span:
         """Return the span without the blocks after its last token."""
         num_blocks = -(-self.end // block_size)

@@ -8,6 +8,7 @@ read from them; any other mask is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from engine.attention.base import AttentionPass, LayerOptions, UnsupportedAttentionError
+from engine.attention.base import LayerOptions, UnsupportedAttentionError
 from engine.attention.torch_attention import (
     ATTENTION_NAME,
     LAYER_ATTRIBUTE,
-    PASS_KEYWORD,
     WINDOW_ATTRIBUTE,
+    attending,
     paged_attention,
 )
 from engine.kv_cache.pool import LayerShape
@@ -41,11 +42,17 @@ _STATELESS = ("mlp", "moe")  # kinds of layers that keep nothing of a text
 
 @dataclass(frozen=True, slots=True)
 class LayerRecord:
-    """One layer's attention."""
+    """One layer's attention, over keys and values that layer `source` stores: itself, or an earlier one."""
 
     layer: int
     shape: LayerShape
     options: LayerOptions
+    source: int
+
+    @property
+    def stores_kv(self) -> bool:
+        """True if its keys and values are its own."""
+        return self.source == self.layer
 
 
 @dataclass(slots=True)
@@ -53,10 +60,14 @@ class RecordingPass:
     """An `AttentionPass` that computes nothing and records the call of every layer."""
 
     records: list[LayerRecord] = field(default_factory=list)
+    _keys: list[Tensor] = field(default_factory=list)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         shape = LayerShape(num_kv_heads=key.shape[1], key_dim=key.shape[3], value_dim=value.shape[3])
-        self.records.append(LayerRecord(layer, shape, options))
+        pairs = zip(self.records, self._keys, strict=True)
+        source = next((record.layer for record, seen in pairs if seen is key), layer)
+        self.records.append(LayerRecord(layer, shape, options, source))
+        self._keys.append(key)
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
@@ -152,27 +163,43 @@ def record_layers(model: PreTrainedModel) -> ModelRecord:
     """
     recording, states, windows = RecordingPass(), RecordingStates(), dict[int, int | None]()
     recurrent = connect(model)
+    _number(model, {})
     num_tokens = 2
     longest = 1 << 20  # of the texts whose masks are checked
     length = min(max(max_positions(model.config) or longest, num_tokens), longest)
-    keywords = pass_keywords(recording, states if recurrent else None)
     positions = torch.arange(num_tokens, device=model.device)[None]
     _offer_probe(windows, length)
-    with understood(model), hollow(model):
+    with understood(model), hollow(model), attending(recording):
         model.set_attn_implementation(_PROBE_NAME)
-        output = model(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False, **keywords)
+        output = model(
+            input_ids=torch.zeros_like(positions),
+            position_ids=positions,
+            use_cache=False,
+            **state_keywords(states if recurrent else None),
+        )
         model.set_attn_implementation(ATTENTION_NAME)
     records = sorted(recording.records, key=lambda record: record.layer)
     check_layers(model, [record.layer for record in records], recurrent if states.are_complete(recurrent) else [])
     _check_windows(model, records, windows)
-    if recurrent:
-        _number(model, [record.layer for record in records])
+    kv_layers = kv_layers_of(records)
+    _number(model, {record.layer: index for record, index in zip(records, kv_layers, strict=True)})
     return ModelRecord(output.logits.shape[-1], records, states.shapes)
 
 
-def pass_keywords(attention: AttentionPass, states: StatePass | None) -> Mapping[str, object]:
-    """Return the keywords of a forward with our attention, and our recurrent layers where a model has any."""
-    return {PASS_KEYWORD: attention} | ({} if states is None else {STATE_KEYWORD: states})
+def state_keywords(states: StatePass | None) -> Mapping[str, object]:
+    """Return the keywords of a forward with our recurrent layers, where a model has any."""
+    return {} if states is None else {STATE_KEYWORD: states}
+
+
+def kv_layers_of(records: Seq[LayerRecord]) -> list[int]:
+    """Return the index in the pool of each layer's keys and values."""
+    stored = [record.layer for record in records if record.stores_kv]
+    return [stored.index(record.source) for record in records]
+
+
+def kv_shapes_of(records: Seq[LayerRecord]) -> list[LayerShape]:
+    """Return the shapes of the keys and values that layers store, first to last."""
+    return [record.shape for record in records if record.stores_kv]
 
 
 def check_layers(model: PreTrainedModel, with_attention: list[int], recurrent: list[int]) -> None:
@@ -192,11 +219,14 @@ def check_layers(model: PreTrainedModel, with_attention: list[int], recurrent: l
         raise refusal(model, f"{num_calls} calls of the attention function came from its {num_layers} layers")
 
 
-def _number(model: PreTrainedModel, layers: list[int]) -> None:
-    """Give the layers with attention their indices in the pool."""
+def _number(model: PreTrainedModel, kv_layers: Mapping[int, int]) -> None:
+    """Give the layers with attention their indices in the pool; the others, and all of an earlier count, have none."""
     for module in model.modules():
-        if (layer := getattr(module, "layer_idx", None)) in layers:
-            setattr(module, LAYER_ATTRIBUTE, layers.index(layer))
+        layer: Any = getattr(module, "layer_idx", None)
+        if layer in kv_layers:
+            setattr(module, LAYER_ATTRIBUTE, kv_layers[layer])
+        elif hasattr(module, LAYER_ATTRIBUTE):
+            delattr(module, LAYER_ATTRIBUTE)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from engine.kv_cache.state_pool import StatePool, state_bytes
 from engine.model.attention_probe import (
     LayerRecord,
     ModelRecord,
+    kv_shapes_of,
     record_layers,
     refusal,
     set_windows,
@@ -121,7 +122,7 @@ class PagedModel:
         rank.barrier()
         stock = rank.from_first(stock)
         self.vocab_size, records, self.state_shapes = stock.vocab_size, stock.layers, stock.states
-        self.layer_shapes = self.rank_shapes = [record.shape for record in records]
+        self.layer_shapes = self.rank_shapes = kv_shapes_of(records)
         self._dtype, self._device = dtype or model.dtype, rank.device or model.device
         self._padding_ids: Index | None = None
         if is_deterministic:
@@ -252,7 +253,7 @@ def _decoder(
     store: WeightStore,
 ) -> tuple[FusedDecoder | StockDecoder, list[LayerShape]]:
     """Return the decoder of `rank`, which takes over `model`, and the KV of each layer on this rank."""
-    shapes = [record.shape for record in records]
+    shapes = kv_shapes_of(records)
     make_linear, make_head = (linear_factory(quantization, dtype, is_head=is_head) for is_head in (False, True))
     is_on_gpu = model.device.type == "cuda" or reads_few_bits(model.device)
     if is_on_gpu and (is_deterministic or quantization is not Quantization.NONE or has_quantized(model)):
@@ -261,10 +262,9 @@ def _decoder(
             for is_head in (False, True)
         )
     if FusedDecoder.fits(model, rank):
-        options = [record.options for record in records]
         decoder = FusedDecoder(
             model,
-            options,
+            records,
             make_linear,
             taps,
             rank,

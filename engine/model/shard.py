@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.kv_cache.pool import LayerShape
-from engine.model.attention_probe import record_layers
+from engine.model.attention_probe import kv_shapes_of, record_layers
 from engine.model.linear.packed_linear import Linear, LinearFactory, PackedLinear, linear_of
 from engine.model.tensor_parallel import Rank, ShardStyle, not_sharded, shard_plan
 from protos.errors import ConfigError
@@ -42,7 +42,7 @@ def shard_model(model: PreTrainedModel, rank: Rank) -> list[LayerShape]:
             setattr(parent, key, nn.Parameter(_part(rank, style, child), requires_grad=False))
     module.to(rank.device)
     try:
-        return [record.shape for record in record_layers(model).layers]
+        return kv_shapes_of(record_layers(model).layers)
     except ConfigError as error:
         reason = f"its modules do not run with the shards of transformers' plan ({error.__cause__ or error})"
         raise not_sharded(model, rank.size, reason) from error

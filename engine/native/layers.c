@@ -11,23 +11,29 @@
 
 enum {
     MLP_ROWS = 128, /* rows of the MLP at a time, so that its intermediate results stay in the cache */
-    MAX_TABLES = 2, /* of rotary angles: some families have one for windows and one for all keys */
+    MAX_TABLES = 2, /* of rotary angles: for windows and for all keys, or for queries and for keys */
 };
 
 /* engine/model/decoders/native_layers.py has the same fields here and below. */
 struct layer {
     /* [hidden], or [2, hidden] with biases; NULL: no such norm. */
     const void *input_norm, *output_norm, *mlp_norm, *mlp_output_norm;
-    const void *head_norm; /* [normed heads, D] for queries, keys and perhaps values, or NULL */
-    const float *sinks;    /* [heads], or NULL */
+    const void *input_step_norm; /* of the layer's own input; NULL: no such norm, or the layer has none */
+    const void *head_norm;       /* [normed heads, D] for queries, keys and perhaps values, or NULL */
+    const float *sinks;          /* [heads], or NULL */
     struct weight qkv, output, inner, down;
+    struct weight input_gate, input_projection; /* of the layer's own input, if it has one */
     const struct mixture *mixture; /* in place of `inner` and `down`; without any of them the caller has the MLP */
     int64_t num_kv_heads, head_dim;
+    int64_t kv_layer;  /* in the pool */
+    int64_t stores_kv; /* or an earlier layer has stored it, and `qkv` are queries alone */
     int64_t num_rotated_dims; /* of a head */
     int64_t window; /* 0: none */
-    int64_t table;  /* of rotary angles; -1: positions are not encoded */
+    int64_t table;  /* of the keys' rotary angles; -1: positions are not encoded */
+    int64_t query_table;
     float scaling, softcap;
     float factor; /* of the residual stream after the layer */
+    float activation_factors[2];
 };
 
 struct decoder {
@@ -39,7 +45,9 @@ struct decoder {
     int64_t centers;           /* norms subtract the mean */
     int64_t has_norm_biases;
     int64_t is_parallel; /* the attention and the MLP read the same rows, each after its own norm if it has one */
-    int64_t activation;  /* `enum gate`: the function of an MLP without gates */
+    int64_t gates_attention; /* the last outputs of `qkv` are gates of the attention's results */
+    int64_t activation;      /* `enum gate`: the function of an MLP without gates */
+    int64_t input_function;  /* `enum gate`: of the layers' own inputs */
     int64_t is_bf16, has_bf16_norms;
     float epsilon;
     float residual_scale; /* factor of a layer's outputs in the residual stream */
@@ -49,6 +57,7 @@ struct rows {
     char *hidden; /* [T, hidden], the residual stream; updated in place */
     char *delta;  /* [T, hidden], the last output that is not yet added to it */
     char *normed; /* [T, hidden], for the rows that the caller's MLP reads, or NULL; only the last layer has such */
+    char *inputs; /* [layers, T, inputs of `input_projection`], the layers' own inputs; overwritten */
     const void *angles[MAX_TABLES]; /* [T, 2, rotated dims] */
     int64_t num_rows;
     int64_t has_delta; /* delta has a value before the first layer; after the last layer it always has */
@@ -82,6 +91,10 @@ static char *allocate_buffers(const struct decoder *d, int64_t first, int64_t la
         num_attended = max(num_attended, d->num_heads * l->head_dim);
         num_inner = max(num_inner, l->down.num_inputs);
         scratch = max_scratch(max_scratch(scratch, &l->qkv, num_rows), &l->output, num_rows);
+        if (l->input_gate.packed) {
+            num_inner = max(num_inner, l->input_projection.num_inputs);
+            scratch = max_scratch(max_scratch(scratch, &l->input_gate, mlp_rows), &l->input_projection, mlp_rows);
+        }
         if (l->mixture) scratch = max(scratch, mixture_scratch(l->mixture, num_rows));
         else scratch = max_scratch(max_scratch(scratch, &l->inner, mlp_rows), &l->down, mlp_rows);
     }
@@ -149,34 +162,55 @@ static void norm_heads(const struct decoder *d, const struct layer *l, int64_t n
     const int is_bf16 = (int)d->is_bf16, has_bf16_weight = (int)d->has_bf16_norms;
     const int64_t dim = l->head_dim, num_queries = d->num_heads * dim;
     if (!d->norms_projections) {
-        const int64_t num_normed = d->num_heads + (d->norms_values ? 2 : 1) * l->num_kv_heads;
-        outrider_norm_heads(qkv, weight, num_rows, stride, num_normed, dim, d->epsilon, is_bf16, has_bf16_weight);
+        const int64_t num_normed = d->num_heads + (d->norms_values ? 2 : 1) * (l->stores_kv ? l->num_kv_heads : 0);
+        outrider_norm_heads(qkv, weight, num_rows, stride, num_normed, dim, d->epsilon, (int)d->centers,
+                            (int)d->has_norm_biases, is_bf16, has_bf16_weight);
         return;
     }
-    outrider_norm_heads(qkv, weight, num_rows, stride, 1, num_queries, d->epsilon, is_bf16, has_bf16_weight);
+    outrider_norm_heads(qkv, weight, num_rows, stride, 1, num_queries, d->epsilon, 0, 0, is_bf16, has_bf16_weight);
     outrider_norm_heads(qkv + num_queries * (is_bf16 ? 2 : 4), weight + num_queries * (has_bf16_weight ? 2 : 4),
-                        num_rows, stride, 1, l->num_kv_heads * dim, d->epsilon, is_bf16, has_bf16_weight);
+                        num_rows, stride, 1, l->num_kv_heads * dim, d->epsilon, 0, 0, is_bf16, has_bf16_weight);
+}
+
+/* Rotates queries and keys, `num_keys` of them. */
+static void rotate(const struct decoder *d, const struct layer *l, const struct rows *r, int64_t stride,
+                   int64_t num_keys, char *qkv) {
+    const int64_t together = l->query_table == l->table ? num_keys : 0;
+    char *keys = qkv + d->num_heads * l->head_dim * (d->is_bf16 ? 2 : 4);
+    outrider_rotate(qkv, r->angles[l->query_table], r->num_rows, stride, d->num_heads + together, l->head_dim,
+                    l->num_rotated_dims, (int)d->rotates_pairs, (int)d->is_bf16);
+    if (num_keys > together)
+        outrider_rotate(keys, r->angles[l->table], r->num_rows, stride, num_keys, l->head_dim, l->num_rotated_dims,
+                        (int)d->rotates_pairs, (int)d->is_bf16);
 }
 
 /* Rotates the queries and keys of buffers->qkv and computes buffers->attended. Returns 1 if memory is short. */
 static int attend(const struct decoder *d, const struct layer *l, const struct rows *r, struct attention *a,
                   const struct buffers *buffers) {
-    const int64_t item = d->is_bf16 ? 2 : 4, dim = l->head_dim;
-    const int64_t num_rotated = d->num_heads + l->num_kv_heads, stride = (num_rotated + l->num_kv_heads) * dim;
-    const int is_bf16 = (int)d->is_bf16;
+    const int64_t item = d->is_bf16 ? 2 : 4, dim = l->head_dim, stride = l->qkv.num_outputs;
+    const int64_t num_keys = l->stores_kv ? l->num_kv_heads : 0, num_queries = d->num_heads * dim;
+    char *keys = buffers->qkv + num_queries * item, *values = keys + num_keys * dim * item;
     if (l->head_norm) norm_heads(d, l, r->num_rows, stride, buffers->qkv);
-    if (l->table >= 0)
-        outrider_rotate(buffers->qkv, r->angles[l->table], r->num_rows, stride, num_rotated, dim, l->num_rotated_dims,
-                        (int)d->rotates_pairs, is_bf16);
+    if (l->table >= 0) rotate(d, l, r, stride, num_keys, buffers->qkv);
     a->query = buffers->qkv;
-    a->new_keys = buffers->qkv + d->num_heads * dim * item;
-    a->new_values = buffers->qkv + num_rotated * dim * item;
+    a->new_keys = l->stores_kv ? keys : NULL;
+    a->new_values = values;
     a->out = buffers->attended;
     a->query_row = a->key_row = a->value_row = stride;
     a->query_head = a->key_head = a->value_head = a->key_dim = a->value_dim = dim;
     a->num_heads = l->num_kv_heads, a->group_size = d->num_heads / l->num_kv_heads;
     a->window = l->window, a->scaling = l->scaling, a->softcap = l->softcap, a->sinks = l->sinks;
-    return outrider_attend(a);
+    const int is_short = outrider_attend(a);
+    if (d->gates_attention)
+        outrider_gate_rows(values + num_keys * dim * item, buffers->attended, r->num_rows, num_queries, stride,
+                           LOGISTIC, (int)d->is_bf16);
+    return is_short;
+}
+
+/* Returns a layer's own input of the first row. */
+static char *input_of(const struct decoder *d, const struct rows *r, int64_t layer, int64_t num_rows) {
+    const int64_t size = d->layers[layer].input_projection.num_inputs * (d->is_bf16 ? 2 : 4);
+    return r->inputs + layer * num_rows * size;
 }
 
 /* Moves the kept rows to the front of `from` [T, row_bytes]. */
@@ -186,12 +220,32 @@ static void move_to_front(const struct rows *r, char *from, int64_t row_bytes) {
 }
 
 /* Drops the other rows of the last layer, after the keys and values of all rows are in the pool. */
-static void keep_rows(const struct decoder *d, const struct layer *l, struct rows *r, const struct buffers *buffers) {
+static void keep_rows(const struct decoder *d, int64_t layer, struct rows *r, const struct buffers *buffers) {
+    const struct layer *l = d->layers + layer;
     const int64_t item = d->is_bf16 ? 2 : 4;
+    if (l->input_gate.packed)
+        move_to_front(r, input_of(d, r, layer, r->num_rows), l->input_projection.num_inputs * item);
     move_to_front(r, r->hidden, d->hidden_size * item);
     move_to_front(r, buffers->attended, d->num_heads * l->head_dim * item);
     if (d->is_parallel) move_to_front(r, buffers->normed, d->hidden_size * item);
     r->num_rows = r->num_kept;
+}
+
+/* Adds the layer's own input, `inputs` [rows, its size]: hidden += delta, and then
+   delta = norm(projection(function(gate(hidden)) * input)). */
+static void add_input(const struct decoder *d, const struct layer *l, const struct rows *r, const char *inputs,
+                      const struct buffers *buffers) {
+    const int64_t row_bytes = d->hidden_size * (d->is_bf16 ? 2 : 4), size = l->input_projection.num_inputs;
+    const char *hidden = add_norm(d, r, NULL, 1, buffers->normed);
+    for (int64_t row = 0; row < r->num_rows; row += MLP_ROWS) {
+        const int64_t num_rows = min(MLP_ROWS, r->num_rows - row), row_of_inputs = row * size * (d->is_bf16 ? 2 : 4);
+        multiply(&l->input_gate, hidden + row * row_bytes, buffers->inner, num_rows, d->is_bf16, buffers->scratch);
+        outrider_gate_rows(buffers->inner, (char *)inputs + row_of_inputs, num_rows, size, size,
+                           (int)d->input_function, (int)d->is_bf16);
+        multiply(&l->input_projection, inputs + row_of_inputs, r->delta + row * row_bytes, num_rows, d->is_bf16,
+                 buffers->scratch);
+    }
+    norm_delta(d, r, l->input_step_norm);
 }
 
 /* Computes delta from x [rows, hidden]. */
@@ -206,26 +260,28 @@ static void feed_forward(const struct decoder *d, const struct layer *l, const s
         const int64_t num_rows = min(MLP_ROWS, r->num_rows - row);
         multiply(&l->inner, x + row * row_bytes, buffers->inner, num_rows, d->is_bf16, buffers->scratch);
         if (d->activation)
-            outrider_activate(buffers->inner, num_rows * l->down.num_inputs, (int)d->activation, (int)d->is_bf16);
+            outrider_activate(buffers->inner, num_rows * l->down.num_inputs, (int)d->activation, l->activation_factors,
+                              (int)d->is_bf16);
         multiply(&l->down, buffers->inner, r->delta + row * row_bytes, num_rows, d->is_bf16, buffers->scratch);
     }
 }
 
 /* Runs the layers [first, last) over the rows of a pass. `pass` has its spans and slots; `keys` and `values` are the
-   pool of each layer. Returns 0, or 1 if memory is short. */
+   pool. Returns 0, or 1 if memory is short. */
 int outrider_run_layers(const struct decoder *d, const struct attention *pass, void *const *keys, void *const *values,
                         struct rows *r, int64_t first, int64_t last) {
     struct attention attention = *pass;
     struct buffers buffers;
+    const int64_t num_rows = r->num_rows;
     char *memory = allocate_buffers(d, first, last, r->num_rows, r->normed, &buffers);
     int is_short = !memory;
     for (int64_t i = first; i < last && !is_short; i++) {
         const struct layer *l = d->layers + i;
         const char *x = add_norm(d, r, l->input_norm, i > first || r->has_delta, buffers.normed);
         multiply(&l->qkv, x, buffers.qkv, r->num_rows, d->is_bf16, buffers.scratch);
-        attention.keys = keys[i], attention.values = values[i];
+        attention.keys = keys[l->kv_layer], attention.values = values[l->kv_layer];
         is_short = attend(d, l, r, &attention, &buffers);
-        if (i + 1 == last && r->num_kept < r->num_rows) keep_rows(d, l, r, &buffers);
+        if (i + 1 == last && r->num_kept < r->num_rows) keep_rows(d, i, r, &buffers);
         if (!r->num_rows) break;
         multiply(&l->output, buffers.attended, r->delta, r->num_rows, d->is_bf16, buffers.scratch);
         norm_delta(d, r, l->output_norm);
@@ -235,6 +291,7 @@ int outrider_run_layers(const struct decoder *d, const struct attention *pass, v
         if (!l->mixture && !l->inner.packed) break;
         feed_forward(d, l, r, x, &buffers);
         norm_delta(d, r, l->mlp_output_norm);
+        if (l->input_gate.packed) add_input(d, l, r, input_of(d, r, i, num_rows), &buffers);
         if (l->factor != 1.0f) {
             outrider_scale(r->hidden, r->num_rows * d->hidden_size, l->factor, (int)d->is_bf16);
             outrider_scale(r->delta, r->num_rows * d->hidden_size, l->factor, (int)d->is_bf16);

@@ -66,23 +66,35 @@ VECTOR_CODE void PART(norm_part)(const void *work, int64_t part) {
 #undef NORM
 }
 
-/* Divides one row's heads [heads, dim] by their root mean squares, in place. In bfloat16, rounds before multiplying by
-   `weight`, as transformers does. */
+/* Returns the mean of a head's numbers. */
+VECTOR_CODE INLINE float mean_of_head(const void *x, int64_t first, int64_t dim, const int is_bf16) {
+    floats total = lanes_zero();
+    for (int64_t i = first; i < first + dim; i += LANES) total = lanes_add(load_numbers(x, i, is_bf16), total);
+    return lanes_sum(total) / (float)dim;
+}
+
+/* Divides one row's heads [heads, dim] by their root mean squares, in place; with `is_centered`, it subtracts the mean
+   first. In bfloat16, rounds before multiplying by `weight`, as transformers does. With `has_bias`, adds the numbers
+   that follow `weight`. */
 VECTOR_CODE INLINE void norm_heads_row(void *x, int64_t at, const void *weight, int64_t num_heads, int64_t dim,
-                                       float epsilon, const int is_bf16, const int has_bf16_weight) {
+                                       float epsilon, int is_centered, int has_bias, const int is_bf16,
+                                       const int has_bf16_weight) {
     for (int64_t head = 0; head < num_heads; head++) {
         const int64_t first = head * dim;
+        const floats center = lanes_set(is_centered ? mean_of_head(x, at + first, dim, is_bf16) : 0.0f);
         floats squares = lanes_zero();
         for (int64_t i = first; i < first + dim; i += LANES) {
-            const floats number = load_numbers(x, at + i, is_bf16);
+            const floats number = lanes_sub(load_numbers(x, at + i, is_bf16), center);
             squares = lanes_fma(number, number, squares);
         }
         const float mean = lanes_sum(squares) / (float)dim;
         const floats inverse = lanes_set(1.0f / __builtin_sqrtf(mean + epsilon));
         for (int64_t i = first; i < first + dim; i += LANES) {
-            const floats number = load_numbers(x, at + i, is_bf16);
+            const floats number = lanes_sub(load_numbers(x, at + i, is_bf16), center);
             const floats normed = store_numbers(x, at + i, lanes_mul(number, inverse), is_bf16);
-            store_numbers(x, at + i, lanes_mul(normed, load_numbers(weight, i, has_bf16_weight)), is_bf16);
+            floats y = lanes_mul(normed, load_numbers(weight, i, has_bf16_weight));
+            if (has_bias) y = lanes_add(y, load_numbers(weight, num_heads * dim + i, has_bf16_weight));
+            store_numbers(x, at + i, y, is_bf16);
         }
     }
 }
@@ -92,13 +104,14 @@ struct head_norm {
     const void *weight;
     int64_t num_rows, stride, num_heads, dim;
     float epsilon;
-    int is_bf16, has_bf16_weight;
+    int is_centered, has_bias, is_bf16, has_bf16_weight;
 };
 
 VECTOR_CODE void PART(norm_heads_part)(const void *work, int64_t part) {
     const struct head_norm *n = work;
 #define NORM(is_bf16, has_bf16_weight) \
-    norm_heads_row(n->x, row * n->stride, n->weight, n->num_heads, n->dim, n->epsilon, is_bf16, has_bf16_weight)
+    norm_heads_row(n->x, row * n->stride, n->weight, n->num_heads, n->dim, n->epsilon, n->is_centered, n->has_bias, \
+                   is_bf16, has_bf16_weight)
     for (int64_t row = part * PART_ROWS; row < min((part + 1) * PART_ROWS, n->num_rows); row++) {
         if (!IS_BF16(n)) NORM(0, 0);
         else if (n->has_bf16_weight) NORM(1, 1);
@@ -176,11 +189,12 @@ void outrider_add_norm(const void *hidden, void *sum, const void *weight, void *
     share_out(FITTING(norm_part), &norm, (num_rows + PART_ROWS - 1) / PART_ROWS);
 }
 
-/* Norms the first `num_heads` heads of x [rows, stride numbers] in place; weight [num_heads, dim]. `dim` is a multiple
-   of 16. */
+/* Norms the first `num_heads` heads of x [rows, stride numbers] in place; weight [num_heads, dim], or
+   [2, num_heads, dim] with biases. `dim` is a multiple of 16. */
 void outrider_norm_heads(void *x, const void *weight, int64_t num_rows, int64_t stride, int64_t num_heads, int64_t dim,
-                         float epsilon, int is_bf16, int has_bf16_weight) {
-    const struct head_norm norm = {x, weight, num_rows, stride, num_heads, dim, epsilon, is_bf16, has_bf16_weight};
+                         float epsilon, int is_centered, int has_bias, int is_bf16, int has_bf16_weight) {
+    const struct head_norm norm = {x,       weight,      num_rows, stride,  num_heads,      dim,
+                                   epsilon, is_centered, has_bias, is_bf16, has_bf16_weight};
     share_out(FITTING(norm_heads_part), &norm, (num_rows + PART_ROWS - 1) / PART_ROWS);
 }
 

@@ -43,23 +43,37 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
+class InputStep:
+    """How a layer adds its own input: `norm(projection(function(gate(x)) * input))`."""
+
+    gate: Linear
+    projection: Linear
+    norm: Tensor
+    function: Gate
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """One layer of a rank. Where a norm, [hidden] or [2, hidden] with biases, is None, the family has none there."""
 
     input_norm: Tensor | None
-    qkv: Linear
-    head_norm: Tensor | None  # [Hq + H, D] of q and k; [Hq + 2 H, D] where values are normed
+    qkv: Linear  # queries; keys and values, if it `stores_kv`; gates of the attention's output, if it has those
+    head_norm: Tensor | None  # [Hq + H, D] of q and k; [Hq + 2 H, D] with values; [2, ...] with biases
     output: Linear
     output_norm: Tensor | None  # of the attention's output
     mlp_norm: Tensor | None
     mlp: Linear  # an `Mlp`, or a mixture of experts
     mlp_output_norm: Tensor | None
     options: LayerOptions
-    table: int | None  # of rotary angles; None if positions are not encoded
+    tables: tuple[int, int] | None  # of the keys' and the queries' rotary angles; None if positions are not encoded
+    kv_layer: int  # in the pool
+    stores_kv: bool  # or an earlier layer has stored it
     num_kv_heads: int
     head_dim: int
     num_rotated_dims: int  # of a head
     factor: float = 1.0  # of the residual stream after the layer
+    activation_factors: tuple[float, float] = (1.0, 1.0)  # xIELU's
+    input_step: InputStep | None = None
 
     @property
     def norms(self) -> list[Tensor]:
@@ -79,6 +93,7 @@ class DecoderShape:
     rotates_pairs: bool
     centers: bool
     is_parallel: bool
+    gates_attention: bool
     activation: Gate  # of an MLP without gates
     epsilon: float  # of the norms
     residual_scale: float
@@ -93,11 +108,13 @@ class _Layer(ctypes.Structure):
     """`struct layer` of the kernel."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in (*_NORMS, "head_norm", "sinks")),
-        *((name, PackedWeight) for name in ("qkv", "output", "inner", "down")),
+        *((name, ctypes.c_void_p) for name in (*_NORMS, "input_step_norm", "head_norm", "sinks")),
+        *((name, PackedWeight) for name in ("qkv", "output", "inner", "down", "input_gate", "input_projection")),
         ("mixture", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("num_kv_heads", "head_dim", "num_rotated_dims", "window", "table")),
+        *((name, ctypes.c_int64) for name in ("num_kv_heads", "head_dim", "kv_layer", "stores_kv")),
+        *((name, ctypes.c_int64) for name in ("num_rotated_dims", "window", "table", "query_table")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap", "factor")),
+        ("activation_factors", ctypes.c_float * 2),
     ]
 
 
@@ -108,8 +125,8 @@ class _Decoder(ctypes.Structure):
         ("layers", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("hidden_size", "num_heads", "norms_values", "norms_projections")),
         *((name, ctypes.c_int64) for name in ("rotates_pairs", "centers")),
-        *((name, ctypes.c_int64) for name in ("has_norm_biases", "is_parallel", "activation", "is_bf16")),
-        ("has_bf16_norms", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("has_norm_biases", "is_parallel", "gates_attention", "activation")),
+        *((name, ctypes.c_int64) for name in ("input_function", "is_bf16", "has_bf16_norms")),
         *((name, ctypes.c_float) for name in ("epsilon", "residual_scale")),
     ]
 
@@ -118,7 +135,7 @@ class _Rows(ctypes.Structure):
     """`struct rows` of the kernel."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("hidden", "delta", "normed")),
+        *((name, ctypes.c_void_p) for name in ("hidden", "delta", "normed", "inputs")),
         ("angles", ctypes.c_void_p * MAX_TABLES),
         ("num_rows", ctypes.c_int64),
         ("has_delta", ctypes.c_int64),
@@ -134,6 +151,7 @@ class NativeLayers:
         """`of` makes them: `calls` are `layers` for the kernel, which refer to their weights."""
         self._layers, self._is_parallel = tuple(layers), shape.is_parallel
         self._calls = (_Layer * len(calls))(*calls)
+        input_step = layers[0].input_step
         self._decoder = _Decoder(
             layers=ctypes.addressof(self._calls),
             hidden_size=shape.hidden_size,
@@ -144,7 +162,9 @@ class NativeLayers:
             centers=shape.centers,
             has_norm_biases=layers[0].norms[0].ndim == 2,
             is_parallel=shape.is_parallel,
+            gates_attention=shape.gates_attention,
             activation=shape.activation,
+            input_function=Gate.NONE if input_step is None else input_step.function,
             is_bf16=shape.dtype is torch.bfloat16,
             has_bf16_norms=any(norm.dtype is torch.bfloat16 for norm in layers[0].norms),
             epsilon=shape.epsilon,
@@ -160,6 +180,9 @@ class NativeLayers:
         have_sizes = all(NativeRows.fit(shape.hidden_size, dims, like) for dims in head_dims)
         is_on_cpu = layers[0].norms[0].device.type == "cpu"
         if not is_on_cpu or not have_sizes or max(layer.head_dim for layer in layers) > MAX_HEAD_DIM:
+            return None
+        has_biases = layers[0].norms[0].ndim == 2
+        if any(layer.head_norm is not None and (layer.head_norm.ndim == 3) != has_biases for layer in layers):
             return None
         calls = [_layer_call(layer, shape.dtype) for layer in layers]
         present = [call for call in calls if call is not None]
@@ -186,6 +209,7 @@ class NativeLayers:
         batch: ForwardBatch,
         layers: range,
         kept: Tensor | None = None,
+        inputs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute one of the `parts` in a pass that these `take`; its KV of these layers is in the pool afterwards.
 
@@ -196,6 +220,7 @@ class NativeLayers:
             batch: the pass.
             layers: a run of layers.
             kept: the rows to return, [R] int64, ascending; all rows if None.
+            inputs: the layers' own inputs, [layers, T, size], contiguous; overwritten. None if layers have none.
 
         Returns:
             `hidden` after the last layer and the delta not yet added to it, both [R, hidden]. If the last MLP is the
@@ -213,6 +238,7 @@ class NativeLayers:
             hidden=hidden.data_ptr(),
             delta=out.data_ptr(),
             normed=None if normed is None else normed.data_ptr(),
+            inputs=None if inputs is None else inputs.data_ptr(),
             angles=(ctypes.c_void_p * MAX_TABLES)(*(table.data_ptr() for table in angles)),
             num_rows=len(hidden),
             has_delta=delta is not None,
@@ -237,25 +263,35 @@ class NativeLayers:
 def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
     options, mlp = layer.options, layer.mlp
     weights = [_packed_weight(product, dtype) for product in (layer.qkv, layer.output)]
-    of_mlp = [_packed_weight(product, dtype) for product in (mlp.inner, mlp.down)] if isinstance(mlp, Mlp) else [None]
-    mixture = ctypes.addressof(mlp.call) if isinstance(mlp, NativeMixture) and mlp.dtype is dtype else None
     if None in weights:
         return None
-    weights += [PackedWeight()] * 2 if None in of_mlp else of_mlp
+    none, step = [PackedWeight()] * 2, layer.input_step
+    of_mlp = [_packed_weight(each, dtype) for each in (mlp.inner, mlp.down)] if isinstance(mlp, Mlp) else none
+    of_step = none if step is None else [_packed_weight(each, dtype) for each in (step.gate, step.projection)]
+    mixture = ctypes.addressof(mlp.call) if isinstance(mlp, NativeMixture) and mlp.dtype is dtype else None
+    has_kernels = isinstance(mlp, Mlp) or mixture is not None
+    if not has_kernels or None in (*of_mlp, *of_step):  # the caller computes what follows the attention's sum
+        step, mixture, of_mlp, of_step = None, None, none, none
+    table, query_table = layer.tables or (-1, -1)
+    norms = *(getattr(layer, name) for name in _NORMS), None if step is None else step.norm, layer.head_norm
     return _Layer(
-        *(None if norm is None else norm.data_ptr() for norm in (getattr(layer, name) for name in _NORMS)),
-        None if layer.head_norm is None else layer.head_norm.data_ptr(),
-        None if options.sinks is None else options.sinks.data_ptr(),
+        *(None if each is None else each.data_ptr() for each in (*norms, options.sinks)),
         *weights,
+        *of_mlp,
+        *of_step,
         mixture,
         layer.num_kv_heads,
         layer.head_dim,
+        layer.kv_layer,
+        layer.stores_kv,
         layer.num_rotated_dims,
         options.window or 0,
-        -1 if layer.table is None else layer.table,
+        table,
+        query_table,
         options.scaling,
         options.softcap or 0.0,
         layer.factor,
+        layer.activation_factors,
     )
 
 

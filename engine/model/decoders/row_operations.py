@@ -20,6 +20,7 @@ from engine.model.linear.native_product import Gate
 from engine.native.library import Instructions, kernels_for, native_library
 
 _LANES = 16
+_FACTORS = (1.0, 1.0)
 
 
 class RowOperations(ABC):
@@ -39,8 +40,8 @@ class RowOperations(ABC):
 
         Args:
             heads: [T, heads, D]; may be overwritten.
-            num_normed: how many of them are queries and keys.
-            weight: [num_normed, D].
+            num_normed: how many of them are normed.
+            weight: [num_normed, D], or [2, num_normed, D] with biases.
         """
 
     @abstractmethod
@@ -54,8 +55,18 @@ class RowOperations(ABC):
             in_pairs: the table is.
         """
 
-    def activate(self, rows: Tensor, function: Gate) -> Tensor:
-        """Return a function of each number of `rows`, which may be overwritten."""
+    def gate(self, gates: Tensor, function: Gate, rows: Tensor) -> Tensor:
+        """Return `rows` times a function of `gates`, both [T, size]; they may be overwritten."""
+        return self.activate(gates, function) * rows
+
+    def activate(self, rows: Tensor, function: Gate, factors: tuple[float, float] = _FACTORS) -> Tensor:
+        """Return a function of each number of `rows`, which may be overwritten; `factors` are xIELU's."""
+        if function is Gate.XIELU:
+            above, below = factors
+            negative = (torch.expm1(rows.clamp(max=-1e-6)) - rows) * below
+            return torch.where(rows > 0, above * rows * rows, negative) + 0.5 * rows
+        if function is Gate.LOGISTIC:
+            return torch.sigmoid(rows)
         if function is Gate.SILU:
             return F.silu(rows)
         if function in (Gate.GELU, Gate.GELU_TANH):
@@ -100,8 +111,10 @@ class TorchRows(RowOperations):
         return total, norm(rows, shape, weight, eps=self._epsilon).to(total.dtype)
 
     def norm_heads(self, heads: Tensor, num_normed: int, weight: Tensor) -> Tensor:
-        normed = F.rms_norm(heads[:, :num_normed].to(weight.dtype), weight.shape[-1:], eps=self._epsilon)
-        return (normed * weight).to(heads.dtype)
+        rows, shape = heads[:, :num_normed].to(weight.dtype), weight.shape[-1:]
+        normed = (F.layer_norm if self._centers else F.rms_norm)(rows, shape, eps=self._epsilon)
+        factors, *biases = weight if weight.ndim == 3 else (weight,)
+        return sum(biases, normed * factors).to(heads.dtype)
 
     def rotate(self, heads: Tensor, num_rotated: int, table: Tensor, *, in_pairs: bool = False) -> Tensor:
         return rotate(heads[:, :num_rotated], table, in_pairs=in_pairs)
@@ -116,7 +129,7 @@ class NativeRows(RowOperations):
         `centers`: norms over the hidden states subtract the mean.
         """
         self._epsilon, self._scale, self._centers = epsilon, scale, centers
-        self._add_norm, self._norm_heads, self._rotate, self._activate = _kernels()
+        self._add_norm, self._norm_heads, self._rotate, self._activate, self._gate = _kernels()
 
     @staticmethod
     def fit(hidden_size: int, head_dims: tuple[int, int], weights: Tensor) -> bool:
@@ -154,8 +167,8 @@ class NativeRows(RowOperations):
         heads = heads.contiguous()
         num_rows, num_heads, dim = heads.shape
         sizes = num_rows, num_heads * dim, num_normed, dim
-        dtypes = [each.dtype is torch.bfloat16 for each in (heads, weight)]
-        self._norm_heads(heads.data_ptr(), weight.data_ptr(), *sizes, self._epsilon, *dtypes)
+        flags = self._centers, weight.ndim == 3, *(each.dtype is torch.bfloat16 for each in (heads, weight))
+        self._norm_heads(heads.data_ptr(), weight.data_ptr(), *sizes, self._epsilon, *flags)
         return heads
 
     def rotate(self, heads: Tensor, num_rotated: int, table: Tensor, *, in_pairs: bool = False) -> Tensor:
@@ -165,9 +178,17 @@ class NativeRows(RowOperations):
         self._rotate(heads.data_ptr(), table.data_ptr(), *sizes, in_pairs, heads.dtype is torch.bfloat16)
         return heads[:, :num_rotated]
 
-    def activate(self, rows: Tensor, function: Gate) -> Tensor:
+    def gate(self, gates: Tensor, function: Gate, rows: Tensor) -> Tensor:
+        gates, rows = gates.contiguous(), rows.contiguous()
+        num_rows, size = rows.shape
+        is_bf16 = rows.dtype is torch.bfloat16
+        self._gate(gates.data_ptr(), rows.data_ptr(), num_rows, size, size, function, is_bf16)
+        return rows
+
+    def activate(self, rows: Tensor, function: Gate, factors: tuple[float, float] = _FACTORS) -> Tensor:
         rows = rows.contiguous()
-        self._activate(rows.data_ptr(), rows.numel(), function, rows.dtype is torch.bfloat16)
+        numbers = (ctypes.c_float * len(factors))(*factors)
+        self._activate(rows.data_ptr(), rows.numel(), function, numbers, rows.dtype is torch.bfloat16)
         return rows
 
 
@@ -187,15 +208,19 @@ def row_operations(
 
 
 @cache
-def _kernels() -> tuple[Any, Any, Any, Any]:
+def _kernels() -> tuple[Any, ...]:
     library = native_library(Instructions.AVX2)
     assert library is not None, "`NativeRows.fit` checks that there is one"
     pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     add_norm, norm_heads = library.outrider_add_norm, library.outrider_norm_heads
     rotate_rows, activate = library.outrider_rotate, library.outrider_activate
+    gate = library.outrider_gate_rows
     add_norm.argtypes = [pointer] * 4 + [size, size, ctypes.c_float, ctypes.c_float, flag, flag, flag, flag]
-    norm_heads.argtypes = [pointer] * 2 + [size] * 4 + [ctypes.c_float, flag, flag]
+    norm_heads.argtypes = [pointer] * 2 + [size] * 4 + [ctypes.c_float, flag, flag, flag, flag]
     rotate_rows.argtypes = [pointer] * 2 + [size] * 5 + [flag, flag]
-    activate.argtypes = [pointer, size, flag, flag]
-    add_norm.restype = norm_heads.restype = rotate_rows.restype = activate.restype = None
-    return add_norm, norm_heads, rotate_rows, activate
+    activate.argtypes = [pointer, size, flag, pointer, flag]
+    gate.argtypes = [pointer, pointer, size, size, size, flag, flag]
+    functions = add_norm, norm_heads, rotate_rows, activate, gate
+    for function in functions:
+        function.restype = None
+    return functions

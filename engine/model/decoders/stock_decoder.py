@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.attention.torch_attention import PASS_KEYWORD
+from engine.attention.torch_attention import attending
 from engine.model.attention_probe import refusal
 from engine.model.forward_batch import NO_TAPS, ForwardBatch, HiddenStateTaps, joined
 from engine.model.linear.packed_linear import Linear
@@ -64,16 +64,14 @@ class StockDecoder:
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Logits of the pass's rows, [R, V]."""
         rows = batch.logit_rows
-        keywords: dict[str, Any] = {PASS_KEYWORD: batch.attention}
-        if batch.states is not None:
-            keywords[STATE_KEYWORD] = batch.states
+        keywords: dict[str, Any] = {} if batch.states is None else {STATE_KEYWORD: batch.states}
         if rows is not None and self._keeps_rows:
             keywords["logits_to_keep"] = rows
         if self._counts_rows:
             keywords["past_key_values"] = _RowPositions(batch.position_ids)
-        logits: Tensor = self._model(
-            input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, **keywords
-        ).logits[0]
+        rows_of_pass = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
+        with attending(batch.attention):
+            logits: Tensor = self._model(**rows_of_pass, use_cache=False, **keywords).logits[0]
         self.features = joined([self._tapped[layer] for layer in self._tapped_layers])
         return logits if rows is None or self._keeps_rows else logits[rows]
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from engine.attention.torch_attention import ATTENTION_NAME, PASS_KEYWORD
+from engine.attention.base import AttentionPass
+from engine.attention.torch_attention import ATTENTION_NAME, attending
 from engine.kv_cache.pool import LayerShape
 from engine.model.attention_probe import RecordingPass
 from engine.model.checkpoint.weight_files import tensor_headers
@@ -76,20 +77,20 @@ class MtpHead:
     def logits(self, states: Tensor) -> Tensor:
         return self.lm_head(states / self._scale if self._scale != 1.0 else states).float()
 
-    def _step(self, token_ids: Tensor, positions: Tensor, states: Tensor, attention: object, module: int) -> Tensor:
+    def _step(self, token_ids: Tensor, positions: Tensor, states: Tensor, by: AttentionPass, module: int) -> Tensor:
         embedded = self._model.embed_tokens(token_ids)[None]  # [1, T, hidden]
         has_per_layer_rope = getattr(self._model, "has_per_layer_rope", False)  # transformers 5.17 has none
         rope = {"layer_type": self._model.config.layer_types[module]} if has_per_layer_rope else {}
         rotary = self._model.rotary_emb(embedded, position_ids=positions[None], **rope)
-        found = self._model.layers[module](
-            embedded,
-            states[None],
-            position_embeddings=rotary,
-            attention_mask=None,
-            position_ids=positions[None],
-            past_key_values=None,
-            **{PASS_KEYWORD: attention},
-        )
+        with attending(by):
+            found = self._model.layers[module](
+                embedded,
+                states[None],
+                position_embeddings=rotary,
+                attention_mask=None,
+                position_ids=positions[None],
+                past_key_values=None,
+            )
         return cast(Tensor, self._finish(found)[0])
 
     @torch.inference_mode()

@@ -45,7 +45,7 @@ class SelfDraft:
                 device.
         """
         check_self(config, stock.config, quantization, stock.device)
-        self.num_layers = config.num_layers or stock.config.num_hidden_layers
+        self.num_layers = config.num_layers or stock.config.get_text_config().num_hidden_layers
         self.quantization = Quantization(config.quantization)
         self._dtype = dtype
         self.is_shared = self.quantization in (Quantization.NONE, quantization)
@@ -58,7 +58,7 @@ class SelfDraft:
         if self.is_shared:
             self._decoder = target.first(self.num_layers)
         else:
-            del self._stock.model.layers[self.num_layers :]
+            del self._stock.get_decoder().layers[self.num_layers :]
             self._decoder = _packed(self._stock, target, self.quantization, self._dtype, store)
         self._stock = None
 
@@ -77,14 +77,15 @@ def _with_same_weights(model: PreTrainedModel) -> PreTrainedModel:
 def _packed(
     stock: Any, target: FusedDecoder, quantization: Quantization, dtype: torch.dtype, store: WeightStore
 ) -> FusedDecoder:
-    options = target.options[: len(stock.model.layers)]
+    records = target.records[: len(stock.get_decoder().layers)]
     make_linear, make_head = (linear_factory(quantization, dtype, is_head=is_head) for is_head in (False, True))
-    return FusedDecoder(stock, options, make_linear, make_head=make_head, store=store)
+    return FusedDecoder(stock, records, make_linear, make_head=make_head, store=store)
 
 
 def check_self(config: HeadConfig, target: PreTrainedConfig, quantization: Quantization, device: torch.device) -> None:
     """Raise ConfigError if a target of this configuration, quantized so, cannot draft for itself on `device`."""
-    model_type, num_layers = target.model_type, target.num_hidden_layers
+    text = target.get_text_config()
+    model_type, num_layers = text.model_type, text.num_hidden_layers
     types = [name for name in SELF_DRAFTING if device.type == "cpu" or FAMILIES[name].runs_anywhere]
     if model_type not in types or not FusedDecoder.fits_config(target):
         raise ConfigError(

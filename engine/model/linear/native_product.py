@@ -66,9 +66,11 @@ class Gate(IntEnum):
     NONE = 0
     SILU = 1
     GELU_TANH = 2  # the approximation of gelu by tanh
-    GELU = 3  # this and the next are functions of an MLP without gates alone
+    GELU = 3  # this and the next are functions of rows alone
     RELU = 4
     RELU_SQUARED = 5
+    LOGISTIC = 6
+    XIELU = 7  # with two factors
 
 
 class Kind(IntEnum):

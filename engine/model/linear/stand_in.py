@@ -67,5 +67,14 @@ def _join(parts: tuple[Linear, ...], x: Tensor) -> Tensor:
     return torch.cat([part(x) for part in parts], dim=-1)
 
 
+def reordered(product: Linear, order: Tensor) -> Linear:
+    """Return the product with its outputs in another order."""
+    return partial(_reorder, product, order)
+
+
+def _reorder(product: Linear, order: Tensor, x: Tensor) -> Tensor:
+    return product(x)[..., order]
+
+
 def _half(gated: GatedProduct, index: int, x: Tensor) -> Tensor:
     return gated.halves(x)[index]

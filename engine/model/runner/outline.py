@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from engine.attention.backend import check_kv_kind, choose_attention
-from engine.attention.torch_attention import ATTENTION_NAME
+from engine.attention.torch_attention import ATTENTION_NAME, attending
 from engine.config import CacheConfig, HeadConfig, HeadKind, KVDtype, ModelConfig
-from engine.model.attention_probe import RecordingPass, check_layers, pass_keywords, refusal, understood
+from engine.model.attention_probe import RecordingPass, check_layers, refusal, state_keywords, understood
 from engine.model.checkpoint.completeness import READING_ERRORS, refuse_incomplete
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.end_tokens import find_end_tokens
@@ -123,11 +123,16 @@ def _check_attention(model: PreTrainedModel) -> None:
     with understood(model):
         model.set_attn_implementation(ATTENTION_NAME)
         recurrent = connect(model)
-        keywords = pass_keywords(recording, states if recurrent else None)
         config = model.config.get_text_config()
         if config._attn_implementation != ATTENTION_NAME:
             raise refusal(model, "its layers have their own attention")
-        model(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False, **keywords)
+        with attending(recording):
+            model(
+                input_ids=torch.zeros_like(positions),
+                position_ids=positions,
+                use_cache=False,
+                **state_keywords(states if recurrent else None),
+            )
     layers = sorted(record.layer for record in recording.records)
     check_layers(model, layers, recurrent if states.are_complete(recurrent) else [])
 

@@ -109,7 +109,7 @@ int outrider_attend(const struct attention *a) {
     const int64_t jobs_each = is_small ? jobs.num_jobs : jobs.max_lanes <= FEW_LANES ? few_each(jobs.num_jobs) : 1;
     const struct pass pass = {a, jobs.jobs, jobs.num_jobs, jobs_each};
     /* All new KV is stored before any job reads it. */
-    share_out(FITTING(store_kv_part), &pass, (a->num_rows + STORED_ROWS - 1) / STORED_ROWS);
+    if (a->new_keys) share_out(FITTING(store_kv_part), &pass, (a->num_rows + STORED_ROWS - 1) / STORED_ROWS);
     share_out(FITTING(run_part), &pass, jobs_each ? (jobs.num_jobs + jobs_each - 1) / jobs_each : 0);
     free(jobs.jobs);
     return 0;

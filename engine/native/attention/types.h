@@ -41,7 +41,7 @@ struct node {
 /* The attention of a pass in one layer; engine/attention/native.py has the same fields. Strides count numbers. */
 struct attention {
     const void *query; /* [T, H * G, D] */
-    const void *new_keys, *new_values; /* [T, H, D] */
+    const void *new_keys, *new_values; /* [T, H, D]; NULL: an earlier layer has stored them */
     void *keys, *values; /* [N, P, H, D]; if `is_int8`, a scale follows each head */
     void *out; /* [T, H * G, D of the values] */
     const int64_t *slots; /* [T], of the new keys */

@@ -19,7 +19,9 @@ void outrider_quantized_float_product(const float *x, const uint8_t *weight, con
                                       float *out, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int kind,
                                       int group, int gate, int8_t *scratch);
 void outrider_scale(void *x, int64_t num_numbers, float factor, int is_bf16);
-void outrider_activate(void *x, int64_t num_numbers, int function, int is_bf16);
+void outrider_activate(void *x, int64_t num_numbers, int function, const float *factors, int is_bf16);
+void outrider_gate_rows(const void *gates, void *x, int64_t num_rows, int64_t size, int64_t stride, int function,
+                        int is_bf16);
 
 /* The part of `outrider_product`, or of `outrider_float_product`, that one thread computes: all rows, at most
    PART_ROWS, by the pairs [first, last) of 32 outputs. */

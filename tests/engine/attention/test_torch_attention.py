@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.attention.base import LayerOptions, UnsupportedAttentionError
 from engine.attention.read_plan import MAX_PACKED_ROWS, ReadPlan
-from engine.attention.torch_attention import PagedAttentionPass, paged_attention
+from engine.attention.torch_attention import PagedAttentionPass, attending, paged_attention
 from engine.batch.indexing import index_tensor
 from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache, LayerShape
@@ -233,15 +233,9 @@ def test_steps_see_what_single_passes_do(starts: list[int], window: int | None) 
         torch.testing.assert_close(out, expected[:, step], rtol=0, atol=1e-5)
 
 
-def test_a_layer_that_drops_the_keyword_is_found_out() -> None:
-    q = torch.zeros(1, 2, 3, 4)
-    with pytest.raises(UnsupportedAttentionError, match="drop the keywords"):
-        paged_attention(torch.nn.Module(), q, q, q, None)
-
-
 def test_a_layer_with_a_bias_of_its_own_is_found_out() -> None:
     world = RandomPass([SpanShape(0, 1)], Heads())
     attention = PagedAttentionPass(world.cache, slice(0, 1), ReadPlan(world.spans, world.cache).reads)
     q = torch.zeros(1, 2, 1, 8)
-    with pytest.raises(UnsupportedAttentionError, match="a bias or a mask"):
-        paged_attention(torch.nn.Module(), q, q, q, None, position_bias=q, attention_pass=attention)
+    with attending(attention), pytest.raises(UnsupportedAttentionError, match="a bias or a mask"):
+        paged_attention(torch.nn.Module(), q, q, q, None, position_bias=q)

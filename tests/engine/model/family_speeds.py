@@ -18,7 +18,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma4TextConfig
 
 from engine.attention.native import native_or_torch
 from engine.batch.span import Span, SpanStates
@@ -36,7 +36,8 @@ NUM_ROUNDS = 7
 PROMPT = 128
 NUM_PASSES = {1: 12, 8: 6, PROMPT: 1}  # of a round, by rows: sequences, or tokens of a prompt
 CONTEXT = 64  # tokens before a row, except in a prompt
-WITHOUT_GATES = ("arcee", "jais2", "starcoder2", "phi", "nanochat", "gpt_neox", "persimmon", "gpt2", "opt", "biogpt")
+WITHOUT_GATES = ("apertus", "arcee", "biogpt", "gpt2", "gpt_neox", "jais2", "nanochat", "nemotron", "opt", "persimmon")
+WITHOUT_GATES += ("phi", "starcoder2")
 OURS: dict[str, int | None] = {
     **dict.fromkeys(("vocab_size", "intermediate_size", "n_inner", "ffn_dim", "max_position_embeddings"), 4096),
     **dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim", "moe_intermediate_size"), 1024),
@@ -51,8 +52,28 @@ OURS: dict[str, int | None] = {
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "linear_key_head_dim"), 128),
     **dict.fromkeys(("linear_value_head_dim", "mamba_head_dim"), 128),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 512),
-    **{"first_k_dense_replace": 0, "qk_rope_head_dim": 64, "qk_head_dim": 128},
+    **{"first_k_dense_replace": 0, "num_dense_layers": 0, "qk_rope_head_dim": 64, "qk_head_dim": 128},
     **{"mamba_n_heads": 32, "num_heads": 32, "mamba_d_ssm": 2048, "sliding_window": 1024, "n_positions": 4096},
+}
+
+
+_GEMMA_4 = {  # whose heads differ by layer, so that it takes all sizes at once
+    **{"vocab_size": 4096, "intermediate_size": 4096, "hidden_size": 1024, "num_hidden_layers": NUM_LAYERS},
+    **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "global_head_dim": 64},
+    **{"max_position_embeddings": 4096, "sliding_window": 1024, "pad_token_id": None},
+    "layer_types": ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2),
+}
+# Configurations of one family with other parts than its own, by the name of the row.
+SHAPES: dict[str, Callable[[], Any]] = {
+    "gemma4_text": lambda: Gemma4TextConfig(**_GEMMA_4, hidden_size_per_layer_input=0),
+    "gemma4_text of E2B": lambda: Gemma4TextConfig(
+        **_GEMMA_4, vocab_size_per_layer_input=4096, num_kv_shared_layers=4, use_double_wide_mlp=True
+    ),
+    "gemma4_text of A4B": lambda: Gemma4TextConfig(
+        **_GEMMA_4 | {"intermediate_size": 1024},
+        **{"hidden_size_per_layer_input": 0, "enable_moe_block": True},
+        **{"num_experts": 4, "top_k_experts": 4, "moe_intermediate_size": 1024},
+    ),
 }
 
 
@@ -62,6 +83,10 @@ def has_experts(config: Any) -> bool:
 
 def config_of(family: str) -> Any:
     """Return a configuration of the common shape, with the kinds of layers that the family has."""
+    if family in SHAPES:
+        shaped: Any = SHAPES[family]()
+        shaped.tie_word_embeddings = False
+        return shaped
     own = HYBRIDS[family]() if family in HYBRIDS else AutoConfig.for_model(family)
     sizes = dict(OURS)
     if family in WITHOUT_GATES:
@@ -86,8 +111,9 @@ class Passes:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.02)
-        weights = sum(each.numel() for each in model.parameters() if each.ndim > 1)
-        self.num_weights = weights - model.get_input_embeddings().weight.numel()
+        embeddings = {id(each.weight) for each in model.modules() if isinstance(each, torch.nn.Embedding)}
+        weights = [each for each in model.parameters() if each.ndim > 1 and id(each) not in embeddings]
+        self.num_weights = sum(each.numel() for each in weights)
         self._dtype = dtype
         self._paged = PagedModel(model.eval().requires_grad_(False), Quantization.INT4, native_or_torch)
         self._cache = self._paged.new_cache(num_blocks=48, block_size=16, num_states=20)
@@ -110,7 +136,7 @@ class Passes:
     def num_bytes(self, num_rows: int) -> float:
         """Return the bytes of weights and states of a pass."""
         states = 2 * state_bytes(self._paged.state_shapes, self._dtype)  # read and written
-        return 0.625 * self.num_weights + states * (num_rows if num_rows < PROMPT else 1)
+        return 4.5 / 8 * self.num_weights + states * (num_rows if num_rows < PROMPT else 1)
 
     def seconds(self, num_rows: int) -> float:
         """Return the processor time of one pass."""
@@ -145,4 +171,4 @@ def main(names: Seq[str], write: Callable[[str], Any] = sys.stdout.write) -> Non
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(dict.fromkeys((*FAMILIES, *HYBRIDS))))
+    main(sys.argv[1:] or list(dict.fromkeys((*FAMILIES, *SHAPES, *HYBRIDS))))

@@ -41,7 +41,7 @@ from tests.engine.fixtures.native_kernels import needs_float_kernels
 
 DEMO = Path("models/demo")
 BLOCK_SIZE = 4
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi", "gpt2", "opt")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi", "gpt2", "opt", "gemma4_text", "gpt_neox")
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v3", "minimax_m2")
 OWN = {"minimax_m2": MiniMaxM2Config(**PLAIN, head_dim=8, rotary_dim=8, num_local_experts=4, num_experts_per_tok=2)}
 LENGTH = 60

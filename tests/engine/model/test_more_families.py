@@ -7,21 +7,42 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma3Config,
+    Gemma4Config,
+    Gemma4TextConfig,
+    PhiConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from engine.batch.span import Span
+from engine.model.decoders.fused_decoder import FusedDecoder
+from engine.model.decoders.stock_decoder import StockDecoder
 from engine.model.forward_batch import ForwardBatch
 from engine.model.paged_model import PagedModel
+from tests.engine.fixtures.families import GEMMA_4 as E2B
+from tests.engine.fixtures.families import PLAIN, SERVED
 
 DOCS = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 _LISTED = DOCS.read_text(encoding="utf-8").partition("model types, compared")[2].partition("\n\n")[0]
-FAMILIES = [name for row in re.findall(r"^\| [^|]* \| ([\w, ]+) \|", _LISTED, re.M) for name in row.split(", ")]
+_ROWS = re.findall(r"^\| ([^|]*) \| ([\w, ]+) \|", _LISTED, re.M)
+DECODERS = {  # by family and row
+    name: StockDecoder if path.startswith("module by module") else FusedDecoder
+    for path, row in _ROWS
+    for name in row.split(", ")
+}
+FAMILIES = list(DECODERS)
 VOCAB_SIZE = 96
 LENGTH = 60
 WINDOW = 6
@@ -49,13 +70,32 @@ GEMMA_4 = {
     **{"hidden_size_per_layer_input": 0, "max_position_embeddings": 128, "pad_token_id": None},
     **{"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2},
 }
+_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+_TINY = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_IMAGES = {**_TINY, "image_size": 28, "patch_size": 14}
+# Configurations of families of the list with parts that the list's own do not have, or within models of several media.
+VARIANTS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "gemma4_text with shared keys and inputs of layers": SERVED["gemma4_text"],
+    "gemma4_text with experts": lambda: Gemma4TextConfig(**GEMMA_4 | _EXPERTS),
+    "gemma4_text with experts and inputs of layers": lambda: Gemma4TextConfig(
+        **GEMMA_4 | _EXPERTS | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE}
+    ),
+    "gemma4": lambda: Gemma4Config(
+        text_config=Gemma4TextConfig(**E2B | {"pad_token_id": 0}), vision_config=_IMAGES, audio_config=None
+    ),
+    "gemma3": lambda: Gemma3Config(text_config=small_config("gemma3_text"), vision_config=_IMAGES),
+    "cohere with norms of heads": lambda: CohereConfig(**PLAIN, use_qk_norm=True),
+    "phi with norms of heads": lambda: PhiConfig(**PLAIN, qk_layernorm=True),
+    "gpt_neox in turn": lambda: small_config("gpt_neox", use_parallel_residual=False),
+    "stablelm in parallel": lambda: small_config("stablelm", use_parallel_residual=True),
+}
 _OPTIONAL = ("head_dim", "q_lora_rank", "sliding_window")  # None stays None
 
 
-def small_config(family: str) -> PreTrainedConfig:
+def small_config(family: str, **more: object) -> PreTrainedConfig:
     if family == "gemma4_text":
         return AutoConfig.for_model(family, **GEMMA_4)
-    return sized(AutoConfig.for_model(family), SIZES)
+    return sized(AutoConfig.for_model(family, **more), SIZES)
 
 
 def sized(config: Any, sizes: Mapping[str, int | None]) -> PreTrainedConfig:
@@ -86,13 +126,34 @@ def random_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@torch.inference_mode()
 def test_logits_of_chunks_beside_another_sequence_are_the_stock_models(family: str) -> None:
-    model = random_model(small_config(family))
+    compare(random_model(small_config(family)), DECODERS[family])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_of_more_configurations_are_the_stock_models(variant: str) -> None:
+    compare(random_model(VARIANTS[variant]()), FusedDecoder)
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "cohere2"])
+def test_logits_by_stock_modules_are_the_stock_models(family: str) -> None:
+    """As several ranks and GPUs compute them, over the same pool: layers that share keys and values have one place."""
+    model = random_model(SERVED[family]())
+    with patch.object(FusedDecoder, "fits", return_value=False):
+        compare(model, StockDecoder)
+        shapes = PagedModel(copy.deepcopy(model)).layer_shapes
+    assert shapes == PagedModel(model).layer_shapes
+    assert len(shapes) == 2
+
+
+@torch.inference_mode()
+def compare(model: PreTrainedModel, decoder: type) -> None:
+    """Compare the logits of two texts, and the class of the decoder."""
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in (LENGTH, LENGTH // 2)]
     expected = [model(torch.tensor([text]), use_cache=False).logits[0] for text in texts]
     paged = PagedModel(copy.deepcopy(model))
+    assert type(paged.decoder) is decoder
     cache = paged.new_cache(num_blocks=8, block_size=16)
     begun = Span(texts[0][:41], 0, list(range(4)), 41)
     rest = [Span(texts[1], 0, [4, 5], LENGTH // 2), Span(texts[0][41:], 41, list(range(4)), LENGTH - 41)]

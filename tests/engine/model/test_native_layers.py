@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AfmoeConfig,
+    ApertusConfig,
     ArceeConfig,
     AriaTextConfig,
     AutoModelForCausalLM,
@@ -29,6 +32,7 @@ from transformers import (
     Glm4Config,
     Glm4MoeConfig,
     GlmConfig,
+    GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
@@ -40,12 +44,16 @@ from transformers import (
     Jais2Config,
     LlamaConfig,
     MiniMaxM2Config,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
+    NanoChatConfig,
+    NemotronConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoConfig,
     OlmoeConfig,
+    PersimmonConfig,
     Phi3Config,
     PhiConfig,
     PhimoeConfig,
@@ -57,6 +65,7 @@ from transformers import (
     Qwen3MoeConfig,
     SmolLM3Config,
     SolarOpenConfig,
+    StableLmConfig,
     Starcoder2Config,
     VaultGemmaConfig,
 )
@@ -95,6 +104,19 @@ SIZES_OF_TWO_HEADS |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 HALF_ROTATED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 PART_ROTATED = {**HALF_ROTATED, "partial_rotary_factor": 0.4}
 WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+SIZES_OF_NEOX = {name: size for name, size in SIZES.items() if name not in ("head_dim", "num_key_value_heads")}
+SIZES_OF_NEOX |= {"hidden_size": 128, "num_attention_heads": 2, "rope_parameters": HALF_ROTATED}
+SCALED_QUERIES = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+GEMMA_4 = {
+    **SIZES,
+    "num_hidden_layers": 5,
+    "global_head_dim": 64,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 96,
+    "final_logit_softcapping": 5.0,
+}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "mistral": MistralConfig(**SIZES, sliding_window=9),
@@ -169,10 +191,39 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gpt_oss": GptOssConfig(**SIZES, **WINDOWS, num_local_experts=4, num_experts_per_tok=2),
     "starcoder2": Starcoder2Config(**SIZES_OF_TWO_HEADS, sliding_window=9),
     "phi": PhiConfig(**SIZES_OF_TWO_HEADS | {"hidden_size": 160}, rope_parameters=PART_ROTATED),
+    "gemma4_e2b": Gemma4TextConfig(**GEMMA_4, num_kv_shared_layers=3, use_double_wide_mlp=True),
+    "gemma4_a4b": Gemma4TextConfig(
+        **GEMMA_4, enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=64
+    ),
+    "gpt_neox": GPTNeoXConfig(**SIZES_OF_NEOX),
+    "gpt_neox_in_turn": GPTNeoXConfig(**SIZES_OF_NEOX, use_parallel_residual=False),
+    "persimmon": PersimmonConfig(**SIZES_OF_NEOX),
+    "stablelm": StableLmConfig(**SIZES_OF_TWO_HEADS | {"hidden_size": 128}, rope_parameters=HALF_ROTATED),
+    "stablelm_parallel": StableLmConfig(
+        **SIZES_OF_TWO_HEADS | {"hidden_size": 128}, rope_parameters=HALF_ROTATED, use_parallel_residual=True
+    ),
+    "nemotron": NemotronConfig(**SIZES | {"head_dim": 64}, rope_parameters=HALF_ROTATED),
+    "apertus": ApertusConfig(**SIZES),
+    "nanochat": NanoChatConfig(**SIZES),
+    "ministral3": Ministral3Config(**SIZES, rope_parameters={**SCALED_QUERIES, "llama_4_scaling_beta": 0.5}),
+    "afmoe": AfmoeConfig(
+        **SIZES,
+        **WINDOWS,
+        **EXPERTS | {"num_experts": 4},
+        num_shared_experts=1,
+        num_dense_layers=1,
+        mup_enabled=True,
+    ),
+    "cohere_normed": CohereConfig(**SIZES_OF_TWO_HEADS, use_qk_norm=True),
+    "phi_normed": PhiConfig(
+        **SIZES_OF_TWO_HEADS | {"hidden_size": 160}, rope_parameters=PART_ROTATED, qk_layernorm=True
+    ),
 }
 # Torch computes their choice of experts and their shared experts; `deterministic` alone gives the same bits in company.
 OTHER_ROUTERS = {name for name in CONFIGS if hasattr(CONFIGS[name], "num_experts_per_tok")} - {"mixtral", "qwen3_moe"}
-OTHER_ROUTERS |= {"aria_text"}
+OTHER_ROUTERS |= {"aria_text", "gemma4_a4b"}
+WITH_PARTS_OF_THEIR_OWN = ("gemma4_e2b", "gemma4_a4b", "gpt_neox", "gpt_neox_in_turn", "persimmon", "stablelm_parallel")
+WITH_PARTS_OF_THEIR_OWN += ("nemotron", "apertus", "nanochat", "ministral3", "afmoe", "cohere_normed", "phi_normed")
 TEXT = torch.randint(3, 96, (240,), generator=torch.Generator().manual_seed(1)).tolist()
 FIRST_TABLE, SECOND_TABLE = list(range(20, 0, -1)), [21, 22]
 BEGINNING = [Span(TEXT[:150], 0, FIRST_TABLE, 1)]  # more rows than the MLP takes at a time
@@ -254,7 +305,9 @@ def test_one_call_has_the_bits_of_many(
 
 
 @pytest.mark.parametrize(
-    ("family", "is_packed"), [("llama", True), ("gemma4_text", True), ("gemma4_text", False), ("gpt_oss", True)]
+    ("family", "is_packed"),
+    [(family, True) for family in ("llama", "gemma4_text", "gpt_oss", *WITH_PARTS_OF_THEIR_OWN)]
+    + [("gemma4_text", False), ("gemma4_e2b", False)],
 )
 @torch.inference_mode()
 def test_logits_in_one_call_are_transformers(models: dict[str, PreTrainedModel], family: str, is_packed: bool) -> None:
@@ -293,11 +346,12 @@ def test_an_int8_pool_is_written_and_read_in_the_call(models: dict[str, PreTrain
 
 @DTYPES
 @pytest.mark.parametrize("compute", [logits, one_by_one])
+@pytest.mark.parametrize("family", ["qwen3", "gemma4_e2b", "gemma4_a4b", "afmoe"])
 def test_rows_without_logits_leave_nothing_but_their_keys_and_values(
-    models: dict[str, PreTrainedModel], dtype: torch.dtype, compute: Callable[..., Tensor]
+    models: dict[str, PreTrainedModel], family: str, dtype: torch.dtype, compute: Callable[..., Tensor]
 ) -> None:
     """Of the last layer only rows with logits go past the attention: they and what follows stay the same."""
-    model = paged(models["qwen3"], dtype)
+    model = paged(models[family], dtype)
     chunk = Span(TEXT[150:170], 150, FIRST_TABLE, 20)
     everything = compute(model, [chunk, BESIDE])
     wanted = torch.cat((everything[17:20], everything[-1:]))
@@ -309,6 +363,25 @@ def test_rows_without_logits_leave_nothing_but_their_keys_and_values(
     behind = Span(TEXT[170:171], 170, FIRST_TABLE, 1)
     found = model.forward(ForwardBatch.of([behind], cache, native_or_torch))
     assert torch.equal(found, compute(model, [Span(TEXT[150:171], 150, FIRST_TABLE, 1)]))
+
+
+@DTYPES
+def test_layers_that_share_keys_and_values_compute_rows_with_logits_alone(
+    models: dict[str, PreTrainedModel], dtype: torch.dtype
+) -> None:
+    model = paged(models["gemma4_e2b"], dtype)
+    expected = logits(model, [BRANCHED, BESIDE])
+    found: list[tuple[range, int]] = []
+    run = NativeLayers.run
+
+    def noted(self: NativeLayers, hidden: Tensor, *arguments: Any) -> Any:
+        found.append((arguments[3], len(hidden)))
+        return run(self, hidden, *arguments)
+
+    with patch.object(NativeLayers, "run", noted):
+        some = logits(model, [BRANCHED._replace(num_logits=4), BESIDE._replace(num_logits=0)])
+    assert torch.equal(some, expected[1:5])
+    assert found == [(range(2), 150), (range(2, 5), 1), (range(2), 8), (range(2, 5), 4)]
 
 
 @DTYPES

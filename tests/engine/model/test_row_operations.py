@@ -64,6 +64,27 @@ def test_functions_of_mlps_without_gates_are_those_of_torch(
 
 
 @DTYPES
+@pytest.mark.parametrize("shape", [(1, 16), (90, 1024)])
+def test_rows_times_a_function_of_their_gates_are_those_of_torch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    gates, rows = (4.0 * torch.randn(shape)).to(dtype), torch.randn(shape).to(dtype)
+    gates[0, :3] = torch.tensor([-200.0, 200.0, torch.nan])
+    for function in (Gate.LOGISTIC, Gate.GELU_TANH):
+        expected = TorchRows(EPSILON).gate(gates.float(), function, rows.float())
+        found = NativeRows(EPSILON).gate(gates.clone(), function, rows.clone())
+        torch.testing.assert_close(found.float(), expected, rtol=TOLERANCE[dtype], atol=4e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("factors", [(0.8, 0.8), (1.7, -0.3)])
+def test_xielu_is_exact_near_zero_and_far_from_it(factors: tuple[float, float]) -> None:
+    rows = torch.cat([torch.tensor([0.0, -30.0, 30.0, -1e-6, torch.nan]), -torch.logspace(-7, 1, 400)])[None]
+    expected = TorchRows(EPSILON).activate(rows.double(), Gate.XIELU, factors).float()
+    found = NativeRows(EPSILON).activate(rows.clone(), Gate.XIELU, factors)
+    size = torch.maximum(expected.abs(), rows.abs())
+    assert bool(((found - expected).abs() <= 1e-6 * size + 1e-12)[~rows.isnan()].all())
+    assert torch.equal(found.isnan(), rows.isnan())
+
+
+@DTYPES
 @pytest.mark.parametrize(("num_rows", "dim"), [(1, 32), (7, 64), (200, 128)])
 def test_rotated_heads_are_those_of_torch_and_the_others_stay(dtype: torch.dtype, num_rows: int, dim: int) -> None:
     heads, table = torch.randn(num_rows, 6, dim).to(dtype), torch.randn(num_rows, 2, dim).to(dtype)
@@ -79,6 +100,16 @@ def test_normed_heads_are_those_of_torch_and_the_others_stay(dtype: torch.dtype)
     found = NativeRows(EPSILON).norm_heads(heads, 4, weight)
     assert_near(found[:, :4], expected)
     assert torch.equal(found[:, 4:], others)
+
+
+@DTYPES
+def test_heads_normed_around_their_means_are_those_of_torch(dtype: torch.dtype) -> None:
+    heads, weight = 2.0 + torch.randn(40, 6, 32).to(dtype), torch.randn(2, 4, 32).to(dtype)
+    for own in (weight, weight[0]):
+        expected = TorchRows(EPSILON, centers=True).norm_heads(heads, 4, own)
+        found = NativeRows(EPSILON, centers=True).norm_heads(heads.clone(), 4, own)
+        torch.testing.assert_close(found[:, :4], expected, rtol=2 * TOLERANCE[dtype], atol=8 * TOLERANCE[dtype])
+        assert torch.equal(found[:, 4:], heads[:, 4:])
 
 
 @DTYPES

@@ -23,7 +23,7 @@ MIXTURES = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "opt", *MIXTURES])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma4_text", "gpt_neox", "gpt2", "opt", *MIXTURES])
 def test_logits_are_those_of_the_converted_model(tmp_path: Path, family: str, stored: torch.dtype) -> None:
     write_family(tmp_path, SERVED[family]()).to(stored).save_pretrained(tmp_path)
     runner = ModelRunner(ModelConfig(str(tmp_path), "float32", "cpu"), CacheConfig(num_blocks=2))

@@ -167,7 +167,7 @@ def check_model(folder: Path, config: PreTrainedConfig, **settings: object) -> i
     )
 
 
-@pytest.mark.parametrize("family", ["falcon", "bloom", "gptj", "stablelm", "mamba", "glm_moe_dsa"])
+@pytest.mark.parametrize("family", ["falcon", "bloom", "gptj", "mamba", "glm_moe_dsa"])
 def test_a_family_that_cannot_be_served_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str):
     assert check_model(tmp_path, REFUSED[family]()) == 1
     assert f"model type '{family}' cannot be served" in " ".join(capsys.readouterr().err.split())
