@@ -112,6 +112,7 @@ def read_log(folder: Path, target: LoggedModel, report: Callable[[str], None], e
             "every five seconds)"
         )
     log, num_strange = Log(), 0
+    # The latest files first, until both sides are full; a broken file costs its own requests only.
     for file in reversed(files):
         try:
             if read_model(file) != target:
@@ -123,6 +124,7 @@ def read_log(folder: Path, target: LoggedModel, report: Callable[[str], None], e
                     log.add(request)
         except ConfigError as error:
             report(f"left out: {error}")
+    # Refuse a log that cannot train anything.
     if num_strange == len(files):
         raise ConfigError(
             f"all {len(files)} files of {folder} are of a target with other weights; pass theirs as --target"

@@ -68,6 +68,7 @@ def write_shard(file: Path, model: LoggedModel, requests: Seq[LoggedRequest]) ->
     Raises:
         OSError: the disk is full, or the folder cannot be written to.
     """
+    # Requests of different lengths are joined, and their ends stored, so that a file has one tensor for each field.
     classes = sorted({request.traffic_class for request in requests})
     content = save(
         {
@@ -89,6 +90,7 @@ def write_shard(file: Path, model: LoggedModel, requests: Seq[LoggedRequest]) ->
             "classes": json.dumps(classes),
         },
     )
+    # A reader never sees an unfinished file.
     partial = file.with_name(file.name.removesuffix(SUFFIX) + PARTIAL)
     try:
         partial.touch(mode=0o600)  # it holds what clients wrote

@@ -168,6 +168,7 @@ async def _run(check: Check, audit: Audit, threshold: float, why: str | None) ->
         reason = None if trial.is_enough() else "too few draws for the stated power"
     except NoVerdictError as error:
         reason = str(error)
+    # A finding counts whatever interrupted the check; without one, a reason leaves no verdict.
     is_found = trial.is_found()
     if is_found and trial.finding is not None and not trial.sentence:
         trial.sentence = f"expected {trial.finding.expected}, seen {trial.finding.seen}"

@@ -98,6 +98,7 @@ def _write_weights(
     room = sum(len(name) + 200 for name in model.state_dict())  # 200 bytes for the rest of an entry
     writers: dict[str, SafetensorsWriter] = {}
     for name, kind, tensor in _weights(header, model):
+        # Blocks keep their bytes, and the type becomes a part of the name; numbers are converted.
         if kind in BLOCKS and tensor.dtype is torch.uint8 and dtype is None:
             size, num_bytes = BLOCKS[kind]
             shapes[name] = (*tensor.shape[:-1], tensor.shape[-1] // num_bytes * size)

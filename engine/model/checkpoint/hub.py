@@ -210,6 +210,7 @@ def _fetch(model: HubModel, file: HubFile, watch: _Watch) -> None:
     with WeakFileLock(file.blob.with_name(f"{file.blob.name}.lock")):
         if file.blob.exists():
             return
+        # Another process may have fetched it while this one waited for the lock; else go on from the cached bytes.
         resumed = file.num_cached_bytes
         with file.partial.open("ab") as stream:
             if resumed < file.num_bytes:
@@ -222,6 +223,7 @@ def _fetch(model: HubModel, file: HubFile, watch: _Watch) -> None:
                     expected_size=file.num_bytes,
                     tqdm_class=watch,  # type: ignore[arg-type]  # called like a class, and no more
                 )
+        # Parts from several downloads are checked before the file gets its name.
         if resumed and not _is_whole(file):
             file.partial.unlink()
             raise OSError(f"{file.name} does not match its digest on the Hub; its parts are removed, start again")

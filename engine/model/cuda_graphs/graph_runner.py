@@ -144,6 +144,7 @@ class CudaGraphRunner:
         self._passes: dict[GraphBucket, _RecordedBatch] = {}
         if record is None and cache.device.type == "cuda":
             record = GraphRecorder()
+        # Buffers that all recordings share, as large as the largest bucket needs.
         largest_first = graph_buckets(graphs)[::-1]  # the others use the memory of the largest again
         max_rows = largest_first[0].num_rows if largest_first else 0
         self._logits = torch.zeros(max_rows, vocab_size, device=cache.device)
