@@ -1,29 +1,35 @@
-"""EAGLE-3 and Medusa heads in training, over the target's hidden states of logged texts.
+"""EAGLE-3, DSpark and Medusa heads in training, over the target's hidden states of logged texts.
 
-The log has token ids and no hidden states, so the target computes each batch again, without its output layer: the log
-has its likeliest tokens.
+The log has token ids and no hidden states, so the target computes them, without its output layer: the log has its
+likeliest tokens. The states of inner layers are kept in a file, since a training reads each text many times.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from os import SEEK_END
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.config import HeadKind, ModelConfig
 from engine.model.checkpoint.dtype import resolve_dtype
 from engine.model.checkpoint.unread_weight import UnreadWeight, replace_unread
+from engine.model.draft_heads.block_format import BlockFormat
 from engine.model.draft_heads.checkpoint import read_config, read_tensors
 from engine.model.draft_heads.published import HeadFormat, TargetShape
 from engine.model.loader import load_model
 from protos.errors import ConfigError
+from tuning.block_student import BlockStudent
 from tuning.draft import TunableDraft, copy_files, partial_of, rename_whole
 from tuning.log_windows import Window
 from tuning.student import Eagle3Student, Student, TrainableMedusaHeads
@@ -33,19 +39,41 @@ _WEIGHTS = "model.safetensors"
 
 
 class Reader:
-    """A frozen target that computes hidden states for its heads: any model of transformers."""
+    """A frozen target that computes hidden states for its heads: any model of transformers.
 
-    def __init__(self, target: Any) -> None:
+    Those of inner layers are computed once for each text, and kept in a file without a name in `folder`.
+    """
+
+    def __init__(self, target: Any, folder: Path) -> None:
         self._trunk = target.base_model
+        self._file = TemporaryFile(dir=folder)  # noqa: SIM115 (open as long as the reader is used)
+        self._kept: dict[bytes, int] = {}  # where the states of a text begin
         self.embedding: Tensor = target.get_input_embeddings().weight
         self.lm_head: Tensor = target.get_output_embeddings().weight
         self.vocab_size = len(self.lm_head)
+        config = target.config.get_text_config()
+        self.shape = TargetShape(self.vocab_size, config.hidden_size, config.num_hidden_layers)
 
     @torch.no_grad()
-    def inputs_of(self, ids: Tensor, layers: Sequence[int]) -> Tensor:
-        """Ids [B, T] to the inputs of layers, side by side, [B, T, layers * hidden] float32."""
-        found = self._trunk(ids, use_cache=False, output_hidden_states=True).hidden_states
-        return torch.cat([found[layer] for layer in layers], dim=-1).float()
+    def inputs_of(self, texts: Sequence[Tensor], layers: Sequence[int]) -> list[Tensor]:
+        """Texts [T] int64 to the inputs of layers, side by side, [T, layers * hidden] float32 of each text."""
+        names = [text.numpy().tobytes() for text in texts]
+        new = list({name: text for name, text in zip(names, texts, strict=True) if name not in self._kept}.items())
+        if new:
+            ids = pad_sequence([text for _, text in new], batch_first=True)  # attention is causal
+            found = self._trunk(ids.to(self.embedding.device), use_cache=False, output_hidden_states=True).hidden_states
+            states = torch.cat([found[layer] for layer in layers], dim=-1).cpu()  # [B, T, layers * hidden]
+            for (name, text), each in zip(new, states, strict=True):
+                self._kept[name] = self._file.seek(0, SEEK_END)
+                self._file.write(each[: len(text)].contiguous().view(torch.uint8).numpy().tobytes())
+            self._file.flush()
+        width = len(layers) * self.embedding.shape[1]
+        return [self._read(self._kept[name], len(text), width) for name, text in zip(names, texts, strict=True)]
+
+    def _read(self, begin: int, num_rows: int, width: int) -> Tensor:
+        dtype = self.embedding.dtype
+        content = bytearray(os.pread(self._file.fileno(), dtype.itemsize * num_rows * width, begin))
+        return torch.frombuffer(content, dtype=dtype).view(num_rows, width).float().to(self.embedding.device)
 
     @torch.no_grad()
     def last_states(self, ids: Tensor) -> Tensor:
@@ -60,11 +88,16 @@ class Reader:
 
 
 class _Heads(Student):
-    """The base of both kinds: the place in the states of a batch where the round of a row and of a draft began."""
+    """The base of all kinds: the place in the states of a batch where the round of a row and of a draft began."""
 
     def __init__(self, model: nn.Module, reader: Reader, **limits: int) -> None:
         super().__init__(model, are_drafts_alike=False, **limits)
         self._reader = reader
+
+    def _states(self, windows: Sequence[Window], layers: Sequence[int], num_more: int = 0) -> Tensor:
+        """Return the inputs of layers [B, longest + num_more, layers * hidden], padded with zeros."""
+        found = self._reader.inputs_of([window.token_ids for window in windows], layers)
+        return F.pad(pad_sequence(found, batch_first=True), (0, 0, 0, num_more))
 
     def _texts(self, windows: Sequence[Window], num_more: int = 0) -> Tensor:
         """Return the windows' tokens [B, longest + num_more], padded with zeros: attention is causal."""
@@ -85,25 +118,23 @@ class _Heads(Student):
         return states[owners.to(states.device), places.to(states.device)]
 
 
-class Eagle3Heads(_Heads):
-    """An EAGLE-3 head, unrolled over the drafts of a round; `target_ids` are its vocabulary, None for all."""
+class _CutVocabulary(_Heads):
+    """Heads with an output layer of their own; `target_ids` are its vocabulary, None for all."""
 
     def __init__(
-        self, student: Eagle3Student, reader: Reader, layers: Sequence[int], target_ids: Tensor | None
+        self,
+        student: Eagle3Student | BlockStudent,
+        reader: Reader,
+        layers: Sequence[int],
+        target_ids: Tensor | None,
+        **limits: int,
     ) -> None:
-        super().__init__(student, reader)
-        self._student, self._layers, self._target_ids = student, layers, target_ids
+        super().__init__(student, reader, **limits)
+        self._lm_head, self._layers, self._target_ids = student.lm_head.weight, layers, target_ids
         self._draft_ids = torch.arange(reader.vocab_size)
         if target_ids is not None:
             self._draft_ids = torch.full_like(self._draft_ids, -1)
             self._draft_ids[target_ids] = torch.arange(len(target_ids))
-
-    def logits(self, windows: Sequence[Window], num_drafts: int) -> Iterator[Tensor]:
-        """Yield the drafts in order; each continues the head's own states of its predecessor."""
-        ids = self._texts(windows, num_drafts - 1)
-        features, embedded = self._reader.inputs_of(ids, self._layers), self._reader.embedded(ids)
-        for draft, states in enumerate(self._student.steps(features, embedded, num_drafts)):
-            yield F.linear(self._at_begin(states, windows, draft), self._student.lm_head.weight)
 
     def draft_ids(self, target_ids: Tensor) -> Tensor:
         return self._draft_ids[target_ids.long()]
@@ -112,7 +143,54 @@ class Eagle3Heads(_Heads):
         return draft_ids if self._target_ids is None else self._target_ids[draft_ids]
 
     def vocabulary(self) -> Sequence[Tensor]:
-        return [self._student.lm_head.weight]
+        return [self._lm_head]
+
+
+class Eagle3Heads(_CutVocabulary):
+    """An EAGLE-3 head, unrolled over the drafts of a round."""
+
+    def __init__(
+        self, student: Eagle3Student, reader: Reader, layers: Sequence[int], target_ids: Tensor | None
+    ) -> None:
+        super().__init__(student, reader, layers, target_ids)
+        self._student = student
+
+    def logits(self, windows: Sequence[Window], num_drafts: int) -> Iterator[Tensor]:
+        """Yield the drafts in order; each continues the head's own states of its predecessor."""
+        features = self._states(windows, self._layers, num_drafts - 1)
+        embedded = self._reader.embedded(self._texts(windows, num_drafts - 1))
+        for draft, states in enumerate(self._student.steps(features, embedded, num_drafts)):
+            yield F.linear(self._at_begin(states, windows, draft), self._lm_head)
+
+
+class DSparkHeads(_CutVocabulary):
+    """A DSpark head: the rows of its blocks are the drafts."""
+
+    def __init__(
+        self,
+        student: BlockStudent,
+        reader: Reader,
+        layers: Sequence[int],
+        target_ids: Tensor | None,
+        block: BlockFormat,
+    ) -> None:
+        super().__init__(student, reader, layers, target_ids, max_drafts=block.num_rows)
+        self._student, self._mask_id = student, block.mask_id
+
+    def logits(self, windows: Sequence[Window], num_drafts: int) -> Iterator[Tensor]:
+        """Yield the drafts in order; each follows the text's own token."""
+        ids, device = self._texts(windows), self._reader.embedding.device
+        begins = torch.cat([torch.full_like(each.rows, index * ids.shape[1]) for index, each in enumerate(windows)])
+        rows = torch.cat([window.rows for window in windows])
+        places = [(begins + (rows - draft).clamp(min=0)).to(device) for draft in range(num_drafts)]
+        before = ids.flatten()[(begins + rows).to(device)]
+        is_mask = (ids == self._mask_id)[..., None]
+        embedded = torch.where(is_mask, self._student.mask_embedding, self._reader.embedded(ids))
+        states = self._student.drafts(self._states(windows, self._layers), embedded, places)
+        return (self._student.logits(each, before) for each in states)
+
+    def vocabulary(self) -> Sequence[Tensor]:
+        return [self._lm_head, *self._student.markov_head.parameters()]
 
 
 class Medusa(_Heads):
@@ -149,22 +227,25 @@ def _is_medusa(config: dict[str, Any]) -> bool:
 
 
 class HeadFolder(TunableDraft):
-    """The folder of EAGLE-3 heads in the original layout, or of Medusa heads in vLLM's that share the target's matrix.
+    """The folder of heads in a layout that `_unknown` lists. `states` is a folder for the target's states of texts.
 
     Raises:
         ConfigError: the heads are of another layout, or of another target, or that has quantized weights.
     """
 
-    def __init__(self, path: Path, target: str, device: torch.device) -> None:
+    def __init__(self, path: Path, target: str, device: torch.device, states: Path | None = None) -> None:
         super().__init__(path, device)
         self._config = read_config(path)
         self._tensors = read_tensors(path)
-        self._reader, self._shape = _reader(target, device)
+        self._reader = load_reader(target, device, states or path.parent)
+        self._shape = self._reader.shape
         self.load()  # faults of the head are reported before the log is read
 
     def load(self) -> Student:
         """Return the heads in float32, on the device, and their target."""
-        return self._medusa() if _is_medusa(self._config) else self._eagle3()
+        if _is_medusa(self._config):
+            return self._medusa()
+        return self._dspark() if self._config.get("speculators_model_type") == HeadKind.DSPARK else self._eagle3()
 
     def rounded(self, student: Student) -> Student:
         """Round the weights to those that `write` would write, and return the heads."""
@@ -193,10 +274,33 @@ class HeadFolder(TunableDraft):
         if max(config.taps.layers) >= self._shape.num_layers:
             raise self._unknown("a state after the last layer")
         student = Eagle3Student(config.layer, len(config.taps.layers), config.draft_vocab_size)
-        self._fill(student, {name: each for name, each in self._tensors.items() if name not in _OF_VOCABULARY})
+        self._fill(student, self._trained_tensors())
+        return Eagle3Heads(student, self._reader, config.taps.layers, self._target_ids())
+
+    def _dspark(self) -> Student:
+        config = HeadFormat.of(HeadKind.DSPARK, self._config, self._shape, str(self.path))
+        block = config.block
+        assert block is not None, "a parallel head has blocks"
+        plain = BlockFormat(block.mask_id, block.num_rows, is_anchor_drafting=True, markov_rank=block.markov_rank)
+        if (
+            replace(block, has_markov_confidence=False) != plain
+            or any(config.windows)
+            or len(set(config.are_causal)) > 1
+            or config.rotary_length
+        ):
+            raise self._unknown("its block, or a window")
+        if max(config.taps.layers) >= self._shape.num_layers:
+            raise self._unknown("a state after the last layer")
+        student = BlockStudent(config)
+        self._fill(student, self._trained_tensors())
+        return DSparkHeads(student, self._reader, config.taps.layers, self._target_ids(), block)
+
+    def _trained_tensors(self) -> dict[str, Tensor]:
+        return {name: each for name, each in self._tensors.items() if name not in _OF_VOCABULARY}
+
+    def _target_ids(self) -> Tensor | None:
         offsets = self._tensors.get("d2t")
-        target_ids = None if offsets is None else offsets.long() + torch.arange(len(offsets))
-        return Eagle3Heads(student, self._reader, config.taps.layers, target_ids)
+        return None if offsets is None else offsets.long() + torch.arange(len(offsets))
 
     def _medusa(self) -> Student:
         try:
@@ -219,12 +323,13 @@ class HeadFolder(TunableDraft):
     def _unknown(self, about: str) -> ConfigError:
         return ConfigError(
             f"--draft {self.path} has heads in a layout that is served and not tuned ({about}); tuned are EAGLE-3 "
-            "heads in the original layout without further norms, and Medusa heads with the target's own matrix to the "
-            "vocabulary, as models.draft_heads writes both"
+            "heads in the original layout without further norms, Medusa heads with the target's own matrix to the "
+            "vocabulary, as models.draft_heads writes both, and DSpark heads as --draft dspark makes them"
         )
 
 
-def _reader(target: str, device: torch.device) -> tuple[Reader, TargetShape]:
+def load_reader(target: str, device: torch.device, folder: Path) -> Reader:
+    """Return the target at a folder or Hub id, with the states of texts in `folder`. Raises ConfigError."""
     try:
         section = getattr(AutoConfig.from_pretrained(target), "quantization_config", None)
         if section is None:
@@ -236,6 +341,4 @@ def _reader(target: str, device: torch.device) -> tuple[Reader, TargetShape]:
     if section is not None:  # a converted GGUF file
         model = load_model(ModelConfig(target, device=str(device)))
         replace_unread(model, UnreadWeight.read)
-    config = model.config.get_text_config()
-    reader = Reader(model.eval().requires_grad_(False).to(device))
-    return reader, TargetShape(reader.vocab_size, config.hidden_size, config.num_hidden_layers)
+    return Reader(model.eval().requires_grad_(False).to(device), folder)

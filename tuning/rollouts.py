@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, PositionLogConfig, SchedulerConfig
+from engine.engine_core.core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.model.runner.model_runner import ModelRunner
 from engine.position_log.shard import LoggedRequest, log_files, read_shard
@@ -22,7 +23,7 @@ from protos.errors import ConfigError
 from protos.messages import GREEDY_BELOW, GenerateRequest, SamplingParams
 from tuning.log_windows import Log
 
-_NUM_STREAMS = 64
+NUM_STREAMS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +74,25 @@ def _prompt(request: LoggedRequest) -> tuple[int, ...]:
     return tuple(request.token_ids[: int(request.positions[0])].tolist())
 
 
-def _write(
-    target: str, prompts: Sequence[LoggedPrompt], folder: Path, minutes: float, on_progress: Callable[[float], None]
-) -> None:
-    # An engine of its own writes the texts into a log.
+def rollout_engine(target: str, folder: Path) -> tuple[EngineCore, ModelRunner]:
+    """Return an engine that logs into `folder`, and its model. Raises ConfigError if the target cannot be loaded."""
     core = load_engine(
         EngineConfig(
             ModelConfig(target, num_threads=torch.get_num_threads()),
             CacheConfig(memory_bytes=1 << 30),  # each prompt of a small target is prefilled once and continued often
-            SchedulerConfig(max_num_sequences=_NUM_STREAMS),
+            SchedulerConfig(max_num_sequences=NUM_STREAMS),
             log=PositionLogConfig(str(folder), 1 << 30),
         )
     )
     runner = core.runner
     assert isinstance(runner, ModelRunner), "from_config loads one"
+    return core, runner
+
+
+def _write(
+    target: str, prompts: Sequence[LoggedPrompt], folder: Path, minutes: float, on_progress: Callable[[float], None]
+) -> None:
+    core, runner = rollout_engine(target, folder)
     requests = _requests(_fitting(prompts, runner.max_model_len), runner.eos_token_ids)
     running: set[str] = set()
     began_s, seconds = time.monotonic(), 60.0 * minutes
@@ -94,7 +100,7 @@ def _write(
         while (elapsed_s := time.monotonic() - began_s) < seconds:
             on_progress(elapsed_s / seconds)
             # Keep all streams busy until the time is over.
-            while len(running) < _NUM_STREAMS:
+            while len(running) < NUM_STREAMS:
                 request = next(requests)
                 core.add(request)
                 running.add(request.request_id)

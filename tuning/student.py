@@ -144,7 +144,7 @@ class Eagle3Student(nn.Module):
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(num_taps * width, width, bias=False)
         self.midlayer = _Midlayer(config)
-        self.norm = _Norm(width, eps)
+        self.norm = Norm(width, eps)
         self.lm_head = nn.Linear(width, draft_vocab_size, bias=False)
         self._rotary = LlamaRotaryEmbedding(config)
 
@@ -175,7 +175,7 @@ class Eagle3Student(nn.Module):
             yield self.norm(states)
 
 
-class _Norm(nn.RMSNorm):
+class Norm(nn.RMSNorm):
     """Norm in the input's dtype; with float32 weights the fused kernel would not take bfloat16."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -191,9 +191,9 @@ class _Midlayer(nn.Module):
         self._num_heads, self._num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._head_dim = config.head_dim
         query_size, key_size = (count * config.head_dim for count in (self._num_heads, self._num_kv_heads))
-        self.hidden_norm = _Norm(width, eps)
-        self.input_layernorm = _Norm(width, eps)
-        self.post_attention_layernorm = _Norm(width, eps)
+        self.hidden_norm = Norm(width, eps)
+        self.input_layernorm = Norm(width, eps)
+        self.post_attention_layernorm = Norm(width, eps)
         self.self_attn = nn.ModuleDict(
             {
                 "q_proj": nn.Linear(2 * width, query_size, bias=False),

@@ -24,6 +24,7 @@ from protos.errors import ConfigError
 from tuning.draft import DraftFolder, TunableDraft
 from tuning.heads import HeadFolder, holds_heads
 from tuning.log_windows import Log, log_end, read_log, wait_for_positions, windows_of
+from tuning.new_head import write_new_head
 from tuning.rollouts import write_rollouts
 from tuning.run import Candidate, TrainingRun
 from tuning.score import Score, score_draft
@@ -39,14 +40,14 @@ Report = Callable[[str], None]
 class TuneSettings:
     """The settings of a tuning: `rank` None trains all weights; the score is for K = `num_tokens`.
 
-    `num_steps` may end trainings before the minutes do. `rollouts` is the share of the minutes for the target to write
-    more text; None derives it from the target's size. With `num_fresh` only new positions of the log count, and the
-    training waits for that many, at most for `minutes`.
+    Without a `draft` a new DSpark head is trained. `num_steps` may end trainings before the minutes do. `rollouts` is
+    the share of the minutes for the target to write more text; None derives it from the target's size. With `num_fresh`
+    only new positions of the log count, and the training waits for that many, at most for `minutes`.
     """
 
     log: Path
     target: str
-    draft: Path
+    draft: Path | None
     output: Path
     minutes: float
     learning_rates: tuple[float, ...]
@@ -122,9 +123,14 @@ def tune(settings: TuneSettings, report: Report, on_progress: OnProgress) -> boo
     transformers.utils.logging.disable_progress_bar()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = _logged_model(settings.target)
-    draft = draft_of(settings, device)
+    draft = None if settings.draft is None else draft_of(settings, device)
     log = _new_log(settings, target, report) if settings.num_fresh else read_log(settings.log, target, report)
     workplace = Workplace(settings)
+    if draft is None:
+        folder = workplace.folder / "head"
+        if not folder.is_dir():
+            write_new_head(folder, settings.target, log.training.requests)
+        draft = draft_of(replace(settings, draft=folder), device)
     # Score the present draft: a new one must be better on the held-out requests.
     before = Scored(score_draft(draft.load(), log.held_out.requests, settings.num_tokens))
     report(f"{log.num_positions} positions; {before.score.num_positions} are for measurement only")
@@ -170,12 +176,13 @@ def tune(settings: TuneSettings, report: Report, on_progress: OnProgress) -> boo
 
 def draft_of(settings: TuneSettings, device: torch.device) -> TunableDraft:
     """Return the draft to tune, a model or heads. Raises ConfigError if it cannot be tuned."""
+    assert settings.draft is not None, "it is made before"
     file = settings.draft / "config.json"
     if not file.is_file() or not holds_heads(read_config(settings.draft)):
         return DraftFolder(settings.draft, settings.target, device)
     if settings.rank is not None:
         raise ConfigError(f"--draft {settings.draft} holds heads, and all weights of heads are trained; remove --rank")
-    return HeadFolder(settings.draft, settings.target, device)
+    return HeadFolder(settings.draft, settings.target, device, settings.output.parent)
 
 
 def _new_log(settings: TuneSettings, target: LoggedModel, report: Report) -> Log:

@@ -12,17 +12,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.config import HeadConfig, HeadKind
+from engine.config import CacheConfig, EngineConfig, HeadConfig, HeadKind, ModelConfig, SpeculationConfig
+from engine.engine_core.loading import load_engine
 from engine.model.draft_heads.loader import load_head
 from engine.model.draft_heads.medusa import MedusaHeads as ServedMedusa
 from engine.model.loader import model_version
 from engine.position_log.log_writer import top_logprobs
-from engine.position_log.shard import LogFolder, LoggedModel, LoggedRequest, write_shard
+from engine.position_log.shard import LogFolder, LoggedModel, LoggedRequest, log_files, read_shard, write_shard
 from models.draft_heads.eagle3_head import eagle3_logits, new_student, save_head
 from models.draft_heads.medusa_heads import save_heads
 from protos.errors import ConfigError
+from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
+from tests.engine.fixtures.checkpoints import write_checkpoint
 from tuning.heads import HeadFolder
-from tuning.log_windows import windows_of
+from tuning.log_windows import Window, windows_of
+from tuning.new_head import write_new_head
+from tuning.own_chats import write_own_chats
 from tuning.run import top_distillation_loss
 from tuning.score import generate, score_draft
 from tuning.student import TrainableMedusaHeads
@@ -31,6 +36,7 @@ from tuning.tune import TuneSettings, tune
 VOCAB_SIZE = 64
 WIDTH = 32
 NUM_PROMPT_TOKENS = 6
+END_ID = 2  # LlamaConfig's
 CPU = torch.device("cpu")
 
 
@@ -101,7 +107,7 @@ def written_by(target: LlamaForCausalLM) -> list[LoggedRequest]:
     return requests
 
 
-def settings(made: LoggedHeads, draft: Path, output: Path) -> TuneSettings:
+def settings(made: LoggedHeads, draft: Path | None, output: Path) -> TuneSettings:
     return TuneSettings(
         log=made.log,
         target=str(made.target),
@@ -198,6 +204,98 @@ def test_tokens_outside_a_drafts_vocabulary_count_for_nothing() -> None:
     assert top_distillation_loss(logits, top_ids, torch.log(p + 1e-30), 1.0) == pytest.approx(0.0, abs=1e-3)
     whole = torch.tensor([[0, 1, 2], [0, 1, 2]])
     assert top_distillation_loss(logits, whole, torch.log(p[:, 1:] + 1e-30), 1.0) > 0.1
+
+
+@pytest.mark.usefixtures("float32_target")
+def test_a_new_head_learns_from_the_log_and_drafts_in_the_engine(made: LoggedHeads, tmp_path: Path) -> None:
+    """The engine drafts as the training does; no text changes, and drafts are right more often than before."""
+    lines: list[str] = []
+    assert tune(settings(made, None, tmp_path / "new"), lines.append, lambda *_: None), lines
+    write_new_head(tmp_path / "untrained", str(made.target), made.requests)
+    students = {name: HeadFolder(tmp_path / name, str(made.target), CPU).load() for name in ("untrained", "new")}
+    prompts = [tuple(request.token_ids[:NUM_PROMPT_TOKENS].tolist()) for request in made.requests[:12]]
+    plain, _ = written(made.target, None, prompts)
+    num_right = {}
+    for name, student in students.items():
+        texts, drafts = written(made.target, tmp_path / name, prompts)
+        assert texts == plain
+        compared = [each for prompt in prompts for each in drafts[prompt]]
+        agreed = []
+        for text, drafted in compared:
+            for length, token_id in enumerate(drafted):
+                ids = torch.tensor((*text, *drafted[:length]))
+                row = torch.tensor([len(ids) - 1])
+                *_, logits = student.logits([Window(ids, row, row, row, row)], length + 1)
+                found = logits[0, student.draft_ids(torch.tensor(token_id))]
+                agreed.append(bool(found > logits.max() - 0.1))  # states differ by 1%, as the engine rounds otherwise
+        assert sum(agreed) > 0.96 * len(agreed)
+        num_right[name] = sum(
+            plain[prompt][len(text) : len(text) + 1] == drafted[:1]
+            for prompt in prompts
+            for text, drafted in drafts[prompt]
+        ) / len(compared)
+    assert num_right["new"] > num_right["untrained"] + 0.1
+
+
+Drafts = dict[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]
+
+
+def written(
+    target: Path, head: Path | None, prompts: list[tuple[int, ...]]
+) -> tuple[dict[tuple[int, ...], tuple[int, ...]], Drafts]:
+    """The engine's greedy text after each prompt, and its drafts with the text before each."""
+    config = None if head is None else HeadConfig(HeadKind.DSPARK, str(head))
+    methods = (SpeculationMethod.NONE if head is None else SpeculationMethod.DSPARK,)
+    engine = load_engine(
+        EngineConfig(
+            ModelConfig(str(target), "float32"),
+            CacheConfig(num_blocks=64),
+            speculation=SpeculationConfig(3, methods=methods),
+            head=config,
+        )
+    )
+    texts, shown = dict.fromkeys(prompts, ()), []
+    engine.on_drafted = shown.extend
+    names = {str(index): prompt for index, prompt in enumerate(prompts)}
+    for name, prompt in names.items():
+        engine.add(GenerateRequest(name, prompt, SamplingParams(temperature=0.0, max_tokens=24), returns_drafts=True))
+    while engine.has_work:
+        for chunk in engine.step():
+            texts[names[chunk.request_id]] += chunk.token_ids
+    engine.close()
+    drafts: Drafts = {prompt: [] for prompt in prompts}
+    for chunk in shown:
+        prompt = names[chunk.request_id]
+        drafts[prompt].append(((*prompt, *texts[prompt][: chunk.offset]), chunk.draft_ids))
+    return {prompt: (*prompt, *text) for prompt, text in texts.items()}, drafts
+
+
+def test_a_new_head_needs_layers_to_read(tmp_path: Path, made: LoggedHeads) -> None:
+    write_checkpoint(tmp_path / "flat", seed=0)
+    with pytest.raises(ConfigError, match="has 2; it needs 4 or more"):
+        write_new_head(tmp_path / "new", str(tmp_path / "flat"), made.requests)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_target_writes_chats_to_train_on(made: LoggedHeads, tmp_path: Path) -> None:
+    """A question is a text that ended; it is answered after the template's tokens, and logged with its answer."""
+    progress: list[float] = []
+    write_own_chats(str(made.target), (5, 6), (7,), tmp_path / "log", 40, progress.append)
+    requests = [each for file in log_files(tmp_path / "log") for each in read_shard(file)]
+    assert 5 < len(requests) <= 40
+    assert progress == sorted(progress)
+    assert progress[-1] == pytest.approx(1.0)
+    for request in requests:
+        question = request.token_ids[: request.positions[0]].tolist()
+        assert question[:2] == [5, 6]
+        assert question[-1] == 7
+        assert END_ID not in question
+    assert len({request.temperature for request in requests}) == 2
+    written_before = (tmp_path / "log").stat().st_mtime_ns
+    write_own_chats(str(made.target), (5, 6), (7,), tmp_path / "log", 40, progress.append)
+    assert (tmp_path / "log").stat().st_mtime_ns == written_before, "a second start uses the first one's"
+    with pytest.raises(ConfigError, match="was asked for 1 questions and wrote none"):
+        write_own_chats(str(made.target), tuple([5] * 500), (7,), tmp_path / "none", 1, progress.append)
 
 
 def test_heads_that_cannot_be_tuned_are_refused(made: LoggedHeads, tmp_path: Path) -> None:

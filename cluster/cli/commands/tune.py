@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,12 +27,16 @@ from cluster.cli.replay_traffic import Replay, TrafficRequest, read_traffic
 from cluster.deploy_file import checked_deployment
 from cluster.local.local_service import local_settings, running_service
 from protos.errors import ConfigError
+from router.tokenizer.tokenizer_files import load_tokenizer_files
 
+NEW_HEAD = "dspark"  # as --draft
 NO_GAIN = 3  # the exit status if no training gave a better draft
 _FULL_RATES = "0.0015,0.004"
 _SHORT_RATE = "0.003"  # if there is no time to compare
 _SHORT_MINUTES = 15.0
 _LOW_RANK_RATES = "0.0005,0.002,0.006"
+_NEW_RATE = "0.02"
+_QUESTION = "\N{OBJECT REPLACEMENT CHARACTER}"  # in no template
 
 
 def log_traffic(deployment: dict[str, Any], requests: list[TrafficRequest], folder: Path) -> None:
@@ -84,13 +89,22 @@ def _wait_written(folder: Path | None) -> None:
 
 def tune(  # long: a table of options and their help
     target: Annotated[str, Option(metavar="TARGET", help="the model that wrote the log: a folder, a Hub id, or demo")],
-    draft: Annotated[str, Option(metavar="DRAFT", help="the draft model to start from: a folder, or demo")],
+    draft: Annotated[
+        str,
+        Option(
+            metavar="DRAFT", help=f"the draft to start from: a folder, or demo; {NEW_HEAD} for a new head of that kind"
+        ),
+    ],
     output: Annotated[Path, Option(help="folder of the new draft; it must not exist")],
     log: Annotated[Path | None, Option(help="the folder of deploy.yaml's tune.log")] = None,
     traffic: Annotated[
         Path | None,
         Option(metavar="log.jsonl", help="instead of --log: OpenAI requests; the target answers them first"),
     ] = None,
+    own_chats: Annotated[
+        int,
+        Option(min=0, help="instead of --log: the number of chats that the target, a chat model, writes alone first"),
+    ] = 0,
     minutes: Annotated[float, Option(min=0.01, help="minutes of training and measuring")] = 10.0,
     steps: Annotated[int | None, Option(min=1, help="limit of training steps, within the minutes")] = None,
     threads: Annotated[int, Option(min=1, help="CPU threads; the process gives way to all others")] = 1,
@@ -125,14 +139,18 @@ def tune(  # long: a table of options and their help
     ] = None,
 ) -> None:
     """Train a draft on the log of its deployment; write it if it is better, else exit with 3."""
-    if (log is None) == (traffic is None):
-        raise ConfigError("give either --log, the folder of a deployment's log, or --traffic, a file of requests")
-    if fresh and traffic is not None:
-        raise ConfigError(f"--fresh {fresh} waits for a deployment's log, which --traffic replaces; give one of them")
-    rates = _rates(learning_rates or _default_rates(rank, minutes))
+    if [log is not None, traffic is not None, own_chats > 0].count(True) != 1:
+        raise ConfigError(
+            "give one of --log, the folder of a deployment's log, --traffic, a file of requests, and --own-chats"
+        )
+    if fresh and log is None:
+        raise ConfigError(f"--fresh {fresh} waits for a deployment's log, which --traffic and --own-chats replace")
+    is_new = draft == NEW_HEAD and not Path(draft).exists()
+    rates = _rates(learning_rates or (_NEW_RATE if is_new else _default_rates(rank, minutes)))
     target_path = _folder(target, "target")
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is loaded
     # Imported here: it loads torch, which few commands need.
+    from tuning.own_chats import write_own_chats
     from tuning.tune import TuneSettings, check_output, working_folder
     from tuning.tune import tune as tune_draft
 
@@ -142,11 +160,16 @@ def tune(  # long: a table of options and their help
         log = working_folder(output) / "log"
         deployment = deployment_of(target, ServeOptions(draft="none", settings=tuple(settings or ())))
         log_traffic(deployment, read_traffic(traffic, max_requests, max_tokens), log)
+    if own_chats:
+        log = working_folder(output) / "log"
+        report(f"the target writes {own_chats} chats")
+        with _progress() as on_progress:
+            write_own_chats(target_path, *_template(target_path), log, own_chats, partial(on_progress, "its chats"))
     assert log is not None, "one of the two is given"
     wanted = TuneSettings(
         log=Path(os.path.expanduser(log)).absolute(),
         target=target_path,
-        draft=Path(_folder(draft, "draft")),
+        draft=None if is_new else Path(_folder(draft, "draft")),
         output=output,
         minutes=minutes,
         learning_rates=rates,
@@ -177,6 +200,17 @@ def _folder(model: str, part: str) -> str:
             raise ConfigError(f"--{part} {model}: it has no {part} model of its own; give a folder")
         return resolve_model_path(str(path))
     return located(model)
+
+
+def _template(target: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the tokens of the target's chat template before a question, and those between it and the answer."""
+    files = load_tokenizer_files(target)
+    if files.chat_template is None:
+        raise ConfigError(f"--own-chats needs a chat model, and {target} has no chat template; give --traffic or --log")
+    text = files.chat_template.render([{"role": "user", "content": _QUESTION}])
+    before, _, after = text.partition(_QUESTION)
+    first, second = (tuple(files.tokenizer.encode(part, add_special_tokens=False)) for part in (before, after))
+    return first, second
 
 
 def _default_rates(rank: int, minutes: float) -> str:

@@ -18,8 +18,10 @@ from tuning import tune
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "give either --log"),
-        (["--log", "here", "--traffic", "there"], "give either --log"),
+        ([], "give one of --log"),
+        (["--log", "here", "--traffic", "there"], "give one of --log"),
+        (["--log", "here", "--own-chats", "9"], "give one of --log"),
+        (["--own-chats", "9", "--fresh", "9"], "--fresh 9 waits for a deployment's log"),
         (["--log", "nowhere"], "nowhere holds no log"),
         (["--log", "x", "--learning-rates", "fast"], "--learning-rates 'fast' has a value that is not a number"),
         (["--log", "x", "--learning-rates", "0"], "must be above 0"),
