@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +17,7 @@ from cluster.cli.console import report
 from cluster.local.own_files import PRIVATE, private_root
 from cluster.local.serve_environment import cluster_variables
 from cluster.topology import order_devices
+from engine.model.checkpoint.weight_files import digests_root
 from engine.model.linear.cache_folder import BOUND, CacheEntry, max_bytes, packed_entries, packed_root, remove_entry
 from protos.errors import ConfigError
 
@@ -39,7 +41,7 @@ cache = typer.Typer(
 
 @cache.callback()
 def list_entries(context: typer.Context) -> None:
-    """List packed weights and converted GGUF files: model, quantization, size, last use."""
+    """List packed weights, converted GGUF files and the digests of checkpoints: model, kind, size, last use."""
     if context.invoked_subcommand is not None:
         return
     entries = list(_entries())
@@ -69,9 +71,18 @@ def _entries() -> Iterator[CacheEntry]:
     root = converted_root()
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
         if (folder / "config.json").is_file():
-            files = [file.stat() for file in folder.iterdir()]
-            used_s = max(file.st_atime for file in files)
-            yield CacheEntry(folder, folder.name, "converted GGUF", sum(file.st_size for file in files), used_s)
+            yield _entry(folder, folder.name, "converted GGUF", lambda file: file.st_atime)
+    if any(_files_of(digests_root())):
+        yield _entry(digests_root(), "digests", "of checkpoints", lambda file: file.st_mtime)
+
+
+def _entry(folder: Path, name: str, kind: str, used_s: Callable[[os.stat_result], float]) -> CacheEntry:
+    files = [file.stat() for file in _files_of(folder)]
+    return CacheEntry(folder, name, kind, sum(file.st_size for file in files), max(map(used_s, files)))
+
+
+def _files_of(folder: Path) -> Iterator[Path]:
+    return folder.iterdir() if folder.is_dir() else iter(())
 
 
 def _size(num_bytes: int) -> str:

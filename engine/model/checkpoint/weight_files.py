@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import struct
 import threading
 import time
@@ -24,37 +25,67 @@ logger = logging.getLogger(__name__)
 
 SHA256_DIGITS = 64
 
+_DIGEST = re.compile(f"[0-9a-f]{{{SHA256_DIGITS}}}")
 _LARGE_BYTES = 64 << 20  # reading a smaller file takes less than a stored digest would save
+_UNSETTLED_NS = 2_000_000_000  # file systems count time in steps of up to 2 s
+_MAX_NOTES = 256
 
 
 def file_digest(file: Path) -> str:
     """Return the SHA-256 of a file's contents in hexadecimal digits.
 
-    The Hub's cache names a file by its digest. For other large files the digest is cached in the user's cache, keyed
-    by file attributes that change with the contents.
+    The Hub's cache names a file by its digest. For other large files the digest is noted in the user's cache, under
+    file attributes that change with the contents. A file that changed within 2 s of being read is not noted, since it
+    may change again in the same tick of the file system's clock.
     """
     real = file.resolve()
     if real.parent.name == "blobs" and len(real.name) == SHA256_DIGITS:
         return real.name
-    # Small files are read; the digest of a large one is kept under a name that changes with the file.
-    stat = real.stat()
-    if stat.st_size < _LARGE_BYTES:
+    if real.stat().st_size < _LARGE_BYTES:
         return _read(real)
-    identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-    note = cache_root() / "digests" / "-".join(map(str, identity))
     try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        with note.open("a+", encoding="ascii") as text:
-            fcntl.flock(text, fcntl.LOCK_EX)  # one process of a pair reads the file, the others wait for it
-            text.seek(0)
-            if len(digest := text.read()) != SHA256_DIGITS:
-                digest = _read(real)
-                text.truncate(0)
-                text.write(digest)
-            return digest
+        return _noted_digest(real)
     except OSError as error:
-        logger.warning("cannot cache the digest of %s; the file is read again at the next start: %s", file, error)
+        logger.warning("cannot note the digest of %s; the file is read again at the next start: %s", file, error)
         return _read(real)
+
+
+def _noted_digest(file: Path) -> str:
+    identity = _identity(file)
+    note = digests_root() / "-".join(map(str, identity))
+    note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with open(os.open(note, os.O_RDWR | os.O_CREAT, 0o600), "r+", encoding="ascii", errors="replace") as text:
+        fcntl.flock(text, fcntl.LOCK_EX)  # one process of a pair reads the file, the others wait for it
+        noted = text.read(SHA256_DIGITS + 1)
+        if _DIGEST.fullmatch(noted) and os.fstat(text.fileno()).st_uid == os.geteuid():
+            os.utime(note)  # the time of its last use
+            return noted
+        began_ns = time.time_ns()
+        digest = _read(file)
+        if _identity(file) == identity and began_ns - max(identity[-2:]) > _UNSETTLED_NS:
+            text.seek(0)
+            text.truncate()
+            text.write(digest)
+    _forget_old_notes()
+    return digest
+
+
+def _identity(file: Path) -> tuple[int, ...]:
+    stat = file.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def _forget_old_notes() -> None:
+    """Remove the notes that were not used for longest, so that `_MAX_NOTES` stay."""
+    with suppress(FileNotFoundError):  # another process removes notes too
+        notes = sorted(digests_root().iterdir(), key=lambda note: -note.stat().st_mtime_ns)
+        for note in notes[_MAX_NOTES:]:
+            note.unlink()
+
+
+def digests_root() -> Path:
+    """Return the folder of noted digests; it may not exist."""
+    return cache_root() / "digests"
 
 
 def begin_digests(path: str) -> None:

@@ -11,7 +11,7 @@ from cluster.cli.__main__ import main
 
 @pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of two packed models and a conversion."""
+    """A cache of two packed models, a conversion and a digest."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("OUTRIDER_CACHE_GIB", "2")
     root = tmp_path / "outrider"
@@ -23,6 +23,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     converted = root / "models" / "file-1234-float32-2"
     converted.mkdir(parents=True)
     (converted / "config.json").write_bytes(bytes(2_000_000))
+    (root / "digests").mkdir()
+    (root / "digests" / "1-2-3-4-5").write_text("0" * 64)
     return root
 
 
@@ -31,7 +33,8 @@ def test_entries_are_listed_with_their_sizes(capsys: pytest.CaptureFixture[str])
     said = capsys.readouterr().out
     assert "org/small  int4  3.0 MB  used 20" in said
     assert "file-1234-float32-2  converted GGUF  2.0 MB  used 20" in said
-    assert "3 entries, 8.0 MB; packed weights take at most 2.1 GB (OUTRIDER_CACHE_GIB)" in said
+    assert "digests  of checkpoints  0.0 MB  used 20" in said
+    assert "4 entries, 8.0 MB; packed weights take at most 2.1 GB (OUTRIDER_CACHE_GIB)" in said
 
 
 def test_a_model_is_cleared_by_its_name(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,11 +47,19 @@ def test_a_model_is_cleared_by_its_name(root: Path, capsys: pytest.CaptureFixtur
 def test_all_is_cleared_without_a_name(root: Path) -> None:
     assert main(["cache", "clear"]) == 0
     assert not [*(root / "packed").iterdir(), *(root / "models").iterdir()]
+    assert not (root / "digests").exists()
+
+
+def test_digests_are_cleared_by_their_name(root: Path) -> None:
+    assert main(["cache", "clear", "digests"]) == 0
+    assert {folder.name for folder in root.iterdir()} == {"packed", "models"}
 
 
 def test_an_unknown_name_is_refused_with_the_names_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache", "clear", "org/none"]) == 1
-    assert "no entry of 'org/none'; it has file-1234-float32-2, org/large, org/small" in capsys.readouterr().err
+    assert (
+        "no entry of 'org/none'; it has digests, file-1234-float32-2, org/large, org/small" in capsys.readouterr().err
+    )
 
 
 def test_a_bound_that_is_no_number_is_refused(

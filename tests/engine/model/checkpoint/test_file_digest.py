@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,10 @@ CONTENTS = bytes(300_000)
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every file is large."""
+    """Every file is large, and has not changed for a while."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "_LARGE_BYTES", 1)
+    monkeypatch.setattr(time, "time_ns", lambda: time.clock_gettime_ns(time.CLOCK_REALTIME) + 3_000_000_000)
     return tmp_path / "cache"
 
 
@@ -91,11 +93,54 @@ def test_a_file_of_the_hub_s_cache_is_named_by_its_digest(tmp_path: Path, reads:
     assert not reads
 
 
-def test_a_truncated_cached_digest_is_rewritten(tmp_path: Path, cache: Path, reads: list[Path]) -> None:
+def test_a_file_that_has_just_changed_is_read_again(
+    tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may change again within the tick of its times."""
+    file = folder_of(tmp_path / "a", CONTENTS) / "model.safetensors"
+    with monkeypatch.context() as present:
+        present.setattr(time, "time_ns", lambda: time.clock_gettime_ns(time.CLOCK_REALTIME))
+        assert file_digest(file) == file_digest(file)
+    assert reads == [file, file]
+    assert file_digest(file) == file_digest(file)
+    assert reads == [file, file, file]
+
+
+def test_a_file_that_changes_while_it_is_read_is_read_again(
+    tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = folder_of(tmp_path / "a", CONTENTS) / "model.safetensors"
+    read = module._read
+
+    def changed_meanwhile(path: Path) -> str:
+        digest = read(path)
+        path.write_bytes(CONTENTS[:-1] + b"x")
+        return digest
+
+    with monkeypatch.context() as present:
+        present.setattr(module, "_read", changed_meanwhile)
+        before = file_digest(file)
+    assert file_digest(file) != before
+
+
+def test_old_notes_leave(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_NOTES", 2)
+    files = [folder_of(tmp_path / name, CONTENTS) / "model.safetensors" for name in "abc"]
+    for age_s, file in zip((9, 7), files, strict=False):
+        file_digest(file)
+        note = max((cache / "outrider" / "digests").iterdir(), key=lambda each: each.stat().st_mtime_ns)
+        os.utime(note, (1e9 - age_s, 1e9 - age_s))
+    file_digest(files[2])
+    kept = {int(note.name.split("-")[1]) for note in (cache / "outrider" / "digests").iterdir()}
+    assert kept == {file.stat().st_ino for file in files[1:]}
+
+
+@pytest.mark.parametrize("broken", ["", "0123456789", "no digest " * 7, "0" * 65])
+def test_a_broken_note_is_rewritten(tmp_path: Path, cache: Path, reads: list[Path], broken: str) -> None:
     file = folder_of(tmp_path / "a", CONTENTS) / "model.safetensors"
     digest = file_digest(file)
     [note] = (cache / "outrider" / "digests").iterdir()
-    note.write_text(digest[:10])
+    note.write_text(broken)
     assert file_digest(file) == file_digest(file) == digest
     assert note.read_text() == digest
     assert len(reads) == 2
