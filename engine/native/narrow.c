@@ -7,5 +7,6 @@
 #include "attention/tiles.c"
 #include "attention/unit.c"
 #include "logits.c"
+#include "products/fit.c"
 #include "recurrent.c"
 #include "rows.c"

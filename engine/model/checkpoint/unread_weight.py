@@ -61,6 +61,13 @@ class QuantizedWeight:
         tensors: dict[str, Any] = {name: part.to(device) for name, part in parts.items() if isinstance(part, Tensor)}
         return replace(self, **tensors)
 
+    def first(self, num_outputs: int) -> QuantizedWeight:
+        """Return its first outputs; each output has scales of its own."""
+        names = ("numbers", "scales", "bases", "zeros")
+        parts: dict[str, Any] = {name: getattr(self, name) for name in names}
+        parts = {name: None if part is None else part[:num_outputs] for name, part in parts.items()}
+        return replace(self, **parts)
+
     def by_rows(self) -> QuantizedWeight:
         """Return it with scales for each output."""
         if self.row_step == 1:

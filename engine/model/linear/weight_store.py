@@ -5,7 +5,9 @@ What is kept is a `Storable`, a tensor, or a tuple of these: any module that pac
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self, TypeVar
 
 import torch
@@ -25,17 +27,33 @@ def parts_of(weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def converted(convert: Callable[[Tensor], T], weight: Tensor) -> Iterator[T]:
-    """Yield `convert` of each part of `weight` in order.
+    """Yield `convert` of each part of `weight` in order; as many parts as torch has threads are computed at a time.
 
-    One thread computes: several would spend more on waiting for each other than a part takes, above all where other
-    processes want the cores.
+    One thread computes a part: several would spend more on waiting for each other than a part takes, above all where
+    other processes want the cores.
     """
-    num_threads = torch.get_num_threads()
+    num_threads, parts = torch.get_num_threads(), parts_of(weight)
     torch.set_num_threads(1)
     try:
-        yield from map(convert, parts_of(weight))
+        yield from map(convert, parts) if min(num_threads, len(parts)) < 2 else _ahead(convert, parts, num_threads)
     finally:
         torch.set_num_threads(num_threads)
+
+
+def _ahead(convert: Callable[[Tensor], T], parts: tuple[Tensor, ...], num_threads: int) -> Iterator[T]:
+    is_inference, results = torch.is_inference_mode_enabled(), deque[Future[T]]()
+
+    def convert_there(part: Tensor) -> T:
+        with torch.inference_mode(is_inference), torch.no_grad():  # both belong to a thread
+            return convert(part)
+
+    with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for part in parts:
+            results.append(pool.submit(convert_there, part))
+            if len(results) > num_threads:
+                yield results.popleft().result()
+        while results:
+            yield results.popleft().result()
 
 
 T = TypeVar("T")

@@ -88,7 +88,13 @@ AVX2 INLINE floats lanes_fraction(floats x) {
     return (floats){_mm256_sub_ps(x.low, _mm256_floor_ps(x.low)), _mm256_sub_ps(x.high, _mm256_floor_ps(x.high))};
 }
 
-/* y is in [1, 2). Results below 2^-126 are 0. */
+/* Rounds to whole numbers, ties to even. */
+AVX2 INLINE floats lanes_nearest(floats x) {
+    return (floats){_mm256_round_ps(x.low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+                    _mm256_round_ps(x.high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+
+/* y is in [1/2, 2). Results below 2^-126 are 0, or have lost bits. */
 AVX2 INLINE __m256 scaled(__m256 y, __m256 x) {
     x = _mm256_max_ps(_mm256_set1_ps(-127.0f), x); /* NaN stays NaN */
     const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(_mm256_floor_ps(x)), _mm256_set1_epi32(127));
@@ -130,6 +136,11 @@ AVX2 INLINE mask lanes_at_most(ints a, ints b) {
     const __m256i all = _mm256_set1_epi32(-1);
     const mask above = lanes_above(a, b);
     return (mask){_mm256_andnot_si256(above.low, all), _mm256_andnot_si256(above.high, all)};
+}
+
+AVX2 INLINE mask lanes_less(floats a, floats b) {
+    return (mask){_mm256_castps_si256(_mm256_cmp_ps(a.low, b.low, _CMP_LT_OQ)),
+                  _mm256_castps_si256(_mm256_cmp_ps(a.high, b.high, _CMP_LT_OQ))};
 }
 
 AVX2 INLINE int lanes_differ(floats a, floats b) {

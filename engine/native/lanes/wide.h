@@ -36,10 +36,14 @@ typedef __mmask64 byte_mask;
 #define lanes_fraction(x) _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)
 #define lanes_scale(y, x) _mm512_scalef_ps(y, x)
 
+/* Rounds to whole numbers, ties to even. */
+#define lanes_nearest(x) _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+
 /* A mask from 16 bits. Masked operations leave other lanes unchanged, or zero them (`keep`, `load_some`). */
 #define mask_of(bits) ((__mmask16)(bits))
 #define mask_both(a, b) ((a) & (b))
 #define lanes_differ _mm512_cmpneq_ps_mask
+#define lanes_less(a, b) _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ)
 #define lanes_select _mm512_mask_mov_ps
 #define lanes_keep _mm512_maskz_mov_ps
 #define lanes_load_some _mm512_maskz_loadu_ps

@@ -3,22 +3,21 @@
    The first scale tried reaches from the least to the greatest number of a group. The next smaller ones cut these off
    and round the others more finely. The first zeros tried put the least number, the greatest, and the middle where
    levels have them; then the zero moves to where the error of these levels is least. The least sum of squares wins.
-   llama.cpp's `make_qkx2_quants` searches alike. Eight groups are computed at once. */
+   llama.cpp's `make_qkx2_quants` searches alike. A lane computes a group. */
 
+#include "lanes/lanes.h"
 #include "products/quantized.h"
 #include "team.h"
 
 enum {
-    LANES = 8,
-    SMALLER = 2, /* scales tried, and one more */
-    TURNS = 3,   /* zeros tried from each start */
-    PART = 512,  /* groups of a part */
+    SMALLER = 2,       /* scales tried, and one more */
+    TURNS = 3,         /* zeros tried from each start */
+    GROUPS_EACH = 512, /* of a part */
 };
 
-/* The fit of eight groups. */
-struct fit {
-    __m256 error, zero;
-    __m256i scale; /* its byte */
+/* The fits of sixteen groups. */
+struct fits {
+    floats error, zero, scale;
 };
 
 struct rounding {
@@ -28,106 +27,103 @@ struct rounding {
     uint8_t *scales, *zeros;
 };
 
-AVX2 INLINE __m256 scale_of(__m256i byte) {
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_slli_epi32(byte, 20), _mm256_set1_epi32(LEAST_SCALE << 23)));
-}
-
-AVX2 INLINE __m256i within_byte(__m256i x) {
-    return _mm256_min_epi32(_mm256_max_epi32(x, _mm256_setzero_si256()), _mm256_set1_epi32(255));
-}
-
 /* Returns the byte of the least scale that is not below `scale`. */
-AVX2 INLINE __m256i byte_of(__m256 scale) {
-    const __m256i above = _mm256_add_epi32(_mm256_castps_si256(scale), _mm256_set1_epi32((1 << 20) - 1));
-    return within_byte(_mm256_srai_epi32(_mm256_sub_epi32(above, _mm256_set1_epi32(LEAST_SCALE << 23)), 20));
+INLINE int32_t scale_byte(float scale) {
+    int32_t bits;
+    __builtin_memcpy(&bits, &scale, sizeof bits);
+    return (int32_t)max(0, min(255, (bits + ((1 << 20) - 1) - (LEAST_SCALE << 23)) >> 20));
 }
 
-AVX2 INLINE __m256i sixteenths(__m256 zero) {
-    return within_byte(_mm256_cvtps_epi32(_mm256_mul_ps(zero, _mm256_set1_ps(16))));
+INLINE float scale_of_byte(int32_t byte) {
+    const int32_t bits = (byte << 20) + (LEAST_SCALE << 23);
+    float scale;
+    __builtin_memcpy(&scale, &bits, sizeof scale);
+    return scale;
 }
 
-AVX2 INLINE __m256 zero_of(__m256i sixteenths) {
-    return _mm256_mul_ps(_mm256_cvtepi32_ps(sixteenths), _mm256_set1_ps(1.0f / 16));
-}
-
-AVX2 INLINE __m256 level_of(__m256 x) {
-    const __m256 level = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    return _mm256_min_ps(_mm256_max_ps(level, _mm256_setzero_ps()), _mm256_set1_ps(15));
+VECTOR_CODE INLINE floats within(floats x, float most) {
+    return lanes_min(lanes_max(x, lanes_zero()), lanes_set(most));
 }
 
 /* Tries a scale with zeros from `zero` on, and keeps the best. */
-AVX2 INLINE void try_scale(const float (*x)[LANES], __m256i byte, __m256 inverse, __m256 zero, struct fit *best) {
-    const __m256 scale = scale_of(byte);
+VECTOR_CODE INLINE void try_scale(const floats *x, floats scale, floats inverse, floats zero, struct fits *best) {
     for (int turn = 0; turn < TURNS; turn++) {
-        zero = zero_of(sixteenths(zero));
-        __m256 squares = _mm256_setzero_ps(), sum = _mm256_setzero_ps();
+        zero = lanes_mul(within(lanes_nearest(lanes_mul(zero, lanes_set(16))), 255), lanes_set(1.0f / 16));
+        floats squares = lanes_zero(), sum = lanes_zero();
 #pragma GCC unroll 4
         for (int i = 0; i < GROUP; i++) {
-            const __m256 exact = _mm256_fmadd_ps(_mm256_load_ps(x[i]), inverse, zero);
-            const __m256 off = _mm256_sub_ps(level_of(exact), exact);
-            squares = _mm256_fmadd_ps(off, off, squares), sum = _mm256_add_ps(sum, off);
+            const floats exact = lanes_fma(x[i], inverse, zero);
+            const floats off = lanes_sub(within(lanes_nearest(exact), 15), exact);
+            squares = lanes_fma(off, off, squares), sum = lanes_add(sum, off);
         }
-        const __m256 error = _mm256_mul_ps(_mm256_mul_ps(squares, scale), scale);
-        const __m256 is_better = _mm256_cmp_ps(error, best->error, _CMP_LT_OQ);
-        best->error = _mm256_blendv_ps(best->error, error, is_better);
-        best->zero = _mm256_blendv_ps(best->zero, zero, is_better);
-        best->scale = _mm256_blendv_epi8(best->scale, byte, _mm256_castps_si256(is_better));
-        zero = _mm256_fmadd_ps(sum, _mm256_set1_ps(1.0f / GROUP), zero);
+        const floats error = lanes_mul(lanes_mul(squares, scale), scale);
+        const mask is_better = lanes_less(error, best->error);
+        best->error = lanes_select(best->error, is_better, error);
+        best->zero = lanes_select(best->zero, is_better, zero);
+        best->scale = lanes_select(best->scale, is_better, scale);
+        zero = lanes_fma(sum, lanes_set(1.0f / GROUP), zero);
     }
 }
 
-AVX2 INLINE struct fit fit_eight(const float (*x)[LANES]) {
-    __m256 least = _mm256_setzero_ps(), most = least;
-    for (int i = 0; i < GROUP; i++)
-        least = _mm256_min_ps(least, _mm256_load_ps(x[i])), most = _mm256_max_ps(most, _mm256_load_ps(x[i]));
-    const __m256i widest = byte_of(_mm256_mul_ps(_mm256_sub_ps(most, least), _mm256_set1_ps(1.0f / 15)));
-    struct fit best = {_mm256_set1_ps(3.4e38f), _mm256_setzero_ps(), _mm256_setzero_si256()};
+VECTOR_CODE INLINE struct fits fit(const floats *x) {
+    floats least = lanes_zero(), most = lanes_zero();
+    for (int i = 0; i < GROUP; i++) least = lanes_min(least, x[i]), most = lanes_max(most, x[i]);
+    float widest[LANES], scales[LANES];
+    lanes_store(widest, lanes_mul(lanes_sub(most, least), lanes_set(1.0f / 15)));
+    struct fits best = {lanes_set(3.4e38f), lanes_zero(), lanes_set(scale_of_byte(0))};
     for (int smaller = 0; smaller <= SMALLER; smaller++) {
-        const __m256i byte = within_byte(_mm256_sub_epi32(widest, _mm256_set1_epi32(smaller)));
-        const __m256 inverse = _mm256_div_ps(_mm256_set1_ps(1), scale_of(byte));
-        const __m256 low = _mm256_mul_ps(_mm256_sub_ps(_mm256_setzero_ps(), least), inverse);
-        const __m256 high = _mm256_fnmadd_ps(most, inverse, _mm256_set1_ps(15));
-        try_scale(x, byte, inverse, low, &best);
-        try_scale(x, byte, inverse, high, &best);
-        try_scale(x, byte, inverse, _mm256_mul_ps(_mm256_add_ps(low, high), _mm256_set1_ps(0.5f)), &best);
+        for (int i = 0; i < LANES; i++) scales[i] = scale_of_byte((int32_t)max(0, scale_byte(widest[i]) - smaller));
+        const floats scale = lanes_load(scales), inverse = lanes_div(lanes_set(1), scale);
+        const floats low = lanes_mul(lanes_sub(lanes_zero(), least), inverse);
+        const floats high = lanes_sub(lanes_set(15), lanes_mul(most, inverse));
+        try_scale(x, scale, inverse, low, &best);
+        try_scale(x, scale, inverse, high, &best);
+        try_scale(x, scale, inverse, lanes_mul(lanes_add(low, high), lanes_set(0.5f)), &best);
     }
     return best;
 }
 
 /* Rounds a group with its scale and zero. */
-AVX2 INLINE void round_group(const float *from, float inverse, float zero, uint8_t *to) {
-    for (int i = 0; i < GROUP; i += 8) {
-        const __m256 exact = _mm256_fmadd_ps(_mm256_loadu_ps(from + i), _mm256_set1_ps(inverse), _mm256_set1_ps(zero));
-        const __m256i level = _mm256_cvtps_epi32(level_of(exact));
-        const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(level), _mm256_extracti128_si256(level, 1));
-        _mm_storel_epi64((__m128i *)(to + i), _mm_packus_epi16(words, words));
+VECTOR_CODE INLINE void round_group(const float *from, float scale, float zero, uint8_t *to) {
+    const floats inverse = lanes_set(1.0f / scale);
+    for (int i = 0; i < GROUP; i += LANES) {
+        const floats exact = lanes_fma(lanes_load(from + i), inverse, lanes_set(zero));
+        lanes_store_int8((char *)to + i, mask_of(0xffff), lanes_rounded(within(exact, 15)));
     }
 }
 
-AVX2 static void round_part(const void *work, int64_t part) {
+VECTOR_CODE void PART(round_part)(const void *work, int64_t part) {
     const struct rounding *r = work;
-    const int64_t last = min((part + 1) * PART, r->num_groups);
-    for (int64_t group = part * PART; group < last; group += LANES) {
-        const int lanes = (int)min(LANES, last - group);
-        float x[GROUP][LANES] __attribute__((aligned(32))) = {{0}}, inverses[LANES], zeros[LANES];
-        int32_t scale_bytes[LANES], zero_bytes[LANES];
-        for (int lane = 0; lane < lanes; lane++)
-            for (int i = 0; i < GROUP; i++) x[i][lane] = r->weight[(group + lane) * GROUP + i];
-        const struct fit fit = fit_eight((const float (*)[LANES])x);
-        _mm256_storeu_ps(inverses, _mm256_div_ps(_mm256_set1_ps(1), scale_of(fit.scale)));
-        _mm256_storeu_ps(zeros, fit.zero);
-        _mm256_storeu_si256((__m256i *)scale_bytes, fit.scale);
-        _mm256_storeu_si256((__m256i *)zero_bytes, sixteenths(fit.zero));
-        for (int lane = 0; lane < lanes; lane++) {
+    const int64_t last = min((part + 1) * GROUPS_EACH, r->num_groups);
+    for (int64_t group = part * GROUPS_EACH; group < last; group += LANES) {
+        const int64_t lanes = min(LANES, last - group);
+        floats x[GROUP];
+        for (int half = 0; half < GROUP; half += LANES) {
+            ints rows[LANES];
+            for (int64_t lane = 0; lane < LANES; lane++) /* the last groups fill the lanes without one */
+                rows[lane] = lanes_load_ints(r->weight + (group + min(lane, lanes - 1)) * GROUP + half);
+            transpose(rows);
+            for (int i = 0; i < LANES; i++) x[half + i] = lanes_as_floats(rows[i]);
+        }
+        const struct fits best = fit(x);
+        float scales[LANES], zeros[LANES];
+        lanes_store(scales, best.scale), lanes_store(zeros, best.zero);
+        for (int64_t lane = 0; lane < lanes; lane++) {
             const int64_t at = group + lane;
-            r->scales[at] = (uint8_t)scale_bytes[lane], r->zeros[at] = (uint8_t)zero_bytes[lane];
-            round_group(r->weight + at * GROUP, inverses[lane], zeros[lane], r->levels + at * GROUP);
+            r->scales[at] = (uint8_t)scale_byte(scales[lane]), r->zeros[at] = (uint8_t)(16 * zeros[lane]);
+            round_group(r->weight + at * GROUP, scales[lane], zeros[lane], r->levels + at * GROUP);
         }
     }
 }
 
+#ifndef NARROW /* compiled once: the entry point of both widths */
+
+PARTS(round_part);
+
 /* Rounds a weight [groups, GROUP]. A weight is (level - zero / 16) * scale. */
 void outrider_round(const float *weight, int64_t num_groups, uint8_t *levels, uint8_t *scales, uint8_t *zeros) {
     const struct rounding r = {weight, num_groups, levels, scales, zeros};
-    share_out(round_part, &r, (num_groups + PART - 1) / PART);
+    share_out(FITTING(round_part), &r, (num_groups + GROUPS_EACH - 1) / GROUPS_EACH);
 }
+
+#endif
