@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -142,6 +143,12 @@ class StatePool:
         self.matrices: list[Tensor | None] = [
             zeros((num_slots, *each.matrices), torch.float32, device) if each.matrices else None for each in shapes
         ]
+
+    @cached_property
+    def addresses(self) -> tuple[list[int], list[int | None]]:
+        """The rows and the matrices of every layer in memory, for a kernel."""
+        matrices = [None if each is None else each.data_ptr() for each in self.matrices]
+        return [each.data_ptr() for each in self.rows], matrices
 
     def export_state(self, slot: int) -> Tensor:
         """Return a copy of a slot's state in all layers, [bytes of a state] uint8 on the pool's device."""

@@ -40,6 +40,7 @@ from engine.model.checkpoint.node_memory import check_pool_memory
 from engine.model.checkpoint.unread_weight import has_quantized
 from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.decoders.stock_decoder import StockDecoder, counts_rows
+from engine.model.decoders.stock_norms import use_native_norms
 from engine.model.determinism import first_difference, has_experts, obstacle
 from engine.model.forward_batch import NO_TAPS, ForwardBatch, HiddenStateTaps
 from engine.model.generation_config import max_positions
@@ -57,6 +58,7 @@ from engine.model.loader import tokenizer_file
 from engine.model.shard import shard_model
 from engine.model.tensor_parallel import ALONE, Rank
 from engine.native.library import processor_name, widened
+from engine.recurrent.native_mixer import use_native_mixers
 from engine.sequence.sequence import ZEROS
 from protos.errors import ConfigError
 from protos.token_bytes import shared_tokenizer
@@ -284,6 +286,9 @@ def _decoder(
     set_windows(model, records)
     pack_linears(model, make_linear, make_head, store)
     widen_shared_gates(model)
+    if rank.size == 1 and model.device.type == "cpu":
+        use_native_norms(model, dtype)
+        use_native_mixers(model, dtype)
     return StockDecoder(model, taps), shapes
 
 

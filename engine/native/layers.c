@@ -4,6 +4,7 @@
 #include "attention/types.h"
 #include "products/experts.h"
 #include "products/products.h"
+#include "recurrent/mixer.h"
 #include "rows.h"
 
 #include <stdlib.h>
@@ -24,8 +25,9 @@ struct layer {
     struct weight qkv, output, inner, down;
     struct weight input_gate, input_projection; /* of the layer's own input, if it has one */
     const struct mixture *mixture; /* in place of `inner` and `down`; without any of them the caller has the MLP */
+    const struct mixer *mixer;     /* in place of the attention, or NULL */
     int64_t num_kv_heads, head_dim;
-    int64_t kv_layer;  /* in the pool */
+    int64_t kv_layer;  /* in the pool; the place of a mixer's states */
     int64_t stores_kv; /* or an earlier layer has stored it, and `qkv` are queries alone */
     int64_t num_rotated_dims; /* of a head */
     int64_t window; /* 0: none */
@@ -66,6 +68,13 @@ struct rows {
     int64_t num_kept;
 };
 
+/* The states of mixers: the pool of each layer, and the slots of the pass as `struct mixed_rows` has them. */
+struct states {
+    void *const *rows, *const *matrices;
+    const int64_t *before, *ends, *after;
+    int64_t num_spans;
+};
+
 /* Buffers of intermediate results within a layer, and the products' scratch memory. */
 struct buffers {
     char *normed, *qkv, *attended, *inner, *scratch;
@@ -88,13 +97,14 @@ static char *allocate_buffers(const struct decoder *d, int64_t first, int64_t la
     int64_t num_qkv = 0, num_attended = 0, num_inner = 0, scratch = 0;
     for (const struct layer *l = d->layers + first; l < d->layers + last; l++) {
         num_qkv = max(num_qkv, l->qkv.num_outputs);
-        num_attended = max(num_attended, d->num_heads * l->head_dim);
+        num_attended = max(num_attended, l->output.num_inputs);
         num_inner = max(num_inner, l->down.num_inputs);
         scratch = max_scratch(max_scratch(scratch, &l->qkv, num_rows), &l->output, num_rows);
         if (l->input_gate.packed) {
             num_inner = max(num_inner, l->input_projection.num_inputs);
             scratch = max_scratch(max_scratch(scratch, &l->input_gate, mlp_rows), &l->input_projection, mlp_rows);
         }
+        if (l->mixer) scratch = max(scratch, 4 * outrider_mixer_scratch(l->mixer, num_rows));
         if (l->mixture) scratch = max(scratch, mixture_scratch(l->mixture, num_rows));
         else scratch = max_scratch(max_scratch(scratch, &l->inner, mlp_rows), &l->down, mlp_rows);
     }
@@ -213,6 +223,26 @@ static char *input_of(const struct decoder *d, const struct rows *r, int64_t lay
     return r->inputs + layer * num_rows * size;
 }
 
+/* Computes buffers->attended of a layer with a mixer. */
+static void mix(const struct decoder *d, const struct layer *l, const struct rows *r, const struct states *s,
+                const struct buffers *buffers) {
+    const struct mixer *m = l->mixer;
+    const int64_t item = d->is_bf16 ? 2 : 4, row = l->qkv.num_outputs;
+    const struct mixed_rows rows = {
+        .inputs = buffers->qkv + m->inputs_at * item,
+        .gates = buffers->qkv + m->gates_at * item,
+        .steps = buffers->qkv + m->steps_at * item,
+        .betas = buffers->qkv + m->betas_at * item,
+        .input_row = row, .gate_row = row, .step_row = row, .beta_row = row,
+        .out = buffers->attended,
+        .rows = s->rows[l->kv_layer],
+        .matrices = s->matrices[l->kv_layer],
+        .before = s->before, .ends = s->ends, .after = s->after,
+        .num_spans = s->num_spans, .num_rows = r->num_rows,
+    };
+    outrider_mix(m, &rows, (float *)buffers->scratch);
+}
+
 /* Moves the kept rows to the front of `from` [T, row_bytes]. */
 static void move_to_front(const struct rows *r, char *from, int64_t row_bytes) {
     for (int64_t i = 0; i < r->num_kept; i++)
@@ -226,7 +256,7 @@ static void keep_rows(const struct decoder *d, int64_t layer, struct rows *r, co
     if (l->input_gate.packed)
         move_to_front(r, input_of(d, r, layer, r->num_rows), l->input_projection.num_inputs * item);
     move_to_front(r, r->hidden, d->hidden_size * item);
-    move_to_front(r, buffers->attended, d->num_heads * l->head_dim * item);
+    move_to_front(r, buffers->attended, l->output.num_inputs * item);
     if (d->is_parallel) move_to_front(r, buffers->normed, d->hidden_size * item);
     r->num_rows = r->num_kept;
 }
@@ -267,9 +297,9 @@ static void feed_forward(const struct decoder *d, const struct layer *l, const s
 }
 
 /* Runs the layers [first, last) over the rows of a pass. `pass` has its spans and slots; `keys` and `values` are the
-   pool. Returns 0, or 1 if memory is short. */
+   pool; `states` are not read without mixers. Returns 0, or 1 if memory is short. */
 int outrider_run_layers(const struct decoder *d, const struct attention *pass, void *const *keys, void *const *values,
-                        struct rows *r, int64_t first, int64_t last) {
+                        const struct states *states, struct rows *r, int64_t first, int64_t last) {
     struct attention attention = *pass;
     struct buffers buffers;
     const int64_t num_rows = r->num_rows;
@@ -279,8 +309,12 @@ int outrider_run_layers(const struct decoder *d, const struct attention *pass, v
         const struct layer *l = d->layers + i;
         const char *x = add_norm(d, r, l->input_norm, i > first || r->has_delta, buffers.normed);
         multiply(&l->qkv, x, buffers.qkv, r->num_rows, d->is_bf16, buffers.scratch);
-        attention.keys = keys[l->kv_layer], attention.values = values[l->kv_layer];
-        is_short = attend(d, l, r, &attention, &buffers);
+        if (l->mixer) {
+            mix(d, l, r, states, &buffers);
+        } else {
+            attention.keys = keys[l->kv_layer], attention.values = values[l->kv_layer];
+            is_short = attend(d, l, r, &attention, &buffers);
+        }
         if (i + 1 == last && r->num_kept < r->num_rows) keep_rows(d, i, r, &buffers);
         if (!r->num_rows) break;
         multiply(&l->output, buffers.attended, r->delta, r->num_rows, d->is_bf16, buffers.scratch);

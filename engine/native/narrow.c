@@ -8,5 +8,6 @@
 #include "attention/unit.c"
 #include "logits.c"
 #include "products/fit.c"
-#include "recurrent.c"
+#include "recurrent/mixer.c"
+#include "recurrent/scan.c"
 #include "rows.c"

@@ -124,18 +124,28 @@ class _Window:
 
 
 class PooledLayer:
-    """`LayerStates` of one layer over the pool: scans by our kernel, the rest in torch."""
+    """`LayerStates` of one layer over the pool: scans by our kernel, the rest in torch.
+
+    Attributes:
+        rows: the convolution's inputs in all slots, [N, R, D].
+        matrices: the matrices in all slots; None without any.
+    """
 
     def __init__(self, states: PooledStates, layer: int) -> None:
         self._states = states
-        self._rows = states.pool.rows[layer]
-        self._matrices = states.pool.matrices[layer]
+        self.rows = states.pool.rows[layer]
+        self.matrices = states.pool.matrices[layer]
+
+    @property
+    def slots(self) -> ScanSlots:
+        """The slots of the pass's spans."""
+        return self._states.scan_slots
 
     def convolve(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        num_rows, width = self._rows.shape[1:]
+        num_rows, width = self.rows.shape[1:]
         window = self._states.window(num_rows)
-        source = torch.cat((self._rows.index_select(0, window.before).flatten(0, 1), rows))
-        self._rows.index_copy_(0, window.slots, source.index_select(0, window.kept).view(-1, num_rows, width))
+        source = torch.cat((self.rows.index_select(0, window.before).flatten(0, 1), rows))
+        self.rows.index_copy_(0, window.slots, source.index_select(0, window.kept).view(-1, num_rows, width))
         columns = weight.float().T.contiguous()
         out = source.index_select(0, window.inputs[0]).float() * columns[0]
         for index, column in zip(window.inputs[1:], columns[1:], strict=True):
@@ -166,18 +176,18 @@ class PooledLayer:
         return out
 
     def _native_scan(self, *rows: Tensor, is_delta: bool) -> Tensor | None:
-        assert self._matrices is not None, "the probe found matrices in this layer"
-        return scan(*rows, matrices=self._matrices, slots=self._states.scan_slots, is_delta=is_delta)
+        assert self.matrices is not None, "the probe found matrices in this layer"
+        return scan(*rows, matrices=self.matrices, slots=self._states.scan_slots, is_delta=is_delta)
 
     def _scan(self) -> Iterator[tuple[int, Tensor]]:
         """Yield each row of the pass with its sequence's state before it, to be advanced in place."""
-        assert self._matrices is not None, "the probe found matrices in this layer"
+        assert self.matrices is not None, "the probe found matrices in this layer"
         for slots, start, end in zip(self._states.states, self._states.starts, self._states.ends, strict=True):
-            state = self._matrices[slots.before].clone()
+            state = self.matrices[slots.before].clone()
             for row in range(start, end):
                 yield row, state
                 if (slot := slots.after.get(row - start + 1)) is not None:
-                    self._matrices[slot] = state
+                    self.matrices[slot] = state
 
 
 class RecordingStates:

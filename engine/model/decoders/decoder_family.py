@@ -61,7 +61,10 @@ class DecoderFamily:
         norms_embeddings: the final norm norms embeddings too.
         attention: a layer's attention.
         output: the attention's last product.
-        mlp: the products of an MLP, gate, up and down; or two without gates.
+        mlp: the products of an MLP, gate, up and down; or two without gates. One with gate and up is named twice.
+        mlp_module: a layer's attribute of the MLP.
+        mixers: a layer's attributes of a recurrent layer in place of the attention.
+        activation: the function in MLPs, where the configuration does not name it.
         final_norm: the norm before the head.
         factors: the keys of the configuration with factors of embeddings and residuals; others are not read.
         logit_factor: a configuration's factor of logits.
@@ -83,6 +86,9 @@ class DecoderFamily:
     attention: str = "self_attn"
     output: str = "o_proj"
     mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    mlp_module: str = "mlp"
+    mixers: tuple[str, ...] = ()
+    activation: str = ""
     final_norm: str = "norm"
     factors: tuple[str, ...] = ()
     logit_factor: Callable[[Any], float] = _one
@@ -101,8 +107,12 @@ class DecoderFamily:
 
     def function(self, config: Any) -> Gate:
         """Return the function in a model's MLPs; NONE for one that no kernel computes."""
-        name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
-        return (_GATES if self.is_gated else _FUNCTIONS).get(name or "", Gate.NONE)
+        name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or self.activation
+        return (_GATES if self.is_gated else _FUNCTIONS).get(name, Gate.NONE)
+
+    def mixer(self, layer: nn.Module) -> nn.Module | None:
+        """Return a layer's recurrent part in place of the attention; None for a layer with attention."""
+        return next((part for name in self.mixers if (part := getattr(layer, name, None)) is not None), None)
 
     def norm(self, layer: nn.Module, place: int, size: int) -> Tensor | None:
         """Return the weight of a layer's norm over `size` numbers at a place of `norms`."""
@@ -241,7 +251,31 @@ _MIXTURES = {
         encodes_positions=lambda attention: attention.is_local_attention,
     ),
 }
-FAMILIES = _DENSE | _MIXTURES
+_HYBRIDS = {
+    "lfm2": DecoderFamily(
+        ("operator_norm", None, "ffn_norm", None),
+        output="out_proj",
+        mlp=("w1", "w3", "w2"),
+        mlp_module="feed_forward",
+        mixers=("conv",),
+        activation="silu",
+        final_norm="embedding_norm",
+    ),
+    "bamba": DecoderFamily(
+        ("input_layernorm", None, "pre_ff_layernorm", None),
+        mlp_module="feed_forward",
+        mixers=("mamba",),
+        final_norm="final_layernorm",
+    ),
+    "granitemoehybrid": replace(
+        _GRANITE,
+        mlp=("input_linear", "input_linear", "output_linear"),
+        mlp_module="shared_mlp",
+        mixers=("mamba",),
+        encodes_positions=lambda attention: attention.config.position_embedding_type == "rope",
+    ),
+}
+FAMILIES = _DENSE | _MIXTURES | _HYBRIDS
 SELF_DRAFTING = tuple(_DENSE)
 
 
@@ -260,6 +294,8 @@ def rotaries(model: Any) -> dict[str | None, Rotary]:
     """Return a model's rotary functions by the type of layer; one with the key None is for all layers."""
     config, rotary = model.config.get_text_config(), model.get_decoder().rotary_emb
     family = FAMILIES[config.model_type]
+    if rotary is None:
+        return {}
     if hasattr(rotary, "layer_types"):
         return {kind: partial(rotary, layer_type=kind) for kind in rotary.layer_types}
     found: dict[str | None, Rotary] = {None: rotary if family.angles is None else partial(family.angles, rotary)}

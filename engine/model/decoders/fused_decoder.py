@@ -12,6 +12,7 @@ import copy
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from engine.model.linear.native_product import Gate
 from engine.model.linear.packed_linear import LinearFactory, linear_of, rows_dtype
 from engine.model.linear.weight_store import NO_STORE, WeightStore
 from engine.model.tensor_parallel import ALONE, Rank
+from engine.recurrent.native_mixer import use_native_mixers
 
 _MLP_ROWS = 128  # of a prefill chunk at a time, so that the MLP's intermediate result stays in the cache
 
@@ -106,7 +108,8 @@ class FusedDecoder:
         self._embedding_scale = embedding_scale(model, family)
         self._logit_scale = family.logit_factor(config)
         self._logit_softcap: float | None = config.final_logit_softcapping if family.has_softcap else None
-        trunk.rotary_emb.to(self._embedding.device)
+        if trunk.rotary_emb is not None:
+            trunk.rotary_emb.to(self._embedding.device)
         self._rotaries = {
             kind: RotaryTable(rotary, like, max_positions(config), is_deterministic, family.rotates_pairs)
             for kind, rotary in rotaries(model).items()
@@ -115,8 +118,13 @@ class FusedDecoder:
         rows = self._rotaries, self._rows, like
         stock = StockLayers(model, make_linear, *rows, rank, store=store, is_deterministic=is_deterministic)
         self._inputs = stock.inputs()
-        parts = zip(records, kv_layers_of(records), strict=True)
-        self._layers = [stock.layer(index, *part) for index, part in enumerate(parts)]
+        use_native_mixers(model, self._dtype)
+        parts, state_layers = zip(records, kv_layers_of(records), strict=True), count()
+        self._layers = []
+        for index, layer in enumerate(trunk.layers):
+            is_recurrent = family.mixer(layer) is not None
+            own = stock.recurrent(index, next(state_layers)) if is_recurrent else stock.layer(index, *next(parts))
+            self._layers.append(own)
         self._norms_values, self._norms_projections = stock.norms_values, stock.norms_projections
         self._gates_attention = stock.gates_attention
         self._num_storing = 1 + max(index for index, layer in enumerate(self._layers) if layer.stores_kv)
@@ -214,10 +222,15 @@ class FusedDecoder:
         for index in layers:
             layer = self._layers[index]
             hidden, normed = self._rows.add_norm(hidden, delta, layer.input_norm)
-            attended = self._attend(layer, normed, shared)
+            if layer.mixer is None:
+                attended = self._attend(layer, normed, shared)
+            else:
+                attended = layer.mixer(normed[None], state_pass=shared.batch.states)[0]
             if kept is not None and index == layers[-1]:
                 hidden, attended, normed = (rows.index_select(0, kept) for rows in (hidden, attended, normed))
-            attended = self._normed(self._rank.all_reduce(layer.output(attended)), layer.output_norm)
+            if layer.mixer is None:
+                attended = self._rank.all_reduce(layer.output(attended))
+            attended = self._normed(attended, layer.output_norm)
             if self._is_parallel and layer.mlp_norm is not None:
                 normed = self._rows.add_norm(hidden, None, layer.mlp_norm)[1]
             mlp_norm = None if self._is_parallel else layer.mlp_norm

@@ -26,6 +26,8 @@ from engine.model.linear.native_quantized import NativeQuantizedProduct
 from engine.model.linear.packed_experts import NativeMixture
 from engine.model.linear.packed_linear import Linear
 from engine.native.library import Instructions, native_library
+from engine.recurrent.native_mixer import native_call
+from engine.recurrent.state_pass import PooledStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class DecoderLayer:
     mlp_output_norm: Tensor | None
     options: LayerOptions
     tables: tuple[int, int] | None  # of the keys' and the queries' rotary angles; None if positions are not encoded
-    kv_layer: int  # in the pool
+    kv_layer: int  # in the pool; of a recurrent layer the place of its states
     stores_kv: bool  # or an earlier layer has stored it
     num_kv_heads: int
     head_dim: int
@@ -74,6 +76,7 @@ class DecoderLayer:
     factor: float = 1.0  # of the residual stream after the layer
     activation_factors: tuple[float, float] = (1.0, 1.0)  # xIELU's
     input_step: InputStep | None = None
+    mixer: Any = None  # a stock module in place of the attention; `qkv` and `output` are its products
 
     @property
     def norms(self) -> list[Tensor]:
@@ -110,7 +113,7 @@ class _Layer(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (*_NORMS, "input_step_norm", "head_norm", "sinks")),
         *((name, PackedWeight) for name in ("qkv", "output", "inner", "down", "input_gate", "input_projection")),
-        ("mixture", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("mixture", "mixer")),
         *((name, ctypes.c_int64) for name in ("num_kv_heads", "head_dim", "kv_layer", "stores_kv")),
         *((name, ctypes.c_int64) for name in ("num_rotated_dims", "window", "table", "query_table")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap", "factor")),
@@ -142,6 +145,25 @@ class _Rows(ctypes.Structure):
         ("kept", ctypes.c_void_p),
         ("num_kept", ctypes.c_int64),
     ]
+
+
+class _States(ctypes.Structure):
+    """`struct states` of the kernel."""
+
+    _fields_ = [
+        *((name, ctypes.POINTER(ctypes.c_void_p)) for name in ("rows", "matrices")),
+        *((name, ctypes.c_void_p) for name in ("before", "ends", "after")),
+        ("num_spans", ctypes.c_int64),
+    ]
+
+    @classmethod
+    def of(cls, states: PooledStates | None) -> _States:
+        """Return the states of a pass, valid as long as these; nothing reads them without mixers."""
+        if states is None:
+            return cls()
+        pointers, slots = ctypes.c_void_p * len(states.pool.rows), states.scan_slots.tensors
+        rows, matrices = (pointers(*addresses) for addresses in states.pool.addresses)
+        return cls(rows, matrices, *(each.data_ptr() for each in slots), len(slots[0]))
 
 
 class NativeLayers:
@@ -246,7 +268,9 @@ class NativeLayers:
             num_kept=num_kept,
         )
         pass_ = ctypes.byref(attention.call), *attention.pool_addresses()
-        if self._run(ctypes.byref(self._decoder), *pass_, ctypes.byref(rows), layers.start, layers.stop):
+        states = _States.of(batch.states)
+        more = ctypes.byref(states), ctypes.byref(rows)
+        if self._run(ctypes.byref(self._decoder), *pass_, *more, layers.start, layers.stop):
             raise MemoryError("no memory for the rows of a pass")
         if normed is not None and not self._norms_mlp(self._layers[layers.stop - 1]):
             normed = hidden
@@ -262,8 +286,10 @@ class NativeLayers:
 
 def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
     options, mlp = layer.options, layer.mlp
-    weights = [_packed_weight(product, dtype) for product in (layer.qkv, layer.output)]
-    if None in weights:
+    inputs = _packed_weight(layer.qkv, dtype, is_padded=layer.mixer is not None)
+    weights = [inputs, _packed_weight(layer.output, dtype)]
+    mixer = None if layer.mixer is None else native_call(layer.mixer, dtype)
+    if None in weights or (layer.mixer is not None and mixer is None):
         return None
     none, step = [PackedWeight()] * 2, layer.input_step
     of_mlp = [_packed_weight(each, dtype) for each in (mlp.inner, mlp.down)] if isinstance(mlp, Mlp) else none
@@ -280,6 +306,7 @@ def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
         *of_mlp,
         *of_step,
         mixture,
+        mixer,
         layer.num_kv_heads,
         layer.head_dim,
         layer.kv_layer,
@@ -295,10 +322,10 @@ def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
     )
 
 
-def _packed_weight(product: Linear, dtype: torch.dtype) -> PackedWeight | None:
-    if isinstance(product, NativeProduct | NativeQuantizedProduct):
-        return product.packed_weight(dtype)
-    return None
+def _packed_weight(product: Linear, dtype: torch.dtype, *, is_padded: bool = False) -> PackedWeight | None:
+    if isinstance(product, NativeQuantizedProduct):
+        return product.packed_weight(dtype, is_padded=is_padded)
+    return product.packed_weight(dtype) if isinstance(product, NativeProduct) else None
 
 
 @cache
@@ -312,6 +339,7 @@ def _kernel() -> Any:
         ctypes.POINTER(AttentionCall),
         pointers,
         pointers,
+        ctypes.POINTER(_States),
         ctypes.POINTER(_Rows),
         ctypes.c_int64,
         ctypes.c_int64,

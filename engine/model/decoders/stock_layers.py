@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engine.attention.base import LayerOptions
 from engine.model.attention_probe import LayerRecord
 from engine.model.checkpoint.unread_weight import joined_weights
 from engine.model.decoders.decoder_family import family_of, tables_of
@@ -78,7 +79,8 @@ class StockLayers:
         self._is_deterministic, self._is_on_gpu = is_deterministic, like.is_cuda
         self._num_heads, self._hidden_size = config.num_attention_heads // rank.size, config.hidden_size
         self._layers = model.get_decoder().layers
-        attention = getattr(self._layers[0], family.attention)
+        attentions = (getattr(layer, family.attention) for layer in self._layers if family.mixer(layer) is None)
+        attention = next(attentions, None)
         self.norms_values = hasattr(attention, "v_norm")
         self.gates_attention = hasattr(attention, "gate_proj")
         self.norms_projections = False
@@ -103,18 +105,16 @@ class StockLayers:
         """
         family, options, layer = self._family, record.options, self._layers[index]
         attention = getattr(layer, family.attention)
-        mlp = layer.block_sparse_moe if hasattr(layer, "block_sparse_moe") else layer.mlp
+        mlp, shared = self._mlp_of(layer)
         projection = getattr(attention, family.output)
-        num_kv_heads, hidden_size = record.shape.num_kv_heads // self._rank.size, self._hidden_size
+        num_kv_heads = record.shape.num_kv_heads // self._rank.size
         qkv = self._qkv(index, attention, record)
         output = self._product(f"layers.{index}.output", lambda: self._summed(projection), projection)
-        norms = [family.norm(layer, place, hidden_size) for place in range(len(family.norms))]
-        before, after, mlp_before, mlp_after = (None if norm is None else self._rank.to_device(norm) for norm in norms)
+        before, after, mlp_before, mlp_after = self._norms(layer)
         tables = tables_of(attention, index, family, list(self._rotaries))
         factor = getattr(layer, "layer_scalar", None)
         if options.sinks is not None:
             options = replace(options, sinks=options.sinks.float().contiguous())
-        shared = getattr(layer, "shared_mlp", None)  # next to the experts, where it is no part of the mixture
         if hasattr(layer, "experts"):  # next to the MLP, each with its own norms
             taken: Linear = self._experts_beside(index, layer)
             mlp_before = None
@@ -140,6 +140,51 @@ class StockLayers:
             activation_factors=_activation_factors(mlp),
             input_step=self._input_step(index, layer) if hasattr(layer, "per_layer_input_gate") else None,
         )
+
+    def recurrent(self, index: int, state_layer: int) -> DecoderLayer:
+        """Return a layer with a recurrent part in place of the attention.
+
+        Args:
+            index: its place in the model.
+            state_layer: the place of its states in the pool.
+        """
+        layer = self._layers[index]
+        mixer: Any = self._family.mixer(layer)
+        first, last = mixer.in_proj, mixer.out_proj
+        qkv = self._product(f"layers.{index}.qkv", lambda: self._joined(first), first)
+        output = self._product(f"layers.{index}.output", lambda: self._summed(last), last)
+        before, after, mlp_before, mlp_after = self._norms(layer)
+        mlp, shared = self._mlp_of(layer)
+        return DecoderLayer(
+            input_norm=before,
+            qkv=qkv,
+            head_norm=None,
+            output=output,
+            output_norm=after,
+            mlp_norm=mlp_before,
+            mlp=self._mixture(index, mlp, shared) if hasattr(mlp, "experts") else self._mlp(index, mlp),
+            mlp_output_norm=mlp_after,
+            options=LayerOptions(0.0),
+            tables=None,
+            kv_layer=state_layer,
+            stores_kv=True,  # its states, which need all rows
+            num_kv_heads=0,
+            head_dim=0,
+            num_rotated_dims=0,
+            mixer=mixer,
+        )
+
+    def _norms(self, layer: nn.Module) -> list[Tensor | None]:
+        places = range(len(self._family.norms))
+        norms = [self._family.norm(layer, place, self._hidden_size) for place in places]
+        return [None if norm is None else self._rank.to_device(norm) for norm in norms]
+
+    def _mlp_of(self, layer: Any) -> tuple[Any, nn.Module | None]:
+        """Return a layer's MLP or mixture, and an MLP that is added to it where that is no part of the mixture."""
+        mixture = getattr(layer, "block_sparse_moe", None)
+        if mixture is None:
+            return getattr(layer, self._family.mlp_module), None
+        return mixture, getattr(layer, "shared_mlp", None)
 
     def inputs(self) -> LayerInputs | None:
         """Return the inputs of single layers; None for a model without them."""
@@ -182,8 +227,9 @@ class StockLayers:
             inner = self._product(f"layers.{index}.up", lambda: self._joined(up), up)
             factors = _activation_factors(mlp)
             return Mlp(inner, down, partial(self._rows.activate, function=self._gate, factors=factors))
-        joined = getattr(mlp, "gate_up_proj", None)
-        gate, up = (mlp.gate_proj, mlp.up_proj) if joined is None else _halves(joined)
+        first, second, _ = self._family.mlp
+        joined = getattr(mlp, first if first == second else "gate_up_proj", None)
+        gate, up = (getattr(mlp, first), getattr(mlp, second)) if joined is None else _halves(joined)
         gated = self._store.product(f"layers.{index}.gated", lambda: self._gated(gate, up))
         halves = halves_of(gated)
         products = {gate: halves[0], up: halves[1]} if joined is None else {joined: joined_of(halves)}

@@ -104,13 +104,17 @@ class NativeQuantizedProduct(Storable):
         )
         return (out if width == self._num_outputs else out[..., : self._num_outputs]).to(x.dtype)
 
-    def packed_weight(self, dtype: torch.dtype) -> PackedWeight | None:
-        """The weight for a kernel over rows of `dtype`, valid as long as this product; None where it takes others."""
-        if dtype not in _KERNELS or self._num_outputs % OUTPUTS:
+    def packed_weight(self, dtype: torch.dtype, *, is_padded: bool = False) -> PackedWeight | None:
+        """The weight for a kernel over rows of `dtype`, valid as long as this product; None where it takes others.
+
+        With `is_padded` any number of outputs will do: zeros follow the last one.
+        """
+        num_outputs = len(self._packed) * OUTPUTS
+        if dtype not in _KERNELS or (num_outputs != self._num_outputs and not is_padded):
             return None
         bias = None if self._bias is None else self._bias.data_ptr()
         tensors = self._packed.data_ptr(), self._tables.data_ptr(), bias
-        sizes = self._num_inputs, self._num_outputs, self._kind, self._group_size
+        sizes = self._num_inputs, num_outputs, self._kind, self._group_size
         return PackedWeight(*tensors, *sizes, self._gate)
 
 
