@@ -262,6 +262,8 @@ class SpeculationConfig:
     With `steps`, a request may ask for approximate reasoning steps; without
     them everything is exact.
 
+    With `can_draft_ahead`, draft models may work while the target verifies.
+
     Raises:
         ConfigError: `max_num_tokens` is above `MAX_DRAFT_TOKENS`, or `num_tokens` above `max_num_tokens`.
     """
@@ -274,6 +276,7 @@ class SpeculationConfig:
     adaptive: bool = False
     steps: StepConfig | None = None
     target_itl_s: float | None = None
+    can_draft_ahead: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_num_tokens <= MAX_DRAFT_TOKENS:

@@ -103,13 +103,14 @@ class SyncedSequence:
             cache_salt=sequence.request.cache_salt,
             tenant=sequence.request.tenant,
             num_nodes=sequence.num_wanted_nodes,
+            is_ahead=sequence.drafts_ahead,
         )
 
     def commit(self) -> Commit:
         """Return a message with the tokens committed since the last message."""
         sequence = self.sequence
         new_ids = tuple(sequence.token_ids[self._sent_len :])
-        wanted = sequence.num_wanted_drafts, sequence.num_wanted_nodes
+        wanted = sequence.num_wanted_drafts, sequence.num_wanted_nodes, sequence.drafts_ahead
         return Commit(sequence.request_id, self._sent_len, new_ids, *wanted)
 
     def mark_sent(self) -> None:

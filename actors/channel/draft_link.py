@@ -21,7 +21,7 @@ from protos.frames import ConnectionLostError
 from protos.messages import SamplingParams, VerifyMode
 
 DRAFT_SOCKET = "draft.sock"
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):
@@ -29,7 +29,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
 
     The next pass can verify `num_drafts` drafts, or a tree of `num_nodes` if that is not 0. If that pass `is_next`, the
     draft offers them now; if not, it has time to prefill. `cache_salt` and `tenant` separate requests in the draft's
-    caches.
+    caches. If `is_ahead`, a draft that can works ahead of that pass's verdict.
     """
 
     request_id: str
@@ -43,12 +43,13 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
     cache_salt: str = ""
     tenant: str = ""
     num_nodes: int = 0
+    is_ahead: bool = True
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True):
     """`token_ids` follow the first `base_len` committed tokens; `num_drafts` more are wanted unless offered.
 
-    They may be a tree of that depth if `num_nodes` is not 0.
+    They may be a tree of that depth if `num_nodes` is not 0. `is_ahead` is as in `Open`.
     """
 
     request_id: str
@@ -56,6 +57,7 @@ class Commit(msgspec.Struct, frozen=True, array_like=True):
     token_ids: tuple[int, ...]
     num_drafts: int
     num_nodes: int = 0
+    is_ahead: bool = True
 
 
 class Round(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -157,10 +157,9 @@ class DraftServer:
         if offers or requested.lost:
             drafting_s = time.monotonic() - began_s
             connection.send(Offers(offers, requested.lost, drafting_s, translated=self._new_counts()), SEND_TIMEOUT_S)
-        if self._ahead is None:
-            self._prefill(tuple(requested.prompts))
-        else:
+        if self._ahead is not None:
             self._expect(self._ahead, requested, {offer.request_id: offer.draft for offer in offers})
+        self._prefill(tuple(each for each in requested.prompts if not self._is_ahead(each)))
 
     def _look_ahead(self, connection: FrameConnection[Round], ahead: DraftAhead) -> None:
         """Offer for possible outcomes until all are done, or the next round has arrived."""
@@ -184,9 +183,14 @@ class DraftServer:
         """Expect passes that verify the drafts just offered, the drafts offered ahead, or no draft after a prompt."""
         for request_id, number in requested.drafts.items():
             sequence = self._sequences[request_id]
-            ahead.expect(sequence, answered.get(request_id) or ahead.offered(sequence) or NO_DRAFT, number)
+            if self._is_ahead(request_id):
+                ahead.expect(sequence, answered.get(request_id) or ahead.offered(sequence) or NO_DRAFT, number)
         for request_id, number in requested.prompts.items():
-            ahead.expect(self._sequences[request_id], NO_DRAFT, number)
+            if self._is_ahead(request_id):
+                ahead.expect(self._sequences[request_id], NO_DRAFT, number)
+
+    def _is_ahead(self, request_id: str) -> bool:
+        return self._ahead is not None and self._sequences[request_id].drafts_ahead
 
     def _offered(self, request_id: str) -> Draft | None:
         return None if self._ahead is None else self._ahead.offered(self._sequences[request_id])
@@ -246,7 +250,7 @@ class DraftServer:
         sequence = self._sequences.get(commit.request_id)
         if sequence is None:
             return False
-        sequence.node_allowance = commit.num_nodes
+        sequence.node_allowance, sequence.drafts_ahead = commit.num_nodes, commit.is_ahead
         num_known = len(sequence.token_ids) - commit.base_len
         if num_known < 0:
             self._forget((commit.request_id,))
@@ -283,4 +287,6 @@ def _sequence(opening: Open) -> RequestTokens:
         cache_salt=opening.cache_salt,
         tenant=opening.tenant,
     )
-    return RequestTokens(request, DraftRule(opening.num_drafts, opening.verify, num_tree_nodes=opening.num_nodes))
+    sequence = RequestTokens(request, DraftRule(opening.num_drafts, opening.verify, num_tree_nodes=opening.num_nodes))
+    sequence.drafts_ahead = opening.is_ahead
+    return sequence

@@ -213,7 +213,8 @@ class SpeculationSection(Section):
     `target_itl_ms` bounds the time of a pass under adaptive lengths: drafts never make a pass longer than this.
 
     In `mode` sync a draft model drafts after the target has committed, and the target waits. In async it drafts while
-    the target verifies, for the three likeliest tokens at each position where the pass may end.
+    the target verifies, for the three likeliest tokens at each position where the pass may end; with `adaptive`, only
+    where that is measured to be faster.
 
     `steps` allows requests to ask for reasoning steps that are not exact. By default they are refused.
     """
@@ -239,6 +240,7 @@ class SpeculationSection(Section):
             self.adaptive,
             None if self.steps is None else self.steps.to_engine(),
             None if self.target_itl_ms is None else self.target_itl_ms / 1000,
+            self.mode is DraftMode.ASYNC,
         )
 
     def conflicts(self) -> Iterator[str]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+from engine.accounting.ahead_choice import AheadChoice
 from engine.accounting.cost_model import DENSE, ExpertReads
 from engine.accounting.counters import DraftCounters, TimeTotals
 from engine.accounting.goodput import GoodputMeter
@@ -67,7 +68,8 @@ class DraftPlanning:
 def _length_policy(config: SpeculationConfig, experts: ExpertReads) -> LengthPolicy:
     max_pass_s = float("inf") if config.target_itl_s is None else config.target_itl_s
     num_nodes = config.tree.num_nodes if config.tree else 0
-    return LengthPolicy(config.num_tokens, config.max_num_tokens, max_pass_s, experts, num_nodes)
+    ahead = AheadChoice() if config.can_draft_ahead else None
+    return LengthPolicy(config.num_tokens, config.max_num_tokens, max_pass_s, experts, num_nodes, ahead)
 
 
 def set_lengths(policy: LengthPolicy, sequences: Seq[Sequence]) -> None:
@@ -76,6 +78,7 @@ def set_lengths(policy: LengthPolicy, sequences: Seq[Sequence]) -> None:
     A sequence with a fixed length keeps its shape, and pays no price: both depend on a clock.
     """
     for sequence, size in zip(sequences, policy.sizes(sequences), strict=True):
+        sequence.drafts_ahead = policy.is_ahead
         if not sequence.has_fixed_length:
             sequence.draft_allowance, sequence.node_allowance = size
             sequence.least_chance = policy.least_chance

@@ -29,6 +29,7 @@ from math import ceil
 import numpy as np
 
 from engine.accounting.acceptance import AcceptanceTable, Floats, Ints
+from engine.accounting.ahead_choice import AheadChoice
 from engine.accounting.cost_model import DENSE, CostModel, ExpertReads
 from engine.accounting.draft_cost import RequestedDrafts
 from engine.accounting.draft_probes import DraftProbes
@@ -66,6 +67,7 @@ class LengthPolicy:
         max_pass_s: The longest pass that drafts may cause; a pass that is longer without drafts gets none.
         experts: What rows read of the target's experts.
         max_nodes: The largest tree; 0 if all drafts are chains.
+        ahead: Chooses whether drafts are made ahead of verdicts; None if they never are.
 
     Attributes:
         least_chance: the price of a row in the last plan: a draft with a lower known chance is not worth it.
@@ -78,8 +80,10 @@ class LengthPolicy:
         max_pass_s: float = np.inf,
         experts: ExpertReads = DENSE,
         max_nodes: int = 0,
+        ahead: AheadChoice | None = None,
     ) -> None:
         self.least_chance = 0.0
+        self._ahead = ahead
         self._first_length = first_length
         self._max_length = max_length
         self._max_pass_s = max_pass_s
@@ -106,6 +110,11 @@ class LengthPolicy:
         """Measured tokens per second relative to plain decoding, by class of requests."""
         return self._gates.speedups
 
+    @property
+    def is_ahead(self) -> bool:
+        """True if drafts for the pass after the next one are made while that one is verified."""
+        return self._ahead is not None and self._ahead.is_ahead
+
     def goodput(self, method: str, kind: str) -> float | None:
         """Return the speedup of a method's greedy or sampled requests; None until it is measured."""
         return self._gates.goodput(f"{method}-{kind}")
@@ -120,6 +129,7 @@ class LengthPolicy:
         self._probes.forget_draft()
         self._costs.forget_drafts()
         self._gates = SpeculationGates(self._costs)
+        self._ahead = None if self._ahead is None else AheadChoice()
         self._is_speculating = True
         self._next_plan, self._num_skipped = self._step, 0
 
@@ -341,6 +351,9 @@ class LengthPolicy:
             if not self._is_speculating and record.times.draft_s < self._costs.drafts.seconds(requested) / 2.0:
                 self._probes.repeat(next(each.sequence.request_id for each in record.passes if each.num_requested))
             self._costs.drafts.observe(requested, record.times.draft_s)
+            if self._ahead is not None and record.num_prompt_rows == 0:
+                num_tokens = sum(each.num_accepted + 1 for each in record.passes)
+                self._ahead.observe(len(record.passes), num_tokens, record.times.draft_s + record.times.target_s)
         self._gates.observe(record, requested, 1 + self._num_skipped, is_speculating=self._is_speculating)
         self._num_skipped = 0
         self._costs.observe(record.num_prompt_rows, num_rows, record.times.target_s)

@@ -110,6 +110,7 @@ class RequestTokens(TokenBlocks):
         self.num_tree_nodes = rule.num_tree_nodes
         self.draft_allowance = rule.num_draft_tokens  # largest K of the next pass
         self.node_allowance = rule.num_tree_nodes  # largest tree of the next pass; 0 for a chain
+        self.drafts_ahead = True  # a draft model that can may draft for the next pass before it is committed
         self.least_chance = 0.0  # the next pass drops drafts with a lower known chance of acceptance
         self.num_matched = 0  # ready drafts for the next pass; they may exceed `draft_allowance`
         self.num_prompt_tokens = len(request.prompt_token_ids)

@@ -6,6 +6,7 @@ but the hit rate hangs on it.
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import pytest
 from actors.channel.channel_proposer import ChannelProposer, OfferTable
 from actors.draft.draft_server import DraftServer
 from actors.process.frames import FrameListener
+from engine.accounting.ahead_choice import AheadChoice
 from engine.accounting.length_policy import LengthPolicy
 from engine.accounting.record import PassRecord
 from engine.accounting.step_times import StepTimes
@@ -91,7 +93,8 @@ def charge_little_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 def is_idle(channel: ChannelProposer, server: DraftServer) -> bool:
     """The draft has looked beyond all that is committed."""
     ahead_drafter = server._ahead and server._ahead._drafter
-    wanting = [each.sequence for each in channel._sequences.values() if each.sequence.num_wanted_drafts > 0]
+    sequences = [each.sequence for each in channel._sequences.values()]
+    wanting = [each for each in sequences if each.num_wanted_drafts > 0 and each.drafts_ahead]
     if not isinstance(ahead_drafter, WatchedAheadDrafter):
         return True
     return all(ahead_drafter.seen.get(sequence.request_id) == len(sequence.token_ids) for sequence in wanting)
@@ -194,7 +197,7 @@ def test_methods_are_chosen_by_measurement_beside_drafts_that_work_ahead_and_one
     The second draft dies half-way: the first goes on.
     """
     methods = (SpeculationMethod.AUTO, SpeculationMethod.MODEL, "prose", SpeculationMethod.SUFFIX)
-    speculation = SpeculationConfig(K, methods=methods, adaptive=True, target_itl_s=PATIENCE_S)
+    speculation = SpeculationConfig(K, methods=methods, adaptive=True, target_itl_s=PATIENCE_S, can_draft_ahead=True)
     model = ModelConfig(str(folders.target), dtype="float32", num_threads=1)
     config = EngineConfig(model, CACHE, SchedulerConfig(max_model_len=128), speculation)
     batches = [[replace(each, request_id=f"{each.request_id}, {number}") for each in requests()] for number in range(4)]
@@ -214,6 +217,28 @@ def test_methods_are_chosen_by_measurement_beside_drafts_that_work_ahead_and_one
         channel.disconnect()
     assert {each.method for each in engine.stats().classes} >= {"model", "prose", "suffix"}
     assert channel.stats.num_hits > 0
+
+
+@pytest.mark.parametrize("tree", [None, TreeConfig(num_nodes=6)], ids=["chains", "trees"])
+def test_drafts_made_ahead_of_some_verdicts_and_after_others_change_no_token(
+    tree: TreeConfig | None, folders: Folders, folder: Path, reference: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planner may choose for every pass, with lengths and trees of its own."""
+    dice = random.Random(0)
+    monkeypatch.setattr(AheadChoice, "is_ahead", property(lambda choice: dice.random() < 0.5))
+    charge_little_for_drafts(monkeypatch)
+    methods = (SpeculationMethod.MODEL,)
+    speculation = SpeculationConfig(K, methods=methods, tree=tree, adaptive=True, can_draft_ahead=True)
+    model = ModelConfig(str(folders.target), dtype="float32", num_threads=1)
+    config = EngineConfig(model, CACHE, SchedulerConfig(max_model_len=128), speculation)
+    with serving(folders, folder / "draft.sock", FAN_OUT, tree) as server:
+        channel = connected(folder / "draft.sock")
+        engine = load_engine(config, proposer_of(methods, channel))
+        slow_down(engine, channel, [server], monkeypatch)
+        assert generate(engine, requests(), channel) == reference
+        assert engine.stats().drafts.acceptance_length > 1.5
+        channel.disconnect()
+    assert 0 < channel.stats.num_hits < channel.stats.num_lookups
 
 
 @pytest.mark.parametrize("verify", [VerifyMode.COUPLED, VerifyMode.REJECTION])

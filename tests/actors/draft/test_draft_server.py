@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from actors.channel.draft_link import PROTOCOL_VERSION, Commit, DraftMessage, Hello, Offers, Open, Round
 from actors.draft.draft_server import DraftServer
@@ -274,6 +275,19 @@ def test_a_sequence_that_wants_no_more_is_not_drafted_ahead_for(async_target, ah
     async_target.send(Round(commits=(Commit("a", 2, (3,), 0),)), 1.0)
     async_target.send(Round(opens=(opening("b"),)), 1.0)
     assert [offer.request_id for offer in async_target.hear().offers] == ["b"]
+
+
+def test_each_commit_says_whether_to_draft_ahead(async_target, ahead_drafter, proposer):
+    async_target.send(Round(opens=(opening(),)), 1.0)
+    assert outcomes_of(async_target.hear()) == {(3,): (4, 5)}
+    async_target.send(Round(commits=(Commit("a", 2, (9,), 2, is_ahead=False),)), 1.0)
+    assert drafts_of(async_target.hear()) == {"a": (3, (10, 11))}
+    async_target.send(Round(opens=(structs.replace(opening("b"), is_ahead=False),)), 1.0)
+    until(lambda: ("b", (1, 2)) in proposer.read)  # the prompt is read, as without drafts ahead
+    assert len(ahead_drafter.seen) == 1
+    async_target.send(Round(commits=(Commit("a", 3, (10,), 2),)), 1.0)
+    assert async_target.hear().is_answer
+    assert outcomes_of(async_target.hear()) == {(11, 12, 13): (14, 15)}
 
 
 def test_a_closed_sequence_is_not_drafted_ahead_for(async_target, ahead_drafter):
