@@ -120,12 +120,45 @@ VECTOR_CODE void PART(norm_heads_part)(const void *work, int64_t part) {
 #undef NORM
 }
 
+INLINE float number_at(const void *x, int64_t i, const int is_bf16) {
+    if (!is_bf16) return ((const float *)x)[i];
+    const uint32_t bits = (uint32_t)((const bf16 *)x)[i] << 16;
+    float number;
+    __builtin_memcpy(&number, &bits, 4);
+    return number;
+}
+
+/* Stores a number, rounded to the nearest bfloat16, ties to even. */
+INLINE void put_number(void *x, int64_t i, float number, const int is_bf16) {
+    if (!is_bf16) {
+        ((float *)x)[i] = number;
+        return;
+    }
+    uint32_t bits;
+    __builtin_memcpy(&bits, &number, 4);
+    ((bf16 *)x)[i] = number == number ? (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : 0x7fc0;
+}
+
+/* Rotates one number `at` of each head by its partner, `step` numbers apart, and the partner by it. */
+VECTOR_CODE INLINE void rotate_numbers(void *x, int64_t at, int64_t step, int64_t i, const void *table,
+                                       int64_t num_heads, int64_t dim, int64_t num_dims, const int is_bf16) {
+    const float cos = number_at(table, i, is_bf16), sin = number_at(table, num_dims + i, is_bf16);
+    const float other_cos = number_at(table, i + step, is_bf16);
+    const float other_sin = number_at(table, num_dims + i + step, is_bf16);
+    for (int64_t place = at + i; place < at + num_heads * dim; place += dim) {
+        const float number = number_at(x, place, is_bf16), other = number_at(x, place + step, is_bf16);
+        put_number(x, place, __builtin_fmaf(other, sin, number * cos), is_bf16);
+        put_number(x, place + step, __builtin_fmaf(number, other_sin, other * other_cos), is_bf16);
+    }
+}
+
 /* Rotates the first `num_dims` of each of a row's heads [heads, dim] in place: x cos + swapped(x) sin, where `swapped`
    exchanges their halves. */
 VECTOR_CODE INLINE void rotate_row(void *x, int64_t at, const void *table, int64_t num_heads, int64_t dim,
                                    int64_t num_dims, const int is_bf16) {
-    const int64_t half = num_dims / 2;
-    for (int64_t i = 0; i < half; i += LANES) {
+    const int64_t half = num_dims / 2, whole = half / LANES * LANES;
+    for (int64_t i = whole; i < half; i++) rotate_numbers(x, at, half, i, table, num_heads, dim, num_dims, is_bf16);
+    for (int64_t i = 0; i < whole; i += LANES) {
         const floats low_cos = load_numbers(table, i, is_bf16), high_cos = load_numbers(table, half + i, is_bf16);
         const floats low_sin = load_numbers(table, num_dims + i, is_bf16);
         const floats high_sin = load_numbers(table, num_dims + half + i, is_bf16);
@@ -141,7 +174,10 @@ VECTOR_CODE INLINE void rotate_row(void *x, int64_t at, const void *table, int64
 /* Does the same where `swapped` exchanges neighbors. */
 VECTOR_CODE INLINE void rotate_pairs_row(void *x, int64_t at, const void *table, int64_t num_heads, int64_t dim,
                                          int64_t num_dims, const int is_bf16) {
-    for (int64_t i = 0; i < num_dims; i += LANES) {
+    const int64_t whole = num_dims / LANES * LANES;
+    for (int64_t i = whole; i < num_dims; i += 2)
+        rotate_numbers(x, at, 1, i, table, num_heads, dim, num_dims, is_bf16);
+    for (int64_t i = 0; i < whole; i += LANES) {
         const floats cos = load_numbers(table, i, is_bf16), sin = load_numbers(table, num_dims + i, is_bf16);
         for (int64_t head = 0; head < num_heads; head++) {
             const int64_t place = at + head * dim + i;
@@ -199,7 +235,7 @@ void outrider_norm_heads(void *x, const void *weight, int64_t num_rows, int64_t 
 }
 
 /* Rotates the first `num_dims` of the first `num_heads` heads of x [rows, stride numbers] in place; table
-   [rows, 2, num_dims]: cosines, then sines with the first half negated. `num_dims` is a multiple of 32. With `in_pairs`,
+   [rows, 2, num_dims]: cosines, then sines with the first half negated. `num_dims` is even. With `in_pairs`,
    neighbors turn together, and the first of each two sines is negated. */
 void outrider_rotate(void *x, const void *table, int64_t num_rows, int64_t stride, int64_t num_heads, int64_t dim,
                      int64_t num_dims, int in_pairs, int is_bf16) {

@@ -137,7 +137,7 @@ class NativeRows(RowOperations):
 
         `head_dims` are all numbers of a head, and those that are rotated.
         """
-        has_sizes = hidden_size % _LANES == head_dims[0] % _LANES == head_dims[1] % (2 * _LANES) == 0
+        has_sizes = hidden_size % _LANES == head_dims[0] % _LANES == head_dims[1] % 2 == 0
         return has_sizes and weights.device.type == "cpu" and kernels_for(weights.dtype) is not None
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -196,6 +196,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **GEMMA_4, enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=64
     ),
     "gpt_neox": GPTNeoXConfig(**SIZES_OF_NEOX),
+    "gpt_neox_quarter": GPTNeoXConfig(**{**SIZES_OF_NEOX, "rope_parameters": None}),
     "gpt_neox_in_turn": GPTNeoXConfig(**SIZES_OF_NEOX, use_parallel_residual=False),
     "persimmon": PersimmonConfig(**SIZES_OF_NEOX),
     "stablelm": StableLmConfig(**SIZES_OF_TWO_HEADS | {"hidden_size": 128}, rope_parameters=HALF_ROTATED),

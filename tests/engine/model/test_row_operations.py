@@ -94,6 +94,18 @@ def test_rotated_heads_are_those_of_torch_and_the_others_stay(dtype: torch.dtype
 
 
 @DTYPES
+@pytest.mark.parametrize("in_pairs", [False, True])
+@pytest.mark.parametrize("num_dims", [16, 20, 48, 80])
+def test_rotated_parts_that_fill_no_registers_are_those_of_torch(
+    dtype: torch.dtype, num_dims: int, in_pairs: bool
+) -> None:
+    heads, table = torch.randn(7, 6, 80).to(dtype), torch.randn(7, 2, num_dims).to(dtype)
+    expected, others = TorchRows(EPSILON).rotate(heads, 4, table, in_pairs=in_pairs), heads[:, 4:].clone()
+    assert_near(NativeRows(EPSILON).rotate(heads, 4, table, in_pairs=in_pairs), expected)
+    assert torch.equal(heads[:, 4:], others)
+
+
+@DTYPES
 def test_normed_heads_are_those_of_torch_and_the_others_stay(dtype: torch.dtype) -> None:
     heads, weight = torch.randn(40, 6, 32).to(dtype), torch.randn(4, 32).to(dtype)
     expected, others = TorchRows(EPSILON).norm_heads(heads, 4, weight), heads[:, 4:].clone()
@@ -126,5 +138,5 @@ def test_sizes_that_do_not_fill_registers_are_left_to_torch() -> None:
     assert NativeRows.fit(2560, (80, 32), weights)  # Phi-2
     assert not NativeRows.fit(570, (64, 64), weights)
     assert not NativeRows.fit(576, (72, 64), weights)
-    assert not NativeRows.fit(576, (80, 80), weights)
+    assert not NativeRows.fit(576, (80, 15), weights)
     assert not NativeRows.fit(576, (64, 64), weights.half())
