@@ -70,8 +70,12 @@ def test_a_medusa_lesson_lowers_the_loss() -> None:
 def test_a_head_drafts_the_token_two_places_on() -> None:
     target, heads = tiny_target(), random_heads()
     ids = torch.randint(0, 48, (2, 10))
+    for place in range(4, 10):  # a text that the first head foresees
+        states = next(iter(heads(target.model(ids).last_hidden_state)))
+        ids[:, place] = target.lm_head(states[:, place - 2]).argmax(-1)
     is_accepted = verdicts(medusa_logits(heads, target), ids, 4, 0.0, 3, seed=0)
     assert is_accepted.shape == (2, 4, 3)
+    assert is_accepted[..., 0].all()
     hidden = target.model(ids).last_hidden_state
     for head, states in enumerate(heads(hidden)):
         chosen = target.lm_head(states).argmax(-1)
