@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,12 +14,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine.batch.span import Span, SpanStates
+from engine.config import CacheConfig, ModelConfig
 from engine.kv_cache.state_pool import StatePool
 from engine.model.attention_probe import record_layers
+from engine.model.runner.model_runner import ModelRunner
 from engine.native.library import Instructions
 from engine.recurrent.native_mixer import NativeMixer, use_native_mixers
 from engine.recurrent.state_pass import PooledStates
-from tests.engine.fixtures.hybrids import HYBRIDS
+from protos.errors import ConfigError
+from tests.engine.fixtures.hybrids import HYBRIDS, write_hybrid
 from tests.engine.fixtures.native_kernels import held_to, needs_float_kernels
 
 pytestmark = needs_float_kernels
@@ -125,3 +130,18 @@ def test_rows_one_by_one_have_the_bits_of_a_chunk(name: str) -> None:
         assert torch.equal(found, whole[:, row : row + 1])
     for part in (pool.rows[0], pool.matrices[0]):
         assert part is None or torch.equal(part[5], part[6])
+
+
+def test_a_deterministic_model_may_have_any_number_of_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch computes the last numbers of a tensor that fill no vector otherwise; the kernel does not."""
+    monkeypatch.setenv("OUTRIDER_CACHE_GIB", "0")  # no start is remembered
+    config = HYBRIDS["qwen3_5_text"]()
+    config.linear_num_value_heads, config.linear_num_key_heads = 24, 12
+    write_hybrid(tmp_path, config)
+    model, cache = ModelConfig(str(tmp_path), dtype="float32", deterministic=True), CacheConfig(4, 8, memory_bytes=None)
+    ModelRunner(model, cache)
+    with (
+        patch("engine.model.paged_model.use_native_mixers"),
+        pytest.raises(ConfigError, match="gives the same tokens other logits"),
+    ):
+        ModelRunner(model, cache)
