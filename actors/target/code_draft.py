@@ -96,10 +96,9 @@ def check_code(name: str, timeout_s: float = _LOAD_TIMEOUT_S) -> None:
 
 def _start(socket: Path, name: str, timeout_s: float = _LOAD_TIMEOUT_S) -> subprocess.Popen[str]:
     """Return the process of the class `name` when it listens at `socket`; raises ConfigError if it cannot be loaded."""
-    paths = (*filter(None, sys.path), os.getcwd())  # the present folder last, so that it hides no module
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "actors.draft.code_process", str(socket), name],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,

@@ -142,7 +142,7 @@ async def test_each_surface_names_the_drafts_and_counts_them(
     name: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kind = KINDS[name]
-    monkeypatch.chdir(root)  # where the class of `python` is
+    monkeypatch.syspath_prepend(str(root))  # where the class of `python` is
     args = deployment(root, kind)
     file = tmp_path / "deploy.yaml"
     file.write_text(yaml.safe_dump(_deploy_file(args)))

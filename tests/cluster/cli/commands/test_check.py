@@ -149,7 +149,7 @@ def test_a_class_that_drafts_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, code: str, said: str
 ):
     (tmp_path / "my_drafters.py").write_text(DRAFTERS)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     assert check(tmp_path, draft={"kind": "python", "code": code}) == bool(said)
     assert said in " ".join(capsys.readouterr().err.split())
 
