@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import statistics
 import threading
 import time
 from collections import defaultdict
@@ -247,7 +246,7 @@ async def test_times_do_not_depend_on_the_schemas_of_another_tenant(tmp_path: Pa
     transport = httpx.ASGITransport(build_app(service, api_keys("one tenant=one", "two tenant=two")))
     seconds = defaultdict[str, list[float]](list)
     async with httpx.AsyncClient(transport=transport, base_url="http://outrider") as http:
-        for number in range(6):
+        for number in range(8):
             schema = {"type": "object", "properties": {f"p{number}_{index}": {"type": "null"} for index in range(300)}}
             body = {"prompt": "x", "max_tokens": 1, "cache_salt": "ours", "guided_json": schema}
             for name, key in (("new", "one"), ("again", "one"), ("second", "two")):
@@ -255,6 +254,7 @@ async def test_times_do_not_depend_on_the_schemas_of_another_tenant(tmp_path: Pa
                 answer = await http.post("/v1/completions", json=body, headers={"x-api-key": key})
                 seconds[name].append(time.process_time() - began_s)
                 assert answer.status_code == 200, answer.text
-    new, again, second = (statistics.median(each[1:]) for each in seconds.values())  # the first starts the compiler
+    # The first starts the compiler. Other programs only add to the time, so the least one is compared.
+    new, again, second = (min(each[1:]) for each in seconds.values())
     assert again < new / 2, "the probe has power: one's own schema is seen"
     assert second - again > new - second, (new, again, second)
