@@ -109,7 +109,7 @@ def test_two_pairs_that_hold_a_hot_prefix_share_its_requests(served: ServedPair)
             list(pool.map(lambda end: ask(served, text(50) + end, max_tokens=num_tokens), ends))
         return [number - before[name] for name, number in served.by_replica(QUERIED).items()]
 
-    assert min(ask_all([text(60 + each, LENGTH) for each in range(8)], 32)) > 0
+    assert min(ask_all([text(60 + each, LENGTH) for each in range(8)], 96)) > 0
     shares = ask_all([""] * 64, 32)
     assert sum(shares) >= 64 * LENGTH
     assert min(shares) > sum(shares) / 4

@@ -234,7 +234,7 @@ def test_a_new_head_learns_from_the_log_and_drafts_in_the_engine(made: LoggedHea
             for prompt in prompts
             for text, drafted in drafts[prompt]
         ) / len(compared)
-    assert num_right["new"] > num_right["untrained"] + 0.1
+    assert num_right["new"] > 2 * num_right["untrained"], num_right
 
 
 Drafts = dict[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]
