@@ -386,6 +386,7 @@ class ScriptedPolicy:
 
     speedups: dict[str, float] = {}  # noqa: RUF012
     least_chance = 0.0
+    is_ahead = False
 
     def __init__(self) -> None:
         self.num_plans = 0
@@ -394,6 +395,9 @@ class ScriptedPolicy:
 
     def on_pass(self, record: PassRecord) -> None:
         self.num_asked += sum(each.num_requested for each in record.passes)
+
+    def charge(self, seconds: float) -> None:
+        """Plans are free here."""
 
     def sizes(self, sequences: Seq[Sequence]) -> list[DraftSize]:
         self.num_plans += 1
