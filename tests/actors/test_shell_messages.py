@@ -77,6 +77,7 @@ def test_a_draft_knows_of_a_request_all_that_its_drafts_hang_on() -> None:
     request = filled(GenerateRequest)
     sequence = RequestTokens(request, DraftRule(5, VerifyMode.BLOCK, num_tree_nodes=7))
     sequence.num_computed_tokens = 1
+    sequence.drafts_ahead = False
     opening = SyncedSequence(sequence).opening()
     assert names(Open) == {*names(GenerateRequest) - NOT_FOR_DRAFTS - {"prompt_token_ids", "output_token_ids"}} | {
         "token_ids",
@@ -85,6 +86,7 @@ def test_a_draft_knows_of_a_request_all_that_its_drafts_hang_on() -> None:
         "num_drafts",
         "num_nodes",
         "is_next",
+        "is_ahead",
     }
     assert not at_default(opening)
     known = _sequence(opening)

@@ -252,7 +252,8 @@ def test_each_setting_of_a_target_that_drafts_for_itself_arrives(paths: list[str
 def test_each_setting_of_a_draft_that_drafts_ahead_arrives(paths: list[str]) -> None:
     settings = pair_settings(parse_config(ahead(paths)), PLACEMENT)
     assert settings.draft.is_ahead
-    assert settings.engine.speculation == SpeculationConfig(5, methods=("model", "hybrid", "suffix", "ngram", "none"))
+    methods = "model", "hybrid", "suffix", "ngram", "none"
+    assert settings.engine.speculation == SpeculationConfig(5, methods=methods, can_draft_ahead=True)
 
 
 def of_a_class(paths: list[str]) -> dict[str, Any]:
