@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -70,7 +69,7 @@ class ServedApplication:
 
     def close(self) -> None:
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+            self._process.terminate()  # a script that runs in the background ignores SIGINT, and its processes too
             self._process.wait(timeout=STOP_TIMEOUT_S)
         self._log.close()
 
