@@ -96,7 +96,7 @@ $(BENCH_INSTALLED): $(INSTALLED)
 	@touch $@
 
 abuse: $(BENCH_INSTALLED)  ## hostile clients next to seeded streams (docs/operate.md); BENCH_ARGS="--only gRPC"
-	@$(BIN)/python -m tests.serve.abuse $(BENCH_ARGS)
+	@$(BIN)/python -m tests.serve.attacks $(BENCH_ARGS)
 
 audit: $(INSTALLED)  ## sampling, drafts, cache, formats, counts and speed of a running server; URL=http://127.0.0.1:8000 BENCH_ARGS="--only cache"
 	@mkdir -p .cache

@@ -36,10 +36,10 @@ from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 from tests.engine.fixtures.checkpoints import write_checkpoint
-from tests.serve.abuse import attack
 from tests.serve.attacks import ATTACKS, Face
+from tests.serve.attacks.__main__ import attack
+from tests.serve.attacks.other_network import listening_ports, other_network, probe_from_there
 from tests.serve.bystanders import Bystanders
-from tests.serve.other_network import listening_ports, other_network, probe_from_there
 from tests.serve.served_pair import MODEL, ServedPair, eventually, once, processes, title
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]

@@ -20,6 +20,7 @@ from ray.cluster_utils import Cluster
 from cluster.local.local_cluster import LocalCluster
 from cluster.local.serve_environment import set_variables
 from protos.errors import ConfigError
+from tests.serve.prefill.test_prefill import PREFILL, PROMPT_TOKENS, failures, texts
 from tests.serve.served_pair import (
     ServedPair,
     SharedCluster,
@@ -29,7 +30,6 @@ from tests.serve.served_pair import (
     processes,
     write_deploy_file,
 )
-from tests.serve.test_prefill import PREFILL, PROMPT_TOKENS, failures, texts
 from tests.serve.tiny_models import write_pair
 
 NODE = "prefill_node"

@@ -165,7 +165,7 @@ def tune(  # long: a table of options and their help
         report(f"the target writes {own_chats} chats")
         with _progress() as on_progress:
             write_own_chats(target_path, *_template(target_path), log, own_chats, partial(on_progress, "its chats"))
-    assert log is not None, "one of the two is given"
+    assert log is not None, "one of the three is given"
     wanted = TuneSettings(
         log=Path(os.path.expanduser(log)).absolute(),
         target=target_path,

@@ -40,7 +40,7 @@ _MLP_ROWS = 128  # of a prefill chunk at a time, so that the MLP's intermediate 
 
 @dataclass(slots=True)
 class _Pass:
-    """What all layers of a pass share."""
+    """One pass: its batch, and the inputs that all layers share."""
 
     batch: ForwardBatch
     angles: list[Tensor]

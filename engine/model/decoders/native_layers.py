@@ -46,7 +46,7 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class InputStep:
-    """How a layer adds its own input: `norm(projection(function(gate(x)) * input))`."""
+    """The step that adds a layer's own input: `norm(projection(function(gate(x)) * input))`."""
 
     gate: Linear
     projection: Linear

@@ -1,6 +1,6 @@
 """`make abuse`: hostile clients against the served demo, while seeded streams must not notice.
 
-    python -m tests.serve.abuse --only gRPC "random bodies"
+    python -m tests.serve.attacks --only gRPC "random bodies"
 
 Each attack runs once, while three seeded streams repeat; first on a server without keys, then the attacks of tenants on
 a server with keys. The promises: no stream's text changes, no stream fails, no gap of a stream reaches a second, no

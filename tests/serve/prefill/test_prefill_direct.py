@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cluster.replica_settings import PREFILL_CHUNK_TOKENS
+from tests.serve.prefill.test_prefill import PREFILL, PROMPT_TOKENS, failures, prompt, texts
 from tests.serve.served_pair import ServedPair, SharedCluster, eventually
-from tests.serve.test_prefill import PREFILL, PROMPT_TOKENS, failures, prompt, texts
 from tests.serve.test_served_pair import plain_tokens
 
 pytest.importorskip("nixl", reason="pip install 'outrider[direct]'")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.serve.prefill.test_prefill import PREFILL, PROMPT_TOKENS, failures, prompt
 from tests.serve.served_pair import ServedPair, SharedCluster, eventually
-from tests.serve.test_prefill import PREFILL, PROMPT_TOKENS, failures, prompt
 from tests.serve.test_served_pair import plain_tokens
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
