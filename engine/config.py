@@ -202,6 +202,8 @@ class StepConfig:
 MAX_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 64
 MASK_KEYS = ("pard_token", "ptd_token_id")  # in the configuration of a draft model that drafts in one pass
+# In a target's configuration: the number of layers that predict further tokens.
+MTP_KEYS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 class TreeKind(StrEnum):

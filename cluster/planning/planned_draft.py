@@ -10,6 +10,7 @@ from typing import Any
 from cluster.checkpoints import resolve_model_path
 from cluster.deploy_file import read_deploy_file
 from cluster.planning.roofline import ModelShape
+from cluster.schema.models import DraftMode
 from engine.accounting.acceptance import RANK_ACCEPTANCE
 from engine.config import MASK_KEYS, ModelDtype, Quantization
 from engine.model.checkpoint.weight_files import read_config, read_mapping
@@ -33,12 +34,14 @@ class PlannedDraft:
         is_one_pass: all drafts of a sequence come from one pass over a row for each.
         keeps_kv: it reads the prompts, and has keys and values of its own.
         max_drafts: the most drafts in a pass; None without a limit.
+        own: its weights and layers in addition to the target; None for all of `shape`.
     """
 
     shape: ModelShape
     is_one_pass: bool = False
     keeps_kv: bool = True
     max_drafts: int | None = None
+    own: ModelShape | None = None
 
     @classmethod
     def of(
@@ -52,11 +55,15 @@ class PlannedDraft:
             ConfigError: a file is unreadable or lacks sizes, or a draft model has no path.
         """
         if kind is SpeculationMethod.SELF:
-            return cls(replace(target, dtype=dtype, num_layers=num_layers or target.num_layers), keeps_kv=False)
+            shape = replace(target, dtype=dtype, num_layers=num_layers or target.num_layers)
+            own = _without_tables(target, 0) if dtype == target.dtype else None  # none of its own
+            return cls(shape, keeps_kv=False, own=own)
         if kind is SpeculationMethod.MEDUSA:
             return _medusa(_config_of(path), target)
         if kind is SpeculationMethod.MTP:
-            return cls(replace(target, num_layers=num_layers or 1, has_tied_head=True))
+            # A pass reads one of the layers, and a prompt is read by all.
+            count = 1 if path else num_layers or target.num_mtp_layers
+            return cls(replace(target, num_layers=1), own=_without_tables(target, count))
         if kind is SpeculationMethod.MODEL:
             if path is None:
                 raise ConfigError("a plan with a draft model needs --draft, its folder or a public model")
@@ -65,13 +72,19 @@ class PlannedDraft:
         return _head(kind, path, replace(target, dtype=dtype)) if kind.can_branch else None
 
     @property
-    def weight_bytes(self) -> float:
-        return self.shape.weight_bytes
+    def whole(self) -> ModelShape:
+        """The weights that it adds to memory, and the layers that read prompts."""
+        return self.own or self.shape
 
     @property
     def kv_bytes(self) -> float:
         """Bytes of its own keys and values per token."""
-        return self.shape.kv_bytes if self.keeps_kv else 0.0
+        return self.whole.kv_bytes if self.keeps_kv else 0.0
+
+
+def _without_tables(target: ModelShape, num_layers: int) -> ModelShape:
+    """Return layers like the target's, under its embedding and head."""
+    return replace(target, num_layers=num_layers, vocab_size=0)
 
 
 def _config_of(path: str | None) -> Mapping[str, Any]:
@@ -139,6 +152,7 @@ class PlannedModels:
     draft_dtype: str | None
     max_draft_tokens: int | None
     num_layers: int | None = None  # of the target's own weights that draft
+    is_ahead: bool = False  # drafts are made while the target verifies
 
     def completed(self) -> PlannedModels:
         """Return these options, completed by the deploy.yaml that the target may be.
@@ -172,6 +186,7 @@ class PlannedModels:
             self.draft_dtype or (None if own is Quantization.NONE else str(own)),
             num_tokens if self.max_draft_tokens is None else self.max_draft_tokens,
             draft.num_layers,
+            speculation.mode is DraftMode.ASYNC,
         )
 
     @property
@@ -201,4 +216,5 @@ class PlannedModels:
     @property
     def description(self) -> str:
         trees = f", trees of up to {self.tree_nodes} nodes" if self.tree_nodes else ""
-        return f"{self._kind}{trees}"
+        ahead = " (mode async, planned as sync)" if self.is_ahead else ""
+        return f"{self._kind}{trees}{ahead}"

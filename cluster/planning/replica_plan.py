@@ -140,7 +140,7 @@ def prefill_seconds(deployment: ReplicaPlan) -> float:
         rows = min(SchedulerConfig().max_tokens_per_step, deployment.prompt_tokens - start)
         context = start + rows // 2
         models = [(deployment.target, deployment.num_devices)]
-        models += [(deployment.draft.shape, 1)] if deployment.draft and deployment.draft.keeps_kv else []
+        models += [(deployment.draft.whole, 1)] if deployment.draft and deployment.draft.keeps_kv else []
         total_s += sum(
             pass_cost(shape, deployment.device, number, rows, 1, context).seconds for shape, number in models
         )
@@ -192,7 +192,7 @@ def memory_of(deployment: ReplicaPlan) -> Memory:
     """
     draft = deployment.draft
     target_bytes = deployment.target.weight_bytes
-    draft_bytes = draft.weight_bytes if draft else 0.0
+    draft_bytes = draft.whole.weight_bytes if draft else 0.0
     usable = deployment.device.memory_gib * GIB * 0.9 * deployment.num_devices  # as `cache.gpu_memory_utilization`
     pool = usable - target_bytes - draft_bytes
     token_bytes = deployment.target.kv_bytes + (draft.kv_bytes if draft else 0.0)

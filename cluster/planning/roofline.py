@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from engine.config import MTP_KEYS
 from engine.model.checkpoint.weight_files import read_config, read_mapping
 from protos.errors import ConfigError
 
@@ -58,6 +59,7 @@ class ModelShape:
     has_tied_head: bool
     num_experts: int
     num_experts_per_token: int
+    num_mtp_layers: int = 1  # if it has any
 
     @classmethod
     def of(cls, model: str, dtype: str) -> ModelShape:
@@ -93,6 +95,7 @@ class ModelShape:
             has_tied_head=bool(config.get("tie_word_embeddings", False)),
             num_experts=size("num_experts", "num_local_experts", "n_routed_experts", default=1),
             num_experts_per_token=size("num_experts_per_tok", default=1),
+            num_mtp_layers=size(*MTP_KEYS, default=1),
         )
         if shape.num_experts_per_token > shape.num_experts:
             raise ConfigError(

@@ -135,7 +135,7 @@ def _memory_table(deployment: ReplicaPlan, memory: Memory) -> Table:
         "target's weights", f"{memory.target_bytes / GIB:.2f}", f"{deployment.target.num_weights / 1e9:.2f} B"
     )
     if deployment.draft is not None:
-        note = f"{deployment.draft.shape.num_weights / 1e9:.2f} B: {share:.0%} of the target's"
+        note = f"{deployment.draft.whole.num_weights / 1e9:.2f} B: {share:.0%} of the target's"
         table.add_row("draft's weights", f"{memory.draft_bytes / GIB:.2f}", note)
         kv_share = deployment.draft.kv_bytes / deployment.target.kv_bytes
         table.add_row("draft's KV", "", f"{kv_share:.0%} of the target's, per token")

@@ -23,6 +23,7 @@ from transformers.modeling_layers import MtpModel
 
 from engine.attention.base import AttentionPass
 from engine.attention.torch_attention import ATTENTION_NAME, attending
+from engine.config import MTP_KEYS
 from engine.kv_cache.pool import LayerShape
 from engine.model.attention_probe import RecordingPass
 from engine.model.checkpoint.weight_files import tensor_headers
@@ -34,7 +35,6 @@ from engine.recurrent.stock_functions import keeps_states
 from protos.errors import ConfigError
 
 _ATTENTION = "full_attention"
-_COUNT_NAMES = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 class MtpHead:
@@ -115,7 +115,7 @@ def load_mtp(target: PreTrainedModel, device: torch.device, max_modules: int | N
         ConfigError: the target has no MTP, or fewer modules, or transformers cannot load it.
     """
     config = target.config.get_text_config()
-    num_layers = next((count for name in _COUNT_NAMES if (count := getattr(config, name, None))), 0)
+    num_layers = next((count for name in MTP_KEYS if (count := getattr(config, name, None))), 0)
     num_layers = num_layers or _num_stored(config.name_or_path or target.config.name_or_path)
     if not num_layers:
         raise ConfigError(

@@ -146,6 +146,35 @@ def test_heads_of_the_targets_own_weights_and_without_attention_keep_no_keys():
     assert medusa.shape.num_weights == pytest.approx(5 * 4096 * (4096 + 128256))
 
 
+def test_an_mtp_has_all_its_layers_in_memory_and_drafts_by_one_of_them(tmp_path: Path):
+    config = {**read_table("shapes")["llama-3-8b"], "num_nextn_predict_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    target = ModelShape.of(str(tmp_path), "bf16")
+    layer_bytes, layer_kv = (target.weight_bytes - 2 * 2 * 128256 * 4096) / 32, target.kv_bytes / 32
+
+    def counted(path: str | None = None, num_layers: int | None = None) -> tuple[float, float]:
+        draft = PlannedDraft.of(SpeculationMethod.MTP, path, target, "bf16", num_layers)
+        assert draft is not None
+        assert draft.shape.read_bytes(1) == pytest.approx(layer_bytes + 2 * 128256 * 4096)
+        plan = replace(deployment(draft=None, num_devices=1), target=target, draft=draft)
+        assert memory_of(plan).draft_bytes == pytest.approx(draft.whole.num_layers * layer_bytes)
+        return draft.whole.num_layers, draft.kv_bytes / layer_kv
+
+    assert counted() == (3, pytest.approx(3))
+    assert counted(num_layers=2) == (2, pytest.approx(2))
+    assert counted(path="trained-further") == (1, pytest.approx(1))
+
+
+def test_first_layers_of_the_target_take_no_memory_and_other_bits_do():
+    target = ModelShape.of("llama-3-8b", "bf16")
+    shared, packed = (PlannedDraft.of(SpeculationMethod.SELF, None, target, dtype, 12) for dtype in ("bf16", "int4"))
+    assert shared is not None
+    assert packed is not None
+    assert (shared.whole.weight_bytes, shared.kv_bytes) == (0.0, 0.0)
+    assert shared.shape.read_bytes(1) == pytest.approx(target.read_bytes(1) * 0.42, rel=0.03)
+    assert 0.0 < packed.whole.weight_bytes < 0.2 * target.weight_bytes
+
+
 def test_a_deploy_file_gives_models_kind_and_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     text = (ROOT / "deploy.yaml").read_text()
     file = tmp_path / "deploy.yaml"
@@ -160,6 +189,14 @@ def test_a_deploy_file_gives_models_kind_and_shape(tmp_path: Path, capsys: pytes
     assert "draft's weights" in said
     assert main(["plan", str(file), "--hardware", "zen5-2core", "--draft-kind", "suffix", "--tree-nodes", "0"]) == 0
     assert "drafts: suffix" in capsys.readouterr().out
+
+
+def test_a_plan_names_what_of_the_file_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    spec = yaml.safe_load((ROOT / "deploy.yaml").read_text())
+    spec["applications"][0]["args"]["speculation"] = {"mode": "async"}
+    (tmp_path / "deploy.yaml").write_text(yaml.safe_dump(spec))
+    assert main(["plan", str(tmp_path / "deploy.yaml"), "--hardware", "zen5-2core"]) == 0
+    assert "drafts: model (mode async, planned as sync)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_replay_pays_for_its_prompts_and_for_the_drafts_of_every_pass():
