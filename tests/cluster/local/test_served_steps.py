@@ -12,8 +12,8 @@ from cluster.config import parse_config
 from cluster.local.local_service import local_settings, running_service
 from router.api_keys import ApiKeys
 from router.openai.api import build_app
-from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, write_tokenizer
-from tests.engine.fixtures.checkpoints import Folders, write_checkpoint
+from tests.engine.fixtures.byte_tokenizer import write_byte_pair
+from tests.engine.fixtures.checkpoints import Folders
 
 PROMPT = [5, 9, 33, 7] * 3  # it repeats itself, so suffixes draft
 MAX_TOKENS = 240  # the question of `rating` has some hundred tokens here
@@ -21,12 +21,7 @@ MAX_TOKENS = 240  # the question of `rating` has some hundred tokens here
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    root = tmp_path_factory.mktemp("pair")
-    folders = Folders(root / "target", root / "draft")
-    for folder, noise in ((folders.target, 0.0), (folders.draft, 0.05)):
-        write_checkpoint(folder, seed=0, noise=noise, vocab_size=BYTE_VOCAB_SIZE)
-        write_tokenizer(folder)
-    return folders
+    return write_byte_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.mark.parametrize("judge", ["rating", "likelihood"])

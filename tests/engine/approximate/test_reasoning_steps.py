@@ -28,8 +28,8 @@ from engine.sequence.batch import DraftQuery, ScheduledSequence
 from engine.sequence.sequence import Sequence
 from protos.errors import RequestError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationParams, StepStats, VerifyMode
-from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, write_tokenizer
-from tests.engine.fixtures.checkpoints import Folders, write_checkpoint
+from tests.engine.fixtures.byte_tokenizer import write_byte_pair
+from tests.engine.fixtures.checkpoints import Folders
 from tests.engine.fixtures.drafted_texts import run, texts
 
 K = 3
@@ -42,12 +42,7 @@ CACHE = CacheConfig(num_blocks=64, memory_bytes=None, block_size=4)
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    root = tmp_path_factory.mktemp("pair")
-    folders = Folders(root / "target", root / "draft")
-    for folder, noise in ((folders.target, 0.0), (folders.draft, 0.05)):
-        write_checkpoint(folder, seed=0, noise=noise, vocab_size=BYTE_VOCAB_SIZE)
-        write_tokenizer(folder)
-    return folders
+    return write_byte_pair(tmp_path_factory.mktemp("pair"))
 
 
 def new_drafter(folder: Path) -> ModelProposer:

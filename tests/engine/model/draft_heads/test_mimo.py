@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from engine.config import CacheConfig, HeadConfig, HeadKind, ModelConfig
 from engine.model.runner.outline import check_outline
 from protos.errors import ConfigError
-from tests.engine.fixtures.heads.mimo import PlainMiMo, write_mimo
+from tests.engine.fixtures.heads.mtp_heads import PlainMtp, write_mimo
 from tests.engine.model.draft_heads.test_head_exactness import (
     SETUPS,
     HeadModels,
@@ -37,7 +37,7 @@ def test_all_layers_draft_as_published_and_change_no_token(num_layers: int, name
     for _ in range(setup.num_repeats):
         assert generate(engine, requests(setup)) == plain
     assert engine.stats().drafts.num_accepted_tokens > 10
-    oracle = PlainMiMo(tmp_path / "target", num_layers)
+    oracle = PlainMtp.of_mimo(tmp_path / "target", num_layers)
     assert drafted
     for each in drafted[:: 1 + len(drafted) // 12]:
         num_checked = 1 if each.draft.parents else len(each.draft.token_ids)

@@ -62,7 +62,7 @@ def reference(world: HeadModels) -> Texts:
 
 
 def check_drafts(world: HeadModels, drafted: list[Any]) -> None:
-    oracle = PlainMtp(world.target, world.root / "head")
+    oracle = PlainMtp.of_head(world.target, world.root / "head")
     assert drafted
     for each in drafted[:: 1 + len(drafted) // 12]:
         num_checked = 1 if each.draft.parents else len(each.draft.token_ids)
