@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence as Seq
+from itertools import islice
 from numbers import Integral
 from pathlib import Path
 
@@ -61,7 +62,7 @@ class ChainsOf:
         if not isinstance(draft, Draft) or draft.parents:
             raise TypeError(f"{self._name}.propose returned {draft!r:.200}; it must return chains, each a Draft")
         token_ids: list[int] = []
-        for token_id in tuple(draft.token_ids)[: query.max_draft_tokens]:
+        for token_id in islice(draft.token_ids, query.max_draft_tokens):
             if isinstance(token_id, bool) or not isinstance(token_id, Integral) or not 0 <= token_id < 1 << 31:
                 logger.warning("%s drafted %r, which is no token id", self._name, token_id)
                 break

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,9 @@ REQUESTS = [
     GenerateRequest(str(index), (5, 6, 7 + index), SamplingParams(temperature=temperature, seed=index, max_tokens=24))
     for index, temperature in enumerate((0.0, 0.7, 1.0))
 ]
+QUERY = UnscheduledQuery(
+    RequestTokens(GenerateRequest("0", (1,), SamplingParams(temperature=1.0)), DraftRule(4, VerifyMode.REJECTION)), 2
+)
 RECIPES = Path(__file__).parents[3] / "docs" / "contribute.md"
 # Classes that no deployment should have, after the recipe's `Echo`.
 CLASSES = """
@@ -209,6 +213,12 @@ def test_no_distribution_of_a_class_is_believed() -> None:
         def propose(self, queries: object) -> list[Draft]:
             return [Draft((1, 2, 3), (SparseDistribution((9,), (1 << 16,)),) * 3)]
 
-    request = GenerateRequest("0", (1,), SamplingParams(temperature=1.0))
-    query = UnscheduledQuery(RequestTokens(request, DraftRule(4, VerifyMode.REJECTION)), 2)
-    assert ChainsOf(Liar(), "Liar").propose([query]) == [Draft((1, 2))]  # type: ignore[arg-type]
+    assert ChainsOf(Liar(), "Liar").propose([QUERY]) == [Draft((1, 2))]  # type: ignore[arg-type]
+
+
+def test_a_draft_without_end_is_read_to_its_limit() -> None:
+    class Endless:
+        def propose(self, queries: object) -> list[Draft]:
+            return [Draft(count(5))]  # type: ignore[arg-type]
+
+    assert ChainsOf(Endless(), "Endless").propose([QUERY]) == [Draft((5, 6))]  # type: ignore[arg-type]
