@@ -13,6 +13,7 @@ from engine.batch.indexing import index_tensor
 from engine.batch.span import Span
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.draft_sequence import DraftSequence, DraftSequences
+from engine.proposer.growth.block import Blocks
 from engine.proposer.growth.chain import Chain, ChainSampler, next_steps
 from engine.proposer.growth.tree import Tree
 from engine.proposer.growth.tree_sampler import TreeSampler
@@ -36,14 +37,22 @@ class DraftModel:
         tree_sampler: Chooses the drafts of trees.
         sequences: The open sequences.
         translation: Maps the target's tokens, which chains and trees are made of, to the model's own tokens.
+        mask_id: The id in place of unknown tokens, of a model trained to draft all of them in one pass (PARD).
     """
 
     def __init__(
-        self, runner: ModelRunner, sequences: DraftSequences, translation: Translation, *, max_tokens_per_round: int
+        self,
+        runner: ModelRunner,
+        sequences: DraftSequences,
+        translation: Translation,
+        *,
+        max_tokens_per_round: int,
+        mask_id: int | None = None,
     ) -> None:
         self.runner = runner
         self.sequences = sequences
         self.translation = translation
+        self.mask_id = mask_id
         self.sampler = ChainSampler(Sampler())
         self.tree_sampler = TreeSampler(Sampler())
         self._max_tokens_per_round = max_tokens_per_round
@@ -79,6 +88,8 @@ class DraftModel:
 
         `last_ids` [B] int64, if given, are the chains' last tokens, which the host may not have read yet.
         """
+        if self.mask_id is not None:
+            return not is_stopped() and self._grow_blocks(chains, self.mask_id)
         token_ids = last_ids
         while growing := [row for row, chain in enumerate(chains) if chain.num_left > 0]:
             if len(growing) < len(chains):
@@ -93,6 +104,17 @@ class DraftModel:
                     return False
                 step.input_ids.copy_(self.translation.feed(token_ids))
                 token_ids = self.sampler.extend(chains, self.translation.align(self.runner.run(step)))
+        return True
+
+    def _grow_blocks(self, chains: Seq[Chain], mask_id: int) -> bool:
+        """Draft all tokens of every chain in one pass over its last token and masks; return True."""
+        num_drafts = [chain.num_left for chain in chains]
+        spans = [
+            Span([chain.last_id, *[mask_id] * (num - 1)], chain.next_kv_index, chain.block_table, num)
+            for chain, num in zip(chains, num_drafts, strict=True)
+        ]
+        logits = self.translation.align(self.runner.forward(spans))
+        Blocks(lambda rows, _: logits[rows], num_drafts).grow(chains, self.sampler)
         return True
 
     def branch(self, trees: Seq[Tree], logits: Tensor) -> None:

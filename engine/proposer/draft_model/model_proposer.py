@@ -91,8 +91,9 @@ class ModelProposer:
             translation = SameVocabulary(runner.vocab_size, target_vocab_size or runner.vocab_size)
         self.sequences = DraftSequences(blocks, translation, grammars)
         self._tree_config = tree
-        self._mask_id = mask_id
-        self._model = DraftModel(runner, self.sequences, translation, max_tokens_per_round=max_tokens_per_round)
+        self._model = DraftModel(
+            runner, self.sequences, translation, max_tokens_per_round=max_tokens_per_round, mask_id=mask_id
+        )
 
     @classmethod
     def from_config(
@@ -171,7 +172,7 @@ class ModelProposer:
         plans = {plan.request_id: plan for query in queries if (plan := self._begin(query))}
         jobs, logits = self._model.prefill([PrefillJob(plan.sequence, self._masks(plan)) for plan in plans.values()])
         ready = [plans[job.sequence.target_sequence.request_id] for job in jobs]
-        if self._mask_id is not None:
+        if self._model.mask_id is not None:
             drafts = self._draft_blocks(ready, logits)
             return [drafts.get(query.sequence.request_id, NO_DRAFT) for query in queries]
         # Grow the chains, then the trees.
@@ -182,7 +183,8 @@ class ModelProposer:
         return [drafts.get(query.sequence.request_id, NO_DRAFT) for query in queries]
 
     def _masks(self, plan: _DraftPlan) -> Seq[int]:
-        return () if self._mask_id is None else [self._mask_id] * (plan.num_drafts - 1)
+        mask_id = self._model.mask_id
+        return () if mask_id is None else [mask_id] * (plan.num_drafts - 1)
 
     def _draft_blocks(self, ready: Seq[_DraftPlan], logits: Tensor) -> dict[str, Draft]:
         """Return the drafts by request id; `logits` has a row for every draft of every plan in `ready`."""

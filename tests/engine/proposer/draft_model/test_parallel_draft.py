@@ -15,11 +15,14 @@ from engine.batch.draft import Draft
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, TreeConfig
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
+from engine.model.runner.model_runner import ModelRunner
+from engine.proposer import Proposer
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.method_dispatcher import proposer_of
 from engine.sequence.batch import DraftQuery
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, VerifyMode
+from tests.engine.fixtures.ahead_proposer import AheadProposer
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, Folders, write_pair
 
 MASK_ID = 63
@@ -47,7 +50,7 @@ def proposer_at(folder: Path, tree: TreeConfig | None = None, num_blocks: int = 
     return ModelProposer.from_config(model, CacheConfig(8, num_blocks), SchedulerConfig(), VOCAB_SIZE, tree)
 
 
-def engine_of(folders: Folders, draft: ModelProposer | None, speculation: SpeculationConfig) -> EngineCore:
+def engine_of(folders: Folders, draft: Proposer | None, speculation: SpeculationConfig) -> EngineCore:
     config = EngineConfig(
         ModelConfig(str(folders.target), dtype="float32", device="cpu"),
         CacheConfig(8, 16),  # so small that sequences are preempted
@@ -107,6 +110,21 @@ def test_greedy_text_is_the_same_under_rejection(folders: Folders) -> None:
     asked = [request for request in REQUESTS if request.sampling.temperature == 0.0]
     assert texts(core, asked) == texts(engine_of(folders, None, SPECULATION), asked)
     assert core.stats().drafts.num_accepted_tokens > 5
+
+
+@pytest.mark.parametrize("verify", list(VerifyMode))
+def test_drafts_ahead_take_one_pass_too_and_are_those_made_after_the_verdict(
+    verify: VerifyMode, folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the text of a seed under `rejection` would depend on what was prepared in time."""
+    ahead = AheadProposer(proposer_at(folders.draft, num_blocks=256), fan_out=3)
+    monkeypatch.setattr(ModelRunner, "plan_own_steps", None)
+    speculation = replace(SPECULATION, verify=verify)
+    core = engine_of(folders, ahead, speculation)
+    found = texts(core, REQUESTS)
+    assert core.stats().drafts.num_passes_by_shape["ahead"] > 10
+    assert 0 < ahead.num_hits < ahead.num_lookups
+    assert found == texts(engine_of(folders, proposer_at(folders.draft, num_blocks=256), speculation), REQUESTS)
 
 
 @pytest.mark.parametrize("mask_id", [VOCAB_SIZE, "63", -1])
