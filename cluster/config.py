@@ -96,8 +96,8 @@ class DeployConfig(EngineSection):
         steps = self.speculation.steps
         if steps is not None and self.draft.kind is not SpeculationMethod.MODEL:
             yield (
-                f"speculation.steps needs a draft model, and draft.kind is '{self.draft.kind}'; "
-                "set draft.kind to 'model', or remove the steps"
+                f"speculation.steps needs a draft model, which can write a step alone, and draft.kind is "
+                f"'{self.draft.kind}'; set draft.kind to 'model', or remove the steps"
             )
         if steps is not None and self.scheduler.max_tokens_per_step <= (most := StepConfig().max_step_tokens):
             yield (
@@ -110,10 +110,11 @@ class DeployConfig(EngineSection):
                 f"speculation.mode 'async' drafts while the target verifies, and draft.gpu {gpu} is the target's, "
                 "where they take turns in one process; set draft.gpu to 'own', or the mode to 'sync'"
             )
-        if is_ahead and self.draft.kind is not SpeculationMethod.MODEL:
+        if is_ahead and not self.draft_models:
             yield (
-                f"speculation.mode 'async' needs a draft in its own process, and draft.kind is '{self.draft.kind}'; "
-                "set draft.kind to 'model', or the mode to 'sync'"
+                f"speculation.mode 'async' drafts while the target verifies, and with draft.kind '{self.draft.kind}' "
+                f"{_why_not_ahead(self.draft)}; set draft.kind to 'model', name a model in drafts, or set the mode to "
+                "'sync'"
             )
 
     @property
@@ -141,6 +142,19 @@ class DeployConfig(EngineSection):
         """The checkpoints of all drafts, heads included."""
         own = () if self.draft.path is None else (self.draft.path,)
         return (*own, *self.drafts.values())
+
+
+def _why_not_ahead(draft: DraftSection) -> str:
+    """Return why a draft without a model of its own cannot be made before the verdict."""
+    if draft.kind is SpeculationMethod.NONE:
+        return "there are no drafts"
+    if draft.kind is SpeculationMethod.SELF:
+        return "the target's own weights would draft, which are verifying"
+    if draft.head is not None:
+        return "a head would draft from the hidden states that this pass computes"
+    if draft.kind is SpeculationMethod.PYTHON:
+        return "your class drafts after each verdict"
+    return "drafts come from the committed text, in no time worth hiding"
 
 
 def parse_config(args: dict[str, Any]) -> DeployConfig:

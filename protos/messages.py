@@ -342,7 +342,7 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationExplanation:
-    """Passes of one sequence so far: with drafts by method (`model:tree` for trees), and without by `PlainReason`.
+    """Passes of one sequence so far: with drafts by method and shape (`model:tree`), and without by `PlainReason`.
 
     `routes` are the router's reasons for the pair, one per sequence with an explained route.
     """

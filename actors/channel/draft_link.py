@@ -20,6 +20,8 @@ from engine.batch.draft import Offer
 from protos.frames import ConnectionLostError
 from protos.messages import SamplingParams, VerifyMode
 
+logger = logging.getLogger(__name__)
+
 DRAFT_SOCKET = "draft.sock"
 PROTOCOL_VERSION = 8
 
@@ -90,9 +92,6 @@ class Offers(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 DraftMessage = Hello | Offers  # sent by the draft process; the target sends rounds
-
-
-logger = logging.getLogger(__name__)
 
 
 class AdaptiveTimeout:

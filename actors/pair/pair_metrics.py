@@ -75,7 +75,7 @@ def _speculation(pong: Pong) -> Iterable[Family]:
     )
     yield _counters(
         "spec_decode_passes",
-        "Passes of sequences by shape of draft: none, a chain, a block (a chain of one pass) or a tree.",
+        "Passes of sequences by shape of draft: none, chain, block (a chain of one pass), tree, ahead of a verdict.",
         "shape",
         drafts.num_passes_by_shape,
     )

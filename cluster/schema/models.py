@@ -214,7 +214,7 @@ class SpeculationSection(Section):
 
     In `mode` sync a draft model drafts after the target has committed, and the target waits. In async it drafts while
     the target verifies, for the three likeliest tokens at each position where the pass may end; with `adaptive`, only
-    where that is measured to be faster.
+    where that is measured to be faster. Heads draft from states of the target's pass, so never ahead of it.
 
     `steps` allows requests to ask for reasoning steps that are not exact. By default they are refused.
     """
@@ -244,8 +244,6 @@ class SpeculationSection(Section):
         )
 
     def conflicts(self) -> Iterator[str]:
-        if self.steps is not None and self.mode is not DraftMode.SYNC:
-            yield f"steps are for mode 'sync', and the mode is '{self.mode}'; remove one of the two"
         if self.tree is not None and self.verify is VerifyMode.BLOCK:
             yield "verify 'block' is for chains, and there is a tree; set verify to 'coupled' or remove one of the two"
         is_planned = self.adaptive and self.num_tokens > 0

@@ -91,7 +91,7 @@ class DraftStats:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
     num_invalid_tokens: int = 0  # proposed ids outside the vocabulary or over the limit, dropped before the pass
-    num_passes_by_shape: dict[str, int] = field(default_factory=dict)  # of sequences: none, chain, block and tree
+    num_passes_by_shape: dict[str, int] = field(default_factory=dict)  # of sequences: see `CheckedDraft.shape`
 
     @property
     def acceptance_length(self) -> float:

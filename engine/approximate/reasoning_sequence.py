@@ -175,6 +175,7 @@ class ReasoningSequence:
             ),
             DraftRule(self.sequence.num_draft_tokens, self.sequence.verify, SpeculationMethod.MODEL),
         )
+        self.draft_sequence.drafts_ahead = False  # its next tokens wait for no verdict
         return self.draft_sequence
 
     def query(self, num_tokens: int) -> UnscheduledQuery:

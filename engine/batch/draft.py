@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ class Draft:
     tokens. A parent comes before its children, and siblings keep the order of their draws. It is empty for a chain.
 
     `source` is None if the deployment's own model or head drafted. `is_block` if one pass gave the distributions of all
-    its positions.
+    its positions; `is_ahead` if it was drafted before the tokens that it continues were committed.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -50,13 +50,15 @@ class Draft:
     parents: tuple[int, ...] = ()
     source: DraftSource | None = field(default=None, compare=False)
     is_block: bool = field(default=False, compare=False)
+    is_ahead: bool = field(default=False, compare=False)
 
     def head(self, num_tokens: int) -> Draft:
         """Return the draft of the first `num_tokens` tokens, again a chain or a tree."""
         if num_tokens >= len(self.token_ids):
             return self
         token_ids, parents = self.token_ids[:num_tokens], self.parents[:num_tokens]
-        return Draft(token_ids, self.distributions[:num_tokens], parents, self.source, self.is_block)
+        distributions = self.distributions[:num_tokens]
+        return Draft(token_ids, distributions, parents, self.source, self.is_block, self.is_ahead)
 
     def path(self, node: int) -> tuple[int, ...]:
         """Return the tokens from the root down to `node`, including it; empty for -1."""
@@ -74,9 +76,8 @@ class Draft:
                 nodes.append(node)
         has_distributions = len(self.distributions) == len(self.token_ids)
         distributions = tuple(self.distributions[node] for node in nodes) if has_distributions else ()
-        return Draft(
-            tuple(self.token_ids[node] for node in nodes), distributions, source=self.source, is_block=self.is_block
-        )
+        token_ids = tuple(self.token_ids[node] for node in nodes)
+        return replace(self, token_ids=token_ids, distributions=distributions, parents=())
 
     @property
     def depth(self) -> int:

@@ -78,11 +78,16 @@ class CheckedDraft(NamedTuple):
 
     @property
     def shape(self) -> str:
-        """The shape that the model computes: none, a chain, a block (a chain of one pass) or a tree."""
+        """The shape that the model computes: none, a chain, a block (a chain of one pass), a tree, or ahead.
+
+        A chain or block is ahead if it was drafted before the last verdict.
+        """
         if self.num_valid == 0:
             return "none"
         if self.draft.parents and self.num_valid > 1:
             return "tree"
+        if self.draft.is_ahead:
+            return "ahead"
         return "block" if self.draft.is_block else "chain"
 
     @property

@@ -143,12 +143,30 @@ def test_a_sharded_target_refuses_drafting_for_itself_determinism_and_quantisati
         EngineConfig(ModelConfig("t", tensor_parallel_size=2), head=HeadConfig(HeadKind.SELF))
 
 
-def test_async_drafting_needs_a_draft_in_a_process_of_its_own():
-    draft = {"kind": "model", "path": "d"}
-    config = parse_config({**MINIMAL, "draft": draft, "speculation": {"mode": "async"}})
-    assert config.speculation.mode == "async"
-    assert "set draft.kind to 'model'" in error_of(speculation={"mode": "async"}, draft={"kind": "suffix"})
+def test_async_drafting_needs_a_draft_model_in_a_process_of_its_own():
+    draft, head = {"kind": "model", "path": "d"}, {"kind": "eagle3", "path": "d"}
+    for drafts in ({"draft": draft}, {"draft": head, "drafts": {"prose": "p"}}):
+        config = parse_config({**MINIMAL, **drafts, "speculation": {"mode": "async"}})
+        assert config.to_engine().speculation.can_draft_ahead
     assert "set draft.gpu to 'own'" in error_of(speculation={"mode": "async"}, draft={**draft, "gpu": 0})
+
+
+@pytest.mark.parametrize(
+    ("draft", "reason"),
+    [
+        ({"kind": "suffix"}, "drafts come from the committed text, in no time worth hiding"),
+        ({"kind": "eagle3", "path": "d"}, "a head would draft from the hidden states that this pass computes"),
+        ({"kind": "mtp"}, "a head would draft from the hidden states that this pass computes"),
+        ({"kind": "self"}, "the target's own weights would draft, which are verifying"),
+        ({"kind": "python", "code": "a:B"}, "your class drafts after each verdict"),
+        ({"kind": "none"}, "there are no drafts"),
+    ],
+    ids=str,
+)
+def test_a_draft_that_cannot_be_made_ahead_is_told_why(draft: dict[str, Any], reason: str):
+    message = error_of(speculation={"mode": "async"}, draft=draft)
+    assert reason in message
+    assert "set draft.kind to 'model', name a model in drafts, or set the mode to 'sync'" in message
 
 
 def test_a_target_that_drafts_for_itself_does_so_in_int4_unless_it_is_told_otherwise():
@@ -167,7 +185,6 @@ def test_a_target_that_drafts_for_itself_does_so_in_int4_unless_it_is_told_other
     assert "remove dtype" in error_of(draft={"kind": "self", "dtype": "float32"})
     assert "loads no model of its own; remove path" in error_of(draft={"kind": "self", "path": "d"})
     assert "num_layers is for the kinds 'self'" in error_of(draft={"kind": "model", "path": "d", "num_layers": 2})
-    assert "needs a draft in its own process" in error_of(draft={"kind": "self"}, speculation={"mode": "async"})
 
 
 def test_heads_with_layers_of_their_own_may_have_fewer_bits():
@@ -333,7 +350,11 @@ def test_reasoning_steps_are_off_unless_the_operator_asks_for_them():
     [
         ({"judge": "draft"}, {}, "'draft' is not available; this version offers rating, likelihood"),
         ({"exact": False}, {}, "unknown key"),
-        ({}, {"draft": {"kind": "ngram"}}, "speculation.steps needs a draft model, and draft.kind is 'ngram'"),
+        (
+            {},
+            {"draft": {"kind": "ngram"}},
+            "needs a draft model, which can write a step alone, and draft.kind is 'ngram'",
+        ),
         (
             {},
             {"scheduler": {"max_tokens_per_step": 64}},
@@ -346,9 +367,11 @@ def test_steps_that_cannot_be_are_refused(steps: dict[str, Any], others: dict[st
     assert words in error_of(**changes)
 
 
-def test_steps_are_not_drafted_ahead():
+def test_steps_may_be_written_beside_drafts_ahead():
     speculation = {"mode": "async", "steps": {}}
-    assert "steps are for mode 'sync'" in error_of(draft={"kind": "model", "path": "d"}, speculation=speculation)
+    config = parse_config({**MINIMAL, "draft": {"kind": "model", "path": "d"}, "speculation": speculation})
+    assert config.to_engine().speculation.steps is not None
+    assert config.to_engine().speculation.can_draft_ahead
 
 
 def test_a_pool_on_a_gpu_takes_a_share_unless_its_size_is_set():

@@ -10,15 +10,15 @@ that may end the pass after each of them, and drafts after the likeliest outcome
 
 A draft made ahead equals the draft that its sequence would get after the commit: the same model, the same prefix and
 the same noise, which depends only on where a pass begins. So the result does not depend on drafting ahead, and every
-mode of verification stays exact. Branches share the blocks of their prefix, except for the last one, which they copy.
-Their KV is dropped at the end of the call.
+mode of verification stays exact. A parallel model (PARD) drafts after all outcomes of a wave in one pass. Branches
+share the blocks of their prefix, except for the last one, which they copy. Their KV is dropped at the end of the call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from operator import attrgetter
@@ -274,4 +274,4 @@ def _first_in_turn(waiting: Seq[_ReservedPass]) -> Seq[_ReservedPass]:
 
 def _offer(branch: Branch, chain: Chain) -> Offer:
     target = branch.sequence.target_sequence
-    return Offer(target.request_id, len(target.token_ids), chain.draft(), branch.after)
+    return Offer(target.request_id, len(target.token_ids), replace(chain.draft(), is_ahead=True), branch.after)

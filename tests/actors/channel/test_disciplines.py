@@ -24,14 +24,24 @@ from engine.accounting.length_policy import LengthPolicy
 from engine.accounting.record import PassRecord
 from engine.accounting.step_times import StepTimes
 from engine.batch.draft import NO_DRAFT, Draft
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, TreeConfig
+from engine.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ScorerKind,
+    SpeculationConfig,
+    StepConfig,
+    TreeConfig,
+)
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.proposer import Proposer
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.method_dispatcher import proposer_of
-from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, VerifyMode
+from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams, VerifyMode
+from tests.engine.fixtures.byte_tokenizer import write_byte_pair
 from tests.engine.fixtures.checkpoints import Folders, write_pair
 
 K = 3
@@ -59,10 +69,12 @@ def new_engine(
     proposer: Proposer | None,
     verify: VerifyMode = VerifyMode.COUPLED,
     tree: TreeConfig | None = None,
+    steps: StepConfig | None = None,
 ) -> EngineCore:
     model = ModelConfig(str(folders.target), dtype="float32", num_threads=1)
     limits = SchedulerConfig(max_model_len=128)
-    return load_engine(EngineConfig(model, CACHE, limits, SpeculationConfig(K, verify, tree=tree)), proposer)
+    speculation = SpeculationConfig(K, verify, tree=tree, steps=steps)
+    return load_engine(EngineConfig(model, CACHE, limits, speculation), proposer)
 
 
 def slow_down(
@@ -91,9 +103,9 @@ def charge_little_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_idle(channel: ChannelProposer, server: DraftServer) -> bool:
-    """The draft has looked beyond all that is committed."""
+    """The draft has looked beyond all that it was sent."""
     ahead_drafter = server._ahead and server._ahead._drafter
-    sequences = [each.sequence for each in channel._sequences.values()]
+    sequences = [each.sequence for each in channel._sequences.values() if not each.has_news]
     wanting = [each for each in sequences if each.num_wanted_drafts > 0 and each.drafts_ahead]
     if not isinstance(ahead_drafter, WatchedAheadDrafter):
         return True
@@ -186,7 +198,50 @@ def test_a_batch_of_all_distributions_says_what_the_target_alone_says(
         assert generate(engine, requests(), channel) == reference
         assert engine.stats().drafts.acceptance_length > 2.0
         channel.disconnect()
-    assert channel.stats.num_hits == 0 if fan_out is None else channel.stats.num_hits > 0
+    num_ahead = engine.stats().drafts.num_passes_by_shape.get("ahead", 0)
+    assert num_ahead == channel.stats.num_hits == 0 if fan_out is None else 0 < num_ahead <= channel.stats.num_hits
+
+
+def test_a_request_is_told_of_its_passes_with_drafts_ahead(
+    folders: Folders, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (asked, *_) = requests()
+    asked = replace(asked, speculation=SpeculationParams(explain=True))
+    with serving(folders, folder / "draft.sock", FAN_OUT) as server:
+        channel = connected(folder / "draft.sock")
+        engine = new_engine(folders, channel)
+        slow_down(engine, channel, [server], monkeypatch)
+        engine.add(asked)
+        while engine.has_work:
+            channel.flush()
+            chunks = engine.step()
+        channel.disconnect()
+    explained = chunks[-1].explanation
+    assert explained is not None
+    passes = engine.stats().drafts.num_passes_by_shape
+    assert explained.drafted == {"model:ahead": passes["ahead"], "model": passes["chain"]}
+
+
+def test_reasoning_steps_are_written_beside_drafts_ahead(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exact requests keep their texts. A step waits for no verdict, so nothing is prepared for one."""
+    pair, batch = write_byte_pair(tmp_path), requests()
+    exact = generate(new_engine(pair, None), batch)
+    batch[0] = replace(batch[0], speculation=SpeculationParams(is_approximate=True))
+    steps = StepConfig(threshold=0.0, judge=ScorerKind.LIKELIHOOD, max_step_tokens=8)
+    with serving(pair, folder / "draft.sock", FAN_OUT) as server:
+        channel = connected(folder / "draft.sock")
+        engine = new_engine(pair, channel, steps=steps)
+        slow_down(engine, channel, [server], monkeypatch)
+        texts = generate(engine, batch, channel)
+        channel.disconnect()
+    assert {name: texts[name] for name in ("1", "2", "3")} == {name: exact[name] for name in ("1", "2", "3")}
+    assert engine.stats().reasoning.num_accepted > 0
+    assert channel.stats.num_hits > 0
+    assert server._ahead is not None
+    assert isinstance(drafter := server._ahead._drafter, WatchedAheadDrafter)
+    assert {*drafter.seen} == {*texts}
 
 
 def test_methods_are_chosen_by_measurement_beside_drafts_that_work_ahead_and_one_that_dies(

@@ -116,7 +116,7 @@ def test_greedy_text_is_the_same_under_rejection(folders: Folders) -> None:
 def test_drafts_ahead_take_one_pass_too_and_are_those_made_after_the_verdict(
     verify: VerifyMode, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the text of a seed under `rejection` would depend on what was prepared in time."""
+    """Otherwise the text of a seed under `rejection` would depend on the time that the draft had."""
     ahead = AheadProposer(proposer_at(folders.draft, num_blocks=256), fan_out=3)
     monkeypatch.setattr(ModelRunner, "plan_own_steps", None)
     speculation = replace(SPECULATION, verify=verify)
