@@ -1,12 +1,12 @@
-"""Plans the shapes and methods of an engine's drafts; an adaptive configuration learns them from earlier passes."""
+"""Plans the shapes, methods and times of an engine's drafts; an adaptive configuration learns from earlier passes."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from engine.accounting.ahead_choice import AheadChoice
 from engine.accounting.cost_model import DENSE, ExpertReads
 from engine.accounting.counters import DraftCounters, TimeTotals
 from engine.accounting.goodput import GoodputMeter
@@ -17,6 +17,94 @@ from engine.accounting.request_limits import MethodChooser, draft_rule, is_adapt
 from engine.config import SpeculationConfig
 from engine.sequence.sequence import DraftRule, Sequence, SequenceStatus
 from protos.messages import GenerateRequest
+
+logger = logging.getLogger(__name__)
+
+_BLOCK = 16  # steps
+_SETTLING = 2  # first steps of a block, whose drafts were made in the way before
+_KNOWN = 2  # blocks of a way
+_PERIOD = 24  # blocks between two of the slower way: a way that takes 20% longer costs 0.8%
+_FADE = 0.8  # of a way's earlier blocks, per block
+_LEAST_GAIN = 1.02  # of a change
+
+
+class AheadChoice:
+    """Chooses by measurement whether a draft model works ahead of verdicts, where the deployment allows it.
+
+    Ahead, the draft of a likely outcome is ready before its verdict. But any other outcome waits for the step that
+    runs, and the work may take cores or bandwidth that the target needs. Only the speed of whole steps shows all of
+    this, so each way has blocks of steps in turn until both are known; then the faster one has them, and the other one
+    block now and then. Ahead or not, a draft is the same, so the choice changes no text.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, _Ways] = {}  # by the bit length of the batch size
+        self._ways = _Ways(0)
+
+    @property
+    def is_ahead(self) -> bool:
+        """True if drafts are made ahead of the next verdicts, in batches of about the last step's size."""
+        return self._ways.is_ahead
+
+    def observe(self, record: PassRecord) -> None:
+        """Learn from a step; one without drafts, with prompts or with a reasoning step is left out."""
+        num_sequences = len(record.passes)
+        has_drafts = any(each.num_requested for each in record.passes)
+        if not has_drafts or record.num_prompt_rows > 0 or not all(each.outcome.is_exact for each in record.passes):
+            return
+        bits = num_sequences.bit_length()
+        if bits != self._ways.bits:
+            self._ways = self._sizes.setdefault(bits, _Ways(bits))
+            self._ways.begin()
+        num_tokens = sum(each.num_accepted + 1 for each in record.passes)
+        self._ways.observe(num_tokens / num_sequences, record.times.total_s)
+
+
+class _Ways:
+    """Both ways at about one size of batch: blocks so far, and decayed tokens per sequence and seconds."""
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+        self.is_ahead = True
+        self._best = True
+        self._num_blocks = 0
+        self._num_of = {True: 0, False: 0}
+        self._sums = {True: (0.0, 0.0), False: (0.0, 0.0)}
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a block; a block that has not ended counts for nothing."""
+        self._num_steps, self._tokens, self._seconds = 0, 0.0, 0.0
+
+    def observe(self, num_tokens: float, seconds: float) -> None:
+        self._num_steps += 1
+        if self._num_steps > _SETTLING:
+            self._tokens += num_tokens
+            self._seconds += seconds
+        if self._num_steps == _BLOCK:
+            self._end()
+
+    def _end(self) -> None:
+        """Count the block, and choose the way of the next one."""
+        tokens, seconds = self._sums[self.is_ahead]
+        self._sums[self.is_ahead] = _FADE * tokens + self._tokens, _FADE * seconds + self._seconds
+        self._num_of[self.is_ahead] += 1
+        self._num_blocks += 1
+        self.begin()
+        fewest = min(self._num_of, key=self._num_of.__getitem__)
+        if self._num_of[fewest] < _KNOWN:
+            self.is_ahead = not self.is_ahead
+            return
+        best, other = self._speed(self._best), self._speed(not self._best)
+        if other > _LEAST_GAIN * best:
+            self._best = not self._best
+            way, size = "ahead of" if self._best else "after", 1 << max(0, self.bits - 1)
+            logger.info("batches of about %d: drafts %s verdicts are %.2f times as fast", size, way, other / best)
+        self.is_ahead = self._best if self._num_blocks % _PERIOD else not self._best
+
+    def _speed(self, is_ahead: bool) -> float:
+        tokens, seconds = self._sums[is_ahead]
+        return tokens / seconds if seconds else 0.0
 
 
 class DraftPlanning:
@@ -30,6 +118,7 @@ class DraftPlanning:
         self._config = config
         self._chooser = MethodChooser(config.choices, self._goodput)
         self.policy = _length_policy(config, experts) if is_adaptive(config) else None
+        self._ahead = AheadChoice() if config.can_draft_ahead else None
 
     @property
     def speedups(self) -> dict[str, float]:
@@ -48,6 +137,7 @@ class DraftPlanning:
         """Discard the measurements of drafts, since another model makes them now."""
         if self.policy is not None:
             self.policy.forget_draft()
+            self._ahead = None if self._ahead is None else AheadChoice()
 
     def on_pass(self, record: PassRecord) -> None:
         """Update the policy with a committed pass, then set the draft lengths of the next one."""
@@ -55,10 +145,15 @@ class DraftPlanning:
             return
         began_s = time.perf_counter()
         self.policy.on_pass(record)
+        if self._ahead is not None:
+            self._ahead.observe(record)
         # After a pass issued ahead, the earlier plan is still unused, unless yet another pass is underway.
         if not record.is_ahead or record.is_followed:
             sequences = [each.sequence for each in record.passes]
-            set_lengths(self.policy, [each for each in sequences if each.status is SequenceStatus.RUNNING])
+            running = [each for each in sequences if each.status is SequenceStatus.RUNNING]
+            set_lengths(self.policy, running)
+            for each in running:
+                each.drafts_ahead = self._ahead is not None and self._ahead.is_ahead
         self.policy.charge(time.perf_counter() - began_s)
 
     def _goodput(self, method: str, kind: str) -> float | None:
@@ -68,8 +163,7 @@ class DraftPlanning:
 def _length_policy(config: SpeculationConfig, experts: ExpertReads) -> LengthPolicy:
     max_pass_s = float("inf") if config.target_itl_s is None else config.target_itl_s
     num_nodes = config.tree.num_nodes if config.tree else 0
-    ahead = AheadChoice() if config.can_draft_ahead else None
-    return LengthPolicy(config.num_tokens, config.max_num_tokens, max_pass_s, experts, num_nodes, ahead)
+    return LengthPolicy(config.num_tokens, config.max_num_tokens, max_pass_s, experts, num_nodes)
 
 
 def set_lengths(policy: LengthPolicy, sequences: Seq[Sequence]) -> None:
@@ -78,7 +172,6 @@ def set_lengths(policy: LengthPolicy, sequences: Seq[Sequence]) -> None:
     A sequence with a fixed length keeps its shape, and pays no price: both depend on a clock.
     """
     for sequence, size in zip(sequences, policy.sizes(sequences), strict=True):
-        sequence.drafts_ahead = policy.is_ahead
         if not sequence.has_fixed_length:
             sequence.draft_allowance, sequence.node_allowance = size
             sequence.least_chance = policy.least_chance

@@ -8,15 +8,14 @@ pass in a while uses each of them alone. One draft in 64 of a class has its othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
 
 from engine.accounting.acceptance import Ints
-from engine.accounting.draft_shapes import Bools, ShapeLimits
-from engine.accounting.speculation_gate import class_of
-from engine.sequence.sequence import Sequence
+from engine.accounting.draft_shapes import Bools
+from engine.accounting.shape_choice import PlannedBatch
 
 # Shares of time for measurements. More plans with measurements moved simulated goodput by 3% at most
 # (bench/EXPERIMENTS.md).
@@ -28,14 +27,9 @@ _PROBE_PERIODS = (60, 1000)  # fewest and most steps between two probes
 
 
 class DraftProbes:
-    """Changes planned drafts in place, for one pass.
-
-    Attributes:
-        doubtful: the classes whose other shape may be better.
-    """
+    """Changes planned drafts in place, for one pass."""
 
     def __init__(self) -> None:
-        self.doubtful: set[str] = set()
         self._last_trial: dict[str, int] = {}  # class -> step of its last draft in its other shape, or of its first
         self._last_alone: dict[str, int] = {}  # drafter -> step of the last plan for it to draft alone
         self._probed: str | None = None  # request that has had the first pass of its probe
@@ -43,24 +37,26 @@ class DraftProbes:
         self._probe_s = 0.0  # wait for the drafts of the last probe
 
     def forget_draft(self) -> None:
-        """Forget doubts and the present probe, since another draft model has replaced the probed one."""
-        self.doubtful, self._probed = set(), None
+        """Forget the present probe, since another draft model has replaced the probed one."""
+        self._probed = None
 
     def try_other_shape(
-        self, step: int, sequences: Seq[Sequence], limits: ShapeLimits, lengths: Ints, is_tree: Bools
+        self, step: int, batch: PlannedBatch, lengths: Ints, is_tree: Bools, doubtful: Container[str]
     ) -> bool:
-        """Give each class that is due as many rows in its other shape. Changes `is_tree`; returns True if it does."""
-        has_both = (limits.trees > 0) & (lengths > 0)
+        """Give each class that is due as many rows in its other shape. Changes `is_tree`; returns True if it does.
+
+        `doubtful` are the classes whose other shape may be better.
+        """
+        has_both = (batch.limits.trees > 0) & (lengths > 0)
         if not has_both.any():
             return False
-        names = np.array([class_of(sequence) for sequence in sequences])
         due = set()
-        for name in set(names[has_both].tolist()):
-            period = _DOUBT_PERIOD if name in self.doubtful else _SHAPE_PERIOD
+        for name in set(batch.names[has_both].tolist()):
+            period = _DOUBT_PERIOD if name in doubtful else _SHAPE_PERIOD
             if step - self._last_trial.setdefault(name, step) >= period:
                 self._last_trial[name] = step
                 due.add(name)
-        is_tree ^= limits.are_trees(names, due)
+        is_tree ^= batch.limits.are_trees(batch.names, due)
         return bool(due)
 
     def let_one_draft_alone(self, step: int, drafters: Seq[str], lengths: Ints) -> bool:

@@ -87,9 +87,9 @@ class ShapeRates:
     def learn(self, passes: Seq[SequencePass]) -> None:
         """Learn from one pass. A chain that came where a tree was requested is what such a request yields."""
         passes = [each for each in passes if each.num_proposed]
-        if chains := [each for each in passes if not each.scheduled.max_tree_nodes]:
+        if chains := [each for each in passes if not each.wants_tree]:
             self.chains.observe(*_columns(chains), [each.num_accepted for each in chains])
-        if trees := [each for each in passes if each.scheduled.max_tree_nodes]:
+        if trees := [each for each in passes if each.wants_tree]:
             self._learn_depth(trees)
             paths = [each.outcome.path or range(each.num_accepted) for each in trees]
             self.trees.observe_trees(*_columns(trees), paths)

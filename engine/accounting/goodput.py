@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:  # it imports torch, which the shells that read these sums do not need
+    from engine.accounting.record import PassRecord
+
 _EFFECT_VARIANCE = 4.0  # variance of the mixture over mean / spread; it favours gains of twice the spread
 
 
@@ -136,10 +139,6 @@ class GoodputTrial:
 
 def _mean(values: Seq[float]) -> float:
     return math.fsum(values) / len(values) if values else 0.0
-
-
-if TYPE_CHECKING:  # it imports torch, which the shells that read these sums do not need
-    from engine.accounting.record import PassRecord
 
 
 @dataclass(frozen=True, slots=True)

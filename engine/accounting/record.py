@@ -32,6 +32,11 @@ class SequencePass(NamedTuple):
         return self.scheduled.max_tree_nodes or self.scheduled.max_draft_tokens
 
     @property
+    def wants_tree(self) -> bool:
+        """True if the proposer was asked for a tree; it may have answered with a chain."""
+        return self.scheduled.max_tree_nodes > 0
+
+    @property
     def num_proposed(self) -> int:
         return len(self.draft.draft.token_ids)
 

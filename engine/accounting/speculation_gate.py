@@ -182,6 +182,10 @@ class SpeculationGates:
         gate = self._gates.get(name)
         return gate.meter.speedup if gate is not None and gate.meter.is_measured else None
 
+    def forget_drafts(self) -> None:
+        """Forget all measurements, since other models draft now."""
+        self._gates = {}
+
     def is_open(self, name: str) -> bool:
         """False while the class gets no drafts in batches of this size."""
         return self._gate(name).is_open(self.batch_size)
@@ -201,7 +205,7 @@ class SpeculationGates:
             share = 0.0
             for each in part:
                 if each.num_requested:
-                    drafter = drafter_of(each.sequence, is_tree=each.scheduled.max_tree_nodes > 0)
+                    drafter = drafter_of(each.sequence, is_tree=each.wants_tree)
                     share += each.num_requested / requested[drafter].num_tokens * shares[drafter]
             step = self._class_step(record, part, draft_s, share * draft_s, num_steps)
             step = replace(step, seconds=step.seconds + share * planning_s, catch_up_s=share * (waited_s - draft_s))

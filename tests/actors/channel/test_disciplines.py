@@ -19,7 +19,7 @@ import pytest
 from actors.channel.channel_proposer import ChannelProposer, OfferTable
 from actors.draft.draft_server import DraftServer
 from actors.process.frames import FrameListener
-from engine.accounting.ahead_choice import AheadChoice
+from engine.accounting.draft_planning import AheadChoice
 from engine.accounting.length_policy import LengthPolicy
 from engine.accounting.record import PassRecord
 from engine.accounting.step_times import StepTimes

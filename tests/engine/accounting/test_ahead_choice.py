@@ -6,10 +6,18 @@ import random
 
 import pytest
 
-from engine.accounting.ahead_choice import AheadChoice
-from engine.accounting.length_policy import LengthPolicy
+from engine.accounting.draft_planning import AheadChoice, DraftPlanning
+from engine.accounting.record import PassRecord
+from engine.config import SpeculationConfig
+from engine.sequence.sequence import SequenceStatus
 from tests.engine.fixtures.builders import pass_record, sequence_pass
 from tests.engine.fixtures.pairs.simulated_pair import new_sequence
+
+SEQUENCE = new_sequence(0)
+
+
+def step(num_accepted: list[int], seconds: float) -> PassRecord:
+    return pass_record([sequence_pass(SEQUENCE, 4, 4, each) for each in num_accepted], 0.0, seconds)
 
 
 def run(choice: AheadChoice, num_steps: int, ahead_s: float, after_s: float, size: int = 1) -> tuple[float, float]:
@@ -20,8 +28,8 @@ def run(choice: AheadChoice, num_steps: int, ahead_s: float, after_s: float, siz
         num_ahead += is_ahead
         seconds = ahead_s if is_ahead else after_s
         total_s += seconds
-        num_tokens = sum(dice.choice((1, 2, 3, 5)) for _ in range(size))
-        choice.observe(size, num_tokens, seconds * dice.lognormvariate(0.0, 0.1))
+        accepted = [dice.choice((0, 1, 2, 4)) for _ in range(size)]
+        choice.observe(step(accepted, seconds * dice.lognormvariate(0.0, 0.1)))
     return num_ahead / num_steps, total_s / num_steps / min(ahead_s, after_s)
 
 
@@ -54,19 +62,25 @@ def test_each_size_of_batch_has_its_way() -> None:
 def test_ways_that_differ_by_less_than_noise_are_not_changed_for_ever() -> None:
     choice, dice, changes, before = AheadChoice(), random.Random(1), 0, True
     for _ in range(8000):
-        choice.observe(1, dice.choice((1, 2, 3, 5)), 0.010 * dice.lognormvariate(0.0, 0.1))
+        choice.observe(step([dice.choice((0, 1, 2, 4))], 0.010 * dice.lognormvariate(0.0, 0.1)))
         changes += choice.is_ahead is not before
         before = choice.is_ahead
     assert changes < 0.08 * 8000
 
 
-def test_a_policy_learns_it_from_steps_with_drafts_and_without_prompts() -> None:
-    policy, sequence = LengthPolicy(4, 8, ahead=AheadChoice()), new_sequence(0)
-    seen = []
-    for _ in range(400):
-        seen.append(policy.is_ahead)
-        draft_s = 0.020 if policy.is_ahead else 0.002
-        policy.on_pass(pass_record([sequence_pass(sequence, 4, 4, 2)], draft_s, 0.010))
-        policy.sizes([sequence])
-    assert 0.0 < sum(seen[200:]) / 200 < 0.2
-    assert not LengthPolicy(4, 8).is_ahead
+def test_sequences_are_told_after_each_pass_and_steps_with_prompts_teach_nothing() -> None:
+    sequence = new_sequence(0)
+    sequence.status = SequenceStatus.RUNNING
+
+    def share(planning: DraftPlanning, num_prompt_rows: int) -> float:
+        seen = []
+        for _ in range(400):
+            seen.append(sequence.drafts_ahead)
+            draft_s = 0.020 if sequence.drafts_ahead else 0.002
+            planning.on_pass(pass_record([sequence_pass(sequence, 4, 4, 2)], draft_s, 0.010, num_prompt_rows))
+        return sum(seen[200:]) / 200
+
+    speculation = SpeculationConfig(4, adaptive=True, can_draft_ahead=True)
+    assert 0.0 < share(DraftPlanning(speculation), 0) < 0.2
+    assert share(DraftPlanning(speculation), 1) == 1.0
+    assert share(DraftPlanning(SpeculationConfig(4, adaptive=True)), 0) == 0.0

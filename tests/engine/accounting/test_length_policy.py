@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.accounting import length_policy
+from engine.accounting import shape_choice
 from engine.accounting.draft_cost import RequestedDrafts
 from engine.accounting.draft_planning import set_lengths
 from engine.accounting.length_allocation import Allocation, allocate
@@ -93,7 +93,7 @@ def test_a_shared_pass_is_long_only_for_tokens_that_all_get(num_without: int, mo
     pair.run(8, 300, policy)
     passes = [costs.target_s(8 + number) + costs.draft_s([ceil(number / 8)]) for number in pair.lengths[200:]]
     longest = float(np.median(passes)) / costs.target_s(8)
-    limit = 1.1 * length_policy.LONGEST_PER_TOKEN  # costs are measured
+    limit = 1.1 * shape_choice.LONGEST_PER_TOKEN  # costs are measured
     if num_without:
         assert longest <= limit
     else:
@@ -108,7 +108,7 @@ def test_sequences_without_drafts_are_planned_for_every_eighth_step(monkeypatch:
         plans.append(len(pair.lengths))
         return allocate(*arguments)
 
-    monkeypatch.setattr(length_policy, "allocate", noted)
+    monkeypatch.setattr(shape_choice, "allocate", noted)
     pair.run(1, 500, new_policy())
     resting = [step for step in plans if step >= 100]
     assert 400 / 8 <= len(resting) <= 400 / 8 + 16  # without probes

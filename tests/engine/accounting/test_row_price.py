@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 
 from engine.accounting.draft_planning import set_lengths
 from engine.accounting.length_allocation import RowPrice
-from engine.accounting.length_policy import LONGEST_PER_TOKEN, LengthPolicy
+from engine.accounting.length_policy import LengthPolicy
 from engine.accounting.record import SequencePass
+from engine.accounting.shape_choice import LONGEST_PER_TOKEN
 from engine.sequence.sequence import Sequence
 from protos.messages import SamplingParams, SpeculationMethod
 from tests.engine.fixtures.builders import make_sequence, pass_record, sequence_pass

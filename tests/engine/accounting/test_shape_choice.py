@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from engine.accounting import length_policy
+from engine.accounting import shape_choice
 from engine.accounting.length_policy import LengthPolicy
 from engine.accounting.record import SequencePass
 from engine.batch.draft import Draft
@@ -95,7 +95,7 @@ def test_two_seconds_after_a_change_of_load_the_shape_fits(world: World) -> None
     """One stream, 32, and one again, with two seconds of passes before each measurement."""
     pair, policy = world.pair(), new_policy()
     for num_streams in (1, 32, 1, 32):
-        pass_s = COSTS.target_s(num_streams) * length_policy.LONGEST_PER_TOKEN
+        pass_s = COSTS.target_s(num_streams) * shape_choice.LONGEST_PER_TOKEN
         pair.run(num_streams, int(2.0 / pass_s), policy)
         assert pair.run(num_streams, 100, policy) >= 0.93 * world.best(num_streams)
 
