@@ -91,6 +91,9 @@ class PrefillSettings:
     step_timeout_s: float = 120.0
 
 
+NO_GAIN = 3  # the exit status of `outrider tune` if no training gave a better draft
+
+
 @dataclass(frozen=True, slots=True)
 class AutoTuneSettings:
     """The response to a drift alarm: the trainer of a new draft.

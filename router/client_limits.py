@@ -1,6 +1,6 @@
 """Limits of clients that HAProxy, the frontends and the server without Ray share; nothing but constants.
 
-`cluster.proxy.haproxy_config`, which runs as a program, may import this module: it imports nothing itself.
+`cluster.proxy.haproxy_config`, which starts before every HAProxy, imports this module: it imports nothing itself.
 """
 
 REQUEST_TIMEOUT_S = 15  # for a request's headers, the next bytes of its body, and a TLS handshake
@@ -17,4 +17,5 @@ MAX_CONNECTIONS_PER_ADDRESS = 1024  # an IPv6 network of 64 bits counts as one a
 # Of the 4096 connections in all, for clients; the rest is kept for the operator's addresses, which ask for health.
 MAX_HTTP_CONNECTIONS = 3072
 MAX_GRPC_CONNECTIONS = 768
+MAX_ENDLESS_CALLS = 64  # of one address at once: gRPC calls without a key that only the client ends
 NUM_OPERATOR_CONNECTIONS = 256

@@ -16,7 +16,6 @@ from engine.position_log.shard import LoggedModel, LoggedRequest, count_shard, l
 from protos.errors import ConfigError
 
 LogEnd = Mapping[str, tuple[int, int]]  # requests and positions of each file, by its name
-_MIN_POSITIONS = 500
 
 
 def log_end(folder: Path) -> dict[str, tuple[int, int]]:
@@ -131,10 +130,11 @@ def read_log(folder: Path, target: LoggedModel, report: Callable[[str], None], e
         )
     if num_strange:
         report(f"{num_strange} of {len(files)} files are left out: they are of a target with other weights")
-    if log.num_positions < _MIN_POSITIONS or not log.held_out.requests or not log.training.requests:
+    least = 500  # positions
+    if log.num_positions < least or not log.held_out.requests or not log.training.requests:
         raise ConfigError(
             f"{folder} has {log.num_positions} positions in all, which is too "
-            f"little to train on and measure; wait for at least {_MIN_POSITIONS} of some dozens of requests, or "
+            f"little to train on and measure; wait for at least {least} of some dozens of requests, or "
             "send store: true with the requests"
         )
     return log

@@ -20,11 +20,6 @@ from tuning.block_student import BlockStudent
 from tuning.draft import partial_of
 from tuning.heads import load_reader
 
-_NUM_ROWS = 4  # drafts of a block
-_MARKOV_RANK = 32
-_MOST_TOKENS = 5120  # 97% to 98% of a chat model's own answers; a head for SmolLM2-135M then has 19 MB
-_LEAST_LAYERS = 4  # of a target, for three different taps
-
 
 def write_new_head(folder: Path, target: str, requests: Sequence[LoggedRequest]) -> None:
     """Write a head for `target`, whose vocabulary is the most frequent tokens at logged positions of `requests`.
@@ -33,14 +28,16 @@ def write_new_head(folder: Path, target: str, requests: Sequence[LoggedRequest])
         ConfigError: the target has too few layers, or its states cannot be computed here.
     """
     text: Any = AutoConfig.from_pretrained(target).get_text_config()
-    if text.num_hidden_layers < _LEAST_LAYERS:
+    least_layers = 4  # for three different taps
+    if text.num_hidden_layers < least_layers:
         raise ConfigError(
             f"--draft dspark makes a head on three of the target's layers, and {target} has {text.num_hidden_layers}; "
-            f"it needs {_LEAST_LAYERS} or more: give the folder of a draft model"
+            f"it needs {least_layers} or more: give the folder of a draft model"
         )
     reader = load_reader(target, torch.device("cpu"), folder.parent)
     counts = _counts(requests, reader.vocab_size)
-    target_ids = counts.argsort(descending=True, stable=True)[:_MOST_TOKENS].sort().values
+    # 5120 tokens are 97% to 98% of a chat model's own answers; a head for SmolLM2-135M then has 19 MB.
+    target_ids = counts.argsort(descending=True, stable=True)[:5120].sort().values
     config = _config(text, reader.vocab_size, len(target_ids), mask_id=int(counts.argmin()))
     student = BlockStudent(HeadFormat.of(HeadKind.DSPARK, config, reader.shape, str(folder)))
     _begin(student, reader.embedding.float(), reader.lm_head.float(), target_ids)
@@ -86,10 +83,10 @@ def _config(text: Any, vocab_size: int, draft_vocab_size: int, mask_id: int) -> 
         "aux_hidden_state_layer_ids": sorted(
             {min(2, num_layers // 4), num_layers // 2, num_layers - num_layers // 10 - 1}
         ),
-        "block_size": _NUM_ROWS,
+        "block_size": 4,
         "mask_token_id": mask_id,
         "sample_from_anchor": True,
-        "markov_rank": _MARKOV_RANK,
+        "markov_rank": 32,
         "markov_head_type": "vanilla",
         "enable_confidence_head": False,
     }
@@ -102,7 +99,8 @@ def _begin(student: BlockStudent, embedding: Tensor, lm_head: Tensor, target_ids
     known = embedding[target_ids]
     student.mask_embedding.copy_(known.mean(0))
     centred = embedding - known.mean(0)
-    directions = torch.linalg.svd(centred[target_ids], full_matrices=False).Vh[:_MARKOV_RANK]
+    rank = student.markov_head.markov_w1.embedding_dim
+    directions = torch.linalg.svd(centred[target_ids], full_matrices=False).Vh[:rank]
     table = centred @ directions.T
     student.markov_head.markov_w1.weight[:, : table.shape[1]] = table / table[target_ids].std()
     student.markov_head.markov_w2.weight.zero_()

@@ -15,8 +15,6 @@ from protos.messages import GenerateRequest, SamplingParams
 from tuning.draft import partial_of
 from tuning.rollouts import NUM_STREAMS, rollout_engine
 
-_QUESTION_TOKENS = 96
-_ANSWER_TOKENS = 256
 _TEMPERATURES = (0.0, 0.7)  # of the answers, in turn
 
 
@@ -48,11 +46,12 @@ def write_own_chats(
     core, runner = rollout_engine(target, partial)
     try:
         ends = runner.eos_token_ids
+        num_asked = 96  # tokens of a question
         asked = (
             GenerateRequest(
                 f"question-{seed}",
                 before,
-                SamplingParams(seed, 1.0, max_tokens=_QUESTION_TOKENS, stop_token_ids=ends),
+                SamplingParams(seed, 1.0, max_tokens=num_asked, stop_token_ids=ends),
             )
             for seed in range(num_chats)
         )
@@ -60,7 +59,7 @@ def write_own_chats(
         questions = {ids[:-1] for ids in done.values() if len(ids) > 1 and ids[-1] in ends}
         if not questions:
             raise ConfigError(
-                f"{target} was asked for {num_chats} questions and wrote none of at most {_QUESTION_TOKENS} tokens; "
+                f"{target} was asked for {num_chats} questions and wrote none of at most {num_asked} tokens; "
                 "train on --traffic or --log"
             )
         prompts = [(*before, *ids, *after) for ids in sorted(questions)]
@@ -68,7 +67,7 @@ def write_own_chats(
             GenerateRequest(
                 f"answer-{seed}",
                 prompt,
-                SamplingParams(seed, _TEMPERATURES[seed % 2], max_tokens=_ANSWER_TOKENS, stop_token_ids=ends),
+                SamplingParams(seed, _TEMPERATURES[seed % 2], max_tokens=256, stop_token_ids=ends),
                 is_logged=True,
             )
             for seed, prompt in enumerate(prompts)

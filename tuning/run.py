@@ -71,7 +71,6 @@ def _divergence(log_p: Tensor, log_q: Tensor, l1_weight: float) -> Tensor:
 _SCALE = 2.0  # alpha over rank
 NUM_DRAFTS = 4  # of a round, that heads learn; the weights decrease
 DRAFT_WEIGHT = 0.8  # of each draft's loss relative to its predecessor's
-_TOKENS_PER_STEP = 2048
 _CHECKPOINT_EVERY_S = 20.0
 
 
@@ -209,11 +208,12 @@ class TrainingRun:
         self.candidate = candidate
         self._draft = draft
         self._file = file
+        tokens_per_step = 2048
         self._budget = Budget(
             candidate.minutes,
             device,
-            _TOKENS_PER_STEP,
-            max_tokens=None if candidate.num_steps is None else candidate.num_steps * _TOKENS_PER_STEP,
+            tokens_per_step,
+            max_tokens=None if candidate.num_steps is None else candidate.num_steps * tokens_per_step,
             checkpoint_every_s=_CHECKPOINT_EVERY_S,
         )
         self._state: dict[str, Any] = {"seconds": 0.0, "num_steps": 0, "is_done": False, "has_diverged": False}

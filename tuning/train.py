@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import LlamaForCausalLM
 
+logger = logging.getLogger(__name__)
+
 # The quintic of Keller Jordan, https://kellerjordan.github.io/posts/muon/
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
@@ -146,11 +148,6 @@ class PairedOptimizer:
             parameter.grad = None
 
 
-logger = logging.getLogger(__name__)
-
-LOG_EVERY_STEPS = 10
-
-
 @dataclass(frozen=True, slots=True)
 class Budget:
     """The minutes, device and batches of a training; `max_tokens` may end a run before its minutes do."""
@@ -222,6 +219,7 @@ def train(
     `save` is called every few minutes and at the end. `clock` belongs to a resumed run; None starts a new one.
     """
     clock = clock or TrainingClock(budget)
+    log_every = 10  # steps
     saved_at, mean_loss = clock.seconds, 0.0
     while (progress := clock.progress) < 1.0:
         loss = step_loss(progress)
@@ -229,8 +227,8 @@ def train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step(progress)
         clock.tick(budget.tokens_per_step)
-        mean_loss += (loss.item() - mean_loss) / min(clock.num_steps, LOG_EVERY_STEPS)
-        if clock.num_steps % LOG_EVERY_STEPS == 0:
+        mean_loss += (loss.item() - mean_loss) / min(clock.num_steps, log_every)
+        if clock.num_steps % log_every == 0:
             _log_step(clock, mean_loss)
         if clock.seconds - saved_at > budget.checkpoint_every_s:
             save()

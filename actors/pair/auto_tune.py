@@ -19,13 +19,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from actors.pair.pair_draft import PairDraft, PairDrafts
-from actors.settings import AutoTuneSettings
+from actors.settings import NO_GAIN, AutoTuneSettings
 from protos.errors import ServingError
 from protos.served_draft import CheckDraft, TryDraft
 
 logger = logging.getLogger(__name__)
 
-NO_GAIN = 3  # the trainer's exit status if no training gave a better draft
 _PREFIX = "draft-"
 
 

@@ -37,7 +37,6 @@ from router.client_limits import (
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ACCEPTED_AT_ONCE = 64  # accepted before one of them is counted
-_SAY_AGAIN_S = 60.0
 DRAIN_S = 30  # for running requests, after the first Ctrl-C
 
 Address = IPv4Address | IPv6Address
@@ -281,13 +280,13 @@ class HttpServer(uvicorn.Server):
     def _report_rarely(self) -> None:
         """Make the loop log failures to accept once a minute; it retries each second."""
         loop = asyncio.get_running_loop()
-        last_s = -_SAY_AGAIN_S
+        last_s = -60.0
 
         def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
             nonlocal last_s
             if "socket.accept()" not in context["message"]:
                 loop.default_exception_handler(context)
-            elif time.monotonic() - last_s >= _SAY_AGAIN_S:
+            elif time.monotonic() - last_s >= 60.0:
                 last_s = time.monotonic()
                 logger.error("no connection can be accepted: %s", context.get("exception"))
 

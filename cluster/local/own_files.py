@@ -17,7 +17,6 @@ logger = logging.getLogger(__name__)
 
 PRIVATE = 0o077  # umask: files of mode 0600, folders of 0700
 _ROOT = Path("/tmp")  # short, whatever TMPDIR is: a socket's path has 107 bytes, and Ray takes 66 of them
-_MIN_FILES = 16_384  # HAProxy wants 8,209 at its start, and each of Ray's processes some hundreds
 
 
 @contextmanager
@@ -59,10 +58,11 @@ def check_file_limit() -> None:
     Raises:
         ConfigError: they are too few for HAProxy and Ray's processes.
     """
+    needed = 16_384  # HAProxy wants 8,209 at its start, and each of Ray's processes some hundreds
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    if most != resource.RLIM_INFINITY and most < _MIN_FILES:
+    if most != resource.RLIM_INFINITY and most < needed:
         raise ConfigError(
-            f"a process may open {most} files here, and HAProxy and Ray's processes need {_MIN_FILES}; raise the hard "
+            f"a process may open {most} files here, and HAProxy and Ray's processes need {needed}; raise the hard "
             "limit (ulimit -Hn, or LimitNOFILE of a service), or use --no-ray"
         )

@@ -22,8 +22,6 @@ PLANNED_KINDS = tuple(
 )
 _ONE_PASS = (SpeculationMethod.PEAGLE, SpeculationMethod.DFLASH, SpeculationMethod.DSPARK)
 _USUAL_LAYERS = {SpeculationMethod.DFLASH: 5, SpeculationMethod.DSPARK: 5}  # of published heads; others have 1
-_USUAL_HEADS = 5  # of published Medusas
-_MAX_POSITIONS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +112,7 @@ def _head(kind: SpeculationMethod, path: str | None, target: ModelShape) -> Plan
 
 def _medusa(config: Mapping[str, Any], target: ModelShape) -> PlannedDraft:
     """Heads have no attention: as many products of the target's width as their blocks and functions to logits."""
-    num_heads = config.get("medusa_num_heads") or config.get("num_heads") or _USUAL_HEADS
+    num_heads = config.get("medusa_num_heads") or config.get("num_heads") or 5  # as most published Medusas
     num_layers = config.get("medusa_num_layers") or config.get("num_hidden_layers") or 1
     width = num_heads * (target.vocab_size + num_layers * target.hidden_size)
     shape = replace(target, num_layers=0, vocab_size=width, has_tied_head=True)
@@ -211,7 +209,7 @@ class PlannedModels:
         """The most positions of a draft; without drafts 0."""
         if self._kind is SpeculationMethod.NONE:
             return 0
-        return min(8 if self.max_draft_tokens is None else self.max_draft_tokens, _MAX_POSITIONS)
+        return min(8 if self.max_draft_tokens is None else self.max_draft_tokens, 32)
 
     @property
     def description(self) -> str:

@@ -25,8 +25,8 @@ done
 if [ -n "$configuration" ] && [ -z "$OUTRIDER_STANDS_IN" ]; then
     stand_in=
     [ -z "$is_check" ] && stand_in=$("$OUTRIDER_PYTHON" -I -S "$here/standby.py" "$configuration")
-    "$OUTRIDER_PYTHON" -I -S "$here/haproxy_config.py" "$configuration" $([ -n "$stand_in" ] && echo has-stand-in) ||
-        exit 1
+    PYTHONPATH="$here/../.." "$OUTRIDER_PYTHON" -P -s -S -m cluster.proxy.haproxy_config "$configuration" \
+        $([ -n "$stand_in" ] && echo has-stand-in) || exit 1
     [ -n "$stand_in" ] && set -- "$@" -x "$stand_in"
 fi
 if [ -n "$OUTRIDER_TLS_CERTIFICATE" ] && [ -n "$configuration" ] && [ -z "$is_check" ]; then

@@ -1,6 +1,6 @@
 """HAProxy's configuration for untrusted clients, made from Serve's.
 
-haproxy.sh runs this program on the file that Serve has written, so it imports only the standard library.
+haproxy.sh runs this program on the file that Serve has written, and it imports nothing but constants and the standard library.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-REQUEST_TIMEOUT_S = 15  # for a request's headers, and for the first 16 KiB of its body
+from router.client_limits import (
+    MAX_CONNECTIONS_PER_ADDRESS,
+    MAX_ENDLESS_CALLS,
+    MAX_GRPC_CONNECTIONS,
+    MAX_HTTP_CONNECTIONS,
+    REQUEST_TIMEOUT_S,
+)
+
 # For the next byte of a body, and for a client to take more of its answer; waiting for an answer has no limit.
 CLIENT_TIMEOUT_S = 60
-MAX_CONNECTIONS_PER_ADDRESS = 1024
-# Clients' part of HAProxy's 4096 connections; the rest is for the operator's addresses, such as health checks.
-MAX_HTTP_CONNECTIONS = 3072
-MAX_GRPC_CONNECTIONS = 768
 OPERATOR_ADDRESSES = "127.0.0.1 ::1"
-MAX_ENDLESS_CALLS = 64  # of one address at once: gRPC calls that only the client ends
 ADDRESS = "src,ipmask(32,64)"  # a client of IPv6 has a network of 2^64 addresses
 WAITS_FOR_ROUTES = "waits for routes"  # a HAProxy's description, which standby.py reads
 _REASONS = {

@@ -20,12 +20,12 @@ from google.protobuf.message import DecodeError
 
 from protos.errors import DeadlineExceededError, OverloadedError, RequestError, RequestTooLargeError, ServingError
 from router.api_keys import ApiKeys
+from router.client_limits import MAX_ENDLESS_CALLS
 from router.grpc_api.callers import ReadingPlace, ReadingPlaces, address, authenticate, check_peer, leave_place
 
 MAX_MESSAGE_BYTES = 8 << 20  # as for an HTTP body; Serve's proxy gets it from `cluster.local.serve_environment`
 _LAST_TRIM_S = 2.0  # after the last large one, which has been checked and freed by then
 _MAX_ENDLESS = 1024  # concurrent calls without a key that end only when the client wants
-_MAX_ENDLESS_OF_CALLER = 64
 
 # The calls that need no key, with the size limit of their messages in bytes; all others need a key.
 OPEN_METHODS: Mapping[str, int] = {
@@ -140,9 +140,9 @@ class ReadingGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio h
 
     def enter_endless(self, caller: str) -> None:
         """Count an endless call without a key. Raises OverloadedError above the limit."""
-        if self._endless[caller] >= _MAX_ENDLESS_OF_CALLER or self._endless.total() >= _MAX_ENDLESS:
+        if self._endless[caller] >= MAX_ENDLESS_CALLS or self._endless.total() >= _MAX_ENDLESS:
             raise OverloadedError(
-                f"At most {_MAX_ENDLESS_OF_CALLER} such calls per address may be open at once, and {_MAX_ENDLESS} in "
+                f"At most {MAX_ENDLESS_CALLS} such calls per address may be open at once, and {_MAX_ENDLESS} in "
                 "total; end one first."
             )
         self._endless[caller] += 1

@@ -36,23 +36,16 @@ KEYED, OPEN = reading_gate.ReadingLimits(), reading_gate.OPEN_LIMITS
 PAIR = PairSettings(EngineConfig(ModelConfig("m")))
 HAPROXY_CHECK = _OWN_CLUSTER["RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER"]
 OPEN_SIZES = list(reading_gate.OPEN_METHODS.values())
-
-
-def test_the_proxy_and_the_server_without_it_have_the_same_limits() -> None:
-    for name in ("REQUEST_TIMEOUT_S", "MAX_CONNECTIONS_PER_ADDRESS", "MAX_HTTP_CONNECTIONS", "MAX_GRPC_CONNECTIONS"):
-        assert getattr(haproxy_config, name) == getattr(limits, name)
-
-
 BUFFER = f"{RAY_SERVE_HAPROXY_TUNE_BUFSIZE // KIB} KiB"  # HAProxy sees a body's first part
 ROWS = [
     f"TLS handshake | {limits.REQUEST_TIMEOUT_S} s | the same, and {limits.MAX_HEAD_BYTES // KIB} KiB of headers |",
     f"| {limits.REQUEST_TIMEOUT_S} s between its parts (HAProxy: {haproxy_config.CLIENT_TIMEOUT_S} s); "
     f"after {limits.BODY_GRACE_S} s "
     f"{limits.MIN_BODY_BYTES_PER_S:,} bytes per second on average; {HTTP.max_body_bytes // MIB} MiB |",
-    f"| the first {BUFFER} of a body, of any method | {haproxy_config.REQUEST_TIMEOUT_S} s |",
+    f"| the first {BUFFER} of a body, of any method | {limits.REQUEST_TIMEOUT_S} s |",
     f"| a body of another method than POST | {BUFFER}, with its length | {HTTP.max_body_bytes // MIB} MiB |",
     "| an answer before the end of its request's body | closes the connection within a second |",  # by tests of both
-    f"| {haproxy_config.REQUEST_TIMEOUT_S} s, and {DEFAULT_UVICORN_KEEP_ALIVE_TIMEOUT_S} s after an answer "
+    f"| {limits.REQUEST_TIMEOUT_S} s, and {DEFAULT_UVICORN_KEEP_ALIVE_TIMEOUT_S} s after an answer "
     f"| {limits.REQUEST_TIMEOUT_S} s, and {limits.KEEP_ALIVE_S} s after an answer |",
     f"does not read | {haproxy_config.CLIENT_TIMEOUT_S} s | {limits.UNREAD_S} s |",
     f"| {limits.MAX_CONNECTIONS_PER_ADDRESS} over HTTP, {GRPC_OF_ADDRESS} over gRPC; a quarter of it while half of",
@@ -61,13 +54,13 @@ ROWS = [
     f"{limits.MAX_HTTP_CONNECTIONS + limits.MAX_GRPC_CONNECTIONS + limits.NUM_OPERATOR_CONNECTIONS}, ",
     f"| {http_body.BODIES_IN_FLIGHT * HTTP.max_body_bytes // MIB} MiB | the same | "
     f"{http_body.BODIES_IN_FLIGHT} times `ingress.limits.max_body_bytes` |",
-    f"| a gRPC message | {reading_gate.MAX_MESSAGE_BYTES // MIB} MiB; {haproxy_config.REQUEST_TIMEOUT_S} s for",
+    f"| a gRPC message | {reading_gate.MAX_MESSAGE_BYTES // MIB} MiB; {limits.REQUEST_TIMEOUT_S} s for",
     f"| {KEYED.num_places}, of one tenant {KEYED.num_of_caller}, each for {KEYED.read_s:.0f} s, "
     f"for {KEYED.grace_s:.0f} s where others wait |",
     f"| {OPEN.num_places}, of one address {OPEN.num_of_caller}, each for {OPEN.read_s:.0f} s, "
     f"for {OPEN.grace_s} s where others wait |",
     f"| {max(OPEN_SIZES[:3])} bytes, for reflection {max(OPEN_SIZES) // KIB} KiB |",
-    f"at once | {reading_gate._MAX_ENDLESS_OF_CALLER} of one address, {reading_gate._MAX_ENDLESS} of all |",
+    f"at once | {limits.MAX_ENDLESS_CALLS} of one address, {reading_gate._MAX_ENDLESS} of all |",
     f"| gRPC calls of one connection | {server.MAX_STREAMS} |",
     f"| choices of one request | {sequence_requests.MAX_CHOICES} |",
     f"| {completion_request.MAX_PROMPTS:,} and {chat_request.MAX_TOOLS:,} |",

@@ -17,7 +17,6 @@ import numpy as np
 from cluster.cli.audit.evidence import Probs
 
 NUM_CELLS = 8
-_REST_FLOOR = 1e-4  # of rounded logprobs
 _SPECIAL = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")
 
 
@@ -41,6 +40,11 @@ class Prediction:
     @property
     def named(self) -> list[tuple[str, float]]:
         return [pair for pair in zip(self.tokens, self.probs, strict=True) if is_named(pair[0])]
+
+    def rest_beyond(self, prob: float) -> float:
+        """Return the probability of tokens that are neither unnamed nor among those whose sum is `prob`."""
+        unnamed = sum(self.probs) - sum(each for _, each in self.named)
+        return max(1 - unnamed - prob, 1e-4)  # logprobs are rounded
 
     def gap_below_top(self, token: str) -> float:
         """Nats between the likeliest token and `token`; infinite if it is not reported."""
@@ -109,10 +113,8 @@ def plain_claim(prediction: Prediction) -> Claim | None:
     named = prediction.named
     if not named:
         return None
-    unnamed = sum(prediction.probs) - sum(prob for _, prob in named)
     top = [prob for _, prob in named[:NUM_CELLS]]
-    rest = max(1 - unnamed - sum(top), _REST_FLOOR)
-    probs = np.maximum(np.asarray([*top, rest]), 1e-9)
+    probs = np.maximum(np.asarray([*top, prediction.rest_beyond(sum(top))]), 1e-9)
     return Claim({token: cell for cell, (token, _) in enumerate(named[:NUM_CELLS])}, probs / probs.sum(), True)
 
 
@@ -142,8 +144,7 @@ def filtered(prediction: Prediction, num_kept: int) -> Claim | None:
     if not kept or whole is None:
         return None
     probs = np.asarray([prob for _, prob in kept])
-    unnamed = sum(prediction.probs) - sum(prob for _, prob in prediction.named)
-    ignored = np.append(probs, max(1 - unnamed - probs.sum(), _REST_FLOOR))
+    ignored = np.append(probs, prediction.rest_beyond(float(probs.sum())))
     outside = 2e-3  # the rate of tokens that the filter removes: a near tie at its border
     claimed = np.append(probs / probs.sum() * (1 - outside), outside)
     return Claim({token: cell for cell, (token, _) in enumerate(kept)}, claimed, True, ignored / ignored.sum())

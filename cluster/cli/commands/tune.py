@@ -20,6 +20,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from typer import Option
 
+from actors.settings import NO_GAIN
 from cluster.checkpoints import convert_gguf_models, resolve_model_path
 from cluster.cli.console import console, report
 from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, located
@@ -30,7 +31,6 @@ from protos.errors import ConfigError
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 
 NEW_HEAD = "dspark"  # as --draft
-NO_GAIN = 3  # the exit status if no training gave a better draft
 _FULL_RATES = "0.0015,0.004"
 _SHORT_RATE = "0.003"  # if there is no time to compare
 _SHORT_MINUTES = 15.0

@@ -16,7 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.local.serve_environment import free_port
 from cluster.proxy import haproxy_config
-from cluster.proxy.haproxy_config import ENDLESS_CALLERS, ENDLESS_CALLS, MAX_ENDLESS_CALLS, REQUEST_TIMEOUT_S
+from cluster.proxy.haproxy_config import ENDLESS_CALLERS, ENDLESS_CALLS
+from router.client_limits import MAX_ENDLESS_CALLS, REQUEST_TIMEOUT_S
 
 if sys.platform != "linux":
     pytest.skip("Ray has no HAProxy here", allow_module_level=True)

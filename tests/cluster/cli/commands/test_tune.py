@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from actors.settings import NO_GAIN
 from cluster.cli.__main__ import main
-from cluster.cli.commands.tune import NO_GAIN
 from tests.serve.tiny_models import write_pair
 from tuning import tune
 
