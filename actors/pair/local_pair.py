@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Sequence
 from functools import partial
 
-from actors.pair.pair_draft import OrderSlot, PairDrafts
+from actors.pair.pair_draft import PairDrafts
 from actors.pair.pair_metrics import PairMetrics
 from actors.pair.pair_shell import PairShell
 from actors.pair.target_client import TargetClient
@@ -51,7 +51,7 @@ class LocalPair(PairShell):
         await asyncio.to_thread(thread.wait_ready, self._settings.start_timeout_s)
         self._client = TargetClient(self._folder / TARGET_SOCKET, _NoIndex())
         await self._client.wait_connected(self._settings.pong_timeout_s)
-        if drafts := await self._head_draft("0", OrderSlot()):
+        if drafts := await self._head_draft("0"):
             self._drafts = PairDrafts(drafts)
         watchdog = Watchdog(self._client, self._settings, _end_process, self._on_pong)
         self._watching = asyncio.create_task(watchdog.run(), name="watchdog")

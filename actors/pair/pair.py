@@ -20,7 +20,7 @@ from ray.util.metrics import Gauge
 from actors.engine_loop.index_reporter import IndexReporter, ReportSink
 from actors.pair.auto_tune import auto_tunes
 from actors.pair.pair_actors import PairActors
-from actors.pair.pair_draft import OrderSlot, PairDraft, PairDrafts
+from actors.pair.pair_draft import PairDraft, PairDrafts
 from actors.pair.pair_metrics import PairMetrics
 from actors.pair.pair_shell import PairShell
 from actors.pair.target_client import TargetClient
@@ -94,12 +94,11 @@ class Pair(PairShell):
             self._drift_alarms.on_alarm = auto_tunes(settings.auto_tune, self._drafts)
 
     async def _exchangeable_drafts(self, replica_id: str) -> PairDrafts | None:
-        slot = OrderSlot()
-        drafts = await self._head_draft(replica_id, slot)
+        drafts = await self._head_draft(replica_id)
         for method, process in self._actors.drafts.items():
             digest = await process.digest()
             report = DraftReport(replica_id, process.path, digest, time.time(), is_deployed=True, method=method)
-            drafts.append(PairDraft(process, report, self._goodput, slot=slot))
+            drafts.append(PairDraft(process, report, self._goodput))
         return PairDrafts(drafts) if drafts else None
 
     async def _goodput(self) -> tuple[GoodputStats, ...]:

@@ -111,17 +111,6 @@ class TargetHead:
             ) from None
 
 
-class OrderSlot:
-    """The one order that a pair may run at a time: a second one would spoil a canary's measurement."""
-
-    def __init__(self) -> None:
-        self.task: asyncio.Task[None] | None = None
-
-    @property
-    def is_taken(self) -> bool:
-        return self.task is not None and not self.task.done()
-
-
 class PairDraft:
     """Carries out orders about one draft of a pair.
 
@@ -131,7 +120,6 @@ class PairDraft:
         goodput: returns the target's sums, for canaries. It may raise UnavailableError or TimeoutError.
         clock: Unix time in seconds.
         sleep: waits for some seconds, in a canary.
-        slot: the pair's, shared with its other drafts.
     """
 
     def __init__(
@@ -141,7 +129,6 @@ class PairDraft:
         goodput: Goodput,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        slot: OrderSlot | None = None,
     ) -> None:
         self.report = report
         self._process = process
@@ -149,7 +136,7 @@ class PairDraft:
         self._goodput = goodput
         self._clock = clock
         self._sleep = sleep
-        self._slot = slot or OrderSlot()
+        self.siblings: Seq[PairDraft] = (self,)  # all drafts of the pair, which runs one order at a time
         self._under_way: asyncio.Task[None] | None = None
         self._failure = ""  # of the canary that is under way
 
@@ -178,7 +165,7 @@ class PairDraft:
                 if path == self.report.path:
                     raise RequestError(f"The draft {path!r} is already running; try another one.", param="path")
                 work = self._try(order)
-        self._under_way = self._slot.task = asyncio.create_task(work, name="draft-order")
+        self._under_way = asyncio.create_task(work, name="draft-order")
         if isinstance(order, TryDraft):
             await asyncio.sleep(0)  # the canary's first report is set
         else:
@@ -186,13 +173,14 @@ class PairDraft:
         return self.report
 
     @property
-    def _is_busy(self) -> bool:
+    def is_busy(self) -> bool:
+        """True while an order runs, a canary included."""
         return self._under_way is not None and not self._under_way.done()
 
     @property
     def _has_canary(self) -> bool:
         canary = self.report.canary
-        return self._is_busy and canary is not None and canary.outcome is CanaryOutcome.RUNNING
+        return self.is_busy and canary is not None and canary.outcome is CanaryOutcome.RUNNING
 
     def _require_idle(self) -> None:
         if self._has_canary:
@@ -200,7 +188,7 @@ class PairDraft:
                 f"A canary is running on pair {self.report.replica}; wait until it ends, or stop it with POST "
                 "/admin/drafts/canary/stop."
             )
-        if self._slot.is_taken:
+        if any(each.is_busy for each in self.siblings):
             raise ConflictError(
                 f"A draft of pair {self.report.replica} is being replaced, checked or tried; send the order again "
                 "when that has ended (GET /admin/drafts lists the running drafts)."
@@ -285,7 +273,7 @@ class PairDraft:
         if self._has_canary and self._under_way is not None:
             self._failure = self._failure or failure.reason
             self._cancel(self._under_way)
-        elif not self._is_busy:
+        elif not self.is_busy:
             self._take(head.path, head.digest)
             self._note(CanaryReport(failure.path, head.path, CanaryOutcome.ROLLED_BACK, failure.reason))
 
@@ -322,6 +310,8 @@ class PairDrafts:
     def __init__(self, drafts: Seq[PairDraft]) -> None:
         assert drafts, "a pair without drafts has no `PairDrafts`"
         self.by_method = {each.report.method: each for each in drafts}
+        for each in drafts:
+            each.siblings = drafts
 
     @property
     def first(self) -> PairDraft:

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from actors.pair.pair_draft import OrderSlot, PairDraft, PairDrafts, TargetHead, refusal
+from actors.pair.pair_draft import PairDraft, PairDrafts, TargetHead, refusal
 from actors.pair.pair_metrics import PairMetrics
 from actors.pair.target_client import TargetClient
 from actors.settings import PairSettings
@@ -118,7 +118,7 @@ class PairShell:
             raise refusal(self._settings.draft)
         return await self._drafts.carry_out(order)
 
-    async def _head_draft(self, replica: str, slot: OrderSlot) -> list[PairDraft]:
+    async def _head_draft(self, replica: str) -> list[PairDraft]:
         """Return the pair's head as a draft that can be replaced, if it has files of its own."""
         config = self._settings.engine.head
         if config is None or config.path is None:
@@ -126,7 +126,7 @@ class PairShell:
         head = TargetHead(self._client, self._settings.pong_timeout_s)
         running, method = await head.running(), self._settings.draft.method
         report = DraftReport(replica, config.path, running.digest, time.time(), is_deployed=True, method=method)
-        return [PairDraft(head, report, head.goodput, slot=slot)]
+        return [PairDraft(head, report, head.goodput)]
 
     def _on_pong(self, pong: Pong) -> None:
         self._drift_alarms.update(pong.engine.drift)

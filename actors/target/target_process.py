@@ -278,10 +278,6 @@ def _drafts(settings: PairSettings, folder: Path) -> dict[str, ChannelProposer |
     return drafts | {method: ChannelProposer(folder / method / DRAFT_SOCKET) for method in settings.of_drafts}
 
 
-def _stats(drafts: Mapping[str, ChannelProposer | InProcessDraft]) -> dict[str, DraftChannelStats]:
-    return {method: draft.stats for method, draft in drafts.items()}
-
-
 def _flush(drafts: Mapping[str, ChannelProposer | InProcessDraft]) -> None:
     for draft in drafts.values():
         draft.flush()

@@ -93,7 +93,7 @@ class MigratingStreams:
         pause_s = state.pause_before_next_attempt_s(error)
         num_committed = len(state.committed)
         text = "request %s: %s Retrying in %.2f s after %d tokens."
-        logger.warning(text, state.request_id, error, pause_s, num_committed)
+        logger.warning(text, state.request.request_id, error, pause_s, num_committed)
         self._on_move()
         await asyncio.sleep(pause_s)
 
@@ -102,7 +102,7 @@ class MigrationState:
     """One sequence across its pairs: the committed tokens, and the remaining attempts and time."""
 
     def __init__(self, request: GenerateRequest) -> None:
-        self._request = request
+        self.request = request
         self._started_s = time.monotonic()
         self._broken_since_s: float | None = None
         self._num_attempts = 0
@@ -110,7 +110,7 @@ class MigrationState:
         self._num_moves = -1
         self._attempt_id = request.request_id
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-        self._was_accepted = request.is_admitted
+        self.was_accepted = request.is_admitted  # a pair has taken the request
         self._was_told = request.num_places == 1
         self._silence_s = 0.0  # the longest wait for the next batch or sign of life
         self._first_token_until_s = math.inf
@@ -119,19 +119,6 @@ class MigrationState:
         self.committed = list(request.output_token_ids)
         self.is_finished = False
         self._is_at_dead_end = False  # its grammar allows nothing after the committed tokens
-
-    @property
-    def request(self) -> GenerateRequest:
-        return self._request
-
-    @property
-    def request_id(self) -> str:
-        return self._request.request_id
-
-    @property
-    def was_accepted(self) -> bool:
-        """True once a pair has taken the request."""
-        return self._was_accepted
 
     def take_news(self) -> bool:
         """Return True once, if others wait to learn that a pair has taken this request."""
@@ -144,28 +131,29 @@ class MigrationState:
         self._first_token_until_s = time.monotonic() + self._silence_s
         self._num_moves += 1
         self._past_speculation = self._speculation
-        self._attempt_id = f"{self.request_id}.{self._num_moves}" if self._num_moves else self.request_id
+        if self._num_moves:
+            self._attempt_id = f"{self.request.request_id}.{self._num_moves}"
         # The time that is left of the client's limit.
-        timeout_s = self._request.timeout_s
+        timeout_s = self.request.timeout_s
         if timeout_s is not None:
             timeout_s -= time.monotonic() - self._started_s
             if timeout_s <= 0:
                 raise DeadlineExceededError(
-                    f"timeout_s, {self._request.timeout_s}, passed before the answer was complete."
+                    f"timeout_s, {self.request.timeout_s}, passed before the answer was complete."
                 )
         # Continue from the committed tokens; the prompt's logprobs have been sent.
-        sampling = self._request.sampling
+        sampling = self.request.sampling
         if self.committed:  # the first chunk has arrived, with the logprobs of the prompt
             sampling = replace(sampling, num_prompt_logprobs=None)
         return replace(
-            self._request,
+            self.request,
             request_id=self._attempt_id,
             output_token_ids=tuple(self.committed),
             timeout_s=timeout_s,
             sampling=sampling,
-            num_places=1 if self._was_told else self._request.num_places,
-            is_admitted=self._was_accepted,
-            is_moved=self._was_accepted and self._num_moves > 0,
+            num_places=1 if self._was_told else self.request.num_places,
+            is_admitted=self.was_accepted,
+            is_moved=self.was_accepted and self._num_moves > 0,
         )
 
     async def next_batch(self, batches: AsyncGenerator[Sequence[TokenChunk], None]) -> Sequence[TokenChunk]:
@@ -177,7 +165,7 @@ class MigrationState:
             GrammarError: the grammar allows nothing after the previous batch.
         """
         if self._is_at_dead_end:
-            raise _grammar_error(self._request)
+            raise _grammar_error(self.request)
         try:
             async with asyncio.timeout(self._silence_s):
                 batch = await anext(batches)
@@ -187,7 +175,7 @@ class MigrationState:
             raise UnavailableError(f"The pair has been silent for {self._silence_s} s.") from None
         batch = [chunk for chunk in batch if chunk.request_id == self._attempt_id]
         if not batch:
-            self._was_accepted = True
+            self.was_accepted = True
             self._silence_s = min(SILENCE_S, self._first_token_until_s - time.monotonic())
             return ()
         _refuse_early_end(batch)
@@ -206,7 +194,7 @@ class MigrationState:
                 self.is_finished = new.finish_reason is not None
         self._first_token_until_s = math.inf
         self._silence_s = SILENCE_S
-        self._was_accepted = True
+        self.was_accepted = True
         self._broken_since_s = None
         self._num_attempts = self._num_lost_engines = 0
         self._backoff.reset()
@@ -232,7 +220,7 @@ class MigrationState:
                 f"{self._num_lost_engines} engines in a row ended while they computed this request, with no token "
                 "between. It is not tried again; if another request was the cause, send it once more."
             ) from error
-        if isinstance(error, OverloadedError) and not self._was_accepted and self._num_attempts == 0:
+        if isinstance(error, OverloadedError) and not self.was_accepted and self._num_attempts == 0:
             raise error
         now_s = time.monotonic()
         if self._broken_since_s is None:

@@ -12,12 +12,13 @@ HAProxy's own answers reach no ingress, so HAProxy sends their counts with each 
 
 from __future__ import annotations
 
-import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
+from prometheus_client.core import Metric, Sample
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.utils import floatToGoString
 
 ANSWERS_HEADER = "x-outrider-proxy-answers"
 NAME = "outrider_proxy_answers"
@@ -29,7 +30,6 @@ _HELP = (
 _KINDS = ("refused", "client", "server")
 _COUNTS = re.compile(r"(\d{1,19}) (\d{1,19}) (\d{1,19})")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_TYPES = {"unknown": "untyped"}
 _REPLICA = "replica"
 _INGRESS = "ingress"
 _PRIVATE_LABELS = frozenset({"tenant"})  # values identify clients of the server
@@ -72,37 +72,6 @@ def proxy_text(header: str) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _MetricSample:
-    """One sample; `suffix` is appended to the metric family's name."""
-
-    suffix: str
-    labels: Mapping[str, str]
-    value: float
-
-
-@dataclass(slots=True)
-class _Family:
-    kind: str
-    documentation: str
-    samples: list[_MetricSample] = field(default_factory=list)
-
-    def without(self, hidden: frozenset[str]) -> _Family:
-        """Return the family without these labels, adding up samples that no longer differ."""
-        sums: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
-        for each in self.samples:
-            rest = frozenset(item for item in each.labels.items() if item[0] not in hidden)
-            key = each.suffix, rest
-            sums[key] = sums.get(key, 0.0) + each.value
-        samples = [_MetricSample(suffix, dict(rest), value) for (suffix, rest), value in sums.items()]
-        return _Family(self.kind, self.documentation, samples)
-
-    def text(self, name: str, labels: Mapping[str, str]) -> str:
-        documentation = self.documentation.replace("\\", "\\\\").replace("\n", "\\n")
-        lines = [_sample_line(name + each.suffix, {**labels, **each.labels}, each.value) for each in self.samples]
-        return f"# HELP {name} {documentation}\n# TYPE {name} {self.kind}\n" + "".join(lines)
-
-
 def merge_metrics(
     frontend_texts: str | Mapping[str, str],
     replica_texts: Iterable[str],
@@ -118,7 +87,7 @@ def merge_metrics(
         model_name: the served model; if given, vLLM's names are added.
         is_private: keep tenants apart; else their series are added up.
     """
-    families: dict[str, _Family] = {}
+    families: dict[str, Metric] = {}
     if isinstance(frontend_texts, str):
         _collect(families, frontend_texts, {})
     else:
@@ -127,51 +96,58 @@ def merge_metrics(
     for rank, text in enumerate(replica_texts):
         _collect(families, text, {_REPLICA: str(rank)})
     if not is_private:
-        families = {
-            name: family.without(_PRIVATE_LABELS) if _is_private(family) else family
-            for name, family in families.items()
-        }
-    ours = "".join(family.text(name, {}) for name, family in families.items())
+        for family in families.values():
+            _hide_tenants(family)
+    ours = "".join(_text(family, name, {}) for name, family in families.items())
     return ours if model_name is None else ours + _vllm_text(families, model_name)
 
 
-def _is_private(family: _Family) -> bool:
-    return any(not _PRIVATE_LABELS.isdisjoint(each.labels) for each in family.samples)
-
-
-def _collect(families: dict[str, _Family], text: str, default_labels: Mapping[str, str]) -> None:
+def _collect(families: dict[str, Metric], text: str, default_labels: Mapping[str, str]) -> None:
     for parsed in text_string_to_metric_families(text):
         if parsed.name.endswith("_created"):  # a counter's start time, which the contract does not have
             continue
-        kind = _TYPES.get(parsed.type, parsed.type)
-        family = families.setdefault(parsed.name, _Family(kind, parsed.documentation))
+        family = families.setdefault(parsed.name, Metric(parsed.name, parsed.documentation, parsed.type))
         for sample in parsed.samples:
-            suffix = "" if parsed.type == "counter" else sample.name.removeprefix(parsed.name)
-            family.samples.append(_MetricSample(suffix, {**default_labels, **sample.labels}, sample.value))
+            family.add_sample(sample.name, {**default_labels, **sample.labels}, sample.value)
 
 
-def _vllm_text(families: Mapping[str, _Family], model_name: str) -> str:
+def _hide_tenants(family: Metric) -> None:
+    """Remove the labels that identify clients, and add up samples that no longer differ."""
+    if all(_PRIVATE_LABELS.isdisjoint(sample.labels) for sample in family.samples):
+        return
+    sums: dict[tuple[str, frozenset[tuple[str, str]]], float] = defaultdict(float)
+    for sample in family.samples:
+        rest = frozenset(item for item in sample.labels.items() if item[0] not in _PRIVATE_LABELS)
+        sums[sample.name, rest] += sample.value
+    family.samples = [Sample(name, dict(rest), value) for (name, rest), value in sums.items()]
+
+
+def _vllm_text(families: Mapping[str, Metric], model_name: str) -> str:
     labels = {"model_name": model_name}
     parts = []
     for ours, theirs in _VLLM_NAMES.items():
         if (family := families.get(ours)) is not None:
-            name = f"{theirs}_total" if family.kind == "counter" else theirs
-            parts.append(family.text(name, labels))
+            name = f"{theirs}_total" if family.type == "counter" else theirs
+            parts.append(_text(family, name, labels))
     return "".join(parts)
+
+
+def _text(family: Metric, name: str, labels: Mapping[str, str]) -> str:
+    """Return a family under `name`, with more labels. The samples of a counter have its name."""
+    documentation = family.documentation.replace("\\", "\\\\").replace("\n", "\\n")
+    kind = "untyped" if family.type == "unknown" else family.type
+    lines = [f"# HELP {name} {documentation}\n# TYPE {name} {kind}\n"]
+    for sample in family.samples:
+        suffix = "" if kind == "counter" else sample.name.removeprefix(family.name)
+        lines.append(_sample_line(name + suffix, {**labels, **sample.labels}, sample.value))
+    return "".join(lines)
 
 
 def _sample_line(name: str, labels: Mapping[str, str], value: float) -> str:
     inner = ",".join(f'{label}="{_escaped(text)}"' for label, text in sorted(labels.items()))
-    return f"{name}{{{inner}}} {_number(value)}\n" if inner else f"{name} {_number(value)}\n"
+    number = floatToGoString(value)  # type: ignore[no-untyped-call]
+    return f"{name}{{{inner}}} {number}\n" if inner else f"{name} {number}\n"
 
 
 def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
-
-
-def _number(value: float) -> str:
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    if math.isnan(value):
-        return "NaN"
-    return repr(float(value))

@@ -57,7 +57,7 @@ class DrawEvidence:
     """
 
     def __init__(self, num_others: int = 0) -> None:
-        self._num_draws = 0
+        self.num_draws = 0
         self._logs = np.zeros(_NUM_TILTS + num_others)
         weights = np.ones_like(self._logs)
         weights[_NUM_TILTS if num_others else slice(0, 2)] = len(weights) / (1 if num_others else 2)
@@ -87,13 +87,9 @@ class DrawEvidence:
         mean = float(fault @ planned)
         self._mean += number * mean
         self._variance += number * float(fault @ (planned - mean) ** 2)
-        self._num_draws += int(number)
+        self.num_draws += int(number)
         self.num_top += num[0]
         self.expected_top += number * float(probs[0])
-
-    @property
-    def num_draws(self) -> int:
-        return self._num_draws
 
     @property
     def log_evidence(self) -> float:
@@ -104,9 +100,9 @@ class DrawEvidence:
         return self._mean - _POWER_Z * math.sqrt(self._variance) >= needed
 
     def num_needed(self, threshold: float) -> int:
-        if not self._num_draws or self._mean <= 0:
+        if not self.num_draws or self._mean <= 0:
             return 0
-        mean, variance = self._mean / self._num_draws, self._variance / self._num_draws
+        mean, variance = self._mean / self.num_draws, self._variance / self.num_draws
         return math.ceil(_draws_until(mean, variance, threshold - float(self._log_weights[self._planned])))
 
 
@@ -137,28 +133,19 @@ class HitEvidence:
     def __init__(self, rate: float = FAULT_RATE) -> None:
         """`rate` is the planned fault's."""
         self._rate = rate
-        self._num_draws = self._num_hits = 0
+        self.num_draws = self.num_hits = 0  # trials, and those with the impossible outcome
 
     def add(self, is_hit: bool) -> None:
         """Count one trial."""
-        self._num_draws += 1
-        self._num_hits += is_hit
-
-    @property
-    def num_draws(self) -> int:
-        return self._num_draws
-
-    @property
-    def num_hits(self) -> int:
-        """The trials with the impossible outcome."""
-        return self._num_hits
+        self.num_draws += 1
+        self.num_hits += is_hit
 
     @property
     def log_evidence(self) -> float:
-        return _log_of_hits(self._num_hits, self._num_draws)
+        return _log_of_hits(self.num_hits, self.num_draws)
 
     def is_enough(self, threshold: float) -> bool:
-        return self._num_draws >= self.num_needed(threshold)
+        return self.num_draws >= self.num_needed(threshold)
 
     def num_needed(self, threshold: float) -> int:
         return _trials_needed(self._rate, threshold)

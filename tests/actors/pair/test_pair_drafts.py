@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from actors.pair.auto_tune import auto_tunes
-from actors.pair.pair_draft import OrderSlot, PairDraft, PairDrafts
+from actors.pair.pair_draft import PairDraft, PairDrafts
 from protos.errors import ConflictError, RequestError
 from protos.served_draft import CheckDraft, ShowDraft, StopCanary, SwapDraft
 from tests.actors.pair.simulated_pair import OLD, SimulatedTrialPair
@@ -17,10 +17,10 @@ from tests.actors.pair.test_auto_tune import NewIsFaster, settings, until_done
 
 
 def drafts_of(*pairs: SimulatedTrialPair) -> PairDrafts:
-    slot, names = OrderSlot(), ("model", "prose", "code")
+    names = ("model", "prose", "code")
     return PairDrafts(
         [
-            PairDraft(pair, replace(OLD, method=name), pair.goodput, lambda: 99.0, pair.sleep, slot)
+            PairDraft(pair, replace(OLD, method=name), pair.goodput, lambda: 99.0, pair.sleep)
             for pair, name in zip(pairs, names, strict=False)
         ]
     )
