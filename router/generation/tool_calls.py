@@ -10,32 +10,9 @@ from protos.messages import FinishReason
 from router.generation.delta import Delta, Gain, ToolCallDelta, told_apart
 from router.generation.tool_formats.argument_value import arguments_in
 from router.generation.tool_formats.tool_format import LONGEST_HEAD, CallBody, CallPiece, ToolFormat, num_held
+from router.generation.tool_formats.whole_format import BracketExtent
 
 _NOTHING = Gain()
-
-
-class JsonExtent:
-    """Follows one object from its opening brace, piece by piece, without parsing its content."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._is_in_string = False
-        self._is_escaped = False
-
-    def feed(self, text: str) -> int | None:
-        """Return the number of characters of `text` up to the end of the object; None if it continues beyond `text`."""
-        for index, character in enumerate(text):
-            if self._is_escaped:
-                self._is_escaped = False
-            elif self._is_in_string:
-                self._is_escaped = character == "\\"
-                self._is_in_string = character != '"'
-            else:
-                self._is_in_string = character == '"'
-                self._depth += (character in "{[") - (character in "}]")
-                if self._depth == 0:
-                    return index + 1
-        return None
 
 
 class _State(Enum):
@@ -63,7 +40,7 @@ class ToolCallParser:
         self._head = format_.head_pattern
         self._state = _State.TEXT
         self._held = ""  # not yet classified as content or call
-        self._extent = JsonExtent()
+        self._extent = BracketExtent('"')
         self._num_scanned = 0  # characters of a bare object that the extent has read
         self._num_calls = 0
         self._has_content = False
@@ -146,7 +123,7 @@ class ToolCallParser:
         if start[0] == self._format.opening and not self._has_content:
             self._held = start
             self._begin_call(self._format.begin)
-            self._extent, self._num_scanned = JsonExtent(), 0
+            self._extent, self._num_scanned = BracketExtent('"'), 0
             return _NOTHING
         text, self._held = self._held, ""
         return self._content(text)
@@ -155,7 +132,7 @@ class ToolCallParser:
         head = self._head.match(self._held)
         if head is not None and (name := self._tool_name(self._name_in(head[1]))) is not None:
             self._state, self._held = _State.ARGUMENTS, self._held[head.end() :]
-            self._extent = JsonExtent()
+            self._extent = BracketExtent('"')
             return self._new_call(name, "", self._format.call_id(head))
         end = self._end_of_call()
         return None if end is None else self._read_whole_call(end)

@@ -32,8 +32,8 @@ class RouteQuery:
 
 
 @dataclass(frozen=True, slots=True)
-class RouteForecast:
-    """The router's expectation for one request.
+class RouteReply:
+    """The choice for one request, and the index's knowledge at that time.
 
     Attributes:
         predicted_blocks: leading blocks of the request that the chosen worker holds or will soon.
@@ -41,6 +41,11 @@ class RouteForecast:
         cost_s: predicted cost of the chosen worker.
         runner_up_cost_s: predicted cost of the best other candidate; infinite without another.
         block_prefill_s: seconds the chosen worker needs to compute one block.
+        worker_ids: the serving candidates, best first; the first one is chosen and reserved.
+        formula: the cost with its numbers, if the query `is_explained`.
+        num_known_blocks: distinct blocks in the index.
+        num_doubtful_workers: workers with an outstanding snapshot.
+        holder: a candidate that holds more of the prefix than the chosen one, if requested and there is one.
     """
 
     predicted_blocks: int
@@ -48,49 +53,35 @@ class RouteForecast:
     cost_s: float
     runner_up_cost_s: float
     block_prefill_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class RouteOutcome:
-    """One routed request: the forecast, and the blocks that the engine took from its cache."""
-
-    forecast: RouteForecast
-    achieved_blocks: int
-
-    @property
-    def is_stale(self) -> bool:
-        """True if the engine no longer had blocks that the index promised."""
-        return self.achieved_blocks < self.forecast.predicted_blocks
-
-    @property
-    def is_misroute(self) -> bool:
-        """True if another worker would have been cheaper, given the engine's actual blocks."""
-        lost_s = (self.forecast.predicted_blocks - self.achieved_blocks) * self.forecast.block_prefill_s
-        return self.is_stale and self.forecast.cost_s + lost_s > self.forecast.runner_up_cost_s
-
-    @property
-    def is_unforeseen(self) -> bool:
-        """True if the engine hit although the router expected no cached block."""
-        return self.forecast.predicted_blocks == 0 < self.achieved_blocks
-
-
-@dataclass(frozen=True, slots=True)
-class RouteReply(RouteForecast):
-    """The serving candidates, best first, and the index's knowledge at the time of the choice.
-
-    Attributes:
-        worker_ids: the first one is reserved, and the forecast is for it.
-        formula: the cost with its numbers, if the query `is_explained`.
-        num_known_blocks: distinct blocks in the index.
-        num_doubtful_workers: workers with an outstanding snapshot.
-        holder: a candidate that holds more of the prefix than the chosen one, if requested and there is one.
-    """
-
     worker_ids: tuple[str, ...]
     formula: str
     num_known_blocks: int
     num_doubtful_workers: int
     holder: PrefixHolder | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RouteOutcome:
+    """One routed request: the index's reply, and the blocks that the engine took from its cache."""
+
+    reply: RouteReply
+    achieved_blocks: int
+
+    @property
+    def is_stale(self) -> bool:
+        """True if the engine no longer had blocks that the index promised."""
+        return self.achieved_blocks < self.reply.predicted_blocks
+
+    @property
+    def is_misroute(self) -> bool:
+        """True if another worker would have been cheaper, given the engine's actual blocks."""
+        lost_s = (self.reply.predicted_blocks - self.achieved_blocks) * self.reply.block_prefill_s
+        return self.is_stale and self.reply.cost_s + lost_s > self.reply.runner_up_cost_s
+
+    @property
+    def is_unforeseen(self) -> bool:
+        """True if the engine hit although the router expected no cached block."""
+        return self.reply.predicted_blocks == 0 < self.achieved_blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,10 +33,10 @@ class RouteAudit:
     def observe(self, outcome: RouteOutcome) -> None:
         """Add one request."""
         self.num_requests += 1
-        self.num_achievable_blocks += outcome.forecast.achievable_blocks
+        self.num_achievable_blocks += outcome.reply.achievable_blocks
         self.num_achieved_blocks += outcome.achieved_blocks
         self.num_unforeseen_hits += outcome.is_unforeseen
-        is_expected = min(outcome.forecast.predicted_blocks, outcome.achieved_blocks) > 0
+        is_expected = min(outcome.reply.predicted_blocks, outcome.achieved_blocks) > 0
         self.num_expected_hits += is_expected
         self.num_unforeseen_in_a_row = 0 if is_expected else self.num_unforeseen_in_a_row + outcome.is_unforeseen
 
@@ -99,10 +99,10 @@ class RouterMetrics:
         was_blind = self._audit.is_blind
         self._audit.observe(outcome)
         self._hit.inc(outcome.achieved_blocks)
-        self._achievable.inc(outcome.forecast.achievable_blocks)
-        self._predicted.inc(outcome.forecast.predicted_blocks)
+        self._achievable.inc(outcome.reply.achievable_blocks)
+        self._predicted.inc(outcome.reply.predicted_blocks)
         self._hit_histogram.observe(outcome.achieved_blocks)
-        self._achievable_histogram.observe(outcome.forecast.achievable_blocks)
+        self._achievable_histogram.observe(outcome.reply.achievable_blocks)
         self._stale.inc(outcome.is_stale)
         self._misroutes.inc(outcome.is_misroute)
         self._unforeseen.inc(outcome.is_unforeseen)

@@ -14,7 +14,7 @@ from protos.errors import RequestError
 from router.tokenizer.call_repairs import Messages, whole_tools
 from router.tokenizer.chat_template import ChatTemplate, TemplateTimeError
 from router.tokenizer.template_probes import learn_rules
-from router.tokenizer.template_rules import PLAINEST, Rule
+from router.tokenizer.template_rules import PLAINEST, Rule, adapt
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class ChatPrompt:
     @property
     def rules(self) -> list[Rule]:
         """The repairs for everything the template refuses or loses."""
-        known = frozenset[Rule]().union(*(if_refused.rules for _, if_refused in self._learnt.values()))
+        known = frozenset[Rule]().union(*(if_refused for _, if_refused in self._learnt.values()))
         if Rule.ALTERNATING_AROUND_TOOLS in known:
             known -= {Rule.ALTERNATING}  # which is a part of it
         return [rule for rule in Rule if rule in known]
@@ -72,11 +72,11 @@ class ChatPrompt:
         """Yield the chat and its tools, each time with more changes."""
         always, if_refused = self._learnt[bool(tools)]
         if not tools:
-            tools = [] if Rule.NO_TOOLS_IS_A_LIST in always.rules else None
+            tools = [] if Rule.NO_TOOLS_IS_A_LIST in always else None
         last = None
         for rules in (always, if_refused, if_refused | PLAINEST):
             offered = tools if last is None or not tools else whole_tools(tools)
-            attempt = (rules.adapt(messages, is_continued=is_continued), offered)
+            attempt = (adapt(rules, messages, is_continued=is_continued), offered)
             if attempt != last:
                 yield attempt
             last = attempt

@@ -17,7 +17,7 @@ from protos.errors import RequestError
 from router.tokenizer.call_repairs import Messages
 from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.content_parts import Message
-from router.tokenizer.template_rules import Rule, TemplateRules
+from router.tokenizer.template_rules import Rule, adapt
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ _TOOL: dict[str, Any] = {
         },
     },
 }
+Rules = frozenset[Rule]
 
 
 class _ProbeResult(Enum):
@@ -43,7 +44,7 @@ class _ProbeResult(Enum):
     REFUSED = auto()
 
 
-def learn_rules(template: ChatTemplate, *, has_tools: bool) -> tuple[TemplateRules, TemplateRules]:
+def learn_rules(template: ChatTemplate, *, has_tools: bool) -> tuple[Rules, Rules]:
     """Return the rules of a template for chats with or without tools.
 
     Without the first rules, for every chat, it drops texts; the second are for a chat that it refuses.
@@ -213,11 +214,11 @@ class _Learner:
         self._tools: list[dict[str, Any]] | None = [_TOOL] if has_tools else None
         self._end_s = time.thread_time() + _LIMIT_S
 
-    def learn(self) -> tuple[TemplateRules, TemplateRules]:
+    def learn(self) -> tuple[Rules, Rules]:
         """Find the rules, probe by probe, until the time is over."""
-        found, losses = TemplateRules(), TemplateRules()
+        found, losses = frozenset[Rule](), frozenset[Rule]()
         if (rule := self._rule_of_tools()) is not None:
-            found = losses = TemplateRules(frozenset({rule}))
+            found = losses = frozenset({rule})
         for chats, remedies in _PROBES:
             if time.thread_time() > self._end_s:
                 logger.warning("the chat template is slow to render: not all of its rules were learnt")
@@ -228,34 +229,32 @@ class _Learner:
             losses |= self._against_losses(chats, losses, found, remedies)
         return losses, found | losses
 
-    def _against_losses(
-        self, chats: list[Messages], losses: TemplateRules, found: TemplateRules, remedies: list[set[Rule]]
-    ) -> TemplateRules:
+    def _against_losses(self, chats: list[Messages], losses: Rules, found: Rules, remedies: list[set[Rule]]) -> Rules:
         """Return the rules for the chats that the template takes but does not show whole."""
         lost = [chat for chat in chats if self._outcome(chat, losses) is _ProbeResult.LOST]
         if not lost:
-            return TemplateRules()
-        known = [*remedies, *({rule} for rule in Rule if rule in found.rules), set(found.rules)]
-        return self._remedy(lost, [_ProbeResult.LOST] * len(lost), losses, known) or TemplateRules()
+            return frozenset()
+        known = [*remedies, *({rule} for rule in Rule if rule in found), set(found)]
+        return self._remedy(lost, [_ProbeResult.LOST] * len(lost), losses, known) or frozenset()
 
     def _rule_of_tools(self) -> Rule | None:
         """Return the rule that makes the template show tools, or take chats without tools; None if it does."""
         if self._tools is None:
-            is_refused = self._render([_USER], TemplateRules()) is None
+            is_refused = self._render([_USER], frozenset()) is None
             self._tools = [] if is_refused else None
-            is_mended = is_refused and self._render([_USER], TemplateRules()) is not None
+            is_mended = is_refused and self._render([_USER], frozenset()) is not None
             return Rule.NO_TOOLS_IS_A_LIST if is_mended else None
-        texts = [self._render([_USER], TemplateRules(frozenset(rules))) for rules in ((), (Rule.SYSTEM_FOR_TOOLS,))]
+        texts = [self._render([_USER], frozenset(rules)) for rules in ((), (Rule.SYSTEM_FOR_TOOLS,))]
         is_mended = [_TOOL["function"]["name"] in (text or "") for text in texts] == [False, True]
         return Rule.SYSTEM_FOR_TOOLS if is_mended else None
 
     def _remedy(
-        self, chats: list[Messages], before: list[_ProbeResult], found: TemplateRules, remedies: list[set[Rule]]
-    ) -> TemplateRules | None:
+        self, chats: list[Messages], before: list[_ProbeResult], found: Rules, remedies: list[set[Rule]]
+    ) -> Rules | None:
         """Return the remedy that mends the most chats and spoils none; among equals the first."""
         best, num_best = None, 0
         for rules in remedies if any(each is not _ProbeResult.SHOWN for each in before) else ():
-            remedy = TemplateRules(frozenset(rules))
+            remedy = frozenset(rules)
             gains = [
                 (outcome is _ProbeResult.SHOWN) - (was is _ProbeResult.SHOWN)
                 for outcome, was in zip(self._outcomes(chats, found | remedy), before, strict=True)
@@ -264,21 +263,21 @@ class _Learner:
                 best, num_best = remedy, sum(gains)
         return best
 
-    def _outcomes(self, chats: list[Messages], rules: TemplateRules) -> list[_ProbeResult]:
+    def _outcomes(self, chats: list[Messages], rules: Rules) -> list[_ProbeResult]:
         return [self._outcome(chat, rules) for chat in chats]
 
-    def _outcome(self, chat: Messages, rules: TemplateRules) -> _ProbeResult:
+    def _outcome(self, chat: Messages, rules: Rules) -> _ProbeResult:
         text = self._render(chat, rules)
         if text is None:
             return _ProbeResult.REFUSED
         is_shown = all(word in text for word in _WORD.findall(json.dumps(chat)))
         return _ProbeResult.SHOWN if is_shown else _ProbeResult.LOST
 
-    def _render(self, chat: Messages, rules: TemplateRules) -> str | None:
+    def _render(self, chat: Messages, rules: Rules) -> str | None:
         """Return the prompt; None if the template refuses the chat."""
         if time.thread_time() > self._end_s:
             return None
         try:
-            return self._template.render(rules.adapt(chat), variables={"tools": self._tools}, limit_s=0.25)
+            return self._template.render(adapt(rules, chat), variables={"tools": self._tools}, limit_s=0.25)
         except RequestError:
             return None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -97,39 +96,31 @@ _REPAIRS: dict[Rule, Repair] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateRules:
-    """The rules of one template. Without a rule a chat stays as it is."""
+def adapt(rules: Set[Rule], messages: Sequence[Mapping[str, Any]], *, is_continued: bool = False) -> Messages:
+    """Return the chat as a template with these rules takes it; `is_continued`: the last message is gone on with.
 
-    rules: frozenset[Rule] = frozenset()
-
-    def adapt(self, messages: Sequence[Mapping[str, Any]], *, is_continued: bool = False) -> Messages:
-        """Return the chat as the template takes it; `is_continued`: the last message is gone on with."""
-        adapted = [dict(message) for message in messages]
-        for rule, repair in _REPAIRS.items():
-            if rule in self.rules and not (is_continued and rule is Rule.USER_LAST):
-                adapted = repair(adapted)
-        return adapted
-
-    def __or__(self, other: TemplateRules) -> TemplateRules:
-        return TemplateRules(self.rules | other.rules)
+    Without a rule a chat stays as it is.
+    """
+    adapted = [dict(message) for message in messages]
+    for rule, repair in _REPAIRS.items():
+        if rule in rules and not (is_continued and rule is Rule.USER_LAST):
+            adapted = repair(adapted)
+    return adapted
 
 
 # A chat that any template of texts takes: a user's and an assistant's turns in turn, a user's first and last.
-PLAINEST = TemplateRules(
-    frozenset(
-        {
-            Rule.CONTENT,
-            Rule.RESULTS_AFTER_CALLS,
-            Rule.CALLS_AS_TEXT,
-            Rule.ORPHANS_AS_TEXT,
-            Rule.LATE_SYSTEM_AS_USER,
-            Rule.NO_SYSTEM,
-            Rule.NO_EMPTY_ASSISTANT,
-            Rule.NO_EMPTY_USER,
-            Rule.USER_FIRST,
-            Rule.ALTERNATING,
-            Rule.USER_LAST,
-        }
-    )
+PLAINEST = frozenset(
+    {
+        Rule.CONTENT,
+        Rule.RESULTS_AFTER_CALLS,
+        Rule.CALLS_AS_TEXT,
+        Rule.ORPHANS_AS_TEXT,
+        Rule.LATE_SYSTEM_AS_USER,
+        Rule.NO_SYSTEM,
+        Rule.NO_EMPTY_ASSISTANT,
+        Rule.NO_EMPTY_USER,
+        Rule.USER_FIRST,
+        Rule.ALTERNATING,
+        Rule.USER_LAST,
+    }
 )

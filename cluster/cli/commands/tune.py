@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -29,6 +29,9 @@ from cluster.deploy_file import checked_deployment
 from cluster.local.local_service import local_settings, running_service
 from protos.errors import ConfigError
 from router.tokenizer.tokenizer_files import load_tokenizer_files
+
+if TYPE_CHECKING:
+    from tuning.tune import TuneSettings
 
 NEW_HEAD = "dspark"  # as --draft
 _FULL_RATES = "0.0015,0.004"
@@ -150,22 +153,17 @@ def tune(  # long: a table of options and their help
     target_path = _folder(target, "target")
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is loaded
     # Imported here: it loads torch, which few commands need.
-    from tuning.own_chats import write_own_chats
     from tuning.tune import TuneSettings, check_output, working_folder
-    from tuning.tune import tune as tune_draft
 
     output = Path(os.path.expanduser(output)).absolute()
     check_output(output)
-    if traffic is not None:
+    if log is None:
         log = working_folder(output) / "log"
-        deployment = deployment_of(target, ServeOptions(draft="none", settings=tuple(settings or ())))
-        log_traffic(deployment, read_traffic(traffic, max_requests, max_tokens), log)
-    if own_chats:
-        log = working_folder(output) / "log"
-        report(f"the target writes {own_chats} chats")
-        with _progress() as on_progress:
-            write_own_chats(target_path, *_template(target_path), log, own_chats, partial(on_progress, "its chats"))
-    assert log is not None, "one of the three is given"
+        if traffic is None:
+            _write_chats(target_path, own_chats, log)
+        else:
+            deployment = deployment_of(target, ServeOptions(draft="none", settings=tuple(settings or ())))
+            log_traffic(deployment, read_traffic(traffic, max_requests, max_tokens), log)
     wanted = TuneSettings(
         log=Path(os.path.expanduser(log)).absolute(),
         target=target_path,
@@ -181,14 +179,7 @@ def tune(  # long: a table of options and their help
         num_fresh=fresh,
     )
     os.setpriority(os.PRIO_PROCESS, 0, 19)
-    try:
-        with _progress() as on_progress:
-            is_better = tune_draft(wanted, report, on_progress)
-    except OSError as error:
-        raise ConfigError(
-            f"the tuning's files cannot be written: {error}; free disk space, and repeat the command: it continues"
-        ) from error
-    if not is_better:
+    if not _train(wanted):
         raise typer.Exit(NO_GAIN)
     report(f"written: {output}; try it with `outrider draft try {output}`, or set draft.path to this folder")
 
@@ -200,6 +191,28 @@ def _folder(model: str, part: str) -> str:
             raise ConfigError(f"--{part} {model}: it has no {part} model of its own; give a folder")
         return resolve_model_path(str(path))
     return located(model)
+
+
+def _write_chats(target: str, num_chats: int, log: Path) -> None:
+    """Let the target write chats alone, and log them."""
+    from tuning.own_chats import write_own_chats  # loads torch
+
+    report(f"the target writes {num_chats} chats")
+    with _progress() as on_progress:
+        write_own_chats(target, *_template(target), log, num_chats, partial(on_progress, "its chats"))
+
+
+def _train(settings: TuneSettings) -> bool:
+    """Return True if a training gives a better draft, which is written then."""
+    from tuning.tune import tune as tune_draft  # loads torch
+
+    try:
+        with _progress() as on_progress:
+            return tune_draft(settings, report, on_progress)
+    except OSError as error:
+        raise ConfigError(
+            f"the tuning's files cannot be written: {error}; free disk space, and repeat the command: it continues"
+        ) from error
 
 
 def _template(target: str) -> tuple[tuple[int, ...], tuple[int, ...]]:

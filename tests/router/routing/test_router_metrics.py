@@ -1,12 +1,20 @@
 from dataclasses import replace
 
-from router.routing.routed_call import RouteForecast, RouteOutcome
+from router.routing.routed_call import RouteOutcome, RouteReply
 from router.routing.router_metrics import RouteAudit
 
-FORECAST = RouteForecast(
-    predicted_blocks=8, achievable_blocks=10, cost_s=1.0, runner_up_cost_s=1.5, block_prefill_s=0.1
+REPLY = RouteReply(
+    predicted_blocks=8,
+    achievable_blocks=10,
+    cost_s=1.0,
+    runner_up_cost_s=1.5,
+    block_prefill_s=0.1,
+    worker_ids=("a", "b"),
+    formula="",
+    num_known_blocks=10,
+    num_doubtful_workers=0,
 )
-OUTCOME = RouteOutcome(FORECAST, achieved_blocks=8)
+OUTCOME = RouteOutcome(REPLY, achieved_blocks=8)
 
 
 def audit_of(*outcomes: RouteOutcome) -> RouteAudit:
@@ -30,19 +38,19 @@ def test_a_prediction_that_the_engine_refutes_is_stale():
 
 def test_a_misroute_is_a_stale_prediction_that_changed_the_choice():
     assert replace(OUTCOME, achieved_blocks=2).is_misroute
-    assert not RouteOutcome(replace(FORECAST, runner_up_cost_s=float("inf")), achieved_blocks=2).is_misroute
+    assert not RouteOutcome(replace(REPLY, runner_up_cost_s=float("inf")), achieved_blocks=2).is_misroute
 
 
 def test_repeated_hits_on_blocks_thought_cold_are_blindness():
-    unforeseen = RouteOutcome(replace(FORECAST, predicted_blocks=0), achieved_blocks=5)
+    unforeseen = RouteOutcome(replace(REPLY, predicted_blocks=0), achieved_blocks=5)
     assert not audit_of(*[unforeseen] * 19).is_blind
     assert audit_of(*[unforeseen] * 20).is_blind
     assert audit_of(OUTCOME, *[unforeseen] * 20).is_blind
 
 
 def test_an_expected_hit_ends_the_alarm_and_arms_it_again():
-    unforeseen = RouteOutcome(replace(FORECAST, predicted_blocks=0), achieved_blocks=5)
-    expected = RouteOutcome(replace(FORECAST, predicted_blocks=5), achieved_blocks=5)
+    unforeseen = RouteOutcome(replace(REPLY, predicted_blocks=0), achieved_blocks=5)
+    expected = RouteOutcome(replace(REPLY, predicted_blocks=5), achieved_blocks=5)
     assert not audit_of(*[unforeseen] * 20, expected).is_blind
     assert not audit_of(*[unforeseen] * 20, expected, *[unforeseen] * 19).is_blind
     assert audit_of(*[unforeseen] * 20, expected, *[unforeseen] * 20).is_blind

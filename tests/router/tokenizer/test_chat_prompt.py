@@ -16,7 +16,7 @@ from router.requests.chat_message import ChatMessageFields
 from router.tokenizer import chat_template
 from router.tokenizer.chat_prompt import ChatPrompt
 from router.tokenizer.chat_template import ChatTemplate
-from router.tokenizer.template_rules import PLAINEST, Rule, TemplateRules
+from router.tokenizer.template_rules import PLAINEST, Rule, adapt
 from tests.router.tokenizer.published import TEMPLATES, prompt, template
 
 Chat = list[dict[str, Any]]
@@ -226,8 +226,8 @@ def test_ids_name_their_functions_where_a_template_shows_nothing_else_of_them(id
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_no_text_of_a_user_or_a_tool_becomes_the_system_s(name: str) -> None:
     chat = [HI, SYSTEM, MORE, calls(call("b")), RESULT, RESULT, YES, HI]
-    for rules in (TemplateRules(frozenset(prompt(name).rules)), PLAINEST):
-        adapted = rules.adapt(turns(chat))
+    for rules in (frozenset(prompt(name).rules), PLAINEST):
+        adapted = adapt(rules, turns(chat))
         system = " ".join(str(message["content"]) for message in adapted if message["role"] == "system")
         assert not {"w1w", "w4w", "w7w", "w2w"} & set(WORD.findall(system))
 
@@ -267,15 +267,15 @@ def test_rules_are_said_once_in_words() -> None:
 
 def test_results_of_several_calls_are_no_orphans_and_ids_are_never_empty() -> None:
     chat = turns([HI, calls(call(""), call("b")), {**RESULT, "tool_call_id": ""}, RESULT_B])
-    assert TemplateRules(frozenset({Rule.ORPHANS_AS_TEXT})).adapt(chat) == chat
-    _, called, *results = TemplateRules(frozenset({Rule.UNIQUE_IDS})).adapt(chat)
+    assert adapt({Rule.ORPHANS_AS_TEXT}, chat) == chat
+    _, called, *results = adapt({Rule.UNIQUE_IDS}, chat)
     ids = [each["id"] for each in called["tool_calls"]]
     assert ids == [result["tool_call_id"] for result in results]
     assert all(ids)
 
 
 def repaired(rule: Rule, *chat: dict[str, Any]) -> Chat:
-    return TemplateRules(frozenset({rule})).adapt(turns(list(chat)))
+    return adapt({rule}, turns(list(chat)))
 
 
 def test_a_result_belongs_to_the_last_calls_and_not_to_earlier_ones_without_a_result() -> None:
@@ -307,9 +307,7 @@ def test_no_note_is_added_where_there_are_as_many_results_as_calls() -> None:
 def test_a_long_chat_is_adapted_in_no_time() -> None:
     many = calls(*(call(f"id{rank}") for rank in range(3000)))
     results = [{**RESULT, "tool_call_id": f"id{rank}"} for rank in reversed(range(3000))]
-    adapted = TemplateRules(frozenset({Rule.ONE_CALL, Rule.RESULTS_AFTER_CALLS, Rule.SHORT_IDS})).adapt(
-        turns([HI, many, *results])
-    )
+    adapted = adapt({Rule.ONE_CALL, Rule.RESULTS_AFTER_CALLS, Rule.SHORT_IDS}, turns([HI, many, *results]))
     assert len(adapted) == 6001
     assert all(
         called["tool_calls"][0]["id"] == result["tool_call_id"]
