@@ -32,14 +32,6 @@ class DirectBlocks:
     metadata: Any
 
 
-@dataclass(frozen=True, slots=True)
-class DirectStats:
-    """The number of chunks offered since the start, and the bytes that are not released yet."""
-
-    num_chunks: int = 0
-    kept_bytes: int = 0
-
-
 class NixlCarrier:
     """Sends and releases blocks in a prefill replica, and receives them in a pair.
 
@@ -53,9 +45,9 @@ class NixlCarrier:
         self._lock = threading.Lock()  # for the manager's table of remote agents, which has no lock
 
     @property
-    def stats(self) -> DirectStats:
+    def stats(self) -> tuple[int, int]:
         """The number of chunks sent and the bytes not released yet. May be read from any thread."""
-        return DirectStats(self._num_sent, sum(blocks.nbytes for blocks in list(self._kept.values())))
+        return self._num_sent, sum(blocks.nbytes for blocks in list(self._kept.values()))
 
     @staticmethod
     def problem() -> str | None:

@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from actors.engine_loop.engine_loop import EngineLoop, KVEventBuffer, StatusReporter
 from actors.engine_loop.index_reporter import IndexReporter, ReportSink
 from actors.kv_transport import BlocksReply, PeerTransport, PrefillReply
-from actors.nixl_carrier import DirectBlocks, DirectStats, choose_carrier
+from actors.nixl_carrier import DirectBlocks, choose_carrier
 from actors.process.actor_thread import ActorThread, without_compiler
 from actors.settings import PrefillSettings
 from actors.shell_messages import Abort, Add, AskSnapshot, Refused, Snapshot, Status, StepOutput
@@ -46,16 +45,7 @@ logger = logging.getLogger(__name__)
 
 _SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)  # the single token is not used
 _GRACE_S = 10.0  # after an order's time-out, for a late reader to end its stream
-
-
-@dataclass(frozen=True, slots=True)
-class _Copied:
-    """The last event of a copy: all wanted blocks are exported."""
-
-    request_id: str
-
-
-_Event = ExportedBlocks | TokenChunk | Refused | _Copied
+_Event = ExportedBlocks | TokenChunk | Refused
 
 
 class PrefillEngine:
@@ -104,9 +94,9 @@ class PrefillEngine:
         return self._loop.stats
 
     @property
-    def direct(self) -> DirectStats:
-        """Counts of the blocks that pairs read from this process's memory."""
-        return self._carrier.stats if self._carrier else DirectStats()
+    def direct(self) -> tuple[int, int]:
+        """Chunks that pairs read from this process's memory, and the bytes that are kept for them."""
+        return self._carrier.stats if self._carrier else (0, 0)
 
     def check(self) -> None:
         """Raise UnavailableError if the engine has work and makes no progress."""
@@ -196,7 +186,7 @@ class PrefillEngine:
                 case TokenChunk(finish_reason=FinishReason.NON_FINITE) as chunk:
                     yield FetchEnd(fetch_id, FetchFailure.REFUSED, chunk.error)
                     return
-                case TokenChunk() | _Copied():
+                case TokenChunk():
                     yield FetchEnd(fetch_id)
                     return
 
@@ -248,7 +238,7 @@ class PrefillEngine:
         self._exporter.export(request_id, order.first_block, found[order.first_block :])
         num_blocks = len(order.token_ids) // self._layout.block_size
         if len(found) == num_blocks:
-            self._post(_Copied(request_id))
+            self._post(TokenChunk(request_id, (), finish_reason=FinishReason.LENGTH))  # all wanted blocks are exported
             return
         missing = UnavailableError(f"{len(found)} of the prompt's first {num_blocks} blocks are cached there")
         self._post(Refused.of(request_id, missing))

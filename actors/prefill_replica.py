@@ -20,7 +20,6 @@ from engine.accounting.engine_stats import EngineStats
 
 if TYPE_CHECKING:  # Serve's builder imports this class, and must not load torch for it
     from actors.kv_transport import PrefillReply
-    from actors.nixl_carrier import DirectStats
     from engine.remote_prefill.kv_transfer import FetchOrder, KVLayout
     from protos.worker_report import PrefixHolder
 
@@ -29,10 +28,10 @@ class PrefillMetrics(Collector):
     """All `outrider_prefill_replica_*` metrics."""
 
     def __init__(self) -> None:
-        self._latest: tuple[EngineStats, DirectStats] | None = None
+        self._latest: tuple[EngineStats, tuple[int, int]] | None = None
 
-    def update(self, stats: EngineStats, direct: DirectStats) -> None:
-        """Take in the present numbers of the engine and of the blocks kept for pairs."""
+    def update(self, stats: EngineStats, direct: tuple[int, int]) -> None:
+        """Take in the present numbers of the engine, and the chunks and bytes of blocks kept for pairs."""
         self._latest = stats, direct
 
     def text(self) -> str:
@@ -43,7 +42,7 @@ class PrefillMetrics(Collector):
         """Yield every metric."""
         if self._latest is None:
             return
-        stats, direct = self._latest
+        stats, (num_chunks, kept_bytes) = self._latest
         computed = stats.num_prefix_queried_tokens - stats.num_prefix_hit_tokens - stats.remote.num_tokens
         yield _counter("computed_tokens", "Prompt tokens computed.", computed)
         yield _counter("cached_tokens", "Prompt tokens found in its prefix cache.", stats.num_prefix_hit_tokens)
@@ -52,8 +51,8 @@ class PrefillMetrics(Collector):
         )
         yield _gauge("queued_tokens", "Prompt tokens to be computed.", stats.num_queued_prefill_tokens)
         yield _gauge("tokens_per_second", "Measured speed, 0 before that.", stats.prefill_tokens_per_s)
-        yield _counter("direct_chunks", "Chunks left for pairs to read by NIXL.", direct.num_chunks)
-        yield _gauge("direct_bytes", "Size of the blocks kept for pairs to read.", direct.kept_bytes)
+        yield _counter("direct_chunks", "Chunks left for pairs to read by NIXL.", num_chunks)
+        yield _gauge("direct_bytes", "Size of the blocks kept for pairs to read.", kept_bytes)
         yield _gauge("orders_running", "Orders that hold blocks.", stats.num_running)
         yield _gauge("orders_waiting", "Orders in the queue.", stats.num_waiting)
         yield _gauge("kv_cache_usage", "Share of the KV blocks that orders hold, 0 to 1.", stats.kv_usage)

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -26,14 +25,7 @@ logger = logging.getLogger(__name__)
 
 # A method's name follows while it runs; an application's name may have dots.
 _REPLICA = re.compile(r"ray::(TargetActor|DraftActor)|ray::ServeReplica:.+:(Pair|Prefill)(\.\w+(\(\))?)?$")
-
-
-@dataclass(frozen=True, slots=True)
-class NodeFinding:
-    """A node's answer: its memory for replicas, and the reason against a start there."""
-
-    free_bytes: int
-    obstacle: str | None = None
+Finding = tuple[int, str | None]  # a node's bytes for replicas, and the reason against a start there
 
 
 def check_nodes(
@@ -55,13 +47,11 @@ def check_nodes(
     is_on_gpu, is_replacing = placement.num_gpus > 0, num_running > 0
     logger.info("looking at %d nodes, %s", len(wanted), "to replace pairs" if is_replacing else "where no pair runs")
     findings = _ask([node for node, *_ in wanted], config, settings if is_replacing else None, is_on_gpu=is_on_gpu)
-    for (node, *_), found in zip(wanted, findings, strict=True):
-        if found.obstacle is not None:
-            raise ConfigError(f"on node {node.name}: {found.obstacle}")
-    rooms = [
-        NodeRoom(node.name, found.free_bytes, num_pairs, num_prefills)
-        for (node, num_pairs, num_prefills), found in zip(wanted, findings, strict=True)
-    ]
+    rooms = []
+    for (node, num_pairs, num_prefills), (free_bytes, obstacle) in zip(wanted, findings, strict=True):
+        if obstacle is not None:
+            raise ConfigError(f"on node {node.name}: {obstacle}")
+        rooms.append(NodeRoom(node.name, free_bytes, num_pairs, num_prefills))
     if rooms:
         check_room(config, rooms, is_on_gpu=is_on_gpu)
 
@@ -81,7 +71,7 @@ def check_places(placement: PairPlacement, num_replaced: int, nodes: Sequence[No
 
 def _ask(
     nodes: Sequence[NodeResources], config: DeployConfig, settings: PairSettings | None, *, is_on_gpu: bool
-) -> list[NodeFinding]:
+) -> list[Finding]:
     """Return the finding of each node. Raises ConfigError for a node that does not answer."""
     # Ask all nodes at once, then wait for each.
     make_task: Any = ray.remote(num_cpus=0, max_calls=1, max_retries=0)
@@ -109,7 +99,7 @@ def _ask(
     return found
 
 
-def find(config: DeployConfig, settings: PairSettings | None, *, is_on_gpu: bool) -> NodeFinding:
+def find(config: DeployConfig, settings: PairSettings | None, *, is_on_gpu: bool) -> Finding:
     """Check this node in a worker of its raylet: files, GPUs and, with `settings`, the models' structure."""
     os.nice(10)  # lower than running streams
     try:
@@ -120,11 +110,11 @@ def find(config: DeployConfig, settings: PairSettings | None, *, is_on_gpu: bool
 
             check_start(settings, is_on_gpu=is_on_gpu)
     except ServingError as error:
-        return NodeFinding(0, error.message)
+        return (0, error.message)
     return _room(config, is_on_gpu=is_on_gpu)
 
 
-def _room(config: DeployConfig, *, is_on_gpu: bool) -> NodeFinding:
+def _room(config: DeployConfig, *, is_on_gpu: bool) -> Finding:
     topology = read_topology() if is_on_gpu else NodeTopology()
     try:
         check_driver(topology)
@@ -132,8 +122,8 @@ def _room(config: DeployConfig, *, is_on_gpu: bool) -> NodeFinding:
         num_pairs = max(1, len(topology.devices) // per_pair)
         check_gpu_memory(config, topology, min(num_pairs, config.pair.max_replicas))
     except ServingError as error:
-        return NodeFinding(0, error.message)
-    return NodeFinding(available_bytes() + _bytes_of_replicas())
+        return (0, error.message)
+    return (available_bytes() + _bytes_of_replicas(), None)
 
 
 def _bytes_of_replicas() -> int:

@@ -50,10 +50,7 @@ class _KeyTile:
     mask: Tensor  # [G * _ROWS, S] additive
 
 
-@dataclass(frozen=True, slots=True)
-class _WindowLayout:
-    key_slots: Tensor
-    tiles: list[_KeyTile]
+_Layout = tuple[Tensor, list[_KeyTile]]  # the slots of all keys, and the tiles over them
 
 
 class BatchInvariantAttention:
@@ -82,32 +79,32 @@ class BatchInvariantPass:
         self._rows = index_tensor(rows, cache.device)  # [tiles * _ROWS], rows of the pass
         place_of = {row: place for place, row in enumerate(rows)}
         self._order = index_tensor((place_of[row] for row in range(len(place_of))), cache.device)  # [T]
-        self._layouts: dict[tuple[int | None, int], _WindowLayout] = {}
+        self._layouts: dict[tuple[int | None, int], _Layout] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         self._cache.write(layer, self._slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
         num_heads, num_kv_heads = query.shape[1], key.shape[1]
         group_size = num_heads // num_kv_heads
-        layout = self._layout(options.window, group_size)
-        keys, values = self._cache.read_slots(layer, layout.key_slots)  # [all keys, H, D]
-        num_tiles = len(layout.tiles)
+        key_slots, tiles = self._layout(options.window, group_size)
+        keys, values = self._cache.read_slots(layer, key_slots)  # [all keys, H, D]
+        num_tiles = len(tiles)
         rows = query[0].index_select(1, self._rows).view(num_kv_heads, group_size, num_tiles, _ROWS, -1)
         packed = rows.permute(2, 0, 1, 3, 4).reshape(num_tiles, 1, num_kv_heads, group_size * _ROWS, -1)
         outs = [
             _attend(packed[index], keys[tile.begin : tile.end], values[tile.begin : tile.end], tile.mask, options)
-            for index, tile in enumerate(layout.tiles)
+            for index, tile in enumerate(tiles)
         ]
         out = torch.cat(outs).view(num_tiles, num_kv_heads, group_size, _ROWS, -1)
         by_row = out.permute(0, 3, 1, 2, 4).reshape(num_tiles * _ROWS, num_heads, -1)
         return by_row.index_select(0, self._order)[None]  # [1, T, H * G, D]
 
-    def _layout(self, window: int | None, group_size: int) -> _WindowLayout:
+    def _layout(self, window: int | None, group_size: int) -> _Layout:
         layout = self._layouts.get((window, group_size))
         if layout is None:
             layout = self._layouts[window, group_size] = self._lay_out(window, group_size)
         return layout
 
-    def _lay_out(self, window: int | None, group_size: int) -> _WindowLayout:
+    def _lay_out(self, window: int | None, group_size: int) -> _Layout:
         key_slots: list[int] = []
         tiles = []
         for chain in self._chains:
@@ -119,7 +116,7 @@ class BatchInvariantPass:
                 begin, end = _first_key(places[0], window), -(-(places[-1] + 1) // _UNIT) * _UNIT
                 mask = self._mask(places, begin, end, window).repeat(group_size, 1)
                 tiles.append(_KeyTile(start + begin - first, start + end - first, mask))
-        return _WindowLayout(index_tensor(key_slots, self._cache.device), tiles)
+        return index_tensor(key_slots, self._cache.device), tiles
 
     def _mask(self, places: Seq[int], begin: int, end: int, window: int | None) -> Tensor:
         """Return 0 where a row sees the key, -inf elsewhere; [_ROWS, S]."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import actors.prefill_engine
 from actors.kv_transport import PrefillReply
-from actors.nixl_carrier import DirectBlocks, DirectStats
+from actors.nixl_carrier import DirectBlocks
 from actors.prefill_engine import PrefillEngine
 from actors.settings import PrefillSettings
 from engine.accounting.engine_stats import FetchFailure
@@ -44,8 +44,8 @@ class FakeCarrier:
         self.may_send.set()
 
     @property
-    def stats(self) -> DirectStats:
-        return DirectStats(self.num_sent, 0)
+    def stats(self) -> tuple[int, int]:
+        return self.num_sent, 0
 
     def send(self, blocks: Tensor) -> DirectBlocks:
         self.num_sent += 1

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.settings import ProcessShare
 from cluster import node_check
 from cluster.config import parse_config
-from cluster.node_check import NodeFinding, check_nodes, check_places, find, is_replica
+from cluster.node_check import Finding, check_nodes, check_places, find, is_replica
 from cluster.placement import NodeResources, PairPlacement
 from cluster.replica_settings import unplaced_settings
 from protos.errors import ConfigError
@@ -44,15 +44,15 @@ def test_pairs_that_serve_are_not_stopped_for_pairs_that_wait_for_nodes(nodes: l
         check_places(PAIR, 2, seen)
 
 
-def no_room(**_: object) -> NodeFinding:
-    return NodeFinding(1)
+def no_room(**_: object) -> Finding:
+    return 1, None
 
 
-def no_model(**_: object) -> NodeFinding:
-    return NodeFinding(0, "model path '/models/a' is neither a folder here")
+def no_model(**_: object) -> Finding:
+    return 0, "model path '/models/a' is neither a folder here"
 
 
-def dead(**_: object) -> NodeFinding:
+def dead(**_: object) -> Finding:
     raise NodeDiedError("the raylet has died")
 
 
@@ -65,7 +65,7 @@ def dead(**_: object) -> NodeFinding:
     ],
 )
 def test_the_node_that_could_not_hold_a_pair_is_named(
-    look: Callable[..., NodeFinding], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    look: Callable[..., Finding], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The node that builds the application has looked at its own files; Ray runs a function at the other."""
     first, second = "1" * 56, "2" * 56
@@ -75,7 +75,7 @@ def test_the_node_that_could_not_hold_a_pair_is_named(
             assert (scheduling_strategy.node_id, scheduling_strategy.soft) == (second, False)
             return self
 
-        def remote(self, *_: object, **options: object) -> Callable[[], NodeFinding]:
+        def remote(self, *_: object, **options: object) -> Callable[[], Finding]:
             return lambda: look(**options)
 
     monkeypatch.setattr(
@@ -88,7 +88,7 @@ def test_the_node_that_could_not_hold_a_pair_is_named(
             util=SimpleNamespace(list_named_actors=lambda **_: []),
         ),
     )
-    monkeypatch.setattr(node_check, "_room", lambda *_, **__: NodeFinding(1 << 50))
+    monkeypatch.setattr(node_check, "_room", lambda *_, **__: (1 << 50, None))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     config = parse_config({"model_id": "m", "target": {"path": str(tmp_path)}})
     placement = PairPlacement(ProcessShare(1, 0.5), None, num_gpus=0)
@@ -138,7 +138,7 @@ def test_a_node_finds_what_could_not_start_there(
         if (own := tmp_path / "own" / str(section["path"])).is_dir():
             section["path"] = str(own)
     config = parse_config({"model_id": "m", **args})
-    found = find(config, unplaced_settings(config), is_on_gpu=False).obstacle
+    found = find(config, unplaced_settings(config), is_on_gpu=False)[1]
     assert found is None if reason is None else reason in (found or "")
 
 

@@ -16,7 +16,6 @@ from typing import Any, get_args
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic_core import PydanticUndefined
 
-from actors.nixl_carrier import DirectStats
 from actors.pair.pair_metrics import PairMetrics
 from actors.prefill_replica import PrefillMetrics
 from actors.shell_messages import DraftChannelStats, Pong
@@ -73,7 +72,7 @@ def sample_metrics() -> MetricTexts:
     canary = CanaryReport("/new", "/old", CanaryOutcome.RUNNING, "", 4, 0.1, 0.0, 0.2)
     draft = DraftReport("pair", "/new", "digest", 0.0, is_deployed=False, canary=canary)
     pair.update(Pong(0.0, engine, {"model": DraftChannelStats()}), num_refused=0, drafts=(draft,))
-    prefill.update(engine, DirectStats())
+    prefill.update(engine, (0, 0))
     ingress_text = ingress.text() + up_text("ingress", "b", is_up=True) + proxy_text("1 1 1")
     return MetricTexts(ingress_text, pair.text(), prefill.text())
 

@@ -27,7 +27,7 @@ from tests.engine.fixtures.checkpoints import write_checkpoint
 from tuning.heads import HeadFolder
 from tuning.log_windows import Window, windows_of
 from tuning.new_head import write_new_head
-from tuning.own_chats import write_own_chats
+from tuning.rollouts import write_own_chats
 from tuning.run import top_distillation_loss
 from tuning.score import generate, score_draft
 from tuning.student import TrainableMedusaHeads

