@@ -29,6 +29,8 @@ from engine.model.checkpoint.weight_files import (
 from protos.errors import ConfigError
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 
+logger = logging.getLogger(__name__)
+
 _PROJECT = Path(__file__).resolve().parents[1]
 GGUF = ".gguf"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
@@ -198,9 +200,6 @@ def _bytes_on_hub(model_id: str) -> int:
         return find_model(model_id).num_bytes
     except ConfigError:  # the download will report it
         return 0
-
-
-logger = logging.getLogger(__name__)
 
 
 def convert_gguf_models(config: DeployConfig, report: Callable[[str], None] = logger.info) -> DeployConfig:

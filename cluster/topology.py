@@ -17,6 +17,8 @@ import pynvml
 from actors.settings import PairDevices
 from protos.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Instance:
@@ -156,9 +158,6 @@ def _is_linked(nvml: Any, left: Any, right: Any) -> bool:
 
 def _text(name: str | bytes) -> str:
     return name.decode() if isinstance(name, bytes) else name
-
-
-logger = logging.getLogger(__name__)
 
 
 def choose_devices(

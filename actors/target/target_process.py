@@ -58,6 +58,13 @@ from protos.fingerprint import FingerprintPart, digest, write_fingerprint
 from protos.frames import ConnectionLostError
 from protos.messages import ModelCard, SpeculationMethod
 
+if TYPE_CHECKING:  # takes a second to import, and not every process calls a deployment
+    from ray.serve.handle import DeploymentHandle
+
+    from actors.engine_loop.kv_event_publisher import KVEventPublisher
+
+logger = logging.getLogger(__name__)
+
 
 class ShellServer:
     """Serves one shell at a time. When a shell disconnects or does not read for five seconds, its requests are aborted.
@@ -121,15 +128,6 @@ class ShellServer:
             self.heads.carry_out(message)
         else:
             loop.submit(message)
-
-
-if TYPE_CHECKING:  # takes a second to import, and not every process calls a deployment
-    from ray.serve.handle import DeploymentHandle
-
-    from actors.engine_loop.kv_event_publisher import KVEventPublisher
-
-
-logger = logging.getLogger(__name__)
 
 
 class InProcessDraft(GuardedProposer):

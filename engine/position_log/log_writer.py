@@ -18,6 +18,8 @@ from torch import Tensor
 
 from engine.position_log.shard import LogFolder, LoggedModel, LoggedRequest, write_shard
 
+logger = logging.getLogger(__name__)
+
 
 class TopRows:
     """Copies logits rows for the top-k log.
@@ -73,9 +75,6 @@ def _pinned(values: Tensor) -> Tensor:
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
     return host
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,11 @@ from typing import NamedTuple
 from llguidance import LLTokenizer
 
 from engine.sampling.grammar import CompiledGrammar, GrammarMatcher, TokenMask
-from engine.sampling.grammar_trial import STACK_BYTES, GrammarTrial, new_tokenizer
+from engine.sampling.grammar_trial import GrammarTrial, deep_stack, new_tokenizer
 from protos.errors import OverloadedError, RateLimitError, RequestError
 from protos.messages import MAX_GRAMMAR_CHARACTERS, GenerateRequest, Grammar, GrammarKind, Thought
+
+logger = logging.getLogger(__name__)
 
 
 class ThoughtfulMatcher(GrammarMatcher):
@@ -100,8 +102,6 @@ def _without(token_ids: Seq[int], mask: TokenMask) -> TokenMask:
         made[token_id // 8] &= ~(1 << token_id % 8)
     return bytes(made)
 
-
-logger = logging.getLogger(__name__)
 
 MAX_SOURCE_BYTES = MAX_GRAMMAR_CHARACTERS
 MAX_RULES = 1000  # compile time grows with the square: 0.1 s for so many rules in Lark, 1 s in GBNF
@@ -236,12 +236,9 @@ class GrammarCompiler:
             )
 
     def _submit(self, grammar: Grammar) -> Future[CompiledGrammar | str]:
-        """Compile in the pool's thread. It has a deep stack, since an overflow would end the process."""
-        usual_bytes = threading.stack_size(STACK_BYTES)  # applies to all threads started until it is reset
-        try:
+        """Compile in the pool's thread, which has a deep stack."""
+        with deep_stack():
             return self._pool.submit(self._new_matcher, grammar)  # the first call starts the thread
-        finally:
-            threading.stack_size(usual_bytes)
 
     def _new_matcher(self, grammar: Grammar) -> CompiledGrammar | str:
         try:

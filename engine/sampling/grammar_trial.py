@@ -23,7 +23,6 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 MAX_COMPILE_S = 2  # of processor time
 MAX_COMPILE_BYTES = 256 << 20
-STACK_BYTES = 512 << 20  # the library recurses per rule: 1,000 nested rules overflow a thread's usual 8 MiB
 _CLOSING = ('"', ",", "}", "]", '",', '"}', "},", "],")  # tokens that lead a walk to the next key or to the end
 _DEAD_ENDS = ("NoExtension", "ff_tokens")  # in errors: no token can follow; the forced tokens have no end
 # In errors: a mask took more work, or more states, than the limits allow.
@@ -219,15 +218,25 @@ def _limit(kind: int, amount: int) -> None:
     resource.setrlimit(kind, (amount if hard == resource.RLIM_INFINITY else min(amount, hard), hard))
 
 
-def in_deep_thread(target: Callable[[], None]) -> threading.Thread:
-    """Start a thread with a deep stack for the library's recursion; an overflow would end the process."""
-    usual_bytes = threading.stack_size(STACK_BYTES)  # applies to all threads started until it is reset
+@contextmanager
+def deep_stack() -> Iterator[None]:
+    """Give threads that start in this block a deep stack for the library's recursion: an overflow would end the process.
+
+    1,000 nested rules overflow a thread's usual 8 MiB.
+    """
+    usual_bytes = threading.stack_size(512 << 20)
     try:
-        thread = threading.Thread(target=target)
-        thread.start()
-        return thread
+        yield
     finally:
         threading.stack_size(usual_bytes)
+
+
+def in_deep_thread(target: Callable[[], None]) -> threading.Thread:
+    """Start a thread with a deep stack."""
+    thread = threading.Thread(target=target)
+    with deep_stack():
+        thread.start()
+    return thread
 
 
 if __name__ == "__main__":

@@ -23,15 +23,11 @@ from engine.sampling.grammar import TokenMask
 from engine.sampling.noise import Words, key_prefixes
 from protos.messages import SamplingParams, TokenLogprobs
 
-# The requests of a batch's runs, with values that depend on the requests alone and are cached over many steps.
-#
-# Consecutive batches usually have the same requests, so the next one reuses these values (`RowBatch.recall`).
-
-
 class RunRequests:
-    """The sampling parameters and the sample index of each run.
+    """The sampling parameters and the sample index of each run, and values that depend on them alone.
 
-    Results are cached by function, so pass module-level functions and not lambdas.
+    Consecutive batches usually have the same requests, so the next one reuses these values (`RowBatch.recall`). They
+    are cached by function: pass module-level functions and not lambdas.
     """
 
     def __init__(self, requests: Seq[tuple[SamplingParams, int]]) -> None:

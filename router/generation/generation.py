@@ -25,6 +25,9 @@ from router.metrics.ingress_metrics import IngressMetrics, TokenClock, Traffic
 from router.requests.sampling_params import GenerateParams
 from router.tokenizer.tokenizer import Tokenizer, make_detokenizer
 
+if TYPE_CHECKING:
+    from router.generation.response_template import ResponseTemplate
+
 Item = TypeVar("Item")
 Item_co = TypeVar("Item_co", covariant=True)
 
@@ -91,10 +94,6 @@ async def _pump(stream: ClosableStream[Item], queue: asyncio.Queue[Item | _End])
             await queue.put(_End(error))
         else:
             await queue.put(_End())
-
-
-if TYPE_CHECKING:
-    from router.generation.response_template import ResponseTemplate
 
 
 @dataclass

@@ -30,6 +30,8 @@ from router.openai.usage import (
 )
 from router.tokenizer.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 OpenAIFinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -154,8 +156,6 @@ def openai_reason(reason: FinishReason | None) -> OpenAIFinishReason | None:
     assert reason is not FinishReason.ABORT  # a sequence given up by its pair moves on, it does not end
     return None if reason is None else cast(OpenAIFinishReason, reason.value)
 
-
-logger = logging.getLogger(__name__)
 
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which every reader of events leaves out
 KEEP_ALIVE_S = 15.0
