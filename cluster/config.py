@@ -66,7 +66,7 @@ class DeployConfig(EngineSection):
     @property
     def cores_per_gpu(self) -> int:
         """The cores that a pair gets for each GPU that it demands."""
-        return self.target.num_threads or 4  # cores per GPU
+        return self.target.num_threads or 4
 
     def conflicts(self) -> Iterator[str]:
         num_ranks, gpu = self.target.tensor_parallel_size, self.draft.gpu

@@ -88,8 +88,7 @@ def one_thread() -> Iterator[None]:
 class Muon:
     """Orthogonalised Nesterov momentum with decoupled weight decay."""
 
-    def __init__(self, parameters: list[Parameter], momentum: float = 0.95, weight_decay: float = 0.1) -> None:
-        self._momentum, self._weight_decay = momentum, weight_decay
+    def __init__(self, parameters: list[Parameter]) -> None:
         self._momenta = [(parameter, torch.zeros_like(parameter)) for parameter in parameters]
 
     @property
@@ -103,10 +102,10 @@ class Muon:
         with one_thread():
             for parameter, momentum in self._momenta:
                 assert parameter.grad is not None
-                momentum.lerp_(parameter.grad, 1.0 - self._momentum)
-                update = orthogonalise(parameter.grad.lerp(momentum, self._momentum))
+                momentum.lerp_(parameter.grad, 0.05)
+                update = orthogonalise(parameter.grad.lerp(momentum, 0.95))
                 scale = max(1.0, update.shape[0] / update.shape[1]) ** 0.5
-                parameter.mul_(1.0 - lr * self._weight_decay).add_(update, alpha=-lr * scale)
+                parameter.mul_(1.0 - lr * 0.1).add_(update, alpha=-lr * scale)
 
 
 class PairedOptimizer:

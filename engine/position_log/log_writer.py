@@ -98,13 +98,6 @@ class EndedRequest:
     token_ids: Seq[int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Positions:
-    places: NDArray[np.int32]
-    top_ids: NDArray[np.int32]
-    top_logprobs: NDArray[np.float16]
-
-
 class LogWriter:
     """Writes on its own thread; `put` never waits.
 
@@ -113,19 +106,18 @@ class LogWriter:
     Args:
         folder: the folder of the files, with its size limit.
         model: the target.
-        shard_bytes: a file of this size is full.
     """
 
-    def __init__(self, folder: LogFolder, model: LoggedModel, shard_bytes: int = 8 << 20) -> None:
+    def __init__(self, folder: LogFolder, model: LoggedModel) -> None:
         self.num_positions = 0
         self.num_bytes = 0
         self.num_taken_bytes = 0  # bytes of rows taken from the queue
         self.is_stopped = False
         self._folder = folder
         self._model = model
-        self._shard_bytes = shard_bytes
+        self._shard_bytes = 8 << 20  # of a full file
         self._queue: queue.SimpleQueue[VerifiedRows | EndedRequest | None] = queue.SimpleQueue()
-        self._open: dict[str, list[_Positions]] = {}
+        self._open: dict[str, list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float16]]]] = {}
         self._shard: list[LoggedRequest] = []
         self._file: Path | None = None
         self._file_bytes = 0
@@ -182,14 +174,14 @@ class LogWriter:
         for request_id in dict.fromkeys(verified.request_ids):
             chosen = [index for index, each in enumerate(verified.request_ids) if each == request_id]
             rows = [verified.kept[index] for index in chosen]
-            found = _Positions(places[chosen], top_ids[rows], top_logprobs[rows])
+            found = (places[chosen], top_ids[rows], top_logprobs[rows])
             self._open.setdefault(request_id, []).append(found)
 
     def _end(self, ended: EndedRequest) -> None:
         found = self._open.pop(ended.request_id, [])
         if not found:
             return
-        positions = np.concatenate([each.places for each in found])
+        positions, ids, logprobs = map(np.concatenate, zip(*found, strict=True))
         is_committed = positions < len(ended.token_ids)  # verified tokens after a stop token are not committed
         self._shard.append(
             LoggedRequest(
@@ -198,8 +190,8 @@ class LogWriter:
                 repetition_penalty=ended.repetition_penalty,
                 token_ids=np.array(ended.token_ids, np.int32),
                 positions=positions[is_committed],
-                top_ids=np.concatenate([each.top_ids for each in found])[is_committed],
-                top_logprobs=np.concatenate([each.top_logprobs for each in found])[is_committed],
+                top_ids=ids[is_committed],
+                top_logprobs=logprobs[is_committed],
             )
         )
         self._num_unwritten += int(is_committed.sum())

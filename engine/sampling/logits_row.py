@@ -23,6 +23,7 @@ from engine.sampling.grammar import TokenMask
 from engine.sampling.noise import Words, key_prefixes
 from protos.messages import SamplingParams, TokenLogprobs
 
+
 class RunRequests:
     """The sampling parameters and the sample index of each run, and values that depend on them alone.
 
@@ -75,11 +76,6 @@ class LogitsRow(NamedTuple):
     def position(self) -> int:
         """Absolute position of the sampled token."""
         return len(self.token_ids) + len(self.draft_ids)
-
-    @property
-    def pass_position(self) -> int:
-        """Absolute position of the first token that this row's pass can commit. It is unique to the pass."""
-        return len(self.token_ids)
 
     @property
     def num_generated(self) -> int:

@@ -74,9 +74,9 @@ def count_rounds(agrees: list[bool], num_draft_tokens: int) -> list[int]:
     return accepted
 
 
-def repetition(row: list[int], num_gram_tokens: int = 8) -> float:
-    """Return the share of repeated n-grams of `row`: near 1 for a loop, near 0 for fresh text."""
-    grams = [tuple(row[start : start + num_gram_tokens]) for start in range(len(row) - num_gram_tokens + 1)]
+def repetition(row: list[int]) -> float:
+    """Return the share of repeated 8-grams of `row`: near 1 for a loop, near 0 for fresh text."""
+    grams = [tuple(row[start : start + 8]) for start in range(len(row) - 7)]
     return 1.0 - len(set(grams)) / max(1, len(grams))
 
 

@@ -129,9 +129,9 @@ class Decision:
         """Return the best `limit` workers (all by default), best first."""
         return [self._cost(int(row)) for row in self.order[:limit]]
 
-    def explain(self, limit: int = 3) -> str:
-        """Format the formula with its numbers for the best `limit` workers, as one line for the debug log."""
-        return f"{self.policy}: " + "; ".join(self._formula(int(row)) for row in self.order[:limit])
+    def explain(self) -> str:
+        """Format the formula with its numbers for the three best workers, as one line for the debug log."""
+        return f"{self.policy}: " + "; ".join(self._formula(int(row)) for row in self.order[:3])
 
     def _cost(self, row: int) -> WorkerCost:
         return WorkerCost(
