@@ -34,7 +34,7 @@ from engine.kv_cache.block_manager import BlockManager
 from engine.model.cuda_graphs.buckets import sized
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer import NoProposer, Proposer
-from engine.remote_prefill.fetch_table import NoPrefillSource, PrefillLoad
+from engine.remote_prefill.fetch_table import PrefillLoad, PrefillSource
 from engine.sampling.sampler import Sampler
 from engine.scheduler.async_scheduling import AsyncScheduling, SyncScheduling
 from engine.scheduler.scheduler import Scheduler
@@ -168,7 +168,7 @@ class GpuBench:
         return EngineCore(self.runner, scheduler, parts)
 
 
-class CopiedPrefill(NoPrefillSource):
+class CopiedPrefill(PrefillSource):
     """Prompts that are all beginnings of one text: its KV is copied to the blocks of each, in no time."""
 
     def __init__(self, runner: ModelRunner, text_blocks: Seq[int]) -> None:

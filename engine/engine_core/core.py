@@ -31,7 +31,7 @@ from engine.proposer.hidden_state.factory import HeadWatch, LiveHead
 from engine.proposer.method_dispatcher import HybridProposer
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sampling.vocabulary import Vocabulary
-from engine.scheduler.async_scheduling import InFlightBatch, Overlap, SyncScheduling
+from engine.scheduler.async_scheduling import InFlightBatch, SyncScheduling
 from engine.scheduler.ending import NonFiniteReport, plain_reason, score_prompts, token_sources
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence.batch import NOTHING, Batch, CheckedDraft, ScheduledSequence, check_draft, constrain
@@ -63,7 +63,7 @@ class Speculation:
     config: SpeculationConfig
     head: LiveHead | None = None
     steps: StepSpeculation | None = None
-    overlap: Overlap = field(default_factory=SyncScheduling)
+    overlap: SyncScheduling = field(default_factory=SyncScheduling)
 
 
 class Runner(Protocol):

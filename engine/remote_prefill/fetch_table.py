@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from engine.accounting.engine_stats import RemotePrefillStats
 from engine.kv_cache.block_manager import BlockManager
@@ -21,8 +20,15 @@ class PrefillLoad:
     num_decode_tokens: int  # total context of the decoding sequences
 
 
-class PrefillSource(Protocol):
-    """Fetches KV blocks for sequences with slots; a sequence `is_fetching` from `offer` until its fetch ends."""
+class PrefillSource:
+    """Fetches KV blocks for sequences with slots; a sequence `is_fetching` from `offer` until its fetch ends.
+
+    This one fetches nothing and leaves every prompt to this engine.
+    """
+
+    @property
+    def stats(self) -> RemotePrefillStats:
+        return RemotePrefillStats()
 
     def offer(self, sequence: Sequence, load: PrefillLoad) -> None:
         """Fetch the blocks that an admitted sequence lacks, or leave them to local prefill.
@@ -44,23 +50,6 @@ class PrefillSource(Protocol):
         Returns:
             True if any message arrived.
         """
-
-    @property
-    def stats(self) -> RemotePrefillStats: ...
-
-
-class NoPrefillSource:
-    """Leaves every prompt to this engine."""
-
-    stats = RemotePrefillStats()
-
-    def offer(self, sequence: Sequence, load: PrefillLoad) -> None:
-        pass
-
-    def withdraw(self, sequence: Sequence) -> None:
-        pass
-
-    def receive(self, load: Callable[[], PrefillLoad]) -> bool:
         return False
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.accounting.engine_stats import FetchFailure, RemotePrefillStats
 from engine.accounting.rates import RateMeter
 from engine.kv_cache.block_manager import BlockManager
-from engine.remote_prefill.fetch_table import FetchTable, PrefillLoad, num_fetchable_blocks
+from engine.remote_prefill.fetch_table import FetchTable, PrefillLoad, PrefillSource, num_fetchable_blocks
 from engine.remote_prefill.kv_transfer import (
     FetchAccepted,
     FetchEnd,
@@ -37,8 +37,8 @@ from engine.sequence.sequence import Sequence
 logger = logging.getLogger(__name__)
 
 
-class RemotePrefill:
-    """Implements `PrefillSource` over a `KVTransport`.
+class RemotePrefill(PrefillSource):
+    """Fetches over a `KVTransport`.
 
     Only whole blocks are fetched, and never the last token's: its logits are needed, so it is always computed here. A
     fetch is given up after four times its expected time, at least five seconds.

@@ -100,21 +100,23 @@ class DrawnTokens:
         return [VerifyResult((token_id,), 0, is_finite=token_id >= 0) for token_id in self._token_ids.tolist()]
 
 
-class Overlap(Protocol):
-    """Issues passes ahead of the commit of the last one. Owned by the engine's thread.
+class SyncScheduling:
+    """Schedules each pass after the commit of the last one. Owned by the engine's thread.
 
     Attributes:
         num_passes: number of passes issued before the host had read the tokens of the last one.
     """
 
-    num_passes: int
+    num_passes = 0
 
     @property
     def has_pass(self) -> bool:
         """True if an issued pass has not been taken yet."""
+        return False
 
     def take(self) -> InFlightBatch | None:
         """Return the issued pass, without sequences that have ended; None if the next pass must be scheduled."""
+        return None
 
     def issue_next(self, issued: InFlightBatch, tasks: Seq[VerifyTask]) -> DrawnTokens | None:
         """Issue the pass after `issued`, if it needs only the tokens drawn from `issued`.
@@ -126,22 +128,10 @@ class Overlap(Protocol):
         Returns:
             The tokens drawn, in the order of `tasks`; None if nothing was issued and `tasks` must be verified.
         """
-
-
-class SyncScheduling:
-    """Schedules each pass after the commit of the last one."""
-
-    num_passes = 0
-    has_pass = False
-
-    def take(self) -> InFlightBatch | None:
-        return None
-
-    def issue_next(self, issued: InFlightBatch, tasks: Seq[VerifyTask]) -> DrawnTokens | None:
         return None
 
 
-class AsyncScheduling:
+class AsyncScheduling(SyncScheduling):
     """Issues the next pass ahead where possible, and otherwise waits as `SyncScheduling` does."""
 
     def __init__(self, runner: FedRunner, scheduler: Scheduler, verifier: Verifier) -> None:

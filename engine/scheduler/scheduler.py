@@ -23,7 +23,7 @@ from engine.accounting.engine_stats import WAIT_BUCKETS_S, Histogram
 from engine.accounting.rates import RateMeter
 from engine.config import SchedulerConfig
 from engine.kv_cache.block_manager import BlockManager
-from engine.remote_prefill.fetch_table import NoPrefillSource, PrefillLoad, PrefillSource
+from engine.remote_prefill.fetch_table import PrefillLoad, PrefillSource
 from engine.scheduler.ending import (
     KeptTokens,
     LengthLimit,
@@ -85,7 +85,7 @@ class Scheduler:
         self._max_stall_passes = config.max_stall_passes
         self._limit = LengthLimit(max_model_len, blocks.num_blocks * blocks.block_size)
         self.blocks = blocks
-        self.source = source or NoPrefillSource()
+        self.source = source or PrefillSource()
         self.rates = rates or RateMeter()
         self.clock = clock
         self._arrivals = count()

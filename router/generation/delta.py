@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 from protos.messages import FinishReason, TokenLogprobs
 
@@ -56,14 +56,6 @@ class Gain:
     def parts(self) -> list[int]:
         """The parts that it has, by their place in a delta."""
         return [place for place, part in enumerate((self.thought, self.text, self.calls)) if part]
-
-
-class DeltaReader(Protocol):
-    """Splits one choice's text into content, thoughts and calls."""
-
-    def read(self, delta: Delta) -> list[Delta]:
-        """Return the parts known for certain to be content, thought or call, in the order of the text."""
-        ...
 
 
 def told_apart(delta: Delta, gains: Iterable[Gain], finish_reason: FinishReason | None) -> list[Delta]:

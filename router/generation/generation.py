@@ -16,7 +16,7 @@ from protos.messages import FinishReason, GenerateRequest, StepStats, TokenChunk
 from router.api_keys import current_client
 from router.backend.backend import TokenStreams
 from router.generation.choice_text import ChoiceText, DetokenizerMaker
-from router.generation.delta import Delta, DeltaReader, join_deltas, runs_of
+from router.generation.delta import Delta, join_deltas, runs_of
 from router.generation.receipts import OpenReceipt, Receipt
 from router.generation.tool_calls import ToolCallParser
 from router.generation.tool_formats.tool_format import ToolFormat
@@ -26,7 +26,7 @@ from router.requests.sampling_params import GenerateParams
 from router.tokenizer.tokenizer import Tokenizer, make_detokenizer
 
 if TYPE_CHECKING:
-    from router.generation.response_template import ResponseTemplate
+    from router.generation.response_template import ResponseReader, ResponseTemplate
 
 Item = TypeVar("Item")
 Item_co = TypeVar("Item_co", covariant=True)
@@ -41,14 +41,15 @@ class ClosableStream(AsyncIterable[Item_co], Protocol[Item_co]):
 async def fan_in(streams: Sequence[ClosableStream[Item]]) -> AsyncGenerator[Item, None]:
     """Yield the items of all streams as they come. The first error ends all of them; closing closes all of them."""
     # A client that reads slowly holds the streams back, not the memory.
-    queue: asyncio.Queue[Item | _End] = asyncio.Queue(64)
+    queue: asyncio.Queue[Item | Exception | None] = asyncio.Queue(64)  # None or an error ends a stream
     tasks = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
     num_open = len(tasks)
     try:
         while num_open:
             received = await queue.get()
-            if isinstance(received, _End):
-                received.raise_error()
+            if isinstance(received, Exception):
+                raise received
+            if received is None:
                 num_open -= 1
             else:
                 yield received
@@ -74,26 +75,15 @@ async def following(stream: AsyncGenerator[Item, None], may_begin: asyncio.Event
             yield item
 
 
-class _End:
-    """The end of one stream, and the error that ended it."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self._error = error
-
-    def raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-
-async def _pump(stream: ClosableStream[Item], queue: asyncio.Queue[Item | _End]) -> None:
+async def _pump(stream: ClosableStream[Item], queue: asyncio.Queue[Item | Exception | None]) -> None:
     async with aclosing(stream):
         try:
             async for item in stream:
                 await queue.put(item)
         except Exception as error:  # the reader raises it
-            await queue.put(_End(error))
+            await queue.put(error)
         else:
-            await queue.put(_End())
+            await queue.put(None)
 
 
 @dataclass
@@ -104,7 +94,7 @@ class Choice:
     batches: AsyncGenerator[Sequence[TokenChunk], None]  # the pair's stream; closed with this one
     text: ChoiceText
     echo: Delta | None  # the prompt, until it has been sent
-    reader: DeltaReader | None  # of calls; None where the model may call no tools
+    reader: ToolCallParser | ResponseReader | None  # of calls; None where the model may call no tools
     meter: UsageMeter
     clock: TokenClock
     has_prompt_logprobs: bool = False
@@ -299,7 +289,7 @@ class Generation:
         kept_ids = self._tool_format.token_ids.values() if self._tool_format and self._params.tool_schemas else ()
         return partial(make_detokenizer, skip_special_tokens=is_skipping, kept_ids=frozenset(kept_ids))
 
-    def _reader(self, request: GenerateRequest) -> DeltaReader | None:
+    def _reader(self, request: GenerateRequest) -> ToolCallParser | ResponseReader | None:
         schemas = self._params.tool_schemas
         if self._response_template is not None:
             prompt = () if self._params.thinking else request.prompt_token_ids
