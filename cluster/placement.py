@@ -177,9 +177,8 @@ def _plan_demanded(request: PlacementRequest, demand: GpuDemand) -> PairPlacemen
     if request.has_draft_model and _is_in_target(request, demand.num_gpus):
         request = replace(request, has_draft_model=False)
     num_cores = demand.num_gpus * demand.cpus_per_gpu
-    threads = _threads(request, num_cores)
     share = num_cores - SHELL_CPUS - _NUM_VERSIONS * INGRESS_CPUS * request.num_ingresses
-    placement = _claim(threads, request.num_ranks, share, demand.num_gpus, NodeTopology())
+    placement = _claim(request, num_cores, share, demand.num_gpus, NodeTopology())
     if not request.num_prefills:
         return placement
     prefill = ProcessShare(demand.cpus_per_gpu, demand.cpus_per_gpu * request.num_ranks)
@@ -201,7 +200,7 @@ def _plan_on(request: PlacementRequest, nodes: list[NodeResources], topology: No
     num_cpus = min(node.num_cpus for node in hosts)
     num_cores = max(1, num_cpus // (pairs_per_node + prefills_per_node))
     unit = (num_cpus - _NUM_VERSIONS * INGRESS_CPUS * request.num_ingresses) / (pairs_per_node + prefills_per_node)
-    placement = _claim(_threads(request, num_cores), request.num_ranks, unit - SHELL_CPUS, num_gpus, topology)
+    placement = _claim(request, num_cores, unit - SHELL_CPUS, num_gpus, topology)
     if not request.num_prefills:
         return placement
     # A prefill replica has as many cores as a pair, one process per rank.
@@ -219,33 +218,24 @@ def _is_in_target(request: PlacementRequest, num_gpus: int) -> bool:
     return request.is_one_process or num_gpus == request.num_ranks == 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Threads:
-    target: int  # of each rank
-    draft: int  # of each draft
-    num_drafts: int = 0
-
-
-def _threads(request: PlacementRequest, num_cores: int) -> _Threads:
-    if not request.has_draft_model:
-        return _Threads(request.target_threads or max(1, num_cores // request.num_ranks), 0)
-    draft = request.draft_threads or max(1, num_cores // 4)
-    all_drafts = request.num_drafts * draft
-    free = num_cores - all_drafts if request.is_side_by_side else num_cores - all_drafts + 1
-    return _Threads(request.target_threads or max(1, free // request.num_ranks), draft, request.num_drafts)
-
-
-def _claim(threads: _Threads, num_ranks: int, share: float, num_gpus: int, topology: NodeTopology) -> PairPlacement:
+def _claim(
+    request: PlacementRequest, num_cores: int, share: float, num_gpus: int, topology: NodeTopology
+) -> PairPlacement:
     """Claim as many CPUs as there are threads, or a proportional part of the share when it is smaller."""
-    scale = min(1.0, share / (threads.target * num_ranks + threads.num_drafts * threads.draft))
-    target_cpus, draft_cpus = (_hundredths(scale * each) for each in (threads.target * num_ranks, threads.draft))
-    if target_cpus < 0.01 or (threads.draft and draft_cpus < 0.01):
+    num_ranks, draft_threads, num_free = request.num_ranks, 0, num_cores
+    if request.has_draft_model:
+        draft_threads = request.draft_threads or max(1, num_cores // 4)
+        num_free = num_cores - request.num_drafts * draft_threads + (0 if request.is_side_by_side else 1)
+    target_threads = request.target_threads or max(1, num_free // num_ranks)
+    scale = min(1.0, share / (target_threads * num_ranks + request.num_drafts * draft_threads))
+    target_cpus, draft_cpus = (_hundredths(scale * each) for each in (target_threads * num_ranks, draft_threads))
+    if target_cpus < 0.01 or (draft_threads and draft_cpus < 0.01):
         raise ConfigError(
             f"a pair's share of its node is {share:.2f} CPUs, too little for a target and a draft; "
             f"lower pair.num_replicas, prefill.num_replicas or ingress.num_replicas, or add cores (seen: {topology})"
         )
-    draft = ProcessShare(threads.draft, draft_cpus) if threads.draft else None
-    return PairPlacement(ProcessShare(threads.target, target_cpus), draft, num_gpus)
+    draft = ProcessShare(draft_threads, draft_cpus) if draft_threads else None
+    return PairPlacement(ProcessShare(target_threads, target_cpus), draft, num_gpus)
 
 
 def _hundredths(num_cpus: float) -> float:

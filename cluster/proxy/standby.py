@@ -22,20 +22,11 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 _TIMEOUT_S = 2.0
 _MAX_SENT = 253  # descriptors in one message, by Linux
 _WAITS_FOR_ROUTES = re.compile(rb"^description: waits for routes", re.MULTILINE | re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True)
-class HAProxyState:
-    """The state a HAProxy reports: its process id, and whether its configuration has no route."""
-
-    pid: int
-    is_waiting_for_routes: bool
 
 
 def main() -> None:
@@ -53,24 +44,23 @@ def main() -> None:
 def _watch(configuration: Path, admin_socket: str, haproxy: int, command: list[str]) -> None:
     os.setsid()  # Ray kills a manager's whole process group
     cluster = _parent(_parent(haproxy))  # the raylet: HAProxy is its manager's child
-    answer = _first_answer(admin_socket, haproxy)
-    if answer is None or answer.is_waiting_for_routes:
+    if not _serves_routes(admin_socket, haproxy):
         return
     listeners = _listeners(admin_socket)
     _wait_for_end(haproxy)
-    if answering(admin_socket) is None and configuration.exists() and _parent(cluster):
+    if not answering(admin_socket)[0] and configuration.exists() and _parent(cluster):
         _hand_over(listeners, listeners_socket(admin_socket))
         _stand_in(command, configuration, admin_socket, cluster)
 
 
-def _first_answer(admin_socket: str, haproxy: int) -> HAProxyState | None:
-    """Wait until HAProxy answers; return None if it ends before that."""
+def _serves_routes(admin_socket: str, haproxy: int) -> bool:
+    """Wait until HAProxy answers; return False if it has no route then, or ends before that."""
     while os.getppid() == haproxy:
-        answer = answering(admin_socket)
-        if answer is not None and answer.pid == haproxy:
-            return answer
+        pid, has_routes = answering(admin_socket)
+        if pid == haproxy:
+            return has_routes
         time.sleep(0.1)
-    return None
+    return False
 
 
 def _listeners(admin_socket: str) -> list[socket.socket]:
@@ -143,12 +133,12 @@ def _stand_in(command: list[str], configuration: Path, admin_socket: str, cluste
     deadline_s = began_s + longest_s
     while _parent(cluster):
         time.sleep(0.1)
-        now_s, answer = time.monotonic(), answering(admin_socket)
-        if (answer and not answer.is_waiting_for_routes) or now_s > deadline_s:
+        now_s, (pid, has_routes) = time.monotonic(), answering(admin_socket)
+        if has_routes or now_s > deadline_s:
             own.send_signal(signal.SIGUSR1)
             own.wait()  # its configuration bounds how long it drains
             return
-        if answer:
+        if pid:
             deadline_s = now_s + longest_s
         if own.poll() is not None and now_s > began_s + 1.0:  # at most one start a second if it cannot run at all
             if not configuration.exists():
@@ -179,8 +169,8 @@ def listeners_socket(admin_socket: str) -> str:
     return f"{admin_socket}3"
 
 
-def answering(admin_socket: str) -> HAProxyState | None:
-    """Return the answer of the HAProxy that has an admin socket; None without one."""
+def answering(admin_socket: str) -> tuple[int, bool]:
+    """Return the process id of the HAProxy that has an admin socket, 0 without one, and whether it has any route."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_TIMEOUT_S)
@@ -190,9 +180,9 @@ def answering(admin_socket: str) -> HAProxyState | None:
             while part := connection.recv(4096):
                 text += part
     except OSError:
-        return None
+        return 0, False
     found = re.search(rb"^Pid: (\d+)", text, re.MULTILINE)
-    return HAProxyState(int(found[1]), _WAITS_FOR_ROUTES.search(text) is not None) if found else None
+    return (int(found[1]), _WAITS_FOR_ROUTES.search(text) is None) if found else (0, False)
 
 
 def _parent(pid: int) -> int:

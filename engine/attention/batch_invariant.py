@@ -41,16 +41,8 @@ class _RowGroup:
     key_slots: Seq[int]  # slot of each key from the first on
 
 
-@dataclass(frozen=True, slots=True)
-class _KeyTile:
-    """Keys [begin, end) among those gathered for the pass, and the mask of `_ROWS` rows over them."""
-
-    begin: int
-    end: int
-    mask: Tensor  # [G * _ROWS, S] additive
-
-
-_Layout = tuple[Tensor, list[_KeyTile]]  # the slots of all keys, and the tiles over them
+# The slots of all keys, and the tiles over them: keys [begin, end), and their mask [G * _ROWS, S], which is added.
+_Layout = tuple[Tensor, list[tuple[int, int, Tensor]]]
 
 
 class BatchInvariantAttention:
@@ -91,8 +83,8 @@ class BatchInvariantPass:
         rows = query[0].index_select(1, self._rows).view(num_kv_heads, group_size, num_tiles, _ROWS, -1)
         packed = rows.permute(2, 0, 1, 3, 4).reshape(num_tiles, 1, num_kv_heads, group_size * _ROWS, -1)
         outs = [
-            _attend(packed[index], keys[tile.begin : tile.end], values[tile.begin : tile.end], tile.mask, options)
-            for index, tile in enumerate(tiles)
+            _attend(packed[index], keys[begin:end], values[begin:end], mask, options)
+            for index, (begin, end, mask) in enumerate(tiles)
         ]
         out = torch.cat(outs).view(num_tiles, num_kv_heads, group_size, _ROWS, -1)
         by_row = out.permute(0, 3, 1, 2, 4).reshape(num_tiles * _ROWS, num_heads, -1)
@@ -115,7 +107,7 @@ class BatchInvariantPass:
                 places = _full(chain.places[at : at + _ROWS])
                 begin, end = _first_key(places[0], window), -(-(places[-1] + 1) // _UNIT) * _UNIT
                 mask = self._mask(places, begin, end, window).repeat(group_size, 1)
-                tiles.append(_KeyTile(start + begin - first, start + end - first, mask))
+                tiles.append((start + begin - first, start + end - first, mask))
         return index_tensor(key_slots, self._cache.device), tiles
 
     def _mask(self, places: Seq[int], begin: int, end: int, window: int | None) -> Tensor:

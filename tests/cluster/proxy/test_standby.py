@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 def end(folder: Path) -> None:
     (folder / "haproxy.cfg").unlink()
-    while (pid := answering(folder) or standing_in(folder)) is not None:
+    while pid := answering(folder) or standing_in(folder):
         os.kill(pid, signal.SIGKILL)
 
 
@@ -66,17 +66,12 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
     return process
 
 
-def answering(folder: Path) -> int | None:
-    return pid_of(str(folder / "admin.sock"))
+def answering(folder: Path) -> int:
+    return standby.answering(str(folder / "admin.sock"))[0]
 
 
-def standing_in(folder: Path) -> int | None:
-    return pid_of(standby.own_socket(str(folder / "admin.sock")))
-
-
-def pid_of(admin_socket: str) -> int | None:
-    answer = standby.answering(admin_socket)
-    return answer.pid if answer else None
+def standing_in(folder: Path) -> int:
+    return standby.answering(standby.own_socket(str(folder / "admin.sock")))[0]
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -113,9 +108,9 @@ def killed_with_a_stand_in(folder: Path) -> int:
     standby_of(first)
     first.kill()
     first.wait()
-    until(lambda: standing_in(folder) is not None)
+    until(lambda: standing_in(folder) != 0)
     stand_in = standing_in(folder)
-    assert stand_in is not None
+    assert stand_in
     return stand_in
 
 
@@ -125,7 +120,7 @@ def until_ended(pid: int) -> None:
 
 def test_one_that_is_killed_is_back_and_gives_way_to_the_next(folder: Path) -> None:
     stand_in = killed_with_a_stand_in(folder)
-    assert answering(folder) is None, "Serve would think that it has one, and start none"
+    assert answering(folder) == 0, "Serve would think that it has one, and start none"
     port = int((folder / "haproxy.cfg").read_text().partition("127.0.0.1:")[2].split()[0])
     with socket.create_connection(("127.0.0.1", port), 5) as connection:
         connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
@@ -142,7 +137,7 @@ def test_no_client_is_refused_while_none_runs(folder: Path, is_stand_in_killed: 
     its_standby = standby_of(first)
     if is_stand_in_killed:
         first.kill()
-        until(lambda: standing_in(folder) is not None)
+        until(lambda: standing_in(folder) != 0)
     victim = standing_in(folder) or first.pid
     os.kill(its_standby, signal.SIGSTOP)
     os.kill(victim, signal.SIGKILL)
@@ -163,7 +158,7 @@ def test_the_next_one_that_is_started_before_the_stand_in_runs_takes_its_ports(f
     until(lambda: standby._is_answered(standby.listeners_socket(str(folder / "admin.sock"))))
     second = start(folder)
     assert second.poll() is None
-    until(lambda: standing_in(folder) is None)
+    until(lambda: standing_in(folder) == 0)
     assert answering(folder) == second.pid
 
 
@@ -237,9 +232,9 @@ def test_one_that_stands_in_and_is_killed_is_back_too(folder: Path) -> None:
     """Serve may need half a minute for its own: long enough for another fault."""
     killed = killed_with_a_stand_in(folder)
     os.kill(killed, signal.SIGKILL)
-    until(lambda: standing_in(folder) not in (None, killed))
+    until(lambda: standing_in(folder) not in (0, killed))
     second = start(folder)
-    until(lambda: standing_in(folder) is None)
+    until(lambda: standing_in(folder) == 0)
     assert answering(folder) == second.pid
 
 
@@ -261,5 +256,5 @@ def test_none_stands_in_where_the_clusters_folder_is_gone(folder: Path) -> None:
     first.kill()
     first.wait()
     until_ended(its_standby)
-    assert answering(folder) is None
+    assert answering(folder) == 0
     configuration.write_text(text)
