@@ -137,18 +137,7 @@ def tune(settings: TuneSettings, report: Report, on_progress: OnProgress) -> boo
     report(_line("the present draft", before.score))
     # Let the target write more text for a share of the minutes.
     share = _rollouts_share(settings)
-    written: Sequence[LoggedRequest] = ()
-    if share:
-        name = "the target writes more text"
-        report(f"{name}, for {share * settings.minutes:.1f} minutes")
-        written = write_rollouts(
-            settings.target,
-            log,
-            workplace.folder / "rollouts",
-            share * settings.minutes,
-            lambda progress: on_progress(name, share * progress),
-        )
-        report(f"{sum(len(request.positions) for request in written)} positions of {len(written)} texts more")
+    written = _write_more(settings, share, log, workplace, report, on_progress) if share else []
     # Train candidates for the rest of the time, and score each.
     requests = [*log.training.requests, *written]
     settings = replace(settings, minutes=(1 - share) * settings.minutes)
@@ -199,6 +188,20 @@ def _rollouts_share(settings: TuneSettings) -> float:
         return settings.rollouts
     num_bytes = sum(file.stat().st_size for file in Path(settings.target).glob("*.safetensors"))
     return 0.3 if num_bytes <= 2 << 30 else 0.0  # small targets write fast enough
+
+
+def _write_more(
+    settings: TuneSettings, share: float, log: Log, workplace: Workplace, report: Report, on_progress: OnProgress
+) -> Sequence[LoggedRequest]:
+    """Let the target write for a share of the minutes, and return its texts."""
+    name, minutes = "the target writes more text", share * settings.minutes
+    report(f"{name}, for {minutes:.1f} minutes")
+    folder = workplace.folder / "rollouts"
+    written = write_rollouts(
+        settings.target, log, folder, minutes, lambda progress: on_progress(name, share * progress)
+    )
+    report(f"{sum(len(request.positions) for request in written)} positions of {len(written)} texts more")
+    return written
 
 
 def _logged_model(target: str) -> LoggedModel:

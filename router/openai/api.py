@@ -288,7 +288,13 @@ def build_app(
     app.add_middleware(around(one_slash))
     app.add_middleware(around(close_unread))
     app.add_middleware(around(begin_in_turn, places=asyncio.Semaphore(8)))
-    # Routes. Answers are built by hand, so FastAPI validates no response.
+    _add_routes(app, api)
+    StaticPage().add_routes(app)
+    return app
+
+
+def _add_routes(app: FastAPI, api: OpenAIApi) -> None:
+    """Add the routes of `api`. Answers are built by hand, so FastAPI validates no response."""
     for path, post in (
         ("/v1/completions", api.completions),
         ("/v1/chat/completions", api.chat_completions),
@@ -313,8 +319,6 @@ def build_app(
         ("/metrics", api.metrics),
     ):
         app.add_api_route(path, get, methods=["GET", "HEAD"], response_model=None)
-    StaticPage().add_routes(app)
-    return app
 
 
 def _permission(model_id: str, created_s: int) -> dict[str, Any]:
