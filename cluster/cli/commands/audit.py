@@ -21,7 +21,7 @@ from cluster.cli.audit.client import Budget, Server
 from cluster.cli.audit.evidence import POWER
 from cluster.cli.audit.trial import Verdict
 from cluster.cli.audit.wire import choices_of
-from cluster.cli.console import console, report
+from cluster.cli.console import console, report, write_text
 from cluster.cli.server import API_KEY, URL, base_url, finite
 from protos.client_text import for_log
 from protos.errors import ConfigError
@@ -151,7 +151,7 @@ class Report:
 
 def write_json(report: Report, file: Path) -> None:
     """Write a report that `read_findings` reads."""
-    _write(file, json.dumps(asdict(report), indent=1, ensure_ascii=True) + "\n", "--json")
+    write_text(file, json.dumps(asdict(report), indent=1, ensure_ascii=True) + "\n", "--json")
 
 
 def write_html(report: Report, file: Path) -> None:
@@ -166,7 +166,7 @@ def write_html(report: Report, file: Path) -> None:
         "<table><tr><th>check<th>verdict<th>draws<th>corrected p<th>"
     )
     page += "".join(map(_row, report.checks)) + "</table>\n"
-    _write(file, page.encode(errors="backslashreplace").decode(), "--html")
+    write_text(file, page.encode(errors="backslashreplace").decode(), "--html")
 
 
 def _row(check: Result) -> str:
@@ -229,10 +229,3 @@ def _now(response: httpx.Response) -> str:
     reasons = Counter(choice.finish_reason for choice in choices)
     shown = ", ".join(f"{text!r} {count}" for text, count in texts.most_common(10))
     return f"{shown} ({', '.join(f'{reason} {count}' for reason, count in reasons.items())})"
-
-
-def _write(file: Path, text: str, option: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{option} {file} cannot be written: {error}") from None

@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from rich.table import Table
 from typer import Option
 
-from cluster.cli.console import console, report
+from cluster.cli.console import check_plot, console, report, save_plot
 from cluster.cli.server import API_KEY, URL, AnswerError, ServerUrl, finite, served_model, understood
 from protos.errors import ConfigError
 
@@ -164,7 +164,7 @@ def bench(
 ) -> None:
     """Measure an OpenAI server: TTFT, inter-token latency, tokens per second and goodput."""
     if plot is not None:
-        _check_plot(plot)
+        check_plot(plot)
     load = Load(
         model=served_model(url, api_key, model),
         prompts=_prompts(prompts, num_requests, prompt_words, seed),
@@ -229,19 +229,6 @@ def _table(timings: Sequence[Timing], lasted_s: float, ttft_ms: float, itl_ms: f
     return table
 
 
-def _check_plot(file: Path) -> None:
-    """Raise ConfigError early if the plot could not be written."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'outrider[bench]'") from None
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    if file.suffix.removeprefix(".").lower() not in kinds:
-        raise ConfigError(f"--plot {file} is not an image file; end its name with one of .{', .'.join(sorted(kinds))}")
-    if file.is_dir() or not file.parent.is_dir():
-        raise ConfigError(f"--plot {file} cannot be written; give a file in an existing folder")
-
-
 def _plot(timings: Sequence[Timing], file: Path) -> None:
     """Draw the cumulative distributions of times to the first token and to later tokens."""
     from matplotlib.figure import Figure
@@ -252,8 +239,4 @@ def _plot(timings: Sequence[Timing], file: Path) -> None:
     for axes, (name, values) in zip(figure.subplots(1, 2), both, strict=True):
         axes.ecdf([1000 * value for value in values])
         axes.set(xlabel=f"{name} (ms)", ylabel="share of requests", xlim=(0, None))
-    try:
-        figure.savefig(file)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {file} cannot be written: {error}") from None
-    report(f"plot: {file}")
+    save_plot(figure, file)

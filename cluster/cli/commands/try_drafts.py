@@ -6,7 +6,6 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from importlib.util import find_spec
 from math import prod
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,7 +16,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from cluster.checkpoints import resolve_model_path
-from cluster.cli.console import console, report
+from cluster.cli.console import check_plot, console, report, save_plot, write_text
 from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, to_yaml
 from cluster.cli.replay_traffic import TrafficRequest, Trial, TrialFigures, read_traffic, run_trial
 from cluster.planning.planned_draft import PlannedDraft
@@ -65,8 +64,8 @@ def try_drafts(
     names = [name.strip() for name in drafts.split(",") if name.strip()]
     chosen = tuple(settings or ())
     planned = _planner(target, names, hardware)
-    if plot is not None and find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib; pip install 'outrider[bench]', or leave it out")
+    if plot is not None:
+        check_plot(plot)
     # Measure each draft in a deployment of its own.
     counts = _fitting(_numbers(streams, "--streams"), requests)
     measured: list[TrialFigures] = []
@@ -219,10 +218,7 @@ def _conclude(target: str, choice: TriedDraft | None, settings: tuple[str, ...],
     if output is None:
         report(f"\n{text}")
         return
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {output} cannot be written: {error}") from error
+    write_text(output, text, "--output")
     report(f"written: {output}; outrider serve {output}")
 
 
@@ -239,8 +235,4 @@ def _plot(measured: list[TrialFigures], file: Path) -> None:
     axes.set_xlabel("requests at a time")
     axes.set_ylabel("tokens/s over plain decoding")
     axes.legend(fontsize=8)
-    try:
-        figure.savefig(file)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {file} cannot be written: {error}") from error
-    report(f"plot: {file}")
+    save_plot(figure, file)
