@@ -85,9 +85,8 @@ class BodyReader:
         """Add the body of `request`, expanded if it is compressed."""
         expand = _expander(request.headers.get("content-encoding", "identity").strip().lower())
         self._check_length(_announced(request))
-        num_read = 0
-        pace, stream = Pace(), request.stream()
-        while (part := await pace.bounded(anext(stream, None), num_read)) is not None:
+        num_read, began_s, stream = 0, time.monotonic(), request.stream()
+        while (part := await _in_time(anext(stream, None), num_read, began_s)) is not None:
             num_read += len(part)
             more = part if expand is None else _expanded(expand, part, self._limits.max_body_bytes + 1 - len(body))
             self._check_length(max(len(body) + len(more), num_read), len(more))
@@ -114,24 +113,23 @@ class BodyReader:
         self._metrics.set_body_bytes(self._num_held)
 
 
-class Pace:
-    """The time that a body may take: bounded between its parts, and after its first seconds on average."""
+async def _in_time(part: Awaitable[Part], num_read: int, began_s: float) -> Part:
+    """Return the next part of a body, after `num_read` bytes since `began_s`.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._began_s = clock()
+    The time between parts is bounded, and after the first seconds so is that of the average byte.
 
-    async def bounded(self, part: Awaitable[Part], num_read: int) -> Part:
-        """Return the next part, after `num_read` bytes. Raises RequestTimeoutError when it comes too late."""
-        left_s = self._began_s + BODY_GRACE_S + num_read / MIN_BODY_BYTES_PER_S - self._clock()
-        try:
-            async with asyncio.timeout(min(max(left_s, 0.0), REQUEST_TIMEOUT_S)):
-                return await part
-        except TimeoutError:
-            raise RequestTimeoutError(
-                f"{num_read} bytes of the body have come in {self._clock() - self._began_s:.0f} s; send its parts "
-                f"within {REQUEST_TIMEOUT_S} s of each other, and {MIN_BODY_BYTES_PER_S} bytes per second on average."
-            ) from None
+    Raises:
+        RequestTimeoutError: the part comes too late.
+    """
+    left_s = began_s + BODY_GRACE_S + num_read / MIN_BODY_BYTES_PER_S - time.monotonic()
+    try:
+        async with asyncio.timeout(min(max(left_s, 0.0), REQUEST_TIMEOUT_S)):
+            return await part
+    except TimeoutError:
+        raise RequestTimeoutError(
+            f"{num_read} bytes of the body have come in {time.monotonic() - began_s:.0f} s; send its parts "
+            f"within {REQUEST_TIMEOUT_S} s of each other, and {MIN_BODY_BYTES_PER_S} bytes per second on average."
+        ) from None
 
 
 def _drop_mark(body: bytearray) -> int:
