@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -84,18 +83,6 @@ class DraftAhead:
             self._due.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class _Requested:
-    """Numbers of drafts that rounds request, by sequence: for the next pass, and for the pass after a prompt.
-
-    `lost` lists sequences that a round continues and this process does not know.
-    """
-
-    drafts: dict[str, int]
-    prompts: dict[str, int]
-    lost: tuple[str, ...]
-
-
 class DraftServer:
     """Serves one target at a time with `proposer`'s drafts. When a target disconnects, its sequences are dropped.
 
@@ -150,16 +137,16 @@ class DraftServer:
 
         New prompts are prefilled last, since no pass waits for them yet.
         """
-        requested = self._apply(rounds)
-        wanted = {each: number for each, number in requested.drafts.items() if self._offered(each) is None}
+        drafts, prompts, lost = self._apply(rounds)
+        wanted = {each: number for each, number in drafts.items() if self._offered(each) is None}
         began_s = time.monotonic()
         offers = self._draft(wanted) if wanted else ()
-        if offers or requested.lost:
+        if offers or lost:
             drafting_s = time.monotonic() - began_s
-            connection.send(Offers(offers, requested.lost, drafting_s, translated=self._new_counts()), SEND_TIMEOUT_S)
+            connection.send(Offers(offers, lost, drafting_s, translated=self._new_counts()), SEND_TIMEOUT_S)
         if self._ahead is not None:
-            self._expect(self._ahead, requested, {offer.request_id: offer.draft for offer in offers})
-        self._prefill(tuple(each for each in requested.prompts if not self._is_ahead(each)))
+            self._expect(self._ahead, drafts, prompts, {offer.request_id: offer.draft for offer in offers})
+        self._prefill(tuple(each for each in prompts if not self._is_ahead(each)))
 
     def _look_ahead(self, connection: FrameConnection[Round], ahead: DraftAhead) -> None:
         """Offer for possible outcomes until all are done, or the next round has arrived."""
@@ -179,13 +166,15 @@ class DraftServer:
         new, self._reported_counts = counts - self._reported_counts, counts
         return new
 
-    def _expect(self, ahead: DraftAhead, requested: _Requested, answered: dict[str, Draft]) -> None:
+    def _expect(
+        self, ahead: DraftAhead, drafts: dict[str, int], prompts: dict[str, int], answered: dict[str, Draft]
+    ) -> None:
         """Expect passes that verify the drafts just offered, the drafts offered ahead, or no draft after a prompt."""
-        for request_id, number in requested.drafts.items():
+        for request_id, number in drafts.items():
             sequence = self._sequences[request_id]
             if self._is_ahead(request_id):
                 ahead.expect(sequence, answered.get(request_id) or ahead.offered(sequence) or NO_DRAFT, number)
-        for request_id, number in requested.prompts.items():
+        for request_id, number in prompts.items():
             if self._is_ahead(request_id):
                 ahead.expect(self._sequences[request_id], NO_DRAFT, number)
 
@@ -195,8 +184,12 @@ class DraftServer:
     def _offered(self, request_id: str) -> Draft | None:
         return None if self._ahead is None else self._ahead.offered(self._sequences[request_id])
 
-    def _apply(self, rounds: list[Round]) -> _Requested:
-        """Apply the rounds in order and return the drafts they request."""
+    def _apply(self, rounds: list[Round]) -> tuple[dict[str, int], dict[str, int], tuple[str, ...]]:
+        """Apply the rounds in order.
+
+        Return the numbers of drafts that they request by sequence, for the next pass and for the pass after a prompt,
+        and the sequences that they continue and this process does not know.
+        """
         drafts: dict[str, int] = {}
         prompts: dict[str, int] = {}
         lost: set[str] = set()
@@ -210,7 +203,7 @@ class DraftServer:
                 prompts.pop(commit.request_id, None)
                 if not self._sync(commit):
                     lost.add(commit.request_id)
-        return _Requested(self._live(drafts), self._live(prompts), tuple(lost - self._sequences.keys()))
+        return self._live(drafts), self._live(prompts), tuple(lost - self._sequences.keys())
 
     def _live(self, requested: dict[str, int]) -> dict[str, int]:
         """Leave out sequences that have ended, or want no draft."""

@@ -12,29 +12,11 @@ import re
 import socket
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 _KINDS = {"crt": "cert", "ca-file": "ca-file"}  # in the configuration, and in commands
-
-
-@dataclass(slots=True)
-class WatchedFile:
-    """A file of HAProxy, by HAProxy's name for it, and the contents that it was last given."""
-
-    kind: str
-    name: str
-    contents: bytes = b""
-
-    def news(self) -> bytes | None:
-        """Return new contents; None if they are unchanged or the file is missing (it is being replaced)."""
-        try:
-            contents = Path(self.name).read_bytes()
-        except OSError:
-            return None
-        return contents if contents.strip() and contents != self.contents else None
 
 
 def main() -> None:
@@ -44,28 +26,37 @@ def main() -> None:
     configuration = Path(sys.argv[1]).read_text(encoding="utf-8")
     found = re.search(r"stats socket (\S+)", configuration)
     names = {(kind, name) for kind, name in re.findall(r" (crt|ca-file) (\S+)", configuration)}
-    # Give each file once at first: it may have changed between HAProxy's reading and ours.
-    files = [WatchedFile(_KINDS[kind], name) for kind, name in sorted(names)]
-    while found and files and os.getppid() == haproxy:
+    # The contents that HAProxy was last given. Each file is given once at first: it may have changed between HAProxy's
+    # reading and ours.
+    given = dict.fromkeys(sorted(names), b"")
+    while found and given and os.getppid() == haproxy:
         time.sleep(2.0)
-        for file in files:
-            if (contents := file.news()) is not None:
-                _replace(found[1], file, contents)
+        for (kind, name), last in given.items():
+            contents = _contents(name)
+            if contents.strip() and contents != last and _replace(found[1], _KINDS[kind], name, contents):
+                given[kind, name] = contents
 
 
-def _replace(admin_socket: str, file: WatchedFile, contents: bytes) -> None:
-    """Give HAProxy the new contents and log its answer; without an answer, the next round tries again."""
+def _contents(name: str) -> bytes:
+    try:
+        return Path(name).read_bytes()
+    except OSError:
+        return b""  # it is being replaced
+
+
+def _replace(admin_socket: str, kind: str, name: str, contents: bytes) -> bool:
+    """Give HAProxy the new contents and log its answer; return False without one: the next round tries again."""
     lines = b"\n".join(line for line in contents.splitlines() if line.strip())  # an empty line would end them
     try:
         answers = [
-            _ask(admin_socket, b"set ssl %s %s <<\n%s\n\n" % (file.kind.encode(), file.name.encode(), lines)),
-            _ask(admin_socket, b"commit ssl %s %s\n" % (file.kind.encode(), file.name.encode())),
+            _ask(admin_socket, b"set ssl %s %s <<\n%s\n\n" % (kind.encode(), name.encode(), lines)),
+            _ask(admin_socket, b"commit ssl %s %s\n" % (kind.encode(), name.encode())),
         ]
     except OSError as error:
-        logger.warning("%s has changed, and HAProxy cannot be reached: %s", file.name, error)
-        return
-    file.contents = contents
-    logger.info("%s is given; HAProxy: %s", file.name, " ".join(" ".join(answers).split()))
+        logger.warning("%s has changed, and HAProxy cannot be reached: %s", name, error)
+        return False
+    logger.info("%s is given; HAProxy: %s", name, " ".join(" ".join(answers).split()))
+    return True
 
 
 def _ask(admin_socket: str, command: bytes) -> str:
