@@ -52,7 +52,6 @@ from protos.worker_report import PrefixHolder
 if TYPE_CHECKING:  # takes a second to import, and not every process calls a deployment
     from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-
 logger = logging.getLogger(__name__)
 
 # A prefill replica's stream of replies to a `FetchOrder`:

@@ -19,7 +19,6 @@ from protos.served_draft import CanaryOutcome, CanaryReport, TryDraft
 
 logger = logging.getLogger(__name__)
 
-
 Sums = Seq[GoodputStats]
 
 

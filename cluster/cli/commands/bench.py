@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -75,8 +76,7 @@ def quantile(values: Sequence[float], share: float) -> float:
     """Return the smallest value that at least `share` of the values do not exceed; NaN without values."""
     if not values:
         return float("nan")
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 async def run_load(client: AsyncOpenAI, load: Load) -> list[Timing]:
