@@ -1,6 +1,6 @@
 """HAProxy's configuration for untrusted clients, made from Serve's.
 
-haproxy.sh runs this program on the file that Serve has written, and it imports nothing but constants and the standard library.
+haproxy.sh runs this program on the file that Serve has written. It imports constants and the standard library alone.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ def _limit(kind: int, amount: int) -> None:
 
 @contextmanager
 def deep_stack() -> Iterator[None]:
-    """Give threads that start in this block a deep stack for the library's recursion: an overflow would end the process.
+    """Give threads that start in this block a deep stack: the library recurses, and an overflow ends the process.
 
     1,000 nested rules overflow a thread's usual 8 MiB.
     """
