@@ -116,7 +116,7 @@ class BodyReader:
 async def _in_time(part: Awaitable[Part], num_read: int, began_s: float) -> Part:
     """Return the next part of a body, after `num_read` bytes since `began_s`.
 
-    The time between parts is bounded, and after the first seconds so is that of the average byte.
+    The time of each part is bounded, and after the first seconds the average time of a byte too.
 
     Raises:
         RequestTimeoutError: the part comes too late.
