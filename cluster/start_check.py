@@ -8,7 +8,7 @@ from engine.model.loader import load_config
 from engine.model.runner.outline import check_outline
 from engine.proposer.vocab_mapping.choice import choose_vocabulary
 from engine.proposer.vocab_mapping.translation import SameVocabulary
-from engine.recurrent.limits import check_target, refused_draft
+from engine.recurrent.limits import check_draft, check_target
 
 
 def check_start(settings: PairSettings, *, is_on_gpu: bool) -> list[str]:
@@ -33,7 +33,7 @@ def _check_draft(settings: PairSettings, draft: DraftSettings, *, is_on_gpu: boo
     assert draft.model is not None, "the draft is a model"
     assert draft.cache is not None, "a draft model has a pool"
     if check_outline(draft.model, draft.cache, is_on_gpu=is_on_gpu).keeps_states:
-        raise refused_draft(draft.model.path)
+        check_draft(draft.model.path, settings.engine.speculation.tree)
     choice = choose_vocabulary(settings.engine.model.path, draft.model.path)
     if choice.pair is None:
         draft_size = int(load_config(draft.model.path).get_text_config().vocab_size)

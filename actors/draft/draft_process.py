@@ -20,6 +20,7 @@ from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.loader import TextProposer, load_drafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.vocab_mapping.choice import choose_vocabulary
+from engine.recurrent.limits import num_states
 from protos.errors import ConfigError, RequestError
 
 
@@ -37,7 +38,7 @@ def load_draft(settings: PairSettings) -> tuple[ModelProposer | TextProposer, Ah
     limits = replace(engine.scheduler, max_tokens_per_step=4 * engine.scheduler.max_tokens_per_step)
     return load_drafter(
         replace(draft.model, graphs=sized(draft.model.graphs, limits, engine.speculation)),
-        draft.cache,
+        replace(draft.cache, num_states=num_states(engine)),
         limits,
         engine.model.path,
         engine.speculation.tree,

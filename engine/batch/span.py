@@ -15,6 +15,11 @@ class SpanStates(NamedTuple):
     before: int
     after: Mapping[int, int]
 
+    def at_row(self, row: int) -> SpanStates:
+        """Return the slots of one row of the span; the state before it is kept."""
+        slot = self.after.get(row + 1)
+        return SpanStates(self.after[row] if row else self.before, {} if slot is None else {1: slot})
+
 
 class Span(NamedTuple):
     """Consecutive tokens of one sequence, computed in one pass.
@@ -65,10 +70,12 @@ class Span(NamedTuple):
         return max(self.positions) + 1 if self.parents else self.end
 
     def at_step(self, step: int) -> Span:
-        """Return the span of token `step` alone; the KV of the tokens before it is in the pool."""
+        """Return the span of token `step` alone; the KV and the state of the tokens before it are in the pool."""
         num_later = len(self.token_ids) - 1 - step
         parents = self.parents[: max(0, len(self.parents) - num_later)]
-        return self._replace(token_ids=self.token_ids[step : step + 1], start=self.start + step, parents=parents)
+        states = None if self.states is None else self.states.at_row(step)
+        token_ids = self.token_ids[step : step + 1]
+        return self._replace(token_ids=token_ids, start=self.start + step, parents=parents, states=states)
 
     def with_logits(self) -> Span:
         """Return the span of the rows with logits alone; the KV of the others is in the pool."""

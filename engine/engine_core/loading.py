@@ -22,7 +22,7 @@ from engine.position_log.shard import LoggedModel
 from engine.proposer import NoProposer, Proposer
 from engine.proposer.hidden_state.factory import LiveHead, self_proposer
 from engine.proposer.method_dispatcher import proposer_of
-from engine.recurrent.limits import check_target
+from engine.recurrent.limits import check_target, num_states
 from engine.remote_prefill.kv_transfer import KVTransport
 from engine.remote_prefill.remote_prefill import RemotePrefill
 from engine.sampling.grammar_compiler import GrammarCompiler
@@ -59,13 +59,13 @@ def load_engine(
     """
     # Load the runner, whose pool decides how many blocks and states there are.
     model = replace(config.model, graphs=sized(config.model.graphs, config.scheduler, config.speculation))
-    cache = replace(config.cache, num_states=_num_states(config))
+    cache = replace(config.cache, num_states=num_states(config))
     runner = load_runner(model, cache, config.scheduler.max_model_len, config.head)
-    states = StateSlots(runner.num_states) if runner.num_states else None
+    states = StateSlots(runner.num_states, config.scheduler.max_num_sequences) if runner.num_states else None
     if states is not None:
         check_target(config)
-        num_sequences = min(config.scheduler.max_num_sequences, states.max_sequences)
-        logger.info("recurrent layers: %d states, so %d sequences run at a time", states.num_slots, num_sequences)
+        found = states.num_slots, states.max_sequences
+        logger.info("recurrent layers: %d states, so %d sequences run at a time", *found)
     blocks = BlockManager(
         runner.num_blocks, runner.block_size, runner.model_version, event_sink, cache.enable_prefix_caching, states
     )
@@ -88,12 +88,6 @@ def load_engine(
         model_name=f"{Path(config.model.path).name} in {runner.kv_layout.dtype.removeprefix('torch.')}",
         experts=runner.experts,
     )
-
-
-def _num_states(config: EngineConfig) -> int:
-    """Return the states of a model with recurrent layers: before a pass, after each row, and snapshots of prefixes."""
-    per_sequence = 2 + config.speculation.max_num_tokens + 4  # four snapshots
-    return 1 + config.scheduler.max_num_sequences * per_sequence
 
 
 def _load_speculation(

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from engine.kv_cache.block_pool import BlockContent, BlockPool
 from engine.kv_cache.state_pool import StateSlots
-from engine.sequence.sequence import TokenBlocks
+from engine.sequence.sequence import ZEROS, TokenBlocks
 from protos.block_keys import BlockKey, CacheDelta, child_key, join_keys, root_key
 
 CacheDeltaSink = Callable[[CacheDelta], None]
@@ -191,7 +191,7 @@ class BlockManager:
         last = min(end, len(tokens.token_ids) - 1) // self.block_size * self.block_size
         for boundary in {last, tokens.num_shared_tokens}:
             if tokens.num_computed_tokens < boundary < end and self._is_caching:
-                self._take_slot(tokens, boundary)
+                self.plan_state(tokens, boundary)
 
     def plan_draft_states(self, tokens: TokenBlocks, num_drafts: int) -> int:
         """Give slots to the states after the last token and after each of its drafts; return how many drafts got one.
@@ -203,26 +203,49 @@ class BlockManager:
         end = len(tokens.token_ids)
         self.reserve_state(tokens, end)
         for count in range(num_drafts):
-            if not self._take_slot(tokens, end + count + 1):
+            if not self.plan_state(tokens, end + count + 1):
                 return count
         return num_drafts
 
+    def plan_state(self, tokens: TokenBlocks, num_tokens: int) -> bool:
+        """Give the state after the first `num_tokens` tokens a slot, if each sequence can still adopt and take one."""
+        if self._states is None or num_tokens in tokens.states:
+            return True
+        slot = self._states.take(num_spare=2 * self._states.max_sequences)
+        if slot is not None:
+            tokens.states[num_tokens] = slot
+        return slot is not None
+
     def reserve_state(self, tokens: TokenBlocks, num_tokens: int) -> int:
         """Give the state after the first `num_tokens` tokens a slot, and return it."""
-        tokens.states[num_tokens] = slot = self._required_slot()
-        return slot
+        assert self._states is not None, "only texts of recurrent layers have states"
+        if num_tokens not in tokens.states:
+            slot = self._states.take()
+            assert slot is not None, "`max_sequences` guarantees a slot to each sequence"
+            tokens.states[num_tokens] = slot
+        return tokens.states[num_tokens]
 
-    def settle_states(self, tokens: TokenBlocks) -> None:
-        """Keep the state after the computed tokens, and snapshots at their block boundaries; free all others."""
-        if self._states is None:
-            return
+    def keep_snapshots(self, tokens: TokenBlocks) -> None:
+        """Let other sequences adopt the computed full blocks, and the states after these that have slots."""
         computed = tokens.num_computed_tokens
         self.publish(tokens, computed)
+        if self._states is None:
+            return
         for position, slot in tokens.states.items():
             index, rest = divmod(position, self.block_size)
             if not rest and 0 < index <= tokens.num_keyed_blocks and position <= computed:
                 self._states.keep(tokens.block_keys[index - 1], slot)
-        self._drop_states(tokens, keep=computed)
+
+    def settle_states(self, tokens: TokenBlocks) -> bool:
+        """Keep the state after the computed tokens, and snapshots at their block boundaries; free all others.
+
+        Return False if that state has no slot, so that the tokens must be computed again.
+        """
+        if self._states is None:
+            return True
+        self.keep_snapshots(tokens)
+        self._drop_states(tokens, keep=tokens.num_computed_tokens)
+        return tokens.num_computed_tokens in (0, *tokens.states)
 
     def trim(self, tokens: TokenBlocks, num_tokens: int) -> None:
         """Free the draft blocks after the first `num_tokens` slots. Committed tokens keep their blocks."""
@@ -264,6 +287,20 @@ class BlockManager:
         finally:
             for block_id in reversed(block_ids):
                 self._pool.drop(block_id)
+
+    @contextmanager
+    def scratch_states(self, num_states: int) -> Iterator[list[int]]:
+        """Lend slots of up to `num_states` states until the end of the `with` block; without states, any numbers."""
+        if self._states is None:
+            yield [ZEROS] * num_states
+            return
+        taken = (self._states.take(num_spare=2 * self._states.max_sequences) for _ in range(num_states))
+        slots = [slot for slot in taken if slot is not None]
+        try:
+            yield slots
+        finally:
+            for slot in slots:
+                self._states.drop(slot)
 
     def check_integrity(self, sequences: Sequence[TokenBlocks]) -> None:
         """Assert every invariant of this class, given all sequences that hold blocks; for tests, O(N)."""
@@ -376,20 +413,6 @@ class BlockManager:
             self._emit(CacheDelta(removed=join_keys(keys)))
         if self._states is not None:
             self._states.forget(keys)
-
-    def _required_slot(self) -> int:
-        assert self._states is not None
-        slot = self._states.take()
-        assert slot is not None, "`max_sequences` guarantees a slot to each sequence"
-        return slot
-
-    def _take_slot(self, tokens: TokenBlocks, position: int) -> bool:
-        """Give the state after `position` tokens a slot, if each sequence can still adopt one and take one."""
-        assert self._states is not None
-        slot = self._states.take(num_spare=2 * self._states.max_sequences)
-        if slot is not None:
-            tokens.states[position] = slot
-        return slot is not None
 
     def _drop_states(self, tokens: TokenBlocks, keep: int | None) -> None:
         assert self._states is not None

@@ -31,8 +31,10 @@ class StateSlots:
     Conservation, at any time: free slots and held ones are all slots except `ZEROS`.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, most_sequences: int) -> None:
+        """At most `most_sequences` ever run at the same time."""
         self.num_slots = num_slots
+        self._most_sequences = most_sequences
         self._num_holders = [0] * num_slots
         self._free = list(range(num_slots - 1, ZEROS, -1))
         self._snapshots: OrderedDict[BlockKey, int] = OrderedDict()
@@ -42,7 +44,7 @@ class StateSlots:
     @property
     def max_sequences(self) -> int:
         """Sequences that can run at the same time: each needs a state to read, one to write, and one to spare."""
-        return (self.num_slots - 1) // 3
+        return min(self._most_sequences, (self.num_slots - 1) // 3)
 
     @property
     def num_available(self) -> int:

@@ -95,7 +95,8 @@ class ForwardBatch:
 def plan_steps(spans: Seq[Span], cache: KVCache, plan_attention: PlanAttention = TorchAttention) -> list[ForwardBatch]:
     """Return one pass per token of `spans`, all of one length: pass i computes the i-th token of each.
 
-    The passes share `input_ids`, which the caller fills in place before each of them.
+    The passes share `input_ids`, which the caller fills in place before each of them. A pass of a model with recurrent
+    layers starts from the states of the last pass, so spans have a slot after each token.
     """
     input_ids = index_tensor((0 for _ in spans), cache.device)
     starts = index_tensor((span.start for span in spans), cache.device)
@@ -104,7 +105,10 @@ def plan_steps(spans: Seq[Span], cache: KVCache, plan_attention: PlanAttention =
     passes = []
     for step, slots in enumerate(zip(*(slots_of(span, cache.block_size) for span in spans), strict=True)):
         attention = plan.step(step, index_of(slots, cache.device))
-        passes.append(ForwardBatch(input_ids, starts + step, num_positions, None, attention))
+        states = None
+        if cache.states is not None:
+            states = PooledStates([span.at_step(step) for span in spans], cache.states)
+        passes.append(ForwardBatch(input_ids, starts + step, num_positions, None, attention, states))
     return passes
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -27,12 +28,10 @@ from engine.config import CacheConfig, KVDtype, Quantization
 from engine.kv_cache.pool import KVCache, LayerShape, block_bytes
 from engine.kv_cache.state_pool import StatePool, state_bytes
 from engine.model.attention_probe import (
-    LayerRecord,
     ModelRecord,
     kv_shapes_of,
     record_layers,
     refusal,
-    set_windows,
     stock_attention,
     understood,
 )
@@ -40,25 +39,17 @@ from engine.model.checkpoint.node_memory import check_pool_memory
 from engine.model.checkpoint.unread_weight import has_quantized
 from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.decoders.stock_decoder import StockDecoder, counts_rows
-from engine.model.decoders.stock_norms import use_native_norms
 from engine.model.determinism import first_difference, has_experts, obstacle
 from engine.model.forward_batch import NO_TAPS, ForwardBatch, HiddenStateTaps
 from engine.model.generation_config import max_positions
-from engine.model.linear.batch_invariant_linear import batch_invariant_factory
-from engine.model.linear.packed_experts import (
-    make_routers_batch_invariant,
-    pack_experts,
-    packs_all_experts,
-    widen_shared_gates,
-)
-from engine.model.linear.packed_linear import Linear, pack_linears
+from engine.model.linear.packed_experts import packs_all_experts
+from engine.model.linear.packed_linear import Linear, LinearFactory
 from engine.model.linear.quantized_linear import dequantized, gpu_linear_factory, linear_factory, reads_few_bits
 from engine.model.linear.weight_store import NO_STORE, WeightStore
 from engine.model.loader import tokenizer_file
-from engine.model.shard import shard_model
+from engine.model.packed_decoder import packed_decoder
 from engine.model.tensor_parallel import ALONE, Rank
 from engine.native.library import processor_name, widened
-from engine.recurrent.native_mixer import use_native_mixers
 from engine.sequence.sequence import ZEROS
 from protos.errors import ConfigError
 from protos.token_bytes import shared_tokenizer
@@ -135,8 +126,9 @@ class PagedModel:
                 model, records, has_own_kernel=has_kernel, has_own_decoder=fits, has_own_experts=packs
             ):
                 raise _not_deterministic(model, reason)
-        self.decoder, self.rank_shapes = _decoder(
-            model, records, quantization, taps, rank, self._dtype, is_deterministic=is_deterministic, store=store
+        factories = _factories(model, quantization, self._dtype, is_deterministic=is_deterministic)
+        self.decoder, self.rank_shapes = packed_decoder(
+            model, records, factories, self._dtype, taps, rank, is_deterministic=is_deterministic, store=store
         )
         note = _circumstances(plan_attention, self.decoder, is_deterministic=is_deterministic)
         if store.has_agreed(note):
@@ -243,53 +235,15 @@ def _with_states(span: Span) -> Span:
     return span._replace(states=SpanStates(first + span.start if span.start else ZEROS, after))
 
 
-def _decoder(
-    model: PreTrainedModel,
-    records: Seq[LayerRecord],
-    quantization: Quantization,
-    taps: HiddenStateTaps,
-    rank: Rank,
-    dtype: torch.dtype,
-    *,
-    is_deterministic: bool,
-    store: WeightStore,
-) -> tuple[FusedDecoder | StockDecoder, list[LayerShape]]:
-    """Return the decoder of `rank`, which takes over `model`, and the KV of each layer on this rank."""
-    shapes = kv_shapes_of(records)
-    make_linear, make_head = (linear_factory(quantization, dtype, is_head=is_head) for is_head in (False, True))
+def _factories(
+    model: PreTrainedModel, quantization: Quantization, dtype: torch.dtype, *, is_deterministic: bool
+) -> tuple[LinearFactory, LinearFactory]:
+    """Return the functions that pack the products of `model`, and of its head."""
     is_on_gpu = model.device.type == "cuda" or reads_few_bits(model.device)
+    make = linear_factory
     if is_on_gpu and (is_deterministic or quantization is not Quantization.NONE or has_quantized(model)):
-        make_linear, make_head = (
-            gpu_linear_factory(quantization, dtype, is_head=is_head, is_deterministic=is_deterministic)
-            for is_head in (False, True)
-        )
-    if FusedDecoder.fits(model, rank):
-        decoder = FusedDecoder(
-            model,
-            records,
-            make_linear,
-            taps,
-            rank,
-            make_head=make_head,
-            is_deterministic=is_deterministic,
-            store=store,
-        )
-        return decoder, [replace(shape, num_kv_heads=shape.num_kv_heads // rank.size) for shape in shapes]
-    if is_deterministic:
-        make_routers_batch_invariant(model, dtype)
-    if rank.size > 1:
-        shapes = shard_model(model, rank)
-    else:
-        pack_experts(model, make_linear, store)
-    if is_deterministic:
-        make_linear, make_head = (batch_invariant_factory(each, dtype) for each in (make_linear, make_head))
-    set_windows(model, records)
-    pack_linears(model, make_linear, make_head, store)
-    widen_shared_gates(model)
-    if rank.size == 1 and model.device.type == "cpu":
-        use_native_norms(model, dtype)
-        use_native_mixers(model, dtype)
-    return StockDecoder(model, taps), shapes
+        make = partial(gpu_linear_factory, is_deterministic=is_deterministic)
+    return make(quantization, dtype), make(quantization, dtype, is_head=True)
 
 
 def _circumstances(

@@ -15,7 +15,7 @@ from engine.batch.span import Span
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.sparse_distribution import one_hot
 from engine.sampling.vocabulary import Vocabulary
-from engine.sequence.sequence import RequestTokens, Sequence
+from engine.sequence.sequence import RequestTokens, Sequence, span_states
 from protos.messages import VerifyMode
 
 
@@ -192,7 +192,7 @@ class ScheduledSequence(NamedTuple):
         sequence = self.sequence
         token_ids = sequence.token_ids[self.start : self.start + self.num_tokens]
         token_ids += draft_ids
-        states = sequence.span_states(self.start, self.start + len(token_ids)) if sequence.states else None
+        states = span_states(sequence.states, self.start, self.start + len(token_ids))
         return Span(token_ids, self.start, sequence.block_table, self.num_logits(len(draft_ids)), parents, states)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -27,6 +28,17 @@ from protos.messages import (
 )
 
 ZEROS = 0  # the slot of the state before the first token; nothing is written to it
+
+
+def span_states(states: Mapping[int, int], start: int, end: int) -> SpanStates | None:
+    """Return the slots of the states before and within the tokens [start, end); None without recurrent layers.
+
+    `states` are slots by the number of tokens that they follow.
+    """
+    if not states:
+        return None
+    before = states[start] if start else ZEROS
+    return SpanStates(before, {at - start: slot for at, slot in states.items() if start < at <= end})
 
 
 class TokenBlocks:
@@ -55,11 +67,6 @@ class TokenBlocks:
     def num_uncomputed_tokens(self) -> int:
         """Tokens whose KV is not written yet; 1 when the prompt is computed, never 0."""
         return len(self.token_ids) - self.num_computed_tokens
-
-    def span_states(self, start: int, end: int) -> SpanStates:
-        """Return the slots of the states before and within the tokens [start, end)."""
-        before = self.states[start] if start else ZEROS
-        return SpanStates(before, {at - start: slot for at, slot in self.states.items() if start < at <= end})
 
     @property
     def is_scoring(self) -> bool:

@@ -276,7 +276,6 @@ _HYBRIDS = {
     ),
 }
 FAMILIES = _DENSE | _MIXTURES | _HYBRIDS
-SELF_DRAFTING = tuple(_DENSE)
 
 
 def family_of(config: Any) -> DecoderFamily | None:

@@ -61,7 +61,6 @@ class FusedDecoder:
 
     Attributes:
         features: the hidden states of the last pass that `taps` selects, [T, F].
-        records: the attention of each layer.
         lm_head: from the states after the final norm to the logits of this rank's tokens.
     """
 
@@ -93,7 +92,6 @@ class FusedDecoder:
         self._taps = taps
         family, config, trunk = family_of(model.config), model.config.get_text_config(), model.get_decoder()
         assert family is not None, "`fits` says so"
-        self.records = tuple(records)
         self._family, self._gate, self._is_parallel = family, family.function(config), family.runs_parallel(config)
         self._rank = rank
         self._vocab_size = model.get_output_embeddings().weight.shape[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from functools import partial
 from typing import Any, cast
@@ -15,6 +16,7 @@ from engine.model.attention_probe import refusal
 from engine.model.forward_batch import NO_TAPS, ForwardBatch, HiddenStateTaps, joined
 from engine.model.linear.packed_linear import Linear
 from engine.recurrent.stock_functions import STATE_KEYWORD
+from protos.errors import ConfigError
 
 _ROW_COUNTER = "attn_temperature_tuning"  # of Llama 4's layers, which scale a query by its row and a cache's length
 _FINAL = -1  # index of the states after the final norm
@@ -23,6 +25,33 @@ _FINAL = -1  # index of the states after the final norm
 def counts_rows(model: PreTrainedModel) -> bool:
     """True for a model that takes a row's index in the pass, plus the length of its cache, for a position."""
     return any(getattr(module, _ROW_COUNTER, None) for module in model.modules())
+
+
+def first_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
+    """Return a model of the first `num_layers` layers of `model`, with the same norm and head; both share all modules.
+
+    Raises:
+        ConfigError: the family does not show its layers.
+    """
+    trunk = model.get_decoder()
+    name = next((name for name, module in model.named_children() if module is trunk), None)
+    layers = getattr(trunk, "layers", None)
+    if name is None or not isinstance(layers, nn.ModuleList):
+        raise ConfigError(
+            f"draft.num_layers is {num_layers}, but model type {model.config.model_type!r} does not show its layers; "
+            "remove it, and set draft.quantization to int4 or int8"
+        )
+    first, cut = _twin(model), _twin(trunk)
+    cut.layers = layers[:num_layers]
+    setattr(first, name, cut)
+    return first
+
+
+def _twin(module: Any) -> Any:
+    """Return another module with the same parts, which may be exchanged."""
+    twin = copy.copy(module)
+    vars(twin)["_modules"] = dict(module._modules)
+    return twin
 
 
 class _RowPositions:
@@ -55,6 +84,14 @@ class StockDecoder:
         self._counts_rows = counts_rows(model)
         if taps:
             self._hook()
+
+    def first(self, num_layers: int) -> StockDecoder:
+        """Return a decoder of the first `num_layers` layers and the same norm and head; it shares all weights.
+
+        Raises:
+            ConfigError: the family does not show its layers.
+        """
+        return StockDecoder(first_layers(self._model, num_layers))
 
     @property
     def lm_head(self) -> Linear:

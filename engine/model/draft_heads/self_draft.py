@@ -2,7 +2,8 @@
 
 Its keys and values are the target's, in the target's slots, so it needs no prefill and no cache. It computes from
 the last committed token on. Nothing reads that slot or later ones yet: the pass that verifies its drafts rewrites
-all of them, in every layer, before any row of that layer reads them.
+all of them, in every layer, before any row of that layer reads them. The same holds for the states of recurrent
+layers: it starts from the target's state before that token, and leaves its own in slots that the pass rewrites.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from engine.config import HeadConfig, Quantization
-from engine.model.decoders.decoder_family import FAMILIES, SELF_DRAFTING
+from engine.model.attention_probe import record_layers
+from engine.model.decoders.decoder_family import FAMILIES
 from engine.model.decoders.fused_decoder import FusedDecoder
-from engine.model.decoders.stock_decoder import StockDecoder
+from engine.model.decoders.stock_decoder import StockDecoder, first_layers
 from engine.model.forward_batch import ForwardBatch
 from engine.model.linear.quantized_linear import can_quantize, linear_factory
 from engine.model.linear.weight_store import NO_STORE, WeightStore
+from engine.model.packed_decoder import packed_decoder
 from engine.native.library import widened
 from protos.errors import ConfigError
 
@@ -41,26 +44,31 @@ class SelfDraft:
         """Keep the weights of `stock`, which the target's decoder takes away; rows are of `dtype`.
 
         Raises:
-            ConfigError: the family is not supported, the model has too few layers, or cannot be quantized on its
-                device.
+            ConfigError: the model has too few layers, or its device does not support the family or the quantization.
         """
-        check_self(config, stock.config, quantization, stock.device)
+        check_self(config, stock, quantization, stock.device)
         self.num_layers = config.num_layers or stock.config.get_text_config().num_hidden_layers
         self.quantization = Quantization(config.quantization)
         self._dtype = dtype
         self.is_shared = self.quantization in (Quantization.NONE, quantization)
         self._stock: Any = None if self.is_shared else _with_same_weights(stock)
-        self._decoder: FusedDecoder | None = None
+        self._decoder: FusedDecoder | StockDecoder | None = None
 
     def begin(self, target: FusedDecoder | StockDecoder, store: WeightStore = NO_STORE) -> None:
         """Take the target's layers, or pack the weights again, kept in `store`; `target` is of the same model."""
-        assert isinstance(target, FusedDecoder), "_check has refused the others"
         if self.is_shared:
             self._decoder = target.first(self.num_layers)
         else:
-            del self._stock.get_decoder().layers[self.num_layers :]
-            self._decoder = _packed(self._stock, target, self.quantization, self._dtype, store)
+            self._decoder = self._packed(self._stock, store)
         self._stock = None
+
+    def _packed(self, stock: Any, store: WeightStore) -> FusedDecoder | StockDecoder:
+        num_layers, dtype = self.num_layers, self._dtype
+        records = [each for each in record_layers(stock).layers if each.layer < num_layers]
+        if num_layers < stock.config.get_text_config().num_hidden_layers:
+            del stock.get_decoder().layers[num_layers:]
+        factories = linear_factory(self.quantization, dtype), linear_factory(self.quantization, dtype, is_head=True)
+        return packed_decoder(stock, records, factories, dtype, store=store)[0]
 
     @torch.inference_mode()
     def logits(self, batch: ForwardBatch) -> Tensor:
@@ -74,20 +82,12 @@ def _with_same_weights(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
 
 
-def _packed(
-    stock: Any, target: FusedDecoder, quantization: Quantization, dtype: torch.dtype, store: WeightStore
-) -> FusedDecoder:
-    records = target.records[: len(stock.get_decoder().layers)]
-    make_linear, make_head = (linear_factory(quantization, dtype, is_head=is_head) for is_head in (False, True))
-    return FusedDecoder(stock, records, make_linear, make_head=make_head, store=store)
-
-
-def check_self(config: HeadConfig, target: PreTrainedConfig, quantization: Quantization, device: torch.device) -> None:
-    """Raise ConfigError if a target of this configuration, quantized so, cannot draft for itself on `device`."""
-    text = target.get_text_config()
+def check_self(config: HeadConfig, target: PreTrainedModel, quantization: Quantization, device: torch.device) -> None:
+    """Raise ConfigError if a target, quantized so, cannot draft for itself on `device`."""
+    text = target.config.get_text_config()
     model_type, num_layers = text.model_type, text.num_hidden_layers
-    types = [name for name in SELF_DRAFTING if device.type == "cpu" or FAMILIES[name].runs_anywhere]
-    if model_type not in types or not FusedDecoder.fits_config(target):
+    types = [name for name, family in FAMILIES.items() if family.runs_anywhere]
+    if device.type != "cpu" and (model_type not in types or not FusedDecoder.fits_config(target.config)):
         raise ConfigError(
             f"draft.kind is 'self', which on {device.type!r} needs a model of type {_listed(types)} that our own "
             f"decoder computes, but the target's is {model_type!r}; choose another draft.kind"
@@ -96,6 +96,8 @@ def check_self(config: HeadConfig, target: PreTrainedConfig, quantization: Quant
         raise ConfigError(
             f"draft.num_layers is {config.num_layers}, but the target has {num_layers} layers; draft with fewer"
         )
+    if config.num_layers is not None and not FusedDecoder.fits_config(target.config):
+        first_layers(target, config.num_layers)
     if config.num_layers is None and config.quantization in (Quantization.NONE, quantization):
         raise ConfigError(
             f"draft.kind is 'self' and draft.quantization '{config.quantization}' gives it the target's own weights; "

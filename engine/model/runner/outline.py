@@ -88,7 +88,7 @@ def check_outline(
     if model.tensor_parallel_size > 1:
         shard_plan(outline, model.tensor_parallel_size)
     if head is not None and head.kind is HeadKind.SELF:
-        check_self(head, outline.config, model.quantization, device)
+        check_self(head, outline, model.quantization, device)
     elif head is not None and _is_small(head):
         with _left_to_the_start(f"the head of {model.path!r}"):
             load_head(head, outline, _META)

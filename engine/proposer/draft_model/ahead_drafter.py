@@ -11,12 +11,13 @@ that may end the pass after each of them, and drafts after the likeliest outcome
 A draft made ahead equals the draft that its sequence would get after the commit: the same model, the same prefix and
 the same noise, which depends only on where a pass begins. So the result does not depend on drafting ahead, and every
 mode of verification stays exact. A parallel model (PARD) drafts after all outcomes of a wave in one pass. Branches
-share the blocks of their prefix, except for the last one, which they copy. Their KV is dropped at the end of the call.
+share the blocks of their prefix, except for the last one, which they copy. Recurrent layers start from the state after
+the prefix, and a branch keeps its newest state alone. KV and states of branches are dropped at the end of the call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import cache
@@ -71,10 +72,19 @@ class Branch:
             return []
         return [(self.sequence.blocks.block_table[self._first_block], block_ids[0])]
 
-    def chain(self, block_ids: Seq[int]) -> Chain:
-        """Return the branch's draft, which grows in `block_ids` after the shared blocks."""
+    def chain(self, block_ids: Seq[int], state: int) -> Chain:
+        """Return the branch's draft, which grows in `block_ids` after the shared blocks, with its states in `state`."""
         table = [*self.sequence.blocks.block_table[: self._first_block], *block_ids]
-        return self.sequence.chain([*self.sequence.target_sequence.token_ids, *self.after], table, self.num_drafts)
+        token_ids = [*self.sequence.target_sequence.token_ids, *self.after]
+        return self.sequence.chain(token_ids, table, self.num_drafts, self.states(state))
+
+    def states(self, own: int) -> Mapping[int, int]:
+        """Return the slots of the state before the branch and of its own states, all in slot `own`."""
+        states = self.sequence.blocks.states
+        if not states:
+            return states
+        later = range(self.start + 1, self.start + self.num_drafts + 1)
+        return {self.start: states[self.start], **dict.fromkeys(later, own)}
 
     @property
     def _first_block(self) -> int:
@@ -166,10 +176,10 @@ class AheadDrafter:
             jobs, logits = self._model.prefill(
                 [PrefillJob(each.sequence, each.draft_ids) for each in _first_in_turn(waiting)]
             )
-            is_done = {id(job.sequence) for job in jobs}
-            passes = {id(each.sequence): each for each in waiting if id(each.sequence) in is_done}
-            waiting = [each for each in waiting if id(each.sequence) not in passes]
-            branches = self._branches([passes[id(job.sequence)] for job in jobs], logits)
+            by_sequence = {id(each.sequence): each for each in waiting}
+            passes = [replace(by_sequence.pop(id(job.sequence)), draft_ids=tuple(job.draft_ids)) for job in jobs]
+            waiting = list(by_sequence.values())
+            branches = self._branches(passes, logits)
             if not self._prepare_all(sorted(branches, key=attrgetter("order")), emit, is_stopped):
                 return False
         self._num_rows = min(_MAX_ROWS, 2 * self._num_rows)
@@ -235,23 +245,25 @@ class AheadDrafter:
     def _prepare(
         self, wave: Seq[Branch], emit: Callable[[tuple[Offer, ...]], None], is_stopped: Callable[[], bool]
     ) -> bool:
-        """Grow and emit a draft for each branch that finds free blocks."""
-        with self._model.sequences.blocks.scratch(sum(branch.num_blocks for branch in wave)) as block_ids:
-            chains = self._chains(wave, block_ids)
+        """Grow and emit a draft for each branch that finds free blocks and a state."""
+        blocks = self._model.sequences.blocks
+        num_blocks = sum(branch.num_blocks for branch in wave)
+        with blocks.scratch(num_blocks) as block_ids, blocks.scratch_states(len(wave)) as states:
+            chains = self._chains(wave, block_ids, states)
             if not self._model.grow(chains, is_stopped):
                 return False
         emit(tuple(_offer(branch, chain) for branch, chain in zip(wave, chains, strict=False)))
         return True
 
-    def _chains(self, wave: Seq[Branch], block_ids: Seq[int]) -> list[Chain]:
+    def _chains(self, wave: Seq[Branch], block_ids: Seq[int], states: Seq[int]) -> list[Chain]:
         chains, copies, num_used = [], [], 0
-        for branch in wave:
+        for branch, state in zip(wave, states, strict=False):
             own = block_ids[num_used : num_used + branch.num_blocks]
             if len(own) < branch.num_blocks:
                 break
             num_used += len(own)
             copies += branch.copy_into(own)
-            chains.append(branch.chain(own))
+            chains.append(branch.chain(own, state))
         if copies:
             source_ids, own_ids = zip(*copies, strict=True)
             self._model.runner.copy_blocks(source_ids, own_ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -63,14 +63,16 @@ class DraftModel:
         Jobs with the fewest missing tokens go first, so they do not wait for a long prompt.
 
         Returns:
-            The complete jobs, and the logits after the last committed token and after each draft: [R, V] float32, job
-            by job.
+            The complete jobs, with as many drafts as their states have slots, and the logits after the last committed
+            token and after each draft: [R, V] float32, job by job.
         """
         budget = self._max_tokens_per_round
         spans: list[Span] = []
         begun: list[PrefillJob] = []
         for job in sorted(jobs, key=lambda job: job.sequence.num_missing_tokens):
             if budget > 0:
+                num_drafts = self.sequences.plan_states(job.sequence, budget, len(job.draft_ids))
+                job = replace(job, draft_ids=job.draft_ids[:num_drafts])
                 spans.append(job.sequence.next_span(budget, self.translation.to_draft(job.draft_ids)))
                 begun.append(job)
                 budget -= len(spans[-1].token_ids)
@@ -78,7 +80,9 @@ class DraftModel:
         for job, span in zip(begun, spans, strict=True):
             blocks = job.sequence.blocks
             job.sequence.computed(span)
-            self.sequences.blocks.publish(blocks, blocks.num_computed_tokens)
+            self.sequences.blocks.keep_snapshots(blocks)
+            if not span.num_logits:
+                self.sequences.blocks.settle_states(blocks)
         return [job for job, span in zip(begun, spans, strict=True) if span.num_logits], logits
 
     def grow(
@@ -110,7 +114,7 @@ class DraftModel:
         """Draft all tokens of every chain in one pass over its last token and masks; return True."""
         num_drafts = [chain.num_left for chain in chains]
         spans = [
-            Span([chain.last_id, *[mask_id] * (num - 1)], chain.next_kv_index, chain.block_table, num)
+            chain.next_span(num)._replace(token_ids=[chain.last_id, *[mask_id] * (num - 1)])
             for chain, num in zip(chains, num_drafts, strict=True)
         ]
         logits = self.translation.align(self.runner.forward(spans))

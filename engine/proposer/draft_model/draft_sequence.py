@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from engine.batch.span import Span
@@ -11,7 +12,7 @@ from engine.proposer.growth.chain import Chain
 from engine.proposer.vocab_mapping.translation import Translation
 from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.grammar_compiler import GrammarCompiler
-from engine.sequence.sequence import RequestTokens, TokenBlocks, num_equal
+from engine.sequence.sequence import RequestTokens, TokenBlocks, num_equal, span_states
 from protos.errors import RequestError
 
 
@@ -79,15 +80,28 @@ class DraftSequence:
         blocks = self.blocks
         start = blocks.num_computed_tokens
         end = min(start + max_tokens, len(blocks.token_ids))
-        token_ids = blocks.token_ids[start:end]
-        if end < len(blocks.token_ids):
-            return Span(token_ids, start, blocks.block_table, 0)
-        return Span([*token_ids, *draft_ids], start, blocks.block_table, len(draft_ids) + 1)
+        token_ids, num_logits = blocks.token_ids[start:end], 0
+        if end == len(blocks.token_ids):
+            token_ids, num_logits = [*token_ids, *draft_ids], len(draft_ids) + 1
+        states = span_states(blocks.states, start, start + len(token_ids))
+        return Span(token_ids, start, blocks.block_table, num_logits, states=states)
 
-    def chain(self, prefix_ids: Seq[int], block_table: Seq[int], num_drafts: int) -> Chain:
-        """Return a chain of `num_drafts` tokens after `prefix_ids` (the target's); its KV goes to `block_table`."""
-        target, offset = self.target_sequence, self.position_offset
-        return Chain(target, prefix_ids, block_table, num_drafts, matcher=self.matcher, position_offset=offset)
+    def chain(
+        self, prefix_ids: Seq[int], block_table: Seq[int], num_drafts: int, states: Mapping[int, int] | None = None
+    ) -> Chain:
+        """Return a chain of `num_drafts` tokens after `prefix_ids` (the target's).
+
+        Its KV goes to `block_table`, its recurrent states to the slots `states`, by default the sequence's own.
+        """
+        return Chain(
+            self.target_sequence,
+            prefix_ids,
+            block_table,
+            num_drafts,
+            matcher=self.matcher,
+            position_offset=self.position_offset,
+            states=self.blocks.states if states is None else states,
+        )
 
     def computed(self, span: Span) -> None:
         """Record that a `next_span` was computed; its drafts are in the slots after the committed tokens."""
@@ -114,7 +128,8 @@ class DraftSequences:
     """The draft's copies of the open sequences, over one pool of blocks.
 
     A round is one call that drafts. Within a round no sequence loses reserved blocks. When the pool is full, the
-    sequences that were drafted for longest ago lose their blocks.
+    sequences that were drafted for longest ago lose their blocks. States of recurrent layers go with the blocks: those
+    after a round's drafts stay until `sync` knows which drafts were accepted.
     """
 
     def __init__(self, blocks: BlockManager, translation: Translation, grammars: GrammarCompiler | None = None) -> None:
@@ -145,6 +160,8 @@ class DraftSequences:
         sequence = self._by_id.get(target_sequence.request_id)
         if sequence is not None:
             sequence.sync(target_sequence)
+            if not self.blocks.settle_states(sequence.blocks):
+                self._release(sequence)
             sequence.last_round = self._round
         return sequence
 
@@ -166,11 +183,25 @@ class DraftSequences:
         """
         if not sequence.blocks.block_table:
             self.blocks.adopt_prefix(sequence.blocks)
-        while not self.blocks.reserve(sequence.blocks, num_tokens):
+        while self._lacks_states(sequence) or not self.blocks.reserve(sequence.blocks, num_tokens):
             if not self._evict_idle():
                 self._release(sequence)
                 return False
         return True
+
+    def plan_states(self, sequence: DraftSequence, max_tokens: int, num_drafts: int) -> int:
+        """Give slots to the states after the next `max_tokens` missing tokens and after the drafts that follow them.
+
+        Return how many of `num_drafts` drafts may be computed: all of them without recurrent layers.
+        """
+        blocks, manager = sequence.blocks, self.blocks
+        end = min(blocks.num_computed_tokens + max_tokens, len(blocks.token_ids))
+        manager.plan_chunk_states(blocks, end)
+        if end < len(blocks.token_ids):
+            return num_drafts
+        if blocks.num_uncomputed_tokens > 1:  # a repeated question computes the last token again
+            manager.plan_state(blocks, end - 1)
+        return manager.plan_draft_states(blocks, num_drafts)
 
     def check_integrity(self) -> None:
         """Assert the invariants of the pool; for tests, O(N)."""
@@ -185,6 +216,12 @@ class DraftSequences:
         except RequestError as error:
             logger.info("request %s: drafts are not constrained: %s", target_sequence.request_id, error.param)
             return None
+
+    def _lacks_states(self, sequence: DraftSequence) -> bool:
+        """True if as many other sequences have blocks as the slots of recurrent states allow."""
+        most = self.blocks.max_sequences
+        others = (each for each in self._by_id.values() if each is not sequence)
+        return most is not None and sum(len(each.blocks.block_table) > 0 for each in others) >= most
 
     def _evict_idle(self) -> bool:
         """Release the blocks of the sequence that was drafted for longest ago, in an earlier round."""

@@ -8,8 +8,9 @@ next round overwrites the KV of rejected drafts. In tree drafts the steps are th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -19,6 +20,7 @@ from engine.accounting.engine_stats import TranslationCounts
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import MASK_KEYS, CacheConfig, ModelConfig, SchedulerConfig, TreeConfig
 from engine.kv_cache.block_manager import BlockManager
+from engine.kv_cache.state_pool import StateSlots
 from engine.model.loader import load_config, tokenizer_file
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.ahead_drafter import FAN_OUT, AheadDrafter
@@ -28,11 +30,13 @@ from engine.proposer.growth.block import Blocks, RowLogits
 from engine.proposer.growth.chain import Chain
 from engine.proposer.growth.tree import Tree, shape_of
 from engine.proposer.vocab_mapping.translation import SameVocabulary, Translation
-from engine.recurrent.limits import refused_draft
+from engine.recurrent.limits import check_draft
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sequence.batch import DraftQuery
 from engine.sequence.sequence import RequestTokens
 from protos.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ class ModelProposer:
 
     A round never fails. A sequence gets `NO_DRAFT` if its prompt is not computed yet, if it finds no blocks, or if it
     is longer than the draft's positions. When the pool is full, sequences that were drafted for longest ago lose their
-    blocks.
+    blocks. Drafts of a model with recurrent layers are as long as the slots of its states allow.
     """
 
     def __init__(
@@ -115,13 +119,18 @@ class ModelProposer:
             ConfigError: the model cannot be served, or does not fit the target.
         """
         runner = ModelRunner(model, cache)
+        states = None
         if runner.num_states:
-            raise refused_draft(model.path)
+            check_draft(model.path, tree)
+            states = StateSlots(runner.num_states, scheduler.max_num_sequences)
+            found = states.num_slots, runner.bytes_per_state, states.max_sequences
+            logger.info("draft: %d recurrent states of %d bytes, so at most %d sequences have drafts at a time", *found)
         blocks = BlockManager(
             runner.num_blocks,
             runner.block_size,
             runner.model_version,
             enable_prefix_caching=cache.enable_prefix_caching,
+            states=states,
         )
         vocab_size = runner.vocab_size if target_vocab_size is None else target_vocab_size
         return cls(
@@ -173,6 +182,7 @@ class ModelProposer:
         jobs, logits = self._model.prefill([PrefillJob(plan.sequence, self._masks(plan)) for plan in plans.values()])
         ready = [plans[job.sequence.target_sequence.request_id] for job in jobs]
         if self._model.mask_id is not None:
+            ready = [replace(plan, num_drafts=len(job.draft_ids) + 1) for plan, job in zip(ready, jobs, strict=True)]
             drafts = self._draft_blocks(ready, logits)
             return [drafts.get(query.sequence.request_id, NO_DRAFT) for query in queries]
         # Grow the chains, then the trees.
@@ -208,13 +218,18 @@ class ModelProposer:
     def _draft_chains(self, ready: Seq[_DraftPlan], logits: Tensor) -> dict[str, Draft]:
         """Return the chains by request id; `logits [B, V]` has a row for every plan in `ready`."""
         rows = [row for row, plan in enumerate(ready) if plan.num_nodes == 0]
-        chains = [ready[row].chain() for row in rows]
+        chains = [self._with_states(ready[row]).chain() for row in rows]
         if chains:
             token_ids = self._model.sampler.extend(chains, logits if len(rows) == len(ready) else logits[rows])
             self._model.grow(chains, last_ids=token_ids)
         for row, chain in zip(rows, chains, strict=True):
             ready[row].sequence.unverified_ids = self._model.translation.to_draft(chain.token_ids[:-1])
         return {ready[row].request_id: chain.draft() for row, chain in zip(rows, chains, strict=True)}
+
+    def _with_states(self, plan: _DraftPlan) -> _DraftPlan:
+        """Return the plan with as many drafts as the states after its inputs have slots."""
+        num_inputs = self.sequences.blocks.plan_draft_states(plan.sequence.blocks, plan.num_drafts - 1)
+        return replace(plan, num_drafts=num_inputs + 1)
 
     def _draft_trees(self, plans: Seq[_DraftPlan], logits: Tensor) -> dict[str, Draft]:
         """Return the trees by request id, grown from their roots' logits, `[B, V]`.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import chain as joined
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -18,9 +19,11 @@ from engine.sampling.noise import Purpose, limited_threads
 from engine.sampling.penalties import has_penalties
 from engine.sampling.sampler import Sampler
 from engine.sampling.sparse_distribution import one_hot
-from engine.sequence.sequence import RequestTokens
+from engine.sequence.sequence import RequestTokens, span_states
 from engine.verifier.verify_task import IMPOSSIBLE_ID
 from protos.messages import VerifyMode
+
+NO_STATES: Mapping[int, int] = MappingProxyType({})
 
 
 class Chain:
@@ -30,7 +33,9 @@ class Chain:
     likely tokens equals the chain after the same tokens once they are committed.
 
     Tokens are the target's. The KV index of a token is its position plus `position_offset`, since the draft model may
-    have more or fewer tokens than the target before the drafts. `matcher` has accepted the committed tokens.
+    have more or fewer tokens than the target before the drafts. `matcher` has accepted the committed tokens. `states`
+    are the slots of recurrent layers by the number of tokens that they follow, from the next input on; empty without
+    such layers.
     """
 
     def __init__(
@@ -42,6 +47,7 @@ class Chain:
         *,
         matcher: GrammarMatcher | None,
         position_offset: int = 0,
+        states: Mapping[int, int] = NO_STATES,
     ) -> None:
         self.sequence = sequence
         self.num_wanted = num_wanted
@@ -56,6 +62,7 @@ class Chain:
         )
         self._matcher = matcher
         self._position_offset = position_offset
+        self._states = states
         self.is_coupled = sequence.verify is VerifyMode.COUPLED
         self.row = row_after(sequence, prefix_ids, self._token_ids)
 
@@ -92,6 +99,12 @@ class Chain:
         """The KV index of the next input token."""
         return self.row.position - 1 + self._position_offset
 
+    def next_span(self, num_steps: int) -> Span:
+        """Return the span of the next `num_steps` input tokens, with 0 for each id."""
+        start = self.next_kv_index
+        states = span_states(self._states, start, start + num_steps)
+        return Span([0] * num_steps, start, self.block_table, num_steps, states=states)
+
     def add(self, read: Callable[[], None]) -> None:
         """Append a token that is still on the device; `read` gives it to `fill_in`."""
         self._token_ids.append(0)
@@ -124,7 +137,7 @@ class Chain:
 def next_steps(chains: Seq[Chain]) -> list[Span]:
     """Return a span of input tokens per chain, all of one length; only the first token of each is known yet."""
     num_steps = min(16, *(chain.num_left for chain in chains))
-    return [Span([0] * num_steps, chain.next_kv_index, chain.block_table, num_steps) for chain in chains]
+    return [chain.next_span(num_steps) for chain in chains]
 
 
 def row_after(sequence: RequestTokens, prefix_ids: Seq[int], draft_ids: Seq[int]) -> LogitsRow:

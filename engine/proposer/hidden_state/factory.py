@@ -33,7 +33,8 @@ from engine.sequence.sequence import RequestTokens
 class SelfProposer:
     """Implements `Proposer`. A draft begins with the last committed token, whose KV the target has not computed.
 
-    All slots that it writes are reserved for the pass that verifies the draft, which writes them again.
+    All slots that it writes, of KV and of recurrent states, are reserved for the pass that verifies the draft, which
+    writes them again.
     """
 
     def __init__(self, runner: ModelRunner, draft: SelfDraft, tree: TreeConfig | None) -> None:
@@ -95,8 +96,15 @@ class SelfProposer:
 
 
 def _chain(query: DraftQuery) -> Chain:
-    sequence = query.sequence
-    return Chain(sequence, sequence.token_ids, sequence.block_table, query.max_draft_tokens, matcher=sequence.matcher)
+    sequence, num_drafts = query.sequence, query.max_draft_tokens
+    return Chain(
+        sequence,
+        sequence.token_ids,
+        sequence.block_table,
+        num_drafts,
+        matcher=sequence.matcher,
+        states=sequence.states,
+    )
 
 
 def _root(sequence: RequestTokens) -> Span:

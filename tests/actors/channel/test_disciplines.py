@@ -43,6 +43,7 @@ from engine.proposer.method_dispatcher import proposer_of
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams, VerifyMode
 from tests.engine.fixtures.byte_tokenizer import write_byte_pair
 from tests.engine.fixtures.checkpoints import Folders, write_pair
+from tests.engine.fixtures.hybrids import HYBRIDS, write_hybrid_pair
 
 K = 3
 FAN_OUT = 3
@@ -60,8 +61,12 @@ Texts = dict[str, tuple[int, ...]]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return write_pair(tmp_path_factory.mktemp("pair"), noise=0.02)
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """A pair of llamas, or of a family with recurrent layers."""
+    root, family = tmp_path_factory.mktemp("pair"), getattr(request, "param", None)
+    if family is not None:
+        return write_hybrid_pair(root, HYBRIDS[family](), noise=0.005)
+    return write_pair(root, noise=0.02)
 
 
 def new_engine(
@@ -187,6 +192,7 @@ def reference(folders: Folders) -> Texts:
     return generate(new_engine(folders, None), requests())
 
 
+@pytest.mark.parametrize("folders", [None, "bamba"], indirect=True)
 @pytest.mark.parametrize("fan_out", [None, 1, FAN_OUT])
 def test_a_batch_of_all_distributions_says_what_the_target_alone_says(
     fan_out: int | None, folders: Folders, folder: Path, reference: Texts, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ def key(number: int) -> BlockKey:
 
 
 def test_the_snapshot_least_recently_adopted_gives_way():
-    slots = StateSlots(4)
+    slots = StateSlots(4, 1)
     for number in range(3):
         slot = slots.take()
         assert slot is not None
@@ -23,7 +23,7 @@ def test_the_snapshot_least_recently_adopted_gives_way():
 
 
 def test_a_snapshot_that_a_sequence_reads_stays_and_slots_are_spared():
-    slots = StateSlots(3)
+    slots = StateSlots(3, 1)
     first = slots.take()
     assert first is not None
     slots.keep(key(0), first)
@@ -38,7 +38,7 @@ def test_a_snapshot_that_a_sequence_reads_stays_and_slots_are_spared():
 
 
 def test_a_snapshot_goes_with_its_block():
-    slots = StateSlots(2)
+    slots = StateSlots(2, 1)
     slot = slots.take()
     assert slot is not None
     slots.keep(key(0), slot)

@@ -2,6 +2,7 @@
 
     python -m tests.engine.recurrent.long_texts 10000              tokens of each temperature, in all families
     python -m tests.engine.recurrent.long_texts 10000 lfm2 bamba   in some
+    python -m tests.engine.recurrent.long_texts 10000 model self   with drafts of these kinds
 
 A group has one text of each temperature and K. Engines are deterministic, so equality has no tolerance. Greedy tokens
 are compared with the stock model's likeliest ones after the same text.
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,11 +23,27 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.batch.draft import Draft
+from engine.config import (
+    CacheConfig,
+    EngineConfig,
+    HeadConfig,
+    HeadKind,
+    ModelConfig,
+    Quantization,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
+from engine.proposer import Proposer
+from engine.proposer.draft_model.model_proposer import ModelProposer
+from engine.recurrent.limits import num_states
+from engine.sequence.batch import DraftQuery
+from engine.sequence.sequence import RequestTokens
 from protos.block_keys import CacheDelta, split_keys
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams
+from tests.engine.fixtures.ahead_proposer import AheadProposer
 from tests.engine.fixtures.fakes import ScriptedProposer
 from tests.engine.fixtures.hybrids import HYBRIDS, VOCAB_SIZE, write_hybrid
 from tests.engine.fixtures.in_process_transport import InProcessTransport
@@ -37,6 +55,10 @@ GROUP = len(TEMPERATURES) * (MAX_DRAFTS + 1)
 MAX_PROMPT = 40
 NEAR_TIE = 1e-5  # of logits up to 4 or so: sums in another order differ by 3e-6 in float32
 Texts = dict[str, list[int]]
+# The coming text with wrong tokens; a model: the target's equal with wrong tokens, one in int8, and that one ahead of
+# verification; the target itself in int8.
+DRAFTERS = ("script", "twin", "model", "ahead", "self")
+INT8_SELF = HeadConfig(HeadKind.SELF, quantization=Quantization.INT8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,31 +129,46 @@ class Family:
                 self._texts |= Place([core]).run(group)
         return self._texts
 
-    def build(self, case: Case, num_drafts: int = MAX_DRAFTS, **options: Any) -> EngineCore:
+    def build(self, case: Case, num_drafts: int = MAX_DRAFTS, drafter: str = DRAFTERS[0], **options: Any) -> EngineCore:
         """Return an engine for a case; `options` are of the cache, except `event_sink` and `transport`."""
         sizes = [-(-(len(each.prompt_token_ids) + self.length) // P) for each in self.groups[0]]
         num_blocks = int(max(2 * max(sizes), case.room * sum(sizes)))
         parts = {name: options.pop(name) for name in ("event_sink", "transport") if name in options}
+        method = SpeculationMethod.SELF if num_drafts and drafter == "self" else SpeculationMethod.MODEL
         config = EngineConfig(
             ModelConfig(str(self.folder), dtype="float32", deterministic=True),
             CacheConfig(**{"block_size": P, "num_blocks": num_blocks, "memory_bytes": None, **options}),
             SchedulerConfig(
                 max(1, int(case.share * GROUP)), case.max_tokens_per_step, max_model_len=MAX_PROMPT + self.length
             ),
-            SpeculationConfig(num_drafts, max_num_tokens=num_drafts, methods=(SpeculationMethod.MODEL,)),
+            SpeculationConfig(num_drafts, max_num_tokens=num_drafts, methods=(method,)),
+            INT8_SELF if method is SpeculationMethod.SELF else None,
             min_remote_prefill_tokens=2 * P,
         )
-        return load_engine(config, Drafts(self.texts) if num_drafts else None, **parts)
+        return load_engine(config, self._proposer(config, drafter) if num_drafts else None, **parts)
 
-    def outcome(self, case: Case) -> Outcome:
+    def _proposer(self, config: EngineConfig, drafter: str) -> Proposer | None:
+        if drafter in ("script", "self"):
+            return Drafts(self.texts) if drafter == "script" else None
+        near = replace(config.model, quantization=Quantization.INT8, deterministic=False)
+        model = ModelProposer.from_config(
+            config.model if drafter == "twin" else near,
+            replace(config.cache, num_states=num_states(config)),
+            config.scheduler,
+        )
+        if drafter == "twin":
+            return SpoiledProposer(model)
+        return AheadProposer(model, fan_out=2) if drafter == "ahead" else model
+
+    def outcome(self, case: Case, drafter: str = DRAFTERS[0]) -> Outcome:
         """Compute all texts in a case and compare them with the plain ones."""
         evictions: list[int] = []
         options: dict[str, Any] = {"event_sink": lambda delta: evictions.append(_num_removed(delta))}
         if case.is_fetched:
             elsewhere = self.build(replace(case, max_tokens_per_step=14), num_drafts=0)
             options["transport"] = InProcessTransport(elsewhere, tokens_per_s=1e9)
-        cores = [self.build(case, **options)]
-        cores += [self.build(case)] if case.stay else []
+        cores = [self.build(case, drafter=drafter, **options)]
+        cores += [self.build(case, drafter=drafter)] if case.stay else []
         place, differences, num_tokens = Place(cores, case.stay), 0, 0
         for group in self.groups:
             for turn in range(case.num_rounds):
@@ -168,6 +205,38 @@ class Drafts(ScriptedProposer):
         known = self._texts[_name(sequence.request_id)][at : at + max_tokens]
         wrong = (5 * at + len(sequence.request_id)) % (max_tokens + 2)
         return [(token + (index == wrong)) % VOCAB_SIZE for index, token in enumerate(known)]
+
+
+class SpoiledProposer:
+    """Drafts as a model does, with a wrong token at changing places; implements `Proposer`.
+
+    `num_right` counts the tokens before the wrong ones.
+    """
+
+    def __init__(self, model: ModelProposer) -> None:
+        self.model = model
+        self.num_right = 0
+
+    def open(self, sequence: RequestTokens) -> None:
+        self.model.open(sequence)
+
+    def commit(self, sequences: Seq[RequestTokens]) -> None:
+        self.model.commit(sequences)
+
+    def close(self, request_id: str) -> None:
+        self.model.close(request_id)
+
+    def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
+        drafts = self.model.propose(queries)
+        self.model.sequences.check_integrity()
+        return [self._spoiled(*each) for each in zip(queries, drafts, strict=True)]
+
+    def _spoiled(self, query: DraftQuery, draft: Draft) -> Draft:
+        token_ids = list(draft.token_ids)
+        wrong = (5 * len(query.sequence.token_ids)) % (len(token_ids) + 1)
+        self.num_right += wrong
+        token_ids[wrong : wrong + 1] = [(token_id + 1) % VOCAB_SIZE for token_id in token_ids[wrong : wrong + 1]]
+        return Draft(tuple(token_ids))
 
 
 class Place:
@@ -239,8 +308,8 @@ def _counts(core: EngineCore) -> Outcome:
     )
 
 
-def main(num_tokens: int, names: Seq[str]) -> None:
-    """Print the counts of every family in every case."""
+def main(num_tokens: int, names: Seq[str], drafters: Seq[str]) -> None:
+    """Print the counts of every family in every case, with every kind of drafts."""
     length = 100
     num_groups = -(-num_tokens // (length * (MAX_DRAFTS + 1)))
     for name in names:
@@ -248,11 +317,11 @@ def main(num_tokens: int, names: Seq[str]) -> None:
             family = Family(Path(folder), name, num_groups, length)
             num_greedy = sum(map(len, family.texts.values())) // len(TEMPERATURES)
             _say(f"{name}: {family.num_unlike_stock()} of {num_greedy} greedy tokens are not transformers'")
-            for title, case in CASES.items():
+            for drafter, (title, case) in product(drafters, CASES.items()):
                 began_s = time.process_time()
-                outcome = family.outcome(case)
+                outcome = family.outcome(case, drafter)
                 counts = ", ".join(f"{each.name[4:]} {getattr(outcome, each.name)}" for each in fields(outcome))
-                _say(f"  {title}: {counts}; {time.process_time() - began_s:.0f} s")
+                _say(f"  {drafter}, {title}: {counts}; {time.process_time() - began_s:.0f} s")
                 assert getattr(outcome, case.shows) > 0, f"{case.shows} is 0"
 
 
@@ -262,4 +331,9 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:] or list(HYBRIDS))
+    chosen = sys.argv[2:]
+    main(
+        int(sys.argv[1]),
+        [each for each in chosen if each in HYBRIDS] or list(HYBRIDS),
+        [each for each in chosen if each in DRAFTERS] or DRAFTERS[:1],
+    )

@@ -10,10 +10,7 @@ import pytest
 from engine.config import (
     CacheConfig,
     EngineConfig,
-    HeadConfig,
-    HeadKind,
     ModelConfig,
-    SchedulerConfig,
     SpeculationConfig,
     StepConfig,
     TreeConfig,
@@ -23,7 +20,6 @@ from engine.kv_cache.block_manager import BlockManager
 from engine.kv_cache.state_pool import StateSlots
 from engine.model.generation_config import unread_warning
 from engine.model.runner.model_runner import ModelRunner
-from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.sequence.sequence import TokenBlocks
 from protos.block_keys import BlockKey, root_key
 from protos.errors import ConfigError
@@ -77,14 +73,14 @@ def greedy(family: Family) -> list[GenerateRequest]:
 _settle_states, _keep = BlockManager.settle_states, StateSlots.keep
 
 
-def without_roll_back(manager: BlockManager, tokens: TokenBlocks) -> None:
+def without_roll_back(manager: BlockManager, tokens: TokenBlocks) -> bool:
     """Take the state after a pass's last row for the state after the last committed token."""
     if tokens.states:
         kept = tokens.states.pop(max(tokens.states))
         if (old := tokens.states.pop(tokens.num_computed_tokens, None)) is not None:
             manager._states.drop(old)  # type: ignore[union-attr]
         tokens.states[tokens.num_computed_tokens] = kept
-    _settle_states(manager, tokens)
+    return _settle_states(manager, tokens)
 
 
 def with_late_snapshots(slots: StateSlots, key: BlockKey, slot: int) -> None:
@@ -150,11 +146,3 @@ def test_trees_and_steps_are_refused_by_name(lfm2: Family, option: dict[str, Any
 def test_families_are_served_in_other_dtypes(family: Family, settings: dict[str, str]):
     runner = ModelRunner(ModelConfig(str(family.folder), **settings), CacheConfig(P, 8, memory_bytes=None))
     assert runner.num_states == 256
-
-
-def test_self_and_drafts_with_recurrent_layers_are_refused_by_name(lfm2: Family):
-    model, cache = ModelConfig(str(lfm2.folder), dtype="float32"), CacheConfig(P, 64, memory_bytes=None)
-    with pytest.raises(ConfigError, match=r"draft\.kind is 'self', which on 'cpu' needs .* the target's is 'lfm2'"):
-        ModelRunner(model, cache, head=HeadConfig(HeadKind.SELF, num_layers=1))
-    with pytest.raises(ConfigError, match="has recurrent layers, which a draft model cannot have"):
-        ModelProposer.from_config(model, cache, SchedulerConfig())

@@ -1,7 +1,8 @@
-"""Heads draft for targets with recurrent layers: they change no token, and equal their reference."""
+"""Heads, and the target's first layers, draft for recurrent targets: they change no token, and equal a reference."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from itertools import count
 from pathlib import Path
 
@@ -39,7 +40,10 @@ CASES = [
     *((family, HeadKind.EAGLE3) for family in ("lfm2", "falcon_h1", "qwen3_next")),
     ("qwen3_next", HeadKind.DFLASH),
     ("bamba", HeadKind.MEDUSA),
+    *((family, HeadKind.SELF) for family in HYBRIDS),
 ]
+WITH_FILES = [each for each in CASES if each[1] not in (HeadKind.MTP, HeadKind.SELF)]
+SELF = HeadConfig(HeadKind.SELF, num_layers=2)
 
 
 class HybridMtp(HeadOracle):
@@ -49,6 +53,23 @@ class HybridMtp(HeadOracle):
         model = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager", dtype=torch.float32).eval()
         model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
         self._target, self._mtp = model, MtpModel.from_pretrained(model).eval()
+
+
+class FirstLayers(HeadOracle):
+    """The target's first layers with its norm and head, run over the whole text for every draft."""
+
+    def __init__(self, target: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager", dtype=torch.float32)
+        trunk = self._model.eval().get_decoder()
+        trunk.layers = trunk.layers[: SELF.num_layers]
+
+    @torch.no_grad()
+    def drafts(self, token_ids: Seq[int], num_drafts: int) -> tuple[int, ...]:
+        ids = torch.tensor([token_ids])
+        for _ in range(num_drafts):
+            chosen = self._model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+            ids = torch.cat((ids, chosen), dim=1)
+        return tuple(ids[0, len(token_ids) :].tolist())
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
@@ -113,7 +134,7 @@ def test_a_head_changes_no_token(case: tuple[HeadModels, HeadKind], reference: d
     world, kind = case
     oracle = _oracle(world, kind)
     for setup in SETUPS if kind is HeadKind.MTP else SETUPS[:1]:
-        engine = build(world, kind, setup)
+        engine = build(world, SELF if kind is HeadKind.SELF else kind, setup)
         drafted = record(engine)
         for _ in range(setup.num_repeats):
             assert generate(engine, requests(setup)) == reference
@@ -128,6 +149,8 @@ def test_a_head_changes_no_token(case: tuple[HeadModels, HeadKind], reference: d
 def _oracle(world: HeadModels, kind: HeadKind) -> HeadOracle | PlainEagle3 | PlainDFlash | None:
     if kind is HeadKind.MTP:
         return HybridMtp(world.target)
+    if kind is HeadKind.SELF:
+        return FirstLayers(world.target)
     if kind is HeadKind.EAGLE3:
         return PlainEagle3.read(world.target, world.root / kind, TAPS)
     return PlainDFlash(world.target, world.root / kind, TAPS, SHAPE) if kind is HeadKind.DFLASH else None
@@ -156,12 +179,11 @@ def test_the_mtp_of_a_checkpoint_that_does_not_count_its_layers_is_found(tmp_pat
     assert len(engine.runner.kv_layout.layers) == 2
 
 
+@pytest.mark.parametrize("case", WITH_FILES, indirect=True, ids=str)
 def test_heads_exchanged_while_they_draft_change_no_token_and_leave_no_state(
     case: tuple[HeadModels, HeadKind], reference: dict[str, tuple[int, ...]], tmp_path: Path
 ) -> None:
     world, kind = case
-    if kind is HeadKind.MTP:
-        pytest.skip("an MTP head has no files of its own")
     engine = build(world, kind, SETUPS[0])
     runner, steps = model_runner(engine), count(1)
     heads = [runner.head, runner.load_head(str(changed(world.head(kind), tmp_path / "other", -0.7).path))]

@@ -177,12 +177,14 @@ def test_a_family_that_cannot_be_served_is_refused(tmp_path: Path, capsys: pytes
     ("settings", "said"),
     [
         ({"speculation__tree": {"num_nodes": 8}}, "speculation.tree is set, but {} has recurrent layers, whose states"),
-        ({"speculation__steps": {}}, "speculation.steps is set, but {} has recurrent layers, whose states follow one"),
+        ({"speculation__steps": {}}, "speculation.steps is set, but {} has recurrent layers, which would keep a state"),
         ({"target__tensor_parallel_size": 2}, "tensor_parallel_size is 2, but model type 'lfm2' runs on one device"),
-        ({"draft": {"kind": "self", "quantization": "int4"}}, "'self', which on 'cpu' needs a model of type 'llama'"),
-        ({"draft__path": "{}"}, "{} has recurrent layers, which a draft model cannot have"),
+        (
+            {"draft__path": "{}", "speculation__tree": {"num_nodes": 8}},
+            "speculation.tree is set, but the draft {} has recurrent layers",
+        ),
     ],
-    ids=["trees", "steps", "ranks", "self", "draft"],
+    ids=["trees", "steps", "ranks", "draft's trees"],
 )
 def test_recurrent_layers_are_refused_what_they_do_not_support(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], said: str

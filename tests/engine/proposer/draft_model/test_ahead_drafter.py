@@ -17,8 +17,16 @@ from engine.proposer.growth.chain import Chain
 from engine.sequence.sequence import Sequence
 from protos.messages import SamplingParams, VerifyMode
 from tests.engine.fixtures.builders import make_scheduled, sequence_of
-from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_checkpoint
-from tests.engine.fixtures.drafters import GREEDY, SAMPLED, DrafterParts, DraftOracle, new_drafter, new_sequence
+from tests.engine.fixtures.checkpoints import VOCAB_SIZE
+from tests.engine.fixtures.drafters import (
+    GREEDY,
+    SAMPLED,
+    DrafterParts,
+    DraftOracle,
+    new_drafter,
+    new_sequence,
+    write_draft,
+)
 
 K = 3
 MODES = list(VerifyMode)
@@ -26,10 +34,10 @@ UNPENALIZED = replace(SAMPLED, presence_penalty=0.0)
 PENALIZED = replace(SAMPLED, top_p=1.0, temperature=1.0, repetition_penalty=1.3)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("draft")
-    write_checkpoint(path, seed=0)
+@pytest.fixture(scope="module", params=["llama", "qwen3_next"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    write_draft(path, request.param)
     return path
 
 
@@ -243,6 +251,22 @@ def test_branches_end_where_the_drafts_positions_do(folder: Path) -> None:
         drafter.proposer.close(f"s{length}")
 
 
+@pytest.mark.parametrize("num_states", [4, 16, 24])
+def test_few_states_cost_drafts_and_branches_and_nothing_else(
+    folder: Path, afterwards: Afterwards, num_states: int
+) -> None:
+    drafter = new_drafter(folder, num_states=num_states)
+    sequences = [new_sequence(drafter, name, 9) for name in "ab"]
+    oracle = DraftOracle(folder)
+    for sequence in 3 * sequences:
+        expected = pending_pass(drafter, sequence)
+        assert 0 < len(expected.draft_ids) <= K
+        assert oracle.draft(sequence, len(expected.draft_ids)) == expected.draft_ids
+        prepared = draft_ahead(drafter, [expected])
+        assert all(afterwards.agrees(sequence, each, len(each.draft.token_ids)) for each in prepared)
+        sequence.token_ids.append(7)
+
+
 # ---- mutants: each of these mistakes is seen ----------------------------------------------------------------------
 
 
@@ -267,11 +291,12 @@ def test_noise_of_the_pass_before_is_noticed(
     assert differs(afterwards, drafter, replace(SAMPLED, temperature=1.0, top_p=1.0), verify)
 
 
-def chain_in_the_running_pass(branch: Branch, block_ids: Seq[int]) -> Chain:
+def chain_in_the_running_pass(branch: Branch, block_ids: Seq[int], state: int) -> Chain:
     """Treats the outcome as drafts of the pass under verification, and uses that pass's noise a second time."""
     sequence, num_outcome = branch.sequence.target_sequence, len(branch.after)
     table = [*branch.sequence.blocks.block_table[: branch.start // branch.block_size], *block_ids]
-    chain = Chain(sequence, sequence.token_ids, table, branch.num_drafts + num_outcome, matcher=None)
+    num_drafts, states = branch.num_drafts + num_outcome, branch.states(state)
+    chain = Chain(sequence, sequence.token_ids, table, num_drafts, matcher=None, states=states)
     for token_id in branch.after:
         chain.add(lambda: None)
         chain.fill_in(token_id, is_finite=True)

@@ -12,15 +12,15 @@ from engine.proposer.draft_model.model_proposer import ModelProposer
 from protos.messages import GenerateRequest, SamplingParams, VerifyMode
 from tests.engine.fixtures.builders import make_scheduled, sequence_of
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, write_checkpoint
-from tests.engine.fixtures.drafters import GREEDY, SAMPLED, DraftOracle, new_drafter, new_sequence
+from tests.engine.fixtures.drafters import GREEDY, SAMPLED, DraftOracle, new_drafter, new_sequence, write_draft
 
 NUM_POSITIONS = 512
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("draft")
-    write_checkpoint(path, seed=0)
+@pytest.fixture(scope="module", params=["llama", "bamba", "qwen3_next"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    write_draft(path, request.param)
     return path
 
 

@@ -24,6 +24,7 @@ from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, VerifyMode
 from tests.engine.fixtures.ahead_proposer import AheadProposer
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, Folders, write_pair
+from tests.engine.fixtures.hybrids import HYBRIDS, write_hybrid_pair
 
 MASK_ID = 63
 PROMPT = (5, 9, 33, 2, 17, 60, 5, 9, 41)
@@ -34,8 +35,15 @@ REQUESTS = [
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    folders = write_pair(tmp_path_factory.mktemp("pair"), noise=0.02)
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """A pair of llamas, or of a family with recurrent layers."""
+    root, family = tmp_path_factory.mktemp("pair"), getattr(request, "param", None)
+    if family is None:
+        folders = write_pair(root, noise=0.02)
+    else:
+        config = HYBRIDS[family]()
+        config.vocab_size = VOCAB_SIZE
+        folders = write_hybrid_pair(root, config, noise=0.005)
     set_mask(folders.draft, MASK_ID)
     return folders
 
@@ -73,7 +81,12 @@ def texts(core: EngineCore, requests: Seq[GenerateRequest]) -> dict[str, tuple[i
 SPECULATION = SpeculationConfig(3, methods=(SpeculationMethod.MODEL,))
 
 
-@pytest.mark.parametrize("tree", [None, TreeConfig(num_nodes=5)], ids=["chains", "trees"])
+@pytest.mark.parametrize(
+    ("folders", "tree"),
+    [(None, None), ("bamba", None), (None, TreeConfig(num_nodes=5))],
+    indirect=["folders"],
+    ids=["chains", "recurrent chains", "trees"],
+)
 def test_one_pass_drafts_what_the_model_computes_after_masks_and_changes_no_token(
     tree: TreeConfig | None, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
