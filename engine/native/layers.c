@@ -2,7 +2,7 @@
    is many short kernels, and a call from Python costs as much as some of them. */
 
 #include "attention/types.h"
-#include "products/experts.h"
+#include "mixture/mixture.h"
 #include "products/products.h"
 #include "recurrent/mixer.h"
 #include "rows.h"
@@ -15,7 +15,14 @@ enum {
     MAX_TABLES = 2, /* of rotary angles: for windows and for all keys, or for queries and for keys */
 };
 
-/* engine/model/decoders/native_layers.py has the same fields here and below. */
+/* engine/model/decoders/native_layers.py has the same fields here and below.
+
+   Experts that read the residual stream as the MLP does, each after its own norm, and add to its result. */
+struct beside {
+    const struct mixture *mixture;
+    const void *mlp_output_norm, *input_norm, *output_norm, *router_norm; /* [hidden]; of the MLP, and of the experts */
+};
+
 struct layer {
     /* [hidden], or [2, hidden] with biases; NULL: no such norm. */
     const void *input_norm, *output_norm, *mlp_norm, *mlp_output_norm;
@@ -23,9 +30,13 @@ struct layer {
     const void *head_norm;       /* [normed heads, D] for queries, keys and perhaps values, or NULL */
     const float *sinks;          /* [heads], or NULL */
     struct weight qkv, output, inner, down;
+    struct weight steps; /* of a mixer's steps and betas, if `qkv` lacks these */
     struct weight input_gate, input_projection; /* of the layer's own input, if it has one */
-    const struct mixture *mixture; /* in place of `inner` and `down`; without any of them the caller has the MLP */
-    const struct mixer *mixer;     /* in place of the attention, or NULL */
+    const struct mixture *mixture; /* in place of `inner` and `down`; without any of them the layer has no MLP */
+    struct beside beside;          /* absent without a mixture */
+    const struct mixer *mixer;     /* in place of the attention, or NULL; without `qkv` the layer has neither */
+    int64_t leaves_mlp;            /* the caller has the MLP */
+    int64_t shares_rows;           /* reads the normed rows of the layer before, not its own */
     int64_t num_kv_heads, head_dim;
     int64_t kv_layer;  /* in the pool; the place of a mixer's states */
     int64_t stores_kv; /* or an earlier layer has stored it, and `qkv` are queries alone */
@@ -35,6 +46,7 @@ struct layer {
     int64_t query_table;
     float scaling, softcap;
     float factor; /* of the residual stream after the layer */
+    float output_factor, down_factor; /* of the results of `output` and `down` */
     float activation_factors[2];
 };
 
@@ -51,12 +63,13 @@ struct decoder {
     int64_t activation;      /* `enum gate`: the function of an MLP without gates */
     int64_t input_function;  /* `enum gate`: of the layers' own inputs */
     int64_t is_bf16, has_bf16_norms;
+    int64_t has_wide_stream; /* the residual stream is float32, whatever rows are */
     float epsilon;
     float residual_scale; /* factor of a layer's outputs in the residual stream */
 };
 
 struct rows {
-    char *hidden; /* [T, hidden], the residual stream; updated in place */
+    char *hidden; /* [T, hidden], the residual stream; updated in place; float32 if it is wide */
     char *delta;  /* [T, hidden], the last output that is not yet added to it */
     char *normed; /* [T, hidden], for the rows that the caller's MLP reads, or NULL; only the last layer has such */
     char *inputs; /* [layers, T, inputs of `input_projection`], the layers' own inputs; overwritten */
@@ -77,7 +90,7 @@ struct states {
 
 /* Buffers of intermediate results within a layer, and the products' scratch memory. */
 struct buffers {
-    char *normed, *qkv, *attended, *inner, *scratch;
+    char *normed, *beside, *qkv, *attended, *inner, *scratch;
 };
 
 /* Rounds up to whole cache lines. */
@@ -85,7 +98,7 @@ static int64_t round_up_to_lines(int64_t bytes) { return (bytes + 63) / 64 * 64;
 
 /* Returns the maximum of `so_far` and the scratch bytes of a product. */
 static int64_t max_scratch(int64_t so_far, const struct weight *w, int64_t num_rows) {
-    return w->kind == BFLOAT16 ? so_far : max(so_far, outrider_quantized_scratch(num_rows, w->num_inputs));
+    return max(so_far, product_scratch(w, num_rows));
 }
 
 /* Allocates `buffers` for the layers [first, last); `own_normed` is one of them, or NULL. Returns the memory to free, or
@@ -94,9 +107,9 @@ static char *allocate_buffers(const struct decoder *d, int64_t first, int64_t la
                               struct buffers *buffers) {
     const int64_t item = d->is_bf16 ? 2 : 4, mlp_rows = min(num_rows, MLP_ROWS);
     /* All layers share the buffers, so each has the size of the largest layer. */
-    int64_t num_qkv = 0, num_attended = 0, num_inner = 0, scratch = 0;
+    int64_t num_qkv = 0, num_attended = 0, num_inner = 0, scratch = 0, has_beside = 0;
     for (const struct layer *l = d->layers + first; l < d->layers + last; l++) {
-        num_qkv = max(num_qkv, l->qkv.num_outputs);
+        num_qkv = max(num_qkv, l->qkv.num_outputs + l->steps.num_outputs);
         num_attended = max(num_attended, l->output.num_inputs);
         num_inner = max(num_inner, l->down.num_inputs);
         scratch = max_scratch(max_scratch(scratch, &l->qkv, num_rows), &l->output, num_rows);
@@ -105,65 +118,50 @@ static char *allocate_buffers(const struct decoder *d, int64_t first, int64_t la
             scratch = max_scratch(max_scratch(scratch, &l->input_gate, mlp_rows), &l->input_projection, mlp_rows);
         }
         if (l->mixer) scratch = max(scratch, 4 * outrider_mixer_scratch(l->mixer, num_rows));
+        scratch = max_scratch(scratch, &l->steps, num_rows);
+        if (l->beside.mixture) scratch = max(scratch, mixture_scratch(l->beside.mixture, num_rows)), has_beside = 1;
         if (l->mixture) scratch = max(scratch, mixture_scratch(l->mixture, num_rows));
         else scratch = max_scratch(max_scratch(scratch, &l->inner, mlp_rows), &l->down, mlp_rows);
     }
     const int64_t normed = round_up_to_lines(num_rows * d->hidden_size * item);
     const int64_t qkv = round_up_to_lines(num_rows * num_qkv * item);
     const int64_t attended = round_up_to_lines(num_rows * num_attended * item);
-    const int64_t inner = round_up_to_lines(mlp_rows * num_inner * item);
-    char *memory = aligned_alloc(64, (size_t)(normed + qkv + attended + inner + round_up_to_lines(scratch)));
+    const int64_t inner = round_up_to_lines(mlp_rows * num_inner * item), beside = has_beside * normed;
+    char *memory = aligned_alloc(64, (size_t)(normed + beside + qkv + attended + inner + round_up_to_lines(scratch)));
     *buffers = (struct buffers){.normed = own_normed ? own_normed : memory};
     if (!memory) return NULL;
-    buffers->qkv = memory + normed;
+    buffers->beside = memory + normed;
+    buffers->qkv = buffers->beside + beside;
     buffers->attended = buffers->qkv + qkv;
     buffers->inner = buffers->attended + attended;
     buffers->scratch = buffers->inner + inner;
     return memory;
 }
 
-static void multiply_quantized(const struct weight *w, const void *x, void *out, int64_t num_rows, int64_t is_bf16,
-                               char *scratch) {
-    const int kind = (int)w->kind, group = (int)w->group, gate = (int)w->gate;
-    if (is_bf16)
-        outrider_quantized_product(x, w->packed, w->tables, w->bias, out, num_rows, w->num_inputs, w->num_outputs, kind,
-                                   group, gate, (int8_t *)scratch);
-    else
-        outrider_quantized_float_product(x, w->packed, w->tables, w->bias, out, num_rows, w->num_inputs, w->num_outputs,
-                                         kind, group, gate, (int8_t *)scratch);
-}
-
-/* Computes out = x W^T, or function(gate) * up; rows are bfloat16 or float32. */
-static void multiply(const struct weight *w, const void *x, void *out, int64_t num_rows, int64_t is_bf16,
-                     char *scratch) {
-    const int64_t num_inputs = w->num_inputs, num_outputs = w->num_outputs;
-    if (w->kind != BFLOAT16)
-        multiply_quantized(w, x, out, num_rows, is_bf16, scratch);
-    else if (is_bf16 && w->gate)
-        outrider_gated_product(x, w->packed, w->bias, out, num_rows, num_inputs, num_outputs, w->gate);
-    else if (is_bf16)
-        outrider_product(x, w->packed, w->bias, out, num_rows, num_inputs, num_outputs);
-    else if (w->gate)
-        outrider_gated_float_product(x, w->packed, w->bias, out, num_rows, num_inputs, num_outputs, w->gate);
-    else
-        outrider_float_product(x, w->packed, w->bias, out, num_rows, num_inputs, num_outputs);
-}
-
 /* Computes hidden += delta and returns norm(hidden), in `normed` if there is such a norm. */
 static const char *add_norm(const struct decoder *d, const struct rows *r, const void *weight, int has_delta,
                             char *normed) {
-    const void *hidden = has_delta ? r->delta : r->hidden;
-    outrider_add_norm(hidden, has_delta ? r->hidden : NULL, weight, normed, r->num_rows, d->hidden_size, d->epsilon,
-                      d->residual_scale, (int)d->centers, (int)d->has_norm_biases, (int)d->is_bf16,
-                      (int)d->has_bf16_norms);
+    if (has_delta || weight)
+        outrider_add_norm(has_delta ? r->delta : NULL, r->hidden, weight, normed, r->num_rows, d->hidden_size,
+                          d->epsilon, d->residual_scale, (int)d->centers, (int)d->has_norm_biases, (int)d->is_bf16,
+                          d->is_bf16 && !d->has_wide_stream, (int)d->has_bf16_norms);
     return weight ? normed : r->hidden;
+}
+
+/* Norms rows in place, or without a weight adds them to `sum`. */
+static void norm_or_add(const struct decoder *d, char *rows, void *sum, const void *weight, int64_t num_rows) {
+    outrider_add_norm(rows, sum, weight, rows, num_rows, d->hidden_size, d->epsilon, 1.0f, (int)d->centers,
+                      (int)d->has_norm_biases, (int)d->is_bf16, (int)d->is_bf16, (int)d->has_bf16_norms);
 }
 
 /* Norms delta in place, if there is such a norm. */
 static void norm_delta(const struct decoder *d, const struct rows *r, const void *weight) {
-    if (weight)
-        outrider_add_norm(r->delta, NULL, weight, r->delta, r->num_rows, d->hidden_size, d->epsilon, 1.0f,
-                          (int)d->centers, (int)d->has_norm_biases, (int)d->is_bf16, (int)d->has_bf16_norms);
+    if (weight) norm_or_add(d, r->delta, NULL, weight, r->num_rows);
+}
+
+/* Multiplies rows, the residual stream or delta, by a factor. */
+static void scale(const struct decoder *d, const struct rows *r, char *rows, float factor, int64_t is_bf16) {
+    if (factor != 1.0f) outrider_scale(rows, r->num_rows * d->hidden_size, factor, (int)is_bf16);
 }
 
 /* Norms the queries and keys of `qkv`, by heads or all queries and all keys of a row together. */
@@ -223,17 +221,23 @@ static char *input_of(const struct decoder *d, const struct rows *r, int64_t lay
     return r->inputs + layer * num_rows * size;
 }
 
-/* Computes buffers->attended of a layer with a mixer. */
+/* Computes buffers->attended of a layer with a mixer from the rows x that `qkv` has. */
 static void mix(const struct decoder *d, const struct layer *l, const struct rows *r, const struct states *s,
-                const struct buffers *buffers) {
+                const char *x, const struct buffers *buffers) {
     const struct mixer *m = l->mixer;
     const int64_t item = d->is_bf16 ? 2 : 4, row = l->qkv.num_outputs;
+    char *steps = buffers->qkv;
+    int64_t step_row = row;
+    if (l->steps.packed) {
+        steps += r->num_rows * row * item, step_row = l->steps.num_outputs;
+        run_product(&l->steps, x, steps, r->num_rows, d->is_bf16, buffers->scratch);
+    }
     const struct mixed_rows rows = {
         .inputs = buffers->qkv + m->inputs_at * item,
         .gates = buffers->qkv + m->gates_at * item,
-        .steps = buffers->qkv + m->steps_at * item,
-        .betas = buffers->qkv + m->betas_at * item,
-        .input_row = row, .gate_row = row, .step_row = row, .beta_row = row,
+        .steps = steps + m->steps_at * item,
+        .betas = steps + m->betas_at * item,
+        .input_row = row, .gate_row = row, .step_row = step_row, .beta_row = step_row,
         .out = buffers->attended,
         .rows = s->rows[l->kv_layer],
         .matrices = s->matrices[l->kv_layer],
@@ -249,14 +253,15 @@ static void move_to_front(const struct rows *r, char *from, int64_t row_bytes) {
         memmove(from + i * row_bytes, from + r->kept[i] * row_bytes, (size_t)row_bytes);
 }
 
-/* Drops the other rows of the last layer, after the keys and values of all rows are in the pool. */
+/* Drops the other rows of the last layer, after the keys, values and states of all rows are in the pool. */
 static void keep_rows(const struct decoder *d, int64_t layer, struct rows *r, const struct buffers *buffers) {
     const struct layer *l = d->layers + layer;
     const int64_t item = d->is_bf16 ? 2 : 4;
     if (l->input_gate.packed)
         move_to_front(r, input_of(d, r, layer, r->num_rows), l->input_projection.num_inputs * item);
-    move_to_front(r, r->hidden, d->hidden_size * item);
-    move_to_front(r, buffers->attended, l->output.num_inputs * item);
+    move_to_front(r, r->hidden, d->hidden_size * (d->has_wide_stream ? 4 : item));
+    if (l->qkv.packed) move_to_front(r, buffers->attended, l->output.num_inputs * item);
+    else move_to_front(r, r->delta, d->hidden_size * item);
     if (d->is_parallel) move_to_front(r, buffers->normed, d->hidden_size * item);
     r->num_rows = r->num_kept;
 }
@@ -269,10 +274,10 @@ static void add_input(const struct decoder *d, const struct layer *l, const stru
     const char *hidden = add_norm(d, r, NULL, 1, buffers->normed);
     for (int64_t row = 0; row < r->num_rows; row += MLP_ROWS) {
         const int64_t num_rows = min(MLP_ROWS, r->num_rows - row), row_of_inputs = row * size * (d->is_bf16 ? 2 : 4);
-        multiply(&l->input_gate, hidden + row * row_bytes, buffers->inner, num_rows, d->is_bf16, buffers->scratch);
+        run_product(&l->input_gate, hidden + row * row_bytes, buffers->inner, num_rows, d->is_bf16, buffers->scratch);
         outrider_gate_rows(buffers->inner, (char *)inputs + row_of_inputs, num_rows, size, size,
                            (int)d->input_function, (int)d->is_bf16);
-        multiply(&l->input_projection, inputs + row_of_inputs, r->delta + row * row_bytes, num_rows, d->is_bf16,
+        run_product(&l->input_projection, inputs + row_of_inputs, r->delta + row * row_bytes, num_rows, d->is_bf16,
                  buffers->scratch);
     }
     norm_delta(d, r, l->input_step_norm);
@@ -282,18 +287,45 @@ static void add_input(const struct decoder *d, const struct layer *l, const stru
 static void feed_forward(const struct decoder *d, const struct layer *l, const struct rows *r, const char *x,
                          const struct buffers *buffers) {
     if (l->mixture) {
-        run_mixture(l->mixture, x, r->delta, r->num_rows, buffers->scratch);
+        run_mixture(l->mixture, x, x, r->delta, r->num_rows, buffers->scratch);
         return;
     }
     const int64_t row_bytes = d->hidden_size * (d->is_bf16 ? 2 : 4);
     for (int64_t row = 0; row < r->num_rows; row += MLP_ROWS) {
         const int64_t num_rows = min(MLP_ROWS, r->num_rows - row);
-        multiply(&l->inner, x + row * row_bytes, buffers->inner, num_rows, d->is_bf16, buffers->scratch);
+        run_product(&l->inner, x + row * row_bytes, buffers->inner, num_rows, d->is_bf16, buffers->scratch);
         if (d->activation)
             outrider_activate(buffers->inner, num_rows * l->down.num_inputs, (int)d->activation, l->activation_factors,
                               (int)d->is_bf16);
-        multiply(&l->down, buffers->inner, r->delta + row * row_bytes, num_rows, d->is_bf16, buffers->scratch);
+        run_product(&l->down, buffers->inner, r->delta + row * row_bytes, num_rows, d->is_bf16, buffers->scratch);
     }
+}
+
+/* Adds the experts next to an MLP to its result. */
+static void add_beside(const struct decoder *d, const struct beside *b, const struct rows *r,
+                       const struct buffers *buffers) {
+    norm_delta(d, r, b->mlp_output_norm);
+    add_norm(d, r, b->router_norm, 0, buffers->beside);
+    add_norm(d, r, b->input_norm, 0, buffers->normed);
+    run_mixture(b->mixture, buffers->beside, buffers->normed, buffers->beside, r->num_rows, buffers->scratch);
+    norm_or_add(d, buffers->beside, NULL, b->output_norm, r->num_rows);
+    norm_or_add(d, buffers->beside, r->delta, NULL, r->num_rows);
+}
+
+/* Computes buffers->attended of a layer, from its own normed rows or from the last layer's. Returns these rows,
+   or NULL if memory is short. */
+static const char *mix_or_attend(const struct decoder *d, const struct layer *l, const struct rows *r,
+                                 struct attention *attention, void *const *keys, void *const *values,
+                                 const struct states *states, int has_delta, const struct buffers *buffers) {
+    const char *x = add_norm(d, r, l->shares_rows ? NULL : l->input_norm, has_delta, buffers->normed);
+    if (l->shares_rows) x = buffers->normed;
+    run_product(&l->qkv, x, buffers->qkv, r->num_rows, d->is_bf16, buffers->scratch);
+    if (l->mixer) {
+        mix(d, l, r, states, x, buffers);
+        return x;
+    }
+    attention->keys = keys[l->kv_layer], attention->values = values[l->kv_layer];
+    return attend(d, l, r, attention, buffers) ? NULL : x;
 }
 
 /* Runs the layers [first, last) over the rows of a pass. `pass` has its spans and slots; `keys` and `values` are the
@@ -307,29 +339,32 @@ int outrider_run_layers(const struct decoder *d, const struct attention *pass, v
     int is_short = !memory;
     for (int64_t i = first; i < last && !is_short; i++) {
         const struct layer *l = d->layers + i;
-        const char *x = add_norm(d, r, l->input_norm, i > first || r->has_delta, buffers.normed);
-        multiply(&l->qkv, x, buffers.qkv, r->num_rows, d->is_bf16, buffers.scratch);
-        if (l->mixer) {
-            mix(d, l, r, states, &buffers);
-        } else {
-            attention.keys = keys[l->kv_layer], attention.values = values[l->kv_layer];
-            is_short = attend(d, l, r, &attention, &buffers);
+        int has_delta = i > first || r->has_delta;
+        const char *x = NULL;
+        if (l->qkv.packed) {
+            x = mix_or_attend(d, l, r, &attention, keys, values, states, has_delta, &buffers);
+            is_short = !x;
         }
         if (i + 1 == last && r->num_kept < r->num_rows) keep_rows(d, i, r, &buffers);
         if (!r->num_rows) break;
-        multiply(&l->output, buffers.attended, r->delta, r->num_rows, d->is_bf16, buffers.scratch);
-        norm_delta(d, r, l->output_norm);
+        if (l->qkv.packed) {
+            run_product(&l->output, buffers.attended, r->delta, r->num_rows, d->is_bf16, buffers.scratch);
+            scale(d, r, r->delta, l->output_factor, d->is_bf16);
+            norm_delta(d, r, l->output_norm);
+            has_delta = 1;
+        }
+        if (!l->mixture && !l->inner.packed && !l->leaves_mlp) continue;
         if (d->is_parallel && l->mlp_norm) x = add_norm(d, r, l->mlp_norm, 0, buffers.normed);
-        const char *normed = add_norm(d, r, d->is_parallel ? NULL : l->mlp_norm, 1, buffers.normed);
+        const char *normed = add_norm(d, r, d->is_parallel ? NULL : l->mlp_norm, has_delta, buffers.normed);
         x = d->is_parallel ? x : normed;
-        if (!l->mixture && !l->inner.packed) break;
+        if (l->leaves_mlp) break;
         feed_forward(d, l, r, x, &buffers);
+        if (l->beside.mixture) add_beside(d, &l->beside, r, &buffers);
+        scale(d, r, r->delta, l->down_factor, d->is_bf16);
         norm_delta(d, r, l->mlp_output_norm);
         if (l->input_gate.packed) add_input(d, l, r, input_of(d, r, i, num_rows), &buffers);
-        if (l->factor != 1.0f) {
-            outrider_scale(r->hidden, r->num_rows * d->hidden_size, l->factor, (int)d->is_bf16);
-            outrider_scale(r->delta, r->num_rows * d->hidden_size, l->factor, (int)d->is_bf16);
-        }
+        scale(d, r, r->hidden, l->factor, d->is_bf16 && !d->has_wide_stream);
+        scale(d, r, r->delta, l->factor, d->is_bf16);
     }
     free(memory);
     return is_short;

@@ -8,18 +8,21 @@
 
 enum { PART_ROWS = 32 /* fewer rows are not worth another thread */ };
 
-/* Computes one row: sum += scale * hidden, unless `sum` is NULL, and out = (sum or hidden) / root mean square * weight,
-   unless `weight` is NULL. With `is_centered`, it subtracts the mean first; with `has_bias`, it adds the
+/* Computes one row: sum += scale * hidden, unless one of both is NULL, and out = (sum or hidden) / root mean square *
+   weight, unless `weight` is NULL. With `is_centered`, it subtracts the mean first; with `has_bias`, it adds the
    numbers that follow `weight`. `out` may be `hidden`. */
 VECTOR_CODE INLINE void norm_row(const void *hidden, void *sum, const void *weight, void *out, int64_t row,
                                  int64_t size, float epsilon, float scale, int is_centered, int has_bias,
-                                 const int is_bf16, const int has_bf16_weight) {
+                                 const int is_bf16, const int has_bf16_sum, const int has_bf16_weight) {
     const int64_t at = row * size;
     const floats factor = lanes_set(scale);
     floats squares = lanes_zero(), total = lanes_zero();
     for (int64_t i = 0; i < size; i += LANES) {
-        floats x = load_numbers(hidden, at + i, is_bf16);
-        if (sum) x = store_numbers(sum, at + i, lanes_fma(x, factor, load_numbers(sum, at + i, is_bf16)), is_bf16);
+        floats x = hidden ? load_numbers(hidden, at + i, is_bf16) : load_numbers(sum, at + i, has_bf16_sum);
+        if (hidden && sum) {
+            x = lanes_fma(x, factor, load_numbers(sum, at + i, has_bf16_sum));
+            x = store_numbers(sum, at + i, x, has_bf16_sum);
+        }
         squares = lanes_fma(x, x, squares);
         total = lanes_add(x, total);
     }
@@ -29,14 +32,14 @@ VECTOR_CODE INLINE void norm_row(const void *hidden, void *sum, const void *weig
     if (is_centered) {
         squares = lanes_zero();
         for (int64_t i = 0; i < size; i += LANES) {
-            const floats x = lanes_sub(load_numbers(from, at + i, is_bf16), center);
+            const floats x = lanes_sub(load_numbers(from, at + i, has_bf16_sum), center);
             squares = lanes_fma(x, x, squares);
         }
     }
     const float mean = lanes_sum(squares) / (float)size;
     const floats inverse = lanes_set(1.0f / __builtin_sqrtf(mean + epsilon));
     for (int64_t i = 0; i < size; i += LANES) {
-        const floats x = lanes_mul(lanes_sub(load_numbers(from, at + i, is_bf16), center), inverse);
+        const floats x = lanes_mul(lanes_sub(load_numbers(from, at + i, has_bf16_sum), center), inverse);
         floats y = lanes_mul(x, load_numbers(weight, i, has_bf16_weight));
         if (has_bias) y = lanes_add(y, load_numbers(weight, size + i, has_bf16_weight));
         store_numbers(out, at + i, y, is_bf16);
@@ -50,18 +53,20 @@ struct norm {
     void *out;
     int64_t num_rows, size;
     float epsilon, scale;
-    int is_centered, has_bias, is_bf16, has_bf16_weight;
+    int is_centered, has_bias, is_bf16, has_bf16_sum, has_bf16_weight;
 };
 
 VECTOR_CODE void PART(norm_part)(const void *work, int64_t part) {
     const struct norm *n = work;
-#define NORM(is_bf16, has_bf16_weight) \
+#define NORM(is_bf16, has_bf16_sum, has_bf16_weight) \
     norm_row(n->hidden, n->sum, n->weight, n->out, row, n->size, n->epsilon, n->scale, n->is_centered, n->has_bias, \
-             is_bf16, has_bf16_weight)
+             is_bf16, has_bf16_sum, has_bf16_weight)
     for (int64_t row = part * PART_ROWS; row < min((part + 1) * PART_ROWS, n->num_rows); row++) {
-        if (!IS_BF16(n)) NORM(0, 0);
-        else if (n->has_bf16_weight) NORM(1, 1);
-        else NORM(1, 0);
+        if (!IS_BF16(n)) NORM(0, 0, 0);
+        else if (!n->has_bf16_sum && n->has_bf16_weight) NORM(1, 0, 1);
+        else if (!n->has_bf16_sum) NORM(1, 0, 0);
+        else if (n->has_bf16_weight) NORM(1, 1, 1);
+        else NORM(1, 1, 0);
     }
 #undef NORM
 }
@@ -217,11 +222,12 @@ PARTS(norm_heads_part);
 PARTS(rotate_part);
 
 /* `norm_row` for all rows: hidden, sum and out [rows, size], weight [size], or [2, size] with its bias. `size` is a
-   multiple of 16; `sum` may be NULL. */
+   multiple of 16; `sum` or `hidden` may be NULL. A sum of float32 to rows of bfloat16 is not NULL. */
 void outrider_add_norm(const void *hidden, void *sum, const void *weight, void *out, int64_t num_rows, int64_t size,
-                       float epsilon, float scale, int is_centered, int has_bias, int is_bf16, int has_bf16_weight) {
-    const struct norm norm = {hidden,  sum,   weight,      out,      num_rows, size,
-                              epsilon, scale, is_centered, has_bias, is_bf16,  has_bf16_weight};
+                       float epsilon, float scale, int is_centered, int has_bias, int is_bf16, int has_bf16_sum,
+                       int has_bf16_weight) {
+    const struct norm norm = {hidden, sum,         weight,   out,     num_rows,     size,           epsilon,
+                              scale,  is_centered, has_bias, is_bf16, has_bf16_sum, has_bf16_weight};
     share_out(FITTING(norm_part), &norm, (num_rows + PART_ROWS - 1) / PART_ROWS);
 }
 

@@ -66,7 +66,7 @@ def connect(model: PreTrainedModel) -> list[int]:
 
     A layer is recurrent if it has a causal convolution and its module calls our functions. Others stay as they are.
     """
-    mixers = [module for module in model.modules() if _is_recurrent(module)]
+    mixers = [module for module in model.modules() if is_recurrent(module)]
     if mixers:
         carried = _Carried()
         model.register_forward_pre_hook(carried.take, with_kwargs=True)
@@ -79,10 +79,11 @@ def connect(model: PreTrainedModel) -> list[int]:
 
 def keeps_states(model: PreTrainedModel) -> bool:
     """True if a model has recurrent layers that `connect` finds."""
-    return any(map(_is_recurrent, model.modules()))
+    return any(map(is_recurrent, model.modules()))
 
 
-def _is_recurrent(module: nn.Module) -> bool:
+def is_recurrent(module: nn.Module) -> bool:
+    """True for a recurrent layer that `connect` finds."""
     if getattr(module, "layer_idx", None) is None or not any(isinstance(part, nn.Conv1d) for part in module.children()):
         return False
     return hasattr(sys.modules[type(module).__module__], _CONVOLUTION)

@@ -51,7 +51,7 @@ PROMPT = tuple(range(1, 41))
 KERNELS = "engine/model/decoders/native_layers engine/model/decoders/row_operations engine/attention/native"
 KERNELS += " engine/model/linear/native_quantized engine/model/linear/native_product engine/model/linear/rounding"
 KERNELS += " engine/native/library engine/batch/indexing engine/recurrent/state_pass engine/recurrent/native_mixer"
-KERNELS += " engine/model/linear/packed_experts"
+KERNELS += " engine/model/linear/packed_experts engine/model/linear/native_mixture"
 KEPT = {
     "engine/proposer/text_match/suffix.py": "finished_texts",
     "engine/sampling/grammar_compiler.py": "grammars",

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.model.decoders.rotary import Rotary
+from engine.model.linear.native_mixture import Routing, Scores
 from engine.model.linear.native_product import Gate
+from engine.recurrent.stock_functions import is_recurrent
 
 _GATES = {"silu": Gate.SILU, "gelu_pytorch_tanh": Gate.GELU_TANH}
 _FUNCTIONS = _GATES | {  # of MLPs without gates
@@ -25,7 +27,9 @@ _FUNCTIONS = _GATES | {  # of MLPs without gates
     "relu2": Gate.RELU_SQUARED,
     "xielu": Gate.XIELU,
 }
-_NORM_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")  # in a configuration
+# Keys of configurations.
+_NORM_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
+_ACTIVATIONS = ("hidden_activation", "mlp_hidden_act", "hidden_act")
 _EPSILON = 1e-5  # of OLMo, whose configuration has none
 # A layer's attributes: the norms before and after the attention, before and after the MLP.
 _BEFORE = ("input_layernorm", None, "post_attention_layernorm", None)
@@ -38,12 +42,47 @@ _QUERIES = "queries"  # kind of the angles of queries that have their own
 _AFTER = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Factors in each layer of a model."""
+
+    scores: float = 1.0  # of the products of queries and keys
+    attention: float = 1.0  # of the attention's output
+    mixer: float = 1.0  # of the mixer's output
+    mlp: float = 1.0  # of the rows that an MLP reads
+    down: float = 1.0  # of the MLP's output
+
+
+def _no_multipliers(config: Any) -> Multipliers:
+    return Multipliers()
+
+
+def _falcon_h1_multipliers(config: Any) -> Multipliers:
+    """Factors of inputs become factors of outputs, so that the products are plain.
+
+    The gate's is of the MLP's rows, so `up` has it too, and its inverse is in `down`.
+    """
+    gate, down = config.mlp_multipliers
+    attention = config.attention_in_multiplier
+    return Multipliers(
+        scores=attention * attention * config.key_multiplier,
+        attention=attention * config.attention_out_multiplier,
+        mixer=config.ssm_out_multiplier,
+        mlp=gate,
+        down=down / gate,
+    )
+
+
 def _one(config: Any) -> float:
     return 1.0
 
 
 def _always(attention: Any) -> bool:
     return True
+
+
+def _never(attention: Any) -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +101,9 @@ class DecoderFamily:
         attention: a layer's attention.
         output: the attention's last product.
         mlp: the products of an MLP, gate, up and down; or two without gates. One with gate and up is named twice.
-        mlp_module: a layer's attribute of the MLP.
-        mixers: a layer's attributes of a recurrent layer in place of the attention.
+        mlp_module: a layer's attribute of the MLP. A layer may lack any of attention, mixer and MLP.
+        mixers: a layer's attributes of a recurrent part in place of the attention, or next to it.
+        rotary: the attribute of the rotary angles; None without any.
         activation: the function in MLPs, where the configuration does not name it.
         final_norm: the norm before the head.
         factors: the keys of the configuration with factors of embeddings and residuals; others are not read.
@@ -71,9 +111,11 @@ class DecoderFamily:
         has_softcap: `final_logit_softcapping` bounds logits.
         encodes_positions: whether a layer's attention rotates queries and keys.
         scales_queries: by their positions, as Llama 4.
-        has_softmax_router: the softmax of one product chooses experts, as Mixtral's, so a kernel computes a mixture.
+        routing: how experts are chosen; None where no kernel chooses so.
         angles: computes a rotary module's cosines and sines as Llama's are; None for a module that does.
         other_kinds: keys of the configuration; where one is set, layers have parts that no kernel computes.
+        wide_stream: a key of the configuration; where it is set, the residual stream is float32.
+        multipliers: the factors of a model's parts.
         runs_anywhere: also on several ranks and on GPUs.
     """
 
@@ -88,6 +130,7 @@ class DecoderFamily:
     mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     mlp_module: str = "mlp"
     mixers: tuple[str, ...] = ()
+    rotary: str | None = "rotary_emb"
     activation: str = ""
     final_norm: str = "norm"
     factors: tuple[str, ...] = ()
@@ -95,9 +138,11 @@ class DecoderFamily:
     has_softcap: bool = False
     encodes_positions: Callable[[Any], bool] = _always
     scales_queries: bool = False
-    has_softmax_router: bool = False
+    routing: Routing | None = None
     angles: Callable[[Rotary, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     other_kinds: tuple[str, ...] = ()
+    wide_stream: str = ""
+    multipliers: Callable[[Any], Multipliers] = _no_multipliers
     runs_anywhere: bool = False
 
     @property
@@ -107,12 +152,30 @@ class DecoderFamily:
 
     def function(self, config: Any) -> Gate:
         """Return the function in a model's MLPs; NONE for one that no kernel computes."""
-        name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or self.activation
+        name = next((name for key in _ACTIVATIONS if (name := getattr(config, key, None))), self.activation)
         return (_GATES if self.is_gated else _FUNCTIONS).get(name, Gate.NONE)
 
-    def mixer(self, layer: nn.Module) -> nn.Module | None:
-        """Return a layer's recurrent part in place of the attention; None for a layer with attention."""
-        return next((part for name in self.mixers if (part := getattr(layer, name, None)) is not None), None)
+    def attention_of(self, layer: nn.Module) -> nn.Module | None:
+        """Return a layer's attention; None for a layer without."""
+        part = getattr(layer, self.attention, None)
+        return part if hasattr(part, self.output) else None
+
+    def mixer_of(self, layer: nn.Module) -> nn.Module | None:
+        """Return a layer's recurrent part; None for a layer without."""
+        parts = (getattr(layer, name, None) for name in self.mixers)
+        return next((part for part in parts if part is not None and is_recurrent(part)), None)
+
+    def mlp_of(self, layer: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+        """Return a layer's MLP or mixture, and an MLP that is added to it where that is no part of the mixture."""
+        mixture = getattr(layer, "block_sparse_moe", None)
+        if mixture is not None:
+            return mixture, getattr(layer, "shared_mlp", None)
+        part = getattr(layer, self.mlp_module, None)
+        return part if hasattr(part, self.mlp[-1]) or hasattr(part, "experts") else None, None
+
+    def has_wide_stream(self, config: Any) -> bool:
+        """True if the residual stream is float32, whatever rows are."""
+        return bool(self.wide_stream) and bool(getattr(config, self.wide_stream))
 
     def norm(self, layer: nn.Module, place: int, size: int) -> Tensor | None:
         """Return the weight of a layer's norm over `size` numbers at a place of `norms`."""
@@ -162,11 +225,23 @@ _COHERE = DecoderFamily(
     logit_factor=lambda config: config.logit_scale,
 )
 _GRANITE = DecoderFamily(factors=_MULTIPLIERS, logit_factor=lambda config: 1 / config.logits_scaling)
+_GRANITE_SHARED = replace(_GRANITE, mlp=("input_linear", "input_linear", "output_linear"), routing=Routing())
 _EXAONE = DecoderFamily(
     _AFTER, encodes_positions=lambda attention: attention.sliding_window is None or attention.is_sliding
 )
 _NEOX = replace(_LAYER_NORMS, output="dense", mlp=("dense_h_to_4h", "dense_4h_to_h"))
-_MIXTRAL = DecoderFamily(has_softmax_router=True)
+_SIGMOIDS = Routing(Scores.SIGMOID, epsilon=1e-20)
+_MIXTRAL = DecoderFamily(routing=Routing())
+_DEEPSEEK = DecoderFamily(routing=_SIGMOIDS)
+_LFM2 = DecoderFamily(
+    ("operator_norm", None, "ffn_norm", None),
+    output="out_proj",
+    mlp=("w1", "w3", "w2"),
+    mlp_module="feed_forward",
+    mixers=("conv",),
+    activation="silu",
+    final_norm="embedding_norm",
+)
 _DENSE = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -213,7 +288,7 @@ _DENSE = {
     "gemma": DecoderFamily(adds_one=True),
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
-    "gemma4_text": DecoderFamily(_AROUND, has_softcap=True),
+    "gemma4_text": DecoderFamily(_AROUND, has_softcap=True, routing=Routing()),
     "ernie4_5": _PAIRS,
     "glm": _PAIRS,
     "glm4": DecoderFamily(_BEFORE_AND_AFTER, rotates_pairs=True),
@@ -227,19 +302,19 @@ _MIXTURES = {
     "mixtral": _MIXTRAL,
     "qwen3_moe": _MIXTRAL,
     "olmoe": replace(_MIXTRAL, other_kinds=("clip_qkv",)),
-    "dots1": _PLAIN,
-    "glm4_moe": _PLAIN,
-    "hy_v3": _PLAIN,
-    "minimax_m2": _PLAIN,
-    "qwen2_moe": _PLAIN,
-    "aria_text": _PLAIN,
-    "solar_open": _PLAIN,
-    "ernie4_5_moe": _PAIRS,
-    "exaone_moe": replace(_EXAONE, norms=_BEFORE),
-    "flex_olmo": DecoderFamily(_AFTER),
+    "dots1": _DEEPSEEK,
+    "glm4_moe": _DEEPSEEK,
+    "hy_v3": _DEEPSEEK,
+    "minimax_m2": _DEEPSEEK,
+    "qwen2_moe": _MIXTRAL,
+    "aria_text": _MIXTRAL,
+    "solar_open": _DEEPSEEK,
+    "ernie4_5_moe": replace(_PAIRS, routing=Routing()),
+    "exaone_moe": replace(_EXAONE, norms=_BEFORE, routing=_SIGMOIDS),
+    "flex_olmo": replace(_MIXTRAL, norms=_AFTER),
     "phimoe": _LAYER_NORMS,
-    "granitemoe": _GRANITE,
-    "granitemoeshared": _GRANITE,
+    "granitemoe": replace(_GRANITE, routing=Routing()),
+    "granitemoeshared": _GRANITE_SHARED,
     "cohere2_moe": replace(
         _COHERE,
         encodes_positions=lambda attention: attention.sliding_window is not None or attention.force_rope,
@@ -249,27 +324,49 @@ _MIXTURES = {
     "afmoe": DecoderFamily(
         ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
         encodes_positions=lambda attention: attention.is_local_attention,
+        routing=_SIGMOIDS,
     ),
 }
 _HYBRIDS = {
-    "lfm2": DecoderFamily(
-        ("operator_norm", None, "ffn_norm", None),
-        output="out_proj",
-        mlp=("w1", "w3", "w2"),
-        mlp_module="feed_forward",
-        mixers=("conv",),
-        activation="silu",
-        final_norm="embedding_norm",
-    ),
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(_LFM2, rotary="pos_emb", routing=Routing(Scores.SIGMOID, epsilon=1e-6)),
     "bamba": DecoderFamily(
         ("input_layernorm", None, "pre_ff_layernorm", None),
         mlp_module="feed_forward",
         mixers=("mamba",),
         final_norm="final_layernorm",
     ),
+    "qwen3_next": DecoderFamily(adds_one=True, mixers=("linear_attn",), routing=Routing()),
+    "qwen3_5_text": DecoderFamily(adds_one=True, mixers=("linear_attn",)),
+    "mamba2": DecoderFamily(
+        ("norm", None, None, None),
+        mixers=("mixer",),
+        rotary=None,
+        final_norm="norm_f",
+        wide_stream="residual_in_fp32",
+    ),
+    "nemotron_h": DecoderFamily(
+        ("norm", None, "norm", None),
+        attention="mixer",
+        mlp=("up_proj", "down_proj"),
+        mlp_module="mixer",
+        mixers=("mixer",),
+        rotary=None,
+        final_norm="norm_f",
+        encodes_positions=_never,
+    ),
+    "falcon_h1": DecoderFamily(
+        ("input_layernorm", None, "pre_ff_layernorm", None),
+        mlp_module="feed_forward",
+        mixers=("mamba",),
+        final_norm="final_layernorm",
+        factors=("embedding_multiplier",),
+        logit_factor=lambda config: config.lm_head_multiplier,
+        other_kinds=("attention_bias", "mlp_bias", "mamba_proj_bias"),
+        multipliers=_falcon_h1_multipliers,
+    ),
     "granitemoehybrid": replace(
-        _GRANITE,
-        mlp=("input_linear", "input_linear", "output_linear"),
+        _GRANITE_SHARED,
         mlp_module="shared_mlp",
         mixers=("mamba",),
         encodes_positions=lambda attention: attention.config.position_embedding_type == "rope",
@@ -289,11 +386,16 @@ def family_of(config: Any) -> DecoderFamily | None:
     return family
 
 
+def rotary_of(model: Any, family: DecoderFamily) -> Any:
+    """Return a model's rotary module; None without one."""
+    return None if family.rotary is None else getattr(model.get_decoder(), family.rotary)
+
+
 def rotaries(model: Any) -> dict[str | None, Rotary]:
     """Return a model's rotary functions by the type of layer; one with the key None is for all layers."""
-    config, rotary = model.config.get_text_config(), model.get_decoder().rotary_emb
+    config = model.config.get_text_config()
     family = FAMILIES[config.model_type]
-    if rotary is None:
+    if (rotary := rotary_of(model, family)) is None:
         return {}
     if hasattr(rotary, "layer_types"):
         return {kind: partial(rotary, layer_type=kind) for kind in rotary.layer_types}
@@ -329,6 +431,11 @@ def embedding_scale(model: Any, family: DecoderFamily) -> float:
     if own is None and getattr(config, "mup_enabled", False):
         own = config.hidden_size**0.5
     return float(own) if own is not None else family.factor(config, "embedding_multiplier")
+
+
+def num_heads_of(config: Any) -> int:
+    """Return the number of a model's queries; 0 without attention."""
+    return int(getattr(config, "num_attention_heads", 0))
 
 
 def norm_epsilon(config: Any) -> float:

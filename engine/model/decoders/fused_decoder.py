@@ -22,8 +22,16 @@ from transformers import PreTrainedModel
 from engine.attention.native import NativePass
 from engine.batch.indexing import runs_triton
 from engine.model.attention_probe import LayerRecord, kv_layers_of
-from engine.model.decoders.decoder_family import embedding_scale, family_of, norm_epsilon, rotaries
-from engine.model.decoders.native_layers import DecoderLayer, DecoderShape, Mlp, NativeLayers
+from engine.model.decoders.decoder_family import (
+    embedding_scale,
+    family_of,
+    norm_epsilon,
+    num_heads_of,
+    rotaries,
+    rotary_of,
+)
+from engine.model.decoders.mlp import Mlp
+from engine.model.decoders.native_layers import DecoderLayer, DecoderShape, NativeLayers
 from engine.model.decoders.rotary import RotaryTable
 from engine.model.decoders.row_operations import RowOperations, row_operations
 from engine.model.decoders.stock_layers import StockLayers
@@ -95,7 +103,7 @@ class FusedDecoder:
         self._family, self._gate, self._is_parallel = family, family.function(config), family.runs_parallel(config)
         self._rank = rank
         self._vocab_size = model.get_output_embeddings().weight.shape[0]
-        self._num_heads = config.num_attention_heads // rank.size
+        self._num_heads = num_heads_of(config) // rank.size
         self._epsilon, self._residual_scale = norm_epsilon(config), family.factor(config, "residual_multiplier")
         self._embedding = rank.to_device(model.get_input_embeddings().weight)
         norm = getattr(trunk, family.final_norm)
@@ -106,8 +114,9 @@ class FusedDecoder:
         self._embedding_scale = embedding_scale(model, family)
         self._logit_scale = family.logit_factor(config)
         self._logit_softcap: float | None = config.final_logit_softcapping if family.has_softcap else None
-        if trunk.rotary_emb is not None:
-            trunk.rotary_emb.to(self._embedding.device)
+        if (rotary := rotary_of(model, family)) is not None:
+            rotary.to(self._embedding.device)
+        self._has_wide_stream = family.has_wide_stream(config)
         self._rotaries = {
             kind: RotaryTable(rotary, like, max_positions(config), is_deterministic, family.rotates_pairs)
             for kind, rotary in rotaries(model).items()
@@ -118,11 +127,17 @@ class FusedDecoder:
         self._inputs = stock.inputs()
         use_native_mixers(model, self._dtype)
         parts, state_layers = zip(records, kv_layers_of(records), strict=True), count()
-        self._layers = []
+        self._layers: list[DecoderLayer] = []
+        self._starts: list[int] = []  # of the model's layers in ours: two where a recurrent part follows attention
         for index, layer in enumerate(trunk.layers):
-            is_recurrent = family.mixer(layer) is not None
-            own = stock.recurrent(index, next(state_layers)) if is_recurrent else stock.layer(index, *next(parts))
-            self._layers.append(own)
+            self._starts.append(len(self._layers))
+            has_attention, is_recurrent = family.attention_of(layer) is not None, family.mixer_of(layer) is not None
+            if has_attention:
+                self._layers.append(stock.attending(index, *next(parts)))
+            if is_recurrent:
+                self._layers.append(stock.recurrent(index, next(state_layers)))
+            if not has_attention and not is_recurrent:
+                self._layers.append(stock.alone(index))
         self._norms_values, self._norms_projections = stock.norms_values, stock.norms_projections
         self._gates_attention = stock.gates_attention
         self._num_storing = 1 + max(index for index, layer in enumerate(self._layers) if layer.stores_kv)
@@ -143,8 +158,9 @@ class FusedDecoder:
 
     def first(self, num_layers: int) -> FusedDecoder:
         """Return a decoder of the first `num_layers` layers and the same norm and head; it shares all weights."""
-        decoder = copy.copy(self)
-        decoder._layers, decoder._taps, decoder.features = self._layers[:num_layers], NO_TAPS, None
+        decoder, end = copy.copy(self), [*self._starts, len(self._layers)][num_layers]
+        decoder._layers, decoder._taps, decoder.features = self._layers[:end], NO_TAPS, None
+        decoder._starts = self._starts[:num_layers]
         return decoder
 
     def logits(self, batch: ForwardBatch) -> Tensor:
@@ -152,6 +168,8 @@ class FusedDecoder:
         hidden = self._embedding.index_select(0, batch.input_ids).to(self._dtype)  # [T, hidden]
         if self._embedding_scale != 1.0:
             hidden *= torch.tensor(self._embedding_scale, dtype=self._dtype)  # rounded first, as in transformers
+        if self._has_wide_stream:
+            hidden = hidden.float()
         inputs = None if self._inputs is None else self._inputs.of(batch.input_ids, hidden)
         if self._family.norms_embeddings:
             hidden = self._rows.add_norm(hidden, None, self._final_norm)[1]
@@ -160,7 +178,7 @@ class FusedDecoder:
         delta: Tensor | None = None  # of the layers so far, not yet part of `hidden`
         first = 0
         # Run the layers up to each tap, so that the tapped sum is complete.
-        for tap in sorted({index for index in self._taps.layers if index < len(self._layers)}):
+        for tap in sorted({self._starts[index] for index in self._taps.layers if index < len(self._starts)}):
             hidden, delta = self._run_layers(range(first, tap), hidden, delta, shared)
             hidden, delta = self._rows.add_norm(hidden, delta, None)[0], None
             tapped.append(hidden.clone())
@@ -177,7 +195,7 @@ class FusedDecoder:
             layers, kept = range(self._num_storing, layers.stop) if len(kept) else range(0), None
         hidden, delta = self._run_layers(layers, hidden, delta, shared, kept)
         hidden, states = self._rows.add_norm(hidden, delta, self._final_norm)
-        if len(self._layers) in self._taps.layers:
+        if len(self._starts) in self._taps.layers:
             tapped.append(hidden)
         if self._taps.is_final:
             tapped.append(states)
@@ -217,32 +235,62 @@ class FusedDecoder:
                 if normed is not None:
                     hidden, delta = self._after_attention(part.stop - 1, hidden, normed, shared, some)
             return hidden, delta
+        normed = hidden
         for index in layers:
-            layer = self._layers[index]
-            hidden, normed = self._rows.add_norm(hidden, delta, layer.input_norm)
-            if layer.mixer is None:
-                attended = self._attend(layer, normed, shared)
-            else:
-                attended = layer.mixer(normed[None], state_pass=shared.batch.states)[0]
-            if kept is not None and index == layers[-1]:
-                hidden, attended, normed = (rows.index_select(0, kept) for rows in (hidden, attended, normed))
-            if layer.mixer is None:
-                attended = self._rank.all_reduce(layer.output(attended))
-            attended = self._normed(attended, layer.output_norm)
+            layer, some = self._layers[index], kept if index == layers[-1] else None
+            if layer.mixes_rows:
+                hidden, delta, normed = self._mix(layer, hidden, delta, normed, shared, some)
+            elif some is not None:
+                hidden, delta = hidden.index_select(0, some), None if delta is None else delta.index_select(0, some)
+            if layer.mlp is None:
+                continue
             if self._is_parallel and layer.mlp_norm is not None:
                 normed = self._rows.add_norm(hidden, None, layer.mlp_norm)[1]
             mlp_norm = None if self._is_parallel else layer.mlp_norm
-            hidden, mlp_normed = self._rows.add_norm(hidden, attended, mlp_norm)
+            hidden, mlp_normed = self._rows.add_norm(hidden, delta, mlp_norm)
             normed = normed if self._is_parallel else mlp_normed
-            hidden, delta = self._after_attention(index, hidden, normed, shared, kept if index == layers[-1] else None)
+            hidden, delta = self._after_attention(index, hidden, normed, shared, some)
         return hidden, delta
+
+    def _mix(
+        self,
+        layer: DecoderLayer,
+        hidden: Tensor,
+        delta: Tensor | None,
+        normed: Tensor,
+        shared: _Pass,
+        kept: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The states before a layer's attention or recurrent part, its result, and the normed rows that it reads.
+
+        `normed` are the rows of the layer before. All three have the rows `kept` alone, if given.
+        """
+        if layer.shares_rows:
+            hidden = self._rows.add_norm(hidden, delta, None)[0]
+        else:
+            hidden, normed = self._rows.add_norm(hidden, delta, layer.input_norm)
+        if layer.mixer is None:
+            mixed = self._attend(layer, normed, shared)
+        else:
+            mixed = layer.mixer(normed[None], state_pass=shared.batch.states)[0]
+        if kept is not None:
+            hidden, mixed, normed = (rows.index_select(0, kept) for rows in (hidden, mixed, normed))
+        if layer.mixer is None:
+            assert layer.output is not None, "attention has both products"
+            mixed = self._rank.all_reduce(layer.output(mixed))
+        if layer.output_factor != 1.0:
+            mixed = mixed * layer.output_factor
+        return hidden, self._normed(mixed, layer.output_norm), normed
 
     def _after_attention(
         self, index: int, hidden: Tensor, normed: Tensor, shared: _Pass, kept: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The states after layer `index` without its last sum, and that sum; `normed` are the rows for its MLP."""
         layer, step = self._layers[index], self._layers[index].input_step
-        delta = self._normed(self._feed_forward(layer, normed), layer.mlp_output_norm)
+        delta = self._feed_forward(layer, normed)
+        if layer.down_factor != 1.0:
+            delta = delta * layer.down_factor
+        delta = self._normed(delta, layer.mlp_output_norm)
         if step is not None:
             assert shared.inputs is not None, "all layers have inputs, or none"
             own = shared.inputs[index] if kept is None else shared.inputs[index].index_select(0, kept)
@@ -260,6 +308,7 @@ class FusedDecoder:
         """[T, hidden] -> [T, Hq * D]."""
         num_rows, num_keys = normed.shape[0], layer.num_kv_heads if layer.stores_kv else 0
         num_rotated, num_heads = self._num_heads + num_keys, self._num_heads + 2 * num_keys
+        assert layer.qkv is not None, "attention has both products"
         qkv, gates = layer.qkv(normed).view(num_rows, -1, layer.head_dim).tensor_split((num_heads,), dim=1)
         if layer.head_norm is not None and self._norms_values:
             qkv = self._rows.norm_heads(qkv, num_heads, layer.head_norm)
@@ -293,6 +342,7 @@ class FusedDecoder:
         return heads[:, : self._num_heads], heads[:, self._num_heads : num_rotated]
 
     def _feed_forward(self, layer: DecoderLayer, normed: Tensor) -> Tensor:
+        assert layer.mlp is not None, "the caller has looked"
         is_whole = normed.shape[0] <= _MLP_ROWS or not isinstance(layer.mlp, Mlp)
         if is_whole or normed.device.type != "cpu":
             return self._rank.all_reduce(layer.mlp(normed))
@@ -314,6 +364,7 @@ class FusedDecoder:
             epsilon=self._epsilon,
             residual_scale=self._residual_scale,
             dtype=self._dtype,
+            has_wide_stream=self._has_wide_stream,
         )
         return NativeLayers.of(self._layers, shape)
 
@@ -325,5 +376,6 @@ class FusedDecoder:
 
             return TritonRows(self._epsilon)
         dims = math.gcd(*head_dims), math.gcd(*(table.num_dims for table in self._rotaries.values()))
-        factors = self._epsilon, self._residual_scale
-        return row_operations(self._embedding.shape[1], dims, like, *factors, centers=self._family.centers)
+        dtype, factors = self._dtype if self._has_wide_stream else None, (self._epsilon, self._residual_scale)
+        centers, size = self._family.centers, self._embedding.shape[1]
+        return row_operations(size, dims, like, *factors, centers=centers, dtype=dtype)

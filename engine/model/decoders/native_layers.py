@@ -8,9 +8,9 @@ for the interpreter's lock again where other threads of the process want it. The
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -19,29 +19,16 @@ from torch import Tensor
 
 from engine.attention.base import LayerOptions
 from engine.attention.native import MAX_HEAD_DIM, AttentionCall, NativePass
+from engine.model.decoders.mlp import ExpertsBeside, Mlp
 from engine.model.decoders.row_operations import NativeRows
 from engine.model.forward_batch import ForwardBatch
+from engine.model.linear.native_mixture import NativeMixture
 from engine.model.linear.native_product import Gate, NativeProduct, PackedWeight
 from engine.model.linear.native_quantized import NativeQuantizedProduct
-from engine.model.linear.packed_experts import NativeMixture
 from engine.model.linear.packed_linear import Linear
 from engine.native.library import Instructions, native_library
 from engine.recurrent.native_mixer import native_call
 from engine.recurrent.state_pass import PooledStates
-
-
-@dataclass(frozen=True, slots=True)
-class Mlp:
-    """`down(function(gate(x)) * up(x))`, or without gates `down(function(up(x)))`."""
-
-    inner: Linear  # function(gate(x)) * up(x), or up(x)
-    down: Linear
-    activate: Callable[[Tensor], Tensor] | None = None  # the function without gates
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., hidden] -> [..., hidden]."""
-        inner = self.inner(x)
-        return self.down(inner if self.activate is None else self.activate(inner))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,29 +41,45 @@ class InputStep:
     function: Gate
 
 
+_NO_OPTIONS = LayerOptions(0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer of a rank. Where a norm, [hidden] or [2, hidden] with biases, is None, the family has none there."""
+    """One layer of a rank: attention or a recurrent part, and an MLP; or one of both.
 
-    input_norm: Tensor | None
-    qkv: Linear  # queries; keys and values, if it `stores_kv`; gates of the attention's output, if it has those
-    head_norm: Tensor | None  # [Hq + H, D] of q and k; [Hq + 2 H, D] with values; [2, ...] with biases
-    output: Linear
-    output_norm: Tensor | None  # of the attention's output
-    mlp_norm: Tensor | None
-    mlp: Linear  # an `Mlp`, or a mixture of experts
-    mlp_output_norm: Tensor | None
-    options: LayerOptions
-    tables: tuple[int, int] | None  # of the keys' and the queries' rotary angles; None if positions are not encoded
-    kv_layer: int  # in the pool; of a recurrent layer the place of its states
-    stores_kv: bool  # or an earlier layer has stored it
-    num_kv_heads: int
-    head_dim: int
-    num_rotated_dims: int  # of a head
+    Where a norm, [hidden] or [2, hidden] with biases, is None, the family has none there.
+    """
+
+    input_norm: Tensor | None = None
+    # Queries; keys and values, if it `stores_kv`; gates of the attention's output, if it has those.
+    qkv: Linear | None = None
+    steps: Linear | None = None  # of a recurrent part whose steps and betas `qkv` lacks
+    head_norm: Tensor | None = None  # [Hq + H, D] of q and k; [Hq + 2 H, D] with values; [2, ...] with biases
+    output: Linear | None = None
+    output_factor: float = 1.0  # of its results
+    output_norm: Tensor | None = None  # of the attention's output
+    mlp_norm: Tensor | None = None
+    mlp: Linear | None = None  # an `Mlp`, or a mixture of experts
+    down_factor: float = 1.0  # of its results
+    mlp_output_norm: Tensor | None = None
+    options: LayerOptions = _NO_OPTIONS
+    tables: tuple[int, int] | None = None  # of the keys' and queries' rotary angles; None if positions are not encoded
+    kv_layer: int = 0  # in the pool; of a recurrent layer the place of its states
+    stores_kv: bool = False  # or an earlier layer has stored it
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    num_rotated_dims: int = 0  # of a head
     factor: float = 1.0  # of the residual stream after the layer
     activation_factors: tuple[float, float] = (1.0, 1.0)  # xIELU's
     input_step: InputStep | None = None
     mixer: Any = None  # a stock module in place of the attention; `qkv` and `output` are its products
+    shares_rows: bool = False  # reads the normed rows of the layer before
+
+    @property
+    def mixes_rows(self) -> bool:
+        """True if it has attention or a recurrent part."""
+        return self.qkv is not None or self.mixer is not None
 
     @property
     def norms(self) -> list[Tensor]:
@@ -101,10 +104,26 @@ class DecoderShape:
     epsilon: float  # of the norms
     residual_scale: float
     dtype: torch.dtype
+    has_wide_stream: bool  # the residual stream is float32
 
 
 _NORMS = ("input_norm", "output_norm", "mlp_norm", "mlp_output_norm")
 MAX_TABLES = 2  # of rotary angles
+
+
+class _Beside(ctypes.Structure):
+    """`struct beside` of the kernel."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("mixture", "mlp_output_norm", "input_norm", "output_norm")),
+        ("router_norm", ctypes.c_void_p),
+    ]
+
+    @classmethod
+    def of(cls, mlp: ExpertsBeside) -> _Beside:
+        """Return the experts next to an MLP, valid as long as this."""
+        norms = mlp.mlp_norms[1], *mlp.expert_norms
+        return cls(ctypes.addressof(mlp.experts.call), *(norm.data_ptr() for norm in norms))
 
 
 class _Layer(ctypes.Structure):
@@ -112,11 +131,15 @@ class _Layer(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (*_NORMS, "input_step_norm", "head_norm", "sinks")),
-        *((name, PackedWeight) for name in ("qkv", "output", "inner", "down", "input_gate", "input_projection")),
-        *((name, ctypes.c_void_p) for name in ("mixture", "mixer")),
+        *((name, PackedWeight) for name in ("qkv", "output", "inner", "down", "steps")),
+        *((name, PackedWeight) for name in ("input_gate", "input_projection")),
+        ("mixture", ctypes.c_void_p),
+        ("beside", _Beside),
+        ("mixer", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("leaves_mlp", "shares_rows")),
         *((name, ctypes.c_int64) for name in ("num_kv_heads", "head_dim", "kv_layer", "stores_kv")),
         *((name, ctypes.c_int64) for name in ("num_rotated_dims", "window", "table", "query_table")),
-        *((name, ctypes.c_float) for name in ("scaling", "softcap", "factor")),
+        *((name, ctypes.c_float) for name in ("scaling", "softcap", "factor", "output_factor", "down_factor")),
         ("activation_factors", ctypes.c_float * 2),
     ]
 
@@ -129,7 +152,7 @@ class _Decoder(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("hidden_size", "num_heads", "norms_values", "norms_projections")),
         *((name, ctypes.c_int64) for name in ("rotates_pairs", "centers")),
         *((name, ctypes.c_int64) for name in ("has_norm_biases", "is_parallel", "gates_attention", "activation")),
-        *((name, ctypes.c_int64) for name in ("input_function", "is_bf16", "has_bf16_norms")),
+        *((name, ctypes.c_int64) for name in ("input_function", "is_bf16", "has_bf16_norms", "has_wide_stream")),
         *((name, ctypes.c_float) for name in ("epsilon", "residual_scale")),
     ]
 
@@ -171,7 +194,7 @@ class NativeLayers:
 
     def __init__(self, layers: Seq[DecoderLayer], calls: Seq[_Layer], shape: DecoderShape) -> None:
         """`of` makes them: `calls` are `layers` for the kernel, which refer to their weights."""
-        self._layers, self._is_parallel = tuple(layers), shape.is_parallel
+        self._layers, self._is_parallel, self._dtype = tuple(layers), shape.is_parallel, shape.dtype
         self._calls = (_Layer * len(calls))(*calls)
         input_step = layers[0].input_step
         self._decoder = _Decoder(
@@ -189,6 +212,7 @@ class NativeLayers:
             input_function=Gate.NONE if input_step is None else input_step.function,
             is_bf16=shape.dtype is torch.bfloat16,
             has_bf16_norms=any(norm.dtype is torch.bfloat16 for norm in layers[0].norms),
+            has_wide_stream=shape.has_wide_stream,
             epsilon=shape.epsilon,
             residual_scale=shape.residual_scale,
         )
@@ -236,7 +260,7 @@ class NativeLayers:
         """Compute one of the `parts` in a pass that these `take`; its KV of these layers is in the pool afterwards.
 
         Args:
-            hidden: [T, hidden], contiguous; the residual stream, overwritten in place.
+            hidden: [T, hidden], contiguous; the residual stream, overwritten in place; float32 if it is wide.
             delta: not yet added to `hidden`, [T, hidden], contiguous; overwritten; None before the first layer.
             angles: [T, 2, R] of the rows, from each rotary table.
             batch: the pass.
@@ -253,9 +277,9 @@ class NativeLayers:
         """
         attention = batch.attention
         assert isinstance(attention, NativePass), "`take` says so"
-        out = torch.empty_like(hidden) if delta is None else delta
+        out = torch.empty_like(hidden, dtype=self._dtype) if delta is None else delta
         num_kept = len(hidden) if kept is None else len(kept)
-        normed = torch.empty_like(hidden) if self._leaves_mlp(layers.stop - 1) else None
+        normed = torch.empty_like(out) if self._leaves_mlp(layers.stop - 1) else None
         rows = _Rows(
             hidden=hidden.data_ptr(),
             delta=out.data_ptr(),
@@ -277,8 +301,7 @@ class NativeLayers:
         return hidden[:num_kept], out[:num_kept], None if normed is None else normed[:num_kept]
 
     def _leaves_mlp(self, index: int) -> bool:
-        call = self._calls[index]
-        return call.mixture is None and call.inner.packed is None
+        return bool(self._calls[index].leaves_mlp)
 
     def _norms_mlp(self, layer: DecoderLayer) -> bool:
         return layer.mlp_norm is not None or (self._is_parallel and layer.input_norm is not None)
@@ -286,12 +309,16 @@ class NativeLayers:
 
 def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
     options, mlp = layer.options, layer.mlp
-    inputs = _packed_weight(layer.qkv, dtype, is_padded=layer.mixer is not None)
-    weights = [inputs, _packed_weight(layer.output, dtype)]
-    mixer = None if layer.mixer is None else native_call(layer.mixer, dtype)
-    if None in weights or (layer.mixer is not None and mixer is None):
-        return None
     none, step = [PackedWeight()] * 2, layer.input_step
+    mixer = None if layer.mixer is None else native_call(layer.mixer, dtype)
+    inputs = _packed_weight(layer.qkv, dtype, is_padded=layer.mixer is not None)
+    weights = [inputs, _packed_weight(layer.output, dtype)] if layer.mixes_rows else none
+    steps = PackedWeight() if layer.steps is None else _packed_weight(layer.steps, dtype)
+    if None in (*weights, steps) or (layer.mixer is not None and mixer is None):
+        return None
+    beside = _Beside()
+    if isinstance(mlp, ExpertsBeside) and isinstance(mlp.experts, NativeMixture) and mlp.experts.dtype is dtype:
+        layer, beside, mlp = replace(layer, mlp_norm=mlp.mlp_norms[0]), _Beside.of(mlp), mlp.mlp
     of_mlp = [_packed_weight(each, dtype) for each in (mlp.inner, mlp.down)] if isinstance(mlp, Mlp) else none
     of_step = none if step is None else [_packed_weight(each, dtype) for each in (step.gate, step.projection)]
     mixture = ctypes.addressof(mlp.call) if isinstance(mlp, NativeMixture) and mlp.dtype is dtype else None
@@ -304,9 +331,13 @@ def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
         *(None if each is None else each.data_ptr() for each in (*norms, options.sinks)),
         *weights,
         *of_mlp,
+        steps,
         *of_step,
         mixture,
+        beside,
         mixer,
+        mlp is not None and mixture is None and of_mlp is none,
+        layer.shares_rows,
         layer.num_kv_heads,
         layer.head_dim,
         layer.kv_layer,
@@ -318,11 +349,13 @@ def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
         options.scaling,
         options.softcap or 0.0,
         layer.factor,
+        layer.output_factor,
+        layer.down_factor,
         layer.activation_factors,
     )
 
 
-def _packed_weight(product: Linear, dtype: torch.dtype, *, is_padded: bool = False) -> PackedWeight | None:
+def _packed_weight(product: Linear | None, dtype: torch.dtype, *, is_padded: bool = False) -> PackedWeight | None:
     if isinstance(product, NativeQuantizedProduct):
         return product.packed_weight(dtype, is_padded=is_padded)
     return product.packed_weight(dtype) if isinstance(product, NativeProduct) else None

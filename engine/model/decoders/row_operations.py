@@ -30,8 +30,8 @@ class RowOperations(ABC):
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return hidden + scale * delta and its RMS norm times `weight`, [T, hidden] each; `delta` may be overwritten.
 
-        Without a weight both are the sum. A weight [2, hidden] has the bias after it. A weight may be float32 for rows
-        of another dtype.
+        Without a weight both are the sum. A weight [2, hidden] has the bias after it. `hidden` or a weight may be
+        float32 for rows of another dtype.
         """
 
     @abstractmethod
@@ -93,22 +93,26 @@ class RowOperations(ABC):
 class TorchRows(RowOperations):
     """The operations by torch, on any device."""
 
-    def __init__(self, epsilon: float, scale: float = 1.0, *, centers: bool = False) -> None:
+    def __init__(
+        self, epsilon: float, scale: float = 1.0, *, centers: bool = False, dtype: torch.dtype | None = None
+    ) -> None:
         """`epsilon` is added to the variance in the norms; `scale` multiplies a layer's outputs in the residual stream.
 
-        `centers`: norms over the hidden states subtract the mean.
+        `centers`: norms over the hidden states subtract the mean. `dtype` belongs to rows next to a residual stream of
+        float32; None where both have one.
         """
-        self._epsilon, self._scale, self._centers = epsilon, scale, centers
+        self._epsilon, self._scale, self._centers, self._dtype = epsilon, scale, centers, dtype
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         total = hidden if delta is None else torch.add(hidden, delta, alpha=self._scale)
         if weight is None:
             return total, total
         rows, shape = total.to(weight.dtype), weight.shape[-1:]
+        dtype = self._dtype or total.dtype
         if weight.ndim == 2:
-            return total, F.layer_norm(rows, shape, weight[0], weight[1], eps=self._epsilon).to(total.dtype)
+            return total, F.layer_norm(rows, shape, weight[0], weight[1], eps=self._epsilon).to(dtype)
         norm = F.layer_norm if self._centers else F.rms_norm
-        return total, norm(rows, shape, weight, eps=self._epsilon).to(total.dtype)
+        return total, norm(rows, shape, weight, eps=self._epsilon).to(dtype)
 
     def norm_heads(self, heads: Tensor, num_normed: int, weight: Tensor) -> Tensor:
         rows, shape = heads[:, :num_normed].to(weight.dtype), weight.shape[-1:]
@@ -123,12 +127,15 @@ class TorchRows(RowOperations):
 class NativeRows(RowOperations):
     """The operations by our kernels."""
 
-    def __init__(self, epsilon: float, scale: float = 1.0, *, centers: bool = False) -> None:
+    def __init__(
+        self, epsilon: float, scale: float = 1.0, *, centers: bool = False, dtype: torch.dtype | None = None
+    ) -> None:
         """`epsilon` is added to the variance in the norms; `scale` multiplies a layer's outputs in the residual stream.
 
-        `centers`: norms over the hidden states subtract the mean.
+        `centers`: norms over the hidden states subtract the mean. `dtype` belongs to rows next to a residual stream of
+        float32; None where both have one.
         """
-        self._epsilon, self._scale, self._centers = epsilon, scale, centers
+        self._epsilon, self._scale, self._centers, self._dtype = epsilon, scale, centers, dtype
         self._add_norm, self._norm_heads, self._rotate, self._activate, self._gate = _kernels()
 
     @staticmethod
@@ -141,27 +148,28 @@ class NativeRows(RowOperations):
         return has_sizes and weights.device.type == "cpu" and kernels_for(weights.dtype) is not None
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        hidden = hidden.contiguous()
-        total = None if delta is None else hidden.clone()
-        added = hidden if delta is None else delta.contiguous()
-        out = added if weight is None else torch.empty_like(hidden)
-        num_rows, size = hidden.shape
+        total, added = hidden.contiguous(), None if delta is None else delta.contiguous()
+        if added is not None:
+            total = hidden.clone(memory_format=torch.contiguous_format)
+        dtype = self._dtype or total.dtype
+        out = None if weight is None else torch.empty_like(total, dtype=dtype)
+        num_rows, size = total.shape
         self._add_norm(
-            added.data_ptr(),
-            None if total is None else total.data_ptr(),
+            None if added is None else added.data_ptr(),
+            total.data_ptr(),
             None if weight is None else weight.data_ptr(),
-            out.data_ptr(),
+            None if out is None else out.data_ptr(),
             num_rows,
             size,
             self._epsilon,
             self._scale,
             self._centers,
             weight is not None and weight.ndim == 2,
-            hidden.dtype is torch.bfloat16,
+            dtype is torch.bfloat16,
+            total.dtype is torch.bfloat16,
             weight is not None and weight.dtype is torch.bfloat16,
         )
-        total = hidden if total is None else total
-        return total, total if weight is None else out
+        return total, total if out is None else out
 
     def norm_heads(self, heads: Tensor, num_normed: int, weight: Tensor) -> Tensor:
         heads = heads.contiguous()
@@ -200,10 +208,11 @@ def row_operations(
     scale: float = 1.0,
     *,
     centers: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> RowOperations:
     """Return our kernels where they take rows and heads of such sizes in the dtype of `weights`, else torch's."""
     return (NativeRows if NativeRows.fit(hidden_size, head_dims, weights) else TorchRows)(
-        epsilon, scale, centers=centers
+        epsilon, scale, centers=centers, dtype=dtype
     )
 
 
@@ -215,7 +224,7 @@ def _kernels() -> tuple[Any, ...]:
     add_norm, norm_heads = library.outrider_add_norm, library.outrider_norm_heads
     rotate_rows, activate = library.outrider_rotate, library.outrider_activate
     gate = library.outrider_gate_rows
-    add_norm.argtypes = [pointer] * 4 + [size, size, ctypes.c_float, ctypes.c_float, flag, flag, flag, flag]
+    add_norm.argtypes = [pointer] * 4 + [size, size, ctypes.c_float, ctypes.c_float, *[flag] * 5]
     norm_heads.argtypes = [pointer] * 2 + [size] * 4 + [ctypes.c_float, flag, flag, flag, flag]
     rotate_rows.argtypes = [pointer] * 2 + [size] * 5 + [flag, flag]
     activate.argtypes = [pointer, size, flag, pointer, flag]

@@ -11,31 +11,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.attention.base import LayerOptions
 from engine.model.attention_probe import LayerRecord
 from engine.model.checkpoint.unread_weight import joined_weights
-from engine.model.decoders.decoder_family import family_of, tables_of
+from engine.model.decoders.decoder_family import DecoderFamily, family_of, num_heads_of, tables_of
 from engine.model.decoders.layer_inputs import LayerInputs
-from engine.model.decoders.native_layers import DecoderLayer, InputStep, Mlp
+from engine.model.decoders.mlp import ExpertsBeside, Mlp
+from engine.model.decoders.native_layers import DecoderLayer, InputStep
 from engine.model.decoders.rotary import RotaryTable
 from engine.model.decoders.row_operations import RowOperations
 from engine.model.linear.batch_invariant_linear import batch_invariant, batch_invariant_factory
 from engine.model.linear.gated_linear import GatedProduct, JoinedGate, gated_of
-from engine.model.linear.packed_experts import (
-    NativeMixture,
-    make_routers_batch_invariant,
-    pack_experts,
-    widen_shared_gates,
-)
+from engine.model.linear.native_mixture import NativeMixture
+from engine.model.linear.packed_experts import make_routers_batch_invariant, pack_experts, widen_shared_gates
 from engine.model.linear.packed_linear import Linear, LinearFactory, keeps_numbers, linear_of, pack_linears
 from engine.model.linear.stand_in import halves_of, joined_of, reordered, slices_of, stand_in
-from engine.model.linear.weight_store import WeightStore
+from engine.model.linear.weight_store import OUTPUTS, WeightStore
 from engine.model.tensor_parallel import Rank
+from engine.recurrent.native_mixer import first_products, take_products
 
 _BY_HEADS = "query_key_value"  # one product: query, key and value of the first head, of the second, and so on
 _HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
-_MLP_NORMS = "pre_feedforward_layernorm", "post_feedforward_layernorm_1"  # of an MLP next to experts,
-_EXPERT_NORMS = "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"  # and of these
+_SHARED = ("shared_expert", "shared_experts")  # attributes of a mixture: an MLP that all rows pass
+# Norms around an MLP next to experts, and around these.
+_NORMS_BESIDE = (
+    *("pre_feedforward_layernorm", "post_feedforward_layernorm_1"),
+    *("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"),
+)
 
 
 class StockLayers:
@@ -77,12 +78,13 @@ class StockLayers:
         self._make_linear, self._rank, self._store = make_linear, rank, store
         self._rotaries, self._rows, self._dtype = rotaries, rows, like.dtype
         self._is_deterministic, self._is_on_gpu = is_deterministic, like.is_cuda
-        self._num_heads, self._hidden_size = config.num_attention_heads // rank.size, config.hidden_size
+        self._num_heads, self._hidden_size = num_heads_of(config) // rank.size, config.hidden_size
         self._layers = model.get_decoder().layers
-        attentions = (getattr(layer, family.attention) for layer in self._layers if family.mixer(layer) is None)
-        attention = next(attentions, None)
+        self._multipliers = family.multipliers(config)
+        attentions = (part for layer in self._layers if (part := family.attention_of(layer)) is not None)
+        attention: Any = next(attentions, None)
         self.norms_values = hasattr(attention, "v_norm")
-        self.gates_attention = hasattr(attention, "gate_proj")
+        self.gates_attention = hasattr(attention, "gate_proj") or _has_joined_gates(attention, family)
         self.norms_projections = False
         if rank.size == 1:
             if is_deterministic:
@@ -93,10 +95,13 @@ class StockLayers:
         """Return the product that yields this rank's logits."""
         head = self._model.get_output_embeddings()
         bias = None if head.bias is None else self._rank.shard_vocab(head.bias)
-        return self._product("lm_head", lambda: make_head(self._rank.shard_vocab(head.weight), bias), head)
+        product = self._product("lm_head", lambda: make_head(self._rank.shard_vocab(head.weight), bias), head)
+        if head.weight is None:  # Mamba-2's model asks its head for a dtype
+            head.weight = nn.Parameter(torch.empty(0, dtype=self._dtype), requires_grad=False)
+        return product
 
-    def layer(self, index: int, record: LayerRecord, kv_layer: int) -> DecoderLayer:
-        """Return a layer.
+    def attending(self, index: int, record: LayerRecord, kv_layer: int) -> DecoderLayer:
+        """Return a layer with attention; its MLP is left to a recurrent part that it has too.
 
         Args:
             index: its place in the model.
@@ -104,87 +109,107 @@ class StockLayers:
             kv_layer: the place of its keys and values in the pool.
         """
         family, options, layer = self._family, record.options, self._layers[index]
-        attention = getattr(layer, family.attention)
-        mlp, shared = self._mlp_of(layer)
+        attention: Any = family.attention_of(layer)
         projection = getattr(attention, family.output)
-        num_kv_heads = record.shape.num_kv_heads // self._rank.size
-        qkv = self._qkv(index, attention, record)
-        output = self._product(f"layers.{index}.output", lambda: self._summed(projection), projection)
-        before, after, mlp_before, mlp_after = self._norms(layer)
+        before, after, *_ = self._norms(layer)
         tables = tables_of(attention, index, family, list(self._rotaries))
-        factor = getattr(layer, "layer_scalar", None)
+        options = replace(options, scaling=options.scaling * self._multipliers.scores)
         if options.sinks is not None:
             options = replace(options, sinks=options.sinks.float().contiguous())
-        if hasattr(layer, "experts"):  # next to the MLP, each with its own norms
-            taken: Linear = self._experts_beside(index, layer)
-            mlp_before = None
-        else:
-            taken = self._mixture(index, mlp, shared) if hasattr(mlp, "experts") else self._mlp(index, mlp)
-        return DecoderLayer(
+        own = DecoderLayer(
             input_norm=before,
-            qkv=qkv,
+            qkv=self._qkv(index, attention, record),
             head_norm=self._head_norm(attention, record),
-            output=output,
+            output=self._product(f"layers.{index}.output", lambda: self._summed(projection), projection),
             output_norm=after,
-            mlp_norm=mlp_before,
-            mlp=taken,
-            mlp_output_norm=mlp_after,
+            output_factor=self._multipliers.attention,
             options=options,
             tables=tables,
             kv_layer=kv_layer,
             stores_kv=record.stores_kv,
-            num_kv_heads=num_kv_heads,
+            num_kv_heads=record.shape.num_kv_heads // self._rank.size,
             head_dim=record.shape.key_dim,
             num_rotated_dims=0 if tables is None else list(self._rotaries.values())[tables[0]].num_dims,
-            factor=1.0 if factor is None else float(factor),
-            activation_factors=_activation_factors(mlp),
-            input_step=self._input_step(index, layer) if hasattr(layer, "per_layer_input_gate") else None,
         )
+        return own if family.mixer_of(layer) is not None else self._with_mlp(index, own)
 
     def recurrent(self, index: int, state_layer: int) -> DecoderLayer:
-        """Return a layer with a recurrent part in place of the attention.
+        """Return a layer with a recurrent part, in place of the attention or after it.
 
         Args:
             index: its place in the model.
             state_layer: the place of its states in the pool.
         """
         layer = self._layers[index]
-        mixer: Any = self._family.mixer(layer)
-        first, last = mixer.in_proj, mixer.out_proj
-        qkv = self._product(f"layers.{index}.qkv", lambda: self._joined(first), first)
-        output = self._product(f"layers.{index}.output", lambda: self._summed(last), last)
-        before, after, mlp_before, mlp_after = self._norms(layer)
-        mlp, shared = self._mlp_of(layer)
-        return DecoderLayer(
+        mixer: Any = self._family.mixer_of(layer)
+        before, after, *_ = self._norms(layer)
+        own = DecoderLayer(
             input_norm=before,
-            qkv=qkv,
-            head_norm=None,
-            output=output,
             output_norm=after,
-            mlp_norm=mlp_before,
-            mlp=self._mixture(index, mlp, shared) if hasattr(mlp, "experts") else self._mlp(index, mlp),
-            mlp_output_norm=mlp_after,
-            options=LayerOptions(0.0),
-            tables=None,
+            output_factor=self._multipliers.mixer,
             kv_layer=state_layer,
             stores_kv=True,  # its states, which need all rows
-            num_kv_heads=0,
-            head_dim=0,
-            num_rotated_dims=0,
             mixer=mixer,
+            shares_rows=self._family.attention_of(layer) is not None,
+        )
+        if (inputs := first_products(mixer)) is None:
+            self._pack(mixer, f"layers.{index}.mixer")
+        else:
+            qkv, steps = self._mixed_products(index, *inputs)
+            take_products(mixer, qkv, steps)
+            last = mixer.out_proj
+            output = self._product(f"layers.{index}.mixed", lambda: self._summed(last), last)
+            own = replace(own, qkv=qkv, steps=steps, output=output)
+        return self._with_mlp(index, own)
+
+    def _mixed_products(
+        self, index: int, linears: list[nn.Linear], order: Tensor | None
+    ) -> tuple[Linear, Linear | None]:
+        """Return the products of a recurrent part's inputs: one, or another of narrow layers, which are not rounded."""
+        wide = [each for each in linears if each.out_features >= OUTPUTS]
+        count = sum(each.out_features for each in wide)
+        first, last = (None, None) if order is None else (order[:count], order[count:] - count)
+        product = self._side_by_side(f"layers.{index}.inputs", wide, first)
+        if len(wide) == len(linears):
+            return product, None
+        exact = partial(linear_of, dtype=self._dtype)
+        return product, self._side_by_side(f"layers.{index}.steps", linears[len(wide) :], last, exact)
+
+    def alone(self, index: int) -> DecoderLayer:
+        """Return a layer that is an MLP or a mixture."""
+        return self._with_mlp(index, DecoderLayer())
+
+    def _with_mlp(self, index: int, own: DecoderLayer) -> DecoderLayer:
+        """Return a layer with the MLP or the mixture that the model has there, if it has one."""
+        layer: Any = self._layers[index]
+        mlp, shared = self._family.mlp_of(layer)
+        if mlp is None:
+            return own
+        _, _, before, after = self._norms(layer)
+        if hasattr(layer, "experts"):  # next to the MLP, each with its own norms
+            taken: Linear = self._experts_beside(index, layer)
+            before = None
+        else:
+            taken = self._mixture(index, mlp, shared) if hasattr(mlp, "experts") else self._mlp(index, mlp)
+        factor = getattr(layer, "layer_scalar", None)
+        if self._multipliers.mlp != 1.0 and before is not None:
+            before = before.float() * self._multipliers.mlp
+        return replace(
+            own,
+            mlp_norm=before,
+            mlp=taken,
+            mlp_output_norm=after,
+            down_factor=self._multipliers.down,
+            factor=1.0 if factor is None else float(factor),
+            activation_factors=_activation_factors(mlp),
+            input_step=self._input_step(index, layer) if hasattr(layer, "per_layer_input_gate") else None,
         )
 
     def _norms(self, layer: nn.Module) -> list[Tensor | None]:
         places = range(len(self._family.norms))
         norms = [self._family.norm(layer, place, self._hidden_size) for place in places]
-        return [None if norm is None else self._rank.to_device(norm) for norm in norms]
-
-    def _mlp_of(self, layer: Any) -> tuple[Any, nn.Module | None]:
-        """Return a layer's MLP or mixture, and an MLP that is added to it where that is no part of the mixture."""
-        mixture = getattr(layer, "block_sparse_moe", None)
-        if mixture is None:
-            return getattr(layer, self._family.mlp_module), None
-        return mixture, getattr(layer, "shared_mlp", None)
+        is_float = self._multipliers.mlp != 1.0  # all norms of a model have one dtype
+        return [None if norm is None else self._rank.to_device(norm.float() if is_float else norm) for norm in norms]
 
     def inputs(self) -> LayerInputs | None:
         """Return the inputs of single layers; None for a model without them."""
@@ -197,21 +222,31 @@ class StockLayers:
         return LayerInputs(trunk, norm, projection, self._rows, self._dtype)
 
     def _qkv(self, index: int, attention: Any, record: LayerRecord) -> Linear:
-        name, joined = f"layers.{index}.qkv", getattr(attention, _BY_HEADS, None)
+        order, joined = None, getattr(attention, _BY_HEADS, None)
         if joined is not None:
+            inputs = [joined]
             order = torch.arange(joined.out_features).view(-1, 3, record.shape.key_dim).transpose(0, 1).flatten()
-            product = self._store.product(name, lambda: self._joined(joined, order=order))
-            qkv = self._rowwise(product, joined.in_features)
-            self._stand_in({joined: reordered(qkv, order.argsort())})
-            return qkv
-        if hasattr(attention, "qkv_proj"):
+        elif hasattr(attention, "qkv_proj"):
             inputs = [attention.qkv_proj]
         else:  # without own values keys are values too
             own = [attention.k_proj, attention.v_proj or attention.k_proj] if record.stores_kv else []
-            inputs = [attention.q_proj, *own, *([attention.gate_proj] if self.gates_attention else [])]
-        qkv = self._rowwise(self._store.product(name, lambda: self._joined(*inputs)), inputs[0].in_features)
-        self._stand_in(dict(zip(inputs, slices_of(qkv, inputs), strict=True)))
-        return qkv
+            inputs = [attention.q_proj, *own, *([attention.gate_proj] if hasattr(attention, "gate_proj") else [])]
+            if _has_joined_gates(attention, self._family):
+                order = _gates_last([each.out_features for each in inputs], record.shape.key_dim)
+        return self._side_by_side(f"layers.{index}.qkv", inputs, order)
+
+    def _side_by_side(
+        self, name: str, linears: list[nn.Linear], order: Tensor | None, make_linear: LinearFactory | None = None
+    ) -> Linear:
+        """Return one product with the outputs of stock layers in an order; these compute by it.
+
+        `make_linear` packs it in place of the model's own; zeros then follow up to whole tiles.
+        """
+        product = self._store.product(name, lambda: self._joined(*linears, order=order, make_linear=make_linear))
+        product = self._rowwise(product, linears[0].in_features)
+        plain = product if order is None else reordered(product, order.argsort())
+        self._stand_in(dict(zip(linears, slices_of(plain, linears), strict=True)))
+        return product
 
     def _product(self, name: str, make: Callable[[], Linear], linear: nn.Linear) -> Linear:
         """Return the product `make` makes of a stock layer, which then computes by it."""
@@ -239,28 +274,43 @@ class StockLayers:
     def _mixture(self, index: int, mixture: nn.Module, shared: nn.Module | None) -> Linear:
         """Return a stock mixture as one kernel; with packed weights if its experts or its router are of other kinds.
 
-        `shared` is an MLP that is added to it.
+        `shared` is an MLP that is added to it, if that is no part of it.
         """
-        one_call = NativeMixture.of(mixture) if self._family.has_softmax_router else None
-        if one_call is None and self._rank.size == 1:
-            make_linear = self._make_linear
-            if self._is_deterministic:
-                make_linear = batch_invariant_factory(make_linear, self._dtype)
+        routing = self._family.routing
+        if routing is not None and NativeMixture.fits(mixture):
+            inner = next((part for name in _SHARED if (part := getattr(mixture, name, None)) is not None), shared)
+            mlp = None if inner is None else self._mlp(index, inner)
+            products = None if mlp is None else (mlp.inner, mlp.down)
+            if products is None or all(NativeMixture.takes(mixture, each) for each in products):
+                one_call = NativeMixture(mixture, routing, products)
+                pack_linears(mixture, partial(linear_of, dtype=self._dtype))  # of the stock model, not rounded
+                return one_call
+        if self._rank.size == 1:
             for part, name in ((mixture, "mixture"), (shared, "shared")):
                 if part is not None:
-                    pack_linears(part, make_linear, store=self._store, prefix=f"layers.{index}.{name}")
+                    self._pack(part, f"layers.{index}.{name}")
             widen_shared_gates(mixture)
-        return one_call or partial(_mixed, mixture, shared)
+        return partial(_mixed, mixture, shared)
 
-    def _experts_beside(self, index: int, layer: Any) -> Linear:
-        """Return the function of the residual stream that a layer's MLP and its experts add up to."""
-        norms = {
-            name: self._family.norm_weight(getattr(layer, name), self._hidden_size)
-            for name in (*_MLP_NORMS, *_EXPERT_NORMS)
-        }
-        router = batch_invariant_factory(linear_of, self._dtype) if self._is_deterministic else linear_of
-        pack_linears(layer.router, router)
-        return partial(_beside_experts, self._rows, self._mlp(index, layer.mlp), layer, norms)
+    def _pack(self, module: nn.Module, name: str) -> None:
+        """Pack the products of a stock module, each on its own."""
+        make_linear = self._make_linear
+        if self._is_deterministic:
+            make_linear = batch_invariant_factory(make_linear, self._dtype)
+        pack_linears(module, make_linear, store=self._store, prefix=name)
+
+    def _experts_beside(self, index: int, layer: Any) -> ExpertsBeside:
+        router = layer.router
+        before, after, *others = (
+            self._family.norm_weight(getattr(layer, name), self._hidden_size) for name in _NORMS_BESIDE
+        )
+        router_norm = (router.scale.float() * router.scalar_root_size).to(before.dtype)
+        routing, experts, make = self._family.routing, layer.experts, partial(linear_of, dtype=self._dtype)
+        if routing is not None and NativeMixture.fits(layer):
+            experts = NativeMixture(layer, routing, None)
+        pack_linears(router, batch_invariant_factory(make, self._dtype) if self._is_deterministic else make)
+        mlp = self._mlp(index, layer.mlp)
+        return ExpertsBeside(self._rows, mlp, experts, router, (before, after), (*others, router_norm))
 
     def _input_step(self, index: int, layer: Any) -> InputStep:
         gate, projection = layer.per_layer_input_gate, layer.per_layer_projection
@@ -315,7 +365,9 @@ class StockLayers:
         gated = gated_of(gate, up, self._make_linear, self._gate) if self._rank.size == 1 else None
         return gated or JoinedGate(self._joined(gate, up), self._gate)
 
-    def _joined(self, *linears: nn.Linear, order: Tensor | None = None) -> Linear:
+    def _joined(
+        self, *linears: nn.Linear, order: Tensor | None = None, make_linear: LinearFactory | None = None
+    ) -> Linear:
         """One product in place of several with the same input; outputs lie side by side, or in `order`."""
         weights: list[Tensor] = [self._rank.shard_rows(linear.weight) for linear in linears]
         weight, bias = joined_weights(weights), None
@@ -325,7 +377,24 @@ class StockLayers:
             bias = torch.cat([self._rank.shard_rows(each) for each in biases])
         if order is not None:
             weight, bias = weight[order], None if bias is None else bias[order]
-        return self._make_linear(weight, bias)
+        if make_linear is None:
+            return self._make_linear(weight, bias)
+        missing = -len(weight) % OUTPUTS
+        padded = F.pad(weight, (0, 0, 0, missing)), None if bias is None else F.pad(bias, (0, missing))
+        return make_linear(*padded)
+
+
+def _has_joined_gates(attention: Any, family: DecoderFamily) -> bool:
+    """True if each head's query comes with a gate of its results from one product."""
+    query = getattr(attention, "q_proj", None)
+    return query is not None and query.out_features == 2 * getattr(attention, family.output).in_features
+
+
+def _gates_last(sizes: list[int], dim: int) -> Tensor:
+    """Return the order that moves gates to the end: the first of `sizes` outputs are queries and gates by heads."""
+    places = torch.arange(sum(sizes))
+    queries, gates = places[: sizes[0]].view(-1, 2, dim).unbind(1)
+    return torch.cat((queries.flatten(), places[sizes[0] :], gates.flatten()))
 
 
 def _activation_factors(mlp: Any) -> tuple[float, float]:
@@ -335,17 +404,6 @@ def _activation_factors(mlp: Any) -> tuple[float, float]:
         return 1.0, 1.0
     above, below = (float(F.softplus(each.detach().float())) for each in (function.alpha_p, function.alpha_n))
     return above, below + float(function.beta)
-
-
-def _beside_experts(
-    rows: RowOperations, mlp: Linear, layer: Any, norms: Mapping[str, Tensor], residual: Tensor
-) -> Tensor:
-    def normed(states: Tensor, name: str) -> Tensor:
-        return rows.add_norm(states, None, norms[name])[1]
-
-    dense = normed(mlp(normed(residual, _MLP_NORMS[0])), _MLP_NORMS[1])
-    _, weights, experts = layer.router(residual)
-    return dense + normed(layer.experts(normed(residual, _EXPERT_NORMS[0]), experts, weights), _EXPERT_NORMS[1])
 
 
 def _mixed(mixture: nn.Module, shared: nn.Module | None, rows: Tensor) -> Tensor:

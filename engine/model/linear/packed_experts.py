@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.activations import SiLUActivation
+from transformers.activations import GELUTanh, SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
 from engine.accounting.cost_model import DENSE, ExpertReads
@@ -26,6 +27,7 @@ from engine.model.linear.batch_invariant_linear import batch_invariant_router
 from engine.model.linear.native_product import (
     MAX_RELATIVE_ERROR,
     MAX_ROUNDING_ERROR,
+    Gate,
     NativeProduct,
     PackedWeight,
     check_product,
@@ -42,27 +44,16 @@ _NUM_ARGUMENTS = {  # pointers after the structure, and sizes
     "outrider_experts": (4, 2),
     "outrider_experts_in": (3, 2),
     "outrider_experts_out": (4, 2),
-    "outrider_mixture": (2, 1),
 }
 _TOP_KEYS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")  # in a configuration
 
 
-class _Experts(ctypes.Structure):
+class ExpertsCall(ctypes.Structure):
     """`struct experts` of engine/native/products/experts.h."""
 
     _fields_ = [
         *((name, PackedWeight) for name in ("input_weight", "output_weight")),
-        *((name, ctypes.c_int64) for name in ("num_experts", "is_bf16")),
-    ]
-
-
-class MixtureCall(ctypes.Structure):
-    """`struct mixture` of engine/native/products/experts.h."""
-
-    _fields_ = [
-        ("experts", _Experts),
-        ("router", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("router_is_bf16", "top", "is_normalized")),
+        *((name, ctypes.c_int64) for name in ("num_experts", "gate", "is_bf16")),
     ]
 
 
@@ -72,7 +63,7 @@ class PackedExperts:
     Attributes:
         call: the experts for the kernel, valid as long as this.
         dtype: of the kernel's rows.
-        is_silu: the experts compute silu(gate) * up.
+        function: the experts compute function(gate) * up; NONE for a function that no kernel computes.
     """
 
     def __init__(
@@ -82,6 +73,7 @@ class PackedExperts:
         first, last = expert_weights(experts)
         dtype = rows_dtype(make_linear) or first.dtype
         self.dtype = dtype if dtype in _KERNEL_DTYPES else torch.float32
+        self.function = _function_of(experts)
 
         def packed(weight: Tensor, bias: Tensor | None) -> Linear:
             return make_linear(_flat(experts, read_weight(weight)), None if bias is None else bias.flatten())
@@ -91,12 +83,12 @@ class PackedExperts:
             store.product(f"{name}.inputs", lambda: packed(first, biases[0])),
             store.product(f"{name}.outputs", lambda: packed(last, biases[1])),
         )
-        self.call = _Experts(
+        self.call = ExpertsCall(
             *(_packed_weight(product, self.dtype, len(first)) for product in self._products),
             len(first),
+            self.function,
             self.dtype is torch.bfloat16,
         )
-        self.is_silu = _is_silu(experts)
         self._gate = experts._apply_gate if experts.has_gate else experts.act_fn
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -122,48 +114,15 @@ class PackedExperts:
     def _compute(self, rows: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
         experts, sizes = ctypes.byref(self.call), ids.shape
         routing = ids.data_ptr(), weights.data_ptr(), out.data_ptr()
-        if self.is_silu:
-            _check_memory(_kernel("outrider_experts")(experts, rows.data_ptr(), *routing, *sizes))
+        if self.function is not Gate.NONE:
+            check_memory(_kernel("outrider_experts")(experts, rows.data_ptr(), *routing, *sizes))
             return
         between = rows.new_zeros(ids.numel(), self.call.input_weight.num_outputs)
-        _check_memory(
+        check_memory(
             _kernel("outrider_experts_in")(experts, rows.data_ptr(), ids.data_ptr(), between.data_ptr(), *sizes)
         )
         between = self._gate(between).contiguous()
-        _check_memory(_kernel("outrider_experts_out")(experts, between.data_ptr(), *routing, *sizes))
-
-
-class NativeMixture:
-    """A mixture whose router takes the softmax of its products, as Mixtral's: one kernel computes all of it.
-
-    Attributes:
-        call: the mixture for the kernel, valid as long as this.
-        dtype: of rows.
-    """
-
-    def __init__(self, experts: PackedExperts, router: Any) -> None:
-        """Take the weights of a stock router, rounded to bfloat16 where that is exact, and share `experts`."""
-        weight = router.weight.detach()
-        rounded = weight.bfloat16()
-        is_exact = torch.equal(rounded.to(weight.dtype), weight)
-        self._router, self._experts = (rounded if is_exact else weight.float()).contiguous(), experts
-        self.dtype = experts.dtype
-        is_normalized = getattr(router, "norm_topk_prob", True)
-        self.call = MixtureCall(experts.call, self._router.data_ptr(), is_exact, router.top_k, is_normalized)
-
-    @classmethod
-    def of(cls, mixture: Any) -> NativeMixture | None:
-        """Return the mixture of a stock module, Mixtral's or Qwen3's; None if its experts are not packed."""
-        packed = mixture.experts.forward
-        return cls(packed, mixture.gate) if isinstance(packed, PackedExperts) and packed.is_silu else None
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, hidden]. Raises MemoryError if the buffers do not fit."""
-        taken = rows.to(self.dtype).contiguous()
-        out = torch.empty_like(taken)
-        pointers = taken.data_ptr(), out.data_ptr(), len(taken)
-        _check_memory(_kernel("outrider_mixture")(ctypes.byref(self.call), *pointers))
-        return out.to(rows.dtype)
+        check_memory(_kernel("outrider_experts_out")(experts, between.data_ptr(), *routing, *sizes))
 
 
 def experts_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -309,10 +268,15 @@ def _biases(experts: Any) -> tuple[Tensor | None, Tensor | None]:
     return experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias, experts.down_proj_bias
 
 
-def _is_silu(experts: Any) -> bool:
-    """True if the module computes silu(gate) * up, of gates before ups."""
+def _function_of(experts: Any) -> Gate:
+    """Return the function of gates that come before ups and have nothing else to them, else NONE."""
     has_plain_gate = experts.has_gate and type(experts)._apply_gate is _default_apply_gate
-    return has_plain_gate and isinstance(getattr(experts, "act_fn", None), nn.SiLU | SiLUActivation)
+    function: Any = getattr(experts, "act_fn", None)
+    if not has_plain_gate:
+        return Gate.NONE
+    if function is F.silu or isinstance(function, nn.SiLU | SiLUActivation):
+        return Gate.SILU
+    return Gate.GELU_TANH if isinstance(function, GELUTanh) else Gate.NONE
 
 
 def _packed_weight(product: Any, dtype: torch.dtype, num_experts: int) -> PackedWeight:
@@ -323,7 +287,8 @@ def _packed_weight(product: Any, dtype: torch.dtype, num_experts: int) -> Packed
     return weight
 
 
-def _check_memory(is_short: int) -> None:
+def check_memory(is_short: int) -> None:
+    """Raise MemoryError if a kernel has reported too little memory."""
     if is_short:
         raise MemoryError("no memory for the rows of a pass")
 

@@ -11,22 +11,11 @@
 #include "products/gate.h"
 #include "team.h"
 
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum {
     PREPARED_ROWS = 8, /* rows of a part that is no product */
-    TURN = 4096,       /* pairs of a row and an expert at a time */
-    ROUTED = 4,        /* experts whose logits are computed together */
-    ROUTED_PART = 32,  /* experts of a part of the logits */
-};
-
-/* The rows of a call and their experts. */
-struct routing {
-    const int64_t *ids;   /* [rows, top]; rows skip ids that are not below num_experts */
-    const float *weights; /* [rows, top] */
-    int64_t num_rows, top;
 };
 
 /* Consecutive sorted rows of one expert. */
@@ -48,7 +37,7 @@ struct grouped {
     const struct order *order;
     const void *x;           /* [rows, inputs], in the order of `sources`, or already sorted */
     const int64_t *sources;  /* or NULL */
-    int is_activated;        /* x [sorted rows, 2 inputs] are gate and up */
+    int is_activated, gate;  /* x [sorted rows, 2 inputs] are gate and up, of an `enum gate` */
     char *rows, *to;         /* [sorted rows, inputs] and [sorted rows, outputs] */
     struct quantized quantized;
     int64_t pairs, num_parts; /* pairs of a part, and parts of a block */
@@ -81,11 +70,11 @@ static void sort_rows(const struct routing *r, int64_t num_experts, int64_t *sta
     }
 }
 
-/* Computes out [size] = silu(gate [size]) * up [size], where up follows gate. */
-AVX2 static void activate(const void *x, int64_t at, int64_t size, void *out, int64_t to, int is_bf16) {
+/* Computes out [size] = function(gate [size]) * up [size], where up follows gate. */
+AVX2 static void activate(int function, const void *x, int64_t at, int64_t size, void *out, int64_t to, int is_bf16) {
     for (int64_t i = 0; i < size; i += 8) {
         const __m256 gate = load_eight(x, at + i, is_bf16), up = load_eight(x, at + size + i, is_bf16);
-        store_eight(out, to + i, _mm256_mul_ps(exact_gate(SILU, gate), up), is_bf16);
+        store_eight(out, to + i, _mm256_mul_ps(exact_gate(function, gate), up), is_bf16);
     }
 }
 
@@ -95,7 +84,7 @@ static void prepare_part(const void *work, int64_t part) {
     const int64_t inputs = g->w->num_inputs, row_bytes = inputs * item_of(g->is_bf16);
     const int64_t first = part * PREPARED_ROWS, last = min(first + PREPARED_ROWS, g->order->num_sorted);
     for (int64_t row = first; row < last; row++) {
-        if (g->is_activated) activate(g->x, row * 2 * inputs, inputs, g->rows, row * inputs, g->is_bf16);
+        if (g->is_activated) activate(g->gate, g->x, row * 2 * inputs, inputs, g->rows, row * inputs, g->is_bf16);
         else if (g->sources)
             memcpy(g->rows + row * row_bytes, (const char *)g->x + g->sources[row] * row_bytes, (size_t)row_bytes);
     }
@@ -199,7 +188,8 @@ static int64_t lay_out(const struct experts *e, int64_t num_sorted, char *memory
 }
 
 static struct grouped product_of(const struct experts *e, const struct weight *w, const struct buffers *b) {
-    return (struct grouped){.w = w, .order = &b->order, .rows = b->rows, .is_bf16 = (int)e->is_bf16};
+    return (struct grouped){.w = w, .order = &b->order, .rows = b->rows, .gate = (int)e->gate,
+                            .is_bf16 = (int)e->is_bf16};
 }
 
 static void multiply_in(const struct experts *e, const void *x, struct buffers *b, char *to) {
@@ -220,9 +210,12 @@ static void multiply_out(const struct experts *e, const struct routing *r, void 
     share_out(sum_part, &sums, (r->num_rows + PREPARED_ROWS - 1) / PREPARED_ROWS);
 }
 
-/* Computes out [rows, K] = sum of weight * W_out (silu(gate) * up) over the experts of each row of x [rows, K], where
-   gate and up are W_in x. Inputs and outputs are multiples of 32. */
-static void add_experts(const struct experts *e, const struct routing *r, const void *x, void *out, char *memory) {
+int64_t experts_scratch(const struct experts *e, int64_t num_pairs) {
+    struct buffers buffers;
+    return lay_out(e, num_pairs, NULL, &buffers);
+}
+
+void run_experts(const struct experts *e, const struct routing *r, const void *x, void *out, char *memory) {
     struct buffers b;
     lay_out(e, r->num_rows * r->top, memory, &b);
     sort_rows(r, e->num_experts, b.starts, &b.order);
@@ -253,7 +246,7 @@ int outrider_experts(const struct experts *e, const void *x, const int64_t *ids,
     return 0;
 }
 
-/* Does the same in two calls, for another function than silu(gate) * up: `between` [rows * top, ...] has W_in x, in the
+/* Does the same in two calls, for a function that is no `enum gate`: `between` [rows * top, ...] has W_in x, in the
    order of experts, */
 int outrider_experts_in(const struct experts *e, const void *x, const int64_t *ids, void *between, int64_t num_rows,
                         int64_t top) {
@@ -274,126 +267,6 @@ int outrider_experts_out(const struct experts *e, void *between, const int64_t *
     char *memory = begin(e, &r, &b);
     if (!memory) return 1;
     multiply_out(e, &r, between, 0, &b, out);
-    free(memory);
-    return 0;
-}
-
-/* The choice of experts. */
-struct choice {
-    const struct mixture *mixture;
-    const void *x;
-    float *logits; /* [rows, experts] */
-    int64_t *ids;
-    float *weights;
-    int64_t num_rows, num_parts; /* parts of a row's logits */
-};
-
-/* Computes the logits of `count` experts, each as one sum over the inputs in order. */
-AVX2 INLINE void add_logits(const int count, const void *x, int64_t at, const void *weight, int64_t first, int64_t size,
-                            const int x_is_bf16, const int is_bf16, float *logits) {
-    __m256 sum[ROUTED];
-#pragma GCC unroll 4
-    for (int i = 0; i < count; i++) sum[i] = _mm256_setzero_ps();
-    for (int64_t k = 0; k < size; k += 8) {
-        const __m256 numbers = load_eight(x, at + k, x_is_bf16);
-#pragma GCC unroll 4
-        for (int i = 0; i < count; i++)
-            sum[i] = _mm256_fmadd_ps(load_eight(weight, (first + i) * size + k, is_bf16), numbers, sum[i]);
-    }
-    for (int i = 0; i < count; i++) {
-        float lanes[8], total = 0;
-        _mm256_storeu_ps(lanes, sum[i]);
-        for (int lane = 0; lane < 8; lane++) total += lanes[lane];
-        logits[i] = total;
-    }
-}
-
-AVX2 INLINE void logits_of(const struct choice *c, int64_t row, int64_t first, int64_t last, const int x_is_bf16,
-                           const int is_bf16) {
-    const struct mixture *m = c->mixture;
-    const int64_t size = m->experts.in.num_inputs;
-    float *logits = c->logits + row * m->experts.num_experts;
-    for (; first + ROUTED <= last; first += ROUTED)
-        add_logits(ROUTED, c->x, row * size, m->router, first, size, x_is_bf16, is_bf16, logits + first);
-    for (; first < last; first++)
-        add_logits(1, c->x, row * size, m->router, first, size, x_is_bf16, is_bf16, logits + first);
-}
-
-AVX2 static void logits_part(const void *work, int64_t part) {
-    const struct choice *c = work;
-    const struct experts *e = &c->mixture->experts;
-    const int64_t row = part / c->num_parts, first = part % c->num_parts * ROUTED_PART;
-    const int64_t last = min(first + ROUTED_PART, e->num_experts);
-    if (e->is_bf16) {
-        if (c->mixture->router_is_bf16) logits_of(c, row, first, last, 1, 1);
-        else logits_of(c, row, first, last, 1, 0);
-    } else if (c->mixture->router_is_bf16) logits_of(c, row, first, last, 0, 1);
-    else logits_of(c, row, first, last, 0, 0);
-}
-
-/* Takes the `top` experts with the greatest logits, the greatest first, with the softmax of all logits or of theirs. */
-static void choose_row(const struct mixture *m, float *logits, int64_t *ids, float *weights) {
-    const int64_t num_experts = m->experts.num_experts;
-    float highest = logits[0], sum = 0;
-    for (int64_t i = 1; i < num_experts; i++) highest = logits[i] > highest ? logits[i] : highest;
-    if (!m->is_normalized)
-        for (int64_t i = 0; i < num_experts; i++) sum += expf(logits[i] - highest);
-    for (int64_t k = 0; k < m->top; k++) {
-        int64_t best = 0;
-        for (int64_t i = 1; i < num_experts; i++) best = logits[i] > logits[best] ? i : best;
-        ids[k] = best;
-        weights[k] = expf(logits[best] - highest);
-        if (m->is_normalized) sum += weights[k];
-        logits[best] = -INFINITY;
-    }
-    for (int64_t k = 0; k < m->top; k++) weights[k] /= sum;
-}
-
-static void choose_part(const void *work, int64_t part) {
-    const struct choice *c = work;
-    const struct mixture *m = c->mixture;
-    for (int64_t row = part * PREPARED_ROWS; row < min((part + 1) * PREPARED_ROWS, c->num_rows); row++)
-        choose_row(m, c->logits + row * m->experts.num_experts, c->ids + row * m->top, c->weights + row * m->top);
-}
-
-/* The rows that are computed at once, so that buffers stay small. */
-static int64_t rows_of_turn(const struct mixture *m, int64_t num_rows) { return min(max(1, TURN / m->top), num_rows); }
-
-/* Places the buffers of the choice of experts. Returns their bytes. */
-static int64_t lay_out_choice(const struct mixture *m, int64_t num_rows, char *memory, struct choice *c) {
-    char *at = memory;
-    c->logits = (float *)at, at += whole_lines(num_rows * m->experts.num_experts * (int64_t)sizeof(float));
-    c->ids = (int64_t *)at, at += whole_lines(num_rows * m->top * (int64_t)sizeof(int64_t));
-    c->weights = (float *)at, at += whole_lines(num_rows * m->top * (int64_t)sizeof(float));
-    return at - memory;
-}
-
-int64_t mixture_scratch(const struct mixture *m, int64_t num_rows) {
-    const int64_t rows = rows_of_turn(m, num_rows);
-    struct choice choice;
-    struct buffers buffers;
-    return lay_out_choice(m, rows, NULL, &choice) + lay_out(&m->experts, rows * m->top, NULL, &buffers);
-}
-
-void run_mixture(const struct mixture *m, const void *x, void *out, int64_t num_rows, char *scratch) {
-    const struct experts *e = &m->experts;
-    const int64_t turn = rows_of_turn(m, num_rows), row_bytes = e->in.num_inputs * item_of((int)e->is_bf16);
-    for (int64_t row = 0; row < num_rows; row += turn) {
-        struct choice c = {.mixture = m, .x = (const char *)x + row * row_bytes, .num_rows = min(turn, num_rows - row)};
-        char *memory = scratch + lay_out_choice(m, turn, scratch, &c);
-        c.num_parts = (e->num_experts + ROUTED_PART - 1) / ROUTED_PART;
-        share_out(logits_part, &c, c.num_rows * c.num_parts);
-        share_out(choose_part, &c, (c.num_rows + PREPARED_ROWS - 1) / PREPARED_ROWS);
-        const struct routing r = {c.ids, c.weights, c.num_rows, m->top};
-        add_experts(e, &r, c.x, (char *)out + row * row_bytes, memory);
-    }
-}
-
-/* Computes the mixture of rows. Returns 0, or 1 if memory is short. */
-int outrider_mixture(const struct mixture *m, const void *x, void *out, int64_t num_rows) {
-    char *memory = aligned_alloc(64, (size_t)mixture_scratch(m, num_rows));
-    if (!memory) return 1;
-    run_mixture(m, x, out, num_rows, memory);
     free(memory);
     return 0;
 }

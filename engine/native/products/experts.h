@@ -1,27 +1,27 @@
-/* A mixture of experts with packed weights. */
+/* The experts of a mixture, with packed weights. */
 
 #pragma once
 
 #include "products/weight.h"
 
-/* engine/model/linear/packed_experts.py has the same fields here and below. */
+/* engine/model/linear/packed_experts.py has the same fields. */
 struct experts {
     struct weight in, out; /* the outputs of all experts, one expert after the other; num_outputs are of one expert */
     int64_t num_experts;
+    int64_t gate;    /* `enum gate` */
     int64_t is_bf16; /* rows and results are bfloat16, or else float32 */
 };
 
-/* Experts, and a router that chooses the `top` of each row. */
-struct mixture {
-    struct experts experts;
-    const void *router; /* [experts, inputs], */
-    int64_t router_is_bf16; /* or else float32 */
-    int64_t top;
-    int64_t is_normalized; /* the weights of a row's experts add up to 1 */
+/* The rows of a call and their experts. */
+struct routing {
+    const int64_t *ids;   /* [rows, top]; rows skip ids that are not below num_experts */
+    const float *weights; /* [rows, top] */
+    int64_t num_rows, top;
 };
 
-/* Returns the bytes of `scratch`. */
-INTERNAL int64_t mixture_scratch(const struct mixture *m, int64_t num_rows);
+/* Returns the bytes of `scratch` for so many pairs of a row and an expert. */
+INTERNAL int64_t experts_scratch(const struct experts *e, int64_t num_pairs);
 
-/* Computes out [rows, K] of x [rows, K]. `scratch` is aligned to cache lines. */
-INTERNAL void run_mixture(const struct mixture *m, const void *x, void *out, int64_t num_rows, char *scratch);
+/* Computes out [rows, K] = sum of weight * W_out (function(gate) * up) over the experts of each row of x [rows, K], where
+   gate and up are W_in x. Inputs and outputs are multiples of 32. `scratch` is aligned to cache lines. */
+INTERNAL void run_experts(const struct experts *e, const struct routing *r, const void *x, void *out, char *scratch);

@@ -22,3 +22,10 @@ struct weight {
     int64_t group; /* inputs that share a scale */
     int64_t gate;  /* `enum gate` */
 };
+
+/* Returns the bytes of the product's `scratch`. */
+INTERNAL int64_t product_scratch(const struct weight *w, int64_t num_rows);
+
+/* Computes out = x W^T, or function(gate) * up; rows are bfloat16 or float32. */
+INTERNAL void run_product(const struct weight *w, const void *x, void *out, int64_t num_rows, int64_t is_bf16,
+                            char *scratch);

@@ -109,6 +109,12 @@ VECTOR_CODE void PART(unit_part)(const void *work, int64_t part) {
         }
 }
 
+/* Returns the function of LANES gates. */
+VECTOR_CODE INLINE floats gates_of(const struct mix *m, int64_t at, mask lanes) {
+    const floats gates = load_some_numbers(m->rows->gates, at, lanes, m->is_bf16);
+    return silu(lanes_mul(gates, lanes_set(m->mixer->gate_factor)));
+}
+
 /* Gates and norms numbers of a row that are normed together, in place. `at` is their place in the row. */
 VECTOR_CODE INLINE void gate_and_norm(const struct mix *m, int64_t row, int64_t at, int64_t count) {
     const struct mixer *x = m->mixer;
@@ -119,7 +125,7 @@ VECTOR_CODE INLINE void gate_and_norm(const struct mix *m, int64_t row, int64_t 
         const mask lanes = first_lanes(count - i);
         floats some = lanes_load_some(lanes, numbers + i);
         if (x->gates_first) {
-            some = lanes_mul(some, silu(load_some_numbers(m->rows->gates, gates + i, lanes, m->is_bf16)));
+            some = lanes_mul(some, gates_of(m, gates + i, lanes));
             lanes_store_some(numbers + i, lanes, some);
         }
         squares = lanes_fma(some, some, squares);
@@ -130,8 +136,7 @@ VECTOR_CODE INLINE void gate_and_norm(const struct mix *m, int64_t row, int64_t 
         const mask lanes = first_lanes(count - i);
         floats some = lanes_mul(lanes_load_some(lanes, numbers + i), inverse);
         some = lanes_mul(some, lanes_load_some(lanes, x->norm + at + i));
-        if (!x->gates_first)
-            some = lanes_mul(some, silu(load_some_numbers(m->rows->gates, gates + i, lanes, m->is_bf16)));
+        if (!x->gates_first) some = lanes_mul(some, gates_of(m, gates + i, lanes));
         lanes_store_some(numbers + i, lanes, some);
     }
 }
@@ -166,7 +171,8 @@ static void take_steps(const struct mix *m) {
     const struct mixed_rows *r = m->rows;
     for (int64_t row = 0; row < r->num_rows; row++)
         for (int64_t head = 0; head < x->heads; head++) {
-            const float raw = number_at(r->steps, row * r->step_row + head, x->is_bf16) + x->step_biases[head];
+            const float given = number_at(r->steps, row * r->step_row + head, x->is_bf16) * x->step_factor;
+            const float raw = given + x->step_biases[head];
             const float softplus = raw > 20 ? raw : log1pf(expf(raw));
             const float step = fminf(fmaxf(softplus, x->least_step), x->most_step);
             const int64_t at = row * x->heads + head;

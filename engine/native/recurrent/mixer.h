@@ -21,6 +21,7 @@ struct mixer {
     int64_t inputs_at, gates_at, steps_at, betas_at; /* in a row of the first product, if that has all of them */
     int64_t is_bf16;
     float epsilon, least_step, most_step;
+    float gate_factor, step_factor;    /* of gates and steps in a row of the first product */
 };
 
 /* A pass. So many numbers are between two rows of an input. */

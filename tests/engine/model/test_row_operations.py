@@ -37,6 +37,22 @@ def test_a_sum_and_its_norm_are_those_of_torch(dtype: torch.dtype, shape: tuple[
     )
 
 
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_stream_of_float32_takes_rows_of_bfloat16(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    hidden, delta = torch.randn(40, 576), torch.randn(40, 576).to(dtype)
+    weight, kinds = torch.randn(576).to(weight_dtype), (NativeRows, TorchRows)
+    ours, theirs = (kind(EPSILON, 0.5, dtype=dtype) for kind in kinds)
+    for added in (delta, None):
+        (total, normed), (expected_total, expected) = (
+            rows.add_norm(hidden.clone(), added, weight) for rows in (ours, theirs)
+        )
+        assert total.dtype is torch.float32
+        assert normed.dtype is dtype
+        torch.testing.assert_close(total, hidden + (0 if added is None else 0.5 * delta.float()))
+        torch.testing.assert_close(total, expected_total)
+        assert_near(normed, expected)
+
+
 @pytest.mark.parametrize(
     ("dtype", "weight_dtype"),
     [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float32)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -12,10 +13,16 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
+    FalconH1Config,
     GraniteMoeHybridConfig,
     Lfm2Config,
+    Lfm2MoeConfig,
+    Mamba2Config,
+    NemotronHConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
 )
 
 from engine.attention.native import native_or_torch
@@ -35,6 +42,17 @@ SIZES = {
 }
 MAMBA = {"mamba_n_heads": 16, "mamba_d_head": 8, "mamba_d_state": 24, "mamba_n_groups": 2}
 LAYERS = ["mamba", "attention", "mamba"]
+HEADS_OF_FOUR = {"mamba_n_heads": 32, "mamba_d_head": 4, "mamba_d_state": 24, "mamba_n_groups": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MULTIPLIERS = {
+    **{"lm_head_multiplier": 0.5, "embedding_multiplier": 3.0, "mlp_multipliers": [0.7, 1.3], "key_multiplier": 0.6},
+    **{"attention_in_multiplier": 1.2, "attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.4},
+    **{"ssm_out_multiplier": 0.6, "ssm_multipliers": [0.9, 1.1, 0.7, 1.3, 0.8]},
+}
+DELTA = {
+    **{"linear_num_value_heads": 16, "linear_num_key_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{"head_dim": 32, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"], conv_bias=True),
     "bamba": BambaConfig(**{**SIZES, "hidden_size": 128}, **{**MAMBA, "mamba_n_heads": 32}, attn_layer_indices=[1]),
@@ -47,10 +65,35 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         residual_multiplier=0.3,
         embedding_multiplier=3.0,
     ),
+    "mamba2": Mamba2Config(
+        **{"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 3, "num_heads": 32, "head_dim": 4},
+        **{"state_size": 24, "n_groups": 2, "bos_token_id": None, "pad_token_id": None, "eos_token_id": 0},
+    ),
+    "nemotron_h": NemotronHConfig(
+        **{**SIZES, "num_hidden_layers": 5},
+        layers_block_type=["mamba", "mlp", "attention", "mamba", "mlp"],
+        head_dim=32,
+        mamba_num_heads=32,
+        mamba_head_dim=4,
+        ssm_state_size=24,
+        n_groups=2,
+    ),
+    "falcon_h1": FalconH1Config(**SIZES, **HEADS_OF_FOUR, **MULTIPLIERS, mamba_d_ssm=128),
+    "qwen3_5": Qwen3_5TextConfig(**SIZES, **DELTA),
     "granite with experts": GraniteMoeHybridConfig(
         **SIZES, **MAMBA, layer_types=LAYERS, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=64
     ),
+    "lfm2_moe": Lfm2MoeConfig(**SIZES, **EXPERTS, layer_types=["conv", "full_attention", "conv"], num_dense_layers=1),
+    "qwen3_next": Qwen3NextConfig(**SIZES, **DELTA, **EXPERTS, shared_expert_intermediate_size=64),
+    "nemotron_h of torch's experts": NemotronHConfig(
+        **{**SIZES, "num_hidden_layers": 3},
+        **{"head_dim": 32, "mamba_num_heads": 32, "mamba_head_dim": 4, "ssm_state_size": 24, "n_groups": 2},
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1},
+        layers_block_type=["mamba", "moe", "attention"],
+        moe_shared_expert_intermediate_size=64,
+    ),
 }
+HAS_TORCHS_EXPERTS = "nemotron_h of torch's experts"  # and their choice
 TEXT = torch.randint(3, 96, (240,), generator=torch.Generator().manual_seed(1)).tolist()
 FIRST_TABLE, SECOND_TABLE = list(range(20, 0, -1)), [21, 22]
 BEGINNING = [Span(TEXT[:150], 0, FIRST_TABLE, 1, states=SpanStates(0, {150: 1}))]
@@ -111,7 +154,7 @@ def test_one_call_has_the_bits_of_many(
     (together, states), (apart, expected) = logits(model, [NEXT, BESIDE]), one_by_one(model, [NEXT, BESIDE])
     assert torch.equal(together, apart)
     assert all(map(torch.equal, states, expected))
-    if is_one_call and "experts" not in name:  # torch chooses those
+    if is_one_call and name != HAS_TORCHS_EXPERTS:
         assert torch.equal(together, torch.cat((logits(model, [NEXT])[0], logits(model, [BESIDE])[0])))
 
 
@@ -124,11 +167,15 @@ def test_logits_are_transformers(models: dict[str, PreTrainedModel], name: str) 
     assert float(((found - expected).norm(dim=-1) / spread).max()) < 1e-5
 
 
-def test_rows_without_logits_leave_their_states(models: dict[str, PreTrainedModel]) -> None:
-    model = paged(models["lfm2"], torch.float32)
+@pytest.mark.parametrize("compute", [logits, one_by_one])
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "nemotron_h", "falcon_h1", "qwen3_5"])
+def test_rows_without_logits_leave_their_states(
+    models: dict[str, PreTrainedModel], name: str, compute: Callable[..., tuple[Tensor, list[Tensor]]]
+) -> None:
+    model = paged(models[name], torch.float32)
     (everything, states), (some, left) = (
-        logits(model, [NEXT, BESIDE]),
-        logits(model, [NEXT._replace(num_logits=1), BESIDE]),
+        compute(model, [NEXT, BESIDE]),
+        compute(model, [NEXT._replace(num_logits=1), BESIDE]),
     )
     assert torch.equal(some, everything[2:])
     assert all(map(torch.equal, states, left))

@@ -141,7 +141,7 @@ def test_a_deterministic_model_may_have_any_number_of_heads(tmp_path: Path, monk
     model, cache = ModelConfig(str(tmp_path), dtype="float32", deterministic=True), CacheConfig(4, 8, memory_bytes=None)
     ModelRunner(model, cache)
     with (
-        patch("engine.model.paged_model.use_native_mixers"),
+        patch("engine.model.decoders.fused_decoder.use_native_mixers"),
         pytest.raises(ConfigError, match="gives the same tokens other logits"),
     ):
         ModelRunner(model, cache)

@@ -1,0 +1,170 @@
+"""A mixture of experts in one native call: its router, its experts, and perhaps an MLP that all rows pass.
+
+`engine/native/mixture` computes it. Stock routers differ in scores, in biases that choose experts but do not weigh
+them, in groups and in factors: a family has its `Routing`, and the rest are attributes of a module.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.model.linear.native_product import Gate, PackedWeight
+from engine.model.linear.packed_experts import ExpertsCall, PackedExperts, check_memory
+from engine.native.library import Instructions, native_library
+
+_MAX_GROUPS = 64
+_FACTORS = ("routed_scaling_factor", "router_scaling_factor", "route_scale")  # of weights, in a router
+_PRODUCTS = ("", "gate", "proj")  # of a router: its own weight, or a layer's
+_BIASES = ("e_score_correction_bias", "expert_bias")
+
+
+class Scores(IntEnum):
+    """`enum scores` of the kernel."""
+
+    SOFTMAX = 0
+    SIGMOID = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How the routers of a family choose experts: the greatest `scores` of a product.
+
+    `epsilon` is added to the sum of a row's weights before it divides them.
+    """
+
+    scores: Scores = Scores.SOFTMAX
+    epsilon: float = 0.0
+
+
+class _Router(ctypes.Structure):
+    """`struct router` of engine/native/mixture/routing.h."""
+
+    _fields_ = [
+        ("weight", ctypes.c_void_p),
+        ("is_bf16", ctypes.c_int64),
+        ("biases", ctypes.c_void_p),
+        ("factors", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_experts", "num_inputs", "top")),
+        *((name, ctypes.c_int64) for name in ("scores", "num_groups", "top_groups", "is_normalized")),
+        *((name, ctypes.c_float) for name in ("epsilon", "factor")),
+    ]
+
+
+class _Mixture(ctypes.Structure):
+    """`struct mixture` of engine/native/mixture/mixture.h."""
+
+    _fields_ = [
+        ("experts", ExpertsCall),
+        ("router", _Router),
+        *((name, PackedWeight) for name in ("shared_inner", "shared_down")),
+        ("shared_gate", ctypes.c_void_p),
+    ]
+
+
+class NativeMixture:
+    """The mixture of a stock module with packed experts.
+
+    Attributes:
+        call: the mixture for the kernel, valid as long as this.
+        dtype: of rows.
+    """
+
+    def __init__(self, mixture: Any, routing: Routing, shared: tuple[Any, Any] | None) -> None:
+        """Share the experts of a stock module that `fits`, and take its router, in bfloat16 where that is exact.
+
+        `shared` are the products of the MLP that all rows pass, `inner` and `down`, which `takes`.
+        """
+        self._experts, self._shared = mixture.experts.forward, shared
+        self.dtype = self._experts.dtype
+        router = _router_of(mixture)
+        weight = next(found for name in _PRODUCTS if (found := _weight_of(router, name)) is not None).detach()
+        rounded = weight.bfloat16()
+        is_exact = torch.equal(rounded.to(weight.dtype), weight)
+        self._weight = (rounded if is_exact else weight.float()).contiguous()
+        num_groups, top_groups = getattr(router, "num_group", None) or 1, getattr(router, "topk_group", None) or 1
+        self._biases = _biases_of(mixture, router)
+        if self._biases is None and num_groups > 1:  # groups are compared by scores, which biases turn logits into
+            self._biases = torch.zeros(len(weight))
+        factors = getattr(router, "per_expert_scale", None)
+        self._factors = None if factors is None else factors.detach().float().contiguous()
+        gate = getattr(mixture, "shared_expert_gate", None)
+        self._gate = None if gate is None else gate.weight.detach().float().flatten().contiguous()
+        weights = [PackedWeight()] * 2 if shared is None else [each.packed_weight(self.dtype) for each in shared]
+        self.call = _Mixture(
+            self._experts.call,
+            _Router(
+                self._weight.data_ptr(),
+                is_exact,
+                *(None if each is None else each.data_ptr() for each in (self._biases, self._factors)),
+                *weight.shape,
+                getattr(router, "top_k", None) or router.config.top_k_experts,
+                routing.scores,
+                num_groups,
+                top_groups,
+                getattr(router, "norm_topk_prob", True),
+                routing.epsilon,
+                next((float(factor) for name in _FACTORS if (factor := getattr(router, name, None))), 1.0),
+            ),
+            *weights,
+            None if self._gate is None else self._gate.data_ptr(),
+        )
+
+    @staticmethod
+    def fits(mixture: Any) -> bool:
+        """True if the experts of a stock module are packed, and the kernel takes their function and their router."""
+        packed = mixture.experts.forward
+        num_groups = getattr(_router_of(mixture), "num_group", None) or 1
+        return isinstance(packed, PackedExperts) and packed.function is not Gate.NONE and num_groups <= _MAX_GROUPS
+
+    @staticmethod
+    def takes(mixture: Any, product: Any) -> bool:
+        """True if the kernel multiplies by a product of the shared MLP."""
+        packed_weight = getattr(product, "packed_weight", None)
+        return packed_weight is not None and packed_weight(mixture.experts.forward.dtype) is not None
+
+    def __call__(self, rows: Tensor, routed: Tensor | None = None) -> Tensor:
+        """[rows, hidden] -> [rows, hidden]; the router reads `routed`, or the same rows.
+
+        Raises:
+            MemoryError: the buffers do not fit.
+        """
+        taken = rows.to(self.dtype).contiguous()
+        read = taken if routed is None else routed.to(self.dtype).contiguous()
+        out = torch.empty_like(taken)
+        pointers = (each.data_ptr() for each in (read, taken, out))
+        check_memory(_kernel()(ctypes.byref(self.call), *pointers, len(taken)))
+        return out.to(rows.dtype)
+
+
+def _weight_of(router: Any, name: str) -> Tensor | None:
+    weight: Tensor | None = getattr(getattr(router, name, None) if name else router, "weight", None)
+    return weight
+
+
+def _router_of(mixture: Any) -> Any:
+    return getattr(mixture, "gate", None) or mixture.router
+
+
+def _biases_of(mixture: Any, router: Any) -> Tensor | None:
+    """Return the biases of the scores that choose experts, [experts] float32; None without any."""
+    modules = (mixture, router, getattr(router, "moe_statics", None))
+    biases = (getattr(module, name, None) for module in modules for name in _BIASES)
+    found = next((each for each in biases if each is not None), None)
+    return None if found is None else found.detach().float().flatten().contiguous()
+
+
+@cache
+def _kernel() -> Any:
+    library = native_library(Instructions.AVX2)
+    assert library is not None, "`NativeMixture.fits` looks for packed experts"
+    function = library.outrider_mixture
+    function.argtypes = [*[ctypes.c_void_p] * 4, ctypes.c_int64]
+    function.restype = ctypes.c_int
+    return function
