@@ -15,7 +15,7 @@ from engine.model.draft_heads import self_draft
 from protos.errors import ConfigError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod, SpeculationParams
 from tests.engine.fixtures.checkpoints import write_checkpoint
-from tests.engine.fixtures.families import PLAIN, WINDOW, write_family
+from tests.engine.fixtures.families import PLAIN, SERVED, WINDOW, write_family
 from tests.engine.fixtures.native_kernels import needs_float_kernels
 
 INT4 = HeadConfig(HeadKind.SELF, quantization=Quantization.INT4)
@@ -69,6 +69,22 @@ def test_gemma_drafts_for_itself(tmp_path: Path) -> None:
     engine = engine_of(tmp_path, replace(INT4, num_layers=2))
     assert texts(engine, SpeculationParams()) == texts(engine, SpeculationParams(enabled=False))
     assert engine.stats().drafts.num_draft_tokens > 20
+
+
+@needs_float_kernels
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt2", "gpt_oss", "mixtral", "qwen2_moe"])
+def test_families_without_our_layers_and_mixtures_draft_for_themselves(family: str, tmp_path: Path) -> None:
+    write_family(tmp_path, SERVED[family]())
+    engine = engine_of(tmp_path, HeadConfig(HeadKind.SELF, quantization=Quantization.INT8))
+    assert texts(engine, SpeculationParams()) == texts(engine, SpeculationParams(enabled=False))
+    drafts = engine.stats().drafts
+    assert drafts.num_accepted_tokens > 0.5 * drafts.num_draft_tokens > 10
+
+
+def test_a_family_that_does_not_show_its_layers_is_told_to_draft_with_all(tmp_path: Path) -> None:
+    write_family(tmp_path, SERVED["gpt2"]())
+    with pytest.raises(ConfigError, match=r"draft\.num_layers is 1, but model type 'gpt2' .* remove it, and set"):
+        engine_of(tmp_path, replace(INT4, num_layers=1))
 
 
 @pytest.mark.parametrize(
