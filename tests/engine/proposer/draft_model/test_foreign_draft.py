@@ -23,6 +23,7 @@ from engine.config import (
 )
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
+from engine.model.loader import load_config
 from engine.proposer import Proposer
 from engine.proposer.draft_model.loader import TextProposer, load_drafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
@@ -32,6 +33,7 @@ from protos.messages import GenerateRequest, SamplingParams, VerifyMode
 from tests.engine.fixtures.ahead_proposer import AheadProposer
 from tests.engine.fixtures.builders import make_scheduled, make_sequence, sequence_of
 from tests.engine.fixtures.checkpoints import Folders
+from tests.engine.fixtures.hybrids import HYBRIDS, write_hybrid
 from tests.engine.fixtures.pairs.foreign_pair import COVERAGE, write_foreign_pair, write_small_pair
 from tests.engine.fixtures.tabular import chi_square_tail
 from tests.serve.reference_probs import probs_of_first_tokens
@@ -147,11 +149,23 @@ def sample_by_other_ids(scores: torch.Tensor, rows: Seq) -> torch.Tensor:
     return (scores + noise.roll(1, dims=1)).argmax(dim=1)
 
 
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """The draft has recurrent layers and random weights."""
+    pair = write_foreign_pair(tmp_path_factory.mktemp("recurrent"))
+    config = HYBRIDS["bamba"]()
+    config.vocab_size = int(load_config(str(pair.draft)).vocab_size)
+    write_hybrid(pair.draft, config)
+    return pair
+
+
+@pytest.mark.parametrize("pair", ["folders", "recurrent"])
 @pytest.mark.parametrize("new_proposer", [intersection, text])
 def test_a_draft_depends_on_nothing_but_what_is_committed(
-    folders: Folders, new_proposer: Callable[[Folders], Proposer]
+    request: pytest.FixtureRequest, pair: str, new_proposer: Callable[[Folders], Proposer]
 ) -> None:
     """Rounds with every outcome; each draft equals a fresh model's."""
+    folders: Folders = request.getfixturevalue(pair)
     proposer, fresh = new_proposer(folders), new_proposer(folders)
     dice = random.Random(3)
     sequence = sequence_of(requests()[1], 5)
