@@ -28,9 +28,10 @@ from engine.sequence.batch import DraftQuery, ScheduledSequence
 from engine.sequence.sequence import Sequence
 from protos.errors import RequestError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationParams, StepStats, VerifyMode
-from tests.engine.fixtures.byte_tokenizer import write_byte_pair
+from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, write_byte_pair
 from tests.engine.fixtures.checkpoints import Folders
 from tests.engine.fixtures.drafted_texts import run, texts
+from tests.engine.fixtures.hybrids import HYBRIDS, write_hybrid
 
 K = 3
 ANYWHERE = StepConfig(threshold=0.0, judge=ScorerKind.LIKELIHOOD, max_step_tokens=8)
@@ -43,6 +44,16 @@ CACHE = CacheConfig(num_blocks=64, memory_bytes=None, block_size=4)
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return write_byte_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """The draft has recurrent layers."""
+    pair = write_byte_pair(tmp_path_factory.mktemp("recurrent"))
+    config = HYBRIDS["bamba"]()
+    config.vocab_size = BYTE_VOCAB_SIZE
+    write_hybrid(pair.draft, config)
+    return pair
 
 
 def new_drafter(folder: Path) -> ModelProposer:
@@ -100,7 +111,9 @@ def test_an_exact_request_beside_an_approximate_one_has_its_own_tokens(pair: Fol
     assert engine.stats().reasoning.num_accepted > 0
 
 
-def test_where_every_step_is_good_enough_the_text_is_the_drafts(pair: Folders):
+@pytest.mark.parametrize("name", ["pair", "recurrent"])
+def test_where_every_step_is_good_enough_the_text_is_the_drafts(request: pytest.FixtureRequest, name: str):
+    pair: Folders = request.getfixturevalue(name)
     (asked,) = requests(approximate=(True,))
     engine = new_engine(pair.target, new_drafter(pair.draft), ANYWHERE)
     chunks = run(engine, [asked])
