@@ -55,7 +55,7 @@ from router.openai.response_writer import ResponseWriter, start_stream
 from router.openai.responses_request import ResponsesRequest, ResponsesWriter
 from router.openai.static_page import PAGE_PREFIX, StaticPage
 from router.requests.body import KillDrafts, StopCanaries, SwapDrafts, TryDrafts
-from router.requests.chat_request import ChatCompletionRequest, ForeignTurn, unread_parts
+from router.requests.chat_request import ChatCompletionRequest, ForeignChat, unread_parts
 from router.requests.completion_request import CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class OpenAIApi:
     async def _chat_body(self, request: Request, body: ResponsesRequest | MessagesRequest) -> ChatCompletionRequest:
         return await self._bodies.work(request, lambda: self._chat_of(request, body.to_chat()))
 
-    def _chat_of(self, request: Request, turn: ForeignTurn) -> ChatCompletionRequest:
+    def _chat_of(self, request: Request, turn: ForeignChat) -> ChatCompletionRequest:
         """Return a turn of another API as a chat.
 
         Tools that only its own servers run are named as ignored, as are parts of its history without text.

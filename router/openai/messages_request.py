@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from protos.messages import FinishReason
 from router.generation.delta import Delta
 from router.openai.errors import anthropic_error_object
 from router.openai.response_writer import ResponseWriter
-from router.requests.chat_request import ForeignChat, ForeignFields, ForeignTurn
+from router.requests.chat_request import ForeignChat, ForeignFields
 from router.requests.generation_fields import Int, TokenLimit
 from router.tokenizer.content_parts import kind_of, plain_content, text_in
 
@@ -38,7 +39,7 @@ class MessagesRequest(ForeignFields):
     cache_control: Any = None
     service_tier: str | None = None
 
-    def to_chat(self) -> ForeignTurn:
+    def to_chat(self) -> ForeignChat:
         """Return the turn as a chat; an assistant's message at its end is continued. Raises `RequestError`."""
         tools = list(enumerate(self.tools or []))
         own = [_function(tool, rank) for rank, tool in tools if tool.get("type") in (None, "custom")]
@@ -60,11 +61,11 @@ class MessagesRequest(ForeignFields):
             "reasoning_effort": (self.output_config or {}).get("effort"),
             "user": (self.metadata or {}).get("user_id"),
         }
-        return ForeignTurn(fields, conversation, foreign)
+        return replace(conversation, fields=fields, foreign_tools=foreign)
 
     def _conversation(self) -> ForeignChat:
         chat = ForeignChat()
-        if plain_content(self.system).text:
+        if plain_content(self.system)[0]:
             chat.add("system", {"role": "system", "content": self.system})
         for rank, message in enumerate(self.messages):
             _add_message(chat, message, f"messages.{rank}")
@@ -93,7 +94,7 @@ class MessagesRequest(ForeignFields):
 
 def _is_begun(message: dict[str, Any]) -> bool:
     """True if a message is the beginning of the answer, for the model to continue."""
-    has_text = bool(plain_content(message.get("content")).text)
+    has_text = bool(plain_content(message.get("content"))[0])
     return message["role"] == "assistant" and has_text and not message.get("tool_calls")
 
 

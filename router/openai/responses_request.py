@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, WithJsonSchema, model_validator
@@ -14,7 +15,7 @@ from protos.messages import FinishReason
 from router.generation.delta import Delta
 from router.generation.generation import Generation
 from router.openai.response_writer import ResponseWriter
-from router.requests.chat_request import ForeignChat, ForeignFields, ForeignTurn
+from router.requests.chat_request import ForeignChat, ForeignFields
 from router.requests.generation_fields import Text, TokenLimit
 from router.tokenizer.content_parts import text_in
 from router.tokenizer.tokenizer import Tokenizer
@@ -63,7 +64,7 @@ class ResponsesRequest(ForeignFields):
                 )
         return self
 
-    def to_chat(self) -> ForeignTurn:
+    def to_chat(self) -> ForeignChat:
         """Return the turn as a chat. Raises `RequestError`."""
         tools = list(enumerate(self.tools or []))
         own = [_function(tool) for _, tool in tools if tool.get("type") == "function"]
@@ -79,7 +80,7 @@ class ResponsesRequest(ForeignFields):
             "prompt_cache_key": self.prompt_cache_key,
         }
         foreign = [f"tools.{rank}" for rank, tool in tools if tool.get("type") != "function"]
-        return ForeignTurn(fields, self._conversation(), foreign)
+        return replace(self._conversation(), fields=fields, foreign_tools=foreign)
 
     def _conversation(self) -> ForeignChat:
         chat = ForeignChat()

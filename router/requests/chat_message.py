@@ -15,7 +15,7 @@ from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, WithJsonSche
 
 from protos.client_text import check_parts
 from router.requests.body import Body
-from router.tokenizer.content_parts import PlainContent, plain_content
+from router.tokenizer.content_parts import plain_content
 
 # Fields of an answer sent back unchanged; `content`, `calls` and `thoughts` already hold all of it.
 _SAID_ELSEWHERE = {
@@ -85,7 +85,7 @@ class ChatMessageFields(Body):
     parsed: Any = None
     audio: Any = None
     function_call: dict[str, Any] | None = None  # the older form of a single call
-    _plain: PlainContent = PrivateAttr(PlainContent(""))
+    _unread: tuple[tuple[int, str], ...] = PrivateAttr(())
 
     @model_validator(mode="wrap")
     @classmethod
@@ -98,15 +98,15 @@ class ChatMessageFields(Body):
         content = value.get("content")
         if isinstance(content, str | None) or (not isinstance(content, list) and not is_history):
             return handler(value)
-        plain = plain_content(value["content"])
-        message = handler({**value, "content": plain.text})
-        message._plain = plain
+        text, unread = plain_content(value["content"])
+        message = handler({**value, "content": text})
+        message._unread = unread
         return message
 
     @property
     def unread(self) -> tuple[tuple[int, str], ...]:
         """The kinds of the content's parts that have no text, by their places."""
-        return self._plain.unread
+        return self._unread
 
     @property
     def thoughts(self) -> str:

@@ -173,11 +173,17 @@ class ForeignFields(Body):
 
 @dataclass(slots=True)
 class ForeignChat:
-    """The translated messages, the name of each in the client's request, and the ignored fields."""
+    """A turn of another chat API, translated to fields and messages of a chat.
 
+    `names` are the messages' in the client's request. `left_out` are ignored parts of it, and `foreign_tools` ignored
+    tools: only that API's own servers run them.
+    """
+
+    fields: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    foreign_tools: list[str] = field(default_factory=list)
 
     def add(self, name: str, message: dict[str, Any]) -> None:
         self.messages.append(message)
@@ -189,29 +195,17 @@ class ForeignChat:
             self.add(name, {"role": "assistant"})
         return self.messages[-1]
 
-
-@dataclass(frozen=True, slots=True)
-class ForeignTurn:
-    """A turn of another chat API, translated to fields and messages of a chat.
-
-    `foreign_tools` are left out: only that API's own servers run them.
-    """
-
-    fields: dict[str, Any]
-    chat: ForeignChat
-    foreign_tools: list[str] = field(default_factory=list)
-
     def chat_request(self) -> ChatCompletionRequest:
         """Return the chat, validated. Raises `RequestError` for what no chat can be."""
         said = {name: value for name, value in self.fields.items() if value is not None}
         try:
-            return ChatCompletionRequest.model_validate_json(json.dumps({**said, "messages": self.chat.messages}))
+            return ChatCompletionRequest.model_validate_json(json.dumps({**said, "messages": self.messages}))
         except ValidationError as error:
             raise as_request_error(error, ChatCompletionRequest) from None
         except UnreadPartError as error:
-            raise RequestError(error.message, param=self.chat.names[error.rank]) from None
+            raise RequestError(error.message, param=self.names[error.rank]) from None
 
     def ignored(self, request: ChatCompletionRequest) -> list[str]:
         """Return the client's names of the fields and parts that the translated request omits."""
-        unread = [self.chat.names[rank] for rank in unread_parts(request.messages)]
-        return list(dict.fromkeys([*self.foreign_tools, *self.chat.left_out, *unread]))
+        unread = [self.names[rank] for rank in unread_parts(request.messages)]
+        return list(dict.fromkeys([*self.foreign_tools, *self.left_out, *unread]))

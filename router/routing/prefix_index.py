@@ -13,7 +13,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import islice
 
 import numpy as np
@@ -22,14 +21,6 @@ from protos.block_keys import BlockKey, CacheDelta, split_keys
 from protos.worker_report import PrefixHolder
 
 _UNKNOWN_EPOCH = -1  # of a worker that got a request before it has reported
-
-
-class Applied(StrEnum):
-    """The fate of a batch or a snapshot."""
-
-    APPLIED = "applied"
-    GAP = "gap"  # applied, but earlier batches are missing: the view is doubtful until the next snapshot
-    IGNORED = "ignored"  # of an older epoch, or already applied
 
 
 @dataclass(slots=True)
@@ -124,7 +115,7 @@ class PrefixIndex:
 
     # -- reports of workers
 
-    def apply(self, worker_id: str, epoch: int, sequence: int, deltas: Iterable[CacheDelta]) -> Applied:
+    def apply(self, worker_id: str, epoch: int, sequence: int, deltas: Iterable[CacheDelta]) -> None:
         """Apply the changes of a worker's cache.
 
         A batch of a newer epoch first drops all the worker's blocks. A batch after a gap is applied too (its facts are
@@ -139,27 +130,24 @@ class PrefixIndex:
         """
         view = self._view(worker_id, epoch)
         if epoch < view.epoch or sequence < view.next_sequence:
-            return Applied.IGNORED
-        has_gap = sequence > view.next_sequence
+            return
+        view.needs_snapshot |= sequence > view.next_sequence
         view.next_sequence = sequence + 1
-        view.needs_snapshot |= has_gap
         for delta in deltas:
             self._apply_delta(view, delta)
-        return Applied.GAP if has_gap else Applied.APPLIED
 
-    def resync(self, worker_id: str, epoch: int, sequence: int, keys: bytes) -> Applied:
+    def resync(self, worker_id: str, epoch: int, sequence: int, keys: bytes) -> None:
         """Replace everything known of a worker by the joined `keys` of its whole cache after batch `sequence`.
 
         A snapshot older than an applied batch changes nothing; -1 is before the first batch.
         """
         view = self._view(worker_id, epoch)
         if epoch < view.epoch or sequence + 1 < view.next_sequence:
-            return Applied.IGNORED
+            return
         self._clear_held(view)
         self._store(view, split_keys(keys))
         view.next_sequence = sequence + 1
         view.needs_snapshot = False
-        return Applied.APPLIED
 
     def forget(self, worker_id: str) -> None:
         """Drop a worker that has left; unknown workers are ignored."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 Message = dict[str, Any]
@@ -57,22 +56,17 @@ _TEXT_KEYS = (
 _SOURCES = ("base64", "url", "file")  # of bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PlainContent:
-    """The text of a content, and the kinds of its parts that have none, by their places."""
+def plain_content(content: object) -> tuple[str, tuple[tuple[int, str], ...]]:
+    """Return the text of a string, of parts, or of anything else that a tool may have answered.
 
-    text: str
-    unread: tuple[tuple[int, str], ...] = ()
-
-
-def plain_content(content: object) -> PlainContent:
-    """Return the text of a string, of parts, or of anything else that a tool may have answered."""
+    Return also the kinds of the parts that have none, by their places.
+    """
     if content is None or isinstance(content, str):
-        return PlainContent(content or "")
+        return content or "", ()
     if isinstance(content, Mapping) and "type" in content:
         content = [content]
     if not isinstance(content, list):
-        return PlainContent(json.dumps(content, ensure_ascii=False))
+        return json.dumps(content, ensure_ascii=False), ()
     pieces: list[tuple[str, bool]] = []  # a text, and whether it joins its neighbours as it is
     unread = []
     for place, part in enumerate(content):
@@ -83,7 +77,7 @@ def plain_content(content: object) -> PlainContent:
             text = note_for(kind)
         if text:
             pieces.append((text, kind in _NATIVE))
-    return PlainContent(_joined(pieces), tuple(unread))
+    return _joined(pieces), tuple(unread)
 
 
 def _may_be_empty(part: object, kind: str) -> bool:

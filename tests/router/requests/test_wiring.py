@@ -144,7 +144,7 @@ def said(schema: Any, body: Fields) -> Fields:
     turn = schema.model_validate(body).to_chat()
     assert turn.foreign_tools == (["tools.1"] if "tools" in body else [])
     set_ = {name: value for name, value in turn.fields.items() if value is not None}
-    return {**set_, "messages": turn.chat.messages}
+    return {**set_, "messages": turn.messages}
 
 
 @pytest.mark.parametrize(("schema", "body", "elsewhere", "wanted", "without_format"), TURNS)

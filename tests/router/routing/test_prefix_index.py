@@ -4,7 +4,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from protos.block_keys import BlockKey, CacheDelta, join_keys
-from router.routing.prefix_index import Applied, PrefixIndex
+from router.routing.prefix_index import PrefixIndex
 
 
 def key(number: int) -> BlockKey:
@@ -23,8 +23,8 @@ def removed(*numbers: int) -> CacheDelta:
     return CacheDelta(removed=join_keys(keys(*numbers)))
 
 
-def apply(index: PrefixIndex, worker_id: str, sequence: int, *deltas: CacheDelta, epoch: int = 0) -> Applied:
-    return index.apply(worker_id, epoch, sequence, deltas)
+def apply(index: PrefixIndex, worker_id: str, sequence: int, *deltas: CacheDelta, epoch: int = 0) -> None:
+    index.apply(worker_id, epoch, sequence, deltas)
 
 
 def test_matches_counts_leading_blocks_of_every_worker():
@@ -58,10 +58,10 @@ def test_a_restarted_worker_loses_its_old_blocks_at_once():
     index = PrefixIndex()
     apply(index, "a", 0, stored(1, 2))
     index.reserve("a", keys(3), now_s=0.0, hold_s=10.0)
-    assert apply(index, "a", 0, epoch=1) is Applied.APPLIED
+    apply(index, "a", 0, epoch=1)
     assert index.matches(keys(1)) == {}
     assert index.matches(keys(3)) == {}
-    assert apply(index, "a", 1, stored(1), epoch=0) is Applied.IGNORED
+    apply(index, "a", 1, stored(1), epoch=0)
     assert index.matches(keys(1)) == {}
     index.expire(100.0)
     index.check_integrity()
@@ -70,14 +70,16 @@ def test_a_restarted_worker_loses_its_old_blocks_at_once():
 def test_a_gap_asks_for_a_snapshot_and_the_snapshot_replaces_everything():
     index = PrefixIndex()
     apply(index, "a", 0, stored(1, 2))
-    assert apply(index, "a", 2, stored(5)) is Applied.GAP
+    apply(index, "a", 2, stored(5))
     assert index.is_in_doubt("a")
     assert index.needs_snapshot() == ["a"]
-    assert index.resync("a", 0, 2, join_keys(keys(5, 6))) is Applied.APPLIED
+    index.resync("a", 0, 2, join_keys(keys(5, 6)))
     assert not index.is_in_doubt("a")
     assert index.matches(keys(1)) == {}
     assert index.matches(keys(5, 6)) == {"a": 2}
-    assert apply(index, "a", 3, stored(7)) is Applied.APPLIED
+    apply(index, "a", 3, stored(7))
+    assert not index.is_in_doubt("a")
+    assert index.matches(keys(7)) == {"a": 1}
     index.check_integrity()
 
 
@@ -85,21 +87,22 @@ def test_a_snapshot_older_than_events_already_seen_changes_nothing():
     index = PrefixIndex()
     apply(index, "a", 0, stored(1))
     apply(index, "a", 5, stored(2))
-    assert index.resync("a", 0, 3, join_keys(keys(9))) is Applied.IGNORED
+    index.resync("a", 0, 3, join_keys(keys(9)))
     assert index.is_in_doubt("a")
     assert index.matches(keys(2)) == {"a": 1}
 
 
 def test_a_worker_met_in_mid_sequence_needs_a_snapshot():
     index = PrefixIndex()
-    assert apply(index, "a", 57, stored(1)) is Applied.GAP
+    apply(index, "a", 57, stored(1))
+    assert index.is_in_doubt("a")
 
 
 def test_a_repeated_batch_changes_nothing():
     index = PrefixIndex()
     apply(index, "a", 0, stored(1))
     apply(index, "a", 1, removed(1))
-    assert apply(index, "a", 0, stored(1)) is Applied.IGNORED
+    apply(index, "a", 0, stored(1))
     assert index.matches(keys(1)) == {}
 
 
