@@ -13,6 +13,14 @@ MASK_IDS = ("mask_token_id", "ptd_token_id", "pard_token", "dspark_noise_token_i
 _DFLASH2_SIZES = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}  # defaults
 
 
+def check_size(name: str, size: Any, path: str, most: int | None = None) -> int:
+    """Return a size in config.json of the head at `path`; raises ConfigError if it is no number from 1 to `most`."""
+    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= (size if most is None else most):
+        limit = "1 or more" if most is None else f"1 to {most}"
+        raise ConfigError(f"{path!r} has {name} {size!r} in config.json; it must be {limit}")
+    return size
+
+
 @dataclass(frozen=True, slots=True)
 class BlockRefinement:
     """The additions of DFlash 2: convolutions around each sublayer within the block, a choice among likely tokens."""
@@ -120,7 +128,7 @@ class BlockReader:
         sizes = {name: self.config.get(name, usual) for name, usual in _DFLASH2_SIZES.items()}
         most = {"conv_kernel_size": num_rows, "conv_group_size": self.hidden_size, "selector_top_k": self.vocab_size}
         for name, size in sizes.items():
-            self._check_size(name, size, most.get(name))
+            check_size(name, size, self.path, most.get(name))
         if self.hidden_size % sizes["conv_group_size"]:
             raise ConfigError(
                 f"{self.path!r} has conv_group_size {sizes['conv_group_size']} in config.json, which does not divide "
@@ -136,11 +144,11 @@ class BlockReader:
 
     def _refiner(self, num_rows: int) -> BlockRefiner:
         rank = self.config.get("xpress_rank", 256)
-        self._check_size("xpress_rank", rank)
+        check_size("xpress_rank", rank, self.path)
         ratio = self.config.get("xpress_mlp_ratio", 2)
-        self._check_size("xpress_mlp_ratio", ratio)
+        check_size("xpress_mlp_ratio", ratio, self.path)
         inner_size = self.config.get("xpress_mlp_hidden", rank * ratio)
-        self._check_size("xpress_mlp_hidden", inner_size)
+        check_size("xpress_mlp_hidden", inner_size, self.path)
         mixed = self.config.get("xpress_block_size", num_rows)
         if mixed != num_rows:
             raise ConfigError(
@@ -148,8 +156,3 @@ class BlockReader:
                 "sizes are computed"
             )
         return BlockRefiner(rank, inner_size)
-
-    def _check_size(self, name: str, size: object, most: int | None = None) -> None:
-        if not isinstance(size, int) or not 1 <= size <= (size if most is None else most):
-            limit = "1 or more" if most is None else f"1 to {most}"
-            raise ConfigError(f"{self.path!r} has {name} {size!r} in config.json; it must be {limit}")

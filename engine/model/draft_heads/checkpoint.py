@@ -60,8 +60,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"the head in {str(folder)!r} has no readable config.json: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"the head in {str(folder)!r} has no fields in config.json; fetch it again")
     _refuse_lossy(config, folder)
-    return dict(config)
+    return config
 
 
 @contextmanager

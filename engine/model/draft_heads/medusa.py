@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.kv_cache.pool import LayerShape
+from engine.model.draft_heads.block_format import check_size
 from engine.model.draft_heads.checkpoint import Weights, head_folder, read_config, read_tensors
 from engine.model.draft_heads.head import BlockLogits
 from engine.model.draft_heads.published import TargetShape
@@ -129,7 +130,7 @@ def load_medusa(path: str, target: TargetShape, like: Tensor) -> MedusaHeads:
     names = _VLLM if any(name.startswith("blocks.") for name in tensors) else _ORIGINAL
     num_layers, num_heads = _count(config, names.num_layers, folder), _num_heads(tensors, config, names, folder)
     weights = Weights(tensors, f"the Medusa head in {path!r}")
-    return _HeadsReader(weights, names, num_layers, config, target, like).read(num_heads)
+    return _HeadsReader(weights, names, num_layers, config, target, like, path).read(num_heads)
 
 
 class _HeadsReader:
@@ -143,11 +144,13 @@ class _HeadsReader:
         config: Mapping[str, Any],
         target: TargetShape,
         like: Tensor,
+        path: str,
     ) -> None:
         self._weights, self._names, self._num_layers = weights, names, num_layers
         self._has_one_lm_head = bool(config.get("original_lm_head"))
         self._vocab_size, self._hidden_size = target.vocab_size, target.hidden_size
-        self._cut_size = int(config.get("truncated_vocab_size") or self._vocab_size)
+        most = self._vocab_size
+        self._cut_size = check_size("truncated_vocab_size", config.get("truncated_vocab_size") or most, path, most)
         self._to_target: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(like)
         self._device = like.device
 

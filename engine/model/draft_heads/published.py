@@ -19,7 +19,7 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.activations import ACT2FN
 
 from engine.config import HeadKind
-from engine.model.draft_heads.block_format import MASK_IDS, BlockFormat, BlockReader
+from engine.model.draft_heads.block_format import MASK_IDS, BlockFormat, BlockReader, check_size
 from engine.model.forward_batch import HiddenStateTaps
 from protos.errors import ConfigError
 
@@ -34,6 +34,7 @@ _UNREAD: dict[str, Any] = {
     "attention_value_scale": None,
 }
 _UNREAD |= {"is_neox_style": True, "use_aux_hidden_state": True, "has_own_lm_head": False, "attention_mode": "gqa"}
+_LAYER_SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 _SLIDING = "sliding_attention"
 _ON_DFLASH = ("dflash2", "xpress")  # speculators' types of a DFlash with more in it
 _UNREAD_NAMES = ("DSpine", "Domino", "LiLiCorr", "XPressDFlash2")  # architectures with layers that are not computed
@@ -154,7 +155,8 @@ class _Reader:
         self._refuse_unread()
         layer = self._layer()
         self._check_sizes(layer)
-        count = layer.num_hidden_layers
+        count, most = layer.num_hidden_layers, self._target.vocab_size
+        num_drafted = check_size("draft_vocab_size", self._config.get("draft_vocab_size") or most, self._path, most)
         is_block = self._kind in (HeadKind.DFLASH, HeadKind.DSPARK)
         block = None if self._kind is HeadKind.EAGLE3 else self._block(layer.hidden_size)
         are_causal = tuple(not is_block or self._is_causal(layer, index) for index in range(count))
@@ -164,7 +166,7 @@ class _Reader:
             layer=layer,
             taps=HiddenStateTaps(self._taps(is_required=is_block)),
             target=self._target,
-            draft_vocab_size=self._config.get("draft_vocab_size") or self._target.vocab_size,
+            draft_vocab_size=num_drafted,
             windows=tuple(
                 window if window is None or is_causal else window + more
                 for window, is_causal in zip(windows, are_causal, strict=True)
@@ -196,15 +198,19 @@ class _Reader:
             )
         try:
             layer = _LAYERS[model_type](**{name: value for name, value in fields.items() if name != "model_type"})
-        except (TypeError, ValueError, KeyError) as error:
+        except (TypeError, ValueError, KeyError, ArithmeticError) as error:
             raise ConfigError(f"the layers in config.json of {self._path!r} cannot be read: {error}") from error
+        for name in _LAYER_SIZES:
+            check_size(name, getattr(layer, name), self._path)
         if layer.hidden_act not in ACT2FN:
             raise ConfigError(f"{self._path!r} has hidden_act {layer.hidden_act!r}, which transformers does not know")
         return layer
 
     def _rotary_length(self, layer: Any) -> int | None:
         rope = layer.rope_parameters or {}
-        kind = rope.get("rope_type")
+        kind, theta = rope.get("rope_type"), rope.get("rope_theta")
+        if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
+            raise ConfigError(f"{self._path!r} has rope_theta {theta!r} in config.json; it must be a number above 0")
         if kind not in (*_ROPES, *_LONG_ROPES) or rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise ConfigError(
                 f"{self._path!r} has rope_parameters {rope!r}; computed are {', '.join((*_ROPES, *_LONG_ROPES))} "

@@ -315,6 +315,7 @@ def test_a_block_head_that_does_not_fit_is_refused_by_name(
         ({"conv_kernel_size": 6}, "conv_kernel_size 6 in config.json; it must be 1 to 5"),
         ({"conv_group_size": 5}, "conv_group_size 5 in config.json, which does not divide its hidden size 32"),
         ({"selector_top_k": 65}, "selector_top_k 65 in config.json; it must be 1 to 64"),
+        ({"selector_top_k": True}, "selector_top_k True in config.json; it must be 1 to 64"),
         ({"selector_rank": "6"}, "selector_rank '6' in config.json; it must be 1 or more"),
         ({"selector_rank": 7}, "'candidate_selector.predecessor_codebook' has shape [64, 6], but this target needs"),
         ({"draft_vocab_size": 60}, "draft_vocab_size 60; only the target's whole vocabulary of 64 tokens is computed"),

@@ -169,6 +169,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
         ({"typical_acceptance": True}, "lossy acceptance"),
         ({"medusa_num_heads": 4}, "3 heads in its file and medusa_num_heads = 4"),
         ({"medusa_num_layers": None}, "medusa_num_layers = None"),
+        ({"truncated_vocab_size": "x"}, "truncated_vocab_size 'x' in config.json; it must be 1 to 64"),
     ],
 )
 def test_a_configuration_that_cannot_be_followed_is_refused(
@@ -176,6 +177,13 @@ def test_a_configuration_that_cannot_be_followed_is_refused(
 ) -> None:
     write_medusa(tmp_path / "m", target_folder, **config)
     with pytest.raises(ConfigError, match=message):
+        load(tmp_path / "m", target)
+
+
+def test_a_configuration_without_fields_is_refused(tmp_path: Path, target_folder: Path, target: Any) -> None:
+    write_medusa(tmp_path / "m", target_folder)
+    (tmp_path / "m" / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"has no fields in config\.json; fetch it again"):
         load(tmp_path / "m", target)
 
 
