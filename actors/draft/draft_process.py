@@ -96,9 +96,13 @@ def _refuse_unloadable(settings: PairSettings, path: str) -> None:
     assert cache is not None, "a draft model has a pool"
     if model.device.startswith("cuda"):
         return
-    pool = replace(cache, num_blocks=8, memory_bytes=None, gpu_memory_utilization=None)  # few: nothing is drafted here
+    # Few blocks, and the states of one sequence: nothing is drafted here.
+    pool = replace(cache, num_blocks=8, memory_bytes=None, gpu_memory_utilization=None)
     chosen = settings.with_draft_at(path)
-    load_draft(replace(chosen, draft=replace(chosen.draft, cache=pool)))
+    limits = replace(chosen.engine.scheduler, max_num_sequences=1)
+    load_draft(
+        replace(chosen, engine=replace(chosen.engine, scheduler=limits), draft=replace(chosen.draft, cache=pool))
+    )
 
 
 @contextmanager

@@ -123,8 +123,12 @@ class ModelProposer:
         if runner.num_states:
             check_draft(model.path, tree)
             states = StateSlots(runner.num_states, scheduler.max_num_sequences)
-            found = states.num_slots, runner.bytes_per_state, states.max_sequences
-            logger.info("draft: %d recurrent states of %d bytes, so at most %d sequences have drafts at a time", *found)
+            if runner.num_states < cache.num_states:
+                logger.warning(
+                    "the draft's memory holds %d of %d recurrent states, %d bytes each: at most %d sequences have "
+                    "drafts at a time, and these may be short; raise cache.memory_gib",
+                    *(runner.num_states, cache.num_states, runner.bytes_per_state, states.max_sequences),
+                )
         blocks = BlockManager(
             runner.num_blocks,
             runner.block_size,

@@ -60,6 +60,13 @@ def test_few_states_cost_drafts_and_nothing_else(bamba: Family, num_states: int)
     assert accepted == right > 0
 
 
+def test_a_budget_of_few_states_is_named(bamba: Family, caplog: pytest.LogCaptureFixture):
+    model, cache = ModelConfig(str(bamba.folder), dtype="float32"), CacheConfig(P, memory_bytes=1 << 18)
+    ModelProposer.from_config(model, cache, SchedulerConfig())
+    assert "of 256 recurrent states" in caplog.text
+    assert "raise cache.memory_gib" in caplog.text
+
+
 def twin_counts(family: Family, change: Callable[[SpoiledProposer], None] = lambda _: None) -> tuple[int, int]:
     """Return how many drafts of a twin were accepted, and how many came before a wrong token; no text is different."""
     core = family.build(HITS, drafter="twin")
