@@ -28,6 +28,7 @@ _FAMILIAR = 0.5  # familiarity of a size with one pass
 _APART = 1.5  # least ratio of two sizes whose difference gives the cost of a row
 _RISE = 0.5  # of the known cost of a row, or of its experts, assumed per row at sizes that were never seen
 _LEAST_SHARE = 0.01  # of a pass's time: the least cost of sampled rows, even if a prompt hides it
+_PROMPT_WINDOW = 32  # passes
 _GRID_ARRAY = np.array(_GRID, dtype=np.float64)
 
 
@@ -252,21 +253,58 @@ def _neighbours(num_rows: int) -> list[tuple[int, float]]:
     return [(right - 1, 1.0 - share), (right, share)]
 
 
+def size_class(num_sequences: int) -> int:
+    """Return the number of a class of batch sizes: 1, 2, 3 to 5, 6 to 11, 12 to 22, 23 to 45 ...
+
+    A full batch is mostly a power of two, and has a sequence less while a prompt takes its place: both are one class.
+    """
+    return int(sqrt(2.0) * num_sequences).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class RowSeconds:
+    """The seconds of a pass by its number of drafts, 0 to M.
+
+    A prompt in a pass hides a part of the other rows' time: they use time that reading the weights leaves free. How
+    many passes have prompts depends on the requests, and not on drafts: if passes bring more tokens, fewer passes do
+    without a prompt.
+
+    Attributes:
+        alone: `[M + 1]`, without prompts.
+        hidden: `[M + 1]`, what a prompt hides of it.
+        prompt_share: the share of recent passes that had prompts.
+        num_tokens: the mean tokens of a recent pass.
+    """
+
+    alone: Floats
+    hidden: Floats
+    prompt_share: float = 0.0
+    num_tokens: float = 1.0
+
+    def at(self, num_drafts: Ints | int, num_tokens: Floats | float) -> Floats:
+        """Return the mean seconds of passes with `num_drafts` that bring `num_tokens`."""
+        share = np.minimum(1.0, self.prompt_share / self.num_tokens * num_tokens)
+        found: Floats = self.alone[num_drafts] - share * self.hidden[num_drafts]
+        return found
+
+    @property
+    def recent(self) -> Floats:
+        """The mean seconds with prompts as in recent passes, `[M + 1]`."""
+        return self.alone - self.prompt_share * self.hidden
+
+
 class CostModel:
     """The seconds of passes and of their drafts.
 
-    There is one curve over rows for each power of two of sequences, since each sequence adds a context to attend to.
+    There is one curve over rows for each `size_class` of batches, since each sequence adds a context to attend to.
     Call `set_size` before a question about passes of another number of sequences.
-
-    Rows of prompts use time that reading the weights leaves free, so the next pass is expected to have as many prompt
-    rows as recent passes. The time of the prompts themselves does not depend on drafts.
     """
 
     def __init__(self, experts: ExpertReads = DENSE) -> None:
         self.drafts = DraftCosts()
         self._curve = PassCurve(experts)
-        self._curves: dict[int, PassCurve] = {}  # by the bit length of the number of sequences
-        self._prompt_rows: deque[int] = deque([0], maxlen=8)  # they predict the prompt rows of the next pass
+        self._curves: dict[int, PassCurve] = {}  # by class of batch sizes
+        self._recent: deque[tuple[int, int]] = deque(maxlen=_PROMPT_WINDOW)  # prompt rows and tokens of passes
 
     @property
     def is_known(self) -> bool:
@@ -284,36 +322,53 @@ class CostModel:
 
     def set_size(self, num_sequences: int) -> None:
         """Select the curve of passes with about as many sequences."""
-        bits = num_sequences.bit_length()
-        if bits not in self._curves:
-            self._curves[bits] = self._curve.weak_copy()
-        self._curve = self._curves[bits]
+        name = size_class(num_sequences)
+        if name not in self._curves:
+            self._curves[name] = self._curve.weak_copy()
+        self._curve = self._curves[name]
 
     def observe(self, num_prompt_rows: int, num_rows: int, seconds: float) -> None:
         """Record a pass with `num_rows` sampled rows. One with prompts is ignored as the first pass of all."""
         if num_prompt_rows == 0 or self.is_known:
             self._curve.observe(num_prompt_rows + num_rows, seconds)
 
-    def expect_prompts(self, num_prompt_rows: int) -> None:
-        """Record the prompt rows of a pass, as a sample of the next one's."""
-        self._prompt_rows.append(num_prompt_rows)
+    def count(self, num_prompt_rows: int, num_tokens: int) -> None:
+        """Record the prompt rows of a pass, and the tokens that it brought."""
+        self._recent.append((num_prompt_rows, num_tokens))
+
+    def pass_s(self, num_rows: int) -> float:
+        """Return the expected seconds of a pass without prompts."""
+        return self._curve.at(num_rows)
 
     def room(self, num_rows: int) -> int:
         """Return how many more rows than `num_rows` the curve covers."""
-        return self._curve.max_rows - max(self._prompt_rows) - num_rows
+        return self._curve.max_rows - max((rows for rows, _ in self._recent), default=0) - num_rows
 
-    def row_seconds(self, num_rows: int, num_drafts: int, *, is_optimistic: bool) -> Floats:
-        """Return the seconds that `num_rows` to `num_rows + num_drafts` sampled rows add to a pass, `[M + 1]`.
+    def row_seconds(self, num_rows: int, num_drafts: int, *, is_optimistic: bool) -> RowSeconds:
+        """Return the seconds that `num_rows` to `num_rows + num_drafts` sampled rows add to a pass.
 
-        It is the mean over the prompt rows of recent passes. If optimistic, sizes that may be cheaper are tried again.
+        With prompts it is the mean over those of recent passes. If optimistic, sizes that may be cheaper are tried
+        again.
         """
         optimism = 2.0 if is_optimistic else 0.0  # standard errors
-        rows = Counter(self._prompt_rows)
-        sizes = np.append(0, np.arange(num_rows, num_rows + num_drafts + 1))
-        seconds = self._curve.seconds(np.array(list(rows))[:, None] + sizes, optimism)
-        whole_s = seconds[:, 1:]
-        added_s = np.maximum(whole_s - seconds[:, :1], _LEAST_SHARE * whole_s)
-        return np.array(list(rows.values())) / len(self._prompt_rows) @ added_s
+        sizes = np.arange(num_rows, num_rows + num_drafts + 1)
+        prompts = Counter(rows for rows, _ in self._recent if rows > 0)
+        if not prompts:
+            return RowSeconds(self._curve.seconds(sizes, optimism), np.zeros(len(sizes)))
+        whole_s = self._curve.seconds(np.array([0, *prompts])[:, None] + np.append(0, sizes), optimism)
+        added_s = np.maximum(whole_s[:, 1:] - whole_s[:, :1], _LEAST_SHARE * whole_s[:, 1:])
+        next_to_prompts_s = np.array(list(prompts.values())) / prompts.total() @ added_s[1:]
+        return RowSeconds(
+            added_s[0],
+            np.maximum(added_s[0] - next_to_prompts_s, 0.0),
+            prompts.total() / len(self._recent),
+            sum(tokens for _, tokens in self._recent) / len(self._recent),
+        )
+
+    @property
+    def has_prompts(self) -> bool:
+        """True if each recent pass had a prompt."""
+        return all(rows > 0 for rows, _ in self._recent)
 
     def split(self, num_prompt_rows: int, num_rows: int, num_fewer: int) -> tuple[float, float, float]:
         """Return a pass's expected seconds, the share that its sampled rows add, and the share of those without some.

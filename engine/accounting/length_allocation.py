@@ -12,6 +12,7 @@ from math import ceil
 import numpy as np
 
 from engine.accounting.acceptance import Floats, Ints
+from engine.accounting.cost_model import RowSeconds
 
 _FADE = 0.95  # per pass, of the passes that set the price of a row
 _NEAR = 0.99  # of the best goodput: among lengths above this, the shortest pass is chosen
@@ -41,7 +42,7 @@ class Allocation:
 
 def allocate(
     acceptance: Floats,
-    row_seconds: Floats,
+    row_seconds: RowSeconds,
     step_s: float,
     token_s: float,
     max_seconds: float = np.inf,
@@ -56,7 +57,7 @@ def allocate(
 
     Args:
         acceptance: `[B, K]`, falling along K; 0 for a draft that is not allowed.
-        row_seconds: `[M + 1]`, C(B) to C(B + M), where M is the largest number of drafts.
+        row_seconds: C(B) to C(B + M), where M is the largest number of drafts.
         step_s: Seconds in D per step of the longest draft.
         token_s: Seconds in D per drafted token.
         max_seconds: Upper limit of C + D.
@@ -66,23 +67,24 @@ def allocate(
     steps = np.arange(1.0, num_positions + 1.0) if num_steps is None else num_steps
     if num_sequences == 1:
         draft_s = (step_s * steps + token_s * np.arange(1.0, num_positions + 1.0)).tolist()
-        return _allocate_to_one(acceptance[0].tolist(), row_seconds.tolist(), draft_s, max_seconds)
-    without = Allocation.plain(num_sequences, float(row_seconds[0]))
+        return _allocate_to_one(acceptance[0].tolist(), row_seconds, draft_s, max_seconds)
+    without = Allocation.plain(num_sequences, float(row_seconds.at(0, num_sequences)))
     plain = without.tokens_per_s
     # Order all drafts by acceptance; equal ones by position, so that lengths stay prefixes.
     order = np.argsort(-acceptance.T, axis=None, kind="stable")
     chances = acceptance.T.ravel()[order]
-    max_drafts = min(len(row_seconds) - 1, int((chances > 0).sum()))
+    max_drafts = min(len(row_seconds.alone) - 1, int((chances > 0).sum()))
     if max_drafts == 0:
         return without
     # Compute the goodput of every longest length (rows) with every number of drafts (columns).
     depths = order // num_sequences + 1  # [B * K]
     longest = np.arange(1, num_positions + 1)[:, None]  # [K, 1]
     is_in = (depths <= longest) & (chances > 0)  # [K, B * K]
-    num_drafts = np.minimum(np.cumsum(is_in, axis=1), len(row_seconds))
+    wanted = np.cumsum(is_in, axis=1)
+    num_drafts = np.minimum(wanted, len(row_seconds.alone) - 1)
     tokens = num_sequences + np.cumsum(is_in * chances, axis=1)
-    seconds = np.append(row_seconds, np.inf)[num_drafts] + step_s * steps[:, None] + token_s * num_drafts
-    goodput = np.where(seconds <= max_seconds, tokens / seconds, 0.0)
+    seconds = row_seconds.at(num_drafts, tokens) + step_s * steps[:, None] + token_s * num_drafts
+    goodput = np.where((seconds <= max_seconds) & (wanted == num_drafts), tokens / seconds, 0.0)
     if (best := goodput.max()) <= plain:
         return without
     # Choose the shortest pass among the nearly best ones.
@@ -101,12 +103,13 @@ def allocate(
 
 
 def _allocate_to_one(
-    acceptance: list[float], row_seconds: list[float], draft_s: list[float], max_seconds: float
+    acceptance: list[float], row_seconds: RowSeconds, draft_s: list[float], max_seconds: float
 ) -> Allocation:
     """Allocate to a single sequence; a short loop is faster than arrays."""
-    without, tokens = Allocation.plain(1, row_seconds[0]), 1.0
+    alone_s = row_seconds.alone.tolist()  # a single sequence decodes next to no prompt
+    without, tokens = Allocation.plain(1, alone_s[0]), 1.0
     goodputs = []
-    for chance, seconds, own_s in zip(acceptance, row_seconds[1:], draft_s, strict=False):
+    for chance, seconds, own_s in zip(acceptance, alone_s[1:], draft_s, strict=False):
         if chance <= 0.0:
             break
         tokens += chance

@@ -23,7 +23,7 @@ from math import ceil
 import numpy as np
 
 from engine.accounting.acceptance import Ints
-from engine.accounting.cost_model import DENSE, CostModel, ExpertReads
+from engine.accounting.cost_model import DENSE, CostModel, ExpertReads, size_class
 from engine.accounting.draft_cost import RequestedDrafts
 from engine.accounting.draft_probes import DraftProbes
 from engine.accounting.draft_shapes import Bools, DraftSize, ShapeLimits
@@ -71,7 +71,7 @@ class LengthPolicy:
         self._step = 0
         self._last_plain = -_PLAIN_PERIOD  # step of the last pass without drafts
         self._next_plan = 0  # step
-        self._planned_bits = 0  # bit length of the batch size of the last plan
+        self._planned_class = 0  # class of batch sizes of the last plan
         self._held: dict[str, DraftSize] = {}  # request id -> size in the last plan
         self._is_short = False  # plain passes are shorter than `_LONG_S`
         self._last_drafted: dict[str, int] = {}  # request id -> step of its last draft, or of its first pass
@@ -113,9 +113,9 @@ class LengthPolicy:
     def on_pass(self, record: PassRecord) -> None:
         """Learn from a pass; call it once per pass, before `sizes`."""
         passes = [each for each in record.passes if each.outcome.is_exact]
-        self._costs.expect_prompts(record.num_prompt_rows)
         if not passes:
             return
+        self._costs.count(record.num_prompt_rows, sum(each.num_accepted + 1 for each in passes))
         self._step += 1
         # While no sequence drafts, a pass before each plan represents all passes since the last one.
         is_plain = not self._is_speculating and not any(each.num_requested for each in passes)
@@ -136,23 +136,32 @@ class LengthPolicy:
     def sizes(self, sequences: Seq[Sequence]) -> list[DraftSize]:
         """Return the size of each sequence's next draft; the next pass samples all of them."""
         request_ids = [sequence.request_id for sequence in sequences]
-        is_due = self._step >= self._next_plan or len(sequences).bit_length() != self._planned_bits
-        # While passes are short and none has drafts, new requests wait for the next plan.
+        is_due = self._step >= self._next_plan or size_class(len(sequences)) != self._planned_class
         if not is_due and self._held.keys() >= set(request_ids):
             return [self._held[each] for each in request_ids]
-        if not is_due and not self._is_speculating and self._is_short:
+        # While passes are short, new requests wait for the next plan, with drafts as others have.
+        if not is_due and self._is_short and (usual := self._usual_size(sequences)) is not None:
             for each in request_ids:
                 self._last_drafted.setdefault(each, self._step)
-            return [DraftSize(0, 0)] * len(sequences)
+                self._held.setdefault(each, usual)
+            return [self._held[each] for each in request_ids]
         self._shapes.keep_only(request_ids)
         self._last_drafted = {each: self._last_drafted.get(each, self._step) for each in request_ids}
         if not sequences:
             return []
         self._set_size(len(sequences))
-        self._next_plan, self._planned_bits = self._step + 1, len(sequences).bit_length()
+        self._next_plan, self._planned_class = self._step + 1, size_class(len(sequences))
         sizes = self._plan(sequences)
         self._held = dict(zip(request_ids, sizes, strict=True))
         return sizes
+
+    def _usual_size(self, sequences: Seq[Sequence]) -> DraftSize | None:
+        """Return the size for requests that the last plan did not know; None if only a plan can tell."""
+        if not self._is_speculating:
+            return DraftSize(0, 0)
+        if len({class_of(each) for each in sequences}) > 1 or any(each.has_fixed_length for each in sequences):
+            return None
+        return sorted(self._held.values())[len(self._held) // 2]
 
     def _set_size(self, num_sequences: int) -> None:
         self._costs.set_size(num_sequences)
@@ -179,7 +188,7 @@ class LengthPolicy:
         self._is_speculating = bool(lengths.any())
         is_changed = self._probe(batch, lengths, is_tree)
         sizes = limits.sizes(lengths, is_tree)
-        self._hold(sizes, float(row_seconds[0]), is_changed=is_changed)
+        self._hold(sizes, self._costs.pass_s(len(sequences)), is_changed=is_changed)
         return sizes
 
     def _probe(self, batch: PlannedBatch, lengths: Ints, is_tree: Bools) -> bool:
@@ -199,7 +208,8 @@ class LengthPolicy:
         """Let a plan hold for a few steps while passes are short, unless it is `is_changed` for one pass."""
         self._is_short = plain_s < _LONG_S
         # Under a time limit the longest draft changes with each pass.
-        is_settled = self._is_free and sizes == [*self._held.values()]
+        change = sum(each.num_tokens for each in sizes) - sum(each.num_tokens for each in self._held.values())
+        is_settled = self._is_free and 2 * abs(change) <= len(sizes)
         if not is_changed and (is_settled or not self._is_speculating):
             hold = min(_LONG_S / plain_s, _HOLD) if self._is_speculating else max(_REST_S / plain_s, _REST)
             self._next_plan = self._step + ceil(hold)
@@ -225,8 +235,9 @@ class LengthPolicy:
             if not self._is_speculating and record.times.draft_s < self._costs.drafts.seconds(requested) / 2.0:
                 self._probes.repeat(next(each.sequence.request_id for each in record.passes if each.num_requested))
             self._costs.drafts.observe(requested, record.times.draft_s)
-        self._gates.observe(record, requested, 1 + self._num_skipped, is_speculating=self._is_speculating)
-        self._num_skipped = 0
+        if record.num_prompt_rows == 0 or self._costs.has_prompts:
+            self._gates.observe(record, requested, 1 + self._num_skipped, is_speculating=self._is_speculating)
+            self._num_skipped = 0
         self._costs.observe(record.num_prompt_rows, num_rows, record.times.target_s)
 
     def _num_possible(self, sequence: Sequence, *, is_tree: bool) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engine.accounting.acceptance import AcceptanceTable, Floats, Ints
-from engine.accounting.cost_model import CostModel
+from engine.accounting.cost_model import CostModel, RowSeconds
 from engine.accounting.draft_shapes import Bools, Names, ShapeLimits, ShapeRates
 from engine.accounting.length_allocation import Allocation, RowPrice, allocate
 from engine.accounting.record import SequencePass
@@ -41,17 +41,17 @@ class PlannedBatch:
         names: the class of each.
         limits: of drafts whose length is planned.
         priced: the longest drafts that know their chances, `[B]`: they get a price instead of a length.
-        row_seconds: the seconds of a pass with 0 to M drafts, `[M + 1]`.
+        row_seconds: the seconds of a pass with 0 to M drafts.
     """
 
     sequences: Seq[Sequence]
     names: Names
     limits: ShapeLimits
     priced: Ints
-    row_seconds: Floats
+    row_seconds: RowSeconds
 
     @classmethod
-    def of(cls, sequences: Seq[Sequence], limits: ShapeLimits, row_seconds: Floats) -> PlannedBatch:
+    def of(cls, sequences: Seq[Sequence], limits: ShapeLimits, row_seconds: RowSeconds) -> PlannedBatch:
         """Divide the limits of `sequences` between planned and priced drafts."""
         is_priced = np.array([_is_priced(each) for each in sequences])
         planned = replace(limits, chains=np.where(is_priced, 0, limits.chains))
@@ -112,7 +112,7 @@ class ShapeChoice:
     def priced_rows(self, batch: PlannedBatch) -> Ints:
         """Set the price of a row, and return the most rows of sequences with priced drafts."""
         num_sequences, num_priced = len(batch.sequences), int(np.count_nonzero(batch.priced))
-        row_seconds = batch.row_seconds
+        row_seconds = batch.row_seconds.recent
         self.least_chance = self._price.of(num_sequences, num_priced, row_seconds)
         if self.least_chance >= 1.0 or num_priced == 0:
             return np.zeros_like(batch.priced)
@@ -167,7 +167,7 @@ class ShapeChoice:
         if is_tree.any():
             chances[is_tree] = self._chances(rates(self._rates.trees), batch.names, batch.limits.trees)[is_tree]
             num_steps = self._rates.tree_steps if is_tree.all() else np.maximum(num_steps, self._rates.tree_steps)
-        is_single, plain_s, drafts = len(batch.sequences) == 1, float(batch.row_seconds[0]), self._costs.drafts
+        is_single, plain_s, drafts = len(batch.sequences) == 1, float(batch.row_seconds.alone[0]), self._costs.drafts
         longest_s = self._limited((_LONGEST if is_single else _LONGEST_SHARED) * plain_s)
         token_s = longest_s if is_single else self._limited(LONGEST_PER_TOKEN * plain_s)
         drafters = batch.drafters(is_tree)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from engine.accounting.cost_model import CostModel
+from engine.accounting.cost_model import CostModel, size_class
 from engine.accounting.draft_cost import RequestedDrafts
 from engine.accounting.record import PassRecord, SequencePass
 from engine.sequence.sequence import Sequence
@@ -94,7 +94,7 @@ class SpeculationGate:
         self.meter = SpeedupMeter()
         self._name = name
         self._num_steps = 0
-        self._trials: dict[int, _Trial] = {}  # by the bit length of the batch size
+        self._trials: dict[int, _Trial] = {}  # by class of batch sizes
 
     def is_open(self, batch_size: int) -> bool:
         """False while the class gets no drafts in batches of this size."""
@@ -117,7 +117,7 @@ class SpeculationGate:
             )
 
     def _trial(self, batch_size: int) -> _Trial:
-        return self._trials.setdefault(batch_size.bit_length(), _Trial())
+        return self._trials.setdefault(size_class(batch_size), _Trial())
 
     def _report(self, num_steps: int) -> None:
         """Log the class's speedup once, when its lengths have settled."""

@@ -113,12 +113,12 @@ def test_rows_of_a_mixture_are_expected_to_bring_experts_until_they_are_measured
     for costs in models.values():
         costs.observe(0, 1, 0.010)
         costs.observe(0, 2, 0.010)
-    unseen = {experts: costs.row_seconds(2, 1, is_optimistic=False) for experts, costs in models.items()}
+    unseen = {experts: costs.row_seconds(2, 1, is_optimistic=False).alone for experts, costs in models.items()}
     assert unseen[DENSE][1] == pytest.approx(0.010)
     assert unseen[mixture][1] > 0.011
     for costs in models.values():
         costs.observe(0, 3, 0.010)
-        assert costs.row_seconds(2, 1, is_optimistic=False)[1] == pytest.approx(0.010)
+        assert costs.row_seconds(2, 1, is_optimistic=False).alone[1] == pytest.approx(0.010)
 
 
 def test_all_rows_of_a_mixture_read_each_expert_once() -> None:

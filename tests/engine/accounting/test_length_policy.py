@@ -48,7 +48,7 @@ def test_a_bad_draft_costs_at_most_two_percent_of_plain_decoding(costs: Costs, n
 @pytest.mark.parametrize("costs", [ROOFLINE, LINEAR, HEAVY_DRAFT])
 def test_with_a_good_draft_no_fixed_length_is_five_percent_better(costs: Costs, num_streams: int) -> None:
     speeds = []
-    for seed in range(2):
+    for seed in range(4):
         pair = SimulatedPair(lambda index, step: 0.8, costs, rng=np.random.default_rng(seed))
         pair.run(num_streams, 150, policy := new_policy())
         speeds.append(pair.run(num_streams, 300, policy))
@@ -319,7 +319,7 @@ def test_a_gate_that_is_closed_to_a_full_batch_is_open_to_one_sequence() -> None
     gate = SpeculationGate("suffix-greedy")
     for _ in range(20):
         gate.observe(ClassStep(16, 20, 1.3, 1.0), 16, is_drafting=True)
-    assert [gate.is_open(size) for size in (1, 8, 15, 16, 17, 31, 32)] == [True, True, True, False, False, False, True]
+    assert [gate.is_open(size) for size in (1, 8, 11, 12, 16, 22, 23)] == [True, True, True, False, False, False, True]
 
 
 def test_a_class_that_rests_keeps_its_gate_open() -> None:

@@ -107,7 +107,7 @@ def test_the_other_shape_is_measured_in_one_draft_of_64_with_as_many_rows() -> N
     pair.lengths.clear()
     pair.run(1, 640, policy)
     explored = [length for length, is_tree in zip(pair.lengths, pair.num_trees, strict=True) if is_tree]
-    assert 5 <= len(explored) <= 640 / 64
+    assert 5 <= len(explored) <= 2 * 640 / 64  # more while its class is in doubt
     assert max(explored) <= max(pair.lengths)
 
 
