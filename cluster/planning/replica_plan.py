@@ -13,6 +13,7 @@ import numpy as np
 
 from cluster.planning.planned_draft import PlannedDraft, tree_nodes
 from cluster.planning.roofline import DeviceSpec, ModelShape, PassCost, pass_cost
+from engine.accounting.cost_model import RowSeconds
 from engine.accounting.length_allocation import allocate
 from engine.config import GIB, SchedulerConfig
 from protos.errors import ConfigError
@@ -109,7 +110,7 @@ def _speed_up_of(deployment: ReplicaPlan, num_streams: int, nodes: Sequence[tupl
     row_seconds = np.array([deployment.target_pass(num_streams, drafts).seconds for drafts in range(max_drafts + 1)])
     best = allocate(
         np.tile(chances, (num_streams, 1)),
-        row_seconds,
+        RowSeconds(row_seconds, np.zeros_like(row_seconds)),  # without prompts
         deployment.draft_step_s(num_streams),
         0.0,
         num_steps=deployment.num_steps([depth for _, depth in nodes]),
