@@ -283,7 +283,7 @@ class StockLayers:
             products = None if mlp is None else (mlp.inner, mlp.down)
             if products is None or all(NativeMixture.takes(mixture, each) for each in products):
                 one_call = NativeMixture(mixture, routing, products)
-                pack_linears(mixture, partial(linear_of, dtype=self._dtype))  # of the stock model, not rounded
+                pack_linears(mixture, partial(_kept, dtype=self._dtype))  # the stock model's router and gate
                 return one_call
         if self._rank.size == 1:
             for part, name in ((mixture, "mixture"), (shared, "shared")):
@@ -305,7 +305,7 @@ class StockLayers:
             self._family.norm_weight(getattr(layer, name), self._hidden_size) for name in _NORMS_BESIDE
         )
         router_norm = (router.scale.float() * router.scalar_root_size).to(before.dtype)
-        routing, experts, make = self._family.routing, layer.experts, partial(linear_of, dtype=self._dtype)
+        routing, experts, make = self._family.routing, layer.experts, partial(_kept, dtype=self._dtype)
         if routing is not None and NativeMixture.fits(layer):
             experts = NativeMixture(layer, routing, None)
         pack_linears(router, batch_invariant_factory(make, self._dtype) if self._is_deterministic else make)
@@ -404,6 +404,11 @@ def _activation_factors(mlp: Any) -> tuple[float, float]:
         return 1.0, 1.0
     above, below = (float(F.softplus(each.detach().float())) for each in (function.alpha_p, function.alpha_n))
     return above, below + float(function.beta)
+
+
+def _kept(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    """`linear_of` in place of a layer of another dtype too, whether it gains or not."""
+    return linear_of(weight, bias, dtype)
 
 
 def _mixed(mixture: nn.Module, shared: nn.Module | None, rows: Tensor) -> Tensor:

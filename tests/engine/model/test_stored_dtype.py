@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AfmoeConfig, AutoModelForCausalLM, Gemma4TextConfig, PreTrainedConfig
 
 from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig, Quantization
@@ -16,10 +17,18 @@ from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.loader import load_model
 from engine.model.runner.model_runner import ModelRunner
 from protos.errors import ConfigError
-from tests.engine.fixtures.families import SERVED, write_family
+from tests.engine.fixtures.families import PLAIN, SERVED, write_family
 
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6]
 MIXTURES = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
+TOP = {**PLAIN, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 32}
+WITH_LAYERS_AS_ROUTERS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen2_moe": SERVED["qwen2_moe"],
+    "afmoe": lambda: AfmoeConfig(**TOP, num_experts_per_tok=2, num_shared_experts=1, num_dense_layers=1),
+    "gemma4_text": lambda: Gemma4TextConfig(
+        **TOP, enable_moe_block=True, top_k_experts=2, hidden_size_per_layer_input=0, global_head_dim=8
+    ),
+}
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
@@ -30,6 +39,17 @@ def test_logits_are_those_of_the_converted_model(tmp_path: Path, family: str, st
     logits = runner.forward([Span(TEXT, 0, [0], len(TEXT))])
     stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     torch.testing.assert_close(logits, stock(torch.tensor([TEXT])).logits[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("stored", "dtype"), [(torch.float32, "bfloat16"), (torch.bfloat16, "float32")])
+@pytest.mark.parametrize("family", ["qwen2_moe", "afmoe", "gemma4_text"])
+def test_rounded_mixtures_keep_routers_in_the_dtype_of_rows(
+    tmp_path: Path, family: str, stored: torch.dtype, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start compares a pass with the stock model, whose router and gate of shared experts are layers too."""
+    monkeypatch.setenv("OUTRIDER_CACHE_GIB", "0")  # no start is remembered
+    write_family(tmp_path, WITH_LAYERS_AS_ROUTERS[family]()).to(stored).save_pretrained(tmp_path)
+    ModelRunner(ModelConfig(str(tmp_path), dtype, "cpu", Quantization.INT4), CacheConfig(num_blocks=2))
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
