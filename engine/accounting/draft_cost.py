@@ -6,13 +6,16 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+REQUEST_STEPS = 1  # steps that cost as much as a request for drafts
+
 
 class DraftCost:
     """The seconds that the target waits for drafts: a cost per step of the longest draft, and a cost per token.
 
     The ratio of the two costs is fitted by least squares over recent passes, and their level by the median pass, which
     an outlier does not move. If steps and tokens were always equal (one stream), the time is attributed to the steps,
-    since a draft model computes a step of all sequences at once.
+    since a draft model computes a step of all sequences at once. A request for drafts costs a step by itself: messages,
+    and the tokens since the last draft. Without it drafts of one token would make longer ones look too expensive.
     """
 
     _NUM_RECENT = 15
@@ -34,8 +37,9 @@ class DraftCost:
 
     def observe(self, num_steps: int, num_tokens: int, seconds: float) -> None:
         """Record one pass that requested `num_tokens` draft tokens, with `num_steps` in the longest draft."""
+        num_steps += REQUEST_STEPS
         self._recent.append((num_steps, num_tokens, seconds))
-        expected_s = self.seconds(num_steps, num_tokens)
+        expected_s = self.per_step_s * num_steps + self.per_token_s * num_tokens
         if expected_s > 0:
             seconds = min(seconds, 2.0 * expected_s)
         self._steps_2 = self._FADE * self._steps_2 + num_steps * num_steps
@@ -47,7 +51,7 @@ class DraftCost:
 
     def seconds(self, num_steps: int, num_tokens: int) -> float:
         """Return the expected seconds of drafts of this size; 0 before the first observed pass."""
-        return self.per_step_s * num_steps + self.per_token_s * num_tokens
+        return self.per_step_s * (num_steps + REQUEST_STEPS) + self.per_token_s * num_tokens
 
     def _fit(self) -> None:
         """Solve the two normal equations without negative costs, then scale both costs to the median pass."""

@@ -1,8 +1,8 @@
 """Changes of a plan for one pass, now and then, to measure drafts that it would not have.
 
-A plan may give all sequences length 0. Then a fixed share of the time goes to probes: a draft of one token in two
-successive passes, since the first also prefills the tokens that the draft has missed. With several draft models, one
-pass in a while uses each of them alone. One draft in 64 of a class has its other shape, with as many rows: it costs a
+A plan may give all sequences length 0. Then a fixed share of the time goes to probes: a draft in each of two successive
+passes, since the first also prefills the tokens that the draft has missed. With several draft models, one pass in a
+while uses each of them alone. One draft in 64 of a class has its other shape, with as many rows: it costs a
 64th of the better shape's gain.
 """
 
@@ -29,12 +29,13 @@ _PROBE_PERIODS = (60, 1000)  # fewest and most steps between two probes
 class DraftProbes:
     """Changes planned drafts in place, for one pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: int) -> None:
+        self._length = length
         self._last_trial: dict[str, int] = {}  # class -> step of its last draft in its other shape, or of its first
         self._last_alone: dict[str, int] = {}  # drafter -> step of the last plan for it to draft alone
         self._probed: str | None = None  # request that has had the first pass of its probe
         self._next_probe = _PROBE_PERIODS[0]  # step
-        self._probe_s = 0.0  # wait for the drafts of the last probe
+        self._probe_s = 0.0  # lost by the last probe
 
     def forget_draft(self) -> None:
         """Forget the present probe, since another draft model has replaced the probed one."""
@@ -72,7 +73,7 @@ class DraftProbes:
         return True
 
     def probe(self, step: int, last_drafted: Mapping[str, int], lengths: Ints, num_possible: Ints) -> bool:
-        """Give a draft of one token to the sequence that has waited longest. Changes `lengths`.
+        """Give a draft to the sequence that has waited longest. Changes `lengths`.
 
         The same sequence also drafts in the next pass, which takes as long as an ordinary draft. `last_drafted` has the
         step of each sequence's last draft, by request id, in the order of `lengths`.
@@ -82,7 +83,7 @@ class DraftProbes:
         probed, self._probed = self._probed, None
         second = next((index for index in idle if request_ids[index] == probed), None)
         if second is not None:
-            lengths[second] = 1
+            lengths[second] = min(self._length, int(num_possible[second]))
             return True
         if idle and step >= self._next_probe:
             first = min(idle, key=lambda index: last_drafted[request_ids[index]])
@@ -93,12 +94,12 @@ class DraftProbes:
             return True
         return False
 
-    def repeat(self, request_id: str) -> None:
-        """Probe this request in the next pass too."""
-        self._probed = request_id
+    def repeat(self, step: int, request_id: str) -> None:
+        """Probe this request in the next pass too; another one if it has ended."""
+        self._probed, self._next_probe = request_id, step
 
-    def charge(self, step: int, draft_s: float, plain_s: float) -> None:
+    def charge(self, step: int, lost_s: float, plain_s: float) -> None:
         """Let the next probe wait until the last one, with this pass, is a small share of the time."""
-        self._probe_s += draft_s
+        self._probe_s += lost_s
         period = int(min(self._probe_s / (_PROBE_SHARE * plain_s), _PROBE_PERIODS[1]))
         self._next_probe = max(self._next_probe, step + period)

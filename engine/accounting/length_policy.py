@@ -75,7 +75,7 @@ class LengthPolicy:
         self._held: dict[str, DraftSize] = {}  # request id -> size in the last plan
         self._is_short = False  # plain passes are shorter than `_LONG_S`
         self._last_drafted: dict[str, int] = {}  # request id -> step of its last draft, or of its first pass
-        self._probes = DraftProbes()
+        self._probes = DraftProbes(first_length)
         self._is_speculating = False
         self._num_skipped = 0  # plain passes since the last one that was learned from
 
@@ -139,7 +139,7 @@ class LengthPolicy:
         is_due = self._step >= self._next_plan or size_class(len(sequences)) != self._planned_class
         if not is_due and self._held.keys() >= set(request_ids):
             return [self._held[each] for each in request_ids]
-        # While passes are short, new requests wait for the next plan, with drafts as others have.
+        # While passes are short, new requests draft as others do until the next plan.
         if not is_due and self._is_short and (usual := self._usual_size(sequences)) is not None:
             for each in request_ids:
                 self._last_drafted.setdefault(each, self._step)
@@ -156,10 +156,15 @@ class LengthPolicy:
         return sizes
 
     def _usual_size(self, sequences: Seq[Sequence]) -> DraftSize | None:
-        """Return the size for requests that the last plan did not know; None if only a plan can tell."""
-        if not self._is_speculating:
-            return DraftSize(0, 0)
-        if len({class_of(each) for each in sequences}) > 1 or any(each.has_fixed_length for each in sequences):
+        """Return the size for requests that the last plan did not know; None if only a plan can tell.
+
+        While no sequence drafts, that is often the luck of its request, and a new one may do better.
+        """
+        if (
+            not self._is_speculating
+            or len({class_of(each) for each in sequences}) > 1
+            or any(each.has_fixed_length for each in sequences)
+        ):
             return None
         return sorted(self._held.values())[len(self._held) // 2]
 
@@ -181,6 +186,10 @@ class LengthPolicy:
             return limits.sizes(np.zeros_like(limits.chains), limits.no_trees)
         # Plan the shapes of most methods; set a price for drafts that know their chances.
         num_drafts = min(int(np.maximum(limits.chains, limits.trees).sum()), room)
+        if num_drafts == 0:  # the last token of each request, or requests without drafts
+            self._is_speculating = self._is_speculating and any(each.num_draft_tokens > 0 for each in sequences)
+            self._next_plan = self._step + _REST
+            return limits.sizes(np.zeros_like(limits.chains), limits.no_trees)
         row_seconds = self._costs.row_seconds(num_rows, num_drafts, is_optimistic=self._is_free)
         batch = PlannedBatch.of(sequences, limits, row_seconds)
         lengths, is_tree = self._shapes.rows(self._step, batch, _LEAST_GAIN if self._is_speculating else _WAKE_GAIN)
@@ -229,11 +238,15 @@ class LengthPolicy:
         if num_proposed == 0:
             self._last_plain = self._step
         if requested and not self._is_speculating:
-            self._probes.charge(self._step, record.times.draft_s, record.times.target_s)
+            plain_s = self._costs.pass_s(len(record.passes))
+            more_s = max(0.0, record.times.target_s - plain_s) if record.num_prompt_rows == 0 else 0.0
+            self._probes.charge(self._step, record.times.draft_s + more_s, plain_s)
         if requested and not has_catch_up:
             # A probe that finds drafts much cheaper than expected goes on until that is known.
             if not self._is_speculating and record.times.draft_s < self._costs.drafts.seconds(requested) / 2.0:
-                self._probes.repeat(next(each.sequence.request_id for each in record.passes if each.num_requested))
+                self._probes.repeat(
+                    self._step, next(each.sequence.request_id for each in record.passes if each.num_requested)
+                )
             self._costs.drafts.observe(requested, record.times.draft_s)
         if record.num_prompt_rows == 0 or self._costs.has_prompts:
             self._gates.observe(record, requested, 1 + self._num_skipped, is_speculating=self._is_speculating)

@@ -17,6 +17,7 @@ import numpy as np
 
 from engine.accounting.acceptance import AcceptanceTable, Floats, Ints
 from engine.accounting.cost_model import CostModel, RowSeconds
+from engine.accounting.draft_cost import REQUEST_STEPS
 from engine.accounting.draft_shapes import Bools, Names, ShapeLimits, ShapeRates
 from engine.accounting.length_allocation import Allocation, RowPrice, allocate
 from engine.accounting.record import SequencePass
@@ -176,9 +177,9 @@ class ShapeChoice:
         for number in range(1, len(by_price) + 1):
             own = chances * np.isin(drafters, by_price[:number])[:, None]
             prices = drafts.prices([each for each in drafters if each in by_price[:number]])
-            found = allocate(own, batch.row_seconds, *prices, longest_s, num_steps)
+            found = allocate(own, batch.row_seconds, *prices, longest_s, num_steps + REQUEST_STEPS)
             if found.seconds > token_s * found.least_tokens:
-                found = allocate(own, batch.row_seconds, *prices, token_s, num_steps)
+                found = allocate(own, batch.row_seconds, *prices, token_s, num_steps + REQUEST_STEPS)
             allocations.append(found)
         return max(allocations, key=lambda each: each.tokens_per_s)
 
