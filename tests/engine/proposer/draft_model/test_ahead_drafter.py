@@ -34,7 +34,7 @@ UNPENALIZED = replace(SAMPLED, presence_penalty=0.0)
 PENALIZED = replace(SAMPLED, top_p=1.0, temperature=1.0, repetition_penalty=1.3)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3_next"])
+@pytest.fixture(scope="module", params=["llama", "bamba"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     write_draft(path, request.param)

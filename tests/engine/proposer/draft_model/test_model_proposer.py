@@ -17,7 +17,7 @@ from tests.engine.fixtures.drafters import GREEDY, SAMPLED, DraftOracle, new_dra
 NUM_POSITIONS = 512
 
 
-@pytest.fixture(scope="module", params=["llama", "bamba", "qwen3_next"])
+@pytest.fixture(scope="module", params=["llama", "bamba"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     write_draft(path, request.param)
