@@ -1,4 +1,4 @@
-"""Descriptions of dense families: `FusedDecoder` computes their layers by them.
+"""Descriptions of families: `FusedDecoder` computes their layers by them.
 
 What a loaded model shows by itself (norms of queries and keys, windows, multipliers, sizes) is not repeated here.
 """

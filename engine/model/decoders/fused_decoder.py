@@ -1,4 +1,4 @@
-"""Dense decoders in as few operations as torch allows; families without a description run through transformers' own.
+"""Decoders in as few operations as torch allows; families without a description run through transformers' own.
 
 A small model on a processor is limited by the number of operations, not by arithmetic. Here q, k and v are one product,
 gate and up another, rotary tables are computed once, and no module is called; where every one of a layer's operations
