@@ -24,6 +24,7 @@ _CLASS_WINDOW = 100.0  # passes of a class that count
 _REQUEST_WINDOW = 20.0  # passes of a request that count
 _CLASS_TRUST = 4.0  # weight, in passes, of the position before (or the initial rate) in a class's rate
 _REQUEST_TRUST = 8.0  # weight, in passes, of the class in a request's rate
+_HALF_LIFE = 16.0  # steps without drafts that halve the weight of a request's own passes
 _NEXT_NODE = 0.9  # times the chance of the node before: assumed for a node without passes
 
 
@@ -96,12 +97,16 @@ class AcceptanceTable:
         """Return the chances of new requests, `[B, K]`, by rates that are higher by a number of standard errors."""
         return self._falling(np.array([self._class(name).rates_above(num_errors) for name in classes]))
 
-    def of(self, request_ids: Seq[str], classes: Seq[str]) -> Floats:
-        """Return the chance that each draft is accepted: in a chain with all drafts before it. `[B, K]`, falling."""
+    def of(self, request_ids: Seq[str], classes: Seq[str], ages: Seq[int]) -> Floats:
+        """Return the chance that each draft is accepted: in a chain with all drafts before it. `[B, K]`, falling.
+
+        `ages` are the steps since each request had drafts. Its own passes fade with them, since texts change: a request
+        that had bad luck is tried again.
+        """
         rates = []
-        for request_id, name in zip(request_ids, classes, strict=True):
+        for request_id, name, age in zip(request_ids, classes, ages, strict=True):
             prior, counts = self._class(name).class_rates(), self._requests.get(request_id)
-            rates.append(prior if counts is None else counts.rates(prior))
+            rates.append(prior if counts is None else counts.rates(prior, 0.5 ** (age / _HALF_LIFE)))
         return self._falling(np.array(rates))
 
     def _falling(self, rates: Floats) -> Floats:
@@ -129,10 +134,10 @@ class _Counts:
         self.tried[position] = fade * self.tried[position] + num_tried
         self.accepted[position] = fade * self.accepted[position] + num_accepted
 
-    def rates(self, prior: list[float]) -> list[float]:
-        """Return the rates of a request, by the rates of its class."""
+    def rates(self, prior: list[float], weight: float) -> list[float]:
+        """Return the rates of a request, by the rates of its class; `weight` is that of its own passes."""
         return [
-            (accepted + _REQUEST_TRUST * rate) / (tried + _REQUEST_TRUST)
+            (weight * accepted + _REQUEST_TRUST * rate) / (weight * tried + _REQUEST_TRUST)
             for accepted, tried, rate in zip(self.accepted, self.tried, prior, strict=True)
         ]
 

@@ -35,10 +35,11 @@ from engine.sequence.sequence import Sequence
 # Fewer plain passes and more plans moved simulated goodput by 3% at most (bench/EXPERIMENTS.md).
 _PLAIN_PERIOD = 64  # steps between plain passes that measure the baseline
 _FEW_MISSED = 2  # passes without a draft; after more, the next draft has much to prefill
-_REST = 8  # steps between two plans while no sequence drafts
+_REST = 8  # fewest steps between two plans while no sequence drafts
 _HOLD = 4  # most steps between two plans while sequences draft
 _LONG_S = 0.016  # of a plain pass: a plan costs little then, so there is one for each pass
-_REST_S = 0.080  # between two plans while no sequence drafts
+_PLAN_SHARE = 0.01  # of the time while no sequence drafts
+_PLAN_RATE = 0.1  # of a plan in the time of recent plans
 # What clients notice: a small gain is not worth longer and uneven passes.
 _WAKE_GAIN = 1.05  # drafts start above this expected gain: the first ones also pay for missed tokens
 _LEAST_GAIN = 1.02  # drafts end below this expected gain
@@ -73,6 +74,8 @@ class LengthPolicy:
         self._next_plan = 0  # step
         self._planned_class = 0  # class of batch sizes of the last plan
         self._held: dict[str, DraftSize] = {}  # request id -> size in the last plan
+        self._has_planned = False  # since the last pass
+        self._plan_s = 0.0  # of a recent plan
         self._is_short = False  # plain passes are shorter than `_LONG_S`
         self._last_drafted: dict[str, int] = {}  # request id -> step of its last draft, or of its first pass
         self._probes = DraftProbes(first_length)
@@ -109,6 +112,9 @@ class LengthPolicy:
     def charge(self, seconds: float) -> None:
         """Record the time of the policy's own work after a pass: drafts have to gain it too."""
         self._gates.planning_s.append(seconds)
+        if self._has_planned:
+            self._plan_s += _PLAN_RATE * (seconds - self._plan_s)
+        self._has_planned = False
 
     def on_pass(self, record: PassRecord) -> None:
         """Learn from a pass; call it once per pass, before `sizes`."""
@@ -151,6 +157,7 @@ class LengthPolicy:
             return []
         self._set_size(len(sequences))
         self._next_plan, self._planned_class = self._step + 1, size_class(len(sequences))
+        self._has_planned = True
         sizes = self._plan(sequences)
         self._held = dict(zip(request_ids, sizes, strict=True))
         return sizes
@@ -191,7 +198,8 @@ class LengthPolicy:
             self._next_plan = self._step + _REST
             return limits.sizes(np.zeros_like(limits.chains), limits.no_trees)
         row_seconds = self._costs.row_seconds(num_rows, num_drafts, is_optimistic=self._is_free)
-        batch = PlannedBatch.of(sequences, limits, row_seconds)
+        ages = [self._step - self._last_drafted[each.request_id] for each in sequences]
+        batch = PlannedBatch.of(sequences, limits, row_seconds, ages)
         lengths, is_tree = self._shapes.rows(self._step, batch, _LEAST_GAIN if self._is_speculating else _WAKE_GAIN)
         lengths = lengths + self._shapes.priced_rows(batch)
         self._is_speculating = bool(lengths.any())
@@ -220,7 +228,11 @@ class LengthPolicy:
         change = sum(each.num_tokens for each in sizes) - sum(each.num_tokens for each in self._held.values())
         is_settled = self._is_free and 2 * abs(change) <= len(sizes)
         if not is_changed and (is_settled or not self._is_speculating):
-            hold = min(_LONG_S / plain_s, _HOLD) if self._is_speculating else max(_REST_S / plain_s, _REST)
+            hold = (
+                min(_LONG_S / plain_s, _HOLD)
+                if self._is_speculating
+                else max(self._plan_s / _PLAN_SHARE / plain_s, _REST)
+            )
             self._next_plan = self._step + ceil(hold)
 
     def _is_up_to_date(self, request_id: str) -> bool:

@@ -43,6 +43,7 @@ class PlannedBatch:
         limits: of drafts whose length is planned.
         priced: the longest drafts that know their chances, `[B]`: they get a price instead of a length.
         row_seconds: the seconds of a pass with 0 to M drafts.
+        ages: the steps since each sequence had drafts.
     """
 
     sequences: Seq[Sequence]
@@ -50,14 +51,15 @@ class PlannedBatch:
     limits: ShapeLimits
     priced: Ints
     row_seconds: RowSeconds
+    ages: Seq[int]
 
     @classmethod
-    def of(cls, sequences: Seq[Sequence], limits: ShapeLimits, row_seconds: RowSeconds) -> PlannedBatch:
+    def of(cls, sequences: Seq[Sequence], limits: ShapeLimits, row_seconds: RowSeconds, ages: Seq[int]) -> PlannedBatch:
         """Divide the limits of `sequences` between planned and priced drafts."""
         is_priced = np.array([_is_priced(each) for each in sequences])
         planned = replace(limits, chains=np.where(is_priced, 0, limits.chains))
         names = np.array([class_of(each) for each in sequences])
-        return cls(sequences, names, planned, np.where(is_priced, limits.chains, 0), row_seconds)
+        return cls(sequences, names, planned, np.where(is_priced, limits.chains, 0), row_seconds, ages)
 
     def drafters(self, is_tree: Bools) -> list[str]:
         """Return the name for the cost of each sequence's drafts."""
@@ -134,7 +136,7 @@ class ShapeChoice:
             self._choose_classes(batch, branching)
         is_tree = limits.are_trees(names, self._tree_classes)
         request_ids = [each.request_id for each in batch.sequences]
-        best = self._best(batch, is_tree, lambda table: table.of(request_ids, names.tolist()))
+        best = self._best(batch, is_tree, lambda table: table.of(request_ids, names.tolist(), batch.ages))
         return (no_rows if best.tokens_per_s <= least_gain * best.plain_tokens_per_s else best.lengths), is_tree
 
     def _choose_classes(self, batch: PlannedBatch, branching: list[str]) -> None:

@@ -14,7 +14,7 @@ def observe(table: AcceptanceTable, name: str, proposed: int, accepted: int, tim
 
 
 def acceptance(table: AcceptanceTable, name: str, kind: str = "c") -> list[float]:
-    return table.of([name], [kind])[0].tolist()
+    return table.of([name], [kind], [0])[0].tolist()
 
 
 def test_each_position_has_its_own_rate_given_those_before() -> None:
