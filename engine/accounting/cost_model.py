@@ -342,7 +342,11 @@ class CostModel:
 
     def room(self, num_rows: int) -> int:
         """Return how many more rows than `num_rows` the curve covers."""
-        return self._curve.max_rows - max((rows for rows, _ in self._recent), default=0) - num_rows
+        return self._curve.max_rows - num_rows - max(self._known_prompts(num_rows), default=0)
+
+    def _known_prompts(self, num_rows: int) -> list[int]:
+        """Return the prompt rows of recent passes, but for those that the curve does not cover next to `num_rows`."""
+        return [rows for rows, _ in self._recent if 0 < rows <= self._curve.max_rows - num_rows]
 
     def row_seconds(self, num_rows: int, num_drafts: int, *, is_optimistic: bool) -> RowSeconds:
         """Return the seconds that `num_rows` to `num_rows + num_drafts` sampled rows add to a pass.
@@ -352,7 +356,7 @@ class CostModel:
         """
         optimism = 2.0 if is_optimistic else 0.0  # standard errors
         sizes = np.arange(num_rows, num_rows + num_drafts + 1)
-        prompts = Counter(rows for rows, _ in self._recent if rows > 0)
+        prompts = Counter(self._known_prompts(num_rows))
         if not prompts:
             return RowSeconds(self._curve.seconds(sizes, optimism), np.zeros(len(sizes)))
         whole_s = self._curve.seconds(np.array([0, *prompts])[:, None] + np.append(0, sizes), optimism)

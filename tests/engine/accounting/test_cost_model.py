@@ -124,3 +124,13 @@ def test_rows_of_a_mixture_are_expected_to_bring_experts_until_they_are_measured
 def test_all_rows_of_a_mixture_read_each_expert_once() -> None:
     assert ExpertReads(share=1.0, chance=1 / 8).growth(10_000) == pytest.approx(8)
     assert DENSE.growth(10_000) == 1
+
+
+def test_a_prompt_that_the_curve_does_not_cover_leaves_room_for_drafts() -> None:
+    """The first pass of all has a prompt, and is not learned from."""
+    costs = CostModel()
+    for num_prompt_rows, num_rows in ((44, 4), (0, 16)):
+        costs.count(num_prompt_rows, 4)
+        costs.observe(num_prompt_rows, num_rows, 0.010)
+    assert costs.room(4) == 28
+    assert costs.row_seconds(4, 4, is_optimistic=False).prompt_share == 0.0
