@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from engine.accounting.cost_model import DENSE, ExpertReads
+from engine.accounting.cost_model import DENSE, ExpertReads, size_class
 from engine.accounting.counters import DraftCounters, TimeTotals
 from engine.accounting.goodput import GoodputMeter
 from engine.accounting.length_policy import LengthPolicy
@@ -38,7 +38,7 @@ class AheadChoice:
     """
 
     def __init__(self) -> None:
-        self._sizes: dict[int, _Ways] = {}  # by the bit length of the batch size
+        self._sizes: dict[int, _Ways] = {}  # by class of batch sizes
         self._ways = _Ways(0)
 
     @property
@@ -52,9 +52,9 @@ class AheadChoice:
         has_drafts = any(each.num_requested for each in record.passes)
         if not has_drafts or record.num_prompt_rows > 0 or not all(each.outcome.is_exact for each in record.passes):
             return
-        bits = num_sequences.bit_length()
-        if bits != self._ways.bits:
-            self._ways = self._sizes.setdefault(bits, _Ways(bits))
+        number = size_class(num_sequences)
+        if number != self._ways.size_class:
+            self._ways = self._sizes.setdefault(number, _Ways(number))
             self._ways.begin()
         num_tokens = sum(each.num_accepted + 1 for each in record.passes)
         self._ways.observe(num_tokens / num_sequences, record.times.total_s)
@@ -63,8 +63,8 @@ class AheadChoice:
 class _Ways:
     """Both ways at about one size of batch: blocks so far, and decayed tokens per sequence and seconds."""
 
-    def __init__(self, bits: int) -> None:
-        self.bits = bits
+    def __init__(self, number: int) -> None:
+        self.size_class = number
         self.is_ahead = True
         self._best = True
         self._num_blocks = 0
@@ -98,7 +98,7 @@ class _Ways:
         best, other = self._speed(self._best), self._speed(not self._best)
         if other > _LEAST_GAIN * best:
             self._best = not self._best
-            way, size = "ahead of" if self._best else "after", 1 << max(0, self.bits - 1)
+            way, size = "ahead of" if self._best else "after", 1 << max(0, self.size_class - 1)
             logger.info("batches of about %d: drafts %s verdicts are %.2f times as fast", size, way, other / best)
         self.is_ahead = self._best if self._num_blocks % _PERIOD else not self._best
 

@@ -59,6 +59,14 @@ def test_each_size_of_batch_has_its_way() -> None:
     assert run(choice, 400, 0.040, 0.020, size=16)[0] < 0.1
 
 
+def test_a_batch_with_a_sequence_less_while_a_prompt_joins_has_one_way() -> None:
+    choice, shares = AheadChoice(), []
+    for _ in range(100):
+        shares.append(run(choice, 10, 0.040, 0.020, size=8)[0])
+        run(choice, 3, 0.040, 0.020, size=7)
+    assert sum(shares[50:]) / 50 < 0.2
+
+
 def test_ways_that_differ_by_less_than_noise_are_not_changed_for_ever() -> None:
     choice, dice, changes, before = AheadChoice(), random.Random(1), 0, True
     for _ in range(8000):
