@@ -27,8 +27,7 @@ class RouteAudit:
     num_achievable_blocks: int = 0
     num_achieved_blocks: int = 0
     num_unforeseen_hits: int = 0
-    num_expected_hits: int = 0  # predicted and found
-    num_unforeseen_in_a_row: int = 0  # without an expected hit between them
+    num_unforeseen_in_a_row: int = 0  # without a hit between them that was predicted
 
     def observe(self, outcome: RouteOutcome) -> None:
         """Add one request."""
@@ -37,7 +36,6 @@ class RouteAudit:
         self.num_achieved_blocks += outcome.achieved_blocks
         self.num_unforeseen_hits += outcome.is_unforeseen
         is_expected = min(outcome.reply.predicted_blocks, outcome.achieved_blocks) > 0
-        self.num_expected_hits += is_expected
         self.num_unforeseen_in_a_row = 0 if is_expected else self.num_unforeseen_in_a_row + outcome.is_unforeseen
 
     @property
