@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -15,50 +14,12 @@ _DECISION_BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0
 _BLOCK_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
-@dataclass(slots=True)
-class RouteAudit:
-    """Sums over all requests observed since the start: achieved against achievable reuse.
-
-    Achievable is the most blocks that any live worker held when the request was routed. `efficiency` shows the reuse
-    lost to load balancing and to stale knowledge.
-    """
-
-    num_requests: int = 0
-    num_achievable_blocks: int = 0
-    num_achieved_blocks: int = 0
-    num_unforeseen_hits: int = 0
-    num_unforeseen_in_a_row: int = 0  # without a hit between them that was predicted
-
-    def observe(self, outcome: RouteOutcome) -> None:
-        """Add one request."""
-        self.num_requests += 1
-        self.num_achievable_blocks += outcome.reply.achievable_blocks
-        self.num_achieved_blocks += outcome.achieved_blocks
-        self.num_unforeseen_hits += outcome.is_unforeseen
-        is_expected = min(outcome.reply.predicted_blocks, outcome.achieved_blocks) > 0
-        self.num_unforeseen_in_a_row = 0 if is_expected else self.num_unforeseen_in_a_row + outcome.is_unforeseen
-
-    @property
-    def efficiency(self) -> float:
-        """Achieved over achievable blocks; 1 if no block was achievable, above 1 if engines hit more than was known."""
-        return self.num_achieved_blocks / self.num_achievable_blocks if self.num_achievable_blocks else 1.0
-
-    @property
-    def is_blind(self) -> bool:
-        """True if engines keep hitting prefixes that the router did not expect, and never those it predicted.
-
-        Their block keys differ then, or the index receives no reports. One predicted hit clears the alarm and restarts
-        the count.
-        """
-        return self.num_unforeseen_in_a_row >= 20
-
-
 class RouterMetrics:
     """The `outrider_router_*` families of one ingress replica."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self._audit = RouteAudit()
+        self._num_unforeseen = 0  # hits since the last one that was predicted
         self._hit = self._counter("hit_blocks", "Prompt blocks that engines took from their cache.")
         self._achievable = self._counter("achievable_blocks", "The most blocks that any pair held for the request.")
         self._predicted = self._counter("predicted_blocks", "Blocks that the chosen pairs were expected to hold.")
@@ -94,8 +55,9 @@ class RouterMetrics:
 
     def record_outcome(self, outcome: RouteOutcome) -> None:
         """Count the blocks that an engine reported as found in its cache."""
-        was_blind = self._audit.is_blind
-        self._audit.observe(outcome)
+        was_blind = self._is_blind
+        is_expected = min(outcome.reply.predicted_blocks, outcome.achieved_blocks) > 0
+        self._num_unforeseen = 0 if is_expected else self._num_unforeseen + outcome.is_unforeseen
         self._hit.inc(outcome.achieved_blocks)
         self._achievable.inc(outcome.reply.achievable_blocks)
         self._predicted.inc(outcome.reply.predicted_blocks)
@@ -104,20 +66,29 @@ class RouterMetrics:
         self._stale.inc(outcome.is_stale)
         self._misroutes.inc(outcome.is_misroute)
         self._unforeseen.inc(outcome.is_unforeseen)
-        if self._audit.is_blind != was_blind:
+        if self._is_blind != was_blind:
             self._alarm()
+
+    @property
+    def _is_blind(self) -> bool:
+        """True if engines keep hitting prefixes that the router did not expect, and never those it predicted.
+
+        Their block keys differ then, or the index receives no reports. One predicted hit clears the alarm and restarts
+        the count.
+        """
+        return self._num_unforeseen >= 20
 
     def set_refuted(self, is_refuted: bool) -> None:
         """Set the alarm that engines and router compute different keys."""
-        self._blind.set(is_refuted or self._audit.is_blind)
+        self._blind.set(is_refuted or self._is_blind)
 
     def _alarm(self) -> None:
-        self._blind.set(self._audit.is_blind)
-        if self._audit.is_blind:
+        self._blind.set(self._is_blind)
+        if self._is_blind:
             logger.error(
                 "engines have found %d cached prefixes that the router did not predict, and no predicted ones: the "
                 "index does not get their reports; look for IndexActor in Ray's logs",
-                self._audit.num_unforeseen_hits,
+                self._num_unforeseen,
             )
 
     def _counter(self, name: str, text: str) -> Counter:

@@ -1,7 +1,9 @@
 from dataclasses import replace
 
+from prometheus_client import CollectorRegistry
+
 from router.routing.routed_call import RouteOutcome, RouteReply
-from router.routing.router_metrics import RouteAudit
+from router.routing.router_metrics import RouterMetrics
 
 REPLY = RouteReply(
     predicted_blocks=8,
@@ -17,16 +19,12 @@ REPLY = RouteReply(
 OUTCOME = RouteOutcome(REPLY, achieved_blocks=8)
 
 
-def audit_of(*outcomes: RouteOutcome) -> RouteAudit:
-    audit = RouteAudit()
+def is_blind_after(*outcomes: RouteOutcome) -> bool:
+    registry = CollectorRegistry()
+    metrics = RouterMetrics(registry)
     for outcome in outcomes:
-        audit.observe(outcome)
-    return audit
-
-
-def test_efficiency_is_achieved_over_achievable():
-    assert audit_of(OUTCOME, replace(OUTCOME, achieved_blocks=2)).efficiency == 0.5
-    assert audit_of().efficiency == 1.0
+        metrics.record_outcome(outcome)
+    return registry.get_sample_value("outrider_router_blind") == 1.0
 
 
 def test_a_prediction_that_the_engine_refutes_is_stale():
@@ -43,14 +41,14 @@ def test_a_misroute_is_a_stale_prediction_that_changed_the_choice():
 
 def test_repeated_hits_on_blocks_thought_cold_are_blindness():
     unforeseen = RouteOutcome(replace(REPLY, predicted_blocks=0), achieved_blocks=5)
-    assert not audit_of(*[unforeseen] * 19).is_blind
-    assert audit_of(*[unforeseen] * 20).is_blind
-    assert audit_of(OUTCOME, *[unforeseen] * 20).is_blind
+    assert not is_blind_after(*[unforeseen] * 19)
+    assert is_blind_after(*[unforeseen] * 20)
+    assert is_blind_after(OUTCOME, *[unforeseen] * 20)
 
 
 def test_an_expected_hit_ends_the_alarm_and_arms_it_again():
     unforeseen = RouteOutcome(replace(REPLY, predicted_blocks=0), achieved_blocks=5)
     expected = RouteOutcome(replace(REPLY, predicted_blocks=5), achieved_blocks=5)
-    assert not audit_of(*[unforeseen] * 20, expected).is_blind
-    assert not audit_of(*[unforeseen] * 20, expected, *[unforeseen] * 19).is_blind
-    assert audit_of(*[unforeseen] * 20, expected, *[unforeseen] * 20).is_blind
+    assert not is_blind_after(*[unforeseen] * 20, expected)
+    assert not is_blind_after(*[unforeseen] * 20, expected, *[unforeseen] * 19)
+    assert is_blind_after(*[unforeseen] * 20, expected, *[unforeseen] * 20)
