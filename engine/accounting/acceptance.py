@@ -135,7 +135,7 @@ class _Counts:
         self.accepted[position] = fade * self.accepted[position] + num_accepted
 
     def rates(self, prior: list[float], weight: float) -> list[float]:
-        """Return the rates of a request, by the rates of its class; `weight` is that of its own passes."""
+        """Return the rates of a request, by the rates of its class and its own passes, which have `weight`."""
         return [
             (weight * accepted + _REQUEST_TRUST * rate) / (weight * tried + _REQUEST_TRUST)
             for accepted, tried, rate in zip(self.accepted, self.tried, prior, strict=True)

@@ -266,12 +266,12 @@ class RowSeconds:
     """The seconds of a pass by its number of drafts, 0 to M.
 
     A prompt in a pass hides a part of the other rows' time: they use time that reading the weights leaves free. How
-    many passes have prompts depends on the requests, and not on drafts: if passes bring more tokens, fewer passes do
-    without a prompt.
+    many passes have prompts depends on the requests, and not on drafts: the more tokens a pass gives, the fewer passes
+    have no prompt.
 
     Attributes:
         alone: `[M + 1]`, without prompts.
-        hidden: `[M + 1]`, what a prompt hides of it.
+        hidden: `[M + 1]`, the part that a prompt hides.
         prompt_share: the share of recent passes that had prompts.
         num_tokens: the mean tokens of a recent pass.
     """
@@ -282,7 +282,7 @@ class RowSeconds:
     num_tokens: float = 1.0
 
     def at(self, num_drafts: Ints | int, num_tokens: Floats | float) -> Floats:
-        """Return the mean seconds of passes with `num_drafts` that bring `num_tokens`."""
+        """Return the mean seconds of passes with `num_drafts` that give `num_tokens`."""
         share = np.minimum(1.0, self.prompt_share / self.num_tokens * num_tokens)
         found: Floats = self.alone[num_drafts] - share * self.hidden[num_drafts]
         return found
@@ -333,7 +333,7 @@ class CostModel:
             self._curve.observe(num_prompt_rows + num_rows, seconds)
 
     def count(self, num_prompt_rows: int, num_tokens: int) -> None:
-        """Record the prompt rows of a pass, and the tokens that it brought."""
+        """Record the prompt rows and the tokens of a pass."""
         self._recent.append((num_prompt_rows, num_tokens))
 
     def pass_s(self, num_rows: int) -> float:
@@ -345,13 +345,13 @@ class CostModel:
         return self._curve.max_rows - num_rows - max(self._known_prompts(num_rows), default=0)
 
     def _known_prompts(self, num_rows: int) -> list[int]:
-        """Return the prompt rows of recent passes, but for those that the curve does not cover next to `num_rows`."""
+        """Return the prompt rows of recent passes, where the curve covers them together with `num_rows`."""
         return [rows for rows, _ in self._recent if 0 < rows <= self._curve.max_rows - num_rows]
 
     def row_seconds(self, num_rows: int, num_drafts: int, *, is_optimistic: bool) -> RowSeconds:
         """Return the seconds that `num_rows` to `num_rows + num_drafts` sampled rows add to a pass.
 
-        With prompts it is the mean over those of recent passes. If optimistic, sizes that may be cheaper are tried
+        With prompts it is the mean over the prompts of recent passes. If optimistic, sizes that may be cheaper are tried
         again.
         """
         optimism = 2.0 if is_optimistic else 0.0  # standard errors

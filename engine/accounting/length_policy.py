@@ -163,7 +163,7 @@ class LengthPolicy:
         return sizes
 
     def _usual_size(self, sequences: Seq[Sequence]) -> DraftSize | None:
-        """Return the size for requests that the last plan did not know; None if only a plan can tell.
+        """Return the size for requests that the last plan did not know; None if they need a plan.
 
         While no sequence drafts, that is often the luck of its request, and a new one may do better.
         """

@@ -77,7 +77,7 @@ def test_prompts_that_come_anyway_do_not_make_plain_passes_look_cheap() -> None:
     hidden = np.full(5, 9.0)
     always = allocate(acceptance, RowSeconds(alone, hidden, prompt_share=1.0, num_tokens=2.0), 1.5, 0.0)
     assert always.lengths.tolist() == [0, 0]
-    # Passes with drafts bring five tokens, and every second one has a prompt: of plain passes every fifth one has.
+    # Passes with drafts give five tokens, and every second one has a prompt: of plain passes every fifth one has.
     found = allocate(acceptance, RowSeconds(alone, hidden, prompt_share=0.5, num_tokens=5.0), 1.5, 0.0)
     assert found.lengths.tolist() == [2, 2]
     assert found.plain_tokens_per_s == pytest.approx(2 / (10 - 0.2 * 9))
