@@ -351,8 +351,8 @@ class CostModel:
     def row_seconds(self, num_rows: int, num_drafts: int, *, is_optimistic: bool) -> RowSeconds:
         """Return the seconds that `num_rows` to `num_rows + num_drafts` sampled rows add to a pass.
 
-        With prompts it is the mean over the prompts of recent passes. If optimistic, sizes that may be cheaper are tried
-        again.
+        With prompts it is the mean over the prompts of recent passes. If optimistic, sizes that may be cheaper are
+        tried again.
         """
         optimism = 2.0 if is_optimistic else 0.0  # standard errors
         sizes = np.arange(num_rows, num_rows + num_drafts + 1)
