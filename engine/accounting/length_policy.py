@@ -74,6 +74,8 @@ class LengthPolicy:
         self._next_plan = 0  # step
         self._planned_class = 0  # class of batch sizes of the last plan
         self._held: dict[str, DraftSize] = {}  # request id -> size in the last plan
+        self._held_name = ""  # class of its requests, if there is one
+        self._can_join = False  # new requests of this class may draft as others until the next plan
         self._has_planned = False  # since the last pass
         self._plan_s = 0.0  # of a recent plan
         self._is_short = False  # plain passes are shorter than `_LONG_S`
@@ -145,11 +147,7 @@ class LengthPolicy:
         is_due = self._step >= self._next_plan or size_class(len(sequences)) != self._planned_class
         if not is_due and self._held.keys() >= set(request_ids):
             return [self._held[each] for each in request_ids]
-        # While passes are short, new requests draft as others do until the next plan.
-        if not is_due and self._is_short and (usual := self._usual_size(sequences)) is not None:
-            for each in request_ids:
-                self._last_drafted.setdefault(each, self._step)
-                self._held.setdefault(each, usual)
+        if not is_due and self._join(sequences):
             return [self._held[each] for each in request_ids]
         self._shapes.keep_only(request_ids)
         self._last_drafted = {each: self._last_drafted.get(each, self._step) for each in request_ids}
@@ -160,20 +158,30 @@ class LengthPolicy:
         self._has_planned = True
         sizes = self._plan(sequences)
         self._held = dict(zip(request_ids, sizes, strict=True))
+        self._held_name, *others = {class_of(each) for each in sequences}
+        self._can_join = self._is_short and self._is_speculating and not others
         return sizes
 
-    def _usual_size(self, sequences: Seq[Sequence]) -> DraftSize | None:
-        """Return the size for requests that the last plan did not know; None if they need a plan.
+    def _join(self, sequences: Seq[Sequence]) -> bool:
+        """Give new requests the usual size of the last plan; return False if they need a plan.
 
-        While no sequence drafts, that is often the luck of its request, and a new one may do better.
+        While no sequence drafts they need one: that is often the luck of other requests.
         """
-        if (
-            not self._is_speculating
-            or len({class_of(each) for each in sequences}) > 1
-            or any(each.has_fixed_length for each in sequences)
-        ):
-            return None
-        return sorted(self._held.values())[len(self._held) // 2]
+        if not self._can_join or any(class_of(each) != self._held_name or each.has_fixed_length for each in sequences):
+            return False
+        usual = sorted(self._held.values())[len(self._held) // 2]
+        for each in sequences:
+            if each.request_id not in self._held:
+                self._last_drafted[each.request_id] = self._step
+                self._held[each.request_id] = self._limited(usual, each)
+        return True
+
+    def _limited(self, size: DraftSize, sequence: Sequence) -> DraftSize:
+        """Return a size within the limits of a sequence."""
+        if size.num_nodes and sequence.num_tree_nodes:
+            num_nodes = min(size.num_nodes, self._num_possible(sequence, is_tree=True))
+            return DraftSize(min(size.num_tokens, num_nodes, sequence.num_draft_tokens), num_nodes)
+        return DraftSize(min(size.num_tokens, self._num_possible(sequence, is_tree=False)), 0)
 
     def _set_size(self, num_sequences: int) -> None:
         self._costs.set_size(num_sequences)

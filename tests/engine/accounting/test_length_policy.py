@@ -181,6 +181,26 @@ def test_drafts_come_back_when_a_draft_that_was_slow_for_a_while_is_not(num_stre
     assert np.mean(pair.lengths[-100:]) > 1.5 * num_streams
 
 
+def test_a_request_that_joins_between_two_plans_keeps_its_own_limits() -> None:
+    costs = Costs(weights_s=0.002, row_s=0.00002, fixed_s=0.0001, draft_step_s=0.0001, draft_row_s=0.0)
+    policy, pair = new_policy(), SimulatedPair(lambda index, step: 1.0, costs, noise=0.0, request_tokens=10**9)
+    first, found = [new_sequence(index) for index in range(4)], set()
+    for step in range(200):
+        set_lengths(policy, first)
+        pair._pass(first, step, policy)
+        if step >= 100:
+            joined = [
+                new_sequence(2 + 3 * step),
+                new_sequence(3 + 3 * step, num_drafts=0),
+                new_sequence(4 + 3 * step, 2),
+            ]
+            set_lengths(policy, [first[0], *joined])
+            found.add(tuple(each.draft_allowance for each in joined))
+            set_lengths(policy, first)
+    assert max(length for length, _, _ in found) > 4
+    assert {(none, short) for _, none, short in found} <= {(0, 0), (0, 1), (0, 2)}
+
+
 def test_a_plan_that_holds_is_the_plan_whatever_else_set_the_lengths() -> None:
     """Reasoning steps set the length of their pass themselves."""
     costs = Costs(weights_s=0.002, row_s=0.00002, fixed_s=0.0001, draft_step_s=0.0001, draft_row_s=0.0)
