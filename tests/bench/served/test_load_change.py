@@ -65,6 +65,7 @@ def test_each_phase_has_its_streams_and_a_late_speed_is_seen(url: str) -> None:
     first, many, last = run_change(url, repeat({}), NUM_STREAMS, PHASE_S)
     assert [phase.num_streams for phase in (first, many, last)] == [1, NUM_STREAMS, 1]
     assert many.tokens_per_second > 2 * max(first.tokens_per_second, last.tokens_per_second)
-    assert many.first_tokens_per_second < 0.7 * many.tokens_per_second
     assert 0.0 < many.followed_s <= LATE_S + 0.25
-    assert first.followed_s == last.followed_s == 0.0
+    at_first = [phase.first_tokens_per_second / phase.tokens_per_second for phase in (first, many, last)]
+    assert at_first[1] < 0.7
+    assert at_first[1] < min(at_first[0], at_first[2])  # where the machine is busy, no phase is even
