@@ -28,7 +28,6 @@ _FAMILIAR = 0.5  # familiarity of a size with one pass
 _APART = 1.5  # least ratio of two sizes whose difference gives the cost of a row
 _RISE = 0.5  # of the known cost of a row, or of its experts, assumed per row at sizes that were never seen
 _LEAST_SHARE = 0.01  # of a pass's time: the least cost of sampled rows, even if a prompt hides it
-_PROMPT_WINDOW = 32  # passes
 _GRID_ARRAY = np.array(_GRID, dtype=np.float64)
 
 
@@ -304,7 +303,7 @@ class CostModel:
         self.drafts = DraftCosts()
         self._curve = PassCurve(experts)
         self._curves: dict[int, PassCurve] = {}  # by class of batch sizes
-        self._recent: deque[tuple[int, int]] = deque(maxlen=_PROMPT_WINDOW)  # prompt rows and tokens of passes
+        self._recent: deque[tuple[int, int]] = deque(maxlen=32)  # prompt rows and tokens of passes
 
     @property
     def is_known(self) -> bool:

@@ -38,8 +38,6 @@ _FEW_MISSED = 2  # passes without a draft; after more, the next draft has much t
 _REST = 8  # fewest steps between two plans while no sequence drafts
 _HOLD = 4  # most steps between two plans while sequences draft
 _LONG_S = 0.016  # of a plain pass: a plan costs little then, so there is one for each pass
-_PLAN_SHARE = 0.01  # of the time while no sequence drafts
-_PLAN_RATE = 0.1  # of a plan in the time of recent plans
 # What clients notice: a small gain is not worth longer and uneven passes.
 _WAKE_GAIN = 1.05  # drafts start above this expected gain: the first ones also pay for missed tokens
 _LEAST_GAIN = 1.02  # drafts end below this expected gain
@@ -115,7 +113,7 @@ class LengthPolicy:
         """Record the time of the policy's own work after a pass: drafts have to gain it too."""
         self._gates.planning_s.append(seconds)
         if self._has_planned:
-            self._plan_s += _PLAN_RATE * (seconds - self._plan_s)
+            self._plan_s += 0.1 * (seconds - self._plan_s)
         self._has_planned = False
 
     def on_pass(self, record: PassRecord) -> None:
@@ -236,11 +234,8 @@ class LengthPolicy:
         change = sum(each.num_tokens for each in sizes) - sum(each.num_tokens for each in self._held.values())
         is_settled = self._is_free and 2 * abs(change) <= len(sizes)
         if not is_changed and (is_settled or not self._is_speculating):
-            hold = (
-                min(_LONG_S / plain_s, _HOLD)
-                if self._is_speculating
-                else max(self._plan_s / _PLAN_SHARE / plain_s, _REST)
-            )
+            rest = max(100 * self._plan_s / plain_s, _REST)  # plans take a hundredth of the time
+            hold = min(_LONG_S / plain_s, _HOLD) if self._is_speculating else rest
             self._next_plan = self._step + ceil(hold)
 
     def _is_up_to_date(self, request_id: str) -> bool:
