@@ -106,10 +106,11 @@ def _allocate_to_one(
     acceptance: list[float], row_seconds: RowSeconds, draft_s: list[float], max_seconds: float
 ) -> Allocation:
     """Allocate to a single sequence; a short loop is faster than arrays."""
-    alone_s = row_seconds.alone.tolist()  # a single sequence decodes next to no prompt
-    without, tokens = Allocation.plain(1, alone_s[0]), 1.0
+    most = min(len(acceptance), len(row_seconds.alone) - 1)
+    target_s = row_seconds.at(np.arange(most + 1), np.cumsum([1.0, *acceptance[:most]])).tolist()
+    without, tokens = Allocation.plain(1, target_s[0]), 1.0
     goodputs = []
-    for chance, seconds, own_s in zip(acceptance, alone_s[1:], draft_s, strict=False):
+    for chance, seconds, own_s in zip(acceptance, target_s[1:], draft_s, strict=False):
         if chance <= 0.0:
             break
         tokens += chance

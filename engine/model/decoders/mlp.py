@@ -1,4 +1,4 @@
-"""What follows a layer's attention: an MLP, or an MLP with experts next to it."""
+"""The MLPs of our decoders, with or without experts next to them."""
 
 from __future__ import annotations
 

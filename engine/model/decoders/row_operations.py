@@ -26,6 +26,16 @@ _FACTORS = (1.0, 1.0)
 class RowOperations(ABC):
     """The operations of one model; a row's result does not depend on other rows."""
 
+    def __init__(
+        self, epsilon: float, scale: float = 1.0, *, centers: bool = False, dtype: torch.dtype | None = None
+    ) -> None:
+        """`epsilon` is added to the variance in the norms; `scale` multiplies a layer's outputs in the residual stream.
+
+        `centers`: norms over the hidden states subtract the mean. `dtype` belongs to rows next to a residual stream of
+        float32; None where both have one.
+        """
+        self._epsilon, self._scale, self._centers, self._dtype = epsilon, scale, centers, dtype
+
     @abstractmethod
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return hidden + scale * delta and its RMS norm times `weight`, [T, hidden] each; `delta` may be overwritten.
@@ -93,16 +103,6 @@ class RowOperations(ABC):
 class TorchRows(RowOperations):
     """The operations by torch, on any device."""
 
-    def __init__(
-        self, epsilon: float, scale: float = 1.0, *, centers: bool = False, dtype: torch.dtype | None = None
-    ) -> None:
-        """`epsilon` is added to the variance in the norms; `scale` multiplies a layer's outputs in the residual stream.
-
-        `centers`: norms over the hidden states subtract the mean. `dtype` belongs to rows next to a residual stream of
-        float32; None where both have one.
-        """
-        self._epsilon, self._scale, self._centers, self._dtype = epsilon, scale, centers, dtype
-
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         total = hidden if delta is None else torch.add(hidden, delta, alpha=self._scale)
         if weight is None:
@@ -130,12 +130,7 @@ class NativeRows(RowOperations):
     def __init__(
         self, epsilon: float, scale: float = 1.0, *, centers: bool = False, dtype: torch.dtype | None = None
     ) -> None:
-        """`epsilon` is added to the variance in the norms; `scale` multiplies a layer's outputs in the residual stream.
-
-        `centers`: norms over the hidden states subtract the mean. `dtype` belongs to rows next to a residual stream of
-        float32; None where both have one.
-        """
-        self._epsilon, self._scale, self._centers, self._dtype = epsilon, scale, centers, dtype
+        super().__init__(epsilon, scale, centers=centers, dtype=dtype)
         self._add_norm, self._norm_heads, self._rotate, self._activate, self._gate = _kernels()
 
     @staticmethod

@@ -34,7 +34,7 @@ class Scores(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How the routers of a family choose experts: the greatest `scores` of a product.
+    """The routers of a family: they choose the experts with the greatest `scores` of a product.
 
     `epsilon` is added to the sum of a row's weights before it divides them.
     """
@@ -81,7 +81,7 @@ class NativeMixture:
 
         `shared` are the products of the MLP that all rows pass, `inner` and `down`, which `takes`.
         """
-        self._experts, self._shared = mixture.experts.forward, shared
+        self._experts, self._shared = mixture.experts.forward, shared  # kept, since `call` points to their weights
         self.dtype = self._experts.dtype
         router = _router_of(mixture)
         weight = next(found for name in _PRODUCTS if (found := _weight_of(router, name)) is not None).detach()

@@ -98,7 +98,7 @@ static float rank_of_group(const float *ranks, int64_t size) {
     return best[0] + best[1];
 }
 
-/* Drops the experts of all groups but the best: whoever has `top_groups` groups before it is no longer compared. */
+/* Drops the experts of all groups except the best `top_groups`. */
 static void drop_groups(const struct router *m, float *ranks) {
     const int64_t size = m->num_experts / m->num_groups;
     float groups[MAX_GROUPS];

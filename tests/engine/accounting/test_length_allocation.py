@@ -83,6 +83,15 @@ def test_prompts_that_come_anyway_do_not_make_plain_passes_look_cheap() -> None:
     assert found.plain_tokens_per_s == pytest.approx(2 / (10 - 0.2 * 9))
 
 
+def test_a_prompt_next_to_a_single_sequence_hides_its_rows_too() -> None:
+    chances, alone, hidden = np.array([[0.9, 0.81]]), np.full(3, 10.0), np.full(3, 9.0)
+    found = [
+        allocate(chances, RowSeconds(alone, hidden, prompt_share=share), 1.5, 0.0).lengths.tolist()
+        for share in (0.0, 1.0)
+    ]
+    assert found == [[2], [0]]
+
+
 def _alone(seconds: Floats) -> RowSeconds:
     """Return the seconds of passes without prompts."""
     return RowSeconds(seconds, np.zeros(len(seconds)))
