@@ -7,6 +7,7 @@
 
 int outrider_has_wide_floats = 0, outrider_has_vectors = 0, outrider_has_tiles = 0;
 int outrider_splits_pairs = 0;
+int outrider_is_amd = 0;
 
 static int has_vectors(void) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -37,5 +38,6 @@ int outrider_start(int limit) {
     outrider_has_vectors = used >= WITH_AVX512;
     outrider_has_tiles = used >= WITH_AMX;
     outrider_splits_pairs = used == WITH_AVX512 && __builtin_cpu_is("intel");
+    outrider_is_amd = __builtin_cpu_is("amd");
     return used;
 }

@@ -28,6 +28,10 @@ extern int outrider_has_wide_floats, outrider_has_vectors, outrider_has_tiles;
    zero the bits are the same, and on Intel's processors it takes half the time. `outrider_start` and tests set it. */
 extern int outrider_splits_pairs;
 
+/* True on AMD's processors. There W arrives faster in one stream per thread than in several, and past the L2 cache.
+   `outrider_start` and tests set it. */
+extern int outrider_is_amd;
+
 /* Selects the variant of a function for this processor; see lanes.h. */
 #define FITTING(name) (outrider_has_vectors ? name##_wide : name##_narrow)
 
@@ -36,7 +40,11 @@ static inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Prefetches the cache lines [from, to) after `at`. */
 INLINE void fetch_lines(const void *at, int from, int to) {
-    for (int line = from; line < to; line++) _mm_prefetch((const char *)at + line * 64, _MM_HINT_T1);
+    const char *lines = at;
+    if (outrider_is_amd)
+        for (int line = from; line < to; line++) _mm_prefetch(lines + line * 64, _MM_HINT_NTA);
+    else
+        for (int line = from; line < to; line++) _mm_prefetch(lines + line * 64, _MM_HINT_T1);
 }
 
 /* Broadcasts two bfloat16, or four int8, to all 16 lanes. */

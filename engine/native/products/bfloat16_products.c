@@ -149,10 +149,10 @@ AVX INLINE void add_split(const int rows, struct part p, const float *x, float *
         for (int half = 0; half < 2; half++) _mm512_storeu_ps(sums + row * 16 + half * 256, sum[row][half]);
 }
 
-/* Returns the number of pairs whose sums of `rows` rows fit in registers. */
+/* Returns the number of pairs that are read at once; the sums of `rows` rows fit in registers. */
 static int64_t pairs_at_once(int64_t rows) {
     static const int64_t pairs[VECTOR_ROWS + 1] = {1, 4, 4, 4, 3, 2, 2, 2, 1};
-    return pairs[rows];
+    return outrider_is_amd ? 1 : pairs[rows];
 }
 
 /* Computes the sums of `pairs` pairs, at most `pairs_at_once`. */

@@ -12,7 +12,7 @@ enum {
     QUARTERS = 256,   /* bytes of 32 inputs of 32 outputs, as 2 bits */
     LEAST_SCALE = 127 - 20, /* the exponent of an INT4 scale of byte 0, in a float */
     PAD = 64,         /* bytes after a row of x, so that rows do not map to the same cache sets */
-    PREFETCH = 4096,  /* bytes of the prefetch distance */
+    PREFETCH = 6144,  /* bytes of the prefetch distance */
     TILED_ROWS = 128, /* rows that share a block of W in the L1 cache: whole tiles with AMX, */
     BLOCK_ROWS = 132, /* or a multiple of the rows read together on AVX-512 and on AVX2 */
 };

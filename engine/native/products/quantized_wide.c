@@ -6,8 +6,10 @@
 
 enum {
     BLOCK_INPUTS = 768, /* inputs that stay in the L1 cache across rows */
-    VECTOR_ROWS = 6,    /* rows with their sums of one pair in registers */
+    VECTOR_SUMS = 6,    /* rows x pairs with all their sums in registers */
+    VECTOR_ROWS = 8,    /* rows with their sums of one group in registers: faster where memory limits */
     FEW_ROWS = 3,       /* rows with their sums of several pairs in registers */
+    MOST_PACKED = 24,   /* more rows are faster with W unpacked; arithmetic limits them */
     TILE_ROWS = 16,     /* rows of an AMX tile */
     LEAST_TILED = 12,   /* fewer rows are faster without AMX, with groups of 32 inputs, */
     LEAST_LONG = 7,     /* or of 64 */
@@ -111,7 +113,7 @@ AVX INLINE void add_vectors(const int rows, const int pairs, const enum layout l
         for (int i = 0; i < pairs; i++) {
             fetch_lines(p.later + i * pair_bytes + next, p.from, p.to);
             const uint8_t *tables = p.tables + i * pair_tables + next / group_bytes_of(layout) * table_bytes_of(layout);
-            if (pairs > 1) fetch_lines(tables, 0, (int)(table_bytes_of(layout) / 64));
+            fetch_lines(tables, 0, (int)(table_bytes_of(layout) / 64));
         }
         __m512i sum[VECTOR_ROWS][2];
 #pragma GCC unroll 8
@@ -158,35 +160,34 @@ AVX INLINE void add_vectors(const int rows, const int pairs, const enum layout l
 /* Does the same, with constant numbers of rows and layouts for the compiler. */
 AVX static void add_any_rows(int64_t rows, enum layout layout, struct part p, float *sums) {
 #define SUMS(n, layout) case n: add_vectors(n, 1, layout, p, 0, sums); break;
-#define UP_TO_SIX(l) switch (rows) { SUMS(1, l) SUMS(2, l) SUMS(3, l) SUMS(4, l) SUMS(5, l) SUMS(6, l) }
-    if (layout == WHOLE) UP_TO_SIX(WHOLE)
-    else if (layout == LONG) UP_TO_SIX(LONG)
-    else if (layout == SIX) UP_TO_SIX(SIX)
-    else if (layout == HALVES) UP_TO_SIX(HALVES)
-    else if (layout == BASED) UP_TO_SIX(BASED)
-    else UP_TO_SIX(LEVELS)
-#undef UP_TO_SIX
+#define ALL_ROWS(l)                                                                                                    \
+    switch (rows) { SUMS(1, l) SUMS(2, l) SUMS(3, l) SUMS(4, l) SUMS(5, l) SUMS(6, l) SUMS(7, l) SUMS(8, l) }
+    if (layout == WHOLE) ALL_ROWS(WHOLE)
+    else if (layout == LONG) ALL_ROWS(LONG)
+    else if (layout == SIX) ALL_ROWS(SIX)
+    else if (layout == HALVES) ALL_ROWS(HALVES)
+    else if (layout == BASED) ALL_ROWS(BASED)
+    else ALL_ROWS(LEVELS)
+#undef ALL_ROWS
 #undef SUMS
 }
 
 /* Computes the sums of `pairs` pairs, at most `pairs_at_once`. */
 AVX static void add_pairs(int64_t rows, int64_t pairs, enum layout layout, struct part p, int64_t pair, float *sums) {
 #define SUMS(r, n, layout) case 10 * r + n: add_vectors(r, n, layout, p, pair, sums); break;
-#define UP_TO_SIX(l)                                                                                                   \
+#define ALL_PAIRS(l)                                                                                                   \
     switch (10 * rows + pairs) {                                                                                       \
         SUMS(1, 1, l) SUMS(1, 2, l) SUMS(1, 3, l) SUMS(1, 4, l) SUMS(2, 1, l) SUMS(2, 2, l) SUMS(2, 3, l)              \
         SUMS(3, 1, l) SUMS(3, 2, l)                                                                                    \
     }
-    if (layout == LONG) UP_TO_SIX(LONG)
-    else if (layout == WHOLE) UP_TO_SIX(WHOLE)
-    else if (layout == SIX) UP_TO_SIX(SIX)
-    else if (layout == HALVES) UP_TO_SIX(HALVES)
-    else UP_TO_SIX(BASED)
-#undef UP_TO_SIX
+    if (layout == LONG) ALL_PAIRS(LONG)
+    else if (layout == WHOLE) ALL_PAIRS(WHOLE)
+    else ALL_PAIRS(SIX)
+#undef ALL_PAIRS
 #undef SUMS
 }
 
-static int64_t pairs_at_once(int64_t rows) { return rows == 1 ? 4 : VECTOR_ROWS / rows; }
+static int64_t pairs_at_once(int64_t rows) { return rows == 1 ? 4 : VECTOR_SUMS / rows; }
 
 /* A block of W unpacked to LEVELS. */
 struct unpacked {
@@ -309,7 +310,7 @@ static enum layout layout_of(const struct quantized *p) {
 
 /* Multiplies up to FEW_ROWS rows by the pairs [first, last), some pairs at once, each read whole. */
 AVX static void multiply_few(const struct quantized *p, int64_t first, int64_t last) {
-    float sums[VECTOR_ROWS * OUTPUTS] __attribute__((aligned(64)));
+    float sums[VECTOR_SUMS * OUTPUTS] __attribute__((aligned(64)));
     const int64_t rows = p->num_rows, groups = p->num_groups, bytes = group_bytes(p);
     struct part part = {.x = p->x, .stride = p->stride, .row_scales = p->row_scales, .row_bases = p->row_bases,
                         .table_stride = p->table_stride, .num_groups = groups, .later_bytes = bytes,
@@ -324,8 +325,8 @@ AVX static void multiply_few(const struct quantized *p, int64_t first, int64_t l
 }
 
 /* Returns how many of the remaining rows are read together: as many as fit, or half of them if that gives two turns. */
-static int64_t height_of(int64_t rows) {
-    return rows > VECTOR_ROWS && rows < 2 * VECTOR_ROWS ? (rows + 1) / 2 : min(rows, VECTOR_ROWS);
+static int64_t height_of(int64_t rows, int64_t most) {
+    return rows > most && rows < 2 * most ? (rows + 1) / 2 : min(rows, most);
 }
 
 /* Multiplies up to BLOCK_ROWS rows by the pairs [first, last). A block of a pair stays in the cache across the rows. */
@@ -334,9 +335,9 @@ AMX static void multiply_many(const struct quantized *p, int64_t row, int64_t ro
     float sums[BLOCK_ROWS * OUTPUTS] __attribute__((aligned(64)));
     const int64_t least = least_tiled(p), bytes = group_bytes(p), block = BLOCK_INPUTS / p->group;
     const int has_tiles = outrider_has_tiles && rows >= least;
-    const int64_t max_rows = has_tiles ? TILE_ROWS : VECTOR_ROWS;
-    const int64_t most_packed = p->kind == INT6 ? VECTOR_ROWS : 4 * VECTOR_ROWS;
-    const int is_unpacked = p->kind != INT8 && (has_tiles || rows > most_packed);
+    const int64_t vector_rows = outrider_is_amd && rows <= MOST_PACKED ? VECTOR_ROWS : VECTOR_SUMS;
+    const int64_t max_rows = has_tiles ? TILE_ROWS : vector_rows;
+    const int is_unpacked = p->kind != INT8 && (has_tiles || rows > MOST_PACKED);
     const enum layout packed = layout_of(p), layout = is_unpacked ? LEVELS : packed;
     if (has_tiles) configure_tiles_for(min(rows, TILE_ROWS), min(rows, TILE_ROWS), p->group);
     for (int64_t pair = first; pair < last; pair++) {
@@ -353,7 +354,7 @@ AMX static void multiply_many(const struct quantized *p, int64_t row, int64_t ro
             }
             for (int64_t i = 0, height, lines = bytes / 64; i < rows; i += height) {
                 const int is_tile = has_tiles && rows - i >= least;
-                height = is_tile ? min(TILE_ROWS, rows - i) : height_of(rows - i);
+                height = is_tile ? min(TILE_ROWS, rows - i) : height_of(rows - i, vector_rows);
                 set_rows(&part, p, row + i, group, p->group);
                 part.from = (int)(lines * i / rows), part.to = (int)(lines * (i + height) / rows);
                 float *onto = sums + i * OUTPUTS;
@@ -373,6 +374,7 @@ AMX static void multiply_many(const struct quantized *p, int64_t row, int64_t ro
 }
 
 AMX void multiply_wide(const struct quantized *p, int64_t row, int64_t rows, int64_t first, int64_t last) {
-    if ((p->kind == INT8 || p->kind == INT6) && p->num_rows <= FEW_ROWS) multiply_few(p, first, last);
+    const int is_few = (p->kind == INT8 || p->kind == INT6) && p->num_rows <= FEW_ROWS;
+    if (is_few && !outrider_is_amd) multiply_few(p, first, last);
     else multiply_many(p, row, rows, first, last);
 }

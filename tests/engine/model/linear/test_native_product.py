@@ -22,6 +22,7 @@ from tests.engine.fixtures.native_kernels import (
     needs_kernels,
     pairs_split,
     skip_unless_pairs_are_split,
+    weights_in_one_stream,
 )
 from tests.engine.native.native_switch import instructions_used
 
@@ -155,6 +156,19 @@ def test_split_pairs_have_the_bits_of_whole_ones(shape: tuple[int, int], scale: 
                 whole = multiply(x)
             with pairs_split(True):
                 assert torch.equal(multiply(x).view(torch.int16), whole.view(torch.int16)), num_rows
+
+
+@needs_kernels
+@pytest.mark.usefixtures("any_instructions")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_weight_read_as_one_stream_or_several_gives_the_same_bits(shape: tuple[int, int]) -> None:
+    multiply = NativeProduct(_weight(*shape), None)
+    for num_rows in ROWS:
+        x = torch.randn(num_rows, shape[1]).bfloat16()
+        with weights_in_one_stream(True):
+            one = multiply(x)
+        with weights_in_one_stream(False):
+            assert torch.equal(multiply(x), one), num_rows
 
 
 @needs_float_kernels

@@ -13,7 +13,7 @@ from engine.model.linear.native_product import Kind
 from engine.model.linear.native_quantized import NativeQuantizedProduct, kind_of
 from engine.model.linear.rounding import GROUP_SIZE, LONG_GROUP_SIZE, scale_of
 from engine.native.library import Instructions, native_instructions, native_library
-from tests.engine.fixtures.native_kernels import needs_float_kernels
+from tests.engine.fixtures.native_kernels import needs_float_kernels, weights_in_one_stream
 
 pytestmark = [needs_float_kernels, pytest.mark.usefixtures("any_instructions")]
 
@@ -29,7 +29,7 @@ KINDS = [
 ]  # and inputs that share a scale
 RANGES = {Kind.INT8: (-127, 128), Kind.INT6: (-32, 32), Kind.INT4: (0, 16), Kind.INT4_BASES: (0, 16)}
 
-ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 15, 16, 17, 31, 33, 48, 65, 127, 128, 129, 300)
+ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 24, 25, 31, 33, 48, 65, 127, 128, 129, 300)
 SHAPES = (
     (32, 32),
     (50, 96),
@@ -97,6 +97,20 @@ def test_a_product_is_that_of_its_numbers(
         if bias is not None:
             expected += bias.double()
         torch.testing.assert_close(multiply(x).double(), expected, rtol=relative, atol=absolute * shape[1])
+
+
+@pytest.mark.parametrize("rows_dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "group_size"), KINDS)
+def test_a_weight_read_as_one_stream_or_several_gives_the_same_bits(
+    kind: Kind, group_size: int, rows_dtype: torch.dtype
+) -> None:
+    multiply = NativeQuantizedProduct(_random((320, 2112), kind, group_size), None)
+    for num_rows in ROWS:
+        x = torch.randn(num_rows, 2112).to(rows_dtype)
+        with weights_in_one_stream(True):
+            one = multiply(x)
+        with weights_in_one_stream(False):
+            assert torch.equal(multiply(x), one), num_rows
 
 
 @pytest.mark.parametrize("sign", [1, -1])
