@@ -4,13 +4,14 @@
 
 The floor of a pass is the larger of its bytes over the measured bandwidth and its operations over the measured speed
 of a matrix product in `--dtype`. Both are the best of five tries just before the pass, since a machine's speed drifts.
-Bytes: every weight once, and the keys and values that the rows read. Operations: two per weight and row, and
-attention.
+Bytes: every weight once, packed as it is, and the keys and values that the rows read. Operations: two per weight and
+row, and attention.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -34,8 +35,8 @@ from engine.model.linear.large_pages import in_large_pages
 from engine.model.linear.native_product import NativeProduct
 from engine.model.linear.native_quantized import NativeQuantizedProduct
 from engine.model.linear.packed_linear import torch_linear_of
+from engine.model.linear.weight_store import Storable
 from engine.model.runner.model_runner import ModelRunner
-from engine.native.library import native_instructions
 
 BANDWIDTH_BYTES = 1 << 30
 NUM_OPERATORS = 6
@@ -68,7 +69,7 @@ class ModelSize:
     attention_width: int
 
     @classmethod
-    def of(cls, folder: Path, dtype: str, quantization: str) -> ModelSize:
+    def of(cls, folder: Path, dtype: torch.dtype) -> ModelSize:
         """Read the headers of the weight files: every matrix, but an embedding only if it is the output layer too."""
         config = AutoConfig.from_pretrained(folder)
         num_weights = 0
@@ -78,11 +79,18 @@ class ModelSize:
                     shape = tensors.get_slice(name).get_shape()
                     if len(shape) == 2 and (config.tie_word_embeddings or "embed_tokens" not in name):
                         num_weights += shape[0] * shape[1]
-        is_narrow = dtype != "float32" or (config.dtype == torch.bfloat16 and native_instructions() is not None)
-        bytes_each = {"int8": 1.0, "int4": 0.5}.get(quantization, 2.0 if is_narrow else 4.0)
         head_size = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
         width = config.num_hidden_layers * config.num_attention_heads * head_size
-        return cls(num_weights, num_weights * bytes_each, width)
+        return cls(num_weights, _packed_bytes() or num_weights * dtype.itemsize, width)
+
+
+def _packed_bytes() -> int:
+    """Return the bytes of all packed products of this process; 0 if torch multiplies."""
+    products = [product for product in gc.get_objects() if issubclass(type(product), Storable)]
+    tensors = {
+        value.data_ptr(): value for product in products for value in vars(product).values() if torch.is_tensor(value)
+    }
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +110,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     folder = args.model or padded_target()
     runner = _runner(folder, args)
-    size = ModelSize.of(folder, args.dtype, args.quantization)
+    size = ModelSize.of(folder, getattr(torch, args.dtype))
     dtype = getattr(torch, args.dtype)
     print(f"{args.threads} threads, {args.dtype}")
     print(
