@@ -89,7 +89,7 @@ protos: install  ## regenerate the committed gRPC stubs
 	@$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. --grpc_python_out=. protos/outrider.proto
 
 demo-pair: $(INSTALLED)  ## train the bundled demo pair again
-	@$(BIN)/python -m models.demo_pair.train_demo_pair
+	@$(BIN)/python -m models.training.train_demo_pair
 
 $(BENCH_INSTALLED): $(INSTALLED)
 	@$(INSTALL) bench

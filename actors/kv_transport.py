@@ -47,7 +47,7 @@ from engine.remote_prefill.kv_transfer import (
     KVChunk,
     KVLayout,
 )
-from protos.worker_report import PrefixHolder
+from protos.block_keys import PrefixHolder
 
 if TYPE_CHECKING:  # takes a second to import, and not every process calls a deployment
     from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from actors.engine_loop.engine_loop import EngineLoop, KVEventBuffer, StatusReporter
-from actors.engine_loop.index_reporter import IndexReporter, ReportSink
 from actors.kv_transport import BlocksReply, PeerTransport, PrefillReply
 from actors.nixl_carrier import DirectBlocks, choose_carrier
 from actors.process.actor_thread import ActorThread, without_compiler
 from actors.settings import PrefillSettings
 from actors.shell_messages import Abort, Add, AskSnapshot, Refused, Snapshot, Status, StepOutput
+from actors.target.engine_loop import EngineLoop, KVEventBuffer, StatusReporter
+from actors.target.index_reporter import IndexReporter, ReportSink
 from engine.accounting.engine_stats import EngineStats, FetchFailure
 from engine.engine_core.loading import load_engine
 from engine.model.runner.model_runner import ModelRunner
@@ -34,9 +34,9 @@ from engine.remote_prefill.kv_transfer import (
     RemoteLoad,
 )
 from engine.sequence.sequence import TokenBlocks
+from protos.block_keys import PrefixHolder
 from protos.errors import UnavailableError
 from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk
-from protos.worker_report import PrefixHolder
 
 if TYPE_CHECKING:  # takes a second to import, and not every process calls a deployment
     from ray.serve.handle import DeploymentHandle

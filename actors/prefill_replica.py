@@ -12,16 +12,16 @@ from prometheus_client.registry import Collector
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from actors.engine_loop.index_reporter import ReportSink
 from actors.process.actor_thread import quick_imports
 from actors.process.process_logging import configure_logging
 from actors.settings import PrefillSettings
+from actors.target.index_reporter import ReportSink
 from engine.accounting.engine_stats import EngineStats
 
 if TYPE_CHECKING:  # Serve's builder imports this class, and must not load torch for it
     from actors.kv_transport import PrefillReply
     from engine.remote_prefill.kv_transfer import FetchOrder, KVLayout
-    from protos.worker_report import PrefixHolder
+    from protos.block_keys import PrefixHolder
 
 
 class PrefillMetrics(Collector):

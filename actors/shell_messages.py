@@ -10,7 +10,8 @@ from engine.accounting.engine_stats import EngineStats, TranslationCounts
 from protos import errors
 from protos.block_keys import CacheDelta
 from protos.errors import EngineError, ServingError
-from protos.messages import GenerateRequest, ModelCard, TokenChunk
+from protos.messages import GenerateRequest, TokenChunk
+from protos.served_model import ModelCard
 
 TARGET_SOCKET = "target.sock"
 

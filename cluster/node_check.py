@@ -106,7 +106,7 @@ def find(config: DeployConfig, settings: PairSettings | None, *, is_on_gpu: bool
         config = check_files(config, logger.info)
         if settings is not None:
             # Imported here: only the process of this check needs torch.
-            from cluster.start_check import check_start
+            from actors.draft.draft_process import check_start
 
             check_start(settings, is_on_gpu=is_on_gpu)
     except ServingError as error:

@@ -11,8 +11,6 @@ from enum import StrEnum
 from itertools import zip_longest
 from typing import Any
 
-from protos.served_draft import DraftReport
-
 MAX_STEP_SCORE = 9.0  # the target's score of the best reasoning step; the worst scores 0
 
 
@@ -398,23 +396,3 @@ class TokenChunk:
     offset: int = 0  # number of output tokens before `token_ids`, including earlier attempts
     times: FirstTokenTimes | None = None  # with the first tokens of a traced request
     error: str = ""  # the message of a `NonFiniteLogitsError`, with that finish reason
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCard:
-    """The properties of a pair's model that an ingress needs; equal for every replica of one deployment."""
-
-    vocab_size: int
-    max_model_len: int  # of prompt and output together
-    eos_token_ids: tuple[int, ...]
-    model_version: str  # identifies the weights; part of every block key
-    block_size: int  # tokens per KV block
-    probe_key: bytes = b""  # the engine's key of the last block of `protos.block_keys.probe_token_ids`
-    max_draft_tokens: int = 0  # the limit of `SpeculationParams.num_tokens`
-    speculation_methods: tuple[str, ...] = ()  # a request may choose among them; the default is first
-    verify: VerifyMode = VerifyMode.COUPLED  # the default for requests
-    has_approximate_steps: bool = False  # a request may set `SpeculationParams.is_approximate`
-    sampling_defaults: SamplingDefaults = SamplingDefaults()
-    alarms: tuple[str, ...] = ()  # of the replica that sent the card: degraded parts, in words
-    fingerprint: str = ""  # changes with weights, draft, kernels and text settings; empty means model_version
-    draft: DraftReport | None = None  # of the replica that sent the card, if its draft can be replaced

@@ -324,7 +324,7 @@ class HeadFolder(TunableDraft):
         return ConfigError(
             f"--draft {self.path} has heads in a layout that is served and not tuned ({about}); tuned are EAGLE-3 "
             "heads in the original layout without further norms, Medusa heads with the target's own matrix to the "
-            "vocabulary, as models.draft_heads writes both, and DSpark heads as --draft dspark makes them"
+            "vocabulary, as models.training.heads writes both, and DSpark heads as --draft dspark makes them"
         )
 
 

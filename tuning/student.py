@@ -1,16 +1,13 @@
-"""A draft in training: a language model, or heads on the target's states.
+"""Drafts in training: a language model, Medusa heads (arXiv:2401.10774) and an EAGLE-3 head (arXiv:2503.01840).
 
-Medusa heads in training (arXiv:2401.10774).
-
-Head k reads the normed last hidden state of position p and predicts token p + 2 + k. All heads share the target's own
-linear layer to the vocabulary, so a head is its residual blocks alone.
+Medusa's head k reads the normed last hidden state of position p and predicts token p + 2 + k. All heads share the
+target's own linear layer to the vocabulary, so a head is its residual blocks alone.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -119,21 +116,6 @@ class LanguageModel(Student):
 #
 # This is drafting at every position of a text at once. Pairs of committed tokens carry the target's states, pairs of
 # drafts the head's own.
-
-
-@dataclass(frozen=True, slots=True)
-class TargetView:
-    """A target's logits and hidden states for a text [B, T]."""
-
-    features: Tensor  # [B, T, taps * hidden] inputs of the tapped layers
-    logits: Tensor  # [B, T, V]
-
-
-@torch.no_grad()
-def view_of(target: LlamaForCausalLM, ids: Tensor, taps: tuple[int, ...]) -> TargetView:
-    """Run the target over ids [B, T]."""
-    found = target(ids, use_cache=False, output_hidden_states=True)
-    return TargetView(torch.cat([found.hidden_states[tap] for tap in taps], dim=-1), found.logits)
 
 
 class Eagle3Student(nn.Module):

@@ -12,7 +12,7 @@ from actors.process.actor_thread import ActorThread, quick_imports
 from actors.process.process_logging import configure_logging
 from actors.settings import PairSettings
 from protos.errors import ServingError
-from protos.fingerprint import digest
+from protos.served_model import digest
 
 _FILE = "draft.json"
 

@@ -1,4 +1,4 @@
-"""The process of a `DraftActor`, and the check of a checkpoint before it replaces the draft of a serving pair."""
+"""The process of a `DraftActor`, and checks of models on the node where a pair or a draft would start."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from actors.channel.draft_link import DRAFT_SOCKET
+from actors.draft.code_draft import check_code
+from actors.draft.draft_link import DRAFT_SOCKET
 from actors.draft.draft_server import DraftServer
 from actors.process.actor_thread import without_compiler
 from actors.process.frames import FrameListener
-from actors.settings import PairSettings
+from actors.settings import DraftSettings, PairSettings
 from engine.model.checkpoint.completeness import refuse_not_finite
 from engine.model.cuda_graphs.buckets import sized
 from engine.model.loader import load_config
+from engine.model.runner.outline import check_outline
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.loader import TextProposer, load_drafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.vocab_mapping.choice import choose_vocabulary
-from engine.recurrent.limits import num_states
+from engine.proposer.vocab_mapping.translation import SameVocabulary
+from engine.recurrent.limits import check_draft, check_target, num_states
 from protos.errors import ConfigError, RequestError
 
 
@@ -133,3 +136,32 @@ def check_candidate(settings: PairSettings, path: str) -> None:
         refuse_not_finite(folder)
         _refuse_other_vocabulary(settings, path)
         _refuse_unloadable(settings, path)
+
+
+def check_start(settings: PairSettings, *, is_on_gpu: bool) -> list[str]:
+    """Check that a pair can start, as far as the headers of its files show; return notes about the target.
+
+    Raises:
+        ConfigError: the target, its head, a draft or its code cannot be served here, or they do not fit each other.
+    """
+    engine = settings.engine
+    max_model_len = engine.scheduler.max_model_len
+    outline = check_outline(engine.model, engine.cache, max_model_len, engine.head, is_on_gpu=is_on_gpu)
+    if outline.keeps_states:
+        check_target(engine)
+    if settings.draft.code:
+        check_code(settings.draft.code)
+    for each in settings.of_drafts.values():
+        _check_draft(settings, each.draft, is_on_gpu=is_on_gpu)
+    return outline.notes
+
+
+def _check_draft(settings: PairSettings, draft: DraftSettings, *, is_on_gpu: bool) -> None:
+    assert draft.model is not None, "the draft is a model"
+    assert draft.cache is not None, "a draft model has a pool"
+    if check_outline(draft.model, draft.cache, is_on_gpu=is_on_gpu).keeps_states:
+        check_draft(draft.model.path, settings.engine.speculation.tree)
+    choice = choose_vocabulary(settings.engine.model.path, draft.model.path)
+    if choice.pair is None:
+        draft_size = int(load_config(draft.model.path).get_text_config().vocab_size)
+        SameVocabulary(draft_size, choice.target_tokens.vocab_size)

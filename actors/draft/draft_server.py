@@ -10,8 +10,8 @@ from collections.abc import Sequence as Seq
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from actors.channel.channel_proposer import OfferTable
-from actors.channel.draft_link import PROTOCOL_VERSION, Commit, Hello, Offers, Open, Round
+from actors.draft.channel_proposer import OfferTable
+from actors.draft.draft_link import PROTOCOL_VERSION, Commit, Hello, Offers, Open, Round
 from actors.process.frames import POLL_S, SEND_TIMEOUT_S, FrameConnection, FrameListener
 from engine.accounting.engine_stats import TranslationCounts
 from engine.batch.draft import NO_DRAFT, Draft, Offer

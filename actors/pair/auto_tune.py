@@ -21,7 +21,7 @@ from pathlib import Path
 from actors.pair.pair_draft import PairDraft, PairDrafts
 from actors.settings import NO_GAIN, AutoTuneSettings
 from protos.errors import ServingError
-from protos.served_draft import CheckDraft, TryDraft
+from protos.served_model import CheckDraft, TryDraft
 
 logger = logging.getLogger(__name__)
 

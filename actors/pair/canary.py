@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 
 from engine.accounting.goodput import GoodputStats, GoodputTrial, Verdict, log_ratio, seconds_of, since
 from protos.errors import UnavailableError
-from protos.served_draft import CanaryOutcome, CanaryReport, TryDraft
+from protos.served_model import CanaryOutcome, CanaryReport, TryDraft
 
 logger = logging.getLogger(__name__)
 

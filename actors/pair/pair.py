@@ -17,7 +17,6 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.util.metrics import Gauge
 
-from actors.engine_loop.index_reporter import IndexReporter, ReportSink
 from actors.pair.auto_tune import auto_tunes
 from actors.pair.pair_actors import PairActors
 from actors.pair.pair_draft import PairDraft, PairDrafts
@@ -29,9 +28,10 @@ from actors.process.frames import private_folder
 from actors.process.process_logging import configure_logging
 from actors.settings import PairDevices, PairSettings
 from actors.shell_messages import Pong
+from actors.target.index_reporter import IndexReporter, ReportSink
 from engine.accounting.goodput import GoodputStats
 from protos.linux import wait_for_cores
-from protos.served_draft import DraftReport
+from protos.served_model import DraftReport
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from protos.errors import (
     UnavailableError,
 )
 from protos.messages import SpeculationMethod
-from protos.served_draft import (
+from protos.served_model import (
     CHECK_TIMEOUT_S,
     RETURN_S,
     CanaryOutcome,

@@ -12,7 +12,7 @@ from prometheus_client.samples import Sample
 
 from actors.shell_messages import DraftChannelStats, Pong
 from engine.accounting.engine_stats import FetchFailure, HistogramStats
-from protos.served_draft import CanaryOutcome, DraftReport
+from protos.served_model import CanaryOutcome, DraftReport
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 

@@ -15,9 +15,8 @@ from actors.settings import PairSettings
 from actors.shell_messages import Pong
 from engine.accounting.drift import DriftStats
 from protos.errors import OverloadedError
-from protos.fingerprint import with_draft
-from protos.messages import GenerateRequest, ModelCard, TokenChunk
-from protos.served_draft import DraftOrder, DraftReport
+from protos.messages import GenerateRequest, TokenChunk
+from protos.served_model import DraftOrder, DraftReport, ModelCard, with_draft
 
 
 class DriftAlarms:

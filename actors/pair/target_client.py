@@ -30,7 +30,8 @@ from actors.shell_messages import (
 )
 from protos.errors import EngineLostError, ModelChangedError, RequestError, UnavailableError
 from protos.frames import ConnectionLostError, FrameCodec
-from protos.messages import GenerateRequest, ModelCard
+from protos.messages import GenerateRequest
+from protos.served_model import ModelCard
 
 logger = logging.getLogger(__name__)
 

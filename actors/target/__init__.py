@@ -1,1 +1,1 @@
-"""The target process: the actor, its engine, and the sockets for shell and draft."""
+"""The target process: the engine's loop, its connection to the shell of the pair, and its reports to the index."""

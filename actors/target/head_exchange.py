@@ -19,7 +19,7 @@ from engine.model.draft_heads.loader import Head
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.hidden_state.factory import HeadWatch
 from protos.errors import ConfigError, RequestError, ServingError
-from protos.fingerprint import digest
+from protos.served_model import digest
 
 logger = logging.getLogger(__name__)
 

@@ -7,16 +7,17 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from actors.channel.channel_proposer import ChannelProposer
-from actors.channel.draft_link import DRAFT_SOCKET
+from actors.draft.channel_proposer import ChannelProposer
+from actors.draft.code_draft import CodeDraft
 from actors.draft.draft_actor import read_choice
+from actors.draft.draft_link import DRAFT_SOCKET
 from actors.draft.draft_process import load_draft
-from actors.engine_loop.engine_loop import EngineLoop, KVEventBuffer, StatusReporter
 from actors.kv_transport import PrefillTransport
 from actors.nixl_carrier import choose_carrier
 from actors.process.actor_thread import without_compiler
@@ -37,7 +38,7 @@ from actors.shell_messages import (
     StepOutput,
     TargetReady,
 )
-from actors.target.code_draft import CodeDraft
+from actors.target.engine_loop import EngineLoop, KVEventBuffer, StatusReporter
 from actors.target.head_exchange import HeadExchange
 from engine.config import EngineConfig
 from engine.engine_core import EngineCore
@@ -54,14 +55,14 @@ from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.method_dispatcher import proposer_of
 from engine.sequence.sequence import TokenBlocks
 from protos.block_keys import PROBE_SALT, probe_token_ids
-from protos.fingerprint import FingerprintPart, digest, write_fingerprint
 from protos.frames import ConnectionLostError
-from protos.messages import ModelCard, SpeculationMethod
+from protos.messages import SpeculationMethod
+from protos.served_model import FingerprintPart, ModelCard, digest, write_fingerprint
 
 if TYPE_CHECKING:  # takes a second to import, and not every process calls a deployment
     from ray.serve.handle import DeploymentHandle
 
-    from actors.engine_loop.kv_event_publisher import KVEventPublisher
+    from actors.target.kv_event_publisher import KVEventPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -183,19 +184,11 @@ def serve_target(
     core, engine, failure = _with_chosen_head(settings.engine, folder, load)
     deployed = settings.engine.head
     settings = replace(settings, engine=engine)
-    for draft in drafts.values():
-        if isinstance(draft, ChannelProposer):
-            draft.on_new_draft = core.forget_draft
+    _watch(core, drafts)
     if settings.kv_events is not None:
         publish_kv_events(settings.kv_events, core.blocks)
-    if isinstance(core.runner, TensorParallelRunner):
-        core.runner.watch(_end_process)
     # Serve the shell: its server and the engine loop exchange messages in both directions.
-    server = ShellServer(
-        FrameListener(folder / TARGET_SOCKET),
-        _card(core, settings),
-        lambda: {method: draft.stats for method, draft in drafts.items()},
-    )
+    server = ShellServer(FrameListener(folder / TARGET_SOCKET), _card(core, settings), partial(_stats, drafts))
     reporter = StatusReporter(server.emit, kv_events, lambda: core.blocks.cached_keys)
     core.on_drafted = lambda drafts: server.emit(StepOutput(tuple(drafts)))
     loop = EngineLoop(core, server.emit, lambda: _flush(drafts), reporter)
@@ -243,7 +236,7 @@ def _with_chosen_head(
 def publish_kv_events(endpoint: str, blocks: BlockManager) -> KVEventPublisher:
     """Publish the changes of a block manager from now on. Raises ConfigError if the addresses are in use."""
     # Imported here: pyzmq is optional.
-    from actors.engine_loop.kv_event_publisher import KVEventPublisher
+    from actors.target.kv_event_publisher import KVEventPublisher
 
     publisher = KVEventPublisher(endpoint)
     publisher.start()
@@ -274,6 +267,19 @@ def _drafts(settings: PairSettings, folder: Path) -> dict[str, ChannelProposer |
     if settings.draft_share is None:
         return drafts | {method: InProcessDraft.load(each) for method, each in settings.of_drafts.items()}
     return drafts | {method: ChannelProposer(folder / method / DRAFT_SOCKET) for method in settings.of_drafts}
+
+
+def _watch(core: EngineCore, drafts: Mapping[str, ChannelProposer | InProcessDraft]) -> None:
+    """Forget a draft process's figures when another one connects, and end this process with a rank of the target."""
+    for draft in drafts.values():
+        if isinstance(draft, ChannelProposer):
+            draft.on_new_draft = core.forget_draft
+    if isinstance(core.runner, TensorParallelRunner):
+        core.runner.watch(_end_process)
+
+
+def _stats(drafts: Mapping[str, ChannelProposer | InProcessDraft]) -> dict[str, DraftChannelStats]:
+    return {method: draft.stats for method, draft in drafts.items()}
 
 
 def _flush(drafts: Mapping[str, ChannelProposer | InProcessDraft]) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from pathlib import Path
 
-from actors.channel.channel_proposer import ChannelProposer
-from actors.channel.draft_link import DRAFT_SOCKET
+from actors.draft.channel_proposer import ChannelProposer
+from actors.draft.draft_link import DRAFT_SOCKET
 from actors.draft.draft_process import serve_draft
 from actors.process.frames import private_folder
 from actors.settings import PairSettings

@@ -8,12 +8,12 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.wide_fixture import WideShape
 from engine.attention.base import LayerOptions
 from engine.attention.triton_attention import Launch, num_processors, paged_attention
 from engine.attention.triton_tiles import RowLayout, Tiling, num_keys_of, power_of_two, split_tiles, whole_tiles
 from engine.batch.indexing import send
 from engine.batch.span import Span
-from models.fixtures.wide_fixture import WideShape
 
 BATCH = 32  # more keys than the device's cache holds
 _BLOCK_SIZE = 16

@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from bench.wide_fixture import WideShape, build_wide_fixture
 from engine.config import (
     CacheConfig,
     EngineConfig,
@@ -27,7 +28,6 @@ from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine
 from engine.model.cuda_graphs.graph_runner import ForwardOutput, GraphRecorder
 from engine.proposer.text_match.ngram import NgramProposer
-from models.fixtures.wide_fixture import WideShape, build_wide_fixture
 from protos.messages import SamplingParams
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from actors.channel.channel_proposer import ChannelProposer
+from actors.draft.channel_proposer import ChannelProposer
 from actors.settings import DraftSettings, PairSettings
 from bench.contenders.draft_child import CORES, start_draft
 from bench.gpu.floor import DeviceSpeed, ModelCost

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models.fixtures.wide_fixture import WideShape
+from bench.wide_fixture import WideShape
 
 
 @dataclass(frozen=True, slots=True)

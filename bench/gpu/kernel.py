@@ -15,13 +15,13 @@ from torch import Tensor
 from bench.gpu.floor import DeviceSpeed
 from bench.gpu.plan import Plan
 from bench.gpu.table import GpuResults, KernelLine, Missing
+from bench.wide_fixture import WideShape
 from engine.attention.base import LayerOptions
 from engine.attention.triton_attention import TritonAttention, paged_attention
 from engine.attention.triton_tiles import HeadShape
 from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache, LayerShape
 from engine.model.cuda_graphs.graph_runner import ForwardOutput, GraphRecorder
-from models.fixtures.wide_fixture import WideShape
 
 _BLOCK_SIZE = 16
 _POOL_BYTES = 8 << 30  # several times any cache, and more than one launch reads

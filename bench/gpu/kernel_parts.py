@@ -13,11 +13,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.card import CACHE_BYTES, MODES, SMOKE_SHAPE, Look
 from bench.gpu.table import NOT_MEASURED
+from bench.wide_fixture import LLAMA_3_8B
 from engine.model.checkpoint.unread_weight import QuantizedWeight
 from engine.model.linear.rounding import to_int4
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.sampler import Sampler
-from models.fixtures.wide_fixture import LLAMA_3_8B
 
 
 def look_at_products(look: Look) -> None:

@@ -13,7 +13,7 @@
     attention      the attention kernel over six tilings, next to torch's own
     deterministic  the same texts by a deterministic model, where not one token may differ
 
-One engine, with Llama-3's 1 B shape and the demo target's logits (`models.fixtures.wide_fixture`), serves all parts but
+One engine, with Llama-3's 1 B shape and the demo target's logits (`bench.wide_fixture`), serves all parts but
 the last. Every line is printed and saved to `--out` at once; what cannot be measured on this device is named.
 """
 
@@ -37,10 +37,10 @@ from torch.profiler import ProfilerActivity, profile
 from bench.gpu.card import DRAFTED, MODES, NUM_SEQUENCES, PROMPT, SMOKE_SHAPE, K, Look
 from bench.gpu.kernel_parts import device_us, look_at_attention, look_at_products, look_at_sampling
 from bench.gpu.table import NOT_MEASURED
+from bench.wide_fixture import LLAMA_3_1B
 from engine.batch.span import Span
 from engine.engine_core import EngineCore
 from engine.model.cuda_graphs.static_batch import StaticBatch
-from models.fixtures.wide_fixture import LLAMA_3_1B
 from protos.messages import GenerateRequest, SamplingParams, SpeculationParams, TokenChunk
 
 logger = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from bench.gpu.floor import ModelCost
+from bench.wide_fixture import WideShape
 from engine.config import KVDtype
 from engine.kv_cache.kv_dtype import head_bytes
-from models.fixtures.wide_fixture import WideShape
 
 
 @dataclass(frozen=True, slots=True)

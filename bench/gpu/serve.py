@@ -26,9 +26,9 @@ import torch
 import uvicorn
 
 from bench.gpu.table import NOT_MEASURED
+from bench.wide_fixture import LLAMA_3_1B, LLAMA_3_8B, WideShape, build_wide_fixture
 from cluster.config import DeployConfig
 from cluster.local.local_service import local_settings, running_service
-from models.fixtures.wide_fixture import LLAMA_3_1B, LLAMA_3_8B, WideShape, build_wide_fixture
 from router.api_keys import ApiKeys
 from router.openai.api import build_app
 

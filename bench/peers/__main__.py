@@ -59,8 +59,7 @@ MODELS: dict[str, PeerModel] = {
         padded_target,
         DEMO / "draft",
         (Precision.BF16, Precision.F32),
-        "the demo target's logits at the cost of a 0.46 B model (`models.fixtures.padded_fixture`); draft: the demo "
-        "draft",
+        "the demo target's logits at the cost of a 0.46 B model (`bench.padded_pair`); draft: the demo draft",
         "peers",
         DEMO / "target",
     ),

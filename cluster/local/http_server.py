@@ -306,7 +306,7 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets=[])
         self.servers.append(server)
         await server.start_serving()
-        for each in server.sockets:
+        for each in server.sockets:  # asyncio accepts as many at once as it queues, so the longer queue comes after
             with socket.fromfd(each.fileno(), each.family, each.type) as listener:
                 listener.listen(2048)
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from cluster.schema.section import Section, one_of
 from engine.config import PositionLogConfig
 from router.config import IngressSettings
-from router.generation.tool_formats.find_format import FORMATS, PROMPTED
+from router.generation.tool_formats import FORMATS, PROMPTED
 from router.requests.reasoning_format import MARKS
 from router.routing.policy import Policy
 

@@ -1,1 +1,1 @@
-"""The parts of every training: corpus, tokenizer, loss, optimizer, checkpoints."""
+"""The training of the demo pair and of heads for its target: corpus, tokenizer, models, measurement and cards."""

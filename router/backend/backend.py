@@ -10,8 +10,8 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from protos.messages import GenerateRequest, ModelCard, TokenChunk
-from protos.served_draft import DraftOrder, DraftReport
+from protos.messages import GenerateRequest, TokenChunk
+from protos.served_model import DraftOrder, DraftReport, ModelCard
 
 Answer = TypeVar("Answer")
 

@@ -16,8 +16,8 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from protos.errors import EngineError, OverloadedError, ServingError, ShuttingDownError, UnavailableError
-from protos.messages import GenerateRequest, ModelCard, TokenChunk
-from protos.served_draft import DraftOrder, DraftReport
+from protos.messages import GenerateRequest, TokenChunk
+from protos.served_model import DraftOrder, DraftReport, ModelCard
 from router.backend.application_watch import ReplicaTexts, up_text
 from router.backend.token_feed import Inbox, TokenListener
 from router.routing.request_routing import RequestRouting

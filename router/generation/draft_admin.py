@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from protos.errors import RequestError, UnavailableError
-from protos.served_draft import (
+from protos.served_model import (
     ANSWER_S,
     CHECK_TIMEOUT_S,
     RETURN_S,

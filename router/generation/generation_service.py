@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from protos.errors import ContextLengthError, ModelNotFoundError, RequestError, ServingError, UnavailableError
-from protos.fingerprint import with_tokenizer
-from protos.messages import Grammar, ModelCard
+from protos.messages import Grammar
+from protos.served_model import ModelCard, with_tokenizer
 from router.api_keys import current_client
 from router.backend.backend import Backend, SharedAnswer, TokenStreams
 from router.backend.migration import MigratingStreams
@@ -20,17 +20,17 @@ from router.config import IngressConfig
 from router.generation.draft_admin import DraftAdmin
 from router.generation.generation import Generation, Origin
 from router.generation.receipts import OpenReceipt, ReceiptKey, digests_of, key_for
-from router.generation.tool_formats.find_format import PROMPTED, find_format
+from router.generation.tool_formats import PROMPTED, find_format
 from router.metrics.ingress_metrics import IngressMetrics
 from router.metrics.tracing import TracedStreams, tracer_from_environment
 from router.requests.body import BodyWork
 from router.requests.chat_request import ChatCompletionRequest, ChatPromptFields
 from router.requests.completion_request import CompletionRequest, DetokenizeRequest, TokenizeRequest
-from router.requests.constraints.structured_output import Constraint
 from router.requests.generation_fields import GenerationFields
 from router.requests.reasoning_format import HARMONY, Thinking, find_reasoning, thinking_after
 from router.requests.sampling_params import GenerateParams, Prompt, bad_word_forms, check_token_ids
 from router.requests.sequence_requests import check_num_choices, check_room, generate_requests, truncated
+from router.requests.structured_output import Constraint
 from router.requests.tools import ToolUse, with_prompted_tools
 from router.tokenizer.chat_prompt import chat_prompt
 from router.tokenizer.tokenizer_files import TokenizerFiles

@@ -26,8 +26,8 @@ from cryptography.hazmat.primitives.serialization import (
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from protos.errors import ConfigError, RequestError
-from protos.fingerprint import FingerprintPart, read_fingerprint, with_tokenizer
-from protos.messages import GenerateRequest, ModelCard, SpeculationMode, VerifyMode
+from protos.messages import GenerateRequest, SpeculationMode, VerifyMode
+from protos.served_model import FingerprintPart, ModelCard, read_fingerprint, with_tokenizer
 from router.api_keys import current_client
 from router.requests.generation_fields import GenerationFields
 from router.tokenizer.tokenizer_files import TokenizerFiles

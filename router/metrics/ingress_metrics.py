@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protos.messages import SpeculationStats
 from router.api_keys import ApiKeys
-from router.routing.router_metrics import RouterMetrics
+from router.routing.request_routing import RouterMetrics
 
 _OTHERS = "other"  # all further tenants
 _NOBODY = "none"  # a client without a key
@@ -124,9 +124,7 @@ class IngressMetrics:
             "api_keys_age_seconds",
             "Seconds since the API key file was last read or found unchanged; grows while it cannot be read.",
         )
-        self._wrong_key_lines = self._gauge(
-            "api_keys_wrong_lines", "Invalid lines of the API key file; they admit nobody."
-        )
+        self._wrong_keys = self._gauge("api_keys_wrong_lines", "Invalid lines of the API key file; they admit nobody.")
         self._wanted_pairs = self._gauge(
             "pairs_wanted",
             "Pairs that deploy.yaml requests, the minimum if it gives bounds; equal on all ingress replicas.",
@@ -146,7 +144,7 @@ class IngressMetrics:
     def watch_keys(self, api_keys: ApiKeys) -> None:
         """Report the state of these keys from now on."""
         self._keys_age.set_function(lambda: api_keys.age_s)
-        self._wrong_key_lines.set_function(lambda: api_keys.num_wrong_lines)
+        self._wrong_keys.set_function(lambda: api_keys.num_wrong_lines)
 
     def count_request(self, frontend: str, operation: str, status: str) -> None:
         """Count one answered call; `operation` must come from a fixed set."""

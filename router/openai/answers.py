@@ -9,7 +9,7 @@ from typing import Any, Literal, NotRequired
 from openai.types import Model
 from typing_extensions import TypedDict
 
-from protos.served_draft import CanaryReport, DraftReport
+from protos.served_model import CanaryReport, DraftReport
 
 
 class ErrorFields(TypedDict):

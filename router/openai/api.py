@@ -16,7 +16,7 @@ from pydantic_core import to_json
 
 from protos.client_text import guard_logs
 from protos.errors import AuthenticationError, OverloadedError, RequestError, ServingError
-from protos.served_draft import SwapDraft, TryDraft
+from protos.served_model import SwapDraft, TryDraft
 from router.api_keys import ApiKeys, Client
 from router.backend.backend import SharedAnswer
 from router.generation.generation import Generation

@@ -26,7 +26,7 @@ from router.client_limits import BODY_GRACE_S, MIN_BODY_BYTES_PER_S, REQUEST_TIM
 from router.config import IngressLimits
 from router.metrics.ingress_metrics import IngressMetrics
 from router.requests.body import BodyWork, as_request_error
-from router.requests.constraints.foreign_fields import known_fields
+from router.requests.foreign_fields import known_fields
 
 logger = logging.getLogger(__name__)
 

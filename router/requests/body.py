@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from protos.client_text import check_parts
 from protos.errors import RequestError
-from protos.served_draft import TryDraft
+from protos.served_model import TryDraft
 
 _LIMITS = {
     "greater_than": "greater than {gt}",
@@ -174,7 +174,7 @@ class SwapDrafts(Body):
 
 
 class TryDrafts(SwapDrafts):
-    """The body of `/admin/drafts/canary`: the limits of the trial (`protos.served_draft.TryDraft`)."""
+    """The body of `/admin/drafts/canary`: the limits of the trial (`protos.served_model.TryDraft`)."""
 
     block_s: float = Field(default=_TRIAL.block_s, ge=0.1, le=3600.0, strict=False)
     deadline_s: float = Field(default=_TRIAL.deadline_s, ge=1.0, le=604_800.0, strict=False)

@@ -14,9 +14,9 @@ from protos.errors import RequestError
 from protos.messages import GrammarKind
 from router.requests.body import Body, as_request_error
 from router.requests.chat_message import RESULTS, ChatMessageFields, Role
-from router.requests.constraints.json_schema import check_parts
-from router.requests.constraints.structured_output import Constraint
 from router.requests.generation_fields import MAX_LOGPROBS, GenerationFields, Int, Seed, SpeculationFields, TokenLimit
+from router.requests.json_schema import check_parts
+from router.requests.structured_output import Constraint
 from router.requests.tools import Tool, ToolUse, tool_use
 
 MAX_TOOLS = 1024

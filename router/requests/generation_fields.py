@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from protos.errors import RequestError
 from protos.messages import MAX_STEP_SCORE, SpeculationMethod, SpeculationMode, VerifyMode
 from router.requests.body import Body
-from router.requests.constraints.structured_output import Constraints
+from router.requests.structured_output import Constraints
 
 _INT32 = 2**31 - 1
 _INT64 = 2**63 - 1

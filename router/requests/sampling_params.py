@@ -10,13 +10,13 @@ from typing import TypeVar
 from protos.errors import RequestError
 from protos.messages import (
     Grammar,
-    ModelCard,
     SamplingParams,
     SpeculationMethod,
     SpeculationMode,
     SpeculationParams,
     VerifyMode,
 )
+from protos.served_model import ModelCard
 from router.requests.generation_fields import GenerationFields, SpeculationFields
 from router.requests.reasoning_format import Thinking
 from router.tokenizer.tokenizer import Tokenizer

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from protos.errors import ContextLengthError, RequestError
-from protos.messages import GenerateRequest, ModelCard, SamplingParams
+from protos.messages import GenerateRequest, SamplingParams
+from protos.served_model import ModelCard
 from router.api_keys import Client, current_client, digest
 from router.requests.sampling_params import (
     GenerateParams,

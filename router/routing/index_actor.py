@@ -16,9 +16,8 @@ from functools import partial
 
 import ray
 
-from protos.block_keys import split_keys
+from protos.block_keys import PrefixHolder, WorkerReport, split_keys
 from protos.linux import wait_for_cores
-from protos.worker_report import PrefixHolder, WorkerReport
 from router.config import RouterConfig
 from router.routing.load import LoadTable, SentWork
 from router.routing.policy import CostConfig, Decision, Policy, PolicyInput, rank

@@ -16,8 +16,8 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from protos.backoff import BackoffGate
+from protos.block_keys import WorkerReport
 from protos.errors import UnavailableError
-from protos.worker_report import WorkerReport
 from router.config import RouterConfig
 from router.routing.index_actor import IndexActor
 from router.routing.routed_call import RouteQuery, RouteReply

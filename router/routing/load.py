@@ -17,7 +17,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from protos.worker_report import WorkerLoad
+from protos.block_keys import WorkerLoad
 
 FloatArray = NDArray[np.float64]
 

@@ -17,8 +17,7 @@ from itertools import islice
 
 import numpy as np
 
-from protos.block_keys import BlockKey, CacheDelta, split_keys
-from protos.worker_report import PrefixHolder
+from protos.block_keys import BlockKey, CacheDelta, PrefixHolder, split_keys
 
 _UNKNOWN_EPOCH = -1  # of a worker that got a request before it has reported
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from protos.block_keys import PrefixHolder
 from protos.messages import GenerateRequest
-from protos.worker_report import PrefixHolder
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from protos.errors import ConfigError
-from protos.fingerprint import digest
+from protos.served_model import digest
 from protos.token_bytes import shared_tokenizer
 from router.tokenizer.chat_template import ChatTemplate
 from router.tokenizer.tokenizer import TokenIdsOnly, Tokenizer

@@ -24,8 +24,7 @@ from engine.accounting.engine_stats import FetchFailure
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.engine_core import EngineCore
 from engine.remote_prefill.kv_transfer import ChunkHeader, FetchAccepted, FetchEnd, FetchOrder, KVLayout
-from protos.block_keys import block_keys, root_key, split_keys
-from protos.worker_report import PrefixHolder, WorkerReport
+from protos.block_keys import PrefixHolder, WorkerReport, block_keys, root_key, split_keys
 from tests.engine.fixtures.checkpoints import write_checkpoint
 
 PROMPT = tuple(3 + index % 50 for index in range(96))  # six blocks, two to a chunk

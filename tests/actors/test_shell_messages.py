@@ -6,8 +6,8 @@ import typing
 
 import pytest
 
-from actors.channel.channel_proposer import SyncedSequence
-from actors.channel.draft_link import DraftMessage, Open, Round
+from actors.draft.channel_proposer import SyncedSequence
+from actors.draft.draft_link import DraftMessage, Open, Round
 from actors.draft.draft_server import _sequence
 from actors.shell_messages import Add, ShellToTarget, TargetToShell
 from engine.sequence.sequence import DraftRule, RequestTokens

@@ -17,7 +17,7 @@ from engine.engine_core.loading import load_engine
 from engine.proposer.text_match.suffix import SuffixProposer
 from protos import outrider_pb2 as pb2
 from protos import outrider_pb2_grpc
-from protos.messages import ModelCard
+from protos.served_model import ModelCard
 from router.config import IngressConfig
 from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import IngressMetrics

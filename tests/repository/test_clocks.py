@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGES = ("protos", "engine", "actors", "router", "cluster")
 WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"}
 DATES = {  # files that need the date, or compare it with a file's date
-    "actors/engine_loop/kv_event_publisher.py": "the date of an event, for subscribers",
+    "actors/target/kv_event_publisher.py": "the date of an event, for subscribers",
     "actors/pair/auto_tune.py": "the date of a draft's file",
     "actors/pair/pair.py": "the date since which a draft runs, for operators",
     "actors/pair/pair_draft.py": "likewise",

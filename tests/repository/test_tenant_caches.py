@@ -16,7 +16,7 @@ import httpx
 import pytest
 import torch
 
-from actors.channel.channel_proposer import ChannelProposer
+from actors.draft.channel_proposer import ChannelProposer
 from actors.draft.draft_server import DraftServer
 from actors.process.frames import FrameListener, private_folder
 from engine.batch.draft import Draft
@@ -29,8 +29,9 @@ from engine.sampling import masks
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sequence.sequence import RequestTokens, TokenBlocks
 from protos.block_keys import PROBE_SALT, block_keys, probe_token_ids, root_key
-from protos.messages import GenerateRequest, Grammar, GrammarKind, ModelCard, SamplingParams
+from protos.messages import GenerateRequest, Grammar, GrammarKind, SamplingParams
 from protos.predicted_text import Prediction
+from protos.served_model import ModelCard
 from router.api_keys import Client
 from router.config import IngressConfig, RouterConfig
 from router.generation.generation_service import GenerationService

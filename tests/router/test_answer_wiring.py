@@ -21,7 +21,7 @@ from protos.messages import (
     StepStats,
     TokenLogprobs,
 )
-from protos.served_draft import CanaryReport, DraftReport
+from protos.served_model import CanaryReport, DraftReport
 from router.generation.delta import Delta, ToolCallDelta
 from router.generation.generation_service import GenerationService
 from router.generation.usage import PredictionUsage, Usage

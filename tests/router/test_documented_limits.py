@@ -23,8 +23,7 @@ from router import client_limits as limits
 from router.config import IngressLimits
 from router.grpc_api import reading_gate, server
 from router.openai import http_body, response_writer
-from router.requests import chat_request, completion_request, sequence_requests
-from router.requests.constraints import json_schema
+from router.requests import chat_request, completion_request, json_schema, sequence_requests
 from router.routing import load
 
 DOCS = Path(__file__).parents[2] / "docs"

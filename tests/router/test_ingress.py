@@ -12,7 +12,8 @@ from ray.serve.handle import DeploymentHandle
 
 from protos import outrider_pb2 as pb2
 from protos.errors import OverloadedError, RequestError
-from protos.messages import GenerateRequest, ModelCard, TokenChunk
+from protos.messages import GenerateRequest, TokenChunk
+from protos.served_model import ModelCard
 from router.config import IngressConfig
 from router.ingress import GRPC_SERVICER_FUNCTIONS, Ingress
 from tests.router.conftest import byte_tokenizer_core

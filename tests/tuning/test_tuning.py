@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from engine.model.loader import model_version
 from engine.position_log.log_writer import top_logprobs
 from engine.position_log.shard import LogFolder, LoggedModel, LoggedRequest, log_files, read_shard, write_shard
-from models.demo_pair.evaluate import count_rounds
+from models.training.evaluate import count_rounds
 from protos.errors import ConfigError
 from tests.engine.fixtures.checkpoints import VOCAB_SIZE, Folders, write_checkpoint, write_pair
 from tests.engine.model.draft_heads.test_checkpoint import Hostile

@@ -1,8 +1,8 @@
 """An audit of any OpenAI-compatible server from outside.
 
 `client` sends requests within a budget, `prediction` reads the distributions that the server reports, `evidence` weighs
-draws against them, `checks/` asks and weighs, `trial` reaches a verdict, `audit` runs all checks and corrects for their
-number, `report` writes JSON, HTML and curl commands.
+draws against them, `answers` to `ways` are the checks, `trial` reaches a verdict, `audit` runs all checks and corrects
+for their number.
 
 Each check is a test by betting (arXiv:2210.01948): under a server that does as it reports, the evidence
 of a check is a martingale that starts at 1, so it reaches 1 / alpha with probability alpha at most, however often it

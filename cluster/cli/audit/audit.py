@@ -10,7 +10,7 @@ from functools import partial
 
 import httpx
 
-from cluster.cli.audit.checks import answers, positions, sampling, speed, ways
+from cluster.cli.audit import answers, positions, sampling, speed, ways
 from cluster.cli.audit.client import Budget, Server, explore, seeds_from
 from cluster.cli.audit.trial import PROMPTS, Audit, Finding, Prompt, Trial, Verdict, all_of
 from cluster.cli.audit.wire import TIMEOUT_S, NoVerdictError, RefusedError, fetch

@@ -62,7 +62,7 @@ def check_deployment(file: DeployFile) -> DeployFile:
 
 def _check_start(config: DeployConfig) -> None:
     # Imported here: it loads torch, which `outrider serve` must not do in this process.
-    from cluster.start_check import check_start
+    from actors.draft.draft_process import check_start
 
     for note in check_start(unplaced_settings(config), is_on_gpu=config.pair.gpus is not None):
         report(f"note: {note}")

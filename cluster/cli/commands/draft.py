@@ -17,7 +17,7 @@ from typer import Argument, Option
 from cluster.cli.console import console
 from cluster.cli.server import API_KEY, NO_ANSWER, URL, ServerUrl
 from protos.errors import ConfigError
-from protos.served_draft import ANSWER_S, CHECK_TIMEOUT_S, RETURN_S, TryDraft
+from protos.served_model import ANSWER_S, CHECK_TIMEOUT_S, RETURN_S, TryDraft
 
 draft = typer.Typer(help="Show and replace the drafts of a running server.", no_args_is_help=True)
 

@@ -16,7 +16,7 @@ from typer import Argument, Option
 from cluster.cli.console import report
 from cluster.cli.server import API_KEY, URL, AnswerError, ServerUrl, served_model, understood
 from protos.errors import ConfigError
-from protos.fingerprint import read_fingerprint
+from protos.served_model import read_fingerprint
 from router.generation.receipts import Receipt, check_receipt, digest_of_ids, read_public_key, read_receipt
 
 _PATHS = {"text_completion": "/completions", "chat.completion": "/chat/completions"}

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from protos.errors import RequestError
 from protos.messages import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
-from router.requests.constraints.json_schema import schema_source
+from router.requests.json_schema import schema_source
 from router.requests.tools import NAME_PATTERN, Function, ToolUse
 from router.tokenizer.tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from actors.channel.draft_link import PROTOCOL_VERSION, Commit, DraftMessage, Hello, Offers, Open, Round
+from actors.draft.draft_link import PROTOCOL_VERSION, Commit, DraftMessage, Hello, Offers, Open, Round
 from actors.draft.draft_server import DraftServer
 from actors.process.frames import FrameConnection, FrameListener, connect
 from engine.batch.draft import Draft, Offer

@@ -14,7 +14,7 @@ from actors.draft.draft_server import DraftServer
 from actors.process.frames import FrameListener
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from engine.proposer.draft_model.loader import load_drafter
-from tests.actors.channel.test_disciplines import connected, generate, new_engine, requests
+from tests.actors.draft.test_disciplines import connected, generate, new_engine, requests
 from tests.engine.fixtures.checkpoints import Folders
 from tests.engine.fixtures.pairs.foreign_pair import COVERAGE, write_foreign_pair
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from actors.pair.pair_draft import PairDraft
 from engine.accounting.goodput import GoodputStats
 from protos.errors import DeadlineExceededError, UnavailableError
-from protos.served_draft import DraftReport
+from protos.served_model import DraftReport
 
 OLD = DraftReport("pair-1", "/old", "old", 10.0, is_deployed=True)
 

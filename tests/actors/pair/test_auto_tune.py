@@ -9,7 +9,7 @@ import pytest
 
 from actors.pair.auto_tune import AutoTune
 from actors.settings import AutoTuneSettings
-from protos.served_draft import CanaryOutcome, DraftReport
+from protos.served_model import CanaryOutcome, DraftReport
 from tests.actors.pair.simulated_pair import SimulatedTrialPair
 
 TRAINER = """

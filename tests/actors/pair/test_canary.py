@@ -8,7 +8,7 @@ import pytest
 
 from actors.pair.pair_draft import PairDraft
 from protos.errors import ConflictError, RequestError
-from protos.served_draft import CanaryOutcome, DraftReport, ShowDraft, StopCanary, SwapDraft, TryDraft
+from protos.served_model import CanaryOutcome, DraftReport, ShowDraft, StopCanary, SwapDraft, TryDraft
 from tests.actors.pair.simulated_pair import SimulatedTrialPair
 
 ORDER = TryDraft("/new", 5.0, 20.0, 3600.0, 0.05, 0.05, 0.05, 12)

@@ -13,9 +13,8 @@ import ray
 
 from actors.draft.draft_actor import DraftActor
 from actors.pair import pair_actors
-from actors.pair.pair_actors import PairActors
+from actors.pair.pair_actors import PairActors, TargetActor
 from actors.settings import DraftSettings, PairDevices, PairSettings, ProcessShare
-from actors.target.target_actor import TargetActor
 from engine.config import EngineConfig, ModelConfig
 from protos.messages import SpeculationMethod
 

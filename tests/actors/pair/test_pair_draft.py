@@ -14,7 +14,7 @@ from actors.shell_messages import HeadFailure, RunningHead
 from engine.accounting.goodput import GoodputStats
 from protos.errors import ConflictError, DeadlineExceededError, RequestError
 from protos.messages import SpeculationMethod
-from protos.served_draft import CanaryOutcome, CheckDraft, DraftReport, ShowDraft, StopCanary, SwapDraft, TryDraft
+from protos.served_model import CanaryOutcome, CheckDraft, DraftReport, ShowDraft, StopCanary, SwapDraft, TryDraft
 
 OLD = DraftReport("pair-1", "/old", "old", 10.0, is_deployed=True)
 

@@ -11,7 +11,7 @@ import pytest
 from actors.pair.auto_tune import auto_tunes
 from actors.pair.pair_draft import PairDraft, PairDrafts
 from protos.errors import ConflictError, RequestError
-from protos.served_draft import CheckDraft, ShowDraft, StopCanary, SwapDraft
+from protos.served_model import CheckDraft, ShowDraft, StopCanary, SwapDraft
 from tests.actors.pair.simulated_pair import OLD, SimulatedTrialPair
 from tests.actors.pair.test_auto_tune import NewIsFaster, settings, until_done
 

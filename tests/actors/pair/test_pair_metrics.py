@@ -15,7 +15,7 @@ from engine.accounting.engine_stats import (
     TranslationCounts,
 )
 from engine.accounting.step_times import StepTimes
-from protos.served_draft import CanaryOutcome, CanaryReport, DraftReport
+from protos.served_model import CanaryOutcome, CanaryReport, DraftReport
 from router.metrics.exposition import merge_metrics
 
 CONTRACT = {

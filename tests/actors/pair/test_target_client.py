@@ -11,17 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from actors.engine_loop.engine_loop import EngineLoop, KVEventBuffer, StatusReporter
 from actors.pair.pair_draft import TargetHead
 from actors.pair.target_client import TargetClient
 from actors.pair.token_feed import TokenStream
 from actors.process.frames import FrameListener
 from actors.shell_messages import HeadAnswer, OrderHead, Refused
+from actors.target.engine_loop import EngineLoop, KVEventBuffer, StatusReporter
 from actors.target.target_process import ShellServer
 from engine.accounting.engine_stats import DraftStats, EngineStats
 from engine.accounting.step_times import StepTimes
 from protos.errors import EngineError, ModelChangedError, RequestError, UnavailableError
-from protos.messages import FinishReason, GenerateRequest, ModelCard, SamplingParams, TokenChunk
+from protos.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk
+from protos.served_model import ModelCard
 from router.backend import migration
 from router.backend.migration import MigratingStreams
 from router.backend.token_feed import TokenListener as IngressFeed

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.channel.draft_link import Commit, DraftMessage, Hello, Offers, Round
+from actors.draft.draft_link import Commit, DraftMessage, Hello, Offers, Round
 from actors.process.frames import FrameConnection, FrameListener, connect
 from actors.shell_messages import Refused
 from engine.batch.draft import Draft, Offer, SparseDistribution

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.channel.draft_link import DRAFT_SOCKET
+from actors.draft.draft_link import DRAFT_SOCKET
 from actors.process.frames import private_folder
 
 MAKE = """

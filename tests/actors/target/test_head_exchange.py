@@ -15,19 +15,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from actors.draft.draft_actor import DraftChoice, write_choice
-from actors.pair.local_pair import LocalPair
 from actors.pair.pair_draft import PairDraft, TargetHead
 from actors.pair.target_client import TargetClient
 from actors.process.frames import private_folder
 from actors.settings import DraftSettings, PairSettings
 from actors.shell_messages import TARGET_SOCKET, HeadFailure, RunningHead
 from actors.target.target_process import serve_target
+from cluster.local.local_service import LocalPair
 from engine.config import CacheConfig, EngineConfig, HeadConfig, HeadKind, ModelConfig, SchedulerConfig
 from engine.config import SpeculationConfig as Speculation
 from engine.engine_core.loading import load_engine
 from protos.errors import RequestError
 from protos.messages import GenerateRequest, SamplingParams, SpeculationMethod
-from protos.served_draft import CanaryOutcome, CheckDraft, DraftReport, SwapDraft
+from protos.served_model import CanaryOutcome, CheckDraft, DraftReport, SwapDraft
 from tests.actors.target_events import TargetEvents
 from tests.engine.fixtures.checkpoints import write_checkpoint
 from tests.engine.fixtures.heads.block_heads import BlockShape, block_tensors, write_block_head

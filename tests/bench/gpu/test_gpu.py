@@ -17,7 +17,7 @@ from bench.gpu import look, serve
 from bench.gpu.__main__ import main
 from bench.gpu.floor import DeviceSpeed, ModelCost, most_tokens
 from bench.gpu.table import EngineLine, GpuResults, KernelLine, Missing
-from models.fixtures.wide_fixture import LLAMA_3_1B, LLAMA_3_8B
+from bench.wide_fixture import LLAMA_3_1B, LLAMA_3_8B
 
 ROOT = Path(__file__).parents[3]
 GIVEN = ("torch", "transformers", "pytest")  # on the machine with the card, with all that they need

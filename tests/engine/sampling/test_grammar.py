@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from actors.engine_loop.engine_loop import EngineLoop
 from actors.shell_messages import Abort, Add
+from actors.target.engine_loop import EngineLoop
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine_core import EngineCore
 from engine.engine_core.loading import load_engine

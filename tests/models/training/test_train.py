@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.demo_pair.train_demo_pair import average
 from models.training.architecture import llama_config, load_checkpoint, new_model, num_parameters, save_checkpoint
 from models.training.tokens import TokenizedCorpus, WindowStream, write_rollouts
+from models.training.train_demo_pair import average
 from tuning.run import distillation_loss
 from tuning.score import penalise
 from tuning.train import Budget, PairedOptimizer, _is_faster_in_bfloat16, autocast, train

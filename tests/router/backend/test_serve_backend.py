@@ -14,13 +14,13 @@ from ray.serve.exceptions import BackPressureError
 
 from actors.pair.token_feed import TokenFeeds, TokenStream
 from protos.errors import EngineError, OverloadedError, RequestError, ServingError, ShuttingDownError, UnavailableError
-from protos.messages import FinishReason, GenerateRequest, ModelCard, TokenChunk
+from protos.messages import FinishReason, GenerateRequest, TokenChunk
+from protos.served_model import ModelCard
 from router.backend import serve_backend
 from router.backend.application_watch import up_text
 from router.backend.serve_backend import ServeBackend
-from router.routing.request_routing import RequestRouting
+from router.routing.request_routing import RequestRouting, RouterMetrics
 from router.routing.routed_call import RoutedCall
-from router.routing.router_metrics import RouterMetrics
 from tests.router.fixtures.fake_backend import CARD
 
 ERRORS: dict[int, BaseException] = {

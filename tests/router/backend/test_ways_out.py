@@ -21,15 +21,15 @@ from actors.pair.token_feed import TokenStream
 from actors.settings import PairSettings
 from engine.config import EngineConfig, ModelConfig
 from protos.errors import EngineLostError, GrammarError, ModelChangedError, RequestError, UnavailableError
-from protos.messages import FinishReason, GenerateRequest, ModelCard, TokenChunk
+from protos.messages import FinishReason, GenerateRequest, TokenChunk
+from protos.served_model import ModelCard
 from router.api_keys import ApiKeys
 from router.backend.serve_backend import ServeBackend
 from router.config import IngressConfig, IngressLimits
 from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import IngressMetrics
-from router.routing.request_routing import RequestRouting
+from router.routing.request_routing import RequestRouting, RouterMetrics
 from router.routing.routed_call import RoutedCall, RouteQuery, RouteReply
-from router.routing.router_metrics import RouterMetrics
 from router.routing.serve_router import RouteChooser
 from router.tokenizer.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles

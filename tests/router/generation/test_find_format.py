@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.generation.tool_formats.find_format import find_format
+from router.generation.tool_formats import find_format
 from router.generation.tool_formats.tagged_format import DSML, DSML_V32, GLM, QWEN_XML
 from router.generation.tool_formats.tool_format import DEEPSEEK, DEEPSEEK_V3, HERMES, KIMI, LLAMA, MISTRAL
 from router.generation.tool_formats.whole_format import COHERE, HARMONY, MISTRAL_LIST

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from protos.messages import FinishReason
 from router.generation.delta import Delta, join_deltas
 from router.generation.tool_calls import ToolCallParser
-from router.generation.tool_formats.find_format import find_format
+from router.generation.tool_formats import find_format
 from router.requests.chat_message import ChatMessageFields
 from router.tokenizer.chat_template import ChatTemplate
 

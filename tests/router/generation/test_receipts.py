@@ -19,8 +19,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from engine.engine_core import EngineCore
 from protos import outrider_pb2 as pb2
 from protos.errors import ConfigError, UnavailableError
-from protos.fingerprint import FingerprintPart, digest, write_fingerprint
 from protos.messages import VerifyMode
+from protos.served_model import FingerprintPart, digest, write_fingerprint
 from router.api_keys import ApiKeys
 from router.config import IngressConfig
 from router.generation.generation_service import GenerationService

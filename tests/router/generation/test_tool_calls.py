@@ -20,7 +20,7 @@ from engine.sampling.grammar_trial import new_matcher, new_tokenizer
 from protos.messages import FinishReason, GenerateRequest, Grammar, GrammarKind, SamplingParams
 from router.generation.delta import Delta, join_deltas, whole_calls
 from router.generation.tool_calls import ToolCallParser
-from router.generation.tool_formats.find_format import FORMATS, find_format
+from router.generation.tool_formats import FORMATS, find_format
 from router.generation.tool_formats.tool_format import DEEPSEEK, DEEPSEEK_V3, HERMES, KIMI, LLAMA, MISTRAL, ToolFormat
 from router.requests.tools import Tool, tool_use
 from router.tokenizer.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from engine.sampling.grammar_compiler import GrammarCompiler
 from protos.messages import FinishReason, GenerateRequest, Grammar, SamplingParams
 from router.generation.delta import Delta, join_deltas
 from router.generation.tool_calls import ToolCallParser
-from router.generation.tool_formats.find_format import find_format
+from router.generation.tool_formats import find_format
 from router.generation.tool_formats.named_format import FUNCTION_GEMMA, GEMMA, LFM2, OLMO, PYTHONIC
 from router.generation.tool_formats.tagged_format import DSML, DSML_V32, GLM, MINIMAX, QWEN_XML, SEED
 from router.generation.tool_formats.tool_format import KIMI, MISTRAL, ToolFormat

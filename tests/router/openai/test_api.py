@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
 from protos.errors import ConflictError, UnavailableError
-from protos.served_draft import (
+from protos.served_model import (
     CanaryOutcome,
     CanaryReport,
     CheckDraft,

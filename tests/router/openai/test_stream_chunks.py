@@ -18,7 +18,8 @@ from openai.types.chat import ChatCompletionChunk
 from pydantic import TypeAdapter
 from tokenizers import AddedToken
 
-from protos.messages import GenerateRequest, ModelCard, TokenChunk
+from protos.messages import GenerateRequest, TokenChunk
+from protos.served_model import ModelCard
 from router.api_keys import ApiKeys
 from router.config import IngressConfig
 from router.generation.generation_service import GenerationService

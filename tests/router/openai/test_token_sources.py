@@ -15,7 +15,8 @@ import pytest
 from engine.engine_core import EngineCore
 from protos import outrider_pb2 as pb2
 from protos import outrider_pb2_grpc
-from protos.messages import GenerateRequest, ModelCard, TokenChunk
+from protos.messages import GenerateRequest, TokenChunk
+from protos.served_model import ModelCard
 from router.api_keys import ApiKeys
 from router.config import IngressConfig
 from router.generation.generation_service import GenerationService

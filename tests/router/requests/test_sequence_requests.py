@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from protos.messages import GenerateRequest, ModelCard, SamplingParams, SpeculationParams, VerifyMode
+from protos.messages import GenerateRequest, SamplingParams, SpeculationParams, VerifyMode
+from protos.served_model import ModelCard
 from router.api_keys import Client, current_client
 from router.requests.completion_request import CompletionRequest
 from router.requests.sampling_params import GenerateParams, Prompt

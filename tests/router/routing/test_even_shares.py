@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from protos.block_keys import CacheDelta, join_keys
-from protos.worker_report import WorkerLoad
+from protos.block_keys import CacheDelta, WorkerLoad, join_keys
 from router.config import RouterConfig
 from router.routing.index_actor import IndexState
 from router.routing.routed_call import RouteQuery

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from protos.block_keys import CacheDelta, join_keys
-from protos.worker_report import PrefixHolder, WorkerLoad, WorkerReport
+from protos.block_keys import CacheDelta, PrefixHolder, WorkerLoad, WorkerReport, join_keys
 from router.config import RouterConfig
 from router.routing.index_actor import SILENCE_S, IndexState
 from router.routing.routed_call import RouteQuery

@@ -2,8 +2,7 @@ from collections import Counter
 
 import pytest
 
-from protos.block_keys import CacheDelta, join_keys
-from protos.worker_report import WorkerLoad
+from protos.block_keys import CacheDelta, WorkerLoad, join_keys
 from router.config import RouterConfig
 from router.routing.index_actor import IndexState
 from router.routing.policy import Decision

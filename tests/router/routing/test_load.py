@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from protos.worker_report import WorkerLoad
+from protos.block_keys import WorkerLoad
 from router.routing.load import LoadTable, SentWork
 
 

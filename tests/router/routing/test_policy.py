@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from protos.worker_report import WorkerLoad
+from protos.block_keys import WorkerLoad
 from router.routing.load import FleetLoad, LoadTable
 from router.routing.policy import CostConfig, Policy, PolicyInput, cost_terms, rank
 

@@ -8,7 +8,8 @@ import pytest
 from engine.kv_cache.block_manager import BlockManager
 from engine.sequence.sequence import TokenBlocks
 from protos.block_keys import PROBE_SALT, probe_token_ids, split_keys
-from protos.messages import GenerateRequest, ModelCard
+from protos.messages import GenerateRequest
+from protos.served_model import ModelCard
 from router.routing.request_routing import PromptKeys
 
 

@@ -8,11 +8,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from protos.block_keys import PROBE_SALT, block_keys, probe_token_ids, root_key
-from protos.messages import GenerateRequest, ModelCard, SpeculationExplanation, TokenChunk
+from protos.messages import GenerateRequest, SpeculationExplanation, TokenChunk
+from protos.served_model import ModelCard
 from router.api_keys import Client, current_client
-from router.routing.request_routing import RequestRouting
+from router.routing.request_routing import RequestRouting, RouterMetrics
 from router.routing.routed_call import Route, RoutedCall, RouteReply
-from router.routing.router_metrics import RouterMetrics
 
 PROBE = block_keys(probe_token_ids(16), 16, root_key("v1", PROBE_SALT))[-1]
 CARD = ModelCard(300, 4096, (0,), "v1", 16, probe_key=PROBE)

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
+from router.routing.request_routing import RouterMetrics
 from router.routing.routed_call import RouteOutcome, RouteReply
-from router.routing.router_metrics import RouterMetrics
 
 REPLY = RouteReply(
     predicted_blocks=8,

@@ -10,10 +10,9 @@ import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.request_router import PendingRequest
 
-from protos.block_keys import block_keys, join_keys, root_key
+from protos.block_keys import PrefixHolder, block_keys, join_keys, root_key
 from protos.errors import UnavailableError
 from protos.messages import GenerateRequest
-from protos.worker_report import PrefixHolder
 from router.routing.routed_call import RoutedCall, RouteQuery, RouteReply
 from router.routing.serve_router import PrefillRouter, PrefixAwareRouter
 

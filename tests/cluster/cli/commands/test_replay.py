@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from cluster.cli.__main__ import main
 from cluster.cli.commands.replay import changed_choices, changed_digests, read_records
-from protos.fingerprint import FingerprintPart, digest, read_fingerprint, with_tokenizer, write_fingerprint
+from protos.served_model import FingerprintPart, digest, read_fingerprint, with_tokenizer, write_fingerprint
 from router.generation.receipts import Receipt, ReceiptChoice, ReceiptKey, digest_of_ids
 from tests.cluster.cli.fake_server import answering
 

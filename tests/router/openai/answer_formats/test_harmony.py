@@ -13,7 +13,8 @@ import pytest
 from tokenizers import AddedToken
 
 from engine.sampling.grammar_compiler import GrammarCompiler
-from protos.messages import GenerateRequest, ModelCard
+from protos.messages import GenerateRequest
+from protos.served_model import ModelCard
 from router.api_keys import ApiKeys
 from router.config import IngressConfig
 from router.generation.generation_service import GenerationService

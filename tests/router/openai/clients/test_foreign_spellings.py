@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from protos.messages import GrammarKind
-from router.requests.constraints.foreign_fields import ALIASES, REFUSED
+from router.requests.foreign_fields import ALIASES, REFUSED
 from tests.router.fixtures.fake_backend import FakeBackend
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -19,7 +19,7 @@ from router.config import IngressConfig
 from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
-from router.requests.constraints import json_schema
+from router.requests import json_schema
 from router.tokenizer.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles
 from tests.router.conftest import chat_template

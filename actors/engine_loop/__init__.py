@@ -1,1 +1,0 @@
-"""An engine in a thread of its own, and its reports after each step."""

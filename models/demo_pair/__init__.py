@@ -1,1 +1,0 @@
-"""The bundled demo pair: training, measurement and model card."""

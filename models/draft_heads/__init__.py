@@ -1,1 +1,0 @@
-"""Training and measurement of EAGLE-3 and Medusa heads."""

@@ -1,0 +1,262 @@
+"""`python -m models.training.evaluate`: losses, acceptance and samples of a pair on held-out files.
+
+The draft's acceptance, measured on the target's own continuations.
+
+A position is accepted only if all earlier ones are, so the draft always continues the target's own tokens. Therefore
+one teacher-forced pass over the finished text gives every decision of every round.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import logging
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from models.training.architecture import REPETITION_PENALTY, load_checkpoint, num_parameters
+from models.training.tokenizer import load_tokenizer, render_chat
+from models.training.tokens import Corpus, Document, collect, encode, measuring_windows
+from tuning.score import choose, generate, penalise
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Acceptance over all rounds.
+
+    `by_position[j]` is the acceptance of draft token j, given acceptance of the earlier ones. `per_token` is plain
+    agreement over all positions. `repetition` is the repeated fraction of the continuations.
+    """
+
+    num_rounds: int
+    by_position: list[float]
+    tokens_per_pass: float
+    per_token: float
+    repetition: float
+
+
+@torch.no_grad()
+def agreement(
+    draft: LlamaForCausalLM,
+    ids: Tensor,
+    num_prompt_tokens: int,
+    temperature: float,
+    seed: int,
+    repetition_penalty: float = 1.0,
+) -> Tensor:
+    """Mark where the draft chooses the target's token, [B, generated], along ids [B, S + generated]."""
+    logits = draft(ids[:, :-1], use_cache=False).logits[:, num_prompt_tokens - 1 :].float()  # [B, generated, V]
+    chosen = []
+    for step, position in enumerate(range(num_prompt_tokens, ids.shape[1])):
+        penalised = penalise(logits[:, step], ids[:, :position], repetition_penalty)
+        chosen.append(choose(penalised, temperature, seed, position))
+    return torch.stack(chosen, dim=1) == ids[:, num_prompt_tokens:]
+
+
+def count_rounds(agrees: list[bool], num_draft_tokens: int) -> list[int]:
+    """Return the accepted tokens of each round along `agrees`; a round that the end of the text cuts is left out."""
+    accepted, cursor = [], 0
+    while cursor + num_draft_tokens <= len(agrees):
+        run = 0
+        while run < num_draft_tokens and agrees[cursor + run]:
+            run += 1
+        accepted.append(run)
+        cursor += run + 1
+    return accepted
+
+
+def repetition(row: list[int]) -> float:
+    """Return the share of repeated 8-grams of `row`: near 1 for a loop, near 0 for fresh text."""
+    grams = [tuple(row[start : start + 8]) for start in range(len(row) - 7)]
+    return 1.0 - len(set(grams)) / max(1, len(grams))
+
+
+@torch.no_grad()
+def text_agreement(target: LlamaForCausalLM, draft: LlamaForCausalLM, windows: Iterable[Tensor]) -> float:
+    """Return how often both models' likeliest next token is the same along given text, windows of [1, T]."""
+    num_equal, num_tokens = 0, 0
+    for ids in windows:
+        chosen = [model(ids, use_cache=False).logits.argmax(-1) for model in (target, draft)]  # two of [1, T]
+        num_equal += int((chosen[0] == chosen[1]).sum())
+        num_tokens += ids.numel()
+    return num_equal / max(1, num_tokens)
+
+
+def summarise(accepted: list[int], agrees: Tensor, written: Tensor, num_draft_tokens: int) -> Acceptance:
+    """Return the figures of the rounds over the continuations `written` [B, generated], accepted where `agrees`."""
+    reached = [sum(run >= position for run in accepted) for position in range(num_draft_tokens + 1)]
+    return Acceptance(
+        num_rounds=len(accepted),
+        by_position=[reached[j + 1] / max(1, reached[j]) for j in range(num_draft_tokens)],
+        tokens_per_pass=sum(accepted) / max(1, len(accepted)) + 1.0,
+        per_token=agrees.float().mean().item(),
+        repetition=sum(repetition(row) for row in written.tolist()) / len(written),
+    )
+
+
+def measure_acceptance(
+    target: LlamaForCausalLM,
+    draft: LlamaForCausalLM,
+    prompts: Tensor,
+    temperature: float,
+    num_tokens: int = 128,
+    num_draft_tokens: int = 5,
+    seed: int = 0,
+    repetition_penalty: float = 1.0,
+) -> Acceptance:
+    """Acceptance over continuations of prompts [B, S] by `num_tokens` tokens each, with K = `num_draft_tokens`."""
+    ids = generate(target, prompts, num_tokens, temperature, seed, repetition_penalty)
+    agrees = agreement(draft, ids, prompts.shape[1], temperature, seed, repetition_penalty)
+    accepted = [run for row in agrees.tolist() for run in count_rounds(row, num_draft_tokens)]
+    return summarise(accepted, agrees, ids[:, prompts.shape[1] :], num_draft_tokens)
+
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_TOKENS = 96
+SAMPLE_PROMPTS = (
+    'def read_config(path):\n    """Read a configuration file and return a dictionary."""\n',
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "import os\nimport sys\n\ndef main():\n",
+    "for i in range(",
+)
+SAMPLE_REQUEST = "Write a Python function `is_empty`. Return True if the queue is empty."
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A prompt and the target's greedy continuation."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """The model card's figures of a pair's quality; losses are nats per token in float32."""
+
+    target_parameters: int
+    draft_parameters: int
+    losses: dict[str, float]
+    loss_by_context: dict[str, float]
+    acceptance: dict[str, Acceptance]
+    text_agreement: float
+    samples: list[Sample]
+    num_held_out_files: int
+    num_training_files: int
+    num_prompts: int
+    sample_tokens: int
+    python: str
+
+
+@torch.no_grad()
+def mean_loss(model: LlamaForCausalLM, documents: list[np.ndarray]) -> float:
+    """Mean cross entropy over whole documents, in windows of at most 1,024 tokens."""
+    total, count = 0.0, 0
+    for ids in measuring_windows(documents):
+        logits = model(ids[:, :-1], use_cache=False).logits[0].float()  # [T, V]
+        total += F.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
+        count += ids.shape[1] - 1
+    return total / max(1, count)
+
+
+@torch.no_grad()
+def loss_by_context(model: LlamaForCausalLM, documents: list[np.ndarray], borders: tuple[int, ...]) -> dict[str, float]:
+    """Return the mean cross entropy at positions [a, b) of packed files, to show the cost of long contexts."""
+    stream = np.concatenate(documents)
+    num_windows = min(4, (len(stream) - 1) // borders[-1])
+    losses = []
+    for index in range(num_windows):
+        ids = torch.from_numpy(stream[index * borders[-1] : (index + 1) * borders[-1] + 1])
+        logits = model(ids[None, :-1], use_cache=False).logits[0].float()  # [T, V]
+        losses.append(F.cross_entropy(logits, ids[1:], reduction="none"))
+    by_position = torch.stack(losses).mean(0)  # [T]
+    return {f"{a}-{b}": by_position[a:b].mean().item() for a, b in itertools.pairwise(borders)}
+
+
+def held_out_prompts(documents: list[np.ndarray], num_prompts: int, seed: int = 0) -> Tensor:
+    """Return prompts [B, S] from random places of the documents; a document's chance is proportional to its length."""
+    rng = np.random.default_rng(seed)
+    length = 128
+    long_enough = [ids for ids in documents if len(ids) > length]
+    weights = np.array([len(ids) for ids in long_enough], dtype=float)
+    chosen = rng.choice(len(long_enough), size=num_prompts, p=weights / weights.sum())
+    starts = [rng.integers(0, len(long_enough[index]) - length) for index in chosen]
+    prompts = [long_enough[index][start:][:length] for index, start in zip(chosen, starts, strict=True)]
+    return torch.from_numpy(np.stack(prompts))
+
+
+def sample(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str) -> Sample:
+    """Return the target's greedy continuation of a text under the shipped penalty, up to the end of text or of turn."""
+    ids = torch.tensor([tokenizer.encode(prompt).ids])
+    written = generate(model, ids, SAMPLE_TOKENS, 0.0, 0, REPETITION_PENALTY)[0, ids.shape[1] :].tolist()
+    text = tokenizer.decode(written, skip_special_tokens=False)
+    return Sample(prompt, text.split("<|end")[0])
+
+
+def measure(folder: Path, corpus: Corpus) -> Measurements:
+    """Measure the pair in `folder` on the corpus's held-out files."""
+    tokenizer = load_tokenizer(folder / "target")
+    target, draft = load_checkpoint(folder / "target"), load_checkpoint(folder / "draft")
+    library = encode(tokenizer, _texts(corpus.held_out, is_test=False))
+    tests = encode(tokenizer, _texts(corpus.held_out, is_test=True))
+    prompts = held_out_prompts(library, num_prompts=96)
+    chat = render_chat([{"role": "user", "content": SAMPLE_REQUEST}], add_generation_prompt=True)
+    return Measurements(
+        target_parameters=num_parameters(target),
+        draft_parameters=num_parameters(draft),
+        losses={
+            "target, library": mean_loss(target, library),
+            "target, tests": mean_loss(target, tests),
+            "draft, library": mean_loss(draft, library),
+            "draft, tests": mean_loss(draft, tests),
+        },
+        loss_by_context=loss_by_context(target, library, (0, 512, 1024, 2048, 4096, 8192)),
+        acceptance={
+            f"{temperature:g}, penalty {penalty:g}": measure_acceptance(
+                target, draft, prompts, temperature, repetition_penalty=penalty
+            )
+            for temperature, penalty in itertools.product((0.0, 1.0), (REPETITION_PENALTY, 1.0))
+        },
+        text_agreement=text_agreement(target, draft, measuring_windows(library)),
+        samples=[sample(target, tokenizer, prompt) for prompt in (*SAMPLE_PROMPTS, chat)],
+        num_held_out_files=len(corpus.held_out),
+        num_training_files=len(corpus.training),
+        num_prompts=len(prompts),
+        sample_tokens=SAMPLE_TOKENS,
+        python=platform.python_version(),
+    )
+
+
+def _texts(documents: list[Document], is_test: bool) -> list[str]:
+    return [document.text for document in documents if document.is_test == is_test]
+
+
+def save_measurements(measurements: Measurements, folder: Path) -> None:
+    """Write measurements.json into the pair's folder."""
+    text = json.dumps(dataclasses.asdict(measurements), indent=2)
+    (folder / "measurements.json").write_text(text + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Measure a pair and log the results."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parents[1] / "demo")
+    folder = parser.parse_args().folder
+    measurements = measure(folder, collect())
+    save_measurements(measurements, folder)
+    logger.info("%s", json.dumps(dataclasses.asdict(measurements), indent=2))
+
+
+if __name__ == "__main__":
+    main()

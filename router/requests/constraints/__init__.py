@@ -1,1 +1,0 @@
-"""Constraints on the text of an answer, under the names of any server."""
