@@ -25,6 +25,7 @@ from tuning.draft import partial_of
 from tuning.log_windows import Log
 
 _NUM_STREAMS = 64
+_NUM_ASKED = 96  # tokens of a question
 _TEMPERATURES = (0.0, 0.7)  # of the answers, in turn
 
 
@@ -154,35 +155,44 @@ def write_own_chats(
     core, runner = _engine(target, partial)
     try:
         ends = runner.eos_token_ids
-        num_asked = 96  # tokens of a question
-        asked = (
-            GenerateRequest(
-                f"question-{seed}", before, SamplingParams(seed, 1.0, max_tokens=num_asked, stop_token_ids=ends)
-            )
-            for seed in range(num_chats)
-        )
-        done = dict(_answers(core, asked, lambda count: on_progress(0.2 * count / num_chats)))
-        questions = {ids[:-1] for ids in done.values() if len(ids) > 1 and ids[-1] in ends}
+        questions = _questions(core, before, ends, num_chats, lambda share: on_progress(0.2 * share))
         if not questions:
             raise ConfigError(
-                f"{target} was asked for {num_chats} questions and wrote none of at most {num_asked} tokens; "
+                f"{target} was asked for {num_chats} questions and wrote none of at most {_NUM_ASKED} tokens; "
                 "train on --traffic or --log"
             )
-        prompts = [(*before, *ids, *after) for ids in sorted(questions)]
-        answered = (
+        requests = (
             GenerateRequest(
                 f"answer-{seed}",
-                prompt,
+                (*before, *question, *after),
                 SamplingParams(seed, _TEMPERATURES[seed % 2], max_tokens=256, stop_token_ids=ends),
                 is_logged=True,
             )
-            for seed, prompt in enumerate(prompts)
+            for seed, question in enumerate(questions)
         )
-        for _ in _answers(core, answered, lambda count: on_progress(0.2 + 0.8 * count / len(prompts))):
+        for _ in _answers(core, requests, lambda count: on_progress(0.2 + 0.8 * count / len(questions))):
             pass
     finally:
         core.close()
     partial.rename(folder)
+
+
+def _questions(
+    core: EngineCore,
+    before: tuple[int, ...],
+    ends: tuple[int, ...],
+    num_chats: int,
+    on_progress: Callable[[float], None],
+) -> list[tuple[int, ...]]:
+    """Return the different questions that the model writes at the place of a user's turn, without their end."""
+    requests = (
+        GenerateRequest(
+            f"question-{seed}", before, SamplingParams(seed, 1.0, max_tokens=_NUM_ASKED, stop_token_ids=ends)
+        )
+        for seed in range(num_chats)
+    )
+    done = _answers(core, requests, lambda count: on_progress(count / num_chats))
+    return sorted({ids[:-1] for _, ids in done if len(ids) > 1 and ids[-1] in ends})
 
 
 def _answers(

@@ -7,9 +7,10 @@ import os
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
+from typer import Option
 
 from cluster.checkpoints import resolve_model_path
 from cluster.deploy_file import LOOPBACK, read_yaml
@@ -35,6 +36,12 @@ _SMOLLM2 = {
 }
 BUNDLED: dict[str, dict[str, Any]] = {"demo": _DEMO, "smollm2": _SMOLLM2}
 _OWN_WAYS = ("self", "suffix", "ngram", "mtp", "none")  # drafts without a model of their own: names, not paths
+
+
+SetOptions = Annotated[  # of a command
+    list[str] | None,
+    Option("--set", metavar="KEY=VALUE", help="any key of deploy.yaml's args, e.g. cache.memory_gib=8; repeatable"),
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,45 +24,42 @@ from cluster.planning.roofline import DeviceSpec, PassCost
 from engine.config import GIB
 from protos.errors import ConfigError
 
+_Target = Annotated[str, Argument(help="a folder, a config.json, a public model such as llama-3-70b, or a deploy.yaml")]
+_Draft = Annotated[str | None, Option(help="like the target, or a head's folder; default: free drafts from the text")]
+_DraftKind = Annotated[
+    str | None, Option(help="draft.kind; a head without --draft has the usual size; default: model, or suffix")
+]
+_TreeNodes = Annotated[int | None, Option(min=0, max=64, help="the most nodes of a tree; 0 has chains alone")]
+_Gpus = Annotated[int | None, Option(min=1, help="devices of one replica; the target is sharded over them; default: 1")]
+_Dtype = Annotated[
+    str | None, Option(help="dtype of the target's weights: float32, bf16, fp8, int8 or int4; default: bf16")
+]
+_DraftDtype = Annotated[str | None, Option(help="dtype of the draft's weights; default: the target's, int4 for self")]
+_Acceptance = Annotated[str, Option(help="acceptance probability: one number, or one per position: 0.8,0.7,0.6")]
+_Streams = Annotated[
+    int | None, Option(min=1, max=512, help="concurrent streams per replica; default: the best number")
+]
+_Tflops = Annotated[float | None, Option(min=0.001, help="TFLOP/s that a pass reaches, instead of the table's")]
+
 
 def plan(
-    target: Annotated[
-        str, Argument(help="a folder, a config.json, a public model such as llama-3-70b, or a deploy.yaml")
-    ],
-    draft: Annotated[
-        str | None, Option(help="like the target, or a head's folder; default: free drafts from the text")
-    ] = None,
-    draft_kind: Annotated[
-        str | None, Option(help="draft.kind; a head without --draft has the usual size; default: model, or suffix")
-    ] = None,
-    tree_nodes: Annotated[
-        int | None, Option(min=0, max=64, help="the most nodes of a tree; 0 has chains alone")
-    ] = None,
+    target: _Target,
+    draft: _Draft = None,
+    draft_kind: _DraftKind = None,
+    tree_nodes: _TreeNodes = None,
     hardware: Annotated[str, Option(help="a device of the table, such as l4, h100, h200, zen5-2core")] = "h100",
-    gpus: Annotated[
-        int | None, Option(min=1, help="devices of one replica; the target is sharded over them; default: 1")
-    ] = None,
-    dtype: Annotated[
-        str | None, Option(help="dtype of the target's weights: float32, bf16, fp8, int8 or int4; default: bf16")
-    ] = None,
-    draft_dtype: Annotated[
-        str | None, Option(help="dtype of the draft's weights; default: the target's, int4 for self")
-    ] = None,
-    acceptance: Annotated[
-        str, Option(help="acceptance probability: one number, or one per position: 0.8,0.7,0.6")
-    ] = "0.7",
+    gpus: _Gpus = None,
+    dtype: _Dtype = None,
+    draft_dtype: _DraftDtype = None,
+    acceptance: _Acceptance = "0.7",
     max_draft_tokens: Annotated[int | None, Option(min=0, max=32, help="the largest K to consider; default: 8")] = None,
     prompt_tokens: Annotated[int, Option(min=1, help="prompt length of a request")] = 1000,
     output_tokens: Annotated[int, Option(min=1, help="output length of a request")] = 250,
     rate: Annotated[float | None, Option(min=1e-3, max=1e9, help="requests per second of all replicas")] = None,
-    streams: Annotated[
-        int | None, Option(min=1, max=512, help="concurrent streams per replica; default: the best number")
-    ] = None,
+    streams: _Streams = None,
     max_itl_ms: Annotated[float | None, Option(min=0.01, help="longest mean time between tokens of a stream")] = None,
     bandwidth: Annotated[float | None, Option(min=0.1, help="GB/s that a pass reaches, instead of the table's")] = None,
-    tflops: Annotated[
-        float | None, Option(min=0.001, help="TFLOP/s that a pass reaches, instead of the table's")
-    ] = None,
+    tflops: _Tflops = None,
     price: Annotated[float | None, Option(min=0.0, help="USD per device and hour, instead of the table's")] = None,
 ) -> None:
     """Plan a deployment from sizes alone: expected speed-up, K, memory, replicas, cost, and their roofline.
@@ -81,12 +78,17 @@ def plan(
         output_tokens=output_tokens,
         num_tree_nodes=given.tree_nodes or 0,
     )
-    memory = memory_of(deployment)
-    drafted = capacity_of(deployment, streams, rate, max_itl_ms)
     report(
         f"{given.target} in {deployment.target.dtype} on {deployment.num_devices} x {device.name} "
         f"({device.source}, {device.date}), drafts: {given.description}"
     )
+    _report_plan(deployment, streams, rate, max_itl_ms)
+
+
+def _report_plan(deployment: ReplicaPlan, streams: int | None, rate: float | None, max_itl_ms: float | None) -> None:
+    """Print the tables of a plan. Raises ConfigError if the replica has no room, or cannot meet the limits."""
+    memory = memory_of(deployment)
+    drafted = capacity_of(deployment, streams, rate, max_itl_ms)
     console.print(_memory_table(deployment, memory))
     numbers = sorted({n for n in (1, 8, 32, 128, drafted.speed_up.num_streams) if n <= memory.num_streams})
     speed_ups = [best_speed_up(deployment, number) for number in numbers]

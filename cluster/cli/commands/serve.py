@@ -20,7 +20,7 @@ from typer import Argument, Option
 from cluster.checkpoints import hub_models
 from cluster.cli.commands.check import check_deployment
 from cluster.cli.console import console, report
-from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, to_yaml
+from cluster.cli.deployment import BUNDLED, ServeOptions, SetOptions, deployment_of, to_yaml
 from cluster.cli.serve_view import LoadingView, invitation, loading_view, race_in_terminal
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile, checked_deployment, read_deploy_file
@@ -75,20 +75,13 @@ def serve(
     ] = None,
     draft_kind: Annotated[_DraftKind, Option(help="kind of checkpoint at --draft")] = "model",
     model_id: Annotated[str | None, Option(help="model name for clients")] = None,
-    quantization: Annotated[
-        str | None, Option(help="quantization of the target's weights: none, int8, int4, ...")
-    ] = None,
-    gpus: Annotated[
-        int | None, Option(min=1, help="GPUs required by each pair; its target is sharded over them")
-    ] = None,
+    quantization: Annotated[str | None, Option(help="the target's weights in none, int8, int4, ...")] = None,
+    gpus: Annotated[int | None, Option(min=1, help="GPUs of each pair; its target is sharded over them")] = None,
     pairs: Annotated[int | None, Option(min=1, help="number of draft-target pairs")] = None,
     host: Annotated[str, Option(help="HTTP address; 0.0.0.0 for all")] = "127.0.0.1",
     port: Annotated[int, Option(min=1, max=65535, help="HTTP port")] = 8000,
     grpc_port: Annotated[int, Option(min=0, max=65535, help="gRPC port; 0 disables gRPC")] = 9000,
-    settings: Annotated[
-        list[str] | None,
-        Option("--set", metavar="KEY=VALUE", help="any key of deploy.yaml's args, e.g. cache.memory_gib=8; repeatable"),
-    ] = None,
+    settings: SetOptions = None,
     no_ray: Annotated[
         bool, Option("--no-ray", help="run one pair in this process: less memory, no restart of a dead target")
     ] = False,

@@ -17,7 +17,7 @@ from typer import Argument, Option
 
 from cluster.checkpoints import resolve_model_path
 from cluster.cli.console import check_plot, console, report, save_plot, write_text
-from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, to_yaml
+from cluster.cli.deployment import BUNDLED, ServeOptions, SetOptions, deployment_of, to_yaml
 from cluster.cli.replay_traffic import TrafficRequest, Trial, TrialFigures, read_traffic, run_trial
 from cluster.planning.planned_draft import PlannedDraft
 from cluster.planning.replica_plan import ReplicaPlan, replayed_speed_up
@@ -53,9 +53,7 @@ def try_drafts(
     hardware: Annotated[str | None, Option(help="also predict the speed-up on this device of `outrider plan`")] = None,
     plot: Annotated[Path | None, Option(help="draw the speed-ups to this image; needs matplotlib")] = None,
     output: Annotated[Path | None, Option(help="write the deploy.yaml to this file; default: print it")] = None,
-    settings: Annotated[
-        list[str] | None, Option("--set", metavar="KEY=VALUE", help="any key of deploy.yaml's args; repeatable")
-    ] = None,
+    settings: SetOptions = None,
 ) -> None:
     """Replay a log of requests with each draft, K and verification, and report the fastest."""
     # Refuse wrong options before anything is loaded.

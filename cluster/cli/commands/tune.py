@@ -23,7 +23,7 @@ from typer import Option
 from actors.settings import NO_GAIN
 from cluster.checkpoints import convert_gguf_models, resolve_model_path
 from cluster.cli.console import console, report
-from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, located
+from cluster.cli.deployment import BUNDLED, ServeOptions, SetOptions, deployment_of, located
 from cluster.cli.replay_traffic import Replay, TrafficRequest, read_traffic
 from cluster.deploy_file import checked_deployment
 from cluster.local.local_service import local_settings, running_service
@@ -90,67 +90,61 @@ def _wait_written(folder: Path | None) -> None:
         time.sleep(0.2)
 
 
-def tune(  # long: a table of options and their help
-    target: Annotated[str, Option(metavar="TARGET", help="the model that wrote the log: a folder, a Hub id, or demo")],
-    draft: Annotated[
-        str,
-        Option(
-            metavar="DRAFT", help=f"the draft to start from: a folder, or demo; {NEW_HEAD} for a new head of that kind"
-        ),
-    ],
+_Target = Annotated[str, Option(metavar="TARGET", help="the model that wrote the log: a folder, a Hub id, or demo")]
+_Draft = Annotated[
+    str,
+    Option(metavar="DRAFT", help=f"the draft to start from: a folder, or demo; {NEW_HEAD} for a new head of that kind"),
+]
+_Traffic = Annotated[
+    Path | None, Option(metavar="log.jsonl", help="instead of --log: OpenAI requests; the target answers them first")
+]
+_OwnChats = Annotated[
+    int, Option(min=0, help="instead of --log: the number of chats that the target, a chat model, writes alone first")
+]
+_Fresh = Annotated[int, Option(min=0, help="wait for this many new positions (--minutes at most), and train on them")]
+_Rollouts = Annotated[
+    float | None,
+    Option(
+        min=0,
+        max=0.9,
+        help="share of the minutes for the target to write more text after the log's prompts; default: 0.3, and 0 for "
+        "targets above 2 GiB",
+    ),
+]
+_Rates = Annotated[
+    str | None,
+    Option(
+        help=f"learning rates to compare; default: {_SHORT_RATE}, from {_SHORT_MINUTES:.0f} minutes on {_FULL_RATES}, "
+        f"for low-rank changes {_LOW_RANK_RATES}"
+    ),
+]
+
+
+def tune(
+    target: _Target,
+    draft: _Draft,
     output: Annotated[Path, Option(help="folder of the new draft; it must not exist")],
     log: Annotated[Path | None, Option(help="the folder of deploy.yaml's tune.log")] = None,
-    traffic: Annotated[
-        Path | None,
-        Option(metavar="log.jsonl", help="instead of --log: OpenAI requests; the target answers them first"),
-    ] = None,
-    own_chats: Annotated[
-        int,
-        Option(min=0, help="instead of --log: the number of chats that the target, a chat model, writes alone first"),
-    ] = 0,
+    traffic: _Traffic = None,
+    own_chats: _OwnChats = 0,
     minutes: Annotated[float, Option(min=0.01, help="minutes of training and measuring")] = 10.0,
     steps: Annotated[int | None, Option(min=1, help="limit of training steps, within the minutes")] = None,
     threads: Annotated[int, Option(min=1, help="CPU threads; the process gives way to all others")] = 1,
-    fresh: Annotated[
-        int,
-        Option(min=0, help="wait for this many new positions (--minutes at most), and train on them"),
-    ] = 0,
-    rollouts: Annotated[
-        float | None,
-        Option(
-            min=0,
-            max=0.9,
-            help="share of the minutes for the target to write more text after the log's prompts; default: "
-            "0.3, and 0 for targets above 2 GiB",
-        ),
-    ] = None,
+    fresh: _Fresh = 0,
+    rollouts: _Rollouts = None,
     rank: Annotated[int, Option(min=0, help="rank of low-rank changes (LoRA); 0 trains all weights")] = 0,
-    learning_rates: Annotated[
-        str | None,
-        Option(
-            help=f"learning rates to compare; default: {_SHORT_RATE}, from {_SHORT_MINUTES:.0f} minutes on "
-            f"{_FULL_RATES}, for low-rank changes {_LOW_RANK_RATES}"
-        ),
-    ] = None,
+    learning_rates: _Rates = None,
     seeds: Annotated[int, Option(min=1, help="seeds to compare per learning rate")] = 1,
     num_tokens: Annotated[int, Option(min=1, max=64, help="number of drafts (K) for the measurement")] = 4,
     max_requests: Annotated[int, Option(min=1, help="requests of --traffic to answer")] = 2000,
     max_tokens: Annotated[int, Option(min=1, help="longest answer to a request of --traffic")] = 128,
-    settings: Annotated[
-        list[str] | None,
-        Option("--set", metavar="KEY=VALUE", help="with --traffic: any key of deploy.yaml's args; repeatable"),
-    ] = None,
+    settings: SetOptions = None,
 ) -> None:
     """Train a draft on the log of its deployment; write it if it is better, else exit with 3."""
-    if [log is not None, traffic is not None, own_chats > 0].count(True) != 1:
-        raise ConfigError(
-            "give one of --log, the folder of a deployment's log, --traffic, a file of requests, and --own-chats"
-        )
-    if fresh and log is None:
-        raise ConfigError(f"--fresh {fresh} waits for a deployment's log, which --traffic and --own-chats replace")
+    _check_source(log, traffic, own_chats, fresh)
     is_new = draft == NEW_HEAD and not Path(draft).exists()
     rates = _rates(learning_rates or (_NEW_RATE if is_new else _default_rates(rank, minutes)))
-    target_path = _folder(target, "target")
+    target_path, draft_path = _folder(target, "target"), None if is_new else Path(_folder(draft, "draft"))
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is loaded
     # Imported here: it loads torch, which few commands need.
     from tuning.tune import TuneSettings, check_output, working_folder
@@ -164,24 +158,22 @@ def tune(  # long: a table of options and their help
         else:
             deployment = deployment_of(target, ServeOptions(draft="none", settings=tuple(settings or ())))
             log_traffic(deployment, read_traffic(traffic, max_requests, max_tokens), log)
-    wanted = TuneSettings(
-        log=Path(os.path.expanduser(log)).absolute(),
-        target=target_path,
-        draft=None if is_new else Path(_folder(draft, "draft")),
-        output=output,
-        minutes=minutes,
-        learning_rates=rates,
-        num_seeds=seeds,
-        rank=rank or None,
-        num_tokens=num_tokens,
-        num_steps=steps,
-        rollouts=rollouts,
-        num_fresh=fresh,
-    )
+    log = Path(os.path.expanduser(log)).absolute()
+    limits = (minutes, rates, seeds, rank or None, num_tokens, steps, rollouts, fresh)
     os.setpriority(os.PRIO_PROCESS, 0, 19)
-    if not _train(wanted):
+    if not _train(TuneSettings(log, target_path, draft_path, output, *limits)):
         raise typer.Exit(NO_GAIN)
     report(f"written: {output}; try it with `outrider draft try {output}`, or set draft.path to this folder")
+
+
+def _check_source(log: Path | None, traffic: Path | None, num_chats: int, num_fresh: int) -> None:
+    """Raise ConfigError unless exactly one option names the texts to train on."""
+    if [log is not None, traffic is not None, num_chats > 0].count(True) != 1:
+        raise ConfigError(
+            "give one of --log, the folder of a deployment's log, --traffic, a file of requests, and --own-chats"
+        )
+    if num_fresh and log is None:
+        raise ConfigError(f"--fresh {num_fresh} waits for a deployment's log, which --traffic and --own-chats replace")
 
 
 def _folder(model: str, part: str) -> str:
