@@ -86,13 +86,16 @@ VECTOR_CODE void PART(mamba2_part)(const void *work, int64_t part) {
     }
 }
 
+enum { COLUMN_VECTORS = DELTA_COLUMNS / LANES }; /* sums that do not wait for each other */
+
 /* change[v] = (value[v] - sum over k of state[k, v] decay key[k]) beta; state[k, v] = state[k, v] decay + key[k]
    change[v]; out[v] = sum over k of state[k, v] query[k]. */
 VECTOR_CODE void PART(delta_part)(const void *work, int64_t part) {
     const struct scan *s = work;
     const struct block block = block_of(s, part, DELTA_COLUMNS);
     const int64_t depth = s->depth, width = s->width, heads_per_group = s->heads / s->groups;
-    const mask some[2] = {first_lanes(block.size), first_lanes(block.size - LANES)};
+    mask some[COLUMN_VECTORS];
+    for (int v = 0; v < COLUMN_VECTORS; v++) some[v] = first_lanes(block.size - v * LANES);
     float state[MAX_DEPTH * DELTA_COLUMNS];
     for (int64_t row = block.row; row < block.end; row++) {
         const int64_t at = row * s->heads + block.head, first = at * width + block.first;
@@ -101,25 +104,26 @@ VECTOR_CODE void PART(delta_part)(const void *work, int64_t part) {
         const float *value = s->x + row * s->x_row + block.head * width + block.first;
         const struct passage passage = passage_of(s, &block, row, block.first, width, state, DELTA_COLUMNS);
         const floats decay = lanes_set(s->decay[at]), beta = lanes_set(s->steps[at]);
-        floats known[2] = {lanes_zero(), lanes_zero()}, out[2] = {lanes_zero(), lanes_zero()}, changes[2];
+        floats known[COLUMN_VECTORS], out[COLUMN_VECTORS], changes[COLUMN_VECTORS];
+        for (int v = 0; v < COLUMN_VECTORS; v++) known[v] = out[v] = lanes_zero();
         for (int64_t k = 0; k < depth; k++)
-            for (int half = 0; half < 2; half++) {
-                const float *from = passage.from + k * passage.from_stride + half * LANES;
-                const floats old = lanes_mul(lanes_load_some(some[half], from), decay);
-                known[half] = lanes_fma(old, lanes_set(key[k]), known[half]);
+            for (int v = 0; v < COLUMN_VECTORS; v++) {
+                const float *from = passage.from + k * passage.from_stride + v * LANES;
+                const floats old = lanes_mul(lanes_load_some(some[v], from), decay);
+                known[v] = lanes_fma(old, lanes_set(key[k]), known[v]);
             }
-        for (int half = 0; half < 2; half++)
-            changes[half] = lanes_mul(lanes_sub(lanes_load_some(some[half], value + half * LANES), known[half]), beta);
+        for (int v = 0; v < COLUMN_VECTORS; v++)
+            changes[v] = lanes_mul(lanes_sub(lanes_load_some(some[v], value + v * LANES), known[v]), beta);
         for (int64_t k = 0; k < depth; k++)
-            for (int half = 0; half < 2; half++) {
-                const float *from = passage.from + k * passage.from_stride + half * LANES;
-                const floats old = lanes_mul(lanes_load_some(some[half], from), decay);
-                const floats next = lanes_fma(lanes_set(key[k]), changes[half], old);
-                lanes_store_some(passage.to + k * passage.to_stride + half * LANES, some[half], next);
-                if (passage.copy) lanes_store_some(passage.copy + k * width + half * LANES, some[half], next);
-                out[half] = lanes_fma(next, lanes_set(query[k]), out[half]);
+            for (int v = 0; v < COLUMN_VECTORS; v++) {
+                const float *from = passage.from + k * passage.from_stride + v * LANES;
+                const floats old = lanes_mul(lanes_load_some(some[v], from), decay);
+                const floats next = lanes_fma(lanes_set(key[k]), changes[v], old);
+                lanes_store_some(passage.to + k * passage.to_stride + v * LANES, some[v], next);
+                if (passage.copy) lanes_store_some(passage.copy + k * width + v * LANES, some[v], next);
+                out[v] = lanes_fma(next, lanes_set(query[k]), out[v]);
             }
-        for (int half = 0; half < 2; half++) lanes_store_some(s->out + first + half * LANES, some[half], out[half]);
+        for (int v = 0; v < COLUMN_VECTORS; v++) lanes_store_some(s->out + first + v * LANES, some[v], out[v]);
     }
 }
 

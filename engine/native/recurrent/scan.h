@@ -5,7 +5,7 @@
 #include "lanes/lanes.h"
 #include "team.h"
 
-enum { MAX_DEPTH = 512, MAMBA_ROWS = 4, DELTA_COLUMNS = 32 };
+enum { MAX_DEPTH = 512, MAMBA_ROWS = 4, DELTA_COLUMNS = 64 };
 
 VECTOR_CODE INLINE mask first_lanes(int64_t count) {
     return mask_of(count >= LANES ? 0xffff : count > 0 ? (1 << count) - 1 : 0);
