@@ -312,15 +312,16 @@ _MIXTURES = {
     "ernie4_5_moe": replace(_PAIRS, routing=Routing()),
     "exaone_moe": replace(_EXAONE, norms=_BEFORE, routing=_SIGMOIDS),
     "flex_olmo": replace(_MIXTRAL, norms=_AFTER),
-    "phimoe": _LAYER_NORMS,
+    "phimoe": replace(_LAYER_NORMS, routing=Routing(Scores.SPARSE)),
     "granitemoe": replace(_GRANITE, routing=Routing()),
     "granitemoeshared": _GRANITE_SHARED,
     "cohere2_moe": replace(
         _COHERE,
         encodes_positions=lambda attention: attention.sliding_window is not None or attention.force_rope,
         other_kinds=("rms_norm_eps",),
+        routing=Routing(),
     ),
-    "gpt_oss": DecoderFamily(angles=_doubled),
+    "gpt_oss": DecoderFamily(angles=_doubled, routing=Routing()),
     "afmoe": DecoderFamily(
         ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
         encodes_positions=lambda attention: attention.is_local_attention,
@@ -354,6 +355,7 @@ _HYBRIDS = {
         rotary=None,
         final_norm="norm_f",
         encodes_positions=_never,
+        routing=_SIGMOIDS,
     ),
     "falcon_h1": DecoderFamily(
         ("input_layernorm", None, "pre_ff_layernorm", None),

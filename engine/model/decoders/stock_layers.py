@@ -21,7 +21,8 @@ from engine.model.decoders.rotary import RotaryTable
 from engine.model.decoders.row_operations import RowOperations
 from engine.model.linear.batch_invariant_linear import batch_invariant, batch_invariant_factory
 from engine.model.linear.gated_linear import GatedProduct, JoinedGate, gated_of
-from engine.model.linear.native_mixture import NativeMixture
+from engine.model.linear.native_mixture import NativeMixture, Products
+from engine.model.linear.native_product import Gate
 from engine.model.linear.packed_experts import make_routers_batch_invariant, pack_experts, widen_shared_gates
 from engine.model.linear.packed_linear import Linear, LinearFactory, keeps_numbers, linear_of, pack_linears
 from engine.model.linear.stand_in import halves_of, joined_of, reordered, slices_of, stand_in
@@ -280,9 +281,10 @@ class StockLayers:
         if routing is not None and NativeMixture.fits(mixture):
             inner = next((part for name in _SHARED if (part := getattr(mixture, name, None)) is not None), shared)
             mlp = None if inner is None else self._mlp(index, inner)
-            products = None if mlp is None else (mlp.inner, mlp.down)
-            if products is None or all(NativeMixture.takes(mixture, each) for each in products):
-                one_call = NativeMixture(mixture, routing, products)
+            products, latent = None if mlp is None else (mlp.inner, mlp.down), self._latent(index, mixture)
+            if all(NativeMixture.takes(mixture, each) for each in (*(products or ()), *(latent or ()))):
+                function = Gate.NONE if self._family.is_gated else self._gate
+                one_call = NativeMixture(mixture, routing, products, function, latent)
                 pack_linears(mixture, partial(_kept, dtype=self._dtype))  # the stock model's router and gate
                 return one_call
         if self._rank.size == 1:
@@ -291,6 +293,17 @@ class StockLayers:
                     self._pack(part, f"layers.{index}.{name}")
             widen_shared_gates(mixture)
         return partial(_mixed, mixture, shared)
+
+    def _latent(self, index: int, mixture: Any) -> Products | None:
+        """Return the products before and after experts whose rows have another size; None without any."""
+        first = getattr(mixture, "fc1_latent_proj", None)
+        if not isinstance(first, nn.Linear):
+            return None
+        last = mixture.fc2_latent_proj
+        return (
+            self._product(f"layers.{index}.latent_in", lambda: self._joined(first), first),
+            self._product(f"layers.{index}.latent_out", lambda: self._joined(last), last),
+        )
 
     def _pack(self, module: nn.Module, name: str) -> None:
         """Pack the products of a stock module, each on its own."""
@@ -307,7 +320,7 @@ class StockLayers:
         router_norm = (router.scale.float() * router.scalar_root_size).to(before.dtype)
         routing, experts, make = self._family.routing, layer.experts, partial(_kept, dtype=self._dtype)
         if routing is not None and NativeMixture.fits(layer):
-            experts = NativeMixture(layer, routing, None)
+            experts = NativeMixture(layer, routing)
         pack_linears(router, batch_invariant_factory(make, self._dtype) if self._is_deterministic else make)
         mlp = self._mlp(index, layer.mlp)
         return ExpertsBeside(self._rows, mlp, experts, router, (before, after), (*others, router_norm))

@@ -1,7 +1,8 @@
 """A mixture of experts in one native call: its router, its experts, and perhaps an MLP that all rows pass.
 
-`engine/native/mixture` computes it. Stock routers differ in scores, in biases that choose experts but do not weigh
-them, in groups and in factors: a family has its `Routing`, and the rest are attributes of a module.
+`engine/native/mixture` computes it. Stock routers differ in scores, in biases of products and in those that choose
+experts but do not weigh them, in groups and in factors: a family has its `Routing`, and the rest are attributes of a
+module.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ _MAX_GROUPS = 64
 _FACTORS = ("routed_scaling_factor", "router_scaling_factor", "route_scale")  # of weights, in a router
 _PRODUCTS = ("", "gate", "proj")  # of a router: its own weight, or a layer's
 _BIASES = ("e_score_correction_bias", "expert_bias")
+_NUM_SPARSE = 2  # experts of a row, whatever its configuration has
+
+Products = tuple[Any, Any]  # a first and a last one
 
 
 class Scores(IntEnum):
@@ -30,6 +34,7 @@ class Scores(IntEnum):
 
     SOFTMAX = 0
     SIGMOID = 1
+    SPARSE = 2  # the sparse mixer of Phi-3.5, which takes two experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +54,10 @@ class _Router(ctypes.Structure):
     _fields_ = [
         ("weight", ctypes.c_void_p),
         ("is_bf16", ctypes.c_int64),
-        ("biases", ctypes.c_void_p),
-        ("factors", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("logit_biases", "biases", "factors")),
         *((name, ctypes.c_int64) for name in ("num_experts", "num_inputs", "top")),
         *((name, ctypes.c_int64) for name in ("scores", "num_groups", "top_groups", "is_normalized")),
-        *((name, ctypes.c_float) for name in ("epsilon", "factor")),
+        *((name, ctypes.c_float) for name in ("epsilon", "factor", "tolerance")),
     ]
 
 
@@ -63,8 +67,10 @@ class _Mixture(ctypes.Structure):
     _fields_ = [
         ("experts", ExpertsCall),
         ("router", _Router),
-        *((name, PackedWeight) for name in ("shared_inner", "shared_down")),
+        *((name, PackedWeight) for name in ("latent_in", "latent_out", "shared_inner", "shared_down")),
         ("shared_gate", ctypes.c_void_p),
+        ("shared_function", ctypes.c_int64),
+        ("shared_factor", ctypes.c_float),
     ]
 
 
@@ -76,44 +82,62 @@ class NativeMixture:
         dtype: of rows.
     """
 
-    def __init__(self, mixture: Any, routing: Routing, shared: tuple[Any, Any] | None) -> None:
+    def __init__(
+        self,
+        mixture: Any,
+        routing: Routing,
+        shared: Products | None = None,
+        function: Gate = Gate.NONE,
+        latent: Products | None = None,
+    ) -> None:
         """Share the experts of a stock module that `fits`, and take its router, in bfloat16 where that is exact.
 
-        `shared` are the products of the MLP that all rows pass, `inner` and `down`, which `takes`.
+        Args:
+            mixture: the stock module.
+            routing: of its family.
+            shared: both products of the MLP that all rows pass, which `takes`.
+            function: of that MLP without gates.
+            latent: the products before and after the experts, if their rows have another size; which `takes`.
         """
-        self._experts, self._shared = mixture.experts.forward, shared  # kept, since `call` points to their weights
+        self._experts, self._products = mixture.experts.forward, (latent, shared)  # kept: `call` points to the weights
         self.dtype = self._experts.dtype
         router = _router_of(mixture)
-        weight = next(found for name in _PRODUCTS if (found := _weight_of(router, name)) is not None).detach()
+        product = _product_of(router)
+        weight = product.weight.detach()
         rounded = weight.bfloat16()
         is_exact = torch.equal(rounded.to(weight.dtype), weight)
         self._weight = (rounded if is_exact else weight.float()).contiguous()
         num_groups, top_groups = getattr(router, "num_group", None) or 1, getattr(router, "topk_group", None) or 1
-        self._biases = _biases_of(mixture, router)
+        self._logit_biases, self._biases = _floats(getattr(product, "bias", None)), _biases_of(mixture, router)
         if self._biases is None and num_groups > 1:  # groups are compared by scores, which biases turn logits into
             self._biases = torch.zeros(len(weight))
-        factors = getattr(router, "per_expert_scale", None)
-        self._factors = None if factors is None else factors.detach().float().contiguous()
-        gate = getattr(mixture, "shared_expert_gate", None)
-        self._gate = None if gate is None else gate.weight.detach().float().flatten().contiguous()
-        weights = [PackedWeight()] * 2 if shared is None else [each.packed_weight(self.dtype) for each in shared]
+        self._factors = _floats(getattr(router, "per_expert_scale", None))
+        self._gate = _floats(getattr(getattr(mixture, "shared_expert_gate", None), "weight", None))
+        scores, is_normalized = _scores_of(router, routing)
+        share = 0.5 if shared and getattr(mixture, "shared_expert_combination_strategy", None) == "average" else 1.0
         self.call = _Mixture(
             self._experts.call,
             _Router(
                 self._weight.data_ptr(),
                 is_exact,
-                *(None if each is None else each.data_ptr() for each in (self._biases, self._factors)),
+                *map(_address, (self._logit_biases, self._biases, self._factors)),
                 *weight.shape,
-                getattr(router, "top_k", None) or router.config.top_k_experts,
-                routing.scores,
+                _NUM_SPARSE if scores is Scores.SPARSE else _top_of(router),
+                scores,
                 num_groups,
                 top_groups,
-                getattr(router, "norm_topk_prob", True),
+                is_normalized,
                 routing.epsilon,
-                next((float(factor) for name in _FACTORS if (factor := getattr(router, name, None))), 1.0),
+                share * next((float(factor) for name in _FACTORS if (factor := getattr(router, name, None))), 1.0),
+                2 * getattr(router, "router_jitter_noise", 0.0),
             ),
-            *weights,
-            None if self._gate is None else self._gate.data_ptr(),
+            *(
+                PackedWeight() if product is None else product.packed_weight(self.dtype)
+                for product in (*(latent or (None, None)), *(shared or (None, None)))
+            ),
+            _address(self._gate),
+            function,
+            share,
         )
 
     @staticmethod
@@ -143,9 +167,10 @@ class NativeMixture:
         return out.to(rows.dtype)
 
 
-def _weight_of(router: Any, name: str) -> Tensor | None:
-    weight: Tensor | None = getattr(getattr(router, name, None) if name else router, "weight", None)
-    return weight
+def _product_of(router: Any) -> Any:
+    """Return the part of a router that has the weight of its logits."""
+    parts = (getattr(router, name, None) if name else router for name in _PRODUCTS)
+    return next(part for part in parts if getattr(part, "weight", None) is not None)
 
 
 def _router_of(mixture: Any) -> Any:
@@ -156,8 +181,27 @@ def _biases_of(mixture: Any, router: Any) -> Tensor | None:
     """Return the biases of the scores that choose experts, [experts] float32; None without any."""
     modules = (mixture, router, getattr(router, "moe_statics", None))
     biases = (getattr(module, name, None) for module in modules for name in _BIASES)
-    found = next((each for each in biases if each is not None), None)
-    return None if found is None else found.detach().float().flatten().contiguous()
+    return _floats(next((each for each in biases if each is not None), None))
+
+
+def _scores_of(router: Any, routing: Routing) -> tuple[Scores, bool]:
+    """Return the scores that a router compares, and whether the weights of a row add up to 1."""
+    name = getattr(router, "expert_selection_fn", None)  # Cohere's; its softmax is of the chosen logits
+    scores = routing.scores if name is None else Scores[name.upper()]
+    return scores, name == "softmax" or getattr(router, "norm_topk_prob", True)
+
+
+def _top_of(router: Any) -> int:
+    top: int = getattr(router, "top_k", None) or router.config.top_k_experts
+    return top
+
+
+def _floats(numbers: Tensor | None) -> Tensor | None:
+    return None if numbers is None else numbers.detach().float().flatten().contiguous()
+
+
+def _address(numbers: Tensor | None) -> int | None:
+    return None if numbers is None else numbers.data_ptr()
 
 
 @cache

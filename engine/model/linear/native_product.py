@@ -71,6 +71,7 @@ class Gate(IntEnum):
     RELU_SQUARED = 5
     LOGISTIC = 6
     XIELU = 7  # with two factors
+    CLAMPED = 8  # gpt-oss', of experts alone; with two factors
 
 
 class Kind(IntEnum):

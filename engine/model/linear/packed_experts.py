@@ -1,15 +1,15 @@
 """Experts of a mixture with packed weights: all products of a layer are two of our kernels over sorted rows.
 
 transformers keeps the experts of a layer in two parameters of three dimensions. Each becomes one packed weight, whose
-outputs are in the order of experts, by the same functions that pack linear layers. The choice of experts
-stays the stock modules'. Every row has the same bits in whatever company it comes.
+outputs are in the order of experts, by the same functions that pack linear layers. Every row has the same bits in
+whatever company it comes.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.activations import GELUTanh, SiLUActivation
+from transformers.activations import GELUTanh, ReLUSquaredActivation, SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from engine.accounting.cost_model import DENSE, ExpertReads
 from engine.model.checkpoint.node_memory import drop_pages
@@ -54,6 +55,7 @@ class ExpertsCall(ctypes.Structure):
     _fields_ = [
         *((name, PackedWeight) for name in ("input_weight", "output_weight")),
         *((name, ctypes.c_int64) for name in ("num_experts", "gate", "is_bf16")),
+        ("factors", ctypes.c_float * 2),
     ]
 
 
@@ -63,7 +65,8 @@ class PackedExperts:
     Attributes:
         call: the experts for the kernel, valid as long as this.
         dtype: of the kernel's rows.
-        function: the experts compute function(gate) * up; NONE for a function that no kernel computes.
+        function: the experts compute function(gate) * up, or without gates a function of rows; NONE for one that no
+            kernel computes.
     """
 
     def __init__(
@@ -75,12 +78,14 @@ class PackedExperts:
         self.dtype = dtype if dtype in _KERNEL_DTYPES else torch.float32
         self.function = _function_of(experts)
 
-        def packed(weight: Tensor, bias: Tensor | None) -> Linear:
-            return make_linear(_flat(experts, read_weight(weight)), None if bias is None else bias.flatten())
+        def packed(weight: Tensor, bias: Tensor | None, order: Callable[[Tensor], Tensor] = _as_stored) -> Linear:
+            flat = order(_by_outputs(experts, read_weight(weight))).flatten(0, 1)
+            return make_linear(flat, None if bias is None else order(bias).flatten())
 
         biases = _biases(experts)
+        order = _ups_after_gates if self.function is Gate.CLAMPED else _as_stored
         self._products = (
-            store.product(f"{name}.inputs", lambda: packed(first, biases[0])),
+            store.product(f"{name}.inputs", lambda: packed(first, biases[0], order)),
             store.product(f"{name}.outputs", lambda: packed(last, biases[1])),
         )
         self.call = ExpertsCall(
@@ -88,6 +93,7 @@ class PackedExperts:
             len(first),
             self.function,
             self.dtype is torch.bfloat16,
+            (experts.alpha, experts.limit) if self.function is Gate.CLAMPED else (0.0, 0.0),
         )
         self._gate = experts._apply_gate if experts.has_gate else experts.act_fn
 
@@ -257,9 +263,19 @@ def _compare(experts: Any, packed: PackedExperts, make_linear: LinearFactory) ->
     check_product(packed(rows, ids, weights), expected, most)
 
 
-def _flat(experts: Any, weight: Tensor) -> Tensor:
-    """Return a weight as [expert and output, input]."""
-    return (weight.transpose(1, 2) if experts.is_transposed else weight).flatten(0, 1)
+def _by_outputs(experts: Any, weight: Tensor) -> Tensor:
+    """Return a weight as [expert, output, input]."""
+    return weight.transpose(1, 2) if experts.is_transposed else weight
+
+
+def _as_stored(outputs: Tensor) -> Tensor:
+    return outputs
+
+
+def _ups_after_gates(outputs: Tensor) -> Tensor:
+    """Return [expert, gates and ups in turn, ...] with all gates of an expert first."""
+    apart: Tensor = outputs.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return apart
 
 
 def _biases(experts: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -269,13 +285,16 @@ def _biases(experts: Any) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _function_of(experts: Any) -> Gate:
-    """Return the function of gates that come before ups and have nothing else to them, else NONE."""
-    has_plain_gate = experts.has_gate and type(experts)._apply_gate is _default_apply_gate
+    """Return the function of rows, of plain gates before ups, or of gpt-oss' gates; NONE for another."""
+    if isinstance(experts, GptOssExperts):
+        return Gate.CLAMPED
     function: Any = getattr(experts, "act_fn", None)
-    if not has_plain_gate:
+    if experts.has_gate and type(experts)._apply_gate is not _default_apply_gate:
         return Gate.NONE
     if function is F.silu or isinstance(function, nn.SiLU | SiLUActivation):
         return Gate.SILU
+    if isinstance(function, ReLUSquaredActivation):
+        return Gate.RELU_SQUARED
     return Gate.GELU_TANH if isinstance(function, GELUTanh) else Gate.NONE
 
 

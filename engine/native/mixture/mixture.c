@@ -2,6 +2,7 @@
 
 #include "mixture/mixture.h"
 #include "products/numbers.h"
+#include "products/products.h"
 #include "team.h"
 
 #include <math.h>
@@ -45,7 +46,8 @@ AVX2 static void sum_part(const void *work, int64_t part) {
     const int64_t size = s->mixture->router.num_inputs;
     const int is_bf16 = (int)s->mixture->experts.is_bf16;
     for (int64_t row = part * ADDED_ROWS; row < min((part + 1) * ADDED_ROWS, s->num_rows); row++) {
-        const __m256 gate = _mm256_set1_ps(s->mixture->shared_gate ? gate_of(s, row, is_bf16) : 1.0f);
+        const float factor = s->mixture->shared_factor;
+        const __m256 gate = _mm256_set1_ps(s->mixture->shared_gate ? factor * gate_of(s, row, is_bf16) : factor);
         for (int64_t i = row * size; i < (row + 1) * size; i += 8) {
             const __m256 shared = load_eight(s->shared, i, is_bf16), own = load_eight(s->out, i, is_bf16);
             store_eight(s->out, i, _mm256_fmadd_ps(gate, shared, own), is_bf16);
@@ -79,15 +81,49 @@ static void add_shared(const struct mixture *m, const char *x, char *out, int64_
         const struct sum sum = {m, x + row * row_bytes, shared.out, out + row * row_bytes,
                                 min(SHARED_ROWS, num_rows - row)};
         run_product(&m->shared_inner, sum.x, shared.inner, sum.num_rows, is_bf16, shared.scratch);
+        if (m->shared_function)
+            outrider_activate(shared.inner, sum.num_rows * m->shared_down.num_inputs, (int)m->shared_function,
+                              (const float[2]){0}, (int)is_bf16);
         run_product(&m->shared_down, shared.inner, shared.out, sum.num_rows, is_bf16, shared.scratch);
         share_out(sum_part, &sum, (sum.num_rows + ADDED_ROWS - 1) / ADDED_ROWS);
     }
 }
 
+/* The experts' rows, and their results. */
+struct latent {
+    char *in, *out, *scratch;
+};
+
+/* Places the buffers of the experts, of whose rows and results if these have another size. Returns their bytes. */
+static int64_t lay_out_experts(const struct mixture *m, int64_t num_rows, char *memory, struct latent *l) {
+    const int64_t bytes = whole_lines(num_rows * m->experts.in.num_inputs * item_of(m));
+    int64_t scratch = experts_scratch(&m->experts, num_rows * m->router.top);
+    l->in = l->out = l->scratch = memory;
+    if (!m->latent_in.packed) return scratch;
+    l->out += bytes, l->scratch += 2 * bytes;
+    scratch = max(scratch, max(product_scratch(&m->latent_in, num_rows), product_scratch(&m->latent_out, num_rows)));
+    return 2 * bytes + whole_lines(scratch);
+}
+
+/* Computes the weighted sums of the experts, in a latent space if they have one. */
+static void sum_experts(const struct mixture *m, const struct routing *r, const char *x, char *out, char *memory) {
+    const int64_t is_bf16 = m->experts.is_bf16;
+    struct latent latent;
+    lay_out_experts(m, r->num_rows, memory, &latent);
+    if (!m->latent_in.packed) {
+        run_experts(&m->experts, r, x, out, latent.scratch);
+        return;
+    }
+    run_product(&m->latent_in, x, latent.in, r->num_rows, is_bf16, latent.scratch);
+    run_experts(&m->experts, r, latent.in, latent.out, latent.scratch);
+    run_product(&m->latent_out, latent.out, out, r->num_rows, is_bf16, latent.scratch);
+}
+
 int64_t mixture_scratch(const struct mixture *m, int64_t num_rows) {
     const int64_t rows = rows_of_turn(m, num_rows);
     struct shared shared;
-    const int64_t of_experts = routing_scratch(&m->router, rows) + experts_scratch(&m->experts, rows * m->router.top);
+    struct latent latent;
+    const int64_t of_experts = routing_scratch(&m->router, rows) + lay_out_experts(m, rows, NULL, &latent);
     return max(of_experts, m->shared_inner.packed ? lay_out_shared(m, min(num_rows, SHARED_ROWS), NULL, &shared) : 0);
 }
 
@@ -98,7 +134,7 @@ void run_mixture(const struct mixture *m, const void *routed, const void *x, voi
     for (int64_t row = 0; row < num_rows; row += turn) {
         const int64_t rows = min(turn, num_rows - row), at = row * row_bytes, is_bf16 = m->experts.is_bf16;
         const struct routing r = choose_experts(&m->router, (const char *)routed + at, rows, (int)is_bf16, scratch);
-        run_experts(&m->experts, &r, (const char *)x + at, (char *)out + at, memory);
+        sum_experts(m, &r, (const char *)x + at, (char *)out + at, memory);
     }
     if (m->shared_inner.packed) add_shared(m, x, out, num_rows, scratch);
 }

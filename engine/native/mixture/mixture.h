@@ -8,8 +8,11 @@
 struct mixture {
     struct experts experts;
     struct router router;
+    struct weight latent_in, latent_out;     /* before and after the experts, if their rows have another size */
     struct weight shared_inner, shared_down; /* of the MLP, if it has one */
     const float *shared_gate;                /* [inputs]: its results are multiplied by sigmoid(gate x); or NULL */
+    int64_t shared_function;                 /* `enum gate`: of an MLP without gates */
+    float shared_factor;                     /* of its results */
 };
 
 /* Returns the bytes of `scratch`. */

@@ -5,6 +5,7 @@
 #include "team.h"
 
 #include <math.h>
+#include <string.h>
 
 enum {
     ROUTED = 4,        /* experts whose logits are computed together */
@@ -111,8 +112,29 @@ static void drop_groups(const struct router *m, float *ranks) {
     }
 }
 
+static void choose_sparse(const struct router *m, const float *logits, float *ranks, int64_t *ids, float *weights) {
+    memcpy(ranks, logits, (size_t)m->num_experts * sizeof *ranks);
+    for (int64_t k = 0; k < m->top; k++) {
+        const int64_t best = best_of(ranks, m->num_experts);
+        const float highest = ranks[best];
+        float sum = 0;
+        for (int64_t i = 0; i < m->num_experts; i++) {
+            const int is_far = (highest - logits[i]) / fmaxf(fabsf(logits[i]), highest) > m->tolerance;
+            if (!is_far) sum += expf(ranks[i] - highest);
+        }
+        ids[k] = best;
+        weights[k] = 1.0f / sum;
+        ranks[best] = -INFINITY;
+    }
+}
+
 /* Takes the `top` experts with the greatest ranks, the greatest first. */
 static void choose_row(const struct router *m, float *scores, float *ranks, int64_t *ids, float *weights) {
+    for (int64_t i = 0; m->logit_biases && i < m->num_experts; i++) scores[i] += m->logit_biases[i];
+    if (m->scores == SPARSE) {
+        choose_sparse(m, scores, ranks, ids, weights);
+        return;
+    }
     const float all = score(m, scores, ranks);
     float sum = m->epsilon;
     if (m->top_groups < m->num_groups) drop_groups(m, ranks);

@@ -33,11 +33,12 @@ struct order {
 
 /* One product of all sorted rows by the weights of their experts. */
 struct grouped {
+    const struct experts *experts;
     const struct weight *w;
     const struct order *order;
     const void *x;           /* [rows, inputs], in the order of `sources`, or already sorted */
     const int64_t *sources;  /* or NULL */
-    int is_activated, gate;  /* x [sorted rows, 2 inputs] are gate and up, of an `enum gate` */
+    int is_activated;        /* x are what `in` has computed */
     char *rows, *to;         /* [sorted rows, inputs] and [sorted rows, outputs] */
     struct quantized quantized;
     int64_t pairs, num_parts; /* pairs of a part, and parts of a block */
@@ -70,11 +71,17 @@ static void sort_rows(const struct routing *r, int64_t num_experts, int64_t *sta
     }
 }
 
-/* Computes out [size] = function(gate [size]) * up [size], where up follows gate. */
-AVX2 static void activate(int function, const void *x, int64_t at, int64_t size, void *out, int64_t to, int is_bf16) {
+/* Computes a row's function(gate [size]) * up [size], where up follows gate, or function(x [size]). */
+AVX2 static void activate(const struct grouped *g, int64_t row) {
+    const struct experts *e = g->experts;
+    const int64_t size = e->out.num_inputs, at = row * e->in.num_outputs;
+    const int function = (int)e->gate, has_gates = e->in.num_outputs > size;
     for (int64_t i = 0; i < size; i += 8) {
-        const __m256 gate = load_eight(x, at + i, is_bf16), up = load_eight(x, at + size + i, is_bf16);
-        store_eight(out, to + i, _mm256_mul_ps(exact_gate(function, gate), up), is_bf16);
+        const __m256 x = load_eight(g->x, at + i, g->is_bf16);
+        const __m256 up = has_gates ? load_eight(g->x, at + size + i, g->is_bf16) : _mm256_set1_ps(1.0f);
+        const __m256 result = function == CLAMPED ? clamped_gate(x, up, e->factors[0], e->factors[1])
+                                                  : _mm256_mul_ps(exact_gate(function, x), up);
+        store_eight(g->rows, row * size + i, result, g->is_bf16);
     }
 }
 
@@ -84,7 +91,7 @@ static void prepare_part(const void *work, int64_t part) {
     const int64_t inputs = g->w->num_inputs, row_bytes = inputs * item_of(g->is_bf16);
     const int64_t first = part * PREPARED_ROWS, last = min(first + PREPARED_ROWS, g->order->num_sorted);
     for (int64_t row = first; row < last; row++) {
-        if (g->is_activated) activate(g->gate, g->x, row * 2 * inputs, inputs, g->rows, row * inputs, g->is_bf16);
+        if (g->is_activated) activate(g, row);
         else if (g->sources)
             memcpy(g->rows + row * row_bytes, (const char *)g->x + g->sources[row] * row_bytes, (size_t)row_bytes);
     }
@@ -188,8 +195,7 @@ static int64_t lay_out(const struct experts *e, int64_t num_sorted, char *memory
 }
 
 static struct grouped product_of(const struct experts *e, const struct weight *w, const struct buffers *b) {
-    return (struct grouped){.w = w, .order = &b->order, .rows = b->rows, .gate = (int)e->gate,
-                            .is_bf16 = (int)e->is_bf16};
+    return (struct grouped){.experts = e, .w = w, .order = &b->order, .rows = b->rows, .is_bf16 = (int)e->is_bf16};
 }
 
 static void multiply_in(const struct experts *e, const void *x, struct buffers *b, char *to) {
@@ -198,7 +204,7 @@ static void multiply_in(const struct experts *e, const void *x, struct buffers *
     multiply(g, b->scratch);
 }
 
-/* Multiplies sorted rows, gates and ups if they are to be activated, by the second weights, and adds up. */
+/* Multiplies sorted rows, activated first if need be, by the second weights, and adds up. */
 static void multiply_out(const struct experts *e, const struct routing *r, void *x, int is_activated,
                          struct buffers *b, void *out) {
     struct grouped g = product_of(e, &e->out, b);

@@ -102,6 +102,15 @@ AVX2 INLINE __m256 xielu(__m256 x, float p, float n) {
     return _mm256_blendv_ps(below, _mm256_fmadd_ps(positive, x, half), is_above);
 }
 
+/* Computes gpt-oss' gate logistic(alpha gate) (1 + up), where gate is at most `limit` and |up| too; NaN stays NaN. */
+AVX2 INLINE __m256 clamped_gate(__m256 gate, __m256 up, float alpha, float limit) {
+    const __m256 most = _mm256_set1_ps(limit), least = _mm256_set1_ps(-limit);
+    gate = _mm256_min_ps(most, gate); /* the second number where one is NaN */
+    up = _mm256_max_ps(least, _mm256_min_ps(most, up));
+    gate = exact_product(gate, _mm256_mul_ps(_mm256_set1_ps(alpha), gate));
+    return _mm256_fmadd_ps(up, gate, gate);
+}
+
 AVX2 INLINE __m256 exact_gate(int gate, __m256 x) {
     const __m256 positive = _mm256_max_ps(_mm256_setzero_ps(), x); /* NaN stays NaN */
     if (gate == SILU) return exact_product(x, x);

@@ -9,8 +9,8 @@
 enum kind { INT8, INT6, INT4, INT4_BASES, BFLOAT16 };
 
 /* What a product does with a pair of 16 + 16 outputs: nothing, or function(gate) * up, half as many outputs. From GELU
-   on they are functions of rows alone (activation.c). */
-enum gate { NO_GATE, SILU, GELU_TANH, GELU, RELU, RELU_SQUARED, LOGISTIC, XIELU };
+   on they are functions of rows alone (activation.c). CLAMPED is of gates and ups of experts alone. */
+enum gate { NO_GATE, SILU, GELU_TANH, GELU, RELU, RELU_SQUARED, LOGISTIC, XIELU, CLAMPED };
 
 /* engine/model/linear/native_product.py has the same fields. */
 struct weight {

@@ -18,7 +18,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma4TextConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma4TextConfig, NemotronHConfig
 
 from engine.attention.native import native_or_torch
 from engine.batch.span import Span, SpanStates
@@ -63,6 +63,13 @@ _GEMMA_4 = {  # whose heads differ by layer, so that it takes all sizes at once
     **{"max_position_embeddings": 4096, "sliding_window": 1024, "pad_token_id": None},
     "layer_types": ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2),
 }
+_NEMOTRON = {
+    **{"vocab_size": 4096, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64},
+    **{"mamba_num_heads": 16, "mamba_head_dim": 128, "ssm_state_size": 128, "n_groups": 1, "pad_token_id": None},
+    **{"n_routed_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 1536},
+    **{"moe_shared_expert_intermediate_size": 1536, "max_position_embeddings": 4096},
+    "layers_block_type": ["mamba", "moe", "mamba", "moe", "attention", "moe"],
+}
 # Configurations of one family with other parts than its own, by the name of the row.
 SHAPES: dict[str, Callable[[], Any]] = {
     "gemma4_text": lambda: Gemma4TextConfig(**_GEMMA_4, hidden_size_per_layer_input=0),
@@ -74,6 +81,8 @@ SHAPES: dict[str, Callable[[], Any]] = {
         **{"hidden_size_per_layer_input": 0, "enable_moe_block": True},
         **{"num_experts": 4, "top_k_experts": 4, "moe_intermediate_size": 1024},
     ),
+    "nemotron_h with experts": lambda: NemotronHConfig(**_NEMOTRON),
+    "nemotron_h with experts in a latent space": lambda: NemotronHConfig(**_NEMOTRON, moe_latent_size=512),
 }
 
 
@@ -93,6 +102,8 @@ def config_of(family: str) -> Any:
         sizes |= dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim"), 6144)
     elif has_experts(own) and not hasattr(own, "moe_intermediate_size"):
         sizes["intermediate_size"] = 1024  # of an expert
+    if family == "phimoe":  # a row has two experts, whatever its configuration has
+        sizes |= {"num_local_experts": 2, "intermediate_size": 2048}
     config: Any = sized(own, sizes)
     for name, value in config.to_dict().items():
         if isinstance(value, list) and len(value) < NUM_LAYERS and name.endswith(("types", "type")):

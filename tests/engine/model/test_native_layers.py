@@ -221,8 +221,6 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **SIZES_OF_TWO_HEADS | {"hidden_size": 160}, rope_parameters=PART_ROTATED, qk_layernorm=True
     ),
 }
-# Torch computes their choice of experts and their shared experts; `deterministic` alone gives the same bits in company.
-OTHER_ROUTERS = {"cohere2_moe", "gpt_oss", "phimoe"}
 WITH_PARTS_OF_THEIR_OWN = ("gemma4_e2b", "gemma4_a4b", "gpt_neox", "gpt_neox_in_turn", "persimmon", "stablelm_parallel")
 WITH_PARTS_OF_THEIR_OWN += ("nemotron", "apertus", "nanochat", "ministral3", "afmoe", "cohere_normed", "phi_normed")
 TEXT = torch.randint(3, 96, (240,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -255,7 +253,7 @@ def paged(
     quantization: Quantization = Quantization.NONE,
     taps: HiddenStateTaps = NO_TAPS,
 ) -> PagedModel:
-    """`model` with our attention; its decoder has all layers in one call, or all but the experts of some."""
+    """`model` with our attention; its decoder has all layers in one call."""
     return PagedModel(copy.deepcopy(model).to(dtype), quantization, native_or_torch, taps)
 
 
@@ -299,18 +297,19 @@ def test_one_call_has_the_bits_of_many(
 ) -> None:
     model = paged(models[family], dtype, quantization)
     assert is_one_call(model)
-    if family not in OTHER_ROUTERS:
-        native: Any = model.decoder._native_layers  # type: ignore[union-attr]
-        assert len(list(native.parts(range(CONFIGS[family].num_hidden_layers)))) == 1
+    native: Any = model.decoder._native_layers  # type: ignore[union-attr]
+    assert len(list(native.parts(range(CONFIGS[family].num_hidden_layers)))) == 1
     together = logits(model, [BRANCHED, BESIDE])
     assert torch.equal(together, one_by_one(model, [BRANCHED, BESIDE]))
-    if family not in OTHER_ROUTERS:
-        assert torch.equal(together, torch.cat((logits(model, [BRANCHED]), logits(model, [BESIDE]))))
+    assert torch.equal(together, torch.cat((logits(model, [BRANCHED]), logits(model, [BESIDE]))))
 
 
 @pytest.mark.parametrize(
     ("family", "is_packed"),
-    [(family, True) for family in ("llama", "gemma4_text", "gpt_oss", *WITH_PARTS_OF_THEIR_OWN)]
+    [
+        (family, True)
+        for family in ("llama", "gemma4_text", "gpt_oss", "cohere2_moe", "phimoe", *WITH_PARTS_OF_THEIR_OWN)
+    ]
     + [("gemma4_text", False), ("gemma4_e2b", False)],
 )
 @torch.inference_mode()

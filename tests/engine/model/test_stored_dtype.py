@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AfmoeConfig, AutoModelForCausalLM, Gemma4TextConfig, PreTrainedConfig
+from transformers import (
+    AfmoeConfig,
+    AutoModelForCausalLM,
+    Cohere2MoeConfig,
+    Gemma4TextConfig,
+    NemotronHConfig,
+    PhimoeConfig,
+    PreTrainedConfig,
+)
 
 from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig, Quantization
@@ -22,11 +30,21 @@ from tests.engine.fixtures.families import PLAIN, SERVED, write_family
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6]
 MIXTURES = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
 TOP = {**PLAIN, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 32}
-WITH_LAYERS_AS_ROUTERS: dict[str, Callable[[], PreTrainedConfig]] = {
+OTHER_MIXTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2_moe": SERVED["qwen2_moe"],
     "afmoe": lambda: AfmoeConfig(**TOP, num_experts_per_tok=2, num_shared_experts=1, num_dense_layers=1),
     "gemma4_text": lambda: Gemma4TextConfig(
         **TOP, enable_moe_block=True, top_k_experts=2, hidden_size_per_layer_input=0, global_head_dim=8
+    ),
+    "gpt_oss": SERVED["gpt_oss"],
+    "cohere2_moe": lambda: Cohere2MoeConfig(**PLAIN, head_dim=8, num_experts=4, num_shared_experts=1),
+    "phimoe": lambda: PhimoeConfig(**PLAIN, num_local_experts=4),
+    "nemotron_h": lambda: NemotronHConfig(
+        **{name: size for name, size in PLAIN.items() if name != "num_hidden_layers"},
+        **{"head_dim": 8, "mamba_num_heads": 32, "mamba_head_dim": 2, "ssm_state_size": 8, "n_groups": 2},
+        **{"n_routed_experts": 4, "moe_intermediate_size": 32, "moe_latent_size": 32},
+        layers_block_type=["mamba", "moe", "attention"],
+        moe_shared_expert_intermediate_size=32,
     ),
 }
 
@@ -42,13 +60,13 @@ def test_logits_are_those_of_the_converted_model(tmp_path: Path, family: str, st
 
 
 @pytest.mark.parametrize(("stored", "dtype"), [(torch.float32, "bfloat16"), (torch.bfloat16, "float32")])
-@pytest.mark.parametrize("family", ["qwen2_moe", "afmoe", "gemma4_text"])
+@pytest.mark.parametrize("family", OTHER_MIXTURES)
 def test_rounded_mixtures_keep_routers_in_the_dtype_of_rows(
     tmp_path: Path, family: str, stored: torch.dtype, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The start compares a pass with the stock model, whose router and gate of shared experts are layers too."""
     monkeypatch.setenv("OUTRIDER_CACHE_GIB", "0")  # no start is remembered
-    write_family(tmp_path, WITH_LAYERS_AS_ROUTERS[family]()).to(stored).save_pretrained(tmp_path)
+    write_family(tmp_path, OTHER_MIXTURES[family]()).to(stored).save_pretrained(tmp_path)
     ModelRunner(ModelConfig(str(tmp_path), dtype, "cpu", Quantization.INT4), CacheConfig(num_blocks=2))
 
 

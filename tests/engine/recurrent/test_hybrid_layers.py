@@ -31,6 +31,7 @@ from engine.config import Quantization
 from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.decoders.native_layers import NativeLayers
 from engine.model.forward_batch import ForwardBatch
+from engine.model.linear.native_mixture import NativeMixture
 from engine.model.paged_model import PagedModel
 from engine.recurrent.native_mixer import NativeMixer
 from tests.engine.fixtures.native_kernels import needs_float_kernels
@@ -52,6 +53,12 @@ MULTIPLIERS = {
 DELTA = {
     **{"linear_num_value_heads": 16, "linear_num_key_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
     **{"head_dim": 32, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+}
+NEMOTRON_EXPERTS = {
+    **{**SIZES, "num_hidden_layers": 3},
+    **{"head_dim": 32, "mamba_num_heads": 32, "mamba_head_dim": 4, "ssm_state_size": 24, "n_groups": 2},
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1},
+    **{"layers_block_type": ["mamba", "moe", "attention"], "moe_shared_expert_intermediate_size": 64},
 }
 CONFIGS: dict[str, PreTrainedConfig] = {
     "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"], conv_bias=True),
@@ -85,15 +92,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "lfm2_moe": Lfm2MoeConfig(**SIZES, **EXPERTS, layer_types=["conv", "full_attention", "conv"], num_dense_layers=1),
     "qwen3_next": Qwen3NextConfig(**SIZES, **DELTA, **EXPERTS, shared_expert_intermediate_size=64),
-    "nemotron_h of torch's experts": NemotronHConfig(
-        **{**SIZES, "num_hidden_layers": 3},
-        **{"head_dim": 32, "mamba_num_heads": 32, "mamba_head_dim": 4, "ssm_state_size": 24, "n_groups": 2},
-        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1},
-        layers_block_type=["mamba", "moe", "attention"],
-        moe_shared_expert_intermediate_size=64,
-    ),
+    "nemotron_h with experts": NemotronHConfig(**NEMOTRON_EXPERTS),
+    "nemotron_h with experts in a latent space": NemotronHConfig(**NEMOTRON_EXPERTS, moe_latent_size=32),
 }
-HAS_TORCHS_EXPERTS = "nemotron_h of torch's experts"  # and their choice
 TEXT = torch.randint(3, 96, (240,), generator=torch.Generator().manual_seed(1)).tolist()
 FIRST_TABLE, SECOND_TABLE = list(range(20, 0, -1)), [21, 22]
 BEGINNING = [Span(TEXT[:150], 0, FIRST_TABLE, 1, states=SpanStates(0, {150: 1}))]
@@ -137,6 +138,7 @@ def assert_one_call(model: PagedModel) -> None:
     with (
         patch.object(FusedDecoder, "_attend", side_effect=AssertionError),
         patch.object(NativeMixer, "__call__", side_effect=AssertionError),
+        patch.object(NativeMixture, "__call__", side_effect=AssertionError),
     ):
         logits(model, [NEXT])
 
@@ -154,7 +156,7 @@ def test_one_call_has_the_bits_of_many(
     (together, states), (apart, expected) = logits(model, [NEXT, BESIDE]), one_by_one(model, [NEXT, BESIDE])
     assert torch.equal(together, apart)
     assert all(map(torch.equal, states, expected))
-    if is_one_call and name != HAS_TORCHS_EXPERTS:
+    if is_one_call:
         assert torch.equal(together, torch.cat((logits(model, [NEXT])[0], logits(model, [BESIDE])[0])))
 
 

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Gemma4TextConfig, GptOssConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma4TextConfig,
+    GptOssConfig,
+    NemotronHConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from engine.accounting.cost_model import DENSE
 from engine.batch.span import Span
@@ -40,7 +47,18 @@ HIDDEN, BETWEEN = 96, 128
 SIZES = {**PLAIN, "hidden_size": HIDDEN, "num_hidden_layers": 1, "head_dim": 8, "num_experts_per_tok": TOP}
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, num_experts=NUM_EXPERTS, moe_intermediate_size=BETWEEN),
-    "gpt_oss": lambda: GptOssConfig(**{**SIZES, "intermediate_size": BETWEEN}, num_local_experts=NUM_EXPERTS),
+    "a function of torch": lambda: Qwen3MoeConfig(
+        **SIZES, num_experts=NUM_EXPERTS, moe_intermediate_size=BETWEEN, hidden_act="leaky_relu"
+    ),
+    "gpt_oss": lambda: GptOssConfig(
+        **{**SIZES, "intermediate_size": BETWEEN}, num_local_experts=NUM_EXPERTS, swiglu_limit=1.5
+    ),
+    "nemotron_h": lambda: NemotronHConfig(
+        **{name: size for name, size in SIZES.items() if name != "num_hidden_layers"},
+        layers_block_type=["moe"],
+        n_routed_experts=NUM_EXPERTS,
+        moe_intermediate_size=BETWEEN,
+    ),
     "gemma4_text": lambda: Gemma4TextConfig(
         **{key: value for key, value in SIZES.items() if key != "num_experts_per_tok"},
         enable_moe_block=True,
