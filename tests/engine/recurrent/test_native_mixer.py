@@ -2,91 +2,35 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from engine.batch.span import Span, SpanStates
+from engine.batch.span import SpanStates
 from engine.config import CacheConfig, ModelConfig
-from engine.kv_cache.state_pool import StatePool
-from engine.model.attention_probe import record_layers
 from engine.model.runner.model_runner import ModelRunner
 from engine.native.library import Instructions
-from engine.recurrent.native_mixer import NativeMixer, use_native_mixers
-from engine.recurrent.state_pass import PooledStates
+from engine.recurrent.native_mixer import use_native_mixers
 from protos.errors import ConfigError
 from tests.engine.fixtures.hybrids import HYBRIDS, write_hybrid
 from tests.engine.fixtures.native_kernels import held_to, needs_float_kernels
+from tests.engine.recurrent.mixers import SPANS, Mixers
 
 pytestmark = needs_float_kernels
-NUM_ROWS = 26
-SPANS = [
-    (3, SpanStates(1, {1: 6, 3: 7})),
-    (1, SpanStates(2, {1: 8})),
-    (20, SpanStates(0, {2: 10, 20: 9})),
-    (2, SpanStates(3, {})),
-]
-Spans = list[tuple[int, SpanStates]]
-
-
-class Mixers:
-    """The recurrent layers of a random model."""
-
-    def __init__(self, name: str, dtype: torch.dtype = torch.float32) -> None:
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(HYBRIDS[name](), dtype=dtype, attn_implementation="eager").eval()
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.4)
-        self.shapes = record_layers(model).states
-        assert use_native_mixers(model, dtype) == len(self.shapes)
-        for each in model.modules():
-            if isinstance(each, torch.nn.Linear):  # torch's products of a row have other bits in other company
-                setattr(each, "forward", partial(_by_rows, each.weight, each.bias))  # noqa: B010 -- shadows it
-        self.modules: list[Any] = [
-            each for each in model.modules() if isinstance(vars(each).get("forward"), NativeMixer)
-        ]
-        self.dtype, self.hidden_size = dtype, model.config.hidden_size
-
-    def rows(self, num_rows: int = NUM_ROWS) -> Tensor:
-        generator = torch.Generator().manual_seed(num_rows)
-        return torch.randn(1, num_rows, self.hidden_size, generator=generator).to(self.dtype)
-
-    def pool(self) -> StatePool:
-        pool = StatePool(self.shapes, 12, dtype=self.dtype, device=torch.device("cpu"))
-        for part in (*pool.rows, *pool.matrices):
-            if part is not None:
-                part[1:6] = torch.randn(5, *part.shape[1:], generator=torch.Generator().manual_seed(1))
-        return pool
-
-    @torch.inference_mode()
-    def mixed(self, layer: int, rows: Tensor, pool: StatePool, spans: Spans, *, is_native: bool = True) -> Tensor:
-        made = [Span(range(size), start=9, block_table=(), num_logits=0, states=states) for size, states in spans]
-        module, states = self.modules[layer], PooledStates(made, pool).at(layer)
-        forward = module.forward if is_native else type(module).forward.__get__(module)
-        mixed: Tensor = forward(rows, state_pass=states)
-        return mixed
-
-
-def _by_rows(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    return torch.cat([torch.nn.functional.linear(row, weight, bias) for row in x.split(1, dim=1)], dim=1)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("instructions", [Instructions.AVX2, Instructions.AVX512])
 def test_the_kernel_mixes_as_the_modules_do(name: str, instructions: Instructions) -> None:
-    mixers = Mixers(name)
+    mixers = Mixers(name, use_native_mixers)
     rows, ours, theirs = mixers.rows(), mixers.pool(), mixers.pool()
     for layer in range(len(mixers.modules)):
         with held_to(instructions):
             found = mixers.mixed(layer, rows, ours, SPANS)
-        expected = mixers.mixed(layer, rows, theirs, SPANS, is_native=False)
+        expected = mixers.mixed(layer, rows, theirs, SPANS, is_ours=False)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(ours.rows, theirs.rows, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(ours.matrices, theirs.matrices, rtol=1e-4, atol=1e-4)
@@ -94,7 +38,7 @@ def test_the_kernel_mixes_as_the_modules_do(name: str, instructions: Instruction
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_rows_of_bfloat16_differ_by_roundings(name: str) -> None:
-    exact, mixers = Mixers(name), Mixers(name, torch.bfloat16)
+    exact, mixers = Mixers(name, use_native_mixers), Mixers(name, use_native_mixers, torch.bfloat16)
     rows = mixers.rows()
     found = mixers.mixed(0, rows, mixers.pool(), SPANS).float()
     expected = exact.mixed(0, rows.float(), exact.pool(), SPANS)
@@ -104,7 +48,7 @@ def test_rows_of_bfloat16_differ_by_roundings(name: str) -> None:
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_chunks_and_neighbours_change_no_bit(name: str, dtype: torch.dtype) -> None:
-    mixers = Mixers(name, dtype)
+    mixers = Mixers(name, use_native_mixers, dtype)
     rows, pool = mixers.rows(12), mixers.pool()
     whole = mixers.mixed(0, rows, pool, [(12, SpanStates(1, {12: 6}))])
     first, second = rows[:, :5], rows[:, 5:]
@@ -121,7 +65,7 @@ def test_chunks_and_neighbours_change_no_bit(name: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_rows_one_by_one_have_the_bits_of_a_chunk(name: str) -> None:
-    mixers = Mixers(name)
+    mixers = Mixers(name, use_native_mixers)
     rows, pool = mixers.rows(6), mixers.pool()
     whole = mixers.mixed(0, rows, pool, [(6, SpanStates(1, {6: 6}))])
     slots = [1, 7, 8, 9, 10, 11, 5]
