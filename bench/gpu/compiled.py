@@ -31,6 +31,8 @@ from engine.kv_cache.triton_store import store_heads
 from engine.model.decoders.triton_rows import norm_rows, rotate_heads
 from engine.model.linear import triton_few_bits, triton_product
 from engine.model.linear.triton_product import gate_rows
+from engine.recurrent.triton_kernel import convolve_rows, gate_and_norm, scan_heads
+from engine.recurrent.triton_mixer import CHANNELS, state_block
 from engine.sampling.triton_draw import draw_blocks, edit_blocks, pick_tokens
 from engine.sampling.triton_nucleus import draw_nuclei, find_thresholds
 
@@ -146,8 +148,38 @@ def _products() -> Iterator[Case]:
         yield _case(f"unpack {form}", triton_few_bits.unpack_few_bits, constants, types, num_warps=num_warps)
 
 
+def _mixers() -> Iterator[Case]:
+    """Yield the kernels of recurrent layers: LFM2's convolution, a Mamba-2 of 9 B, and Qwen3-Next's delta rule."""
+    floats = ("weight", "bias", "convolved", "rates", "step_biases", "skips", "norm", "scanned")
+    types = {
+        **dict.fromkeys(floats, "*fp32"),
+        **dict.fromkeys(("inputs", "gates", "betas", "steps", "pool"), "*bf16"),
+        **dict.fromkeys(("rows", "spans"), "*i64"),
+        **dict.fromkeys(("step_factor", "least_step", "most_step", "gate_factor"), "fp32"),
+    }
+    scanned = {**types, "pool": "*fp32", "out": "*fp32"}
+    gated = {"WIDTH": 2048, "NUM_KEPT": 2, "BLOCK": CHANNELS, "bias": None}
+    yield _case("convolve, gated", convolve_rows, gated, types, num_warps=1)
+    plain = {"WIDTH": 8192, "NUM_KEPT": 3, "BLOCK": CHANNELS, "gates": None, "betas": None}
+    yield _case("convolve", convolve_rows, plain, {**types, "out": "*fp32"}, num_warps=1)
+    shapes: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {  # heads, groups, width, depth
+        "Mamba-2": (128, 1, 64, 128, {"IS_DELTA": False, "betas": None}),
+        "Mamba-2, deep": (24, 1, 64, 256, {"IS_DELTA": False, "betas": None}),
+        "delta rule": (32, 16, 128, 128, {"IS_DELTA": True, "skips": None}),
+    }
+    for name, (heads, groups, width, depth, constants) in shapes.items():
+        block_d, block_w = state_block(depth, width)
+        sizes = {"HEADS": heads, "GROUPS": groups, "WIDTH": width, "DEPTH": depth}
+        blocks = {"BLOCK_W": block_w, "BLOCK_D": block_d}
+        yield _case(f"scan {name}", scan_heads, {**sizes, **blocks, **constants}, scanned, num_warps=1)
+    of_heads = {"GATES_FIRST": False, "GROUPS": 32, "SIZE": 128, "BLOCK": 128}
+    yield _case("gate and norm of 32", gate_and_norm, of_heads, types, num_warps=1)
+    of_row = {"GATES_FIRST": True, "GROUPS": 1, "SIZE": 8192, "BLOCK": 8192}
+    yield _case("gate and norm of 1", gate_and_norm, of_row, types, num_warps=8)
+
+
 def cases() -> Iterator[Case]:
-    """Yield every kernel as the engine launches it for a model of Llama-3's 8 B shape."""
+    """Yield every kernel as the engine launches it for a model of Llama-3's 8 B shape, or a hybrid's."""
     yield _attention("one row", 1, "*bf16", _NO_OPTIONS)
     yield _attention("five rows", 5, "*bf16", _NO_OPTIONS)
     yield _attention("prompt", 2048, "*bf16", _NO_OPTIONS)
@@ -161,6 +193,7 @@ def cases() -> Iterator[Case]:
         yield _case(f"norm of {constants['GROUP']}", norm_rows, {**constants, "BLOCK": 4096}, num_warps=8)
     yield _case("rotate", rotate_heads, {"GROUP": 40, "SIZE": 128, "HEADS": 8, "BLOCK": 128})
     yield _case("gate", gate_rows, {"BLOCK": 1024})
+    yield from _mixers()
     stored = {"NUM_HEADS": 8, "KEY_DIM": 128, "VALUE_DIM": 128, "BLOCK": 128}
     yield _case("store", store_heads, stored, num_warps=1)
     large = {"HAS_LIBDEVICE": True}

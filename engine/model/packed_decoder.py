@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
+from engine.batch.indexing import runs_triton
 from engine.kv_cache.pool import LayerShape
 from engine.model.attention_probe import LayerRecord, kv_shapes_of, set_windows
 from engine.model.decoders.fused_decoder import FusedDecoder
@@ -73,4 +74,9 @@ def packed_decoder(
     if rank.size == 1 and model.device.type == "cpu":
         use_native_norms(model, dtype)
         use_native_mixers(model, dtype)
+    if rank.size == 1 and runs_triton(torch.empty(0, device=model.device)):
+        # Not at the top: processes without a GPU may have no Triton, and need none.
+        from engine.recurrent.triton_mixer import use_triton_mixers
+
+        use_triton_mixers(model, dtype)
     return StockDecoder(model, taps), shapes

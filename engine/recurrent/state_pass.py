@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from functools import cache, cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch.indexing import index_tensor
+from engine.batch.indexing import copy_array, index_tensor, send_arrays
 from engine.batch.span import Span, SpanStates
 from engine.kv_cache.state_pool import StatePool, StateShape
 from engine.native.library import kernels_for
@@ -33,6 +35,25 @@ class ScanSlots:
                 after[start + rows - 1] = slot
         columns = ([each.before for each in states], ends, after)
         self.tensors = [torch.tensor(column, dtype=torch.int64) for column in columns]
+
+
+class RowSlots(NamedTuple):
+    """The slots of a pass on its device, for kernels that read them there."""
+
+    spans: Tensor  # [S, 2] int64: the first row of each span, and the row after its last
+    rows: Tensor  # [T, 3] int64: the rows of its span before a row, the slot before the span, the slot after it or -1
+
+
+def slot_arrays(states: Seq[SpanStates], starts: Seq[int], ends: Seq[int]) -> tuple[NDArray[np.int64], ...]:
+    """Return `spans` and `rows` of a pass's `RowSlots`; of rows that leave their states in one slot, the last does."""
+    rows = np.full((ends[-1], 3), -1, np.int64)
+    for each, start, end in zip(states, starts, ends, strict=True):
+        rows[start:end, 0], rows[start:end, 1] = np.arange(end - start), each.before
+        last = {slot: count for count, slot in sorted(each.after.items())}
+        assert each.before not in last or end == start + 1, "rows read the slot before their span while others write"
+        for slot, count in last.items():
+            rows[start + count - 1, 2] = slot
+    return np.array([starts, ends], np.int64).T, rows
 
 
 def scan(*rows: Tensor, matrices: Tensor, slots: ScanSlots, is_delta: bool) -> Tensor | None:
@@ -83,6 +104,11 @@ class PooledStates:
         """The spans, for the kernel."""
         return ScanSlots(self.states, self.starts, self.ends)
 
+    @cached_property
+    def row_slots(self) -> RowSlots:
+        """The spans, for kernels on a GPU."""
+        return RowSlots(*send_arrays(slot_arrays(self.states, self.starts, self.ends), self.pool.device))
+
     def at(self, layer: int) -> PooledLayer:
         return PooledLayer(self, layer)
 
@@ -91,6 +117,25 @@ class PooledStates:
         if num_rows not in self._windows:
             self._windows[num_rows] = _Window(self, num_rows)
         return self._windows[num_rows]
+
+
+class StaticStates(PooledStates):
+    """The states of passes of one shape, whose slots are refilled; only layers that read `row_slots` can use it."""
+
+    def __init__(self, pool: StatePool, num_spans: int, num_rows: int) -> None:
+        """`num_spans` is the most of a pass; all have `num_rows`."""
+        super().__init__((), pool)
+        self._numbers = torch.zeros(2 * num_spans + 3 * num_rows, dtype=torch.int64, device=pool.device)
+        of_spans, of_rows = self._numbers.split([2 * num_spans, 3 * num_rows])
+        self.row_slots = RowSlots(of_spans.view(-1, 2), of_rows.view(-1, 3))
+
+    def fill(self, spans: Seq[Span]) -> None:
+        """Lay out `spans`. Nothing waits for the device."""
+        ends = list(accumulate(len(span.token_ids) for span in spans))
+        of_spans, of_rows = slot_arrays(list(map(_states_of, spans)), [0, *ends[:-1]], ends)
+        numbers = np.zeros(len(self._numbers), np.int64)  # launches have programs for more spans, which have no rows
+        numbers[: of_spans.size], numbers[-of_rows.size :] = of_spans.ravel(), of_rows.ravel()
+        copy_array(self._numbers, numbers)
 
 
 def _states_of(span: Span) -> SpanStates:
@@ -140,6 +185,11 @@ class PooledLayer:
     def slots(self) -> ScanSlots:
         """The slots of the pass's spans."""
         return self._states.scan_slots
+
+    @property
+    def row_slots(self) -> RowSlots:
+        """The same on the device, for kernels on a GPU."""
+        return self._states.row_slots
 
     def convolve(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         num_rows, width = self.rows.shape[1:]
