@@ -20,13 +20,14 @@ from tqdm import tqdm
 
 from engine.attention.backend import is_batch_invariant, is_triton
 from engine.attention.base import PlanAttention
-from engine.batch.span import Span
+from engine.batch.span import Span, SpanStates
 from engine.config import GraphConfig
 from engine.kv_cache.pool import KVCache
 from engine.model.cuda_graphs.buckets import GraphBucket, fitting_bucket, graph_buckets
 from engine.model.cuda_graphs.static_batch import PlannedAttention, StaticAttention, StaticBatch
 from engine.model.forward_batch import ForwardBatch, logit_rows
 from engine.model.gpu_memory import enough_memory
+from engine.sequence.sequence import ZEROS
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ class CudaGraphRunner:
         scratch_block = self._cache.num_blocks - 1
         for bucket in tqdm(buckets, desc="recording decode and verification passes", disable=record is None):
             attention = self._static_attention(bucket, plan_attention)
-            static = StaticBatch(bucket, self._cache, scratch_block, max_model_len, attention)
+            static = StaticBatch(bucket, self._cache, scratch_block, max_model_len, self._max_batch, attention)
             static.fill([Span([0], 0, [scratch_block], 1)])
             compute = partial(self._forward, static.batch, self._logits[: bucket.num_rows])
             with enough_memory(self._device, f"recorded passes of {bucket.num_rows} rows", _REMEDY):
@@ -199,7 +200,8 @@ class CudaGraphRunner:
         scratch_block, block_size = self._cache.num_blocks - 1, self._cache.block_size
         rows = min(bucket.rows_per_span, block_size, bucket.num_rows)
         token_ids = [(5 + 3 * row) % self._logits.shape[1] for row in range(rows)]
-        probe = Span(token_ids, block_size - rows, [scratch_block], rows)
+        states = SpanStates(ZEROS, {})  # which models without recurrent layers do not read
+        probe = Span(token_ids, block_size - rows, [scratch_block], rows, states=states)
         num_probes, num_left = divmod(bucket.num_rows, rows)
         rest = [probe._replace(token_ids=token_ids[:num_left], num_logits=num_left)] if num_left else []
         static.fill([*[probe] * num_probes, *rest])
@@ -279,4 +281,5 @@ class CudaGraphRunner:
 
 def _token(span: Span, index: int) -> Span:
     """Return one token of the span, with its logits."""
-    return Span(span.token_ids[index : index + 1], span.start + index, span.block_table, 1)
+    states = None if span.states is None else span.states.at_row(index)
+    return Span(span.token_ids[index : index + 1], span.start + index, span.block_table, 1, states=states)

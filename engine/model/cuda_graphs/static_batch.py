@@ -15,8 +15,9 @@ from engine.attention.triton_tiles import Ints, RowLayout, SpanField
 from engine.batch.indexing import copy_array
 from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache
-from engine.model.cuda_graphs.buckets import GraphBucket, pad
+from engine.model.cuda_graphs.buckets import GraphBucket, max_spans, pad
 from engine.model.forward_batch import ForwardBatch
+from engine.recurrent.state_pass import StaticStates
 
 
 class StaticBatch:
@@ -27,9 +28,15 @@ class StaticBatch:
     """
 
     def __init__(
-        self, bucket: GraphBucket, cache: KVCache, scratch_block: int, num_positions: int, attention: StaticAttention
+        self,
+        bucket: GraphBucket,
+        cache: KVCache,
+        scratch_block: int,
+        num_positions: int,
+        max_batch: int,
+        attention: StaticAttention,
     ) -> None:
-        """`num_positions` bounds all positions, now and later."""
+        """`num_positions` bounds all positions, now and later; passes have up to `max_batch` sequences."""
         self._bucket = bucket
         self._scratch_block = scratch_block
         self._block_size = cache.block_size
@@ -37,7 +44,11 @@ class StaticBatch:
         self._numbers = torch.zeros(3, bucket.num_rows, dtype=torch.long, device=cache.device)  # ids, positions, slots
         self._numbers[2] = scratch_block * cache.block_size
         ids, positions, slots = self._numbers
-        self.batch = ForwardBatch(ids, positions, num_positions, None, attention)
+        self._states: StaticStates | None = None
+        if cache.states is not None:
+            num_spans = max_spans(bucket, max_batch, cache.block_size)
+            self._states = StaticStates(cache.states, num_spans, bucket.num_rows)
+        self.batch = ForwardBatch(ids, positions, num_positions, None, attention, self._states)
         attention.slots = slots
 
     def fill(self, spans: Seq[Span]) -> bool:
@@ -48,6 +59,8 @@ class StaticBatch:
         padded = pad(spans, self._bucket, self._scratch_block, self._block_size)
         layout = RowLayout.of(padded, self._block_size)
         copy_array(self._numbers, _numbers_of(layout, self._bucket.num_rows))
+        if self._states is not None:
+            self._states.fill(padded)
         return self._attention.fill(layout)
 
 

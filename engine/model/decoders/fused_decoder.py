@@ -163,6 +163,11 @@ class FusedDecoder:
         decoder._starts = self._starts[:num_layers]
         return decoder
 
+    @property
+    def is_recordable(self) -> bool:
+        """True if passes can be recorded as far as recurrent layers are concerned."""
+        return all(layer.mixer is None for layer in self._layers)
+
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Logits of the pass's rows, [R, V]."""
         hidden = self._embedding.index_select(0, batch.input_ids).to(self._dtype)  # [T, hidden]

@@ -15,6 +15,7 @@ from engine.attention.torch_attention import attending
 from engine.model.attention_probe import refusal
 from engine.model.forward_batch import NO_TAPS, ForwardBatch, HiddenStateTaps, joined
 from engine.model.linear.packed_linear import Linear
+from engine.recurrent.mixer import are_recordable
 from engine.recurrent.stock_functions import STATE_KEYWORD
 from protos.errors import ConfigError
 
@@ -97,6 +98,11 @@ class StockDecoder:
     def lm_head(self) -> Linear:
         """From the states after the final norm to logits."""
         return cast(Linear, self._model.get_output_embeddings())
+
+    @property
+    def is_recordable(self) -> bool:
+        """True if passes can be recorded as far as recurrent layers are concerned."""
+        return are_recordable(self._model)
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Logits of the pass's rows, [R, V]."""

@@ -59,15 +59,20 @@ def _draw(logits: Tensor) -> None:
         sampler.apply_processors(logits, [row])
 
 
-def has_recordings(graphs: GraphConfig, device: torch.device, plan_attention: PlanAttention) -> bool:
-    """True if small passes are to be recorded; logs why a GPU does not record them."""
-    if graphs.kind is GraphKind.OFF or not graphs.row_counts:
+def has_recordings(
+    graphs: GraphConfig, device: torch.device, plan_attention: PlanAttention, *, is_recordable: bool
+) -> bool:
+    """True if small passes are to be recorded; logs why a GPU does not record them.
+
+    `is_recordable`: the model's recurrent layers, if any, are our kernels.
+    """
+    is_eager = graphs.kind is GraphKind.EAGER
+    if graphs.kind is GraphKind.OFF or not graphs.row_counts or not (is_eager or device.type == "cuda"):
         return False
-    if graphs.kind is GraphKind.EAGER:
-        return True
-    if device.type != "cuda":
+    if not is_recordable:
+        logger.info("passes are not recorded: CUDA graphs need recurrent layers that our Triton kernels compute")
         return False
-    if not is_triton(plan_attention):
+    if not is_eager and not is_triton(plan_attention):
         logger.info("passes are not recorded: CUDA graphs need the Triton attention kernel")
         return False
     return True

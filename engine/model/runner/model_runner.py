@@ -102,7 +102,8 @@ class ModelRunner(ModelPool):
         self._fit_tokenizer(folder, model.chat_template)
         forget_tokenizer()
         self.sampling_defaults = sampling_defaults(stock, model.generation_config)
-        has_graphs = not self._model.state_shapes and has_recordings(model.graphs, device, self._plan_attention)
+        is_recordable = self._model.decoder.is_recordable
+        has_graphs = has_recordings(model.graphs, device, self._plan_attention, is_recordable=is_recordable)
         self._queue = PassQueue.of(device)
         self._features: Tensor | None = None
         self._graphs: CudaGraphRunner | None = None
@@ -198,9 +199,12 @@ class ModelRunner(ModelPool):
     def can_overlap(self) -> bool:
         """True if passes may be issued before the host knows their tokens.
 
-        Then small passes are recorded, so the device works while the host waits, and no other rank waits.
+        Then small passes are recorded, so the device works while the host waits, and no other rank waits. States of
+        recurrent layers get slots for known tokens only.
         """
-        return self._graphs is not None and self._graphs.has_passes and self._rank.size == 1
+        if self._graphs is None or self.num_states:
+            return False
+        return self._graphs.has_passes and self._rank.size == 1
 
     def forward(self, spans: Seq[Span], input_ids: Tensor | None = None) -> Tensor:
         """Compute `spans` in one pass: write their KV to their slots, and return their logits as [R, V] float32.
