@@ -25,7 +25,7 @@ def mixer_forms(model: nn.Module) -> Iterator[tuple[nn.Module, MixerForm]]:
 
 
 def qwen3_next_orders(module: Any) -> list[Tensor]:
-    """Return the orders in which Qwen3-Next's first product gives inputs and gates, and its second steps and betas."""
+    """Return the places of inputs and gates in Qwen3-Next's first product, and of steps and betas in its second."""
     places = (torch.arange(size)[None, None] for size in (module.conv_dim + module.value_dim, 2 * module.num_v_heads))
     query, key, value, gates, betas, steps = module.fix_query_key_value_ordering(*places)
     return [torch.cat([each.flatten() for each in parts]) for parts in ((query, key, value, gates), (steps, betas))]

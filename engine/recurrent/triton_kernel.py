@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# A kernel must not be compiled anew for another number of rows or another stride: sums might get another order.
+# No kernel is compiled again for another number of rows or another stride: sums might get another order.
 _ANY = ("input_row", "gate_row", "step_row", "beta_row")
 
 
@@ -61,7 +61,7 @@ def convolve_rows(
         x = tl.where(back <= place, x, tl.load(kept, mask=is_there & (back > place), other=0.0))
         total += x.to(tl.float32) * tl.load(weight + age * WIDTH + channel, mask=is_there, other=0.0)
         if age > 0:
-            # A span of one row may leave its state where it began: what was there is read above, an age earlier.
+            # A span of one row may leave its state where it began: each number there is read before it is replaced.
             kept = pool + (after * NUM_KEPT + age - 1) * WIDTH + channel
             tl.store(kept, x, mask=is_there & (after >= 0))
     if bias is not None:
