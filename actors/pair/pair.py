@@ -24,8 +24,8 @@ from actors.pair.pair_metrics import PairMetrics
 from actors.pair.pair_shell import PairShell
 from actors.pair.target_client import TargetClient
 from actors.pair.watchdog import Watchdog, check_running
+from actors.process import configure_logging
 from actors.process.frames import private_folder
-from actors.process.process_logging import configure_logging
 from actors.settings import PairDevices, PairSettings
 from actors.shell_messages import Pong
 from actors.target.index_reporter import IndexReporter, ReportSink

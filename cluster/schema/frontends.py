@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cluster.schema.section import Section, one_of
+from cluster.schema import Section, one_of
 from engine.config import PositionLogConfig
 from router.config import IngressSettings
 from router.generation.tool_formats import FORMATS, PROMPTED

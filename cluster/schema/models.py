@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from cluster.schema.section import EngineSection, Section, one_of
+from cluster.schema import EngineSection, Section, one_of
 from engine.batch.draft import DraftSource
 from engine.config import (
     AttentionKind,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from actors.settings import KVTransportKind
-from cluster.schema.section import EngineSection, Section, one_of
+from cluster.schema import EngineSection, Section, one_of
 from engine.config import GIB, CacheConfig, KVDtype, SchedulerConfig
 
 _PACE = {"look_back_period_s": 30.0, "upscale_delay_s": 30.0, "downscale_delay_s": 600.0}  # longer than a start

@@ -29,7 +29,7 @@ from protos.errors import (
     UnavailableError,
 )
 from protos.messages import FinishReason, GenerateRequest, SpeculationStats, TokenChunk
-from router.backend.backend import TokenStreams
+from router.backend import TokenStreams
 from router.backend.refusal_gate import RefusalGate
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ _TAKEN_TIMEOUT_S = 2.0  # for a pair to take the request, before the application
 
 
 class ServeBackend:
-    """`router.backend.backend.Backend` over the handle of the pair deployment.
+    """`router.backend.Backend` over the handle of the pair deployment.
 
     The deployment has `generate(request)`, an async generator of `TokenChunk` or lists of them, `describe() ->
     ModelCard` and `metrics_text() -> str`. `prefill` is used for its `metrics_text` only. A request that no pair has

@@ -8,7 +8,7 @@ from protos.messages import FinishReason, GenerateRequest, TokenChunk
 from router.generation.delta import Delta
 from router.generation.thoughts import HarmonyReader, ThoughtReader, Trimmed
 from router.requests.reasoning_format import HARMONY, Thinking
-from router.tokenizer.tokenizer import Detokenizer, Tokenizer, make_detokenizer
+from router.tokenizer import Detokenizer, Tokenizer, make_detokenizer
 
 DetokenizerMaker = Callable[[Tokenizer, Sequence[int]], Detokenizer]
 

@@ -21,7 +21,7 @@ from protos.served_model import (
     TryDraft,
 )
 from router.api_keys import current_client
-from router.backend.backend import Backend
+from router.backend import Backend
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 from protos.errors import GrammarError
 from protos.messages import FinishReason, GenerateRequest, StepStats, TokenChunk, TokenSource
 from router.api_keys import current_client
-from router.backend.backend import TokenStreams
+from router.backend import TokenStreams
 from router.generation.choice_text import ChoiceText, DetokenizerMaker
 from router.generation.delta import Delta, join_deltas, runs_of
 from router.generation.receipts import OpenReceipt, Receipt
@@ -23,7 +23,7 @@ from router.generation.tool_formats.tool_format import ToolFormat
 from router.generation.usage import Usage, UsageMeter
 from router.metrics.ingress_metrics import IngressMetrics, TokenClock, Traffic
 from router.requests.sampling_params import GenerateParams
-from router.tokenizer.tokenizer import Tokenizer, make_detokenizer
+from router.tokenizer import Tokenizer, make_detokenizer
 
 if TYPE_CHECKING:
     from router.generation.response_template import ResponseReader, ResponseTemplate

@@ -14,7 +14,7 @@ from protos.errors import ContextLengthError, ModelNotFoundError, RequestError, 
 from protos.messages import Grammar
 from protos.served_model import ModelCard, with_tokenizer
 from router.api_keys import current_client
-from router.backend.backend import Backend, SharedAnswer, TokenStreams
+from router.backend import Backend, SharedAnswer, TokenStreams
 from router.backend.migration import MigratingStreams
 from router.config import IngressConfig
 from router.generation.draft_admin import DraftAdmin

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from router.generation.tool_formats.whole_format import CALL_BEGIN, CALL_END, CHANNEL, END_MARKS, MESSAGE
 from router.requests.reasoning_format import Thinking
-from router.tokenizer.tokenizer import Tokenizer
+from router.tokenizer import Tokenizer
 
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w*)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")

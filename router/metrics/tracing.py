@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from protos.client_text import for_log
 from protos.errors import ConfigError
 from protos.messages import FirstTokenTimes, GenerateRequest, TokenChunk
-from router.backend.backend import TokenStreams
+from router.backend import TokenStreams
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer

@@ -18,7 +18,7 @@ from protos.client_text import guard_logs
 from protos.errors import AuthenticationError, OverloadedError, RequestError, ServingError
 from protos.served_model import SwapDraft, TryDraft
 from router.api_keys import ApiKeys, Client
-from router.backend.backend import SharedAnswer
+from router.backend import SharedAnswer
 from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
 from router.metrics.exposition import ANSWERS_HEADER, CONTENT_TYPE, merge_metrics, proxy_text

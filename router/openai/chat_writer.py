@@ -37,7 +37,7 @@ from router.openai.usage import (
     completion_logprobs,
     prompt_logprobs,
 )
-from router.tokenizer.tokenizer import Tokenizer
+from router.tokenizer import Tokenizer
 
 
 class TextChoice(CompletionChoice):

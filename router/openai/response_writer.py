@@ -28,7 +28,7 @@ from router.openai.usage import (
     explanation_object,
     usage_object,
 )
-from router.tokenizer.tokenizer import Tokenizer
+from router.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

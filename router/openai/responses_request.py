@@ -17,8 +17,8 @@ from router.generation.generation import Generation
 from router.openai.response_writer import ResponseWriter
 from router.requests.chat_request import ForeignChat, ForeignFields
 from router.requests.generation_fields import Text, TokenLimit
+from router.tokenizer import Tokenizer
 from router.tokenizer.content_parts import text_in
-from router.tokenizer.tokenizer import Tokenizer
 
 _KEPT = ("previous_response_id", "conversation", "background", "prompt")
 

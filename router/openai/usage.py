@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from protos.messages import PlainReason, SpeculationExplanation, TokenLogprobs
 from router.generation.delta import Delta
 from router.generation.usage import Usage
-from router.tokenizer.tokenizer import Tokenizer
+from router.tokenizer import Tokenizer
 
 PLAIN_REASONS = {
     PlainReason.OFF: "This request, or the deployment, drafts nothing.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protos.messages import Thought
-from router.tokenizer.tokenizer import Tokenizer
+from router.tokenizer import Tokenizer
 
 HARMONY = "harmony"
 # Beginning and end of a thought, by the name of the form; each is one token where a model thinks in it. In harmony a

@@ -19,7 +19,7 @@ from protos.messages import (
 from protos.served_model import ModelCard
 from router.requests.generation_fields import GenerationFields, SpeculationFields
 from router.requests.reasoning_format import Thinking
-from router.tokenizer.tokenizer import Tokenizer
+from router.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from huggingface_hub import snapshot_download
 from protos.errors import ConfigError
 from protos.served_model import digest
 from protos.token_bytes import shared_tokenizer
+from router.tokenizer import TokenIdsOnly, Tokenizer
 from router.tokenizer.chat_template import ChatTemplate
-from router.tokenizer.tokenizer import TokenIdsOnly, Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import yaml
 from cluster.cli.__main__ import main
 from cluster.config import parse_config
 from cluster.replica_settings import draft_cache_config, draft_part, target_cache_config
-from cluster.schema.section import REMOVED
+from cluster.schema import REMOVED
 from engine.config import (
     EngineConfig,
     HeadConfig,

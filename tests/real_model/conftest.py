@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from models.published import smollm2
+from models import smollm2
 from router.tokenizer.tokenizer_files import TokenizerFiles, load_tokenizer_files
 
 

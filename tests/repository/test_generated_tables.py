@@ -34,7 +34,7 @@ def test_the_schema_for_editors_is_that_of_the_sections():
     assert SCHEMA.read_text(encoding="utf-8") == schema_text(), "run python -m tests.repository.generated_tables"
 
 
-@pytest.mark.parametrize("name", ["deploy.yaml", "models/published/smollm2.deploy.yaml"])
+@pytest.mark.parametrize("name", ["deploy.yaml", "models/smollm2.deploy.yaml"])
 def test_an_editor_accepts_our_files_and_marks_a_wrong_key(name: str):
     text = (ROOT / name).read_text(encoding="utf-8")
     header = next(line for line in text.splitlines() if line.startswith(HEADER))

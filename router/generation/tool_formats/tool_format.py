@@ -13,7 +13,7 @@ from protos.errors import RequestError
 from protos.messages import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
 from router.requests.json_schema import schema_source
 from router.requests.tools import NAME_PATTERN, Function, ToolUse
-from router.tokenizer.tokenizer import Tokenizer
+from router.tokenizer import Tokenizer
 
 NAME, _NUMBER = "{name}", "{number}"
 _NAME_FIRST = r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"%s"\s*:\s*(?=\{)'

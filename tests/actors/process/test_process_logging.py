@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from actors.process.process_logging import FORMAT_VARIABLE, JsonLines, is_json_wanted
+from actors.process import FORMAT_VARIABLE, JsonLines, is_json_wanted
 from cluster.local.serve_environment import cluster_variables
 from protos.errors import ConfigError
 

@@ -14,8 +14,8 @@ from router.config import IngressConfig
 from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
+from router.tokenizer import Tokenizer
 from router.tokenizer.chat_template import ChatTemplate
-from router.tokenizer.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles
 from tests.router.conftest import TEMPLATE, byte_tokenizer_core
 from tests.router.fixtures.fake_backend import FakeBackend

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from protos.errors import UnavailableError
-from router.backend.backend import SharedAnswer
+from router.backend import SharedAnswer
 
 
 class AnswerSource:

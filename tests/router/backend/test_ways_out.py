@@ -31,7 +31,7 @@ from router.metrics.ingress_metrics import IngressMetrics
 from router.routing.request_routing import RequestRouting, RouterMetrics
 from router.routing.routed_call import RoutedCall, RouteQuery, RouteReply
 from router.routing.serve_router import RouteChooser
-from router.tokenizer.tokenizer import Tokenizer
+from router.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles
 from tests.cluster.local.fake_server import serving
 from tests.router.fixtures.fake_backend import CARD

@@ -9,7 +9,7 @@ from protos.messages import FinishReason, GenerateRequest, SamplingParams, Token
 from router.generation.choice_text import ChoiceText
 from router.generation.delta import Delta, join_deltas
 from router.generation.thoughts import Trimmed
-from router.tokenizer.tokenizer import Tokenizer
+from router.tokenizer import Tokenizer
 from tests.router.conftest import byte_tokenizer_core
 
 TOKENIZER = Tokenizer(byte_tokenizer_core())

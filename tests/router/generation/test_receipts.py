@@ -28,8 +28,8 @@ from router.generation.receipts import Receipt, ReceiptKey, check_receipt, diges
 from router.grpc_api.api import GrpcApi
 from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
+from router.tokenizer import Tokenizer
 from router.tokenizer.chat_template import ChatTemplate
-from router.tokenizer.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles, load_tokenizer_files
 from tests.router.conftest import TEMPLATE
 from tests.router.fixtures.engine_backend import CARD, EngineBackend, ngram_engine, write_model

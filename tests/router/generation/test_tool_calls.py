@@ -23,7 +23,7 @@ from router.generation.tool_calls import ToolCallParser
 from router.generation.tool_formats import FORMATS, find_format
 from router.generation.tool_formats.tool_format import DEEPSEEK, DEEPSEEK_V3, HERMES, KIMI, LLAMA, MISTRAL, ToolFormat
 from router.requests.tools import Tool, tool_use
-from router.tokenizer.tokenizer import Tokenizer
+from router.tokenizer import Tokenizer
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, END_ID, write_tokenizer
 
 NAMES: dict[str, object] = {"f": {}, "get.weather": {}}

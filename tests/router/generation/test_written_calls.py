@@ -19,8 +19,8 @@ from router.generation.tool_formats.tagged_format import DSML, DSML_V32, GLM, MI
 from router.generation.tool_formats.tool_format import KIMI, MISTRAL, ToolFormat
 from router.generation.tool_formats.whole_format import COHERE, GRANITE, MISTRAL_LIST, NEMOTRON, TOOL_CALLS
 from router.requests.tools import Tool, tool_use
+from router.tokenizer import Tokenizer
 from router.tokenizer.chat_template import ChatTemplate
-from router.tokenizer.tokenizer import Tokenizer
 from tests.engine.fixtures.byte_tokenizer import BYTE_VOCAB_SIZE, END_ID, write_tokenizer
 
 SCHEMA = {

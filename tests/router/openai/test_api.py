@@ -29,7 +29,7 @@ from protos.served_model import (
 from router.api_keys import ApiKeys
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
-from router.tokenizer.tokenizer import Tokenizer
+from router.tokenizer import Tokenizer
 from tests.router.fixtures import key_files
 from tests.router.fixtures.fake_backend import FakeBackend
 

@@ -23,7 +23,7 @@ from protos.messages import (
 from router.backend import refusal_gate
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
-from router.tokenizer.tokenizer import Tokenizer
+from router.tokenizer import Tokenizer
 from tests.router.fixtures.fake_backend import FakeBackend, say
 from tests.router.fixtures.key_files import api_keys
 

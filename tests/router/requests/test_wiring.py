@@ -24,7 +24,7 @@ from router.openai.messages_request import MessagesRequest
 from router.openai.responses_request import ResponsesRequest
 from router.requests.chat_request import ChatCompletionRequest
 from router.requests.completion_request import CompletionRequest, TokenizeRequest
-from router.tokenizer.tokenizer import Tokenizer
+from router.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles
 from tests.router.conftest import byte_tokenizer_core, chat_template
 from tests.router.fixtures.fake_backend import FakeBackend, say

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as TokenizerCore
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from router.tokenizer.tokenizer import ByteDetokenizer, Detokenizer, Tokenizer, WindowDetokenizer, make_detokenizer
+from router.tokenizer import ByteDetokenizer, Detokenizer, Tokenizer, WindowDetokenizer, make_detokenizer
 
 TEXTS = [
     "def f(x):\n    return x + 1\n",

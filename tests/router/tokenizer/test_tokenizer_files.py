@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from protos.errors import ConfigError, RequestError
-from router.tokenizer.tokenizer import TokenIdsOnly
+from router.tokenizer import TokenIdsOnly
 from router.tokenizer.tokenizer_files import load_tokenizer_files
 from tests.router.conftest import byte_tokenizer_core
 

@@ -14,7 +14,7 @@ from router.config import IngressConfig
 from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
-from router.tokenizer.tokenizer import Tokenizer
+from router.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles
 from tests.router.conftest import byte_tokenizer_core, chat_template
 from tests.router.fixtures.fake_backend import FakeBackend, say

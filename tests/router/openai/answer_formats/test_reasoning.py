@@ -16,7 +16,7 @@ from router.generation.generation_service import GenerationService
 from router.metrics.ingress_metrics import IngressMetrics
 from router.openai.api import build_app
 from router.requests.reasoning_format import find_reasoning
-from router.tokenizer.tokenizer import Tokenizer
+from router.tokenizer import Tokenizer
 from router.tokenizer.tokenizer_files import TokenizerFiles
 from tests.router.conftest import byte_tokenizer_core, chat_template
 from tests.router.fixtures.fake_backend import FakeBackend, say

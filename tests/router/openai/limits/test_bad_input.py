@@ -13,7 +13,7 @@ from router.api_keys import ApiKeys
 from router.config import IngressLimits
 from router.generation.generation_service import GenerationService
 from router.openai.api import build_app
-from router.tokenizer.tokenizer import Tokenizer
+from router.tokenizer import Tokenizer
 from tests.router.fixtures.fake_backend import FakeBackend
 from tests.router.fixtures.key_files import api_keys
 

