@@ -95,7 +95,7 @@ static void prepare_part(const void *work, int64_t part) {
         else if (g->sources)
             memcpy(g->rows + row * row_bytes, (const char *)g->x + g->sources[row] * row_bytes, (size_t)row_bytes);
     }
-    if (g->w->kind != BFLOAT16) FITTING(quantize)(&g->quantized, g->rows, first, last);
+    if (g->w->kind != BFLOAT16) FITTING(quantize)(&g->quantized, g->rows, (struct region){first, last, 0, g->quantized.num_groups});
 }
 
 static void multiply_quantized(const struct grouped *g, const struct block *b, int64_t first, int64_t last) {

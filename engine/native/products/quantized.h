@@ -53,10 +53,15 @@ struct part {
 /* Places the quantized rows and their tables in `scratch`, of `outrider_quantized_scratch` bytes. */
 INTERNAL void lay_out_rows(struct quantized *p, int8_t *scratch);
 
-/* Quantizes the rows [first, last) of x to 8 bits, with AVX-512 or AVX2. On AVX2, products by INT8 take the
-   low halves of a group's bytes, followed by the high halves. */
-INTERNAL void quantize_wide(const struct quantized *p, const void *x, int64_t first, int64_t last);
-INTERNAL void quantize_narrow(const struct quantized *p, const void *x, int64_t first, int64_t last);
+/* The rows [row, last_row) and groups [group, last_group). */
+struct region {
+    int64_t row, last_row, group, last_group;
+};
+
+/* Quantizes a region of x to 8 bits, with AVX-512 or AVX2. On AVX2, products by INT8 take the low halves of a group's
+   bytes, followed by the high halves. */
+INTERNAL void quantize_wide(const struct quantized *p, const void *x, struct region region);
+INTERNAL void quantize_narrow(const struct quantized *p, const void *x, struct region region);
 
 /* Multiplies up to BLOCK_ROWS rows by the pairs [first, last), with AMX or AVX-512, or with AVX2. */
 INTERNAL void multiply_wide(const struct quantized *p, int64_t row, int64_t rows, int64_t first, int64_t last);

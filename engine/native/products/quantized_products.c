@@ -18,21 +18,27 @@
 #include "products/quantized.h"
 #include "team.h"
 
-enum { LINE_ROWS = 16 /* rows whose scales share a cache line, for one thread unless there are few rows */ };
+enum {
+    LINE_ROWS = 16,    /* rows whose scales share a cache line, for one thread unless there are few rows */
+    PART_GROUPS = 128, /* groups of few rows for one thread */
+};
 
 /* A product, divided into parts of some rows and pairs. */
 struct grid {
     struct quantized product;
     const void *x;
-    int64_t quantized; /* rows of a quantization part */
+    int64_t quantized, groups; /* rows and groups of a quantization part */
     int64_t pairs, rows, row_blocks;
 };
 
 static void quantize_part(const void *work, int64_t part) {
     const struct grid *grid = work;
     const struct quantized *p = &grid->product;
-    const int64_t first = part * grid->quantized;
-    FITTING(quantize)(p, grid->x, first, min(first + grid->quantized, p->num_rows));
+    const int64_t group_blocks = (p->num_groups + grid->groups - 1) / grid->groups;
+    const int64_t row = part / group_blocks * grid->quantized, group = part % group_blocks * grid->groups;
+    const struct region region = {row, min(row + grid->quantized, p->num_rows), group,
+                                  min(group + grid->groups, p->num_groups)};
+    FITTING(quantize)(p, grid->x, region);
 }
 
 static void multiply_part(const void *work, int64_t part) {
@@ -62,9 +68,11 @@ static void multiply(struct quantized p, const void *x, int8_t *scratch) {
     const int64_t pairs = max(1, min((256 << 10) / (p.num_inputs * OUTPUTS), num_pairs / 8));
     lay_out_rows(&p, scratch);
     const int64_t rows = outrider_has_tiles ? TILED_ROWS : BLOCK_ROWS;
-    const int64_t quantized = p.num_rows < 2 * LINE_ROWS ? LINE_ROWS / 2 : LINE_ROWS;
-    const struct grid grid = {p, x, quantized, pairs, rows, (p.num_rows + rows - 1) / rows};
-    share_out(quantize_part, &grid, (p.num_rows + quantized - 1) / quantized);
+    const int are_few = p.num_rows < 2 * LINE_ROWS;
+    const int64_t quantized = are_few ? LINE_ROWS / 2 : LINE_ROWS;
+    const int64_t groups = are_few ? PART_GROUPS / min(max(p.num_rows, 1), quantized) : p.num_groups;
+    const struct grid grid = {p, x, quantized, groups, pairs, rows, (p.num_rows + rows - 1) / rows};
+    share_out(quantize_part, &grid, (p.num_rows + quantized - 1) / quantized * ((p.num_groups + groups - 1) / groups));
     share_out(multiply_part, &grid, grid.row_blocks * ((num_pairs + pairs - 1) / pairs));
 }
 

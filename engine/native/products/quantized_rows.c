@@ -40,11 +40,11 @@ AVX INLINE void quantize_summed(__m512 low, __m512 high, int8_t *to, float *scal
     *sum = *scale * (float)_mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
 }
 
-AVX INLINE void quantize_rows_wide(const struct quantized *p, const void *x, int64_t first, int64_t last,
+AVX INLINE void quantize_rows_wide(const struct quantized *p, const void *x, struct region region,
                                    const int is_bf16) {
-    for (int64_t group = 0; group < p->num_groups; group++) {
+    for (int64_t group = region.group; group < region.last_group; group++) {
         float *scales = p->row_scales + group * p->table_stride, *bases = p->row_bases + group * p->table_stride;
-        for (int64_t row = first; row < last; row++) {
+        for (int64_t row = region.row; row < region.last_row; row++) {
             const int64_t at = row * p->num_inputs + group * p->group;
             __m512 numbers[2 * GROUP / 16];
 #pragma GCC unroll 4
@@ -57,9 +57,9 @@ AVX INLINE void quantize_rows_wide(const struct quantized *p, const void *x, int
     }
 }
 
-AVX void quantize_wide(const struct quantized *p, const void *x, int64_t first, int64_t last) {
-    if (p->is_bf16) quantize_rows_wide(p, x, first, last, 1);
-    else quantize_rows_wide(p, x, first, last, 0);
+AVX void quantize_wide(const struct quantized *p, const void *x, struct region region) {
+    if (p->is_bf16) quantize_rows_wide(p, x, region, 1);
+    else quantize_rows_wide(p, x, region, 0);
 }
 
 AVX2 INLINE float highest(__m256 x) {
@@ -130,12 +130,12 @@ AVX2 INLINE void quantize_summed_narrow(const __m256 *x, int8_t *to, float *scal
     *sum = *scale * (float)sum_of(sums);
 }
 
-AVX2 INLINE void quantize_rows_narrow(const struct quantized *p, const void *from, int64_t first, int64_t last,
+AVX2 INLINE void quantize_rows_narrow(const struct quantized *p, const void *from, struct region region,
                                       const int is_bf16) {
     const int64_t x_bytes = group_bytes_of_x(p);
-    for (int64_t group = 0; group < p->num_groups; group++) {
+    for (int64_t group = region.group; group < region.last_group; group++) {
         float *scales = p->row_scales + group * p->table_stride, *bases = p->row_bases + group * p->table_stride;
-        for (int64_t row = first; row < last; row++) {
+        for (int64_t row = region.row; row < region.last_row; row++) {
             const int64_t at = row * p->num_inputs + group * p->group;
             __m256 x[2 * GROUP / 8];
             for (int i = 0; i < p->group / 8; i++) x[i] = load_eight(from, at + i * 8, is_bf16);
@@ -147,7 +147,7 @@ AVX2 INLINE void quantize_rows_narrow(const struct quantized *p, const void *fro
     }
 }
 
-AVX2 void quantize_narrow(const struct quantized *p, const void *x, int64_t first, int64_t last) {
-    if (p->is_bf16) quantize_rows_narrow(p, x, first, last, 1);
-    else quantize_rows_narrow(p, x, first, last, 0);
+AVX2 void quantize_narrow(const struct quantized *p, const void *x, struct region region) {
+    if (p->is_bf16) quantize_rows_narrow(p, x, region, 1);
+    else quantize_rows_narrow(p, x, region, 0);
 }
