@@ -7,22 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Container
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 from math import sqrt
-
-import numpy as np
-from numpy.typing import NDArray
+from operator import mul
 
 # The acceptance of a tree's first, second, ... child. The first is measured with the demo pair at T=1; the rest is
 # assumed.
 RANK_ACCEPTANCE = (0.60, 0.14, 0.06, 0.035, 0.02, 0.015)
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
 _INITIAL_RATE = 0.7  # acceptance of a class without passes
 _CLASS_WINDOW = 100.0  # passes of a class that count
 _REQUEST_WINDOW = 20.0  # passes of a request that count
 _CLASS_TRUST = 4.0  # weight, in passes, of the position before (or the initial rate) in a class's rate
+_CHAIN_TRUST = 8.0  # the same of the position before in a chain: bad luck in the few tries of a far one would last
 _REQUEST_TRUST = 8.0  # weight, in passes, of the class in a request's rate
 _HALF_LIFE = 16.0  # steps without drafts that halve the weight of a request's own passes
 _NEXT_NODE = 0.9  # times the chance of the node before: assumed for a node without passes
@@ -60,10 +57,8 @@ class AcceptanceTable:
     def _count(
         self, request_ids: Seq[str], classes: Seq[str], num_tried: Seq[int], accepted: Seq[Container[int]]
     ) -> None:
-        """Add one pass: each sequence's number of tried positions, and the accepted ones.
-
-        Plain lists: most passes try few positions, and a numpy call costs as much as thirty of them.
-        """
+        """Add one pass: each sequence's number of tried positions, and the accepted ones."""
+        fade = 1.0 - 1.0 / _REQUEST_WINDOW
         tries: dict[str, tuple[list[int], list[int]]] = {}  # class -> tried and accepted sequences by position
         for request_id, name, number, positions in zip(request_ids, classes, num_tried, accepted, strict=True):
             number = min(number, self._num_positions)  # a chain may come where a smaller tree was requested
@@ -75,9 +70,11 @@ class AcceptanceTable:
             if name not in tries:
                 tries[name] = [0] * self._num_positions, [0] * self._num_positions
             class_tried, class_accepted = tries[name]
+            own_tried, own_accepted = counts.tried, counts.accepted
             for position in range(number):
                 is_accepted = position in positions
-                counts.add(position, 1.0 - 1.0 / _REQUEST_WINDOW, 1, is_accepted)
+                own_tried[position] = fade * own_tried[position] + 1.0
+                own_accepted[position] = fade * own_accepted[position] + is_accepted
                 class_tried[position] += 1
                 class_accepted[position] += is_accepted
         for name, (class_tried, class_accepted) in tries.items():
@@ -93,32 +90,35 @@ class AcceptanceTable:
         """True if a request has had drafts."""
         return request_id in self._requests
 
-    def of_classes(self, classes: Seq[str], num_errors: float = 0.0) -> Floats:
-        """Return the chances of new requests, `[B, K]`, by rates that are higher by a number of standard errors."""
-        return self._falling(np.array([self._class(name).rates_above(num_errors) for name in classes]))
+    def of_classes(self, classes: Seq[str], num_errors: float = 0.0) -> list[list[float]]:
+        """Return the chances of new requests, `[B][K]`, by rates that are higher by a number of standard errors."""
+        chances = {name: self._falling(self._class(name).rates_above(num_errors)) for name in set(classes)}
+        return [chances[name] for name in classes]
 
-    def of(self, request_ids: Seq[str], classes: Seq[str], ages: Seq[int]) -> Floats:
-        """Return the chance that each draft is accepted: in a chain with all drafts before it. `[B, K]`, falling.
+    def of(self, request_ids: Seq[str], classes: Seq[str], ages: Seq[int]) -> list[list[float]]:
+        """Return the chance that each draft is accepted: in a chain with all drafts before it. `[B][K]`, falling.
 
         `ages` are the steps since each request had drafts. Its own passes fade with them, since texts change: a request
         that had bad luck is tried again.
         """
-        rates = []
+        chances = []
         for request_id, name, age in zip(request_ids, classes, ages, strict=True):
             prior, counts = self._class(name).class_rates(), self._requests.get(request_id)
-            rates.append(prior if counts is None else counts.rates(prior, 0.5 ** (age / _HALF_LIFE)))
-        return self._falling(np.array(rates))
+            rates = prior if counts is None else counts.rates(prior, 0.5 ** (age / _HALF_LIFE))
+            chances.append(self._falling(rates))
+        return chances
 
-    def _falling(self, rates: Floats) -> Floats:
+    def _falling(self, rates: list[float]) -> list[float]:
         """Return chances that fall along K: a node's is the mean of the least up to it and the greatest from it on."""
         if not self._has_trees:
-            return rates.cumprod(axis=1)
-        after = np.maximum.accumulate(rates[:, ::-1], axis=1)[:, ::-1]
-        return (np.minimum.accumulate(rates, axis=1) + after) / 2
+            return [*accumulate(rates, mul)]
+        after = [*accumulate(reversed(rates), max)][::-1]
+        return [(least + greatest) / 2 for least, greatest in zip(accumulate(rates, min), after, strict=True)]
 
     def _class(self, name: str) -> _ClassCounts:
         if name not in self._classes:
-            self._classes[name] = _ClassCounts(self._num_positions, _NEXT_NODE if self._has_trees else 1.0)
+            after = (_NEXT_NODE, _CLASS_TRUST) if self._has_trees else (1.0, _CHAIN_TRUST)
+            self._classes[name] = _ClassCounts(self._num_positions, *after)
         return self._classes[name]
 
 
@@ -129,11 +129,6 @@ class _Counts:
         self.tried = [0.0] * num_positions
         self.accepted = [0.0] * num_positions
 
-    def add(self, position: int, fade: float, num_tried: int, num_accepted: int) -> None:
-        """Add one pass at a position."""
-        self.tried[position] = fade * self.tried[position] + num_tried
-        self.accepted[position] = fade * self.accepted[position] + num_accepted
-
     def rates(self, prior: list[float], weight: float) -> list[float]:
         """Return the rates of a request, by the rates of its class and its own passes, which have `weight`."""
         return [
@@ -143,27 +138,30 @@ class _Counts:
 
 
 class _ClassCounts(_Counts):
-    """The counts of a class. A position without passes has `next_share` of the rate before it."""
+    """The counts of a class. A position without passes has `next_share` of the rate before it, which has a weight."""
 
-    def __init__(self, num_positions: int, next_share: float) -> None:
+    def __init__(self, num_positions: int, next_share: float, next_trust: float) -> None:
         super().__init__(num_positions)
-        self._next_share = next_share
+        self._next_share, self._next_trust = next_share, next_trust
         self._cached: list[float] | None = None
 
     def add_pass(self, num_tried: Seq[int], num_accepted: Seq[int]) -> None:
         """Add one pass, which tried position i for `num_tried[i]` sequences of the class."""
         for position, (tried, accepted) in enumerate(zip(num_tried, num_accepted, strict=True)):
             if tried:
-                self.add(position, (1.0 - 1.0 / _CLASS_WINDOW) ** tried, tried, accepted)
+                fade = (1.0 - 1.0 / _CLASS_WINDOW) ** tried
+                self.tried[position] = fade * self.tried[position] + tried
+                self.accepted[position] = fade * self.accepted[position] + accepted
         self._cached = None
 
     def class_rates(self) -> list[float]:
         """Return the rates by position; a position with few tries takes the rate of the previous position."""
         if self._cached is None:
-            self._cached, rate = [], _INITIAL_RATE / self._next_share
+            self._cached, prior, trust = [], _INITIAL_RATE, _CLASS_TRUST
             for accepted, tried in zip(self.accepted, self.tried, strict=True):
-                rate = (accepted + _CLASS_TRUST * self._next_share * rate) / (tried + _CLASS_TRUST)
+                rate = (accepted + trust * prior) / (tried + trust)
                 self._cached.append(rate)
+                prior, trust = self._next_share * rate, self._next_trust
         return self._cached
 
     def rates_above(self, num_errors: float) -> list[float]:

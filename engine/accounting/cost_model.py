@@ -9,25 +9,29 @@ It uses plain floats and short lists: it runs once per pass, and a numpy call on
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from dataclasses import dataclass
 from math import exp, inf, log, sqrt
 
 import numpy as np
+from numpy.typing import NDArray
 
-from engine.accounting.acceptance import Floats, Ints
 from engine.accounting.draft_cost import DraftCosts
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 _NOISE_STEP = 1.05  # factor that moves the noise until half of the passes are within 0.67 of it
 _REACH = 2.0  # the curve covers sizes up to this multiple of the largest one seen
-# 1, 2, 3, 4, 6, 8, 12, 16 ... rows: close enough for a straight line between neighbours.
-_GRID = sorted({1, *(2**i for i in range(1, 17)), *(3 * 2**i for i in range(16))})
+# 1 to 8, 12, 16, 24 ... rows: close enough for a straight line between neighbours. One stream has all of its lengths.
+_GRID = sorted({*range(1, 9), *(2**i for i in range(1, 17)), *(3 * 2**i for i in range(16))})
 _OUTLIER_WEIGHT = 0.01  # of a pass: the weight of an outlier at a size that was never seen
 _FAMILIAR = 0.5  # familiarity of a size with one pass
 _APART = 1.5  # least ratio of two sizes whose difference gives the cost of a row
 _RISE = 0.5  # of the known cost of a row, or of its experts, assumed per row at sizes that were never seen
 _LEAST_SHARE = 0.01  # of a pass's time: the least cost of sampled rows, even if a prompt hides it
+_RECENT_CURVE = 16  # passes: the age of a curve that is good enough for shares of a pass
 _GRID_ARRAY = np.array(_GRID, dtype=np.float64)
 
 
@@ -74,7 +78,8 @@ class PassCurve:
         self._recent: deque[float] = deque(maxlen=9)  # log of measured seconds over the shape's seconds
         self._drift = 0.0
         self._noise = 0.1  # usual deviation of known sizes: half of all passes are within 0.67 of it
-        self._expected: list[float] = []  # cached curve; empty if outdated
+        self._expected: list[float] = []  # cached curve
+        self._age = 0  # passes since then
 
     def weak_copy(self) -> PassCurve:
         """Return the same curve with each size counted as at most one pass."""
@@ -101,9 +106,9 @@ class PassCurve:
         if not self._num_known:
             self._begin(near, seconds)
             return
-        # Compare the pass with the curve without drift.
-        expected = log(self.at(num_rows)) - self._drift
-        self._add_unseen(near, expected)
+        # Compare the pass with the earlier ones of its size, without drift.
+        self._add_unseen(near)
+        expected = self._log_seconds(near)
         # A pass counts a third after about a thousand further passes.
         self._num_seen = [0.999 * number for number in self._num_seen]
         familiarity = sum(share * self._num_seen[point] / (self._num_seen[point] + 1.0) for point, share in near)
@@ -117,7 +122,7 @@ class PassCurve:
         weight = _OUTLIER_WEIGHT if residual > limit and familiarity < _FAMILIAR else 1.0
         self._learn_shape(near, min(residual, limit), weight)
         self._num_known = max(self._num_known, near[-1][0] + 1)
-        self._expected = []
+        self._age += 1 if familiarity >= _FAMILIAR else _RECENT_CURVE + 1
 
     def _begin(self, near: list[tuple[int, float]], seconds: float) -> None:
         """Record the first pass, which sets the level of the curve."""
@@ -125,11 +130,17 @@ class PassCurve:
             self._log_s[point], self._num_seen[point] = log(seconds), 1.0
         self._num_known = near[-1][0] + 1
 
-    def _add_unseen(self, near: list[tuple[int, float]], expected: float) -> None:
+    def _add_unseen(self, near: list[tuple[int, float]]) -> None:
         """Set grid points without passes to the current curve."""
         for point, _ in near:
             if self._num_seen[point] == 0.0:
-                self._log_s[point] = expected
+                self._log_s[point] = log(self.at(_GRID[point])) - self._drift
+
+    def _log_seconds(self, near: list[tuple[int, float]]) -> float:
+        """Return the logarithm of the seconds between grid points, without drift."""
+        if len(near) == 1:
+            return self._log_s[near[0][0]]
+        return log(sum([share * exp(self._log_s[point]) for point, share in near]))
 
     def _learn_shape(self, near: list[tuple[int, float]], residual: float, weight: float) -> None:
         """Move the grid points of a size by the residual of a pass, which counts as `weight` passes."""
@@ -163,14 +174,17 @@ class PassCurve:
             limit += log(_GRID[near[-1][0]] / _GRID[smaller])
         return limit
 
-    def at(self, num_rows: int) -> float:
-        """Return the expected seconds of a pass; 0 for an empty one. Needs one observed pass."""
+    def at(self, num_rows: int, max_age: int = 0) -> float:
+        """Return the expected seconds of a pass; 0 for an empty one. Needs one observed pass.
+
+        The last `max_age` passes may be left out, which saves time.
+        """
         if num_rows == 0:
             return 0.0
-        if not self._expected:
-            self._expected = self._curve(0.0)
+        if self._age > max_age or not self._expected:
+            self._expected, self._age = self._curve(0.0), 0
         last = len(self._expected) - 1
-        return sum(share * self._expected[min(point, last)] for point, share in _neighbours(num_rows))
+        return sum([share * self._expected[min(point, last)] for point, share in _neighbours(num_rows)])
 
     def seconds(self, num_rows: Ints, optimism: float = 0.0) -> Floats:
         """Return the expected seconds of passes of `num_rows` rows; 0 for an empty one. Needs one observed pass.
@@ -188,30 +202,20 @@ class PassCurve:
         Neighbours with falling seconds are averaged, weighted by their passes (pool adjacent violators).
         """
         doubt, enough = optimism * self._noise, _OUTLIER_WEIGHT if optimism > 0.0 else 0.0
-        levels: list[_Level] = []
+        known: list[int] = []  # grid points
+        levels: list[tuple[float, float, int]] = []  # equal seconds of neighbours, their passes, and their number
         for point, (log_s, number) in enumerate(zip(self._log_s[: self._num_known], self._num_seen, strict=False)):
             if number <= enough and (levels or number == 0.0):
                 continue
-            level = _Level(exp(log_s + self._drift - doubt / sqrt(number)), number, [point])
-            while levels and levels[-1].seconds > level.seconds:
-                level.absorb(levels.pop())
-            levels.append(level)
-        return _extended([(point, level.seconds) for level in levels for point in level.points], self._experts)
-
-
-@dataclass(slots=True)
-class _Level:
-    """Neighbouring grid points with equal seconds, and their number of passes."""
-
-    seconds: float
-    num_seen: float
-    points: list[int]
-
-    def absorb(self, other: _Level) -> None:
-        num_seen = self.num_seen + other.num_seen
-        self.seconds = (self.num_seen * self.seconds + other.num_seen * other.seconds) / num_seen
-        self.num_seen = num_seen
-        self.points = other.points + self.points
+            known.append(point)
+            seconds, size = exp(log_s + self._drift - doubt / sqrt(number)), 1
+            while levels and levels[-1][0] > seconds:
+                below_s, num_below, size_below = levels.pop()
+                seconds = (num_below * below_s + number * seconds) / (num_below + number)
+                number, size = num_below + number, size_below + size
+            levels.append((seconds, number, size))
+        by_point = [seconds for seconds, _, size in levels for _ in range(size)]
+        return _extended([*zip(known, by_point, strict=True)], self._experts)
 
 
 def _extended(known: list[tuple[int, float]], experts: ExpertReads) -> list[float]:
@@ -221,7 +225,7 @@ def _extended(known: list[tuple[int, float]], experts: ExpertReads) -> list[floa
     """
     curve = [known[0][1]] * known[0][0]
     # Up to `_REACH` times the largest size seen.
-    ends = [*(point for point, _ in known[1:]), min(known[-1][0] + 3, len(_GRID))]
+    ends = [*(point for point, _ in known[1:]), bisect_right(_GRID, _REACH * _GRID[known[-1][0]])]
     limits = [*(seconds for _, seconds in known[1:]), inf]
     far = 0  # the last known point that is far enough from the current one
     # For each known point, fill the unknown points of (point, end), at most up to the next known seconds.
@@ -378,8 +382,10 @@ class CostModel:
 
         The last is the ratio of what `num_rows - num_fewer` rows add to what `num_rows` add.
         """
-        whole_s, prompts_s = self._curve.at(num_prompt_rows + num_rows), self._curve.at(num_prompt_rows)
+        num_whole = num_prompt_rows + num_rows
+        whole_s, prompts_s, without_s = (
+            self._curve.at(number, _RECENT_CURVE) for number in (num_whole, num_prompt_rows, num_whole - num_fewer)
+        )
         least_s = _LEAST_SHARE * whole_s
         added_s = max(whole_s - prompts_s, least_s)
-        fewer_s = max(self._curve.at(num_prompt_rows + num_rows - num_fewer) - prompts_s, least_s)
-        return whole_s, added_s / whole_s, fewer_s / added_s
+        return whole_s, added_s / whole_s, max(without_s - prompts_s, least_s) / added_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 REQUEST_STEPS = 1  # steps that cost as much as a request for drafts
 
@@ -19,6 +19,7 @@ class DraftCost:
     """
 
     _NUM_RECENT = 15
+    _FIT_PERIOD = 4  # passes between two fits, which take most of the time here
     _FADE = 0.95
     _TOKEN_DOUBT = 0.01
     _STEP_DOUBT = 1e-6
@@ -27,6 +28,7 @@ class DraftCost:
         self._steps_2 = self._steps_tokens = self._tokens_2 = 0.0  # decayed sums of products
         self._steps_s = self._tokens_s = 0.0
         self._recent: deque[tuple[int, int, float]] = deque(maxlen=self._NUM_RECENT)  # steps, tokens, seconds
+        self._num_passes = 0
         self.per_step_s = 0.0
         self.per_token_s = 0.0
 
@@ -47,7 +49,9 @@ class DraftCost:
         self._tokens_2 = self._FADE * self._tokens_2 + num_tokens * num_tokens
         self._steps_s = self._FADE * self._steps_s + num_steps * seconds
         self._tokens_s = self._FADE * self._tokens_s + num_tokens * seconds
-        self._fit()
+        self._num_passes += 1
+        if self._num_passes < self._NUM_RECENT or self._num_passes % self._FIT_PERIOD == 0:
+            self._fit()
 
     def seconds(self, num_steps: int, num_tokens: int) -> float:
         """Return the expected seconds of drafts of this size; 0 before the first observed pass."""
@@ -66,14 +70,18 @@ class DraftCost:
         elif per_step_s < 0:
             per_step_s, per_token_s = 0.0, self._tokens_s / self._tokens_2
         # Scale to the median pass.
-        fitted = [(steps * per_step_s + tokens * per_token_s, seconds) for steps, tokens, seconds in self._recent]
-        ratios = sorted(seconds / expected_s for expected_s, seconds in fitted if expected_s > 0.0)
+        ratios = sorted(
+            [
+                seconds / fitted_s
+                for steps, tokens, seconds in self._recent
+                if (fitted_s := steps * per_step_s + tokens * per_token_s) > 0.0
+            ]
+        )
         scale = ratios[(len(ratios) - 1) // 2] if ratios else 1.0
         self.per_step_s, self.per_token_s = scale * per_step_s, scale * per_token_s
 
 
-@dataclass(frozen=True, slots=True)
-class RequestedDrafts:
+class RequestedDrafts(NamedTuple):
     """The drafts that a pass requests from one method: steps of the longest draft, and tokens of all drafts."""
 
     num_steps: int
@@ -107,6 +115,8 @@ class DraftCosts:
 
     def shares(self, requested: Mapping[str, RequestedDrafts]) -> dict[str, float]:
         """Return each method's share of a wait: by measured costs, or by tokens until all methods are measured."""
+        if len(requested) < 2:
+            return dict.fromkeys(requested, 1.0)
         parts = {
             method: self._costs[method].seconds(each.num_steps, each.num_tokens) for method, each in requested.items()
         }

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from engine.accounting.acceptance import AcceptanceTable, Floats, Ints
+from engine.accounting.acceptance import AcceptanceTable
 from engine.accounting.record import SequencePass
-from engine.accounting.speculation_gate import class_of
 from engine.batch.draft import depths
 from engine.sequence.sequence import Sequence
 
 _DEPTH_RATE = 0.1  # of a pass in the depth of trees
-
-Bools = NDArray[np.bool_]
-Names = NDArray[np.str_]
 
 
 class DraftSize(NamedTuple):
@@ -33,31 +27,34 @@ class DraftSize(NamedTuple):
 class ShapeLimits:
     """The longest chain and the largest tree of each sequence, `[B]`; 0 where a sequence cannot have the shape."""
 
-    chains: Ints
-    trees: Ints
-    depths: Ints
+    chains: list[int]
+    trees: list[int]
+    depths: list[int]
 
     @classmethod
     def of(cls, sequences: Seq[Sequence], num_possible: Callable[[Sequence, bool], int]) -> ShapeLimits:
         """Return the limits of sequences, by `num_possible(sequence, is_tree)`."""
         chains = [num_possible(each, False) for each in sequences]
         trees = [num_possible(each, True) if each.num_tree_nodes else 0 for each in sequences]
-        return cls(np.array(chains), np.array(trees), np.array([each.num_draft_tokens for each in sequences]))
+        return cls(chains, trees, [each.num_draft_tokens for each in sequences])
 
-    @property
-    def no_trees(self) -> Bools:
-        return np.zeros(len(self.chains), dtype=np.bool_)
-
-    def are_trees(self, names: Names, classes: set[str]) -> Bools:
+    def are_trees(self, names: Seq[str], classes: Container[str]) -> list[bool]:
         """Return which sequences have trees if these classes have."""
-        return np.array([name in classes for name in names.tolist()]) & (self.trees > 0)
+        return [size > 0 and name in classes for name, size in zip(names, self.trees, strict=True)]
 
-    def sizes(self, lengths: Ints, is_tree: Bools) -> list[DraftSize]:
+    def sizes(self, lengths: Seq[int], is_tree: Seq[bool]) -> list[DraftSize]:
         """Return drafts of these numbers of rows within the limits; a tree of one node is a chain."""
-        branches = is_tree & (lengths > 1)
-        nodes = np.where(branches, np.minimum(lengths, self.trees), 0)
-        depths = np.minimum(np.where(branches, nodes, lengths), np.where(branches, self.depths, self.chains))
-        return [*map(DraftSize, depths.tolist(), nodes.tolist())]
+        rows = zip(lengths, is_tree, self.chains, self.trees, self.depths, strict=True)
+        return [
+            DraftSize(min(length, tree, depth), min(length, tree))
+            if branches and length > 1
+            else DraftSize(min(length, chain), 0)
+            for length, branches, chain, tree, depth in rows
+        ]
+
+    def equal(self, length: int) -> list[DraftSize]:
+        """Return chains of one length, within the limits."""
+        return [DraftSize(min(length, chain), 0) for chain in self.chains]
 
 
 class ShapeRates:
@@ -71,9 +68,7 @@ class ShapeRates:
     def __init__(self, max_length: int, max_nodes: int) -> None:
         self.chains = AcceptanceTable(max_length)
         self.trees = AcceptanceTable(max_nodes, has_trees=True)
-        self.tree_steps: Floats = np.array(
-            [float(size.bit_length()) for size in range(1, max(max_length, max_nodes) + 1)]
-        )
+        self.tree_steps = [float(size.bit_length()) for size in range(1, max(max_length, max_nodes) + 1)]
 
     def knows(self, request_id: str) -> bool:
         """True if a request has had drafts."""
@@ -86,31 +81,35 @@ class ShapeRates:
 
     def learn(self, passes: Seq[SequencePass]) -> None:
         """Learn from one pass. A chain that came where a tree was requested is what such a request yields."""
-        passes = [each for each in passes if each.num_proposed]
-        if chains := [each for each in passes if not each.wants_tree]:
-            self.chains.observe(*_columns(chains), [each.num_accepted for each in chains])
-        if trees := [each for each in passes if each.wants_tree]:
+        chains: list[SequencePass] = []
+        trees: list[SequencePass] = []
+        for each in passes:
+            if each.draft.draft.token_ids:
+                (trees if each.wants_tree else chains).append(each)
+        if chains:
+            self.chains.observe(*_columns(chains), [each.outcome.num_accepted for each in chains])
+        if trees:
             self._learn_depth(trees)
             paths = [each.outcome.path or range(each.num_accepted) for each in trees]
             self.trees.observe_trees(*_columns(trees), paths)
 
     def _learn_depth(self, passes: Seq[SequencePass]) -> None:
         """Learn the depth of trees by their number of nodes: the first nodes of a tree are the best smaller one."""
-        deepest = np.zeros(max(each.num_proposed for each in passes))
+        deepest = [0] * max(each.num_proposed for each in passes)
         for each in passes:
             parents = each.draft.draft.parents or range(-1, each.num_proposed - 1)
-            by_node = np.maximum.accumulate(depths(parents))
-            deepest[: len(by_node)] = np.maximum(deepest[: len(by_node)], by_node)
-        deepest = np.maximum.accumulate(deepest)[: len(self.tree_steps)]
-        self.tree_steps[: len(deepest)] += _DEPTH_RATE * (deepest - self.tree_steps[: len(deepest)])
-        self.tree_steps = np.maximum.accumulate(self.tree_steps)
+            for node, depth in enumerate(accumulate(depths(parents), max)):
+                deepest[node] = max(deepest[node], depth)
+        known = zip(self.tree_steps, accumulate(deepest, max), strict=False)
+        moved = [steps + _DEPTH_RATE * (depth - steps) for steps, depth in known]
+        self.tree_steps = [*accumulate([*moved, *self.tree_steps[len(moved) :]], max)]
 
 
 def _columns(passes: Seq[SequencePass]) -> tuple[list[str], list[str], list[int]]:
     """Return the ids, the classes and the numbers of drafts of the sequences of a pass."""
-    sequences = [each.sequence for each in passes]
+    sequences = [each.scheduled.sequence for each in passes]
     return (
         [each.request_id for each in sequences],
-        [class_of(each) for each in sequences],
-        [each.num_proposed for each in passes],
+        [each.draft_class for each in sequences],
+        [len(each.draft.draft.token_ids) for each in passes],
     )

@@ -6,12 +6,12 @@ class's mean ignores that chance: at eight streams most of a chat's matches do n
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 
 import numpy as np
 
-from engine.accounting.acceptance import Floats, Ints
 from engine.accounting.cost_model import RowSeconds
 
 _FADE = 0.95  # per pass, of the passes that set the price of a row
@@ -27,7 +27,7 @@ class Allocation:
         least_tokens: the fewest tokens that a sequence is expected to get.
     """
 
-    lengths: Ints
+    lengths: list[int]
     tokens_per_s: float
     plain_tokens_per_s: float
     seconds: float
@@ -37,16 +37,16 @@ class Allocation:
     def plain(cls, num_sequences: int, seconds: float) -> Allocation:
         """Return no drafts, for a pass of this length."""
         speed = num_sequences / seconds
-        return cls(np.zeros(num_sequences, dtype=np.int64), speed, speed, seconds, 1.0)
+        return cls([0] * num_sequences, speed, speed, seconds, 1.0)
 
 
 def allocate(
-    acceptance: Floats,
+    acceptance: Seq[Seq[float]],
     row_seconds: RowSeconds,
     step_s: float,
     token_s: float,
-    max_seconds: float = np.inf,
-    num_steps: Floats | None = None,
+    max_seconds: float = inf,
+    num_steps: Seq[float] | None = None,
 ) -> Allocation:
     """Maximise G = (B + sum of acceptance) / (C(B + drafts) + D(drafts)) over all lengths.
 
@@ -56,23 +56,24 @@ def allocate(
     pass is chosen: clients wait less, and an estimate for few drafts is more certain.
 
     Args:
-        acceptance: `[B, K]`, falling along K; 0 for a draft that is not allowed.
+        acceptance: `[B][K]`, falling along K; 0 for a draft that is not allowed.
         row_seconds: C(B) to C(B + M), where M is the largest number of drafts.
         step_s: Seconds in D per step of the longest draft.
         token_s: Seconds in D per drafted token.
         max_seconds: Upper limit of C + D.
         num_steps: `[K]`, the steps of a draft model for a longest draft of 1 to K; by default as many as drafts.
     """
-    num_sequences, num_positions = acceptance.shape
-    steps = np.arange(1.0, num_positions + 1.0) if num_steps is None else num_steps
+    num_sequences, num_positions = len(acceptance), len(acceptance[0])
+    steps = range(1, num_positions + 1) if num_steps is None else num_steps
     if num_sequences == 1:
-        draft_s = (step_s * steps + token_s * np.arange(1.0, num_positions + 1.0)).tolist()
-        return _allocate_to_one(acceptance[0].tolist(), row_seconds, draft_s, max_seconds)
+        draft_s = [step_s * number + token_s * tokens for tokens, number in enumerate(steps, 1)]
+        return _allocate_to_one(acceptance[0], row_seconds, draft_s, max_seconds)
     without = Allocation.plain(num_sequences, float(row_seconds.at(0, num_sequences)))
     plain = without.tokens_per_s
     # Order all drafts by acceptance; equal ones by position, so that lengths stay prefixes.
-    order = np.argsort(-acceptance.T, axis=None, kind="stable")
-    chances = acceptance.T.ravel()[order]
+    by_position = np.array(acceptance).T.ravel()
+    order = np.argsort(-by_position, kind="stable")
+    chances = by_position[order]
     max_drafts = min(len(row_seconds.alone) - 1, int((chances > 0).sum()))
     if max_drafts == 0:
         return without
@@ -83,7 +84,7 @@ def allocate(
     wanted = np.cumsum(is_in, axis=1)
     num_drafts = np.minimum(wanted, len(row_seconds.alone) - 1)
     tokens = num_sequences + np.cumsum(is_in * chances, axis=1)
-    seconds = row_seconds.at(num_drafts, tokens) + step_s * steps[:, None] + token_s * num_drafts
+    seconds = row_seconds.at(num_drafts, tokens) + step_s * np.array(steps)[:, None] + token_s * num_drafts
     goodput = np.where((seconds <= max_seconds) & (wanted == num_drafts), tokens / seconds, 0.0)
     if (best := goodput.max()) <= plain:
         return without
@@ -94,7 +95,7 @@ def allocate(
     chosen = order[: best_last + 1][is_chosen] % num_sequences
     gained = np.bincount(chosen, chances[: best_last + 1][is_chosen], num_sequences)
     return Allocation(
-        lengths=np.bincount(chosen, minlength=num_sequences),
+        lengths=np.bincount(chosen, minlength=num_sequences).tolist(),
         tokens_per_s=float(goodput[best_longest, best_last]),
         plain_tokens_per_s=plain,
         seconds=float(seconds[best_longest, best_last]),
@@ -103,7 +104,7 @@ def allocate(
 
 
 def _allocate_to_one(
-    acceptance: list[float], row_seconds: RowSeconds, draft_s: list[float], max_seconds: float
+    acceptance: Seq[float], row_seconds: RowSeconds, draft_s: Seq[float], max_seconds: float
 ) -> Allocation:
     """Allocate to a single sequence; a short loop is faster than arrays."""
     most = min(len(acceptance), len(row_seconds.alone) - 1)
@@ -121,7 +122,7 @@ def _allocate_to_one(
         return without
     length, goodput = next((i, each) for i, each in enumerate(goodputs, 1) if each >= _NEAR * best and each > plain)
     tokens = 1.0 + sum(acceptance[:length])
-    return Allocation(np.array([length]), goodput, plain, tokens / goodput, tokens)
+    return Allocation([length], goodput, plain, tokens / goodput, tokens)
 
 
 class RowPrice:
@@ -140,7 +141,7 @@ class RowPrice:
         self._drafts = _FADE * self._drafts + num_drafts
         self._accepted = _FADE * self._accepted + num_accepted
 
-    def of(self, num_sequences: int, num_priced: int, row_seconds: Floats) -> float:
+    def of(self, num_sequences: int, num_priced: int, row_seconds: Seq[float]) -> float:
         """Return the price in a pass of `num_sequences`, `num_priced` of them with priced drafts; at most 1.
 
         `row_seconds [M + 1]` has the seconds of the pass with 0 to M drafts. Costs rise in steps, so the cost of a row
@@ -150,13 +151,17 @@ class RowPrice:
             return 1.0
         num_drafts, _ = self._expected(num_priced)
         reach = min(max(num_sequences, ceil(2.0 * num_drafts)), len(row_seconds) - 1)
-        row_s = float(row_seconds[reach] - row_seconds[0]) / reach
+        row_s = (row_seconds[reach] - row_seconds[0]) / reach
         return min(1.0, self.tokens_per_s(num_sequences, num_priced, row_seconds) * row_s)
 
-    def tokens_per_s(self, num_sequences: int, num_priced: int, row_seconds: Floats) -> float:
+    def tokens_per_s(self, num_sequences: int, num_priced: int, row_seconds: Seq[float]) -> float:
         """Return the speed of such a pass, if the number and the acceptance of drafts stay as in recent passes."""
         num_drafts, num_accepted = self._expected(num_priced)
-        return (num_sequences + num_accepted) / float(np.interp(num_drafts, range(len(row_seconds)), row_seconds))
+        last = len(row_seconds) - 1
+        below = min(int(num_drafts), last)
+        above_s = row_seconds[min(below + 1, last)]
+        pass_s = row_seconds[below] + (num_drafts - below) * (above_s - row_seconds[below])
+        return (num_sequences + num_accepted) / pass_s
 
     def _expected(self, num_priced: int) -> tuple[float, float]:
         """Return the expected drafts of `num_priced` sequences, and their expected accepted drafts."""

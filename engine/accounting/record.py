@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from engine.accounting.draft_cost import RequestedDrafts
 from engine.accounting.step_times import StepTimes
 from engine.sequence.batch import Batch, CheckedDraft, ScheduledSequence
 from engine.sequence.sequence import Sequence
@@ -86,6 +87,63 @@ class PassRecord:
     def num_prompt_rows(self) -> int:
         """Rows of the pass that only prefill: all but one row of each sampled sequence, and its drafts."""
         return self.num_prefill_tokens + self.num_decode_sequences - len(self.passes)
+
+
+@dataclass(slots=True)
+class ClassPart:
+    """One class's part of a pass: sequences, committed tokens, drafts, and requested rows by drafter."""
+
+    drafter: str
+    num_sequences: int = 0
+    num_tokens: int = 0
+    num_proposed: int = 0
+    num_requested: dict[str, int] = field(default_factory=dict)
+
+
+class PassParts:
+    """The sums over the sequences of a pass, made in one loop: by class of requests, and by drafter.
+
+    Attributes:
+        classes: by name.
+        requested: by the name for the cost of drafts (`drafter_of`).
+        num_rows, num_tokens: the sampled rows, drafts included, and the committed tokens.
+        drafted_ids: the requests that a proposer was asked for.
+    """
+
+    def __init__(self, passes: Seq[SequencePass]) -> None:
+        self.num_sequences = self.num_rows = self.num_tokens = len(passes)
+        self.classes: dict[str, ClassPart] = {}
+        self.requested: dict[str, RequestedDrafts] = {}
+        self.drafted_ids: list[str] = []
+        for scheduled, draft, outcome in passes:
+            sequence, num_proposed = scheduled.sequence, len(draft.draft.token_ids)
+            part = self.classes.get(sequence.draft_class)
+            if part is None:
+                part = self.classes[sequence.draft_class] = ClassPart(sequence.drafter)
+            part.num_sequences += 1
+            part.num_tokens += outcome.num_accepted + 1
+            self.num_tokens += outcome.num_accepted
+            part.num_proposed += num_proposed
+            self.num_rows += num_proposed
+            is_tree = scheduled.max_tree_nodes > 0
+            num_requested = num_steps = scheduled.max_tree_nodes or scheduled.max_draft_tokens
+            if num_requested == 0:
+                continue
+            if is_tree and num_proposed:
+                num_steps = max(1, draft.depth)  # a draft whose first token is impossible has depth 0, and took a step
+            drafter = drafter_of(sequence, is_tree=is_tree)
+            steps, tokens = self.requested.get(drafter, _NOTHING)
+            self.requested[drafter] = RequestedDrafts(max(steps, num_steps), tokens + num_requested)
+            part.num_requested[drafter] = part.num_requested.get(drafter, 0) + num_requested
+            self.drafted_ids.append(sequence.request_id)
+
+
+_NOTHING = RequestedDrafts(0, 0)
+
+
+def drafter_of(sequence: Sequence, *, is_tree: bool) -> str:
+    """Return the name for the cost of a sequence's drafts: its drafter, with chains or with trees."""
+    return f"{sequence.drafter}-tree" if is_tree else sequence.drafter
 
 
 @dataclass(frozen=True, slots=True)

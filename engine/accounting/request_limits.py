@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from engine.accounting.speculation_gate import kind_of
 from engine.config import SpeculationConfig
-from engine.sequence.sequence import DraftRule
+from engine.sequence.sequence import DraftRule, kind_of
 from protos.errors import RequestError
 from protos.messages import GenerateRequest, SpeculationMethod, VerifyMode, has_own_weights
 

@@ -9,19 +9,18 @@ worth a row (`engine.accounting.length_allocation`), and end where their chance 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from engine.accounting.acceptance import AcceptanceTable, Floats, Ints
+from engine.accounting.acceptance import AcceptanceTable
 from engine.accounting.cost_model import CostModel, RowSeconds
 from engine.accounting.draft_cost import REQUEST_STEPS
-from engine.accounting.draft_shapes import Bools, Names, ShapeLimits, ShapeRates
+from engine.accounting.draft_shapes import ShapeLimits, ShapeRates
 from engine.accounting.length_allocation import Allocation, RowPrice, allocate
-from engine.accounting.record import SequencePass
-from engine.accounting.speculation_gate import SpeculationGates, class_of, drafter_of, method_of
+from engine.accounting.record import PassParts, SequencePass, drafter_of
+from engine.accounting.speculation_gate import SpeculationGates
 from engine.sequence.sequence import Sequence
 from protos.messages import SpeculationMethod
 
@@ -31,7 +30,9 @@ _LONGEST = 6.0  # plain passes: the longest pass with drafts of a single sequenc
 _LONGEST_SHARED = 4.0  # the same for several sequences, which wait for each other's drafts
 LONGEST_PER_TOKEN = 2.5  # plain passes per token that each of several sequences is expected to get
 
-Rates = Callable[[AcceptanceTable], Floats]  # of the sequences of a plan, `[B, K]`
+_PRICED = SpeculationMethod.SUFFIX  # the drafter whose drafts know their chances
+
+Rates = Callable[[AcceptanceTable], list[list[float]]]  # of the sequences of a plan, `[B][K]`
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +48,25 @@ class PlannedBatch:
     """
 
     sequences: Seq[Sequence]
-    names: Names
+    names: list[str]
     limits: ShapeLimits
-    priced: Ints
+    priced: list[int]
     row_seconds: RowSeconds
     ages: Seq[int]
 
     @classmethod
     def of(cls, sequences: Seq[Sequence], limits: ShapeLimits, row_seconds: RowSeconds, ages: Seq[int]) -> PlannedBatch:
         """Divide the limits of `sequences` between planned and priced drafts."""
-        is_priced = np.array([_is_priced(each) for each in sequences])
-        planned = replace(limits, chains=np.where(is_priced, 0, limits.chains))
-        names = np.array([class_of(each) for each in sequences])
-        return cls(sequences, names, planned, np.where(is_priced, limits.chains, 0), row_seconds, ages)
+        is_priced = [each.drafter == _PRICED for each in sequences]
+        priced = [chain if flag else 0 for chain, flag in zip(limits.chains, is_priced, strict=True)]
+        if any(is_priced):
+            chains = [0 if flag else chain for chain, flag in zip(limits.chains, is_priced, strict=True)]
+            limits = replace(limits, chains=chains)
+        return cls(sequences, [each.draft_class for each in sequences], limits, priced, row_seconds, ages)
 
-    def drafters(self, is_tree: Bools) -> list[str]:
+    def drafters(self, is_tree: Seq[bool]) -> list[str]:
         """Return the name for the cost of each sequence's drafts."""
-        return [drafter_of(each, is_tree=flag) for each, flag in zip(self.sequences, is_tree.tolist(), strict=True)]
+        return [drafter_of(each, is_tree=flag) for each, flag in zip(self.sequences, is_tree, strict=True)]
 
 
 class ShapeChoice:
@@ -105,39 +108,41 @@ class ShapeChoice:
         """Forget all other requests."""
         self._rates.keep_only(request_ids)
 
-    def learn(self, passes: Seq[SequencePass]) -> None:
+    def learn(self, passes: Seq[SequencePass], parts: PassParts) -> None:
         """Learn from the drafts of one pass."""
         self._rates.learn(passes)
-        priced = [each for each in passes if _is_priced(each.sequence)]
-        num_accepted = sum(each.num_accepted for each in priced)
-        self._price.observe(len(priced), sum(each.num_proposed for each in priced), num_accepted)
+        priced = [each for each in parts.classes.values() if each.drafter == _PRICED]
+        if priced:
+            num_sequences = sum([each.num_sequences for each in priced])
+            num_accepted = sum([each.num_tokens for each in priced]) - num_sequences
+            self._price.observe(num_sequences, sum([each.num_proposed for each in priced]), num_accepted)
 
-    def priced_rows(self, batch: PlannedBatch) -> Ints:
+    def priced_rows(self, batch: PlannedBatch) -> list[int]:
         """Set the price of a row, and return the most rows of sequences with priced drafts."""
-        num_sequences, num_priced = len(batch.sequences), int(np.count_nonzero(batch.priced))
-        row_seconds = batch.row_seconds.recent
+        num_sequences, num_priced = len(batch.sequences), sum([length > 0 for length in batch.priced])
+        row_seconds = batch.row_seconds.recent.tolist()
         self.least_chance = self._price.of(num_sequences, num_priced, row_seconds)
         if self.least_chance >= 1.0 or num_priced == 0:
-            return np.zeros_like(batch.priced)
-        longest_s = self._limited((_LONGEST if num_sequences == 1 else LONGEST_PER_TOKEN) * float(row_seconds[0]))
-        num_rows = int(np.searchsorted(row_seconds, longest_s, side="right")) - 1
+            return [0] * num_sequences
+        longest_s = self._limited((_LONGEST if num_sequences == 1 else LONGEST_PER_TOKEN) * row_seconds[0])
+        num_rows = bisect_right(row_seconds, longest_s) - 1
         most = num_rows if num_rows == len(row_seconds) - 1 else max(0, num_rows // num_priced)
-        return np.where(self._are_open(batch.names), np.minimum(batch.priced, most), 0)
+        return self._opened(batch.names, [min(length, most) for length in batch.priced])
 
-    def rows(self, step: int, batch: PlannedBatch, least_gain: float) -> tuple[Ints, Bools]:
+    def rows(self, step: int, batch: PlannedBatch, least_gain: float) -> tuple[list[int], list[bool]]:
         """Return the rows of each draft, and which are trees; no rows if they gain less than `least_gain`."""
-        no_rows, limits = np.zeros_like(batch.limits.chains), batch.limits
-        if not limits.chains.any():
-            return no_rows, limits.no_trees
-        names = batch.names
-        branching = sorted(set(names[limits.trees > 0].tolist()))
+        limits, names = batch.limits, batch.names
+        if not any(limits.chains):
+            return [0] * len(names), [False] * len(names)
+        branching = sorted({name for name, size in zip(names, limits.trees, strict=True) if size > 0})
         if branching and step >= self._next_choice:
             self._next_choice = step + _CHOICE
             self._choose_classes(batch, branching)
         is_tree = limits.are_trees(names, self._tree_classes)
         request_ids = [each.request_id for each in batch.sequences]
-        best = self._best(batch, is_tree, lambda table: table.of(request_ids, names.tolist(), batch.ages))
-        return (no_rows if best.tokens_per_s <= least_gain * best.plain_tokens_per_s else best.lengths), is_tree
+        best = self._best(batch, is_tree, lambda table: table.of(request_ids, names, batch.ages))
+        has_gain = best.tokens_per_s > least_gain * best.plain_tokens_per_s
+        return (best.lengths if has_gain else [0] * len(names)), is_tree
 
     def _choose_classes(self, batch: PlannedBatch, branching: list[str]) -> None:
         """Choose the classes that have trees, by the rates of whole classes: the luck of a request is no reason.
@@ -150,7 +155,7 @@ class ShapeChoice:
         def tokens_per_s(classes: set[str], *, is_best: bool = False) -> float:
             num_errors = 1.0 if is_best else 0.0
             is_tree = batch.limits.are_trees(names, classes)
-            return self._best(batch, is_tree, lambda table: table.of_classes(names.tolist(), num_errors)).tokens_per_s
+            return self._best(batch, is_tree, lambda table: table.of_classes(names, num_errors)).tokens_per_s
 
         present = self._tree_classes
         speed = tokens_per_s(present)
@@ -158,49 +163,47 @@ class ShapeChoice:
         options = [absent | set(branching), absent, *(present ^ {name} for name in branching)]
         speeds = [tokens_per_s(each) for each in options]
         if max(speeds) > _CLASS_GAIN * speed:
-            self._tree_classes = options[int(np.argmax(speeds))]
+            self._tree_classes = options[speeds.index(max(speeds))]
             speed = max(speeds)
         others = {name: tokens_per_s(self._tree_classes ^ {name}, is_best=True) for name in branching}
         self.doubtful = {name for name, best in others.items() if best > _CLASS_GAIN * speed}
 
-    def _best(self, batch: PlannedBatch, is_tree: Bools, rates: Rates) -> Allocation:
+    def _best(self, batch: PlannedBatch, is_tree: Seq[bool], rates: Rates) -> Allocation:
         """Return the best allocation over the cheapest drafter, the two cheapest, and so on: one may be too slow."""
-        chances = self._chances(rates(self._rates.chains), batch.names, batch.limits.chains)
-        num_steps = np.arange(1.0, chances.shape[1] + 1.0)
-        if is_tree.any():
-            chances[is_tree] = self._chances(rates(self._rates.trees), batch.names, batch.limits.trees)[is_tree]
-            num_steps = self._rates.tree_steps if is_tree.all() else np.maximum(num_steps, self._rates.tree_steps)
         is_single, plain_s, drafts = len(batch.sequences) == 1, float(batch.row_seconds.alone[0]), self._costs.drafts
+        chances = self._chances(rates(self._rates.chains), batch.names, batch.limits.chains)
+        num_steps = [float(REQUEST_STEPS + each) for each in range(1, len(chances[0]) + 1)]
+        if any(is_tree):
+            nodes = self._chances(rates(self._rates.trees), batch.names, batch.limits.trees)
+            chances = [tree if flag else chain for tree, chain, flag in zip(nodes, chances, is_tree, strict=True)]
+            of_trees = [REQUEST_STEPS + each for each in self._rates.tree_steps]
+            num_steps = of_trees if all(is_tree) else [*map(max, num_steps, of_trees)]
         longest_s = self._limited((_LONGEST if is_single else _LONGEST_SHARED) * plain_s)
         token_s = longest_s if is_single else self._limited(LONGEST_PER_TOKEN * plain_s)
         drafters = batch.drafters(is_tree)
         by_price = sorted(set(drafters), key=lambda each: (*drafts.prices([each]), each))
         allocations = []
         for number in range(1, len(by_price) + 1):
-            own = chances * np.isin(drafters, by_price[:number])[:, None]
-            prices = drafts.prices([each for each in drafters if each in by_price[:number]])
-            found = allocate(own, batch.row_seconds, *prices, longest_s, num_steps + REQUEST_STEPS)
+            used = by_price[:number]
+            own = [row if each in used else [0.0] * len(row) for row, each in zip(chances, drafters, strict=True)]
+            prices = drafts.prices([each for each in drafters if each in used])
+            found = allocate(own, batch.row_seconds, *prices, longest_s, num_steps)
             if found.seconds > token_s * found.least_tokens:
-                found = allocate(own, batch.row_seconds, *prices, token_s, num_steps + REQUEST_STEPS)
+                found = allocate(own, batch.row_seconds, *prices, token_s, num_steps)
             allocations.append(found)
         return max(allocations, key=lambda each: each.tokens_per_s)
 
-    def _chances(self, known: Floats, names: Names, limits: Ints) -> Floats:
-        """Return the chance of each row of a shape, `[B, W]`; 0 above the limits, and for classes that are off."""
-        chances = np.zeros((len(names), max(self._max_length, self._max_nodes)))
-        chances[:, : known.shape[1]] = known
-        allowed = np.where(self._are_open(names), limits, 0)
-        chances[np.arange(chances.shape[1]) >= allowed[:, None]] = 0.0
-        return chances
+    def _chances(self, known: Seq[list[float]], names: Seq[str], limits: Seq[int]) -> list[list[float]]:
+        """Return the chance of each row of a shape, `[B][W]`; 0 above the limits, and for classes that are off."""
+        width = max(self._max_length, self._max_nodes)
+        allowed = self._opened(names, limits)
+        return [row[:limit] + [0.0] * (width - min(limit, len(row))) for row, limit in zip(known, allowed, strict=True)]
 
-    def _are_open(self, names: Names) -> list[bool]:
-        return [self._gates.is_open(name) for name in names.tolist()]
+    def _opened(self, names: Seq[str], limits: Seq[int]) -> list[int]:
+        """Return the limits, and 0 for classes that are off."""
+        is_open = {name: self._gates.is_open(name) for name in set(names)}
+        return [limit if is_open[name] else 0 for name, limit in zip(names, limits, strict=True)]
 
     def _limited(self, seconds: float) -> float:
         """Return a limit for the expected seconds of a pass: at most `max_pass_s`, less the noise."""
         return min(self._max_pass_s / (1.0 + self._costs.noise), seconds)
-
-
-def _is_priced(sequence: Sequence) -> bool:
-    """True if the drafts of a sequence know their chances."""
-    return method_of(sequence) == SpeculationMethod.SUFFIX

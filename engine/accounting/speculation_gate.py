@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engine.accounting.cost_model import CostModel, size_class
-from engine.accounting.draft_cost import RequestedDrafts
-from engine.accounting.record import PassRecord, SequencePass
-from engine.sequence.sequence import Sequence
+from engine.accounting.record import PassParts, PassRecord
 from protos.backoff import Backoff
 
 logger = logging.getLogger(__name__)
@@ -117,7 +114,10 @@ class SpeculationGate:
             )
 
     def _trial(self, batch_size: int) -> _Trial:
-        return self._trials.setdefault(size_class(batch_size), _Trial())
+        number = size_class(batch_size)
+        if number not in self._trials:
+            self._trials[number] = _Trial()
+        return self._trials[number]
 
     def _report(self, num_steps: int) -> None:
         """Log the class's speedup once, when its lengths have settled."""
@@ -163,7 +163,7 @@ class SpeculationGates:
 
     Attributes:
         batch_size: sequences of the pass that `is_open` is about.
-        planning_s: the seconds of recent plans; classes with drafts pay the median.
+        planning_s: the seconds of plans per step, recently; classes with drafts pay the median.
     """
 
     def __init__(self, costs: CostModel) -> None:
@@ -190,68 +190,31 @@ class SpeculationGates:
         """False while the class gets no drafts in batches of this size."""
         return self._gate(name).is_open(self.batch_size)
 
-    def observe(
-        self, record: PassRecord, requested: Mapping[str, RequestedDrafts], num_steps: int = 1, *, is_speculating: bool
-    ) -> None:
+    def observe(self, record: PassRecord, parts: PassParts, num_steps: int = 1, *, is_speculating: bool) -> None:
         """Divide a pass, which represents `num_steps`, between the classes, and measure the speedup of each."""
-        members: dict[str, list[SequencePass]] = {}
-        for each in record.passes:
-            members.setdefault(class_of(each.sequence), []).append(each)
-        expected_s, shares = self._costs.drafts.seconds(requested), self._costs.drafts.shares(requested)
-        waited_s = record.times.draft_s
+        drafts, waited_s = self._costs.drafts, record.times.draft_s
+        expected_s, shares = drafts.seconds(parts.requested), drafts.shares(parts.requested)
         draft_s = min(waited_s, _MAX_SURPRISE * expected_s) if expected_s > 0.0 else waited_s
         planning_s = sorted(self.planning_s)[len(self.planning_s) // 2]
-        for name, part in members.items():
-            share = 0.0
-            for each in part:
-                if each.num_requested:
-                    drafter = drafter_of(each.sequence, is_tree=each.wants_tree)
-                    share += each.num_requested / requested[drafter].num_tokens * shares[drafter]
-            step = self._class_step(record, part, draft_s, share * draft_s, num_steps)
-            step = replace(step, seconds=step.seconds + share * planning_s, catch_up_s=share * (waited_s - draft_s))
-            is_drafting = is_speculating and any(each.num_requested for each in part)
-            self._gate(name).observe(step, len(record.passes), is_drafting=is_drafting)
-
-    def _class_step(
-        self, record: PassRecord, part: list[SequencePass], draft_s: float, own_s: float, num_steps: int
-    ) -> ClassStep:
-        """Return a class's part of a step that waited `draft_s` for drafts, `own_s` of it for drafts of the class.
-
-        The target's time without the class's drafts is estimated by the ratio of the costs.
-        """
-        num_rows = len(record.passes) + sum(each.num_proposed for each in record.passes)
-        num_own = sum(each.num_proposed for each in part)
-        whole_s, added, share = self._costs.split(record.num_prompt_rows, num_rows, num_own)
-        target_s = added * min(record.times.target_s, _MAX_SURPRISE * whole_s)
-        return ClassStep(
-            num_sequences=len(part),
-            num_tokens=sum(each.num_accepted + 1 for each in part),
-            seconds=target_s + draft_s,
-            plain_seconds=target_s * share + draft_s - own_s,
-            num_steps=num_steps,
-        )
+        for name, part in parts.classes.items():
+            share = sum(
+                [rows / parts.requested[each].num_tokens * shares[each] for each, rows in part.num_requested.items()]
+            )
+            # The target's time without the class's drafts is estimated by the ratio of the costs.
+            whole_s, added, fewer = self._costs.split(record.num_prompt_rows, parts.num_rows, part.num_proposed)
+            target_s = added * min(record.times.target_s, _MAX_SURPRISE * whole_s)
+            step = ClassStep(
+                num_sequences=part.num_sequences,
+                num_tokens=part.num_tokens,
+                seconds=target_s + draft_s + share * planning_s,
+                plain_seconds=target_s * fewer + (1.0 - share) * draft_s,
+                num_steps=num_steps,
+                catch_up_s=share * (waited_s - draft_s),
+            )
+            is_drafting = is_speculating and bool(part.num_requested)
+            self._gate(name).observe(step, parts.num_sequences, is_drafting=is_drafting)
 
     def _gate(self, name: str) -> SpeculationGate:
         if name not in self._gates:
             self._gates[name] = SpeculationGate(name)
         return self._gates[name]
-
-
-def method_of(sequence: Sequence) -> str:
-    """Return the source of a sequence's drafts."""
-    return "prediction" if sequence.request.prediction_token_ids else sequence.method
-
-
-def drafter_of(sequence: Sequence, *, is_tree: bool) -> str:
-    """Return the name for the cost of a sequence's drafts: the method, with chains or with trees."""
-    return f"{method_of(sequence)}-tree" if is_tree else method_of(sequence)
-
-
-def class_of(sequence: Sequence) -> str:
-    """Return the class of requests with a similar acceptance: the method, with greedy or sampled."""
-    return f"{method_of(sequence)}-{kind_of(is_greedy=sequence.is_greedy)}"
-
-
-def kind_of(*, is_greedy: bool) -> str:
-    """Return the second part of a class's name, after its method."""
-    return "greedy" if is_greedy else "sampled"

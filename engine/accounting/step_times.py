@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
-from operator import add, sub
+from operator import add, attrgetter, sub
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 
@@ -39,8 +39,10 @@ class StepTimes:
         return self._by_field(other, sub)
 
     def _by_field(self, other: StepTimes, operation: Callable[[Any, Any], Any]) -> StepTimes:
-        names = [field.name for field in fields(self)]
-        return StepTimes(*(operation(getattr(self, name), getattr(other, name)) for name in names))
+        return StepTimes(*map(operation, _PARTS(self), _PARTS(other)))
+
+
+_PARTS = attrgetter(*(part.name for part in fields(StepTimes)))
 
 
 class StepTimer:

@@ -124,7 +124,7 @@ class HybridProposer:
         return _HybridDraft(kind, base_len, match.token_ids, is_match=True)
 
     def _expected_tokens(self, kind: str, num_drafts: int) -> float:
-        return float(self._acceptance.of([kind], [kind], [0])[0, :num_drafts].sum())
+        return sum(self._acceptance.of([kind], [kind], [0])[0][:num_drafts])
 
     def _is_retried(self, kind: str) -> bool:
         self._num_passed_over[kind] = self._num_passed_over.get(kind, 0) + 1

@@ -226,6 +226,11 @@ class FirstTokenClock:
         return times
 
 
+def kind_of(*, is_greedy: bool) -> str:
+    """Return the second part of the name of a class of requests, after the drafter."""
+    return "greedy" if is_greedy else "sampled"
+
+
 class SequenceStatus(Enum):
     """WAITING holds no blocks; RUNNING holds blocks; FINISHED holds no blocks and is final."""
 
@@ -249,6 +254,8 @@ class Sequence(RequestTokens):
         self, request: GenerateRequest, rule: DraftRule, arrival_s: float, matcher: GrammarMatcher | None = None
     ) -> None:
         super().__init__(request, rule, matcher)
+        self.drafter = "prediction" if request.prediction_token_ids else str(rule.method)  # the source of its drafts
+        self.draft_class = f"{self.drafter}-{kind_of(is_greedy=self.is_greedy)}"  # requests with a similar acceptance
         self.arrival_s = arrival_s
         self.arrival = 0  # sequence number of the arrival, set by the scheduler
         self.turn = 0.0  # order among the waiting sequences, set by the scheduler

@@ -10,11 +10,11 @@ from engine.accounting.acceptance import AcceptanceTable
 
 def observe(table: AcceptanceTable, name: str, proposed: int, accepted: int, times: int = 1, kind: str = "c") -> None:
     for _ in range(times):
-        table.observe([name], [kind], np.array([proposed]), np.array([accepted]))
+        table.observe([name], [kind], [proposed], [accepted])
 
 
 def acceptance(table: AcceptanceTable, name: str, kind: str = "c") -> list[float]:
-    return table.of([name], [kind], [0])[0].tolist()
+    return table.of([name], [kind], [0])[0]
 
 
 def test_each_position_has_its_own_rate_given_those_before() -> None:

@@ -62,7 +62,7 @@ def new_policy() -> LengthPolicy:
 @pytest.mark.parametrize(("world", "has_trees"), [(TREES, True), (CHAINS, False)])
 def test_no_fixed_shape_is_five_percent_better(world: World, has_trees: bool, num_streams: int) -> None:
     speeds, shares = [], []
-    for seed in range(6 if num_streams == 1 else 4):
+    for seed in range(12 if num_streams == 1 else 4):
         pair, policy = world.pair(), new_policy()
         pair.rng = np.random.default_rng(seed)
         pair.run(num_streams, 100, policy)
@@ -101,14 +101,18 @@ def test_two_seconds_after_a_change_of_load_the_shape_fits(world: World) -> None
 
 
 def test_the_other_shape_is_measured_in_one_draft_of_64_with_as_many_rows() -> None:
-    pair, policy = CHAINS.pair(), new_policy()
-    pair.run(1, 200, policy)
-    pair.num_trees.clear()
-    pair.lengths.clear()
-    pair.run(1, 640, policy)
-    explored = [length for length, is_tree in zip(pair.lengths, pair.num_trees, strict=True) if is_tree]
-    assert 5 <= len(explored) <= 2 * 640 / 64  # more while its class is in doubt
-    assert max(explored) <= max(pair.lengths)
+    numbers = []
+    for seed in range(3):
+        pair, policy = CHAINS.pair(), new_policy()
+        pair.rng = np.random.default_rng(seed)
+        pair.run(1, 200, policy)
+        pair.num_trees.clear()
+        pair.lengths.clear()
+        pair.run(1, 640, policy)
+        explored = [length for length, is_tree in zip(pair.lengths, pair.num_trees, strict=True) if is_tree]
+        assert max(explored) <= max(pair.lengths)
+        numbers.append(len(explored))
+    assert 5 <= np.median(numbers) <= 2 * 640 / 64  # more while its class is in doubt
 
 
 def test_a_draft_whose_trees_have_become_better_is_found_out() -> None:
