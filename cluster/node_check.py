@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -16,8 +17,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.settings import PairSettings
 from cluster.config import DeployConfig
 from cluster.placement import NodeResources, PairPlacement
-from cluster.preflight import NodeRoom, check_driver, check_files, check_gpu_memory, check_room
+from cluster.preflight import check_driver, check_files, check_gpu_memory, memory_remedy, replica_bytes
+from cluster.schema.replicas import PairSection, PrefillSection
 from cluster.topology import NodeTopology, read_topology
+from engine.config import GIB
 from engine.model.checkpoint.node_memory import available_bytes
 from protos.errors import ConfigError, ServingError
 
@@ -67,6 +70,49 @@ def check_places(placement: PairPlacement, num_replaced: int, nodes: Sequence[No
             f"{num_places}: each pair takes {shape} of one node (pair.gpus, pair.resources); add such nodes first, or "
             "delete the application first; the new one then waits for nodes"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRoom:
+    """A node's memory for new replicas, including the memory of replicas they replace, and its places by Ray's count.
+
+    Both kinds of replica may have places there.
+    """
+
+    name: str
+    free_bytes: int
+    num_pairs: int
+    num_prefills: int = 0
+
+
+def check_room(config: DeployConfig, rooms: Sequence[NodeRoom], *, is_on_gpu: bool) -> None:
+    """Raise ConfigError if a node has too little memory for one replica, or all nodes together for all replicas.
+
+    With autoscaling only the least number of replicas must fit: nodes may be added for more.
+    """
+    sizes = replica_bytes(config, is_on_gpu=is_on_gpu)
+    remedy = memory_remedy(is_on_gpu=is_on_gpu)
+    for room in rooms:
+        for kind, size, places in zip(("pair", "prefill"), sizes, (room.num_pairs, room.num_prefills), strict=True):
+            if places and size > room.free_bytes:
+                raise ConfigError(
+                    f"node {room.name} may get a replica of {kind}, which takes about {size / GIB:.1f} GiB of memory, "
+                    f"and has {room.free_bytes / GIB:.1f} GiB for it; lower {remedy}, or keep it off that node by "
+                    f"{kind}.resources"
+                )
+    pairs, prefills = _least(config.pair), _least(config.prefill)
+    num_places = sum(min(room.num_pairs, room.free_bytes // max(1, sizes[0])) for room in rooms)
+    needed, free = pairs * sizes[0] + prefills * sizes[1], sum(room.free_bytes for room in rooms)
+    if config.pair.gpus is None and (pairs > num_places or needed > free):
+        raise ConfigError(
+            f"{pairs} pairs and {prefills} prefill replicas take about {needed / GIB:.1f} GiB of memory, and the "
+            f"{len(rooms)} nodes for them have {free / GIB:.1f} GiB, enough for {num_places} pairs; lower {remedy}, "
+            "or add nodes"
+        )
+
+
+def _least(section: PairSection | PrefillSection) -> int:
+    return section.autoscaling.min_replicas if section.autoscaling else section.max_replicas
 
 
 def _ask(

@@ -6,8 +6,7 @@ import os
 import re
 import shutil
 import ssl
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from tempfile import TemporaryFile
 from typing import Any
@@ -27,7 +26,6 @@ from cluster.local.serve_environment import is_free
 from cluster.planning.roofline import ModelShape
 from cluster.replica_settings import draft_cache_config
 from cluster.schema.frontends import MAX_LOG_BYTES, IngressSection
-from cluster.schema.replicas import PairSection, PrefillSection
 from cluster.topology import NodeTopology, read_topology
 from engine.config import GIB, CacheConfig, KVDtype, ModelDtype, Quantization
 from engine.model.checkpoint.node_memory import available_bytes
@@ -164,54 +162,12 @@ def check_memory(config: DeployConfig, topology: NodeTopology | None = None) -> 
     if needed > available:
         raise ConfigError(
             f"about {needed / GIB:.1f} GiB of memory are needed and {available / GIB:.1f} GiB are available; "
-            f"lower {_remedy(is_on_gpu=bool(topology.devices))}, or stop other programs"
+            f"lower {memory_remedy(is_on_gpu=bool(topology.devices))}, or stop other programs"
         )
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRoom:
-    """A node's memory for new replicas, including the memory of replicas they replace, and its places by Ray's count.
-
-    Both kinds of replica may have places there.
-    """
-
-    name: str
-    free_bytes: int
-    num_pairs: int
-    num_prefills: int = 0
-
-
-def check_room(config: DeployConfig, rooms: Sequence[NodeRoom], *, is_on_gpu: bool) -> None:
-    """Raise ConfigError if a node has too little memory for one replica, or all nodes together for all replicas.
-
-    With autoscaling only the least number of replicas must fit: nodes may be added for more.
-    """
-    sizes = replica_bytes(config, is_on_gpu=is_on_gpu)
-    remedy = _remedy(is_on_gpu=is_on_gpu)
-    for room in rooms:
-        for kind, size, places in zip(("pair", "prefill"), sizes, (room.num_pairs, room.num_prefills), strict=True):
-            if places and size > room.free_bytes:
-                raise ConfigError(
-                    f"node {room.name} may get a replica of {kind}, which takes about {size / GIB:.1f} GiB of memory, "
-                    f"and has {room.free_bytes / GIB:.1f} GiB for it; lower {remedy}, or keep it off that node by "
-                    f"{kind}.resources"
-                )
-    pairs, prefills = _least(config.pair), _least(config.prefill)
-    num_places = sum(min(room.num_pairs, room.free_bytes // max(1, sizes[0])) for room in rooms)
-    needed, free = pairs * sizes[0] + prefills * sizes[1], sum(room.free_bytes for room in rooms)
-    if config.pair.gpus is None and (pairs > num_places or needed > free):
-        raise ConfigError(
-            f"{pairs} pairs and {prefills} prefill replicas take about {needed / GIB:.1f} GiB of memory, and the "
-            f"{len(rooms)} nodes for them have {free / GIB:.1f} GiB, enough for {num_places} pairs; lower {remedy}, "
-            "or add nodes"
-        )
-
-
-def _least(section: PairSection | PrefillSection) -> int:
-    return section.autoscaling.min_replicas if section.autoscaling else section.max_replicas
-
-
-def _remedy(*, is_on_gpu: bool) -> str:
+def memory_remedy(*, is_on_gpu: bool) -> str:
+    """Return the keys that lower the memory of a deployment."""
     return "pair.num_replicas" if is_on_gpu else "cache.memory_gib or pair.num_replicas"
 
 

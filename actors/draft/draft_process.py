@@ -14,10 +14,12 @@ from actors.draft.draft_server import DraftServer
 from actors.process.actor_thread import without_compiler
 from actors.process.frames import FrameListener
 from actors.settings import DraftSettings, PairSettings
+from actors.shell_messages import DraftChannelStats
 from engine.model.checkpoint.completeness import refuse_not_finite
 from engine.model.cuda_graphs.buckets import sized
 from engine.model.loader import load_config
 from engine.model.runner.outline import check_outline
+from engine.proposer import GuardedProposer
 from engine.proposer.draft_model.ahead_drafter import AheadDrafter
 from engine.proposer.draft_model.loader import TextProposer, load_drafter
 from engine.proposer.draft_model.model_proposer import ModelProposer
@@ -65,6 +67,32 @@ def serve_draft(settings: PairSettings, folder: Path, is_ready: Callable[[], Non
     )
     is_ready()
     server.run()
+
+
+class InProcessDraft(GuardedProposer):
+    """The draft model of a pair without a `DraftActor`, with the interface of `ChannelProposer`."""
+
+    def __init__(self, proposer: ModelProposer | TextProposer) -> None:
+        super().__init__(proposer)
+        self._proposed = proposer
+
+    @classmethod
+    def load(cls, settings: PairSettings) -> InProcessDraft:
+        """Load the draft.
+
+        Raises:
+            ConfigError: the model cannot be loaded, or does not fit the target.
+        """
+        proposer, _ = load_draft(settings)
+        return cls(proposer)
+
+    @property
+    def stats(self) -> DraftChannelStats:
+        """Whether it drafts; its time is part of the engine's. May be read from any thread."""
+        return DraftChannelStats(is_connected=self.is_on, num_connections=1, translated=self._proposed.counts)
+
+    def flush(self) -> None:
+        """Do nothing, since no message is queued."""
 
 
 def _refuse_other_vocabulary(settings: PairSettings, path: str) -> None:

@@ -15,20 +15,16 @@ from dataclasses import replace
 from typing import Protocol
 
 from actors.pair.canary import Canary
-from actors.pair.target_client import TargetClient
 from actors.settings import DraftSettings
-from actors.shell_messages import OrderHead, RunningHead
+from actors.shell_messages import RunningHead
 from engine.accounting.goodput import GoodputStats, Verdict
 from protos.errors import (
     ConflictError,
-    DeadlineExceededError,
     RequestError,
     ServingError,
-    UnavailableError,
 )
 from protos.messages import SpeculationMethod
 from protos.served_model import (
-    CHECK_TIMEOUT_S,
     RETURN_S,
     CanaryOutcome,
     CanaryReport,
@@ -60,55 +56,6 @@ class ReplaceableDraft(Protocol):
             DeadlineExceededError: it does not serve within `wait_s`.
         """
         ...
-
-
-class TargetHead:
-    """The head in a target's process."""
-
-    # A text that began with one head gets no drafts of the next. A trial counts steps without such texts: it waits for
-    # their end, but not longer than this.
-    _SETTLE_S = 60.0
-
-    def __init__(self, client: TargetClient, pong_timeout_s: float) -> None:
-        self._client, self._pong_timeout_s = client, pong_timeout_s
-        self._num_orders = 0
-        self._old_requests: frozenset[str] = frozenset()
-        self._settled_s = 0.0
-
-    async def running(self) -> RunningHead:
-        """Return the head that drafts. Raises UnavailableError or TimeoutError if the target is away."""
-        head = (await self._client.ping(self._pong_timeout_s)).head
-        assert head is not None, "it can be exchanged"
-        return head
-
-    async def check_draft(self, path: str) -> None:
-        await self._order(path, CHECK_TIMEOUT_S, is_check=True)
-
-    async def replace_draft(self, path: str, wait_s: float) -> str:
-        digest = await self._order(path, wait_s)
-        self._old_requests, self._settled_s = self._client.request_ids, time.monotonic() + self._SETTLE_S
-        return digest
-
-    async def goodput(self) -> tuple[GoodputStats, ...]:
-        """Return the target's sums.
-
-        Raises:
-            UnavailableError: texts are running that began with the head before, or the target is away.
-        """
-        pong = await self._client.ping(self._pong_timeout_s)
-        if self._client.request_ids & self._old_requests and time.monotonic() < self._settled_s:
-            raise UnavailableError("texts of the head before are still running")
-        return pong.engine.goodput
-
-    async def _order(self, path: str, timeout_s: float, *, is_check: bool = False) -> str:
-        self._num_orders += 1
-        try:
-            await self._client.wait_connected(timeout_s)  # a target that restarts takes the order afterwards
-            return await self._client.order_head(OrderHead(self._num_orders, path, is_check), timeout_s)
-        except TimeoutError:
-            raise DeadlineExceededError(
-                f"The draft {path!r} was not loaded within {timeout_s:g} s; raise wait_s, or search the target's log."
-            ) from None
 
 
 class PairDraft:

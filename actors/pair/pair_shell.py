@@ -8,9 +8,9 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from actors.pair.pair_draft import PairDraft, PairDrafts, TargetHead, refusal
+from actors.pair.pair_draft import PairDraft, PairDrafts, refusal
 from actors.pair.pair_metrics import PairMetrics
-from actors.pair.target_client import TargetClient
+from actors.pair.target_client import TargetClient, TargetHead
 from actors.settings import PairSettings
 from actors.shell_messages import Pong
 from engine.accounting.drift import DriftStats

@@ -1,4 +1,4 @@
-"""The shell's connection to its target: sends requests, and distributes each step's output to their streams."""
+"""The shell's connection to its target: requests, streams of each step's output, and orders about the head."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from actors.shell_messages import (
     Ping,
     Pong,
     Refused,
+    RunningHead,
     ShellToTarget,
     Snapshot,
     Status,
@@ -28,10 +30,11 @@ from actors.shell_messages import (
     TargetReady,
     TargetToShell,
 )
-from protos.errors import EngineLostError, ModelChangedError, RequestError, UnavailableError
+from engine.accounting.goodput import GoodputStats
+from protos.errors import DeadlineExceededError, EngineLostError, ModelChangedError, RequestError, UnavailableError
 from protos.frames import ConnectionLostError, FrameCodec
 from protos.messages import GenerateRequest
-from protos.served_model import ModelCard
+from protos.served_model import CHECK_TIMEOUT_S, ModelCard
 
 logger = logging.getLogger(__name__)
 
@@ -234,6 +237,55 @@ class TargetClient:
             if not answer.done():
                 answer.set_exception(lost)
         self._pongs.clear()
+
+
+class TargetHead:
+    """The head in a target's process."""
+
+    # A text that began with one head gets no drafts of the next. A trial counts steps without such texts: it waits for
+    # their end, but not longer than this.
+    _SETTLE_S = 60.0
+
+    def __init__(self, client: TargetClient, pong_timeout_s: float) -> None:
+        self._client, self._pong_timeout_s = client, pong_timeout_s
+        self._num_orders = 0
+        self._old_requests: frozenset[str] = frozenset()
+        self._settled_s = 0.0
+
+    async def running(self) -> RunningHead:
+        """Return the head that drafts. Raises UnavailableError or TimeoutError if the target is away."""
+        head = (await self._client.ping(self._pong_timeout_s)).head
+        assert head is not None, "it can be exchanged"
+        return head
+
+    async def check_draft(self, path: str) -> None:
+        await self._order(path, CHECK_TIMEOUT_S, is_check=True)
+
+    async def replace_draft(self, path: str, wait_s: float) -> str:
+        digest = await self._order(path, wait_s)
+        self._old_requests, self._settled_s = self._client.request_ids, time.monotonic() + self._SETTLE_S
+        return digest
+
+    async def goodput(self) -> tuple[GoodputStats, ...]:
+        """Return the target's sums.
+
+        Raises:
+            UnavailableError: texts are running that began with the head before, or the target is away.
+        """
+        pong = await self._client.ping(self._pong_timeout_s)
+        if self._client.request_ids & self._old_requests and time.monotonic() < self._settled_s:
+            raise UnavailableError("texts of the head before are still running")
+        return pong.engine.goodput
+
+    async def _order(self, path: str, timeout_s: float, *, is_check: bool = False) -> str:
+        self._num_orders += 1
+        try:
+            await self._client.wait_connected(timeout_s)  # a target that restarts takes the order afterwards
+            return await self._client.order_head(OrderHead(self._num_orders, path, is_check), timeout_s)
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"The draft {path!r} was not loaded within {timeout_s:g} s; raise wait_s, or search the target's log."
+            ) from None
 
 
 def _check_version(request: GenerateRequest, card: ModelCard) -> None:

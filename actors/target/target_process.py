@@ -17,7 +17,7 @@ from actors.draft.channel_proposer import ChannelProposer
 from actors.draft.code_draft import CodeDraft
 from actors.draft.draft_actor import read_choice
 from actors.draft.draft_link import DRAFT_SOCKET
-from actors.draft.draft_process import load_draft
+from actors.draft.draft_process import InProcessDraft
 from actors.kv_transport import PrefillTransport
 from actors.nixl_carrier import choose_carrier
 from actors.process.actor_thread import without_compiler
@@ -49,9 +49,6 @@ from engine.model.loader import model_version
 from engine.model.runner.model_runner import ModelRunner
 from engine.model.runner.tensor_parallel_runner import TensorParallelRunner
 from engine.native.library import native_digest, native_instructions
-from engine.proposer import GuardedProposer
-from engine.proposer.draft_model.loader import TextProposer
-from engine.proposer.draft_model.model_proposer import ModelProposer
 from engine.proposer.method_dispatcher import proposer_of
 from engine.sequence.sequence import TokenBlocks
 from protos.block_keys import PROBE_SALT, probe_token_ids
@@ -131,32 +128,6 @@ class ShellServer:
             loop.submit(message)
 
 
-class InProcessDraft(GuardedProposer):
-    """The draft model of a pair without a `DraftActor`, with the interface of `ChannelProposer`."""
-
-    def __init__(self, proposer: ModelProposer | TextProposer) -> None:
-        super().__init__(proposer)
-        self._proposed = proposer
-
-    @classmethod
-    def load(cls, settings: PairSettings) -> InProcessDraft:
-        """Load the draft.
-
-        Raises:
-            ConfigError: the model cannot be loaded, or does not fit the target.
-        """
-        proposer, _ = load_draft(settings)
-        return cls(proposer)
-
-    @property
-    def stats(self) -> DraftChannelStats:
-        """Whether it drafts; its time is part of the engine's. May be read from any thread."""
-        return DraftChannelStats(is_connected=self.is_on, num_connections=1, translated=self._proposed.counts)
-
-    def flush(self) -> None:
-        """Do nothing, since no message is queued."""
-
-
 def serve_target(
     settings: PairSettings, folder: Path, prefill: DeploymentHandle[Any] | None, is_ready: Callable[[], None]
 ) -> None:
@@ -184,9 +155,7 @@ def serve_target(
     core, engine, failure = _with_chosen_head(settings.engine, folder, load)
     deployed = settings.engine.head
     settings = replace(settings, engine=engine)
-    _watch(core, drafts)
-    if settings.kv_events is not None:
-        publish_kv_events(settings.kv_events, core.blocks)
+    _watch(core, drafts, settings.kv_events)
     # Serve the shell: its server and the engine loop exchange messages in both directions.
     server = ShellServer(FrameListener(folder / TARGET_SOCKET), _card(core, settings), partial(_stats, drafts))
     reporter = StatusReporter(server.emit, kv_events, lambda: core.blocks.cached_keys)
@@ -269,11 +238,13 @@ def _drafts(settings: PairSettings, folder: Path) -> dict[str, ChannelProposer |
     return drafts | {method: ChannelProposer(folder / method / DRAFT_SOCKET) for method in settings.of_drafts}
 
 
-def _watch(core: EngineCore, drafts: Mapping[str, ChannelProposer | InProcessDraft]) -> None:
-    """Forget a draft process's figures when another one connects, and end this process with a rank of the target."""
+def _watch(core: EngineCore, drafts: Mapping[str, ChannelProposer | InProcessDraft], kv_events: str | None) -> None:
+    """Forget a draft's figures when another process connects, publish KV events, and end with a rank of the target."""
     for draft in drafts.values():
         if isinstance(draft, ChannelProposer):
             draft.on_new_draft = core.forget_draft
+    if kv_events is not None:
+        publish_kv_events(kv_events, core.blocks)
     if isinstance(core.runner, TensorParallelRunner):
         core.runner.watch(_end_process)
 

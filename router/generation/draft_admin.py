@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from protos.errors import RequestError, UnavailableError
 from protos.served_model import (
@@ -24,6 +25,8 @@ from router.api_keys import current_client
 from router.backend import Backend
 
 logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 _CHECK_S = CHECK_TIMEOUT_S + ANSWER_S
 _RETURN_S = RETURN_S + ANSWER_S
@@ -85,9 +88,27 @@ class DraftAdmin:
             raise RequestError("No draft is tried on any pair; there is nothing to stop.")
         return await self._order(StopCanary(), _RETURN_S)
 
+    async def kill(self) -> int:
+        """Kill the draft of every pair, as a fault would; return their number.
+
+        Raises:
+            PermissionDeniedError: the client is no admin.
+            RequestError: no draft has a process of its own.
+        """
+        current_client.get().require_admin()
+        num_killed = await _answered(self._backend.kill_drafts())
+        if not num_killed:
+            raise RequestError("No draft has a process of its own here: there is nothing to kill.")
+        logger.warning("an admin killed %d drafts", num_killed)
+        return num_killed
+
     async def _order(self, order: DraftOrder, timeout_s: float = 10.0) -> Sequence[DraftReport]:
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._backend.order_drafts(order)
-        except TimeoutError:
-            raise UnavailableError(f"The pairs have not answered within {timeout_s:.0f} s.") from None
+        return await _answered(self._backend.order_drafts(order), timeout_s)
+
+
+async def _answered(answer: Awaitable[Answer], timeout_s: float = 10.0) -> Answer:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await answer
+    except TimeoutError:
+        raise UnavailableError(f"The pairs have not answered within {timeout_s:.0f} s.") from None

@@ -123,21 +123,6 @@ class GenerationService:
     def _forget_card(self) -> None:
         self._card = None
 
-    async def kill_drafts(self) -> int:
-        """Kill the draft of every pair, as a fault would; return their number.
-
-        Raises:
-            PermissionDeniedError: the client is no admin.
-            RequestError: no draft has a process of its own.
-        """
-        current_client.get().require_admin()
-        async with asyncio.timeout(_CARD_TIMEOUT_S):
-            num_killed = await self._backend.kill_drafts()
-        if not num_killed:
-            raise RequestError("No draft has a process of its own here: there is nothing to kill.")
-        logger.warning("an admin killed %d drafts", num_killed)
-        return num_killed
-
     async def _read_card(self) -> ModelCard:
         """Return the model card, read now. Raises `UnavailableError` if no pair answers in time."""
         try:

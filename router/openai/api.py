@@ -212,7 +212,7 @@ class OpenAIApi:
     async def kill_drafts(self, request: Request) -> Response:
         """Kill the drafts, to see that the text goes on; for admins, and in JSON, which other sites cannot send."""
         await self._body(request, KillDrafts)
-        return JSONResponse(KilledDrafts(num_drafts=await self._service.kill_drafts()))
+        return JSONResponse(KilledDrafts(num_drafts=await self._service.drafts.kill()))
 
     async def drafts(self) -> Response:
         """List the draft of every pair; for admins."""

@@ -18,15 +18,14 @@ from cluster.app import build
 from cluster.config import DeployConfig, parse_config
 from cluster.deploy_file import DeployFile
 from cluster.local.serve_environment import free_port
+from cluster.node_check import NodeRoom, check_room
 from cluster.preflight import (
-    NodeRoom,
     check_certificates,
     check_driver,
     check_log,
     check_logs_folders,
     check_memory,
     check_ports,
-    check_room,
 )
 from cluster.schema.frontends import IngressSection
 from cluster.topology import Device, NodeTopology, read_topology

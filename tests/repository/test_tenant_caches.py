@@ -247,7 +247,7 @@ async def test_times_do_not_depend_on_the_schemas_of_another_tenant(tmp_path: Pa
     transport = httpx.ASGITransport(build_app(service, api_keys("one tenant=one", "two tenant=two")))
     seconds = defaultdict[str, list[float]](list)
     async with httpx.AsyncClient(transport=transport, base_url="http://outrider") as http:
-        for number in range(8):
+        for number in range(24):
             schema = {"type": "object", "properties": {f"p{number}_{index}": {"type": "null"} for index in range(300)}}
             body = {"prompt": "x", "max_tokens": 1, "cache_salt": "ours", "guided_json": schema}
             for name, key in (("new", "one"), ("again", "one"), ("second", "two")):

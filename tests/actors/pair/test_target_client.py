@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.pair.pair_draft import TargetHead
-from actors.pair.target_client import TargetClient
+from actors.pair.target_client import TargetClient, TargetHead
 from actors.pair.token_feed import TokenStream
 from actors.process.frames import FrameListener
 from actors.shell_messages import HeadAnswer, OrderHead, Refused

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from actors.draft.draft_actor import DraftChoice, write_choice
-from actors.pair.pair_draft import PairDraft, TargetHead
-from actors.pair.target_client import TargetClient
+from actors.pair.pair_draft import PairDraft
+from actors.pair.target_client import TargetClient, TargetHead
 from actors.process.frames import private_folder
 from actors.settings import DraftSettings, PairSettings
 from actors.shell_messages import TARGET_SOCKET, HeadFailure, RunningHead

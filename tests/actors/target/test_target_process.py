@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from actors.draft.draft_process import InProcessDraft
 from actors.settings import DraftSettings, PairSettings
-from actors.target.target_process import InProcessDraft
 from engine.accounting.engine_stats import DraftStats
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine_core.loading import load_engine
