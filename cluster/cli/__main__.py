@@ -14,8 +14,8 @@ from importlib import import_module
 
 import typer
 
-from cluster.cli.console import report_error
-from cluster.local.own_files import private_files
+from cluster.cli import report_error
+from cluster.local import private_files
 from protos.errors import ConfigError, ServingError
 
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1", "0.0.0.0")

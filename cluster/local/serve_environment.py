@@ -15,7 +15,7 @@ from typing import Any
 from ray._raylet import Config  # type: ignore[attr-defined]  # of the compiled module
 
 from actors.process import FORMAT_VARIABLE, is_json_wanted
-from cluster.local.own_files import is_private, private_root
+from cluster.local import is_private, private_root
 from cluster.schema.frontends import IngressSection
 from protos.errors import ConfigError
 from router.grpc_api.callers import LOCAL_PROXY

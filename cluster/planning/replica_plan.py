@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import ceil
 
 import numpy as np
@@ -66,10 +67,10 @@ class ReplicaPlan:
         """The acceptance of the positions that the draft can reach."""
         return self.acceptance[: None if self.draft is None else self.draft.max_drafts]
 
-    def num_steps(self, depths: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    def num_steps(self, depths: Sequence[int]) -> list[float]:
         """Return the draft's passes for drafts as deep as these."""
-        steps = np.maximum.accumulate(np.array(depths, dtype=np.float64))
-        return np.minimum(steps, 1.0) if self.draft is not None and self.draft.is_one_pass else steps
+        steps = accumulate(map(float, depths), max)
+        return [min(step, 1.0) if self.draft is not None and self.draft.is_one_pass else step for step in steps]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,19 +106,20 @@ def best_speed_up(deployment: ReplicaPlan, num_streams: int) -> SpeedUp:
 
 def _speed_up_of(deployment: ReplicaPlan, num_streams: int, nodes: Sequence[tuple[float, int]], shape: str) -> SpeedUp:
     """Return the best number of drafts of one shape, given the chance and the depth of each."""
-    chances = np.array([chance for chance, _ in nodes])
+    chances = [chance for chance, _ in nodes]
     max_drafts = num_streams * len(nodes)
     row_seconds = np.array([deployment.target_pass(num_streams, drafts).seconds for drafts in range(max_drafts + 1)])
     best = allocate(
-        np.tile(chances, (num_streams, 1)),
+        [chances] * num_streams,
         RowSeconds(row_seconds, np.zeros_like(row_seconds)),  # without prompts
         deployment.draft_step_s(num_streams),
         0.0,
         num_steps=deployment.num_steps([depth for _, depth in nodes]),
     )
-    lengths = np.asarray(best.lengths)
-    tokens = 1.0 + float(sum(chances[: int(length)].sum() for length in lengths)) / num_streams
-    return SpeedUp(num_streams, float(lengths.mean()), tokens, best.tokens_per_s, best.plain_tokens_per_s, shape)
+    tokens = 1.0 + sum(sum(chances[:length]) for length in best.lengths) / num_streams
+    return SpeedUp(
+        num_streams, sum(best.lengths) / num_streams, tokens, best.tokens_per_s, best.plain_tokens_per_s, shape
+    )
 
 
 def replayed_speed_up(

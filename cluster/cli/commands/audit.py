@@ -16,12 +16,12 @@ import httpx
 import typer
 from typer import Argument, Option
 
+from cluster.cli import console, report, write_text
 from cluster.cli.audit.audit import ALPHA, CHECKS, Check, Result, connect, run_audit
 from cluster.cli.audit.client import Budget, Server
 from cluster.cli.audit.evidence import POWER
 from cluster.cli.audit.trial import Verdict
 from cluster.cli.audit.wire import choices_of
-from cluster.cli.console import console, report, write_text
 from cluster.cli.server import API_KEY, URL, base_url, finite
 from protos.client_text import for_log
 from protos.errors import ConfigError

@@ -17,7 +17,7 @@ from openai import AsyncOpenAI
 from rich.table import Table
 from typer import Option
 
-from cluster.cli.console import check_plot, console, report, save_plot
+from cluster.cli import check_plot, console, report, save_plot
 from cluster.cli.server import API_KEY, URL, AnswerError, ServerUrl, finite, served_model, understood
 from protos.errors import ConfigError
 

@@ -13,8 +13,8 @@ import typer
 from typer import Argument, Option
 
 from cluster.checkpoints import converted_root
-from cluster.cli.console import report
-from cluster.local.own_files import PRIVATE, private_root
+from cluster.cli import report
+from cluster.local import PRIVATE, private_root
 from cluster.local.serve_environment import cluster_variables
 from cluster.topology import order_devices
 from engine.model.checkpoint.weight_files import digests_root

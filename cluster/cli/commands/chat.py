@@ -10,7 +10,7 @@ import typer
 from openai import OpenAI
 from typer import Option
 
-from cluster.cli.console import console, report, report_error
+from cluster.cli import console, report, report_error
 from cluster.cli.server import API_KEY, URL, AnswerError, ServerUrl, finite, served_model, understood
 
 _HELP = "Ctrl-D quits, Ctrl-C stops an answer, /new starts a new conversation"

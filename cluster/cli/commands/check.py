@@ -9,7 +9,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from cluster.checkpoints import resolve_model_path
-from cluster.cli.console import report
+from cluster.cli import report
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile, read_deploy_file
 from cluster.preflight import check_files, check_logs_folders, check_memory

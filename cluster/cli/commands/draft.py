@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
-from cluster.cli.console import console
+from cluster.cli import console
 from cluster.cli.server import API_KEY, NO_ANSWER, URL, ServerUrl
 from protos.errors import ConfigError
 from protos.served_model import ANSWER_S, CHECK_TIMEOUT_S, RETURN_S, TryDraft

@@ -8,7 +8,7 @@ from typing import Annotated
 from rich.table import Table
 from typer import Argument, Option
 
-from cluster.cli.console import console, report
+from cluster.cli import console, report
 from cluster.planning.planned_draft import PlannedModels
 from cluster.planning.replica_plan import (
     Capacity,

@@ -13,7 +13,7 @@ import typer
 from openai import OpenAI
 from typer import Argument, Option
 
-from cluster.cli.console import report
+from cluster.cli import report
 from cluster.cli.server import API_KEY, URL, AnswerError, ServerUrl, served_model, understood
 from protos.errors import ConfigError
 from protos.served_model import read_fingerprint

@@ -18,8 +18,8 @@ import typer
 from typer import Argument, Option
 
 from cluster.checkpoints import hub_models
+from cluster.cli import console, report
 from cluster.cli.commands.check import check_deployment
-from cluster.cli.console import console, report
 from cluster.cli.deployment import BUNDLED, ServeOptions, SetOptions, deployment_of, to_yaml
 from cluster.cli.serve_view import LoadingView, invitation, loading_view, race_in_terminal
 from cluster.config import DeployConfig

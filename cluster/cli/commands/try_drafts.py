@@ -16,7 +16,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from cluster.checkpoints import resolve_model_path
-from cluster.cli.console import check_plot, console, report, save_plot, write_text
+from cluster.cli import check_plot, console, report, save_plot, write_text
 from cluster.cli.deployment import BUNDLED, ServeOptions, SetOptions, deployment_of, to_yaml
 from cluster.cli.replay_traffic import TrafficRequest, Trial, TrialFigures, read_traffic, run_trial
 from cluster.planning.planned_draft import PlannedDraft

@@ -22,7 +22,7 @@ from typer import Option
 
 from actors.settings import NO_GAIN
 from cluster.checkpoints import convert_gguf_models, resolve_model_path
-from cluster.cli.console import console, report
+from cluster.cli import console, report
 from cluster.cli.deployment import BUNDLED, ServeOptions, SetOptions, deployment_of, located
 from cluster.cli.replay_traffic import Replay, TrafficRequest, read_traffic
 from cluster.deploy_file import checked_deployment

@@ -18,7 +18,7 @@ from cluster.local.one_process import refuse_serves_options
 from protos.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
-FILES = {"demo": ROOT / "deploy.yaml", "smollm2": ROOT / "models" / "published" / "smollm2.deploy.yaml"}
+FILES = {"demo": ROOT / "deploy.yaml", "smollm2": ROOT / "models" / "smollm2.deploy.yaml"}
 TARGET = str(ROOT / "models" / "demo" / "target")
 
 

@@ -25,7 +25,7 @@ import yaml
 
 from bench.served.application import ServedApplication
 from cluster.deploy_file import VLLM_SERVICER_FUNCTION
-from cluster.local.own_files import private_root
+from cluster.local import private_root
 from cluster.local.serve_environment import free_port
 from tests.serve.attacks import ATTACKS, BROKEN, TENANT_ATTACKS, TENANTS, Answers, Face
 from tests.serve.attacks.tenants import key_of, keys_text

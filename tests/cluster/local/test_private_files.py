@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 
 from cluster.cli.__main__ import main
-from cluster.local import own_files
-from cluster.local.own_files import check_file_limit, is_private, private_root
+from cluster.local import check_file_limit, is_private, private_root
 from cluster.local.serve_environment import warn_of_open_folders
 from protos.errors import ConfigError
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(own_files, "_ROOT", tmp_path)
+    monkeypatch.setattr("cluster.local._ROOT", tmp_path)
     return tmp_path
 
 
