@@ -15,7 +15,7 @@ from tests.engine.fixtures.native_kernels import held_to, needs_float_kernels
 
 pytestmark = needs_float_kernels
 KINDS = pytest.mark.parametrize("kind", ["mamba2", "delta"])
-SHAPES = [(4, 2, 16, 64), (3, 3, 11, 13), (2, 1, 37, 5), (1, 1, 130, 40)]  # heads, groups, depth, width
+SHAPES = [(4, 2, 16, 64), (3, 3, 11, 13), (2, 1, 37, 5), (1, 1, 130, 100)]  # heads, groups, depth, width
 Rows = tuple[Tensor, ...]
 
 
