@@ -28,6 +28,10 @@ from models.training.tokenizer import load_tokenizer, render_chat
 from models.training.tokens import Corpus, Document, collect, encode, measuring_windows
 from tuning.score import choose, generate, penalise
 
+logger = logging.getLogger(__name__)
+
+SAMPLE_TOKENS = 96
+
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
@@ -120,9 +124,6 @@ def measure_acceptance(
     return summarise(accepted, agrees, ids[:, prompts.shape[1] :], num_draft_tokens)
 
 
-logger = logging.getLogger(__name__)
-
-SAMPLE_TOKENS = 96
 SAMPLE_PROMPTS = (
     'def read_config(path):\n    """Read a configuration file and return a dictionary."""\n',
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",

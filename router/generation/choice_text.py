@@ -142,28 +142,29 @@ class ChoiceText:
 
     def _read(self, token_id: int, thoughts: list[str]) -> tuple[str, bool]:
         """Return a token's text, and true if it stopped there; append thoughts to `thoughts`."""
-        if self._thoughts is None:
-            return self._push(token_id)
-        was_thinking = self._thoughts.is_thinking
-        if self._thoughts.is_mark(token_id):
-            self._num_tokens += 1
-            rest = self._detokenizer.flush()
-            self._detokenizer = self._new_detokenizer(self._tokenizer, ())
-            text = "" if was_thinking else rest
-            thoughts.append(self._thought.push(rest) if was_thinking else "")
-            if not self._thoughts.is_thinking:
-                return self._scan(text + self._thoughts.spelled)
-            thoughts.append(self._thought.push(self._thoughts.spelled))
-            return self._scan(text)
-        if self._thoughts.is_thinking:
-            self._num_tokens += 1
-            thoughts.append(self._thought.push(self._detokenizer.push(token_id)))
-            return "", False
-        return self._push(token_id)
-
-    def _push(self, token_id: int) -> tuple[str, bool]:
         self._num_tokens += 1
-        return self._scan(self._detokenizer.push(token_id))
+        was_thinking = self._thoughts is not None and self._thoughts.is_thinking
+        if self._thoughts is not None and self._thoughts.take(token_id):
+            return self._pass_mark(self._thoughts, thoughts, was_thinking=was_thinking)
+        text = self._detokenizer.push(token_id)
+        if not was_thinking:
+            return self._scan(text)
+        thoughts.append(self._thought.push(text))
+        return "", False
+
+    def _pass_mark(
+        self, reader: ThoughtReader | HarmonyReader, thoughts: list[str], *, was_thinking: bool
+    ) -> tuple[str, bool]:
+        """End the thought or text before a mark, and begin the next one with the text that replaces the mark."""
+        before = self._detokenizer.flush()
+        self._detokenizer = self._new_detokenizer(self._tokenizer, ())
+        text = ""
+        for piece, is_thought in ((before, was_thinking), (reader.spelled, reader.is_thinking)):
+            if is_thought:
+                thoughts.append(self._thought.push(piece))
+            else:
+                text += piece
+        return self._scan(text)
 
     def _flush(self, thoughts: list[str]) -> tuple[str, bool]:
         if self._thoughts is not None and self._thoughts.is_thinking:

@@ -47,7 +47,7 @@ class HarmonyReader:
         self.spelled = ""  # text that replaces the mark
         self.num_tokens = 0  # of thoughts, their heads and marks included
         for token_id in thinking.head_ids:
-            self.is_mark(token_id)
+            self.take(token_id)
         self.spelled, self.num_tokens, self._num_head = "", 0, 0
         self._seen_parts.clear()
 
@@ -56,8 +56,8 @@ class HarmonyReader:
         """True in a thought."""
         return self._part is _MessagePart.THOUGHT
 
-    def is_mark(self, token_id: int) -> bool:
-        """Read a token; True if it belongs to a head or ends a message."""
+    def take(self, token_id: int) -> bool:
+        """Take the next token; return True if it is a mark: part of a head, or the end of a message."""
         self.spelled = ""
         self.num_tokens += self.is_thinking
         is_end = token_id in self._end_ids
@@ -102,8 +102,8 @@ class ThoughtReader:
         self.is_thinking = thinking.is_open
         self.num_tokens = 0  # of the thought, its marks included
 
-    def is_mark(self, token_id: int) -> bool:
-        """Read a token; True if it begins or ends the thought."""
+    def take(self, token_id: int) -> bool:
+        """Take the next token; return True if it is a mark: the beginning or the end of the thought."""
         if self.is_thinking:
             self.num_tokens += 1
             self.is_thinking = token_id != self._format.end_id

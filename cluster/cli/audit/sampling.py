@@ -74,9 +74,9 @@ async def first_tokens(audit: Audit, trial: Trial, name: str) -> None:
     part, claim = trial.draws(1), setting.claim
     trial.sentence = setting.text
     while not (trial.is_found() or (trial.is_enough() and trial.num_draws >= _LEAST_DRAWS)):
-        asked = part.num_draws
+        num_before = part.num_draws
         await add_first_draws(trial, part, audit.server, setting.prompt.text, claim, {name: setting.value})
-        if part.num_draws == asked:
+        if part.num_draws == num_before:
             raise NoVerdictError(f"no draw with {setting.text} is among the reported tokens")
 
 
