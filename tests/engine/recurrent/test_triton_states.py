@@ -35,10 +35,13 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from engine.recurrent import triton_mixer
 
 # Few heads: an interpreted program takes a millisecond or more.
-CHANGES: dict[str, dict[str, int]] = {
+CHANGES: dict[str, dict[str, Any]] = {
     "lfm2": {},
     "mamba2": {"num_hidden_layers": 2, "num_heads": 2, "head_dim": 32},
-    "qwen3_5_text": {"linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_value_head_dim": 16},
+    "qwen3_5_text": {
+        **{"linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_value_head_dim": 16},
+        **{"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    },
 }
 GRAPHS = GraphConfig(GraphKind.AUTO if DEVICE.type == "cuda" else GraphKind.EAGER, batches=(2,), row_counts=(1, 4))
 NO_GRAPHS = GraphConfig(GraphKind.OFF)
@@ -104,7 +107,7 @@ def test_recorded_passes_keep_the_states_of_plain_ones(name: str, tmp_path: Path
     folder = write(tmp_path, name)
     plain, padded = runner(folder, NO_GRAPHS), runner(folder, GRAPHS)
     assert len(triton_mixers) == 2
-    assert min(triton_mixers) > 1
+    assert min(triton_mixers) > 0
     assert padded._graphs is not None
     assert padded._graphs.has_passes
     num_recorded = 0
@@ -142,10 +145,9 @@ def texts_of(folder: Path, graphs: GraphConfig, known: Texts | None = None, *, c
     return texts, core.stats().drafts.num_accepted_tokens
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's stock norms give rows other bits in other company")
-def test_drafts_chunks_and_recordings_change_no_text(name: str, tmp_path: Path, triton_mixers: list[int]) -> None:
-    folder = write(tmp_path, name)
+def test_drafts_chunks_and_recordings_change_no_text(tmp_path: Path, triton_mixers: list[int]) -> None:
+    folder = write(tmp_path, "qwen3_5_text")
     expected, _ = texts_of(folder, NO_GRAPHS)
     assert len({tuple(text) for text in expected.values()}) == 3
     found, num_accepted = texts_of(folder, GRAPHS, expected, chunk=11)
