@@ -22,6 +22,7 @@ from engine.config import (
 )
 from engine.engine_core.loading import load_engine
 from engine.model import packed_decoder
+from engine.model.cuda_graphs.graph_runner import RecordedStep
 from engine.model.decoders.fused_decoder import FusedDecoder
 from engine.model.runner.model_runner import ModelRunner
 from engine.recurrent.mixer import are_recordable
@@ -120,6 +121,27 @@ def test_recorded_passes_keep_the_states_of_plain_ones(name: str, tmp_path: Path
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert num_recorded > 1
     assert not padded.export_state(0).any(), "a padded row has left a state in the zeros"
+
+
+def test_recorded_steps_of_a_draft_model_go_on_from_their_own_states(tmp_path: Path, triton_mixers: list[int]) -> None:
+    """One branch keeps a state after each token, the other its last one alone."""
+    folder = write(tmp_path, "lfm2")
+    plain, padded = runner(folder, NO_GRAPHS), runner(folder, GRAPHS)
+    prompts = [Span([5, 6, 7, 8], 0, [index], 1, states=SpanStates(0, {4: 1 + index})) for index in range(2)]
+    slots = ({1: 3, 2: 4, 3: 5}, dict.fromkeys(range(1, 4), 6))
+    spans = [
+        Span([0] * 3, 4, [index, 2 + index], 3, states=SpanStates(1 + index, after))
+        for index, after in enumerate(slots)
+    ]
+    for each in (plain, padded):
+        each.forward(prompts)
+    steps, recorded = plain.plan_own_steps(spans), padded.plan_own_steps(spans)
+    assert all(isinstance(step, RecordedStep) for step in recorded)
+    for number, pair in enumerate(zip(steps, recorded, strict=True)):
+        for step in pair:
+            step.input_ids.copy_(torch.tensor([9 + number, 40 - number]))
+        expected, logits = (each.run(step) for each, step in zip((plain, padded), pair, strict=True))
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_recurrent_layers_that_are_not_tritons_are_not_recorded(
