@@ -172,30 +172,27 @@ class DriftDetector:
 
 
 class DriftMonitor:
-    """One detector per class. `record` adds passes; `end_step` evaluates all passes of a step together."""
+    """One detector per class."""
 
     def __init__(self) -> None:
         self._detectors: dict[str, DriftDetector] = {}
-        self._step: dict[str, tuple[int, int]] = {}
 
-    def record(self, name: str, is_accepted: bool, num_passes: int = 1) -> None:
-        """Add passes with a draft at the first position. `name` must come from a fixed set."""
-        passes, accepted = self._step.get(name, (0, 0))
-        self._step[name] = passes + num_passes, accepted + num_passes * is_accepted
+    def observe(self, name: str, num_passes: int, num_accepted: int) -> None:
+        """Add a step's passes with a draft at the first position, and log an alarm that starts.
 
-    def end_step(self) -> None:
-        """Evaluate the step's passes and log each alarm that starts."""
-        for name, (num_passes, num_accepted) in self._step.items():
-            detector = self._detectors.setdefault(name, DriftDetector())
-            if detector.observe(num_passes, num_accepted):
-                logger.warning(
-                    "acceptance of %s has fallen to %.3f from %.3f at the first position: the traffic or the draft "
-                    "has changed",
-                    name,
-                    detector.recent,
-                    detector.reference,
-                )
-        self._step.clear()
+        `name` must come from a fixed set.
+        """
+        if name not in self._detectors:
+            self._detectors[name] = DriftDetector()
+        detector = self._detectors[name]
+        if detector.observe(num_passes, num_accepted):
+            logger.warning(
+                "acceptance of %s has fallen to %.3f from %.3f at the first position: the traffic or the draft "
+                "has changed",
+                name,
+                detector.recent,
+                detector.reference,
+            )
 
     def snapshot(self) -> tuple[DriftStats, ...]:
         """Return the state of every class."""

@@ -17,6 +17,7 @@ A simpler rule, the best measured K of {0, 2, 4, 8} per class and batch size, is
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from math import ceil, inf, isinf
 from operator import add
@@ -260,8 +261,8 @@ class LengthPolicy:
         """Let a plan hold for some steps where passes are short, unless it is `is_changed` for one pass."""
         self._is_short = plain_s < _LONG_S
         # Under a time limit the longest draft changes with each pass.
-        change = sum([each.num_tokens for each in sizes]) - sum([each.num_tokens for each in self._held.values()])
-        is_settled = self._is_free and abs(change) <= len(sizes)
+        change = abs(_mean_tokens(sizes) - _mean_tokens(self._held.values()))
+        is_settled = self._is_free and change <= max(0.5, 1.0 / len(sizes))
         if not is_changed and (is_settled or not self._is_speculating):
             rest = max(self._plan_s / (_PLAN_SHARE * plain_s), _REST)
             self._next_plan = self._step + ceil(min(_LONG_S / plain_s, _HOLD) if self._is_speculating else rest)
@@ -303,3 +304,7 @@ class LengthPolicy:
         if is_tree:
             return min(limit, sequence.num_tree_nodes if sequence.num_draft_tokens > 0 else 0)
         return min(limit, sequence.num_draft_tokens, sequence.num_remaining_tokens - 1)
+
+
+def _mean_tokens(sizes: Collection[DraftSize]) -> float:
+    return sum([each.num_tokens for each in sizes]) / len(sizes) if sizes else 0.0

@@ -31,18 +31,20 @@ class StepTimes:
         """Everything but the wait for drafts."""
         return self.total_s - self.draft_s
 
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The fields in their order."""
+        return _PARTS(self)
+
     def __add__(self, other: StepTimes) -> StepTimes:
-        return self._by_field(other, add)
+        return StepTimes(*map(add, self.parts, other.parts))
 
     def __sub__(self, other: StepTimes) -> StepTimes:
         """Return the steps since `other`, an earlier total."""
-        return self._by_field(other, sub)
-
-    def _by_field(self, other: StepTimes, operation: Callable[[Any, Any], Any]) -> StepTimes:
-        return StepTimes(*map(operation, _PARTS(self), _PARTS(other)))
+        return StepTimes(*map(sub, self.parts, other.parts))
 
 
-_PARTS = attrgetter(*(part.name for part in fields(StepTimes)))
+_PARTS: Callable[[StepTimes], tuple[Any, ...]] = attrgetter(*(part.name for part in fields(StepTimes)))
 
 
 class StepTimer:

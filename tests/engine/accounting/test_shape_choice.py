@@ -93,11 +93,15 @@ def test_a_draft_that_is_wrong_on_purpose_costs_two_percent_at_most(num_streams:
 @pytest.mark.parametrize("world", [TREES, CHAINS])
 def test_two_seconds_after_a_change_of_load_the_shape_fits(world: World) -> None:
     """One stream, 32, and one again, with two seconds of passes before each measurement."""
-    pair, policy = world.pair(), new_policy()
-    for num_streams in (1, 32, 1, 32):
-        pass_s = COSTS.target_s(num_streams) * shape_choice.LONGEST_PER_TOKEN
-        pair.run(num_streams, int(2.0 / pass_s), policy)
-        assert pair.run(num_streams, 100, policy) >= 0.93 * world.best(num_streams)
+    speeds = []
+    for seed in range(3):
+        pair, policy = world.pair(), new_policy()
+        pair.rng = np.random.default_rng(seed)
+        for num_streams in (1, 32, 1, 32):
+            pass_s = COSTS.target_s(num_streams) * shape_choice.LONGEST_PER_TOKEN
+            pair.run(num_streams, int(2.0 / pass_s), policy)
+            speeds.append(pair.run(num_streams, 100, policy) / world.best(num_streams))
+    assert np.median(np.reshape(speeds, (3, 4)), axis=0).min() >= 0.93  # of each phase
 
 
 def test_the_other_shape_is_measured_in_one_draft_of_64_with_as_many_rows() -> None:
