@@ -174,7 +174,7 @@ def set_lengths(policy: LengthPolicy, sequences: Seq[Sequence]) -> None:
     for sequence, size in zip(sequences, policy.sizes(sequences), strict=True):
         if not sequence.has_fixed_length:
             sequence.draft_allowance, sequence.node_allowance = size
-            sequence.least_chance = policy.least_chance
+            sequence.row_prices = policy.row_prices
 
 
 class Accounting:

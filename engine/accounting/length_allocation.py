@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil, inf
 
 import numpy as np
@@ -153,6 +154,17 @@ class RowPrice:
         reach = min(max(num_sequences, ceil(2.0 * num_drafts)), len(row_seconds) - 1)
         row_s = (row_seconds[reach] - row_seconds[0]) / reach
         return min(1.0, self.tokens_per_s(num_sequences, num_priced, row_seconds) * row_s)
+
+    def each(self, num_sequences: int, num_priced: int, row_seconds: Seq[float]) -> list[float]:
+        """Return the prices of a sequence's first, second, ... row; the last one is for all later rows.
+
+        Sequences that share a pass have one price. A single one has the cost of each of its rows: its first row may be
+        dear, and the next ones free.
+        """
+        if num_sequences > 1 or len(row_seconds) < 2:
+            return [self.of(num_sequences, num_priced, row_seconds)]
+        speed = self.tokens_per_s(num_sequences, num_priced, row_seconds)
+        return [speed * (more_s - less_s) for less_s, more_s in pairwise(row_seconds)]
 
     def tokens_per_s(self, num_sequences: int, num_priced: int, row_seconds: Seq[float]) -> float:
         """Return the speed of such a pass, if the number and the acceptance of drafts stay as in recent passes."""

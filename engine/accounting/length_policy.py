@@ -100,9 +100,9 @@ class LengthPolicy:
         return self._gates.speedups
 
     @property
-    def least_chance(self) -> float:
-        """The price of a row in the last plan: a draft with a lower known chance is not worth it."""
-        return self._shapes.least_chance
+    def row_prices(self) -> Seq[float]:
+        """The tokens that each row costs in the last plan, for drafts that know their chances."""
+        return self._shapes.row_prices
 
     def goodput(self, method: str, kind: str) -> float | None:
         """Return the speedup of a method's greedy or sampled requests; None until it is measured."""

@@ -3,8 +3,8 @@
 A sequence has no drafts, a chain of a length, or a tree of a number of nodes. Each class of requests has chains or
 trees, by the speed that they promise in a batch of this size, and each sequence has its own number of rows.
 
-Suffixes know the chance of each of their drafts. Instead of a planned length they get a price, the least chance that is
-worth a row (`engine.accounting.length_allocation`), and end where their chance falls below it.
+Suffixes know the chance of each of their drafts. Instead of a planned length they get the prices of rows
+(`engine.accounting.length_allocation`), and have the length that is worth most.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ class ShapeChoice:
 
     Attributes:
         doubtful: the classes whose other shape may be better, since few of its passes are known.
-        least_chance: the price of a row in the last plan: a draft with a lower known chance is not worth it.
+        row_prices: the tokens that each row of a sequence costs in the last plan, for drafts that know their chances.
     """
 
     def __init__(
         self, max_length: int, max_nodes: int, max_pass_s: float, costs: CostModel, gates: SpeculationGates
     ) -> None:
-        self.least_chance = 0.0
+        self.row_prices: Seq[float] = ()
         self._max_length, self._max_nodes, self._max_pass_s = max_length, max_nodes, max_pass_s
         self._costs, self._gates = costs, gates
         self._price = RowPrice()
@@ -118,11 +118,11 @@ class ShapeChoice:
             self._price.observe(num_sequences, sum([each.num_proposed for each in priced]), num_accepted)
 
     def priced_rows(self, batch: PlannedBatch) -> list[int]:
-        """Set the price of a row, and return the most rows of sequences with priced drafts."""
+        """Set the prices of rows, and return the most rows of sequences with priced drafts."""
         num_sequences, num_priced = len(batch.sequences), sum([length > 0 for length in batch.priced])
         row_seconds = batch.row_seconds.recent.tolist()
-        self.least_chance = self._price.of(num_sequences, num_priced, row_seconds)
-        if self.least_chance >= 1.0 or num_priced == 0:
+        self.row_prices = self._price.each(num_sequences, num_priced, row_seconds)
+        if num_priced == 0 or min(self.row_prices) >= 1.0:
             return [0] * num_sequences
         longest_s = self._limited((_LONGEST if num_sequences == 1 else LONGEST_PER_TOKEN) * row_seconds[0])
         num_rows = bisect_right(row_seconds, longest_s) - 1

@@ -118,7 +118,9 @@ class RequestTokens(TokenBlocks):
         self.draft_allowance = rule.num_draft_tokens  # largest K of the next pass
         self.node_allowance = rule.num_tree_nodes  # largest tree of the next pass; 0 for a chain
         self.drafts_ahead = True  # a draft model that can may draft for the next pass before it is committed
-        self.least_chance = 0.0  # the next pass drops drafts with a lower known chance of acceptance
+        # The tokens that the first, second, ... draft of the next pass costs, if it knows its chance of acceptance; the
+        # last price is for all later ones. Empty if drafts are free.
+        self.row_prices: Seq[float] = ()
         self.num_matched = 0  # ready drafts for the next pass; they may exceed `draft_allowance`
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_output_tokens = request.sampling.max_tokens  # the scheduler lowers it to the limits of model and pool

@@ -109,9 +109,10 @@ class _IndexedSequence:
 class SuffixProposer:
     """Drafts from the request's own text and from its tenant's finished texts.
 
-    A draft ends where its chance falls below `min_chance`, or below the sequence's `least_chance`, the price of a row.
-    The first token below the price is also compared with the text, to learn from it. The cost of a step depends on its
-    committed tokens, not the context. At most `max_shared_tokens` of finished requests are kept, at about 0.5 KB each.
+    A draft ends where its chance falls below `min_chance`, and has the length whose chances exceed the sequence's
+    `row_prices` most. Tokens that were not worth their rows are also compared with the text, to learn from them. The
+    cost of a step depends on its committed tokens, not the context. At most `max_shared_tokens` of finished requests
+    are kept, at about 0.5 KB each.
     """
 
     source = DraftSource.SUFFIX
@@ -169,18 +170,21 @@ class SuffixProposer:
         occurrences = indexed.index.occurrences(suffix)
         if (shared := self._texts_for(sequence)) is not None:
             occurrences += shared.occurrences(suffix)
-        # Extend the match while its chance suffices; the last token may be below the price, only to learn from it.
+        # Extend the match while its chance suffices, and keep the length that is worth most.
         chances = self._chances if sequence.is_matched else _UNTAUGHT
         matched: list[VotedToken] = []
-        chance, num_worth = 1.0, 0
+        prices, chance, worth, most_worth, num_worth = sequence.row_prices or (0.0,), 1.0, 0.0, 0.0, 0
         for token in continuation(occurrences):
             chance *= chances.of(token.match_len, token.share)
             if matched and (chance < self._min_chance or len(matched) == max_tokens):
                 break
+            later_prices = prices[min(len(matched), len(prices) - 1) :]
             matched.append(token)
-            if chance < sequence.least_chance:
+            worth += chance - later_prices[0]
+            if worth > most_worth:
+                most_worth, num_worth = worth, len(matched)
+            if chance < min(later_prices):
                 break
-            num_worth += 1
         indexed.matched, indexed.matched_at = matched, len(sequence.token_ids)
         drafted = matched[:num_worth]
         return TextMatch(tuple(token.token_id for token in drafted), drafted[0].match_len) if drafted else None

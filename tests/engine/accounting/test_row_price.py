@@ -28,6 +28,13 @@ def test_a_row_is_worth_the_tokens_that_its_time_brings_otherwise() -> None:
     assert RowPrice().of(8, 8, row_seconds[:1]) == 1.0
 
 
+def test_a_single_sequence_pays_for_each_of_its_rows() -> None:
+    row_seconds = [0.010, 0.012, 0.012, 0.015]
+    assert RowPrice().each(1, 1, row_seconds) == pytest.approx([0.2, 0.0, 0.3])
+    assert RowPrice().each(8, 8, row_seconds) == [RowPrice().of(8, 8, row_seconds)]
+    assert RowPrice().each(1, 1, row_seconds[:1]) == [1.0]
+
+
 def test_drafts_that_stand_make_the_time_of_a_row_dearer() -> None:
     row_seconds = [0.010 + 0.001 * number for number in range(17)]
     price = RowPrice()
@@ -80,7 +87,10 @@ class Matches:
 
     def _pass(self, sequence: Sequence, chances: NDArray[np.float64]) -> tuple[SequencePass, float]:
         drafted = chances[: sequence.draft_allowance]
-        drafted = drafted[drafted >= sequence.least_chance] if sequence.least_chance > 0 else drafted
+        if any(sequence.row_prices):
+            prices = np.array([*sequence.row_prices, *[sequence.row_prices[-1]] * MAX_DRAFTS])[: len(drafted)]
+            worth = np.cumsum([0.0, *(drafted - prices)])
+            drafted = drafted[: int(worth.argmax())]
         num_accepted = int((drafted > self.rng.random()).sum())
         return sequence_pass(sequence, sequence.draft_allowance, len(drafted), num_accepted), 1.0 + float(drafted.sum())
 
@@ -118,7 +128,7 @@ def test_a_sequence_of_fixed_length_pays_no_price_that_follows_a_clock() -> None
     matches, policy = Matches(8, PROCESSOR), LengthPolicy(4, MAX_DRAFTS)
     matches.sequences[0].has_fixed_length = True
     matches.speed(50, policy)
-    assert [each.least_chance > 0.0 for each in matches.sequences] == [False] + 7 * [True]
+    assert [any(each.row_prices) for each in matches.sequences] == [False] + 7 * [True]
 
 
 def test_a_pass_with_matches_keeps_to_the_limit_of_its_time() -> None:

@@ -385,7 +385,7 @@ class ScriptedPolicy:
     """Requests a draft of one token in every fourth plan."""
 
     speedups: dict[str, float] = {}  # noqa: RUF012
-    least_chance = 0.0
+    row_prices = ()
     is_ahead = False
 
     def __init__(self) -> None:

@@ -81,26 +81,38 @@ def test_a_draft_ends_where_its_row_is_worth_more_than_its_chance() -> None:
     proposer = SuffixProposer()
     sequence = opened(proposer, new_sequence(*range(10, 20), 1, 2, *range(10, 20)))
     lengths = []
-    for sequence.least_chance in (0.0, 0.5, 0.8, 1.0):
+    for price in (0.0, 0.5, 0.8, 1.0):
+        sequence.row_prices = (price,)
         lengths.append(len(drafts(proposer, sequence)))
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] > lengths[1] > lengths[-1] == 0
 
 
+def test_a_draft_has_the_length_that_is_worth_most() -> None:
+    """A first row may be dear and the next ones free, or a later one dear."""
+    proposer = SuffixProposer()
+    sequence = opened(proposer, new_sequence(*range(10, 20), 1, 2, *range(10, 20)))
+    free = len(drafts(proposer, sequence))
+    lengths = []
+    for sequence.row_prices in ((0.9, 0.0), (9.0, 0.0), (0.0, 0.0, 9.0, 0.0), (0.0, 0.0, 1.2, 0.0)):
+        lengths.append(len(drafts(proposer, sequence)))
+    assert lengths == [free, 0, 2, free]
+
+
 def test_matches_that_were_not_worth_a_row_are_learned_from() -> None:
     proposer = SuffixProposer()
     sequence = opened(proposer, new_sequence(1, 2, 3, 1, 2))
-    sequence.least_chance = 0.6  # the prior of a match of two tokens is 0.5
+    sequence.row_prices = (0.6,)  # the prior of a match of two tokens is 0.5
     assert drafts(proposer, sequence) == ()
     for _ in range(12):
         sequence.token_ids += [3, 1, 2]
         proposer.commit([sequence])
         drafts(proposer, sequence)
     short = opened(proposer, new_sequence(4, 5, 6, 4, 5, name="b"))
-    short.least_chance = 0.6
+    short.row_prices = (0.6,)
     assert drafts(proposer, short) == ()  # no match as short was learned yet
     long = opened(proposer, new_sequence(*range(30, 40), 7, *range(30, 40), name="c"))
-    long.least_chance = 0.9
+    long.row_prices = (0.9,)
     assert drafts(proposer, long)[:1] == (7,)
 
 
