@@ -19,7 +19,12 @@ from tuning.log_windows import Window
 from tuning.student import Student
 from tuning.train import Budget, PairedOptimizer, TrainingClock, autocast, train
 
+NUM_DRAFTS = 4  # of a round, that heads learn; the weights decrease
+DRAFT_WEIGHT = 0.8  # of each draft's loss relative to its predecessor's
+
 _LEAST = 1e-5  # a lower bound for unknown probabilities
+_SCALE = 2.0  # alpha over rank
+_CHECKPOINT_EVERY_S = 20.0
 
 
 def next_token_loss(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
@@ -66,12 +71,6 @@ def _divergence(log_p: Tensor, log_q: Tensor, l1_weight: float) -> Tensor:
     divergence = (p * (log_p - log_q)).sum(-1)
     rejection = (p - log_q.exp()).abs().sum(-1) / 2
     return divergence + l1_weight * rejection
-
-
-_SCALE = 2.0  # alpha over rank
-NUM_DRAFTS = 4  # of a round, that heads learn; the weights decrease
-DRAFT_WEIGHT = 0.8  # of each draft's loss relative to its predecessor's
-_CHECKPOINT_EVERY_S = 20.0
 
 
 class LowRankLinear(nn.Module):

@@ -68,7 +68,7 @@ class Scored:
 
 
 class Workplace:
-    """Return the folder next to the output where runs keep their state until all is done.
+    """The folder next to the output where runs keep their state until all is done.
 
     Raises:
         ConfigError: the output exists, or the folder has the state of another tuning.
