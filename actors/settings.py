@@ -11,6 +11,7 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig
 from protos.messages import SpeculationMethod
 
 _SHORT_SPIN = "1000"  # iterations of libgomp: some 20 us
+NO_GAIN = 3  # the exit status of `outrider tune` if no training gave a better draft
 
 
 class KVTransportKind(StrEnum):
@@ -89,9 +90,6 @@ class PrefillSettings:
     kv_transport: KVTransportKind = KVTransportKind.AUTO
     start_timeout_s: float = 1800.0
     step_timeout_s: float = 120.0
-
-
-NO_GAIN = 3  # the exit status of `outrider tune` if no training gave a better draft
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 _PROJECT = Path(__file__).resolve().parents[1]
 GGUF = ".gguf"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
+_HEAD_FILES = ("*.safetensors", "*.pt", "*.bin")
+_GPU_FACTORS = {Quantization.INT8: 0.6, Quantization.INT4: 0.4}  # of bfloat16, embeddings among them
+_READ_FORMATS = {WeightFormat.GPTQ, WeightFormat.AWQ, WeightFormat.PACKED, WeightFormat.SCALED}  # by our products
 
 
 def resolve_model_path(path: str) -> str:
@@ -70,9 +73,6 @@ def _resolve(path: str) -> str:
     raise ConfigError(
         f"model path {path!r} is neither a folder here ({Path.cwd()}) or in {_PROJECT}, nor a Hub id such as 'org/name'"
     )
-
-
-_HEAD_FILES = ("*.safetensors", "*.pt", "*.bin")
 
 
 def check_models(config: DeployConfig) -> list[str]:
@@ -173,10 +173,6 @@ def weight_bytes(path: str) -> int:
         quantized = stored_weights(scheme, tensor_headers(folder), str(folder))
         num_bytes += sum(2 * math.prod(stored.shape) for stored in quantized)
     return num_bytes
-
-
-_GPU_FACTORS = {Quantization.INT8: 0.6, Quantization.INT4: 0.4}  # of bfloat16, embeddings among them
-_READ_FORMATS = {WeightFormat.GPTQ, WeightFormat.AWQ, WeightFormat.PACKED, WeightFormat.SCALED}  # by our products
 
 
 def gpu_weight_bytes(path: str, quantization: Quantization = Quantization.NONE, num_ranks: int = 1) -> int:

@@ -11,6 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+BlockKey = bytes  # 16 bytes
+_DIGEST_BYTES = 16
+PROBE_SALT = "outrider"
+
 
 @dataclass(frozen=True, slots=True)
 class CacheDelta:
@@ -30,13 +34,6 @@ class CacheDelta:
 
     def __bool__(self) -> bool:
         return bool(self.stored or self.removed or self.is_cleared)
-
-
-BlockKey = bytes  # 16 bytes
-
-_DIGEST_BYTES = 16
-
-PROBE_SALT = "outrider"
 
 
 def root_key(model_version: str, salt: str = "") -> BlockKey:

@@ -17,6 +17,7 @@ from protos.errors import RequestError
 LARGE_BYTES = 1 << 16  # shorter texts hold too few values to count
 MAX_PARTS = 1 << 16
 _MAX_VALUES = 1_250_000  # a context of a million tokens in ids, and the rest of a request
+_MAX_MESSAGE = 1500
 _QUOTE, _COMMA = ord('"'), ord(",")
 
 
@@ -41,9 +42,6 @@ def check_parts(text: bytes | bytearray, name: str) -> None:
 def _without_escapes(text: bytes) -> bytes:
     """Blank out escaped backslashes and quotes, so that every remaining quote bounds a string."""
     return text.replace(rb"\\", b"  ").replace(rb"\"", b"  ")
-
-
-_MAX_MESSAGE = 1500
 
 
 def for_log(value: object, limit: int = 200) -> str:

@@ -12,6 +12,8 @@ from itertools import zip_longest
 from typing import Any
 
 MAX_STEP_SCORE = 9.0  # the target's score of the best reasoning step; the worst scores 0
+MAX_GRAMMAR_CHARACTERS = 512 << 10  # compiles in 0.1 s: a choice of 20,000 strings is 250 KB and takes 46 ms
+GREEDY_BELOW = 1e-5  # a smaller temperature would overflow the logits; the distribution is one-hot in effect
 
 
 class FinishReason(StrEnum):
@@ -136,9 +138,6 @@ class Thought:
     begin_id: int | None = None
 
 
-MAX_GRAMMAR_CHARACTERS = 512 << 10  # compiles in 0.1 s: a choice of 20,000 strings is 250 KB and takes 46 ms
-
-
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """A grammar that the output must match: all of it, or all of it after `thought`.
@@ -150,9 +149,6 @@ class Grammar:
     source: str
     param: str
     thought: Thought | None = None
-
-
-GREEDY_BELOW = 1e-5  # a smaller temperature would overflow the logits; the distribution is one-hot in effect
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from protos.messages import SamplingDefaults, VerifyMode
 CHECK_TIMEOUT_S = 300.0  # for each pair to check a new draft
 RETURN_S = 600.0  # for an old draft to serve again
 ANSWER_S = 30.0  # more than a pair's own limit, for its answer to arrive
+_PREFIX = "or_"  # of a fingerprint
 
 
 class CanaryOutcome(StrEnum):
@@ -134,9 +135,6 @@ class ModelCard:
     alarms: tuple[str, ...] = ()  # of the replica that sent the card: degraded parts, in words
     fingerprint: str = ""  # changes with weights, draft, kernels and text settings; empty means model_version
     draft: DraftReport | None = None  # of the replica that sent the card, if its draft can be replaced
-
-
-_PREFIX = "or_"
 
 
 class FingerprintPart(StrEnum):

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 READY = "ready"
 
 _METHODS = ("open", "propose", "commit", "close")
+_LOAD_TIMEOUT_S = 120.0
 
 
 class ChainsOf:
@@ -111,13 +112,6 @@ def main() -> None:
     except Exception:
         logger.exception("draft.code %s failed and is started again; plain decoding continues", name)
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()
-
-
-_LOAD_TIMEOUT_S = 120.0
 
 
 class CodeDraft(ChannelProposer):
@@ -214,3 +208,7 @@ def _start(socket: Path, name: str, timeout_s: float = _LOAD_TIMEOUT_S) -> subpr
     process.kill()
     process.wait()
     raise ConfigError(report or f"draft.code {name!r} was not loaded within {timeout_s:g} s, or its process ended")
+
+
+if __name__ == "__main__":
+    main()

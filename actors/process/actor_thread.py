@@ -19,6 +19,8 @@ from protos.linux import keep_cores
 
 logger = logging.getLogger(__name__)
 
+_COMPILER = "torch._dynamo"
+
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
@@ -41,9 +43,6 @@ def quick_imports() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-_COMPILER = "torch._dynamo"
 
 
 @contextmanager

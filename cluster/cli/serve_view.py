@@ -24,6 +24,7 @@ from cluster.deploy_file import LOOPBACK, DeployFile
 from engine.model.checkpoint.progress import FOLDER_VARIABLE, Progress, read_progress
 
 _LINE_PERIOD_S = 5.0
+_RACE_PROMPT = "def main():\n    parser = argparse.ArgumentParser("
 
 
 @contextmanager
@@ -110,9 +111,6 @@ def _bars(console: Console) -> Bars:
     return Bars(*columns, console=console)
 
 
-_PROMPT = "def main():\n    parser = argparse.ArgumentParser("
-
-
 def race(url: str, model: str) -> None:
     """Print both texts as they arrive, and the verdict; without a race, print the reason in one line."""
     console = Console(highlight=False)
@@ -145,7 +143,7 @@ def _run(client: OpenAI, model: str, num_tokens: int, enabled: bool, deadline_s:
     ids: list[int] = []
     began_s = time.monotonic()
     with client.completions.create(
-        model=model, prompt=_PROMPT, max_tokens=num_tokens, temperature=0, seed=7, stream=True, extra_body=extra
+        model=model, prompt=_RACE_PROMPT, max_tokens=num_tokens, temperature=0, seed=7, stream=True, extra_body=extra
     ) as stream:
         for event in stream:
             if time.monotonic() > deadline_s:

@@ -19,6 +19,8 @@ from engine.model.checkpoint.weight_files import read_config, read_mapping
 from protos.errors import ConfigError
 
 _FOLDER = Path(__file__).parent
+_BYTES = {"float32": 4.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0625, "int4": 0.625}  # of a weight; scales by 64 and 32
+_RECURRENT = ("conv_L_cache", "linear_conv_kernel_dim", "mamba_d_state", "ssm_state_size", "state_size")
 
 
 def read_table(name: str) -> dict[str, dict[str, Any]]:
@@ -37,10 +39,6 @@ def entry_of(name: str, key: str, hint: str) -> dict[str, Any]:
     if key.lower() not in table:
         raise ConfigError(f"{key!r} is not in the table of {name}: {', '.join(sorted(table))}; {hint}")
     return table[key.lower()]
-
-
-_BYTES = {"float32": 4.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0625, "int4": 0.625}  # int8 by 64, int4 by 32 inputs
-_RECURRENT = ("conv_L_cache", "linear_conv_kernel_dim", "mamba_d_state", "ssm_state_size", "state_size")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from router.requests.reasoning_format import MARKS
 from router.routing.policy import Policy
 
 MAX_LOG_BYTES = 1 << 30  # 2.7 million positions; a training reads the latest million
+SERVES_OWN_POLICY = "power_of_two"
 
 
 class TuneSection(Section):
@@ -52,9 +53,6 @@ class TuneSection(Section):
             yield f"log {self.log!r} is a file; give a folder, which is created if it is missing"
         if self.folder is not None and os.path.isdir(self.folder) and not os.access(self.folder, os.W_OK | os.X_OK):
             yield f"log {self.log!r} is a folder that this user cannot write to; change its owner, or give another"
-
-
-SERVES_OWN_POLICY = "power_of_two"
 
 
 class RouterSection(Section):

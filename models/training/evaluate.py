@@ -31,6 +31,13 @@ from tuning.score import choose, generate, penalise
 logger = logging.getLogger(__name__)
 
 SAMPLE_TOKENS = 96
+SAMPLE_PROMPTS = (
+    'def read_config(path):\n    """Read a configuration file and return a dictionary."""\n',
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "import os\nimport sys\n\ndef main():\n",
+    "for i in range(",
+)
+SAMPLE_REQUEST = "Write a Python function `is_empty`. Return True if the queue is empty."
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +129,6 @@ def measure_acceptance(
     agrees = agreement(draft, ids, prompts.shape[1], temperature, seed, repetition_penalty)
     accepted = [run for row in agrees.tolist() for run in count_rounds(row, num_draft_tokens)]
     return summarise(accepted, agrees, ids[:, prompts.shape[1] :], num_draft_tokens)
-
-
-SAMPLE_PROMPTS = (
-    'def read_config(path):\n    """Read a configuration file and return a dictionary."""\n',
-    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
-    "import os\nimport sys\n\ndef main():\n",
-    "for i in range(",
-)
-SAMPLE_REQUEST = "Write a Python function `is_empty`. Return True if the queue is empty."
 
 
 @dataclass(frozen=True, slots=True)

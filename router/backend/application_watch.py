@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 INGRESS = "Ingress"
 _PERIOD_S = 2.0
 _ANSWER_TIMEOUT_S = 5.0
+TIMEOUT_S = 2.0  # for a replica's metrics
+UP = "outrider_replica_up"
+_HEAD = f"# HELP {UP} 1: the replica has sent its metrics within {TIMEOUT_S:g} s; 0: it has not.\n# TYPE {UP} gauge\n"
 
 
 class ApplicationWatch:
@@ -78,9 +81,6 @@ class ApplicationWatch:
             logger.warning("Serve's controller did not report the state of this application: %r", error)
 
 
-TIMEOUT_S = 2.0
-UP = "outrider_replica_up"
-_HEAD = f"# HELP {UP} 1: the replica has sent its metrics within {TIMEOUT_S:g} s; 0: it has not.\n# TYPE {UP} gauge\n"
 Text = TypeVar("Text")
 
 

@@ -21,6 +21,11 @@ from router.tokenizer.content_parts import kind_of, plain_content, text_in
 
 _SERVER_KINDS = ("_use", "_result")  # of blocks about what Anthropic's servers did
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_REASONS = {
+    FinishReason.STOP: "end_turn",
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.TOOL_CALLS: "tool_use",
+}
 
 
 class MessagesRequest(ForeignFields):
@@ -152,13 +157,6 @@ def _choice(choice: dict[str, Any]) -> object:
     if not isinstance(kind, str) or kind not in _CHOICES:
         raise RequestError(f"tool_choice is {kind!r}; it must be auto, any, tool or none.", param="tool_choice")
     return _CHOICES[kind]
-
-
-_REASONS = {
-    FinishReason.STOP: "end_turn",
-    FinishReason.LENGTH: "max_tokens",
-    FinishReason.TOOL_CALLS: "tool_use",
-}
 
 
 class MessagesEvent(BaseModel):

@@ -33,6 +33,9 @@ from router.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 OpenAIFinishReason = Literal["stop", "length", "tool_calls"]
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which every reader of events leaves out
+KEEP_ALIVE_S = 15.0
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class ResponseWriter(ABC):
@@ -155,11 +158,6 @@ def openai_reason(reason: FinishReason | None) -> OpenAIFinishReason | None:
     """Return the reason as OpenAI has it; None while the choice goes on."""
     assert reason is not FinishReason.ABORT  # a sequence given up by its pair moves on, it does not end
     return None if reason is None else cast(OpenAIFinishReason, reason.value)
-
-
-KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which every reader of events leaves out
-KEEP_ALIVE_S = 15.0
-_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class EventStream(StreamingResponse):

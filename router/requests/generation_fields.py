@@ -19,6 +19,19 @@ from router.requests.structured_output import Constraints
 _INT32 = 2**31 - 1
 _INT64 = 2**63 - 1
 MAX_LOGPROBS = 20
+# Unsupported parameters of OpenAI's API that would change the answer, with the values that ask for nothing.
+NOT_SERVED: dict[str, tuple[object, ...]] = {
+    "audio": (),
+    "chat_template": (),  # one that a client writes may run for ever
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logits_processors": ([],),
+    "modalities": (["text"], []),
+    "moderation": (),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
 
 
 def _whole(value: object) -> object:
@@ -52,20 +65,6 @@ TokenLimitOrZero = Annotated[Int, Field(ge=-1, le=_INT64)]  # -1: what fits in t
 TokenLimit = Annotated[TokenLimitOrZero, AfterValidator(_token_limit)]
 Seed = Annotated[Int, Field(ge=-_INT64 - 1, le=2 * _INT64 + 1), AfterValidator(_seed)]
 PromptLimit = Annotated[Int, Field(ge=-1, le=_INT32)]
-
-# Unsupported parameters of OpenAI's API that would change the answer, with the values that ask for nothing.
-NOT_SERVED: dict[str, tuple[object, ...]] = {
-    "audio": (),
-    "chat_template": (),  # one that a client writes may run for ever
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "logits_processors": ([],),
-    "modalities": (["text"], []),
-    "moderation": (),
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "web_search_options": (),
-}
 
 
 class StreamOptions(Body):

@@ -21,6 +21,8 @@ from router.requests.generation_fields import GenerationFields, SpeculationField
 from router.requests.reasoning_format import Thinking
 from router.tokenizer import Tokenizer
 
+_TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -58,7 +60,6 @@ class GenerateParams:
 
 
 Number = TypeVar("Number", int, float)
-_TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
 def speculation_params(wishes: SpeculationFields | None, card: ModelCard) -> SpeculationParams:

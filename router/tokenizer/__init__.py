@@ -12,6 +12,8 @@ from tokenizers import Tokenizer as TokenizerCore
 from protos.errors import RequestError
 from protos.token_bytes import find_token_bytes
 
+_REPLACEMENT = "\ufffd"
+
 
 class Tokenizer:
     """One model's tokenizer.
@@ -125,9 +127,6 @@ class TokenIdsOnly(Tokenizer):
 
     def token_name(self, token_id: int) -> str | None:
         return None
-
-
-_REPLACEMENT = "\ufffd"
 
 
 class Detokenizer(Protocol):

@@ -23,6 +23,17 @@ from protos.errors import ConfigError, RequestError
 ChatMessage = Mapping[str, object]
 _RENDER_LIMIT_S = 5.0  # of processor time; 1,000 messages take some milliseconds
 _TICK = "_outrider_tick"
+# A macro that calls itself for ever ends in a RecursionError, `"x" * 10**12` in a MemoryError.
+_FAILURES = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+    MemoryError,
+)
 
 
 class TemplateTimeError(RequestError):
@@ -86,19 +97,6 @@ class ChatTemplate:
             kind = TemplateTimeError if isinstance(error, _TimeIsOverError) else RequestError
             raise kind(f"The model's chat template refuses these messages: {error}", param="messages") from error
         return _cut_behind(text, messages[-1].get("content")) if continue_final_message else text
-
-
-# A macro that calls itself for ever ends in a RecursionError, `"x" * 10**12` in a MemoryError.
-_FAILURES = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    ArithmeticError,
-    LookupError,
-    AttributeError,
-    RecursionError,
-    MemoryError,
-)
 
 
 class _TimeIsOverError(TemplateError):

@@ -11,6 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Message = dict[str, Any]
+_THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
+_NATIVE = ("text", "input_text", "output_text", "refusal")
+_BYTES = {"image": "image", "screenshot": "image", "audio": "audio", "video": "video"}  # kinds without a text
+_NOTES = {**_BYTES, "file": "file", "document": "file", "upload": "file"}
+# The keys of texts in parts and items of other kinds, in the order they are tried.
+_TEXT_KEYS = (
+    *("title", "url", "text", "refusal", "logs", "stdout", "stderr"),
+    *("content", "output", "source", "resource", "results", "outputs"),
+)
+_SOURCES = ("base64", "url", "file")  # of bytes
 
 
 def with_written_calls(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -42,18 +52,6 @@ def _without_calls(message: Mapping[str, Any]) -> Message:
         body = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
         texts.append(f"<tool_call>\n{body}\n</tool_call>")
     return rest | {"content": "\n".join(filter(None, texts))}
-
-
-_THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
-_NATIVE = ("text", "input_text", "output_text", "refusal")
-_BYTES = {"image": "image", "screenshot": "image", "audio": "audio", "video": "video"}  # kinds without a text
-_NOTES = {**_BYTES, "file": "file", "document": "file", "upload": "file"}
-# The keys of texts in parts and items of other kinds, in the order they are tried.
-_TEXT_KEYS = (
-    *("title", "url", "text", "refusal", "logs", "stdout", "stderr"),
-    *("content", "output", "source", "resource", "results", "outputs"),
-)
-_SOURCES = ("base64", "url", "file")  # of bytes
 
 
 def plain_content(content: object) -> tuple[str, tuple[tuple[int, str], ...]]:

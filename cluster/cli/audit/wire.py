@@ -21,6 +21,7 @@ from protos.client_text import for_log
 TIMEOUT_S = 60.0
 _MAX_BYTES = 64 << 20  # of an answer
 Body = dict[str, Any]
+NOT_READABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 
 class NoVerdictError(Exception):
@@ -114,9 +115,6 @@ def retry_after(response: httpx.Response, default_s: float) -> float:
         return max(0.05, float(response.headers["retry-after"]))
     except (KeyError, ValueError):
         return default_s
-
-
-NOT_READABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,12 @@ from cluster.cli.server import API_KEY, URL, base_url, finite
 from protos.client_text import for_log
 from protos.errors import ConfigError
 
+_STYLE = (
+    "body{font:15px/1.5 system-ui;max-width:64em;margin:2em auto;padding:0 1em}"
+    "td,th{text-align:left;vertical-align:top;padding:.3em .8em .3em 0;border-top:1px solid #ccc}"
+    "pre{white-space:pre-wrap;background:#f4f4f4;padding:.6em}.found{color:#b00020;font-weight:600}.holds{color:#12703a}"
+)
+
 
 def audit(
     url: Annotated[str, Argument(help="base address of the server, with or without /v1", callback=base_url)] = URL,
@@ -116,13 +122,6 @@ def _notes(server: Server) -> list[str]:
     if missing := [name for name in ("top_k", "min_p", "repetition_penalty") if name not in server.neutral]:
         notes.append(f"the server refuses {', '.join(missing)}")
     return notes
-
-
-_STYLE = (
-    "body{font:15px/1.5 system-ui;max-width:64em;margin:2em auto;padding:0 1em}"
-    "td,th{text-align:left;vertical-align:top;padding:.3em .8em .3em 0;border-top:1px solid #ccc}"
-    "pre{white-space:pre-wrap;background:#f4f4f4;padding:.6em}.found{color:#b00020;font-weight:600}.holds{color:#12703a}"
-)
 
 
 @dataclass(frozen=True, slots=True)
