@@ -24,8 +24,8 @@ Ints = NDArray[np.int64]
 
 _NOISE_STEP = 1.05  # factor that moves the noise until half of the passes are within 0.67 of it
 _REACH = 2.0  # the curve covers sizes up to this multiple of the largest one seen
-# 1 to 8, 12, 16, 24 ... rows: close enough for a straight line between neighbours. One stream has all of its lengths.
-_GRID = sorted({*range(1, 9), *(2**i for i in range(1, 17)), *(3 * 2**i for i in range(16))})
+# 1 to 9, 12, 16, 24 ... rows: close enough for a straight line between neighbours. Costs of few rows rise in steps.
+_GRID = sorted({*range(1, 10), *(2**i for i in range(1, 17)), *(3 * 2**i for i in range(16))})
 _OUTLIER_WEIGHT = 0.01  # of a pass: the weight of an outlier at a size that was never seen
 _FAMILIAR = 0.5  # familiarity of a size with one pass
 _APART = 1.5  # least ratio of two sizes whose difference gives the cost of a row

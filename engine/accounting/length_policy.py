@@ -34,7 +34,7 @@ from engine.sequence.sequence import Sequence
 # Fewer plain passes and more plans moved simulated goodput by 3% at most (bench/EXPERIMENTS.md).
 _PLAIN_PERIOD = 64  # steps between plain passes that measure the baseline
 _FEW_MISSED = 2  # passes without a draft; after more, the next draft has much to prefill
-_REST = 8  # fewest steps between two plans while no sequence drafts
+_REST = 8  # fewest steps between two plans while no sequence drafts; up to `_PLAN_SHARE` each rest is twice as long
 _HOLD = 16  # most steps between two plans while sequences draft
 _LONG_S = 0.016  # of a plain pass: a plan costs little then, so there is one for each pass
 _PLAN_SHARE = 0.005  # of the time is for plans while no sequence drafts
@@ -86,6 +86,7 @@ class LengthPolicy:
         self._num_joined = 0  # of them since then
         self._has_planned = False  # since the last pass
         self._own_s, self._last_charge = 0.0, 0  # own work since the step of the last plan
+        self._rest = _REST  # most steps to the next plan while no sequence drafts
         self._plan_s = 0.0  # of a recent plan, with the lessons before it
         self._is_short = False  # plain passes are shorter than `_LONG_S`
         self._last_drafted: dict[str, int] = {}  # request id -> step of its last draft, or of its first pass
@@ -263,9 +264,14 @@ class LengthPolicy:
         # Under a time limit the longest draft changes with each pass.
         change = abs(_mean_tokens(sizes) - _mean_tokens(self._held.values()))
         is_settled = self._is_free and change <= max(0.5, 1.0 / len(sizes))
-        if not is_changed and (is_settled or not self._is_speculating):
-            rest = max(self._plan_s / (_PLAN_SHARE * plain_s), _REST)
-            self._next_plan = self._step + ceil(min(_LONG_S / plain_s, _HOLD) if self._is_speculating else rest)
+        if self._is_speculating:
+            self._rest = _REST
+            hold = min(_LONG_S / plain_s, _HOLD) if is_settled else 1.0
+        else:  # longer and longer: drafts that an unlucky measurement has ended come back soon
+            hold = min(self._rest, max(self._plan_s / (_PLAN_SHARE * plain_s), _REST))
+            self._rest *= 2
+        if not is_changed:
+            self._next_plan = self._step + ceil(hold)
 
     def _is_up_to_date(self, request_id: str, step: int) -> bool:
         """True if the draft has to prefill the tokens of a few passes at most, and no prompt."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from math import ceil
 from typing import Any
 from unittest.mock import Mock
@@ -33,6 +34,7 @@ LINEAR = Costs(weights_s=0.004, row_s=0.001, fixed_s=0.002, draft_step_s=0.0006,
 PROCESSOR = Costs(weights_s=0.050, row_s=0.0013, fixed_s=0.004, draft_step_s=0.002, draft_row_s=0.0001)
 HEAVY_DRAFT = Costs(draft_step_s=0.003, draft_row_s=0.0001)
 FAST = Costs(weights_s=0.002, row_s=0.00002, fixed_s=0.0001, draft_step_s=0.0001, draft_row_s=0.0)
+DEAR = Costs(draft_step_s=0.02)
 STREAMS = [1, 2, 4, 8, 16, 32, 64]
 
 
@@ -215,6 +217,22 @@ def test_new_requests_of_a_batch_that_rests_need_a_plan_when_they_are_a_quarter_
     monkeypatch.setattr(policy, "_plan", plan := Mock(wraps=policy._plan))
     pair.run(num_streams, 400, policy)
     assert plan.call_count == pytest.approx(400 / plan_each, rel=0.2)
+
+
+def test_rests_become_longer_until_plans_take_little_of_the_time() -> None:
+    """A plan takes 4 ms here: as long as 40 passes give it half a percent of."""
+    pair, policy, steps = SimulatedPair(lambda index, step: 0.0, DEAR, request_tokens=10**9), new_policy(), list[int]()
+    slots = [new_sequence(0)]
+    for step in range(1000):
+        has_planned = policy._has_planned
+        policy.charge(0.004)
+        if has_planned:
+            steps.append(step)
+        set_lengths(policy, slots)
+        pair._pass(slots, step, policy)
+    rests = [later - earlier for earlier, later in pairwise(steps)]
+    assert max(rests[:5]) <= 16
+    assert max(rests) > 64
 
 
 @pytest.mark.parametrize("num_passes", range(1, 12))
