@@ -152,4 +152,5 @@ _KINDS: dict[str, Callable[[Any], MixerForm | None]] = {
     "FalconH1Mixer": _mamba2,
     "Qwen3NextGatedDeltaNet": _qwen3_next,
     "Qwen3_5GatedDeltaNet": _qwen3_5,
+    "Qwen3_5MoeGatedDeltaNet": _qwen3_5,
 }

@@ -339,6 +339,7 @@ _HYBRIDS = {
     ),
     "qwen3_next": DecoderFamily(adds_one=True, mixers=("linear_attn",), routing=Routing()),
     "qwen3_5_text": DecoderFamily(adds_one=True, mixers=("linear_attn",)),
+    "qwen3_5_moe_text": DecoderFamily(adds_one=True, mixers=("linear_attn",), routing=Routing()),
     "mamba2": DecoderFamily(
         ("norm", None, None, None),
         mixers=("mixer",),

@@ -21,6 +21,7 @@ from transformers import (
     NemotronHConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
 )
@@ -92,6 +93,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "lfm2_moe": Lfm2MoeConfig(**SIZES, **EXPERTS, layer_types=["conv", "full_attention", "conv"], num_dense_layers=1),
     "qwen3_next": Qwen3NextConfig(**SIZES, **DELTA, **EXPERTS, shared_expert_intermediate_size=64),
+    "qwen3_5_moe": Qwen3_5MoeTextConfig(**SIZES, **DELTA, **EXPERTS, shared_expert_intermediate_size=64),
     "nemotron_h with experts": NemotronHConfig(**NEMOTRON_EXPERTS),
     "nemotron_h with experts in a latent space": NemotronHConfig(**NEMOTRON_EXPERTS, moe_latent_size=32),
 }

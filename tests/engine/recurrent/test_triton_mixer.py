@@ -32,6 +32,7 @@ CHANGES: dict[str, dict[str, int]] = {
     "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16},
     "qwen3_next": DELTA,
     "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": DELTA,
 }
 BRANCH = 9  # the one slot of a text that keeps its last state only
 
