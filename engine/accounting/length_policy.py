@@ -79,7 +79,7 @@ class LengthPolicy:
         self._step = 0
         self._last_plain = -_PLAIN_PERIOD  # step of the last pass without drafts
         self._next_plan = 0  # step
-        self._planned_class = 0  # class of batch sizes of the last plan
+        self._num_planned = 0  # sequences of the last plan
         self._held: dict[str, DraftSize] = {}  # request id -> size in the last plan
         self._held_name = ""  # class of its requests, if there is one
         self._can_join = False  # new requests of this class may draft as others until the next plan
@@ -169,8 +169,7 @@ class LengthPolicy:
     def sizes(self, sequences: Seq[Sequence]) -> list[DraftSize]:
         """Return the size of each sequence's next draft; the next pass samples all of them."""
         request_ids = [sequence.request_id for sequence in sequences]
-        is_due = self._step >= self._next_plan or size_class(len(sequences)) != self._planned_class
-        if not is_due and self._join(sequences):
+        if not self._is_due(len(sequences)) and self._join(sequences):
             return [self._held[each] for each in request_ids]
         self._learn_noted()
         self._shapes.keep_only(request_ids)
@@ -178,13 +177,21 @@ class LengthPolicy:
         if not sequences:
             return []
         self._set_size(len(sequences))
-        self._next_plan, self._planned_class = self._step + 1, size_class(len(sequences))
+        self._next_plan, self._num_planned = self._step + 1, len(sequences)
         self._has_planned = True
         sizes = self._plan(sequences)
         self._held = dict(zip(request_ids, sizes, strict=True))
         self._held_name, *others = {each.draft_class for each in sequences}
         self._can_join, self._num_joined = self._is_short and not others, 0
         return sizes
+
+    def _is_due(self, num_sequences: int) -> bool:
+        """True if so many sequences need another plan. While they draft, it soon comes anyway."""
+        if self._step >= self._next_plan:
+            return True
+        if self._is_speculating:
+            return not self._num_planned <= 2 * num_sequences <= 4 * self._num_planned
+        return size_class(num_sequences) != size_class(self._num_planned)
 
     def _join(self, sequences: Seq[Sequence]) -> bool:
         """Give new requests the usual size of the last plan; return False if they need a plan.

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import ceil
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -185,6 +185,19 @@ def test_drafts_come_back_when_a_draft_that_was_slow_for_a_while_is_not(num_stre
     pair.costs = costs
     pair.run(num_streams, 1500, policy)
     assert np.mean(pair.lengths[-100:]) > 1.5 * num_streams
+
+
+@pytest.mark.parametrize(("num_sequences", "is_planned"), [(3, True), (4, False), (5, False), (16, False), (17, True)])
+def test_a_batch_half_or_twice_as_large_keeps_its_plan(num_sequences: int, is_planned: bool) -> None:
+    policy, pair = new_policy(), SimulatedPair(lambda index, step: 1.0, FAST, noise=0.0, request_tokens=10**9)
+    pair.run(8, 300, policy)
+    slots = [new_sequence(index) for index in range(1000, 1008)]
+    while policy._next_plan - policy._step < 3:  # the last plan holds
+        set_lengths(policy, slots)
+        pair._pass(slots, 0, policy)
+    with patch.object(policy, "_plan", wraps=policy._plan) as plan:
+        set_lengths(policy, [*slots, *[new_sequence(index) for index in range(2000, 2010)]][:num_sequences])
+    assert plan.called is is_planned
 
 
 def test_a_request_that_joins_between_two_plans_keeps_its_own_limits() -> None:
