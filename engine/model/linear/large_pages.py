@@ -15,7 +15,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-_PAGE_BYTES = 2 << 20
+PAGE_BYTES = 2 << 20
 LINE_BYTES = 64  # of the cache
 
 
@@ -23,12 +23,12 @@ class _Region:
     """Memory that is given out from its begin to its end; it is freed with the last tensor in it."""
 
     def __init__(self, num_bytes: int) -> None:
-        memory = mmap.mmap(-1, num_bytes + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, num_bytes + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a Linux without large pages
                 memory.madvise(mmap.MADV_HUGEPAGE)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
-        first = -whole.data_ptr() % _PAGE_BYTES
+        first = -whole.data_ptr() % PAGE_BYTES
         self._left = whole[first : first + num_bytes]
 
     def take(self, num_bytes: int) -> Tensor | None:
@@ -60,7 +60,7 @@ def _take(num_bytes: int) -> Tensor:
     with _lock:
         memory = None if _region is None else _region.take(num_bytes)
         if memory is None:
-            size = max(16 * _PAGE_BYTES, -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES)  # resident as it fills
+            size = max(16 * PAGE_BYTES, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)  # resident as it fills
             _region = _Region(size)
             memory = _region.take(num_bytes)
     assert memory is not None, "the region is large enough"

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from engine.model.linear.cache_folder import ABOUT, LEAST_FREE, make_room, max_bytes, packed_root
-from engine.model.linear.large_pages import LINE_BYTES
+from engine.model.linear.large_pages import LINE_BYTES, PAGE_BYTES
 from engine.model.linear.weight_store import NO_STORE, WeightStore, decoded, encoded
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _MAGIC = b"outrider"
 _END = struct.Struct("<32sQ8s")  # digest and bytes of the index, magic
+_MADV_POPULATE_READ = 22  # of Linux 5.14; Python 3.11 has no name for it
 _FOREIGN = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, struct.error)
 
 
@@ -186,7 +187,7 @@ class _Writer:
         self._file = open(os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "r+b", buffering=0)  # noqa: SIM115
         self._products: dict[str, Any] = {}
         self._tensors: list[dict[str, Any]] = []
-        self._size = 0
+        self._size = self._num_paged = 0
 
     def add(self, name: str, product: T) -> T:
         """Write a product; return it with mapped tensors.
@@ -235,6 +236,9 @@ class _Writer:
         self._write(contents)
 
     def _write(self, contents: bytes | memoryview) -> None:
+        # Write whole pages of 2 MiB first: the kernel keeps a file in the pages that it is written in.
+        while self._num_paged < self._size + len(contents):
+            self._num_paged += os.pwrite(self._file.fileno(), bytes(PAGE_BYTES), self._num_paged)
         written = 0
         while written < len(contents):
             written += os.pwrite(self._file.fileno(), contents[written:], self._size + written)
@@ -247,6 +251,7 @@ class _Writer:
             contents = json.dumps(index).encode()
             self._write(contents)
             self._write(_END.pack(hashlib.sha256(contents).digest(), len(contents), _MAGIC))
+            self._file.truncate(self._size)
             make_room(self._entry, self._size)
             os.fsync(self._file.fileno())
             self._part.rename(self._entry / "weights")
@@ -277,6 +282,11 @@ class _Mapping:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # not writable: nothing writes to packed weights
             self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def read(self) -> None:
+        """Read what is not in memory yet, in large pages where the system can."""
+        with suppress(OSError):
+            self._memory.madvise(_MADV_POPULATE_READ)
 
     def bytes(self, begin: int, end: int) -> memoryview:
         return memoryview(self._memory)[begin:end]
@@ -333,7 +343,7 @@ def _checked(file: Path, facts: dict[str, str]) -> dict[str, Any]:
     if index["facts"] != facts:
         raise _UnusableError("it is of other weights, settings or kernels")
     tensors = index["tensors"]
-
+    mapped.read()
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         if not all(pool.map(partial(_is_whole, file), tensors)):
             raise _UnusableError("an array has changed")
