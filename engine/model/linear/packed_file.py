@@ -284,7 +284,7 @@ class _Mapping:
             self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def read(self) -> None:
-        """Read what is not in memory yet, in large pages where the system can."""
+        """Read the file into memory, in large pages where the system can."""
         with suppress(OSError):
             self._memory.madvise(_MADV_POPULATE_READ)
 
