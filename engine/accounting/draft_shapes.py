@@ -13,8 +13,6 @@ from engine.accounting.record import SequencePass
 from engine.batch.draft import depths
 from engine.sequence.sequence import Sequence
 
-_DEPTH_RATE = 0.1  # of a pass in the depth of trees
-
 
 class DraftSize(NamedTuple):
     """The size of a draft: the length of a chain, or the depth and the nodes of a tree."""
@@ -101,7 +99,7 @@ class ShapeRates:
             for node, depth in enumerate(accumulate(depths(parents), max)):
                 deepest[node] = max(deepest[node], depth)
         known = zip(self.tree_steps, accumulate(deepest, max), strict=False)
-        moved = [steps + _DEPTH_RATE * (depth - steps) for steps, depth in known]
+        moved = [steps + 0.1 * (depth - steps) for steps, depth in known]
         self.tree_steps = [*accumulate([*moved, *self.tree_steps[len(moved) :]], max)]
 
 

@@ -38,7 +38,6 @@ _REST = 8  # fewest steps between two plans while no sequence drafts; up to `_PL
 _HOLD = 16  # most steps between two plans while sequences draft
 _LONG_S = 0.016  # of a plain pass: a plan costs little then, so there is one for each pass
 _PLAN_SHARE = 0.005  # of the time is for plans while no sequence drafts
-_JOINED_SHARE = 0.25  # of a batch: so many new requests need a plan while no sequence drafts
 # What clients notice: a small gain is not worth longer and uneven passes.
 _WAKE_GAIN = 1.05  # drafts start above this expected gain: the first ones also pay for missed tokens
 _LEAST_GAIN = 1.02  # drafts end below this expected gain
@@ -204,7 +203,8 @@ class LengthPolicy:
         if not self._can_join or any(each.draft_class != self._held_name or each.has_fixed_length for each in new):
             return False
         self._num_joined += len(new)
-        if not self._is_speculating and self._num_joined >= _JOINED_SHARE * len(sequences):
+        # While no sequence drafts, a quarter of new requests needs a plan.
+        if not self._is_speculating and self._num_joined >= len(sequences) / 4:
             return False
         usual = sorted(self._held.values())[len(self._held) // 2]
         for each in new:

@@ -25,7 +25,6 @@ _MIN_PASSES = 64.0  # passes of a class's sequences before a measurement is used
 _MIN_STEPS = 16  # in a trial
 _TRIAL_SHARE = 0.01  # of the time is lost in trials, once pauses are that long
 _PAUSES = (64, 4096)  # steps of the first and of the longest pause; they double with every trial that fails
-_REPORTED_STEP = 256  # steps before a class's speedup is logged once
 _MAX_SURPRISE = 1.5  # times the expected seconds: the most that one slow pass may cost a class
 _GAIN = 1.05  # below this speedup the log advises against these drafts
 
@@ -122,7 +121,7 @@ class SpeculationGate:
     def _report(self, num_steps: int) -> None:
         """Log the class's speedup once, when its lengths have settled."""
         before, self._num_steps = self._num_steps, self._num_steps + num_steps
-        if before < _REPORTED_STEP <= self._num_steps:
+        if before < 256 <= self._num_steps:
             speedup = self.meter.speedup
             advice = "" if speedup >= _GAIN else ": these drafts do not pay here, choose another draft.kind or none"
             logger.info("speculation of %s: speedup=%.2f over plain decoding%s", self._name, speedup, advice)

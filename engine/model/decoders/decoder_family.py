@@ -30,7 +30,6 @@ _FUNCTIONS = _GATES | {  # of MLPs without gates
 # Keys of configurations.
 _NORM_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
 _ACTIVATIONS = ("hidden_activation", "mlp_hidden_act", "hidden_act")
-_EPSILON = 1e-5  # of OLMo, whose configuration has none
 # A layer's attributes: the norms before and after the attention, before and after the MLP.
 _BEFORE = ("input_layernorm", None, "post_attention_layernorm", None)
 _AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -442,5 +441,5 @@ def num_heads_of(config: Any) -> int:
 
 
 def norm_epsilon(config: Any) -> float:
-    """Return the number added to the variance in the norms."""
-    return next((float(value) for key in _NORM_EPSILONS if (value := getattr(config, key, None))), _EPSILON)
+    """Return the number added to the variance in the norms; OLMo's configuration has none."""
+    return next((float(value) for key in _NORM_EPSILONS if (value := getattr(config, key, None))), 1e-5)

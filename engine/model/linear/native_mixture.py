@@ -20,11 +20,9 @@ from engine.model.linear.native_product import Gate, PackedWeight
 from engine.model.linear.packed_experts import ExpertsCall, PackedExperts, check_memory
 from engine.native.library import Instructions, native_library
 
-_MAX_GROUPS = 64
 _FACTORS = ("routed_scaling_factor", "router_scaling_factor", "route_scale")  # of weights, in a router
 _PRODUCTS = ("", "gate", "proj")  # of a router: its own weight, or a layer's
 _BIASES = ("e_score_correction_bias", "expert_bias")
-_NUM_SPARSE = 2  # experts of a row, whatever its configuration has
 
 Products = tuple[Any, Any]  # a first and a last one
 
@@ -122,7 +120,7 @@ class NativeMixture:
                 is_exact,
                 *map(_address, (self._logit_biases, self._biases, self._factors)),
                 *weight.shape,
-                _NUM_SPARSE if scores is Scores.SPARSE else _top_of(router),
+                2 if scores is Scores.SPARSE else _top_of(router),  # 2, whatever its configuration has
                 scores,
                 num_groups,
                 top_groups,
@@ -144,8 +142,8 @@ class NativeMixture:
     def fits(mixture: Any) -> bool:
         """True if the experts of a stock module are packed, and the kernel takes their function and their router."""
         packed = mixture.experts.forward
-        num_groups = getattr(_router_of(mixture), "num_group", None) or 1
-        return isinstance(packed, PackedExperts) and packed.function is not Gate.NONE and num_groups <= _MAX_GROUPS
+        has_room = (getattr(_router_of(mixture), "num_group", None) or 1) <= 64  # groups, of routing.c
+        return isinstance(packed, PackedExperts) and packed.function is not Gate.NONE and has_room
 
     @staticmethod
     def takes(mixture: Any, product: Any) -> bool:

@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _MAGIC = b"outrider"
 _END = struct.Struct("<32sQ8s")  # digest and bytes of the index, magic
-_MADV_POPULATE_READ = 22  # of Linux 5.14; Python 3.11 has no name for it
 _FOREIGN = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, struct.error)
 
 
@@ -286,7 +285,7 @@ class _Mapping:
     def read(self) -> None:
         """Read the file into memory, in large pages where the system can."""
         with suppress(OSError):
-            self._memory.madvise(_MADV_POPULATE_READ)
+            self._memory.madvise(22)  # MADV_POPULATE_READ, which Python 3.11 does not name
 
     def bytes(self, begin: int, end: int) -> memoryview:
         return memoryview(self._memory)[begin:end]

@@ -35,7 +35,6 @@ class Kind(IntEnum):
 
 
 _MOST_INPUTS = 128  # of a step, which has one scale
-_LEAST_INPUTS = 32  # halves of a step of int4 are a product's least 16
 _FEW_ROWS = 16  # one tile: more rows read the unpacked weight
 _PART = 1 << 26  # numbers that are unpacked at once: 128 MB in bfloat16
 _UNPACKED = (32, 8)  # outputs of a program that unpacks, and its warps
@@ -307,7 +306,8 @@ def _short(values: Tensor) -> Tensor:
 
 
 def _step(group_size: int) -> int:
-    return next(size for size in (_MOST_INPUTS, 64, _LEAST_INPUTS) if group_size % size == 0)
+    # Halves of a step of int4 have at least 16 inputs.
+    return next(size for size in (_MOST_INPUTS, 64, 32) if group_size % size == 0)
 
 
 def _packed(weight: QuantizedWeight, step: int) -> tuple[Kind, Tensor, Tensor | None, Tensor | None]:
