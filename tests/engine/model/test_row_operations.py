@@ -67,7 +67,7 @@ def test_a_layer_norm_with_biases_is_that_of_torch(dtype: torch.dtype, weight_dt
 
 
 @DTYPES
-@pytest.mark.parametrize("function", [each for each in Gate if each])
+@pytest.mark.parametrize("function", [each for each in Gate if each not in (Gate.NONE, Gate.CLAMPED)])
 @pytest.mark.parametrize("shape", [(1, 3), (5, 96), (90, 1030)])
 def test_functions_of_mlps_without_gates_are_those_of_torch(
     dtype: torch.dtype, function: Gate, shape: tuple[int, int]

@@ -28,7 +28,7 @@ from tests.engine.fixtures.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.skipif(not can_quantize(torch.device("cpu")), reason="no kernels for int4 weights here")
 
-SLACK = 64 << 20  # buffers of the loading
+SLACK = 96 << 20  # buffers of the loading: up to 50 MB more when other processes delay its threads
 BITS = 5.0  # of an int4 weight with its scale and base
 SIZES = {
     "hidden_size": 1024,
