@@ -14,6 +14,8 @@ from engine.recurrent.mixer_families import mixer_forms
 from engine.recurrent.state_pass import PooledLayer
 from engine.recurrent.triton_kernel import convolve_rows, gate_and_norm, scan_heads
 
+CHANNELS = 256  # of a convolution in one program
+
 
 def state_block(depth: int, width: int) -> tuple[int, int]:
     """Return the depth and the width of a head's state that one program keeps: its whole depth, in powers of two.
@@ -46,7 +48,7 @@ class TritonMixer(KernelMixer):
             self._finish(inputs, scanned, out)
 
     def _convolve(self, inputs: MixerInputs, out: Tensor, states: PooledLayer, *, is_gated: bool) -> None:
-        form, block = self.form, min(256, triton.next_power_of_2(self.form.num_inputs))
+        form, block = self.form, min(CHANNELS, triton.next_power_of_2(self.form.num_inputs))
         convolve_rows[(out.shape[-2], triton.cdiv(form.num_inputs, block))](
             out,
             states.rows,
