@@ -94,7 +94,7 @@ struct latent {
     char *in, *out, *scratch;
 };
 
-/* Places the buffers of the experts, of whose rows and results if these have another size. Returns their bytes. */
+/* Places the buffers of the experts; their rows and results need some only in a latent space. Returns the bytes. */
 static int64_t lay_out_experts(const struct mixture *m, int64_t num_rows, char *memory, struct latent *l) {
     const int64_t bytes = whole_lines(num_rows * m->experts.in.num_inputs * item_of(m));
     int64_t scratch = experts_scratch(&m->experts, num_rows * m->router.top);

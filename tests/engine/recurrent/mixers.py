@@ -79,5 +79,21 @@ class Mixers:
         return mixed
 
 
+def check_company(mixers: Mixers) -> None:
+    """Check that rows and states have the same bits in chunks and next to other spans."""
+    rows, pool = mixers.rows(12), mixers.pool()
+    whole = mixers.mixed(0, rows, pool, [(12, SpanStates(1, {12: 6}))])
+    first, second = rows[:, :5], rows[:, 5:]
+    parts = [
+        mixers.mixed(0, first, pool, [(5, SpanStates(1, {5: 7}))]),
+        mixers.mixed(0, torch.cat((second[:, :3], second), 1), pool, [
+            (3, SpanStates(2, {})), (7, SpanStates(7, {4: 9, 7: 8}))
+        ])[:, 3:],
+    ]  # fmt: skip
+    assert torch.equal(torch.cat(parts, 1), whole)
+    for part in (pool.rows[0], pool.matrices[0]):
+        assert part is None or torch.equal(part[8], part[6])
+
+
 def _by_rows(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     return torch.cat([torch.nn.functional.linear(row, weight, bias) for row in x.split(1, dim=1)], dim=1)

@@ -17,7 +17,7 @@ from engine.recurrent.native_mixer import use_native_mixers
 from protos.errors import ConfigError
 from tests.engine.fixtures.hybrids import HYBRIDS, write_hybrid
 from tests.engine.fixtures.native_kernels import held_to, needs_float_kernels
-from tests.engine.recurrent.mixers import SPANS, Mixers
+from tests.engine.recurrent.mixers import SPANS, Mixers, check_company
 
 pytestmark = needs_float_kernels
 
@@ -48,19 +48,7 @@ def test_rows_of_bfloat16_differ_by_roundings(name: str) -> None:
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_chunks_and_neighbours_change_no_bit(name: str, dtype: torch.dtype) -> None:
-    mixers = Mixers(name, use_native_mixers, dtype)
-    rows, pool = mixers.rows(12), mixers.pool()
-    whole = mixers.mixed(0, rows, pool, [(12, SpanStates(1, {12: 6}))])
-    first, second = rows[:, :5], rows[:, 5:]
-    parts = [
-        mixers.mixed(0, first, pool, [(5, SpanStates(1, {5: 7}))]),
-        mixers.mixed(0, torch.cat((second[:, :3], second), 1), pool, [
-            (3, SpanStates(2, {})), (7, SpanStates(7, {4: 9, 7: 8}))
-        ])[:, 3:],
-    ]  # fmt: skip
-    assert torch.equal(torch.cat(parts, 1), whole)
-    for part in (pool.rows[0], pool.matrices[0]):
-        assert part is None or torch.equal(part[8], part[6])
+    check_company(Mixers(name, use_native_mixers, dtype))
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

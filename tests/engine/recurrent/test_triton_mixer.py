@@ -11,7 +11,7 @@ import torch
 from engine.batch.span import SpanStates
 from tests.engine.fixtures.attention_fixtures import DEVICE
 from tests.engine.fixtures.hybrids import HYBRIDS
-from tests.engine.recurrent.mixers import SPANS, Mixers
+from tests.engine.recurrent.mixers import SPANS, Mixers, check_company
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
@@ -64,19 +64,7 @@ def test_rows_of_bfloat16_differ_by_roundings(name: str) -> None:
 @pytest.mark.parametrize("name", ["lfm2", "bamba", "qwen3_next"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_chunks_and_neighbours_change_no_bit(name: str, dtype: torch.dtype) -> None:
-    mixers = mixers_of(name, dtype)
-    rows, pool = mixers.rows(12), mixers.pool()
-    whole = mixers.mixed(0, rows, pool, [(12, SpanStates(1, {12: 6}))])
-    first, second = rows[:, :5], rows[:, 5:]
-    parts = [
-        mixers.mixed(0, first, pool, [(5, SpanStates(1, {5: 7}))]),
-        mixers.mixed(0, torch.cat((second[:, :3], second), 1), pool, [
-            (3, SpanStates(2, {})), (7, SpanStates(7, {4: 9, 7: 8}))
-        ])[:, 3:],
-    ]  # fmt: skip
-    assert torch.equal(torch.cat(parts, 1), whole)
-    for part in (pool.rows[0], pool.matrices[0]):
-        assert part is None or torch.equal(part[8], part[6])
+    check_company(mixers_of(name, dtype))
 
 
 @pytest.mark.parametrize("name", ["lfm2", "mamba2", "qwen3_5_text"])
