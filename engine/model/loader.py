@@ -40,6 +40,7 @@ from engine.model.checkpoint.weight_files import (
     weight_files,
 )
 from engine.model.gpu_memory import WEIGHTS_REMEDY, enough_memory
+from engine.model.linear.packed_linear import keep_read_weights
 from engine.model.linear.quantized_linear import reads_few_bits
 from protos.errors import ConfigError
 
@@ -95,6 +96,7 @@ def load_model(
     # Check the result: the head's tensor, completeness, finite weights.
     model, info = loaded
     _tie_head(config.path, model)
+    keep_read_weights(model)
     if keeps:
         replace_unread(model, UnreadWeight.as_stored)
     refuse_incomplete(config.path, info, model.state_dict())
