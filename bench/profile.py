@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig
 
 from bench.padded_pair import padded_target
-from engine.attention.native import NativePass
+from engine.attention.native import NativeAttention
 from engine.batch.span import Span
 from engine.config import CacheConfig, ModelConfig
 from engine.model.decoders.native_layers import NativeLayers
@@ -205,7 +205,7 @@ def _operators(call: Callable[[], Tensor]) -> str:
         patch.object(NativeLayers, "take", return_value=False),
         _recorded(NativeProduct, "__call__", "native product"),
         _recorded(NativeQuantizedProduct, "__call__", "native product"),
-        _recorded(NativePass, "attend", "native attention"),
+        _recorded(NativeAttention, "attend", "native attention"),
         profile(activities=[ProfilerActivity.CPU]) as recorded,
     ):
         call()

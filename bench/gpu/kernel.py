@@ -78,7 +78,7 @@ def measure_attention(
         Span([0] * rows, context, order[index * blocks_each : (index + 1) * blocks_each], rows)
         for index in range(batch)
     ]
-    plan = TritonAttention(spans, cache).whole(slice(0, 1))
+    plan = TritonAttention(spans, cache, slice(0, 1))
     group_size = shape.num_heads // shape.num_kv_heads
     launch = plan.launch(None, HeadShape(shape.num_kv_heads, group_size, shape.head_dim, shape.head_dim), itemsize=2)
     pools = [[torch.randn(cache.keys[0].shape, device=device).to(kv_dtype) for _ in range(2)] for _ in range(num_pools)]

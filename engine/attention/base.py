@@ -1,4 +1,4 @@
-"""The interface of attention backends: a plan of some spans, a pass for one forward, and a layer's options.
+"""The interface of attention backends: the attention of one forward, and a layer's options.
 
 It knows nothing of the devices; `engine.attention.backend` chooses an implementation for one.
 """
@@ -45,26 +45,8 @@ class AttentionPass(Protocol):
         """
 
 
-class AttentionPlan(Protocol):
-    """The attention of some spans, laid out once; valid while the blocks of the spans stay theirs."""
-
-    def whole(self, slots: Index) -> AttentionPass:
-        """Return the attention of the pass that computes all tokens.
-
-        Args:
-            slots: [T], where the KV of the pass's rows goes.
-        """
-
-    def step(self, step: int, slots: Index) -> AttentionPass:
-        """Return the attention of the pass that computes only token `step` of each span; spans have one length.
-
-        Args:
-            step: index of the token in its span.
-            slots: [B], where the KV of these tokens goes.
-        """
-
-
-PlanAttention = Callable[[Seq[Span], KVCache], AttentionPlan]
+# Lays out a pass of some spans, whose KV goes to these slots, [T]; valid while the blocks of the spans stay theirs.
+PlanAttention = Callable[[Seq[Span], KVCache, Index], AttentionPass]
 
 
 class UnsupportedAttentionError(Exception):

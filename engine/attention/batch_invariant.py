@@ -46,23 +46,9 @@ _Layout = tuple[Tensor, list[tuple[int, int, Tensor]]]
 
 
 class BatchInvariantAttention:
-    """The `engine.attention.base.AttentionPlan` of deterministic models."""
+    """The `engine.attention.base.AttentionPass` of deterministic models, laid out once per distinct window."""
 
-    def __init__(self, spans: Seq[Span], cache: KVCache) -> None:
-        self._spans = spans
-        self._cache = cache
-
-    def whole(self, slots: Index) -> BatchInvariantPass:
-        return BatchInvariantPass(self._cache, slots, self._spans)
-
-    def step(self, step: int, slots: Index) -> BatchInvariantPass:
-        return BatchInvariantPass(self._cache, slots, [span.at_step(step) for span in self._spans])
-
-
-class BatchInvariantPass:
-    """The `engine.attention.base.AttentionPass` of some spans, laid out once per distinct window."""
-
-    def __init__(self, cache: KVCache, slots: Index, spans: Seq[Span]) -> None:
+    def __init__(self, spans: Seq[Span], cache: KVCache, slots: Index) -> None:
         self._cache = cache
         self._slots = slots
         self._chains = list(_chains(spans, cache.block_size))

@@ -1,6 +1,6 @@
 """Paged attention on AVX2, AVX-512 or AMX: `engine/native/attention` reads the pool in place, in one call per layer.
 
-It replaces `engine.attention.torch_attention.PagedAttentionPass`, which gathers blocks into padded batches for torch's
+It replaces `engine.attention.torch_attention.TorchAttention`, which gathers blocks into padded batches for torch's
 kernel. The tests compare the two, and the agreement check of `engine.model.paged_model` does at every start. A row has
 the same bits in any pass, so deterministic models use it too.
 """
@@ -47,9 +47,13 @@ class AttentionCall(ctypes.Structure):
 
 
 class NativeAttention:
-    """The `engine.attention.base.AttentionPlan` of such processors."""
+    """The `engine.attention.base.AttentionPass` of such processors; all layers share its layout.
 
-    def __init__(self, spans: Seq[Span], cache: KVCache) -> None:
+    Attributes:
+        call: the kernel's arguments; each layer sets its own fields.
+    """
+
+    def __init__(self, spans: Seq[Span], cache: KVCache, slots: Index) -> None:
         """Raises ConfigError where the kernel does not read such a pool."""
         if not fits(cache):
             raise ConfigError(
@@ -58,24 +62,6 @@ class NativeAttention:
                 f"and these are {kv_name(cache.kind, cache.dtype)} with {cache.max_head_dim} on {cache.device}; "
                 "set it to auto or torch"
             )
-        self._spans = spans
-        self._cache = cache
-
-    def whole(self, slots: Index) -> NativePass:
-        return NativePass(self._cache, slots, self._spans)
-
-    def step(self, step: int, slots: Index) -> NativePass:
-        return NativePass(self._cache, slots, [span.at_step(step) for span in self._spans])
-
-
-class NativePass:
-    """One forward batch over the pool; all layers share its layout.
-
-    Attributes:
-        call: the kernel's arguments; each layer sets its own fields.
-    """
-
-    def __init__(self, cache: KVCache, slots: Index, spans: Seq[Span]) -> None:
         self._cache, self._spans = cache, spans
         self._layout = _SpanArrays(spans)
         if isinstance(slots, Tensor):
@@ -91,11 +77,11 @@ class NativePass:
             setattr(call, name, numbers.buffer_info()[0])
         self.call = call
 
-    def with_logits(self) -> NativePass:
+    def with_logits(self) -> NativeAttention:
         """Return the attention of the rows with logits, in layers whose KV of the whole pass others have stored."""
         spans = [span.with_logits() for span in self._spans if span.num_logits]
         no_slots = slice(0, sum(span.num_logits for span in spans))  # nothing is stored
-        return NativePass(self._cache, no_slots, spans)
+        return NativeAttention(spans, self._cache, no_slots)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         cache, call = self._cache, self.call
@@ -167,14 +153,16 @@ class _SpanArrays:
         return {"spans": self._spans, "tables": self._tables, "nodes": self._nodes, "paths": self._paths}
 
 
-def native_or_torch(spans: Seq[Span], cache: KVCache) -> NativeAttention | TorchAttention:
-    """Return a processor's `AttentionPlan`: the kernel for pools that it reads, torch for others."""
-    return NativeAttention(spans, cache) if fits(cache) else TorchAttention(spans, cache)
+def native_or_torch(spans: Seq[Span], cache: KVCache, slots: Index) -> NativeAttention | TorchAttention:
+    """Return a processor's attention: the kernel for pools that it reads, torch for others."""
+    return NativeAttention(spans, cache, slots) if fits(cache) else TorchAttention(spans, cache, slots)
 
 
-def native_or_batch_invariant(spans: Seq[Span], cache: KVCache) -> NativeAttention | BatchInvariantAttention:
+def native_or_batch_invariant(
+    spans: Seq[Span], cache: KVCache, slots: Index
+) -> NativeAttention | BatchInvariantAttention:
     """Return `native_or_torch` for deterministic models."""
-    return NativeAttention(spans, cache) if fits(cache) else BatchInvariantAttention(spans, cache)
+    return NativeAttention(spans, cache, slots) if fits(cache) else BatchInvariantAttention(spans, cache, slots)
 
 
 def fits(cache: KVCache) -> bool:

@@ -2,24 +2,15 @@
 
 Rows of the pass are cut into *reads*. Short spans (decode and verification) are read many at a time, padded to a common
 number of rows and blocks; a prefill chunk is one read; so is a long span whose blocks are one run: it is read in place.
-Steps of spans that share most of their blocks read each block once (`engine.attention.read_plan`). A sliding window
-has its own reads, trimmed to the blocks that it can see. Nodes of a draft tree see the committed tokens and their
-ancestors only.
-
-Spans that share most of their blocks, read together: each block once, and a mask for who sees which.
-
-    span A   [ 3 ][ 4 ][ 5 ]
-    span B   [ 3 ][ 4 ][ 9 ]      one read of blocks 3 4 5 9; block 5 is hidden from B and block 9 from A
-
-Branches of one sequence are such spans, and so are sequences with a long prefix in common.
+A sliding window has its own reads, trimmed to the blocks that it can see. Nodes of a draft tree see the committed
+tokens and their ancestors only.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -52,71 +43,6 @@ class Extent:
         return [min(row, self.num_rows - 1) for row in range(num_rows)]
 
 
-@dataclass(frozen=True, slots=True)
-class SharedExtents:
-    """Extents with equally many rows, and the position of the first key of each block that any of them reads."""
-
-    extents: tuple[Extent, ...]
-    first_keys: dict[int, int]  # by block id
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of each extent."""
-        return self.extents[0].num_rows
-
-
-def share(extents: Seq[Extent], block_size: int) -> list[SharedExtents]:
-    """Return the groups of `extents` that are better read together; other extents are in no group."""
-    by_start: dict[tuple[int, int], list[Extent]] = defaultdict(list)
-    for extent in extents:
-        by_start[extent.block_ids[0], extent.num_rows].append(extent)
-    groups = []
-    most = 16  # extents of one group
-    for members in by_start.values():
-        for first in range(0, len(members), most):
-            group = _shared(members[first : first + most], block_size)
-            # With fewer saved blocks the mask costs more than it saves.
-            if len(group.first_keys) <= 0.5 * sum(each.num_blocks for each in group.extents):
-                groups.append(group)
-    return groups
-
-
-def _shared(extents: Seq[Extent], block_size: int) -> SharedExtents:
-    first_keys = {
-        block_id: each.first_key + index * block_size
-        for each in extents
-        for index, block_id in enumerate(each.block_ids)
-    }
-    return SharedExtents(tuple(extents), first_keys)
-
-
-def hidden_keys(groups: Seq[SharedExtents], block_size: int, window: int | None, device: torch.device) -> Tensor:
-    """Return True where a key is hidden from a row: [B, M, Q, S] for B groups padded to M extents of Q rows and S keys.
-
-    Extents and blocks are padded at the end: extents by the last one, blocks by ones that no row sees.
-    """
-    num_extents = max(len(group.extents) for group in groups)
-    num_blocks = max(len(group.first_keys) for group in groups)
-    starts, first_keys, sees = [], [], []
-    for group in groups:
-        padded = [*group.extents, *[group.extents[-1]] * (num_extents - len(group.extents))]
-        num_missing = num_blocks - len(group.first_keys)
-        starts.append([each.span.start for each in padded])
-        first_keys.append([*group.first_keys.values(), *[0] * num_missing])
-        sees.append([_sees(each, group.first_keys) + [False] * num_missing for each in padded])
-    steps = torch.arange(groups[0].num_rows, device=device)
-    rows = (torch.tensor(starts, device=device)[:, :, None] + steps)[..., None]  # [B, M, Q, 1]
-    offsets = torch.arange(block_size, device=device)
-    keys = (torch.tensor(first_keys, device=device)[:, :, None] + offsets).flatten(1)[:, None, None]  # [B, 1, 1, S]
-    is_hidden = ~torch.tensor(sees, device=device).repeat_interleave(block_size, dim=2)[:, :, None] | (keys > rows)
-    return is_hidden if window is None else is_hidden | (keys <= rows - window)
-
-
-def _sees(extent: Extent, block_ids: dict[int, int]) -> list[bool]:
-    own = set(extent.block_ids)
-    return [block_id in own for block_id in block_ids]
-
-
 MAX_PACKED_ROWS = 16  # longer spans are prefill chunks
 
 
@@ -126,8 +52,7 @@ class KVRead:
 
     `rows` are their rows of the pass, span by span, the last one repeated where a span has fewer than Q; `blocks` are
     the pool's blocks that hold the keys, [B * M] or one run; `mask` is additive, [B, 1, Q, S], None where every row
-    sees every key or `is_causal` hides the same ones. A group of spans that share their keys counts as one span here,
-    and each of them has `rows_per_span` of the Q rows.
+    sees every key or `is_causal` hides the same ones.
     """
 
     num_spans: int
@@ -136,26 +61,12 @@ class KVRead:
     rows: Index
     blocks: Index
     mask: Tensor | None
-    rows_per_span: int
     is_causal: bool = False
 
     @property
     def is_packed(self) -> bool:
         """True if the query heads of a kv head are folded into rows; a prefill chunk has rows enough without."""
         return self.num_rows <= MAX_PACKED_ROWS
-
-    def at_step(self, step: int) -> KVRead:
-        """The same spans when they compute only their row `step`, as they do when they decode one token at a time.
-
-        Every span has all of its rows. Keys of later steps are in the read, and masked.
-        """
-        num_steps = self.rows_per_span
-        if isinstance(self.rows, slice):
-            rows: Index = slice(self.rows.start // num_steps, self.rows.stop // num_steps)
-        else:
-            rows = self.rows[::num_steps] // num_steps
-        mask = None if self.mask is None else self.mask[:, :, step::num_steps]
-        return replace(self, num_rows=self.num_rows // num_steps, rows_per_span=1, rows=rows, mask=mask)
 
 
 class ReadPlan:
@@ -167,35 +78,17 @@ class ReadPlan:
         self._min_view_tokens = cache.min_view_tokens
         self._dtype = cache.dtype
         self._device = cache.device
-        self._all_steps: dict[int | None, list[KVRead]] = {}
 
     def reads(self, window: int | None) -> list[KVRead]:
         """Reads that cover each row once. `window` is how many tokens a row sees, itself included; None is all."""
-        return self._reads_of(list(self._extents(window)), window)
-
-    def _reads_of_steps(self, window: int | None) -> list[KVRead]:
-        """`reads`, with one for all spans that share blocks; one step has few enough rows for that."""
-        extents = list(self._extents(window))
-        groups = share(extents, self._block_size)
-        shared = {id(extent) for group in groups for extent in group.extents}
-        reads = self._reads_of([extent for extent in extents if id(extent) not in shared], window)
-        return [*reads, self._shared(groups, window)] if groups else reads
-
-    def _reads_of(self, extents: Seq[Extent], window: int | None) -> list[KVRead]:
         alone: list[Extent] = []
         together: list[Extent] = []
-        for extent in extents:
+        for extent in self._extents(window):
             (alone if self._is_alone(extent) else together).append(extent)
         return [self._single(extent, window) for extent in alone] + [
             self._single(bucket[0], window) if len(bucket) == 1 else self._padded(bucket, window)
             for bucket in _buckets(together, self._block_size)
         ]
-
-    def step_reads(self, step: int, window: int | None) -> list[KVRead]:
-        """Reads of the pass that computes only row `step` of each span; the tensors of all steps are built at once."""
-        if window not in self._all_steps:
-            self._all_steps[window] = self._reads_of_steps(window)
-        return [read.at_step(step) for read in self._all_steps[window]]
 
     def _extents(self, window: int | None) -> Iterator[Extent]:
         first_row = 0
@@ -222,7 +115,6 @@ class ReadPlan:
         return KVRead(
             num_spans=1,
             num_rows=num_rows,
-            rows_per_span=num_rows,
             num_keys=num_keys,
             rows=slice(extent.first_row, extent.first_row + num_rows),
             blocks=index_of(extent.block_ids, self._device),
@@ -244,32 +136,10 @@ class ReadPlan:
         return KVRead(
             num_spans=len(bucket),
             num_rows=num_rows,
-            rows_per_span=num_rows,
             num_keys=num_keys,
             rows=index_of(rows, self._device),
             blocks=index_tensor(blocks, self._device),
             mask=self._mask(bucket, num_rows, num_keys, window),
-        )
-
-    def _shared(self, groups: Seq[SharedExtents], window: int | None) -> KVRead:
-        """Groups of spans that share blocks; short groups repeat their last span, and their last block unseen."""
-        is_hidden = hidden_keys(groups, self._block_size, window, self._device)  # [B, M, Q, S]
-        num_spans, num_steps, num_keys = is_hidden.shape[1:]
-        rows: list[int] = []
-        blocks: list[int] = []
-        for group in groups:
-            padded = [*group.extents, *[group.extents[-1]] * (num_spans - len(group.extents))]
-            rows += [extent.first_row + step for extent in padded for step in range(num_steps)]
-            blocks += group.first_keys
-            blocks += [next(reversed(group.first_keys))] * (num_keys // self._block_size - len(group.first_keys))
-        return KVRead(
-            num_spans=len(groups),
-            num_rows=num_spans * num_steps,
-            rows_per_span=num_steps,
-            num_keys=num_keys,
-            rows=index_of(rows, self._device),
-            blocks=index_tensor(blocks, self._device),
-            mask=self._additive(is_hidden.flatten(1, 2)[:, None]),  # [B, 1, M * Q, S]
         )
 
     def _mask(self, extents: Seq[Extent], num_rows: int, num_keys: int, window: int | None) -> Tensor:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
@@ -70,13 +69,13 @@ def paged_attention(  # the signature of transformers' AttentionInterface
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
-class PagedAttentionPass:
-    """One forward batch over the pool. `plan_reads(window)` is called once per distinct window, not once per layer."""
+class TorchAttention:
+    """The `engine.attention.base.AttentionPass` of any device; reads are planned once per distinct window."""
 
-    def __init__(self, cache: KVCache, slots: Index, plan_reads: Callable[[int | None], list[KVRead]]) -> None:
+    def __init__(self, spans: Seq[Span], cache: KVCache, slots: Index) -> None:
         self._cache = cache
         self._slots = slots
-        self._plan_reads = plan_reads
+        self._plan = ReadPlan(spans, cache)
         self._reads: dict[int | None, list[KVRead]] = {}
         self._packed_masks: dict[tuple[int, int], Tensor | None] = {}
 
@@ -84,7 +83,7 @@ class PagedAttentionPass:
         self._cache.write(layer, self._slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
         reads = self._reads.get(options.window)
         if reads is None:
-            reads = self._reads[options.window] = self._plan_reads(options.window)
+            reads = self._reads[options.window] = self._plan.reads(options.window)
         if len(reads) == 1 and isinstance(reads[0].rows, slice):
             return self._read(layer, reads[0], query, options)
         out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
@@ -120,20 +119,6 @@ class PagedAttentionPass:
             mask = read.mask.repeat(1, 1, group_size, 1)
             self._packed_masks[id(read), group_size] = mask
         return mask
-
-
-class TorchAttention:
-    """The `engine.attention.base.AttentionPlan` that this file computes."""
-
-    def __init__(self, spans: Seq[Span], cache: KVCache) -> None:
-        self._cache = cache
-        self._plan = ReadPlan(spans, cache)
-
-    def whole(self, slots: Index) -> PagedAttentionPass:
-        return PagedAttentionPass(self._cache, slots, self._plan.reads)
-
-    def step(self, step: int, slots: Index) -> PagedAttentionPass:
-        return PagedAttentionPass(self._cache, slots, partial(self._plan.step_reads, step))
 
 
 def _by_span(blocks: Tensor, read: KVRead) -> Tensor:

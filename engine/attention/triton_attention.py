@@ -1,6 +1,6 @@
 """Paged attention on the GPU: one launch of our Triton kernel for decode, verification, trees and prefill chunks alike.
 
-It replaces the processor's `engine.attention.torch_attention.PagedAttentionPass`. The tests compare the two, and the
+It replaces the processor's `engine.attention.torch_attention.TorchAttention`. The tests compare the two, and the
 agreement check of `engine.model.paged_model` does at every start. Import it only where Triton is installed.
 """
 
@@ -181,45 +181,26 @@ def read_layer(cache: KVCache, layer: int, query: Tensor, launch: Launch, option
     return paged_attention(rows, cache.keys[layer], cache.values[layer], launch, options)[None]
 
 
-class TritonAttention:
-    """The `engine.attention.base.AttentionPlan` of GPUs."""
-
-    def __init__(self, spans: Seq[Span], cache: KVCache, *, is_batch_invariant: bool = False) -> None:
-        """`is_batch_invariant`: a row's bits depend neither on how the text is cut nor on other rows."""
-        self._spans = spans
-        self._cache = cache
-        self._is_batch_invariant = is_batch_invariant
-
-    def whole(self, slots: Index) -> TritonAttentionPass:
-        return self._pass(slots, self._spans)
-
-    def step(self, step: int, slots: Index) -> TritonAttentionPass:
-        return self._pass(slots, [span.at_step(step) for span in self._spans])
-
-    def _pass(self, slots: Index, spans: Seq[Span]) -> TritonAttentionPass:
-        layout = RowLayout.of(spans, self._cache.block_size)
-        return TritonAttentionPass(self._cache, slots, layout, is_batch_invariant=self._is_batch_invariant)
-
-
-def batch_invariant_triton(spans: Seq[Span], cache: KVCache) -> TritonAttention:
-    """Plan of deterministic models on GPUs, for chains: a node of a tree is not read as the chain that it may become.
+def batch_invariant_triton(spans: Seq[Span], cache: KVCache, slots: Index) -> TritonAttention:
+    """Attention of deterministic models on GPUs, for chains: a tree's node is not read as the chain it may become.
 
     A row's keys are added in one order: steps and splits begin at fixed places, splits are merged one after the other,
     and keys that the row does not see, on either side, add exact zeros.
     """
     assert not any(span.parents for span in spans), "the runner refuses trees"
-    return TritonAttention(spans, cache, is_batch_invariant=True)
+    return TritonAttention(spans, cache, slots, is_batch_invariant=True)
 
 
-class TritonAttentionPass:
-    """One forward batch over the pool; a layout for a window and head sizes serves every layer that has them."""
+class TritonAttention:
+    """The `engine.attention.base.AttentionPass` of GPUs; layers with the same window and head sizes share a layout."""
 
-    def __init__(self, cache: KVCache, slots: Index, layout: RowLayout, *, is_batch_invariant: bool = False) -> None:
+    def __init__(self, spans: Seq[Span], cache: KVCache, slots: Index, *, is_batch_invariant: bool = False) -> None:
+        """`is_batch_invariant`: a row's bits depend neither on how the text is cut nor on other rows."""
         self._is_batch_invariant = is_batch_invariant
         self._cache = cache
         self._slots = slots
-        self._layout = layout
-        self._block_tables = send(torch.from_numpy(layout.tables), cache.device)
+        self._layout = RowLayout.of(spans, cache.block_size)
+        self._block_tables = send(torch.from_numpy(self._layout.tables), cache.device)
         self._launches: dict[tuple[int | None, HeadShape], Launch] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:

@@ -79,9 +79,9 @@ class ForwardBatch:
             position_ids=index_tensor(chain.from_iterable(span.positions for span in spans), cache.device),
             num_positions=max(span.num_positions for span in spans),
             logit_rows=logit_rows(spans, len(slots), cache.device),
-            attention=plan_attention(spans, cache).whole(index),
+            attention=plan_attention(spans, cache, index),
             states=None if cache.states is None else PooledStates(spans, cache.states),
-            block_attention=plan_attention(ends, cache).whole(index) if has_blocks else None,
+            block_attention=plan_attention(ends, cache, index) if has_blocks else None,
             memory=(cache, index),
         )
 
@@ -101,13 +101,11 @@ def plan_steps(spans: Seq[Span], cache: KVCache, plan_attention: PlanAttention =
     input_ids = index_tensor((0 for _ in spans), cache.device)
     starts = index_tensor((span.start for span in spans), cache.device)
     num_positions = max(span.end for span in spans)
-    plan = plan_attention(spans, cache)
     passes = []
     for step, slots in enumerate(zip(*(slots_of(span, cache.block_size) for span in spans), strict=True)):
-        attention = plan.step(step, index_of(slots, cache.device))
-        states = None
-        if cache.states is not None:
-            states = PooledStates([span.at_step(step) for span in spans], cache.states)
+        tokens = [span.at_step(step) for span in spans]
+        attention = plan_attention(tokens, cache, index_of(slots, cache.device))
+        states = None if cache.states is None else PooledStates(tokens, cache.states)
         passes.append(ForwardBatch(input_ids, starts + step, num_positions, None, attention, states))
     return passes
 

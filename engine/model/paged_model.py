@@ -217,7 +217,7 @@ class PagedModel:
 
     def _is_native(self, plan_attention: PlanAttention) -> bool:
         cache = self.new_cache(1, _PROBE_BLOCK_SIZE, num_states=1)
-        return isinstance(plan_attention([Span([0], 0, [0], 1)], cache), NativeAttention)
+        return isinstance(plan_attention([Span([0], 0, [0], 1)], cache, slice(0, 1)), NativeAttention)
 
     def _first_difference(self, plan_attention: PlanAttention) -> str | None:
         cache = self.new_cache(num_blocks=3, block_size=32, num_states=3 * 32 + 2)

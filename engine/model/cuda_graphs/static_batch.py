@@ -83,7 +83,7 @@ class PlannedAttention(StaticAttention):
         self._planned: AttentionPass | None = None
 
     def fill(self, layout: RowLayout) -> bool:
-        self._planned = self._plan_attention(layout.spans, self._cache).whole(self.slots)
+        self._planned = self._plan_attention(layout.spans, self._cache, self.slots)
         return True
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.attention.native import NativePass
+from engine.attention.native import NativeAttention
 from engine.batch.indexing import runs_triton
 from engine.model.attention_probe import LayerRecord, kv_layers_of
 from engine.model.decoders.decoder_family import (
@@ -58,7 +58,7 @@ class _Pass:
     def with_logits(self, rows: Tensor) -> _Pass:
         """Return the pass of the rows with logits, `rows`, in layers that store no keys and values."""
         attention = self.batch.attention
-        assert isinstance(attention, NativePass), "only our kernels read stored keys alone"
+        assert isinstance(attention, NativeAttention), "only our kernels read stored keys alone"
         angles = [table.index_select(0, rows) for table in self.angles]
         inputs = None if self.inputs is None else self.inputs.index_select(1, rows)
         return _Pass(replace(self.batch, attention=attention.with_logits()), angles, inputs)

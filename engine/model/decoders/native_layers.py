@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import LayerOptions
-from engine.attention.native import MAX_HEAD_DIM, AttentionCall, NativePass
+from engine.attention.native import MAX_HEAD_DIM, AttentionCall, NativeAttention
 from engine.model.decoders.mlp import ExpertsBeside, Mlp
 from engine.model.decoders.row_operations import NativeRows
 from engine.model.forward_batch import ForwardBatch
@@ -237,7 +237,7 @@ class NativeLayers:
     @staticmethod
     def take(batch: ForwardBatch) -> bool:
         """True if the attention of `batch` is our kernel's."""
-        return isinstance(batch.attention, NativePass)
+        return isinstance(batch.attention, NativeAttention)
 
     def parts(self, layers: range) -> Iterator[range]:
         """Cut `layers` after each whose MLP is no kernel of ours: its caller computes it."""
@@ -276,7 +276,7 @@ class NativeLayers:
             MemoryError: the buffers between the kernels do not fit.
         """
         attention = batch.attention
-        assert isinstance(attention, NativePass), "`take` says so"
+        assert isinstance(attention, NativeAttention), "`take` says so"
         out = torch.empty_like(hidden, dtype=self._dtype) if delta is None else delta
         num_kept = len(hidden) if kept is None else len(kept)
         normed = torch.empty_like(out) if self._leaves_mlp(layers.stop - 1) else None

@@ -55,10 +55,10 @@ def test_a_processor_with_our_kernels_gets_them_for_the_pools_that_they_read(cap
         (torch.float32, 513, TorchAttention),
     ):
         cache = KVCache([LayerShape(1, dim, 8)], 1, 16, dtype=dtype, device=CPU)
-        assert isinstance(plan_attention([span], cache), kind)
+        assert isinstance(plan_attention([span], cache, slice(0, 1)), kind)
         if kind is TorchAttention:
             with pytest.raises(ConfigError, match=r"attention is 'native', which reads .*set it to auto or torch"):
-                choose_attention("native", CPU)([span], cache)
+                choose_attention("native", CPU)([span], cache, slice(0, 1))
 
 
 @needs_float_kernels

@@ -61,7 +61,7 @@ class RandomText:
             (self.tables[text][at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for text, at in places), DEVICE
         )
         query, key, value = (part[None, :, rows] for part in self.parts)
-        return plan(spans, self.cache).whole(slots).attend(0, query, key, value, options)[0]
+        return plan(spans, self.cache, slots).attend(0, query, key, value, options)[0]
 
     def in_pieces(self, plan: PlanAttention, cuts: Seq[int], options: LayerOptions) -> Tensor:
         """Rows from FIRST on, cut at `cuts`; every second piece has the other text in its batch, before or after it."""

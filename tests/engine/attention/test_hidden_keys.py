@@ -40,7 +40,7 @@ def attend(world: AttentionWorld, plan: PlanAttention, options: LayerOptions) ->
     """[T, H * G, D of the values] of a pass that writes its keys and values first."""
     slots, key, value = world.new_kv()
     query = world.query.transpose(0, 1)[None]
-    return plan(world.spans, world.cache).whole(slots).attend(0, query, key, value, options)[0]
+    return plan(world.spans, world.cache, slots).attend(0, query, key, value, options)[0]
 
 
 def middle(world: AttentionWorld) -> list[int]:
@@ -177,23 +177,6 @@ def test_a_row_whose_hidden_score_alone_overflows_keeps_its_bits(plan: PlanAtten
         outs.append(attend(world, plan, PLAIN))
     assert outs[0].isfinite().all()
     assert torch.equal(outs[0][:2], outs[1][:2])
-
-
-def test_steps_of_spans_that_share_blocks_read_each_others_faults_as_nothing() -> None:
-    """Branches of one sequence are read together, each with a block of its own that the others do not see."""
-    outs = []
-    for fault in (1.0, NAN):
-        world = AttentionWorld([TreeSpanShape(46, 1)] * 4, HeadShape(2, 2, 16, 16))
-        trunk = world.spans[0].block_table[:2]
-        world.spans = [span._replace(block_table=[*trunk, span.block_table[2]]) for span in world.spans]
-        own = world.slots(world.spans[0], 45, 46)
-        world.cache.write(0, own, *(torch.full((1, 2, 16), fault) for _ in range(2)))
-        slots, key, value = world.new_kv()
-        step = TorchAttention(world.spans, world.cache).step(0, slots)
-        outs.append(step.attend(0, world.query.transpose(0, 1)[None], key, value, PLAIN)[0])
-    assert torch.equal(outs[1][1:], outs[0][1:])
-    assert outs[0].isfinite().all()
-    assert not outs[1][0].isfinite().any()
 
 
 @pytest.mark.parametrize("options", [PLAIN, WINDOWED], ids=["plain", "windowed"])

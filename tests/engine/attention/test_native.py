@@ -49,7 +49,7 @@ def attend(world: AttentionWorld, options: LayerOptions = PLAIN) -> Tensor:
     """[T, H * G, D of the values] of a pass that writes its keys and values first."""
     slots, key, value = world.new_kv()
     query = world.query.transpose(0, 1)[None]
-    return NativeAttention(world.spans, world.cache).whole(slots).attend(0, query, key, value, options)[0]
+    return NativeAttention(world.spans, world.cache, slots).attend(0, query, key, value, options)[0]
 
 
 def check(world: AttentionWorld, options: LayerOptions = PLAIN) -> None:
@@ -135,7 +135,7 @@ def test_an_int8_pool_is_read_as_it_was_written(dtype: torch.dtype, atol: float)
     generator, sizes = torch.Generator().manual_seed(1), torch.logspace(-40, 0, num_rows)[:, None]
     key, value = ((torch.randn(1, 2, num_rows, dim, generator=generator) * sizes).to(dtype) for dim in (24, 40))
     slots = torch.cat([world.slots(span, span.start, span.end) for span in world.spans])
-    whole = NativeAttention(world.spans, world.cache).whole(slots)
+    whole = NativeAttention(world.spans, world.cache, slots)
     out = whole.attend(0, world.query.transpose(0, 1)[None], key, value, PLAIN)[0]
     for pool, heads in ((world.cache.keys[0], key), (world.cache.values[0], value)):
         assert torch.equal(pool.flatten(0, 1)[slots], to_int8_heads(heads[0].transpose(0, 1)))
@@ -173,7 +173,7 @@ def in_pieces(world: AttentionWorld, ends: Seq[int], options: LayerOptions, *, b
         spans = [*others[:1], part, *others[1:]] if beside else [part]
         rows = torch.cat((other_rows[:cut], world.query[start:end], other_rows[cut:]))
         slots = torch.cat([world.slots(span, span.start, span.end) for span in spans])
-        whole_pass = NativeAttention(spans, world.cache).whole(slots)
+        whole_pass = NativeAttention(spans, world.cache, slots)
         out = whole_pass.attend(0, rows.transpose(0, 1)[None], *world.heads_of(slots), options)
         outs.append(out[0, cut : cut + end - start])
     return torch.cat(outs)
@@ -274,7 +274,7 @@ def test_split_pairs_have_the_bits_of_whole_ones(
             for dim in (heads.key_dim, heads.value_dim)
         )
         with pairs_split(are_split):
-            whole = NativeAttention(world.spans, world.cache).whole(slots)
+            whole = NativeAttention(world.spans, world.cache, slots)
             outs.append(whole.attend(0, world.query.transpose(0, 1)[None], key, value, options)[0])
     assert torch.equal(outs[0].view(torch.int16), outs[1].view(torch.int16))
 

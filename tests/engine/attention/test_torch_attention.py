@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.attention.base import LayerOptions, UnsupportedAttentionError
 from engine.attention.read_plan import MAX_PACKED_ROWS, ReadPlan
-from engine.attention.torch_attention import PagedAttentionPass, attending, paged_attention
+from engine.attention.torch_attention import TorchAttention, attending, paged_attention
 from engine.batch.indexing import index_tensor
 from engine.batch.span import Span
 from engine.kv_cache.pool import KVCache, LayerShape
@@ -85,7 +85,7 @@ class RandomPass:
         slots = torch.cat([self._slots(span, span.start, span.end) for span in self.spans])
         new_keys = torch.cat([keys[span.start :] for span, keys in zip(self.spans, self.keys, strict=True)])
         new_values = torch.cat([values[span.start :] for span, values in zip(self.spans, self.values, strict=True)])
-        attention = PagedAttentionPass(self.cache, slots, ReadPlan(self.spans, self.cache).reads)
+        attention = TorchAttention(self.spans, self.cache, slots)
         return attention.attend(
             0, self.query, new_keys.transpose(0, 1)[None], new_values.transpose(0, 1)[None], options
         )[0]
@@ -214,28 +214,9 @@ def test_reads_cover_every_row_of_a_pass(extents: list[SpanShape], window: int |
     assert torch.equal(covered.unique(), every_row)
 
 
-@pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("starts", [[9], [9, 30, 4], [2, 100, 3]])
-def test_steps_see_what_single_passes_do(starts: list[int], window: int | None) -> None:
-    options = LayerOptions(scaling=0.3, window=window)
-    num_steps = 3
-    world = RandomPass([SpanShape(start, num_steps) for start in starts], Heads())
-    expected = world.expected(options).view(len(starts), num_steps, *world.expected(options).shape[1:])
-    plan = ReadPlan(world.spans, world.cache)
-    for step in range(num_steps):
-        at = [span.start + step for span in world.spans]
-        slots = torch.cat([world._slots(span, i, i + 1) for span, i in zip(world.spans, at, strict=True)])
-        keys = torch.stack([keys[i] for keys, i in zip(world.keys, at, strict=True)])
-        values = torch.stack([values[i] for values, i in zip(world.values, at, strict=True)])
-        query = world.query[:, :, step::num_steps]
-        attention = PagedAttentionPass(world.cache, slots, lambda window, step=step: plan.step_reads(step, window))
-        out = attention.attend(0, query, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], options)[0]
-        torch.testing.assert_close(out, expected[:, step], rtol=0, atol=1e-5)
-
-
 def test_a_layer_with_a_bias_of_its_own_is_found_out() -> None:
     world = RandomPass([SpanShape(0, 1)], Heads())
-    attention = PagedAttentionPass(world.cache, slice(0, 1), ReadPlan(world.spans, world.cache).reads)
+    attention = TorchAttention(world.spans, world.cache, slice(0, 1))
     q = torch.zeros(1, 2, 1, 8)
     with attending(attention), pytest.raises(UnsupportedAttentionError, match="a bias or a mask"):
         paged_attention(torch.nn.Module(), q, q, q, None, position_bias=q)

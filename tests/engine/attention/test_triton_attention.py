@@ -188,7 +188,7 @@ def test_a_pass_computes_what_the_processors_pass_does(window: int | None) -> No
     world.cache.keys[0].nan_to_num_()  # the processor's path reads and masks what nobody has written
     world.cache.values[0].nan_to_num_()
     ours, theirs = (
-        plan(world.spans, world.cache).whole(slots).attend(0, query, key, value, options)
+        plan(world.spans, world.cache, slots).attend(0, query, key, value, options)
         for plan in (TritonAttention, TorchAttention)
     )
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import MiniMaxM2Config
 
-from engine.attention.base import AttentionPass, LayerOptions
+from engine.attention.base import LayerOptions
 from engine.attention.torch_attention import TorchAttention
 from engine.batch.indexing import Index
 from engine.batch.span import Span
@@ -197,13 +197,9 @@ def test_our_own_kernel_makes_models_with_softcaps_deterministic(folders: dict[s
 class _CompanionableAttention:
     """A row's result changes if the batch has a second span."""
 
-    def __init__(self, spans: Seq[Span], cache: KVCache) -> None:
-        self._plan = TorchAttention(spans, cache)
+    def __init__(self, spans: Seq[Span], cache: KVCache, slots: Index) -> None:
+        self._pass = TorchAttention(spans, cache, slots)
         self._factor = 1.0 + len(spans) / 128
-
-    def whole(self, slots: Index) -> AttentionPass:
-        self._pass = self._plan.whole(slots)
-        return self
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         return self._factor * self._pass.attend(layer, query, key, value, options)
