@@ -36,7 +36,7 @@ from cluster.placement import (
     plan_pair,
 )
 from cluster.preflight import check_driver, check_files
-from cluster.replica_settings import ingress_config, pair_settings, placement_request, prefill_settings
+from cluster.replica_settings import ingress_config, pair_settings, prefill_settings
 from cluster.schema.frontends import SERVES_OWN_POLICY
 from cluster.schema.replicas import Scaled
 from cluster.topology import pin_devices, read_topology
@@ -84,10 +84,9 @@ def _built(args: dict[str, Any]) -> Application:
     topology = read_topology()
     check_driver(topology)
     # Place a pair, and check each node that would get one.
-    request = placement_request(config)
-    placement = plan_pair(request, nodes := _nodes(), topology)
-    if request.gpus is not None:
-        log_missing_nodes(placement, request.num_pairs, nodes)
+    placement = plan_pair(config, nodes := _nodes(), topology)
+    if config.pair.gpus is not None:
+        log_missing_nodes(placement, config.pair.max_replicas, nodes)
     settings = pair_settings(config, placement)
     if ray.is_initialized():
         check_tls(config.ingress)

@@ -12,9 +12,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from actors.settings import ProcessShare
+from cluster.config import DeployConfig
+from cluster.schema.models import DraftMode
 from cluster.topology import NodeTopology
 from protos.errors import ConfigError
 
@@ -38,48 +40,6 @@ class NodeResources:
     def num_places(self, demand: Mapping[str, float]) -> int:
         """Count the replicas with this demand that fit on the empty node."""
         return min(int(self.all.get(name, 0) / amount + 1e-6) for name, amount in demand.items())
-
-
-@dataclass(frozen=True, slots=True)
-class GpuDemand:
-    """The GPUs of each pair, from deploy.yaml's `pair.gpus`."""
-
-    num_gpus: int
-    cpus_per_gpu: int
-    kind: str | None = None
-
-    @property
-    def resources(self) -> dict[str, float]:
-        """The Ray resource of nodes with this kind of GPU."""
-        # As for Ray's own `accelerator_type`.
-        return {} if self.kind is None else {f"accelerator_type:{self.kind}": 0.001}
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
-    """The processes to place. A thread count is None if the user has not set it.
-
-    `draft_gpu` is deploy.yaml's value, for each of `num_drafts` draft models; each has `draft_threads`. With
-    `is_one_process` the draft models are in the target's process. A target and its draft models compute in turn, or at
-    the same time if `is_side_by_side`.
-
-    Without `gpus` a pair gets GPUs of the present nodes. `resources` are custom Ray resources that select nodes.
-    """
-
-    num_pairs: int
-    num_ingresses: int
-    has_draft_model: bool
-    target_threads: int | None = None
-    draft_threads: int | None = None
-    is_side_by_side: bool = False
-    num_prefills: int = 0
-    num_ranks: int = 1
-    num_drafts: int = 1
-    draft_gpu: str | int = "auto"
-    is_one_process: bool = False
-    gpus: GpuDemand | None = None
-    pair_resources: Mapping[str, float] = field(default_factory=dict)
-    prefill_resources: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,31 +85,46 @@ class PairPlacement:
         return {"CPU": self.prefill.num_cpus, **gpus, **self.prefill_resources}
 
 
-def plan_pair(request: PlacementRequest, nodes: list[NodeResources], topology: NodeTopology) -> PairPlacement:
+def plan_pair(
+    config: DeployConfig, nodes: list[NodeResources], topology: NodeTopology, *, is_one_process: bool = False
+) -> PairPlacement:
     """Divide the cluster among its pairs and prefill replicas.
 
     On CPU nodes they share all cores equally. On GPU nodes each rank of a target or a prefill replica gets a device,
-    and a draft gets one or shares the target's.
-
-    Processes that compute at the same time on the same cores stall each other at every barrier. So a target and a draft
-    side by side never have more threads than the pair's cores, unless the user sets more or there is one core. If they
-    compute in turn they have one thread more: the draft's main thread uses the core of the target's sleeping main
-    thread, while the other threads of both still spin for some milliseconds after a pass.
+    and a draft gets one or shares the target's. With `is_one_process` draft models are in the target's process.
 
     Raises:
         ConfigError: the cluster is too small; names the need, the resources and the topology that was seen.
             `pair.gpus` is not refused for that: its pairs wait for nodes.
     """
-    if request.gpus is not None:
-        placement = _plan_demanded(request, request.gpus)
+    num_ranks, num_prefills, demand = config.target.tensor_parallel_size, config.prefill.max_replicas, config.pair.gpus
+    ingress_cpus = _NUM_VERSIONS * INGRESS_CPUS * config.ingress.num_replicas
+    if demand is not None:  # each demanded GPU has its cores, whatever the nodes of today are
+        num_gpus, kind = _demanded_gpus(config, demand.count, is_one_process), demand.kind
+        num_cores, prefill_threads = num_gpus * config.cores_per_gpu, config.cores_per_gpu
+        unit, prefill_cpus = num_cores - ingress_cpus, float(prefill_threads * num_ranks)
     else:
-        placement = _plan_on(request, nodes, topology)
-    kind = {} if request.gpus is None else request.gpus.resources
-    return replace(
-        placement,
-        resources={**kind, **request.pair_resources},
-        num_drafts=request.num_drafts,
-        prefill_resources={**kind, **request.prefill_resources},
+        num_gpus, kind = _gpus_per_pair(config, nodes, topology, is_one_process), None
+        # Divide the smallest node's cores among its pairs and prefill replicas, after the ingresses.
+        num_cpus, per_node = _smallest_host(config, nodes, num_gpus)
+        num_cores, unit = max(1, num_cpus // per_node), (num_cpus - ingress_cpus) / per_node
+        # A prefill replica has as many cores as a pair, one process per rank.
+        prefill_threads = max(1, num_cores // num_ranks)
+        prefill_cpus = _hundredths(min(prefill_threads * num_ranks, unit))
+    # With one GPU for both, the draft model runs in the target's process.
+    is_in_target = is_one_process or num_gpus == num_ranks == 1
+    num_drafts = 0 if is_in_target else len(config.draft_models)
+    target, draft = _claim(config, num_drafts, num_cores, unit - SHELL_CPUS, topology)
+    accelerator = {} if kind is None else {f"accelerator_type:{kind}": 0.001}  # as Ray's own `accelerator_type` does
+    return PairPlacement(
+        target,
+        draft,
+        num_gpus,
+        prefill=ProcessShare(prefill_threads, prefill_cpus) if num_prefills else None,
+        num_prefill_gpus=num_ranks if num_prefills and num_gpus else 0,
+        resources={**accelerator, **config.pair.resources},
+        prefill_resources={**accelerator, **config.prefill.resources},
+        num_drafts=num_drafts,
     )
 
 
@@ -166,120 +141,105 @@ def log_missing_nodes(placement: PairPlacement, num_pairs: int, nodes: list[Node
         )
 
 
-def _plan_demanded(request: PlacementRequest, demand: GpuDemand) -> PairPlacement:
-    """Give each demanded GPU its cores, without a look at the present nodes."""
-    if demand.num_gpus not in (wanted := _wanted_gpus(request)):
+def _demanded_gpus(config: DeployConfig, count: int, is_one_process: bool) -> int:
+    """Return the GPUs of `pair.gpus.count`, each of which a process of the pair uses."""
+    if count not in (wanted := _wanted_gpus(config, is_one_process)):
         raise ConfigError(
-            f"pair.gpus.count is {demand.num_gpus}, and a pair uses {' or '.join(map(str, sorted(wanted)))}: one for "
-            f"each of the target's ranks (target.tensor_parallel_size {request.num_ranks}), and one more for a draft "
-            f"model with its own (draft.gpu is {request.draft_gpu!r}); change one of them"
+            f"pair.gpus.count is {count}, and a pair uses {' or '.join(map(str, sorted(wanted)))}: one for each of "
+            f"the target's ranks (target.tensor_parallel_size {config.target.tensor_parallel_size}), and one more for "
+            f"a draft model with its own (draft.gpu is {config.draft.gpu!r}); change one of them"
         )
-    if request.has_draft_model and _is_in_target(request, demand.num_gpus):
-        request = replace(request, has_draft_model=False)
-    num_cores = demand.num_gpus * demand.cpus_per_gpu
-    share = num_cores - SHELL_CPUS - _NUM_VERSIONS * INGRESS_CPUS * request.num_ingresses
-    placement = _claim(request, num_cores, share, demand.num_gpus, NodeTopology())
-    if not request.num_prefills:
-        return placement
-    prefill = ProcessShare(demand.cpus_per_gpu, demand.cpus_per_gpu * request.num_ranks)
-    return replace(placement, prefill=prefill, num_prefill_gpus=request.num_ranks)
+    return count
 
 
-def _plan_on(request: PlacementRequest, nodes: list[NodeResources], topology: NodeTopology) -> PairPlacement:
-    """Divide today's nodes."""
-    # The nodes that take pairs: those with GPUs if pairs have any.
-    num_gpus = _gpus_per_pair(request, nodes, topology)
-    if request.has_draft_model and _is_in_target(request, num_gpus):
-        request = replace(request, has_draft_model=False)
-    hosts = [node for node in nodes if node.num_gpus] if num_gpus else [node for node in nodes if node.num_cpus]
+def _smallest_host(config: DeployConfig, nodes: list[NodeResources], num_gpus: int) -> tuple[int, int]:
+    """Return the cores of the smallest node that takes pairs, and the number of pairs and prefill replicas on a node.
+
+    Nodes with GPUs take the pairs if pairs have any.
+    """
+    hosts = [node for node in nodes if (node.num_gpus if num_gpus else node.num_cpus)]
     if not hosts:
         raise ConfigError("no node of the cluster offers a CPU; start Ray with --num-cpus of at least 1")
-    # Divide the smallest node's cores among its pairs and prefill replicas, after the ingresses.
-    pairs_per_node = math.ceil(request.num_pairs / len(hosts))
-    prefills_per_node = math.ceil(request.num_prefills / len(hosts))
-    num_cpus = min(node.num_cpus for node in hosts)
-    num_cores = max(1, num_cpus // (pairs_per_node + prefills_per_node))
-    unit = (num_cpus - _NUM_VERSIONS * INGRESS_CPUS * request.num_ingresses) / (pairs_per_node + prefills_per_node)
-    placement = _claim(request, num_cores, unit - SHELL_CPUS, num_gpus, topology)
-    if not request.num_prefills:
-        return placement
-    # A prefill replica has as many cores as a pair, one process per rank.
-    prefill_threads = max(1, num_cores // request.num_ranks)
-    num_prefill_cpus = _hundredths(min(prefill_threads * request.num_ranks, unit))
-    return replace(
-        placement,
-        prefill=ProcessShare(prefill_threads, num_prefill_cpus),
-        num_prefill_gpus=request.num_ranks if num_gpus else 0,
-    )
-
-
-def _is_in_target(request: PlacementRequest, num_gpus: int) -> bool:
-    """True if the draft model runs in the target's process, as with one GPU for both."""
-    return request.is_one_process or num_gpus == request.num_ranks == 1
+    per_node = sum(math.ceil(each.max_replicas / len(hosts)) for each in (config.pair, config.prefill))
+    return min(node.num_cpus for node in hosts), per_node
 
 
 def _claim(
-    request: PlacementRequest, num_cores: int, share: float, num_gpus: int, topology: NodeTopology
-) -> PairPlacement:
-    """Claim as many CPUs as there are threads, or a proportional part of the share when it is smaller."""
-    num_ranks, draft_threads, num_free = request.num_ranks, 0, num_cores
-    if request.has_draft_model:
-        draft_threads = request.draft_threads or max(1, num_cores // 4)
-        num_free = num_cores - request.num_drafts * draft_threads + (0 if request.is_side_by_side else 1)
-    target_threads = request.target_threads or max(1, num_free // num_ranks)
-    scale = min(1.0, share / (target_threads * num_ranks + request.num_drafts * draft_threads))
+    config: DeployConfig, num_drafts: int, num_cores: int, share: float, topology: NodeTopology
+) -> tuple[ProcessShare, ProcessShare | None]:
+    """Claim as many CPUs as there are threads, or a proportional part of the share when it is smaller.
+
+    Processes that compute at the same time on the same cores stall each other at every barrier. So a target and a draft
+    side by side never have more threads than the pair's cores, unless the user sets more or there is one core. If they
+    compute in turn they have one thread more: the draft's main thread uses the core of the target's sleeping main
+    thread, while the other threads of both still spin for some milliseconds after a pass.
+    """
+    num_ranks, draft_threads, num_free = config.target.tensor_parallel_size, 0, num_cores
+    if num_drafts:
+        draft_threads = config.draft.num_threads or max(1, num_cores // 4)
+        num_free = num_cores - num_drafts * draft_threads + (0 if _is_side_by_side(config) else 1)
+    target_threads = config.target.num_threads or max(1, num_free // num_ranks)
+    scale = min(1.0, share / (target_threads * num_ranks + num_drafts * draft_threads))
     target_cpus, draft_cpus = (_hundredths(scale * each) for each in (target_threads * num_ranks, draft_threads))
     if target_cpus < 0.01 or (draft_threads and draft_cpus < 0.01):
         raise ConfigError(
             f"a pair's share of its node is {share:.2f} CPUs, too little for a target and a draft; "
             f"lower pair.num_replicas, prefill.num_replicas or ingress.num_replicas, or add cores (seen: {topology})"
         )
-    draft = ProcessShare(draft_threads, draft_cpus) if draft_threads else None
-    return PairPlacement(ProcessShare(target_threads, target_cpus), draft, num_gpus)
+    return ProcessShare(target_threads, target_cpus), ProcessShare(draft_threads, draft_cpus) if num_drafts else None
 
 
 def _hundredths(num_cpus: float) -> float:
     return math.floor(100 * num_cpus) / 100
 
 
-def _gpus_per_pair(request: PlacementRequest, nodes: list[NodeResources], topology: NodeTopology) -> int:
+def _gpus_per_pair(
+    config: DeployConfig, nodes: list[NodeResources], topology: NodeTopology, is_one_process: bool
+) -> int:
     """Return a pair's GPUs: one per rank, and one more if the draft requires it, or by default if there are enough."""
-    num_gpus, num_ranks = sum(node.num_gpus for node in nodes), request.num_ranks
+    num_gpus, num_ranks = sum(node.num_gpus for node in nodes), config.target.tensor_parallel_size
+    num_pairs, num_prefills = config.pair.max_replicas, config.prefill.max_replicas
     if num_gpus == 0:
         return 0
     _check_links(num_ranks, topology)
-    for wanted in _wanted_gpus(request):
-        has_places = sum(node.num_gpus // wanted for node in nodes) >= request.num_pairs
-        if has_places and num_gpus - wanted * request.num_pairs >= request.num_prefills * num_ranks:
+    choices = _wanted_gpus(config, is_one_process)
+    for wanted in choices:
+        has_places = sum(node.num_gpus // wanted for node in nodes) >= num_pairs
+        if has_places and num_gpus - wanted * num_pairs >= num_prefills * num_ranks:
             return wanted
-    prefills = f" and {request.num_prefills} prefill replicas" if request.num_prefills else ""
-    least = min(_wanted_gpus(request))
+    prefills = f" and {num_prefills} prefill replicas" if num_prefills else ""
+    least = min(choices)
     each = "a GPU each" if least == 1 else f"{least} GPUs each, on one node"
     remedy = "or add GPUs" if least == 1 else "target.tensor_parallel_size or draft.gpu, or add GPUs"
-    if request.has_draft_model and _has_to_part(request):
+    if config.draft_models and _has_to_part(config):
         remedy = "set speculation.mode to 'sync', which lets the draft share the target's, or add GPUs"
     raise ConfigError(
-        f"{request.num_pairs} pairs{prefills} need {each} and the cluster has {num_gpus}; "
+        f"{num_pairs} pairs{prefills} need {each} and the cluster has {num_gpus}; "
         f"lower pair.num_replicas (or autoscaling.max_replicas), {remedy} (seen: {topology})"
     )
 
 
-def most_gpus(request: PlacementRequest) -> int:
+def most_gpus(config: DeployConfig) -> int:
     """Return the largest number of GPUs that a pair may get: the demanded number, or one per rank and one more."""
-    return max(_wanted_gpus(request)) if request.gpus is None else request.gpus.num_gpus
+    return max(_wanted_gpus(config)) if config.pair.gpus is None else config.pair.gpus.count
 
 
-def _wanted_gpus(request: PlacementRequest) -> tuple[int, ...]:
+def _wanted_gpus(config: DeployConfig, is_one_process: bool = False) -> tuple[int, ...]:
     """Devices per pair, the best number first."""
-    num_ranks = request.num_ranks
-    if not request.has_draft_model or request.is_one_process or isinstance(request.draft_gpu, int):
+    num_ranks = config.target.tensor_parallel_size
+    if not config.draft_models or is_one_process or isinstance(config.draft.gpu, int):
         return (num_ranks,)
-    return (num_ranks + 1,) if request.draft_gpu == "own" or _has_to_part(request) else (num_ranks + 1, num_ranks)
+    return (num_ranks + 1,) if config.draft.gpu == "own" or _has_to_part(config) else (num_ranks + 1, num_ranks)
 
 
-def _has_to_part(request: PlacementRequest) -> bool:
+def _has_to_part(config: DeployConfig) -> bool:
     """True if the draft needs its own GPU: side by side with a target of one rank it cannot share the process."""
-    return request.is_side_by_side and request.num_ranks == 1
+    return _is_side_by_side(config) and config.target.tensor_parallel_size == 1
+
+
+def _is_side_by_side(config: DeployConfig) -> bool:
+    """True if a target and its draft models compute at the same time, not in turn."""
+    return config.speculation.mode is DraftMode.ASYNC
 
 
 def _check_links(num_ranks: int, topology: NodeTopology) -> None:

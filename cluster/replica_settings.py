@@ -16,7 +16,7 @@ from actors.settings import (
 )
 from cluster.checkpoints import gpu_weight_bytes, resolve_model_path
 from cluster.config import DeployConfig
-from cluster.placement import GpuDemand, PairPlacement, PlacementRequest
+from cluster.placement import PairPlacement
 from cluster.schema.models import DraftMode
 from cluster.schema.replicas import CacheSection
 from engine.config import (
@@ -69,26 +69,6 @@ def draft_cache_config(section: CacheSection, shared_part: float | None = None) 
 def draft_part(target_bytes: int, draft_bytes: int) -> float:
     """Return the draft's part of a shared GPU: its share of all weights, at least a tenth."""
     return max(0.1, draft_bytes / max(1, target_bytes + draft_bytes))
-
-
-def placement_request(config: DeployConfig) -> PlacementRequest:
-    """Return the processes that a deployment asks for."""
-    demand = config.pair.gpus
-    return PlacementRequest(
-        num_pairs=config.pair.max_replicas,
-        num_ingresses=config.ingress.num_replicas,
-        has_draft_model=bool(config.draft_models),
-        num_drafts=max(1, len(config.draft_models)),
-        target_threads=config.target.num_threads,
-        draft_threads=config.draft.num_threads,
-        is_side_by_side=config.speculation.mode is DraftMode.ASYNC,
-        num_prefills=config.prefill.max_replicas,
-        num_ranks=config.target.tensor_parallel_size,
-        draft_gpu=config.draft.gpu,
-        gpus=None if demand is None else GpuDemand(demand.count, config.cores_per_gpu, demand.kind),
-        pair_resources=config.pair.resources,
-        prefill_resources=config.prefill.resources,
-    )
 
 
 def pair_settings(config: DeployConfig, placement: PairPlacement) -> PairSettings:

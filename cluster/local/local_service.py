@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 
 from actors.pair.pair_draft import PairDrafts
@@ -22,7 +21,7 @@ from actors.settings import PairSettings
 from actors.shell_messages import TARGET_SOCKET, Snapshot, Status
 from cluster.config import DeployConfig
 from cluster.placement import NodeResources, plan_pair
-from cluster.replica_settings import ingress_config, pair_settings, placement_request
+from cluster.replica_settings import ingress_config, pair_settings
 from cluster.schema import Section
 from cluster.schema.frontends import RouterSection
 from cluster.schema.models import DraftMode
@@ -86,10 +85,9 @@ def local_settings(config: DeployConfig) -> PairSettings:
         ConfigError: the deployment asks for more than one process.
     """
     check_one_process(config)
-    request = replace(placement_request(config), is_one_process=True)
     topology = read_topology()
     node = NodeResources(len(os.sched_getaffinity(0)), len(topology.devices))
-    return pair_settings(config, plan_pair(request, [node], topology))
+    return pair_settings(config, plan_pair(config, [node], topology, is_one_process=True))
 
 
 @asynccontextmanager

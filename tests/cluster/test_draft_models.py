@@ -10,7 +10,7 @@ import pytest
 from cluster.config import DeployConfig, parse_config
 from cluster.local.local_service import local_settings
 from cluster.placement import NodeResources, plan_pair
-from cluster.replica_settings import pair_settings, placement_request
+from cluster.replica_settings import pair_settings
 from cluster.topology import NodeTopology
 from protos.errors import ConfigError
 from tests.engine.fixtures.checkpoints import write_checkpoint
@@ -79,7 +79,7 @@ def served_config(folder: Path, **args: Any) -> DeployConfig:
 
 def test_each_draft_has_a_process_and_threads_of_its_own(folder: Path) -> None:
     config = served_config(folder, speculation={"mode": "async"})
-    placement = plan_pair(placement_request(config), [NodeResources(8)], NodeTopology())
+    placement = plan_pair(config, [NodeResources(8)], NodeTopology())
     assert (placement.target.num_threads, placement.draft and placement.draft.num_threads) == (4, 2)
     assert len(placement.bundles) == 4
     settings = pair_settings(config, placement)
@@ -101,7 +101,7 @@ def test_drafts_divide_the_gpu_that_they_share_by_their_weights(
     folder: Path, num_gpus: int, parts: list[float] | None
 ) -> None:
     config = served_config(folder, cache={"gpu_memory_utilization": 0.9})
-    placement = plan_pair(placement_request(config), [NodeResources(8, num_gpus)], NodeTopology())
+    placement = plan_pair(config, [NodeResources(8, num_gpus)], NodeTopology())
     assert placement.num_gpus == num_gpus
     settings = pair_settings(config, placement)
     shares = [each.draft.cache.gpu_memory_utilization for each in settings.of_drafts.values() if each.draft.cache]

@@ -12,15 +12,12 @@ from safetensors.numpy import save_file
 from cluster.app import build
 from cluster.config import parse_config
 from cluster.placement import (
-    GpuDemand,
     NodeResources,
     PairPlacement,
-    PlacementRequest,
     log_missing_nodes,
     plan_pair,
 )
 from cluster.preflight import check_gpus, check_memory
-from cluster.replica_settings import placement_request
 from cluster.topology import NodeTopology, linked_order, order_devices, pin_devices, read_topology
 from protos.errors import ConfigError
 from tests.cluster.recorded_nvml import RecordedNvml
@@ -35,14 +32,20 @@ def config(model: Path, **pair: Any):
     return parse_config({**args, "pair": {"num_replicas": 3, "gpus": {"count": 2, "kind": "H100"}, **pair}})
 
 
-def plan(num_gpus: int = 2, nodes: list[NodeResources] = NO_NODES, **more: Any) -> PairPlacement:
-    demand = GpuDemand(num_gpus, cpus_per_gpu=6, kind="H100")
-    request = PlacementRequest(3, 1, has_draft_model=True, gpus=demand, **more)
-    return plan_pair(request, nodes, NodeTopology())
+def plan(
+    num_gpus: int = 2, nodes: list[NodeResources] = NO_NODES, num_ranks: int = 1, **sections: Any
+) -> PairPlacement:
+    args = {
+        "model_id": "m",
+        "target": {"path": "t", "tensor_parallel_size": num_ranks, "num_threads": 6},
+        "draft": {"kind": "model", "path": "d"},
+        "pair": {"num_replicas": 3, "gpus": {"count": num_gpus, "kind": "H100"}},
+    }
+    return plan_pair(parse_config({**args, **sections}), nodes, NodeTopology())
 
 
 def test_a_pair_asks_for_its_gpus_on_a_cluster_that_has_none_yet(tmp_path: Path):
-    placement = plan_pair(placement_request(config(tmp_path, resources=MARK)), NO_NODES, NodeTopology())
+    placement = plan_pair(config(tmp_path, resources=MARK), NO_NODES, NodeTopology())
     shell = placement.bundles[0]
     assert shell.pop("CPU") > 0
     assert shell == {"GPU": 2, "accelerator_type:H100": 0.001, **MARK}
@@ -59,7 +62,7 @@ def test_a_draft_on_the_one_gpu_of_its_pair_is_in_the_targets_process():
 
 
 def test_prefill_replicas_demand_a_gpu_of_the_same_kind_for_each_rank():
-    placement = plan(3, num_ranks=2, num_prefills=1, prefill_resources={"prefill_node": 1})
+    placement = plan(3, num_ranks=2, prefill={"num_replicas": 1, "resources": {"prefill_node": 1}})
     assert placement.num_prefill_gpus == 2
     assert placement.prefill_resources == {"accelerator_type:H100": 0.001, "prefill_node": 1}
     assert placement.prefill is not None
@@ -105,7 +108,7 @@ def test_gpus_of_this_machine_need_cores_for_them(tmp_path: Path, monkeypatch: p
     args = {"model_id": "m", "target": {"path": str(tmp_path), "num_threads": 3}, "draft": {"path": str(tmp_path)}}
     fewer = parse_config({**args, "pair": {"num_replicas": 3, "gpus": {"count": 2, "kind": "H100"}}})
     check_gpus(fewer, topology)
-    assert plan_pair(placement_request(fewer), NO_NODES, NodeTopology()).demand["CPU"] <= 6
+    assert plan_pair(fewer, NO_NODES, NodeTopology()).demand["CPU"] <= 6
 
 
 def test_resources_that_ray_counts_itself_are_refused(tmp_path: Path):

@@ -1,14 +1,19 @@
 """The cores and devices of each process, on recorded machines."""
 
+from typing import Any
+
 import pytest
 
 from actors.settings import PairDevices
-from cluster.placement import NodeResources, PairPlacement, PlacementRequest, plan_pair
+from cluster.config import parse_config
+from cluster.placement import NodeResources, PairPlacement, plan_pair
 from cluster.topology import NodeTopology, choose_devices, pin_devices, read_topology
 from protos.errors import ConfigError
 from tests.cluster.recorded_nvml import RecordedNvml
 
 NO_GPU = NodeTopology()
+DRAFT = {"kind": "model", "path": "d"}
+NO_DRAFT = {"kind": "none"}
 
 
 def recorded(name: str) -> NodeTopology:
@@ -16,10 +21,25 @@ def recorded(name: str) -> NodeTopology:
 
 
 def plan(
-    nodes: list[NodeResources], topology: NodeTopology = NO_GPU, num_pairs: int = 1, **more: object
+    nodes: list[NodeResources],
+    topology: NodeTopology = NO_GPU,
+    *,
+    num_pairs: int = 1,
+    num_prefills: int = 0,
+    draft: dict[str, Any] = DRAFT,
+    is_one_process: bool = False,
+    mode: str = "sync",
+    **target: int,
 ) -> PairPlacement:
-    request = {"num_pairs": num_pairs, "num_ingresses": 1, "has_draft_model": True, **more}
-    return plan_pair(PlacementRequest(**request), nodes, topology)
+    args = {
+        "model_id": "m",
+        "target": {"path": "t", **target},
+        "draft": draft,
+        "speculation": {"mode": mode},
+        "pair": {"num_replicas": num_pairs},
+        "prefill": {"num_replicas": num_prefills},
+    }
+    return plan_pair(parse_config(args), nodes, topology, is_one_process=is_one_process)
 
 
 def total_cpus(placement: PairPlacement) -> float:
@@ -28,22 +48,22 @@ def total_cpus(placement: PairPlacement) -> float:
 
 @pytest.mark.parametrize("num_cpus", [1, 2, 4, 16, 64])
 @pytest.mark.parametrize("num_pairs", [1, 2, 3])
-@pytest.mark.parametrize("is_side_by_side", [False, True])
-def test_pairs_and_ingress_fit_into_the_cores_of_a_cpu_node(num_cpus: int, num_pairs: int, is_side_by_side: bool):
-    placement = plan([NodeResources(num_cpus)], num_pairs=num_pairs, is_side_by_side=is_side_by_side)
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_pairs_and_ingress_fit_into_the_cores_of_a_cpu_node(num_cpus: int, num_pairs: int, mode: str):
+    placement = plan([NodeResources(num_cpus)], num_pairs=num_pairs, mode=mode)
     assert total_cpus(placement) * num_pairs + 0.2 <= num_cpus + 1e-9
     threads = placement.target.num_threads + placement.draft.num_threads
     num_cores = max(1, num_cpus // num_pairs)
-    assert threads == (max(2, num_cores) if is_side_by_side else num_cores + 1)
+    assert threads == (max(2, num_cores) if mode == "async" else num_cores + 1)
 
 
 def test_threads_the_user_sets_are_kept():
-    placement = plan([NodeResources(8)], target_threads=8, draft_threads=2)
+    placement = plan([NodeResources(8)], num_threads=8, draft={**DRAFT, "num_threads": 2})
     assert (placement.target.num_threads, placement.draft.num_threads) == (8, 2)
 
 
 def test_without_a_draft_model_the_target_gets_every_core_and_there_is_no_third_bundle():
-    placement = plan([NodeResources(8)], has_draft_model=False)
+    placement = plan([NodeResources(8)], draft=NO_DRAFT)
     assert placement.target.num_threads == 8
     assert len(placement.bundles) == 2
 
@@ -62,10 +82,10 @@ def test_a_draft_that_shares_the_targets_gpu_shares_its_process_too():
     two, one = NodeResources(64, 2), NodeResources(64, 1)
     assert plan([two], recorded("nvswitch_8")).draft is not None
     assert plan([one], recorded("nvswitch_8")).draft is None
-    assert plan([two], recorded("nvswitch_8"), draft_gpu=0).draft is None
+    assert plan([two], recorded("nvswitch_8"), draft={**DRAFT, "gpu": 0}).draft is None
     within = plan([two], recorded("nvswitch_8"), is_one_process=True)
     assert (within.num_gpus, within.draft) == (1, None)
-    ranks = plan([two], recorded("nvswitch_8"), num_ranks=2)
+    ranks = plan([two], recorded("nvswitch_8"), tensor_parallel_size=2)
     assert ranks.draft is not None
 
 
@@ -76,11 +96,11 @@ def test_a_draft_in_the_targets_process_leaves_it_every_core():
 
 def test_drafting_ahead_needs_a_gpu_of_its_own():
     with pytest.raises(ConfigError, match=r"1 pairs need 2 GPUs each.*set speculation.mode to 'sync'"):
-        plan([NodeResources(64, 1)], recorded("nvswitch_8"), is_side_by_side=True)
+        plan([NodeResources(64, 1)], recorded("nvswitch_8"), mode="async")
 
 
 def test_a_plain_target_takes_one_gpu():
-    assert plan([NodeResources(64, 8)], recorded("nvswitch_8"), has_draft_model=False).num_gpus == 1
+    assert plan([NodeResources(64, 8)], recorded("nvswitch_8"), draft=NO_DRAFT).num_gpus == 1
 
 
 def test_too_few_gpus_are_refused_with_the_topology():
@@ -145,32 +165,38 @@ def test_a_prefill_replica_takes_a_gpu_of_its_own():
 
 def test_the_ranks_of_a_target_take_a_gpu_each_and_the_draft_one_more_where_it_can():
     node = NodeResources(64, 8)
-    assert plan([node], recorded("nvswitch_8"), num_ranks=4).num_gpus == 5
-    assert plan([node], recorded("nvswitch_8"), num_pairs=2, num_ranks=4).num_gpus == 4
-    assert plan([node], recorded("nvswitch_8"), num_ranks=4, draft_gpu=1).num_gpus == 4
-    assert plan([node], recorded("nvswitch_8"), num_ranks=4, has_draft_model=False).num_gpus == 4
+    assert plan([node], recorded("nvswitch_8"), tensor_parallel_size=4).num_gpus == 5
+    assert plan([node], recorded("nvswitch_8"), num_pairs=2, tensor_parallel_size=4).num_gpus == 4
+    assert plan([node], recorded("nvswitch_8"), tensor_parallel_size=4, draft={**DRAFT, "gpu": 1}).num_gpus == 4
+    assert plan([node], recorded("nvswitch_8"), tensor_parallel_size=4, draft=NO_DRAFT).num_gpus == 4
 
 
 def test_a_draft_that_must_have_its_own_gpu_is_refused_without_one():
     with pytest.raises(ConfigError, match=r"2 pairs need 5 GPUs each, on one node and the cluster has 8.*draft\.gpu"):
-        plan([NodeResources(64, 8)], recorded("nvswitch_8"), num_pairs=2, num_ranks=4, draft_gpu="own")
+        plan(
+            [NodeResources(64, 8)],
+            recorded("nvswitch_8"),
+            num_pairs=2,
+            tensor_parallel_size=4,
+            draft={**DRAFT, "gpu": "own"},
+        )
 
 
 def test_more_ranks_than_any_nvlink_group_has_are_refused():
     with pytest.raises(ConfigError, match="tensor_parallel_size is 4, and the largest NVLink group has 2"):
-        plan([NodeResources(64, 4)], recorded("bridged_pairs"), num_ranks=4)
+        plan([NodeResources(64, 4)], recorded("bridged_pairs"), tensor_parallel_size=4)
 
 
 def test_prefill_replicas_are_sharded_as_the_targets_are():
     node = NodeResources(64, 8)
-    placement = plan([node], recorded("nvswitch_8"), num_ranks=2, num_prefills=2)
+    placement = plan([node], recorded("nvswitch_8"), tensor_parallel_size=2, num_prefills=2)
     assert (placement.num_gpus, placement.num_prefill_gpus) == (3, 2)
     with pytest.raises(ConfigError, match="3 pairs and 2 prefill replicas need 2 GPUs each"):
-        plan([node], recorded("nvswitch_8"), num_pairs=3, num_ranks=2, num_prefills=2)
+        plan([node], recorded("nvswitch_8"), num_pairs=3, tensor_parallel_size=2, num_prefills=2)
 
 
 def test_ranks_on_a_cpu_node_share_the_targets_cores():
-    placement = plan([NodeResources(16)], num_ranks=2)
+    placement = plan([NodeResources(16)], tensor_parallel_size=2)
     assert placement.target.num_threads == 6
     assert placement.target.num_cpus > 2 * 5
     assert total_cpus(placement) + 0.2 <= 16

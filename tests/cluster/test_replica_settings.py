@@ -22,9 +22,10 @@ from actors.settings import (
 )
 from cluster.app import _prefill_options, _router_config
 from cluster.config import DeployConfig, parse_config
-from cluster.placement import GpuDemand, PairPlacement, PlacementRequest
-from cluster.replica_settings import pair_settings, placement_request, prefill_settings
+from cluster.placement import NodeResources, PairPlacement, plan_pair
+from cluster.replica_settings import pair_settings, prefill_settings
 from cluster.schema.frontends import MAX_LOG_BYTES, IngressSection
+from cluster.topology import NodeTopology
 from engine.config import (
     AttentionKind,
     CacheConfig,
@@ -45,6 +46,7 @@ from engine.config import (
     StepConfig,
     TreeConfig,
 )
+from protos.errors import ConfigError
 from protos.messages import SpeculationMethod, VerifyMode
 from router.config import RouterConfig
 from tests.engine.fixtures.byte_tokenizer import write_tokenizer
@@ -109,7 +111,7 @@ def with_models(paths: list[str], log: str) -> dict[str, Any]:
             "num_replicas": 2,
             "resources": {"fast": 1},
             "max_queued_requests": 4,
-            "gpus": {"count": 3, "kind": "H100"},
+            "gpus": {"count": 2, "kind": "H100"},
             "kv_events": {"endpoint": "tcp://127.0.0.1:6000"},
         },
         "prefill": {
@@ -268,22 +270,20 @@ def test_each_setting_of_a_class_that_drafts_arrives(paths: list[str]) -> None:
 
 def test_each_setting_of_placement_and_routing_arrives(paths: list[str], tmp_path: Path) -> None:
     config = parse_config(with_models(paths, str(tmp_path / "log")))
-    assert placement_request(config) == PlacementRequest(
-        num_pairs=2,
-        num_ingresses=6,
-        has_draft_model=True,
-        target_threads=3,
-        draft_threads=2,
-        num_prefills=4,
+    nodes, topology = [NodeResources(64, 8)], NodeTopology()
+    assert plan_pair(config, nodes, topology) == PairPlacement(
+        ProcessShare(3, 2.01),
+        ProcessShare(2, 1.34),
+        2,
+        prefill=ProcessShare(3, 3),
+        num_prefill_gpus=1,
+        resources={"accelerator_type:H100": 0.001, "fast": 1},
+        prefill_resources={"accelerator_type:H100": 0.001, "slow": 2},
         num_drafts=2,
-        draft_gpu="own",
-        gpus=GpuDemand(3, config.cores_per_gpu, "H100"),
-        pair_resources={"fast": 1},
-        prefill_resources={"slow": 2},
     )
-    sharded = placement_request(parse_config(with_a_head(paths)))
-    assert (sharded.num_pairs, sharded.num_prefills, sharded.num_ranks) == (3, 5, 2)
-    assert placement_request(parse_config(ahead(paths))).is_side_by_side
+    with pytest.raises(ConfigError, match="3 pairs and 5 prefill replicas need 2 GPUs each"):
+        plan_pair(parse_config(with_a_head(paths)), nodes, topology)
+    assert plan_pair(parse_config(ahead(paths)), nodes, topology).target == ProcessShare(48, 47.77)
     assert _router_config(config) == RouterConfig(32, "load", index_timeout_s=0.07)
 
 

@@ -21,7 +21,6 @@ from cluster.config import DeployConfig
 from cluster.deploy_file import checked_deployment
 from cluster.local.serve_environment import CONNECTION_DRAIN_S
 from cluster.placement import NodeResources, plan_pair
-from cluster.replica_settings import placement_request
 from cluster.topology import NodeTopology
 from protos import outrider_pb2
 from router.backend import migration
@@ -97,7 +96,7 @@ def resources(group: str) -> dict[str, float]:
 
 
 def test_pairs_and_prefill_replicas_run_in_the_pods_of_their_groups_alone():
-    placement = plan_pair(placement_request(config()), [], NodeTopology())
+    placement = plan_pair(config(), [], NodeTopology())
     prefill = {"CPU": placement.prefill.num_cpus, "GPU": placement.num_prefill_gpus, **placement.prefill_resources}
     for group, demand in (("pair", placement.demand), ("prefill", prefill)):
         for other in GROUPS:

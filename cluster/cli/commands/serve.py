@@ -28,7 +28,6 @@ from cluster.local.local_cluster import AppStatus, LocalCluster, logs_folder
 from cluster.local.serve_environment import refuse_ipv6
 from cluster.placement import most_gpus
 from cluster.preflight import check_gpus, check_memory, check_ports
-from cluster.replica_settings import placement_request
 from engine.model.checkpoint.hub import fetch_model
 from protos.errors import ConfigError
 
@@ -201,7 +200,7 @@ def serve_on_ray(file: DeployFile, view: LoadingView, *, has_dashboard: bool = F
     began_s = time.monotonic()
     try:
         report("[1/3] starting a Ray cluster on this machine")
-        num_gpus = most_gpus(placement_request(file.config))
+        num_gpus = most_gpus(file.config)
         cluster.start(ingress=file.config.ingress, gpus_per_pair=num_gpus, has_dashboard=has_dashboard)
         interrupt.listen()
         report(f"[2/3] loading weights: target {file.config.target.path}, draft {_draft_name(file)}")
