@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,53 +44,52 @@ SetOptions = Annotated[  # of a command
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """The options of the command line; None leaves a key to the deployment's default."""
-
-    model_id: str | None = None
-    draft: str | None = None
-    draft_kind: str = "model"
-    quantization: str | None = None
-    num_gpus: int | None = None
-    num_pairs: int | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    grpc_port: int | None = 9000  # None disables gRPC
-    settings: tuple[str, ...] = field(default=())  # KEY=VALUE
-
-
-def deployment_of(model: str, options: ServeOptions) -> dict[str, Any]:
+def deployment_of(
+    model: str,
+    *,
+    model_id: str | None = None,
+    draft: str | None = None,
+    draft_kind: str = "model",
+    quantization: str | None = None,
+    num_gpus: int | None = None,
+    num_pairs: int | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    grpc_port: int = 9000,
+    settings: Sequence[str] = (),
+) -> dict[str, Any]:
     """Return Serve's declarative configuration for a model: a folder, a GGUF file, a Hub id or a bundled name.
+
+    None leaves a key to the deployment's default; port 0 disables gRPC. `settings` are KEY=VALUE.
 
     Raises:
         ConfigError: there is no such model, or a setting is not KEY=VALUE.
     """
     # Options of the command line, then any key by --set, which wins.
     args = _args(model)
-    if options.model_id is not None:
-        args["model_id"] = options.model_id
-    if options.draft is not None:
-        args["draft"] = _draft(options.draft, options.draft_kind)
+    if model_id is not None:
+        args["model_id"] = model_id
+    if draft is not None:
+        args["draft"] = _draft(draft, draft_kind)
     for section, key, value in (
-        ("target", "quantization", options.quantization),
-        ("target", "tensor_parallel_size", options.num_gpus),
-        ("pair", "num_replicas", options.num_pairs),
-        ("pair", "gpus", None if options.num_gpus is None else {"count": options.num_gpus}),
+        ("target", "quantization", quantization),
+        ("target", "tensor_parallel_size", num_gpus),
+        ("pair", "num_replicas", num_pairs),
+        ("pair", "gpus", None if num_gpus is None else {"count": num_gpus}),
     ):
         if value is not None:
             args.setdefault(section, {})[key] = value
-    for setting in options.settings:
+    for setting in settings:
         _set(args, setting)
     # Without keys, a server on loopback lets this machine administrate drafts.
     ingress = args.setdefault("ingress", {})
-    if options.host in LOOPBACK and "api_keys_file" not in ingress:
+    if host in LOOPBACK and "api_keys_file" not in ingress:
         ingress.setdefault("open_admin", True)
     application = {"name": "outrider", "route_prefix": "/", "import_path": "cluster.app:build", "args": args}
     return {
         "proxy_location": "EveryNode",
-        "http_options": {"host": options.host, "port": options.port},
-        **_grpc_options(options.grpc_port),
+        "http_options": {"host": host, "port": port},
+        **_grpc_options(grpc_port),
         "applications": [application],
     }
 
@@ -100,8 +99,8 @@ def to_yaml(deployment: dict[str, Any]) -> str:
     return yaml.safe_dump(deployment, sort_keys=False, width=120)
 
 
-def _grpc_options(port: int | None) -> dict[str, Any]:
-    if port is None:
+def _grpc_options(port: int) -> dict[str, Any]:
+    if not port:
         return {}
     functions = list(GRPC_SERVICER_FUNCTIONS)
     return {"grpc_options": {"port": port, "grpc_servicer_functions": functions, "enable_reflection": True}}

@@ -81,6 +81,23 @@ def address(context: CallContext, *, has_proxy: bool) -> str:
     return str(getattr(found, "ipv4_mapped", None) or found)
 
 
+@dataclass(frozen=True, slots=True)
+class ReadingLimits:
+    """Limits on the messages read at once: `num_places` in total, `num_of_caller` per caller.
+
+    Attributes:
+        grace_s: until a message that has not arrived loses its place to a waiting call.
+        wait_s: longest wait for a place.
+        read_s: until a message must have arrived, and until its place is released even if it is not checked.
+    """
+
+    num_places: int = 16
+    num_of_caller: int = 8
+    grace_s: float = 1.0
+    wait_s: float = 5.0
+    read_s: float = 15.0
+
+
 @dataclass(slots=True, eq=False)
 class ReadingPlace:
     """One place; `lost` is done when the place went to another caller, and cancelled when it was released."""
@@ -97,20 +114,10 @@ class ReadingPlace:
 
 
 class ReadingPlaces:
-    """The places of one event loop.
+    """The places of one event loop."""
 
-    Args:
-        num_places: for all callers.
-        num_of_caller: per caller.
-        grace_s: time for a message to arrive while others wait.
-        wait_s: longest wait for a place.
-    """
-
-    def __init__(self, num_places: int, num_of_caller: int, *, grace_s: float, wait_s: float) -> None:
-        self._num_places = num_places
-        self._num_of_caller = num_of_caller
-        self._grace_s = grace_s
-        self._wait_s = wait_s
+    def __init__(self, limits: ReadingLimits) -> None:
+        self._limits = limits
         self._taken: dict[ReadingPlace, None] = {}  # the longest held first
         self._num_taken: Counter[str] = Counter()
         self._waiting: dict[str, list[asyncio.Future[ReadingPlace]]] = {}  # by caller, the latest call last
@@ -131,7 +138,7 @@ class ReadingPlaces:
             self._drop_one()
         self._share()
         try:
-            await asyncio.wait({place}, timeout=self._wait_s)
+            await asyncio.wait({place}, timeout=self._limits.wait_s)
         except asyncio.CancelledError:
             if place.done() and place.exception() is None:
                 place.result().leave()
@@ -163,9 +170,9 @@ class ReadingPlaces:
 
     def _refusal(self) -> OverloadedError:
         return OverloadedError(
-            f"{self._num_of_caller} messages of this client, or {self._num_places} in total, are being read; send this "
-            "one again later.",
-            retry_after_s=self._wait_s,
+            f"{self._limits.num_of_caller} messages of this client, or {self._limits.num_places} in total, are being "
+            "read; send this one again later.",
+            retry_after_s=self._limits.wait_s,
         )
 
     def _drop_one(self) -> None:
@@ -208,7 +215,7 @@ class ReadingPlaces:
         slowest = self._slowest(caller)
         if slowest is None:
             return math.inf
-        ripe_s = slowest.taken_s + self._grace_s
+        ripe_s = slowest.taken_s + self._limits.grace_s
         if ripe_s > asyncio.get_running_loop().time():
             return ripe_s
         self._release(slowest)
@@ -216,11 +223,11 @@ class ReadingPlaces:
         return None
 
     def _has_room(self, caller: str) -> bool:
-        return len(self._taken) < self._num_places and self._num_taken[caller] < self._num_of_caller
+        return len(self._taken) < self._limits.num_places and self._num_taken[caller] < self._limits.num_of_caller
 
     def _slowest(self, caller: str) -> ReadingPlace | None:
         """Return the place that a caller takes next: its own if it is at its limit, else another caller's."""
-        if self._num_taken[caller] >= self._num_of_caller:
+        if self._num_taken[caller] >= self._limits.num_of_caller:
             return next((place for place in self._taken if place.caller == caller and not place.is_read), None)
         unread = [place for place in self._taken if not place.is_read]
         most = max((self._num_taken[place.caller] for place in unread), default=0)

@@ -11,7 +11,6 @@ import ctypes
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
 from inspect import isawaitable
 from typing import Any, NoReturn, Self
 
@@ -21,7 +20,15 @@ from google.protobuf.message import DecodeError
 from protos.errors import DeadlineExceededError, OverloadedError, RequestError, RequestTooLargeError, ServingError
 from router.api_keys import ApiKeys
 from router.client_limits import MAX_ENDLESS_CALLS
-from router.grpc_api.callers import ReadingPlace, ReadingPlaces, address, authenticate, check_peer, leave_place
+from router.grpc_api.callers import (
+    ReadingLimits,
+    ReadingPlace,
+    ReadingPlaces,
+    address,
+    authenticate,
+    check_peer,
+    leave_place,
+)
 
 MAX_MESSAGE_BYTES = 8 << 20  # as for an HTTP body; Serve's proxy gets it from `cluster.local.serve_environment`
 _LAST_TRIM_S = 2.0  # after the last large one, which has been checked and freed by then
@@ -40,27 +47,6 @@ OPEN_METHODS: Mapping[str, int] = {
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 CountRequest = Callable[[str, str, str], object]
-
-
-@dataclass(frozen=True, slots=True)
-class ReadingLimits:
-    """Limits on the messages read at once: `num_places` in total, `num_of_caller` per caller.
-
-    Attributes:
-        grace_s: until a message that has not arrived loses its place to a waiting call.
-        wait_s: longest wait for a place.
-        read_s: until a message must have arrived, and until its place is released even if it is not checked.
-    """
-
-    num_places: int = 16
-    num_of_caller: int = 8
-    grace_s: float = 1.0
-    wait_s: float = 5.0
-    read_s: float = 15.0
-
-    def places(self) -> ReadingPlaces:
-        """Return the places, all free."""
-        return ReadingPlaces(self.num_places, self.num_of_caller, grace_s=self.grace_s, wait_s=self.wait_s)
 
 
 # For calls without a key: their messages are so small that they arrive with the call.
@@ -92,8 +78,8 @@ class ReadingGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio h
         self.open_limits = open_limits
         self._is_trimming = False
         self._last_trim: asyncio.TimerHandle | None = None
-        self.places = limits.places()
-        self.open_places = open_limits.places()
+        self.places = ReadingPlaces(limits)
+        self.open_places = ReadingPlaces(open_limits)
         self._endless: Counter[str] = Counter()
 
     async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Any:

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.cli.deployment import ServeOptions, deployment_of
+from cluster.cli.deployment import deployment_of
 from cluster.deploy_file import checked_deployment
 from cluster.local.local_service import WITHOUT_EFFECT, check_one_process
 from cluster.local.one_process import refuse_serves_options
@@ -103,7 +103,7 @@ def some_value(path: str) -> Any:
 
 def deployment_with(path: str, value: Any, name: str = "Pair") -> dict[str, Any]:
     """The demo with one more option, in the deployment `name` if it is a deployment's."""
-    deployment = deepcopy(deployment_of("demo", ServeOptions(settings=("ingress.open_admin=false",))))
+    deployment = deepcopy(deployment_of("demo", settings=("ingress.open_admin=false",)))
     section: Any = deployment
     *sections, last = path.split(".")
     for key in sections:
@@ -155,7 +155,7 @@ def test_an_option_is_honoured_or_refused_by_name(path: str):
 def test_without_ray_an_option_is_honoured_or_refused_by_name(path: str):
     value = some_value(path)
     deployment = deployment_with(path, value)
-    file = checked_deployment(deployment_of("demo", ServeOptions()), "demo")
+    file = checked_deployment(deployment_of("demo"), "demo")
     file = type(file)(deployment, file.http_host, file.http_port, file.grpc_port, file.config)
     if path in WITHOUT_RAY:
         refuse_serves_options(file)
@@ -225,7 +225,7 @@ def test_an_ingress_that_ray_would_not_start_is_refused(option: str, value: Any)
 
 
 def test_a_second_application_of_ours_is_refused_and_anothers_is_not():
-    deployment = deployment_of("demo", ServeOptions())
+    deployment = deployment_of("demo")
     second = deepcopy(deployment["applications"][0]) | {"name": "second", "route_prefix": "/second"}
     deployment["applications"].append({"name": "other", "route_prefix": "/other", "import_path": "theirs:app"})
     checked_deployment(deployment, "deploy.yaml")
@@ -248,6 +248,6 @@ def test_a_key_of_ours_that_needs_ray_is_refused_without(path: str):
     if path == "pair.kv_events":
         pytest.importorskip("zmq", reason="pyzmq is not installed")
     settings = (f"{path}={values.get(path, 3)}", *(["pair.num_replicas=null"] if path == "pair.autoscaling" else []))
-    file = checked_deployment(deployment_of("demo", ServeOptions(settings=settings)), "demo")
+    file = checked_deployment(deployment_of("demo", settings=settings), "demo")
     with pytest.raises(ConfigError, match=f"{path.rpartition('.')[0] or path}.* is|prefill asks for"):
         check_one_process(file.config)

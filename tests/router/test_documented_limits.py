@@ -21,7 +21,7 @@ from engine.sampling import grammar_compiler, grammar_trial
 from protos import client_text, convert
 from router import client_limits as limits
 from router.config import IngressLimits
-from router.grpc_api import reading_gate, server
+from router.grpc_api import callers, reading_gate, server
 from router.openai import http_body, response_writer
 from router.requests import chat_request, completion_request, json_schema, sequence_requests
 from router.routing import load
@@ -31,7 +31,7 @@ PAGE = (DOCS / "security.md").read_text(encoding="utf-8")
 MIB, KIB = 1 << 20, 1 << 10
 HTTP = IngressLimits()
 GRPC_OF_ADDRESS = limits.MAX_CONNECTIONS_PER_ADDRESS * limits.MAX_GRPC_CONNECTIONS // limits.MAX_HTTP_CONNECTIONS
-KEYED, OPEN = reading_gate.ReadingLimits(), reading_gate.OPEN_LIMITS
+KEYED, OPEN = callers.ReadingLimits(), reading_gate.OPEN_LIMITS
 PAIR = PairSettings(EngineConfig(ModelConfig("m")))
 HAPROXY_CHECK = _OWN_CLUSTER["RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER"]
 OPEN_SIZES = list(reading_gate.OPEN_METHODS.values())

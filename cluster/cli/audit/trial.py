@@ -17,6 +17,9 @@ from cluster.cli.audit.evidence import FAULT_RATE, DrawEvidence, Evidence, HitEv
 from cluster.cli.audit.prediction import Claim, Prediction, plain_claim
 from cluster.cli.audit.wire import Answer, Choice, NoVerdictError, Request
 
+_T = TypeVar("_T")
+_Part = TypeVar("_Part", bound=Evidence)
+
 
 class Verdict(StrEnum):
     """The conclusion of a check."""
@@ -49,29 +52,25 @@ class Trial:
 
     def draws(self, num_others: int = 0, *, is_planned: bool = True) -> DrawEvidence:
         """Return a new part for draws from distributions; without `is_planned` the audit plans no number of them."""
-        part = DrawEvidence(num_others)
+        return self._added(DrawEvidence(num_others), is_planned)
+
+    def least_of(self, num_readings: int) -> LeastEvidence:
+        """Return a new part whose claim has several readings."""
+        return self._added(LeastEvidence(num_readings))
+
+    def hits(self, rate: float = FAULT_RATE) -> HitEvidence:
+        """Return a new part for outcomes that a server cannot have; the planned fault has them at `rate`."""
+        return self._added(HitEvidence(rate))
+
+    def _added(self, part: _Part, is_planned: bool = True) -> _Part:
         self._parts.append(part)
         if is_planned:
             self._planned.append(part)
         return part
 
-    def least_of(self, num_readings: int) -> LeastEvidence:
-        """Return a new part whose claim has several readings."""
-        part = LeastEvidence(num_readings)
-        self._parts.append(part)
-        self._planned.append(part)
-        return part
-
     def drop(self, part: Evidence) -> None:
         """Remove a part from the plan, since it cannot have draws."""
         self._planned.remove(part)
-
-    def hits(self, rate: float = FAULT_RATE) -> HitEvidence:
-        """Return a new part for outcomes that a server cannot have; the planned fault has them at `rate`."""
-        part = HitEvidence(rate)
-        self._parts.append(part)
-        self._planned.append(part)
-        return part
 
     def hit(self, part: HitEvidence, answer: Answer, expected: str, seen: str | None) -> None:
         """Count an answer; `seen` is the impossible outcome, None if it is as expected."""
@@ -122,7 +121,6 @@ class Trial:
 
 
 NUM_POSITIONS = 8
-_T = TypeVar("_T")
 
 # Texts whose next token is open, and texts that repeat themselves, where a model repeats its own token.
 PROMPTS = (

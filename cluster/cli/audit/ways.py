@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,26 +30,17 @@ _COIN = np.asarray([0.5, 0.5])
 _LOADED = np.asarray([0.6, 0.4]), np.asarray([0.4, 0.6])
 
 
-@dataclass(frozen=True, slots=True)
-class Ways:
-    """The servers to compare; the second one without drafts if it is the same."""
-
-    one: Server
-    two: Server
-    text: str
-
-
-async def two_ways(audit: Audit) -> Ways:
-    """Return the two URLs, or the server with and without drafts.
+async def two_ways(audit: Audit) -> tuple[Server, Server, str]:
+    """Return the two servers, or the server with and without drafts, and a text that names both ways.
 
     Raises:
         NoVerdictError: no request turns its drafts off.
     """
     if audit.other is not None:
-        return Ways(audit.server, audit.other, f"{audit.server.url} and {audit.other.url}")
+        return audit.server, audit.other, f"{audit.server.url} and {audit.other.url}"
     if audit.plain is None:
         audit.plain = await _without_drafts(audit.server)
-    return Ways(audit.server, audit.plain, f"with drafts and with {audit.plain.extra}")
+    return audit.server, audit.plain, f"with drafts and with {audit.plain.extra}"
 
 
 async def _without_drafts(server: Server) -> Server:
@@ -68,31 +59,31 @@ async def _without_drafts(server: Server) -> Server:
 
 async def distributions(audit: Audit, trial: Trial) -> None:
     """Give one way's texts to the other: the next tokens have the same distribution."""
-    ways = await two_ways(audit)
-    if not (ways.one.num_top and ways.two.num_top) or ways.one.is_chat or ways.two.is_chat:
-        await _compare_draws(ways, trial)
+    one, two, ways = await two_ways(audit)
+    if not (one.num_top and two.num_top) or one.is_chat or two.is_chat:
+        await _compare_draws(one, two, ways, trial)
         return
     part, noise, num_tried = trial.hits(), random.Random(2), 0
     while not trial.is_enough():
         text = noise.choice(audit.open_prompts(16)).text
-        answer = await ways.one.ask(text, max_tokens=NUM_POSITIONS, logprobs=ways.one.num_top)
+        answer = await one.ask(text, max_tokens=NUM_POSITIONS, logprobs=one.num_top)
         choice = answer.choices[0]
         for position, prediction in enumerate(choice.predictions[:NUM_POSITIONS]):
             num_tried += 1
-            other = await ways.two.forced(text, choice, position)
+            other = await two.forced(text, choice, position)
             expected = f"token {position + 1} has the distribution of the other way"
             compare_prediction(trial, part, answer, expected, prediction, other)
         check_prefixes(part, num_tried)
-    trial.sentence = f"{part.num_hits} of {part.num_draws} distributions differ, {ways.text}"
+    trial.sentence = f"{part.num_hits} of {part.num_draws} distributions differ, {ways}"
 
 
-async def _compare_draws(ways: Ways, trial: Trial) -> None:
+async def _compare_draws(one: Server, two: Server, ways: str, trial: Trial) -> None:
     """Without logprobs: draw from both in pairs. Where one of a pair is the most frequent text, each is with 1/2."""
     part, usual = trial.draws(2), dict[str, str]()
-    number = min(ways.one.max_choices, ways.two.max_choices)
+    number = min(one.max_choices, two.max_choices)
     while not trial.is_enough():
         for prompt in PROMPTS[:4]:
-            pair = await all_of(way.ask(prompt, max_tokens=2, n=number) for way in (ways.one, ways.two))
+            pair = await all_of(way.ask(prompt, max_tokens=2, n=number) for way in (one, two))
             texts = [[choice.text for choice in answer.choices] for answer in pair]
             if prompt not in usual:
                 usual[prompt] = Counter(texts[0] + texts[1]).most_common(1)[0][0]
@@ -100,18 +91,16 @@ async def _compare_draws(ways: Ways, trial: Trial) -> None:
             for mine, theirs in zip(*texts, strict=False):
                 if (mine == usual[prompt]) != (theirs == usual[prompt]):
                     part.add(_COIN, [int(mine == usual[prompt]), int(theirs == usual[prompt])], _LOADED)
-        trial.sentence = (
-            f"draws in pairs, {ways.text}: {part.num_top:.0f} of {part.num_draws} differences favour the first"
-        )
+        trial.sentence = f"draws in pairs, {ways}: {part.num_top:.0f} of {part.num_draws} differences favour the first"
 
 
 async def greedy(audit: Audit, trial: Trial) -> None:
     """Compare greedy texts token by token."""
-    ways = await two_ways(audit)
+    one, two, ways = await two_ways(audit)
     part, num_same, num_all = trial.hits(), 0, 0
     while not trial.is_enough():
         for prompt in PROMPTS:
-            pair = await all_of(_greedy(way, prompt) for way in (ways.one, ways.two))
+            pair = await all_of(_greedy(way, prompt) for way in (one, two))
             is_same = pair[0].choices[0].text == pair[1].choices[0].text
             num_same, num_all = num_same + is_same, num_all + 1
             if pair[0].choices[0].predictions and pair[1].choices[0].predictions:
@@ -120,39 +109,39 @@ async def greedy(audit: Audit, trial: Trial) -> None:
                 trial.hit(part, pair[0], "the same text", None)
             else:
                 raise NoVerdictError("greedy texts differ, and without logprobs a near tie is not known from a fault")
-    trial.sentence = f"{num_same} of {num_all} greedy texts are the same, the others part at near ties, {ways.text}"
+    trial.sentence = f"{num_same} of {num_all} greedy texts are the same, the others part at near ties, {ways}"
 
 
 async def refusals(audit: Audit, trial: Trial) -> None:
     """Compare the refusals of bad requests to the letter."""
-    ways = await two_ways(audit)
+    one, two, ways = await two_ways(audit)
     part = trial.hits()
     while not trial.is_enough():
         for bad in _BAD:
-            pair = await all_of(_refusal(way, bad) for way in (ways.one, ways.two))
+            pair = await all_of(_refusal(way, bad) for way in (one, two))
             seen = None if pair[0] == pair[1] else f"{pair[1]}"
-            body = ways.two.body("x", max_tokens=1) | bad
-            trial.hit(part, Answer(ways.two.request(body), (), {}), f"{pair[0]}", seen)
-    trial.sentence = f"{part.num_hits} of {part.num_draws} refusals differ, {ways.text}"
+            body = two.body("x", max_tokens=1) | bad
+            trial.hit(part, Answer(two.request(body), (), {}), f"{pair[0]}", seen)
+    trial.sentence = f"{part.num_hits} of {part.num_draws} refusals differ, {ways}"
 
 
 async def seeds(audit: Audit, trial: Trial) -> None:
     """Compare texts of equal seeds, where the server repeats them."""
-    ways = await two_ways(audit)
-    if not ("seed" in ways.one.neutral and "seed" in ways.two.neutral):
+    one, two, ways = await two_ways(audit)
+    if not ("seed" in one.neutral and "seed" in two.neutral):
         raise NoVerdictError("the server takes no seed")
     part, seed = trial.hits(), 0
     while not trial.is_enough():
         seed += 1
         prompt = PROMPTS[seed % len(PROMPTS)]
-        asked = [way.ask(prompt, max_tokens=NUM_POSITIONS, seed=seed) for way in (ways.one, ways.one, ways.two)]
+        asked = [way.ask(prompt, max_tokens=NUM_POSITIONS, seed=seed) for way in (one, one, two)]
         first, again, other = [answer.choices[0].text for answer in await all_of(asked)]
         if first != again:
             raise NoVerdictError("the server does not repeat the text of a seed")
         if first != other:
-            raise NoVerdictError(f"a seed gives other texts {ways.text}; only a coupled sampler promises the same")
+            raise NoVerdictError(f"a seed gives other texts {ways}; only a coupled sampler promises the same")
         part.add(False)
-    trial.sentence = f"{part.num_draws} seeds give the same texts, {ways.text}"
+    trial.sentence = f"{part.num_draws} seeds give the same texts, {ways}"
 
 
 async def _greedy(server: Server, text: str) -> Answer:

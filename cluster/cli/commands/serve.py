@@ -20,7 +20,7 @@ from typer import Argument, Option
 from cluster.checkpoints import hub_models
 from cluster.cli import console, report
 from cluster.cli.commands.check import check_deployment
-from cluster.cli.deployment import BUNDLED, ServeOptions, SetOptions, deployment_of, to_yaml
+from cluster.cli.deployment import BUNDLED, SetOptions, deployment_of, to_yaml
 from cluster.cli.serve_view import LoadingView, invitation, loading_view, race_in_terminal
 from cluster.config import DeployConfig
 from cluster.deploy_file import DeployFile, checked_deployment, read_deploy_file
@@ -94,7 +94,8 @@ def serve(
         _refuse_options(context)
         file = read_deploy_file(Path(model))
     else:
-        options = ServeOptions(
+        deployment = deployment_of(
+            model,
             model_id=model_id,
             draft=draft,
             draft_kind=draft_kind,
@@ -103,10 +104,10 @@ def serve(
             num_pairs=pairs,
             host=host,
             port=port,
-            grpc_port=grpc_port or None,
-            settings=tuple(settings or ()),
+            grpc_port=grpc_port,
+            settings=settings or (),
         )
-        file = checked_deployment(deployment_of(model, options), source=f"outrider serve {model}")
+        file = checked_deployment(deployment, source=f"outrider serve {model}")
     if print_:
         print(to_yaml(file.deployment), end="")
         return

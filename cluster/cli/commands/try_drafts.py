@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from math import prod
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,7 +17,7 @@ from typer import Argument, Option
 
 from cluster.checkpoints import resolve_model_path
 from cluster.cli import check_plot, console, report, save_plot, write_text
-from cluster.cli.deployment import BUNDLED, ServeOptions, SetOptions, deployment_of, to_yaml
+from cluster.cli.deployment import BUNDLED, SetOptions, deployment_of, to_yaml
 from cluster.cli.replay_traffic import TrafficRequest, Trial, TrialFigures, read_traffic, run_trial
 from cluster.planning.planned_draft import PlannedDraft
 from cluster.planning.replica_plan import ReplicaPlan, replayed_speed_up
@@ -28,16 +28,6 @@ from protos.messages import SpeculationMethod, VerifyMode
 _WORTH = 1.03  # the least speedup that is recommended
 _OF_TARGET = ("self", "mtp")  # drafts of the target's own weights
 _OF_TEXT = ("suffix", "ngram", "none")  # drafts that cost nothing
-
-
-@dataclass(frozen=True, slots=True)
-class TriedDraft:
-    """A draft with its K and verification; `speedup` is the geometric mean over the numbers of streams."""
-
-    draft: str
-    num_tokens: int
-    verify: str
-    speedup: float
 
 
 def try_drafts(
@@ -70,9 +60,7 @@ def try_drafts(
     for name in names:
         trial = Trial(
             draft=name,
-            deployment=deployment_of(
-                target, ServeOptions(draft=name, settings=("speculation.adaptive=false", *chosen))
-            ),
+            deployment=deployment_of(target, draft=name, settings=("speculation.adaptive=false", *chosen)),
             requests=tuple(requests),
             lengths=_numbers(lengths, "--lengths"),
             verify=modes,
@@ -91,15 +79,21 @@ def try_drafts(
     _conclude(target, best_choice(measured), chosen, output)
 
 
-def best_choice(measured: list[TrialFigures]) -> TriedDraft | None:
-    """Return the variant with the largest mean speed-up over the numbers of streams, or None if no draft pays."""
-    variants = dict.fromkeys((each.draft, each.num_tokens, each.verify) for each in measured)
-    choices = []
-    for variant in variants:
-        factors = [each.sure_speedup for each in measured if (each.draft, each.num_tokens, each.verify) == variant]
-        choices.append(TriedDraft(*variant, prod(factors) ** (1 / len(factors))))
-    best = max(choices, key=lambda choice: choice.speedup)
-    return best if best.speedup >= _WORTH else None
+def best_choice(measured: list[TrialFigures]) -> tuple[TrialFigures, float] | None:
+    """Return the variant with the largest mean speed-up over the numbers of streams, or None if no draft pays.
+
+    The speed-up is a geometric mean. The variant is given by the figures of one of its numbers of streams.
+    """
+    factors: defaultdict[tuple[str, int, str], list[float]] = defaultdict(list)
+    for each in measured:
+        factors[_variant(each)].append(each.sure_speedup)
+    means = {variant: prod(each) ** (1 / len(each)) for variant, each in factors.items()}
+    best = max(measured, key=lambda each: means[_variant(each)])
+    return (best, means[_variant(best)]) if means[_variant(best)] >= _WORTH else None
+
+
+def _variant(each: TrialFigures) -> tuple[str, int, str]:
+    return each.draft, each.num_tokens, each.verify
 
 
 def _measured_or_refused(trial: Trial) -> list[TrialFigures]:
@@ -202,17 +196,18 @@ def _folder(model: str) -> str:
     return resolve_model_path(str(BUNDLED[model]["target"]["path"]) if model in BUNDLED else model)
 
 
-def _conclude(target: str, choice: TriedDraft | None, settings: tuple[str, ...], output: Path | None) -> None:
+def _conclude(
+    target: str, choice: tuple[TrialFigures, float] | None, settings: tuple[str, ...], output: Path | None
+) -> None:
     if choice is None:
         report("no draft pays: plain decoding is as fast on this machine with this traffic")
-        options = ServeOptions(draft="none", settings=settings)
+        deployment = deployment_of(target, draft="none", settings=settings)
     else:
-        report(
-            f"best: {choice.draft}, K = {choice.num_tokens}, {choice.verify}: {choice.speedup:.2f} times plain decoding"
-        )
-        found = (f"speculation.num_tokens={choice.num_tokens}", f"speculation.verify={choice.verify}")
-        options = ServeOptions(draft=choice.draft, settings=(*found, *settings))
-    text = to_yaml(deployment_of(target, options))
+        best, speedup = choice
+        report(f"best: {best.draft}, K = {best.num_tokens}, {best.verify}: {speedup:.2f} times plain decoding")
+        found = (f"speculation.num_tokens={best.num_tokens}", f"speculation.verify={best.verify}")
+        deployment = deployment_of(target, draft=best.draft, settings=(*found, *settings))
+    text = to_yaml(deployment)
     if output is None:
         report(f"\n{text}")
         return
@@ -225,8 +220,8 @@ def _plot(measured: list[TrialFigures], file: Path) -> None:
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    for draft, length, verify in dict.fromkeys((each.draft, each.num_tokens, each.verify) for each in measured):
-        points = [each for each in measured if (each.draft, each.num_tokens, each.verify) == (draft, length, verify)]
+    for draft, length, verify in dict.fromkeys(map(_variant, measured)):
+        points = [each for each in measured if _variant(each) == (draft, length, verify)]
         label = f"{Path(draft).name}, K = {length}, {verify}"
         axes.plot([each.num_streams for each in points], [each.speedup for each in points], marker="o", label=label)
     axes.axhline(1.0, color="black", linewidth=0.8)

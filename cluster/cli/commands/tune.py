@@ -23,7 +23,7 @@ from typer import Option
 from actors.settings import NO_GAIN
 from cluster.checkpoints import convert_gguf_models, resolve_model_path
 from cluster.cli import console, report
-from cluster.cli.deployment import BUNDLED, ServeOptions, SetOptions, deployment_of, located
+from cluster.cli.deployment import BUNDLED, SetOptions, deployment_of, located
 from cluster.cli.replay_traffic import Replay, TrafficRequest, read_traffic
 from cluster.deploy_file import checked_deployment
 from cluster.local.local_service import local_settings, running_service
@@ -156,7 +156,7 @@ def tune(
         if traffic is None:
             _write_chats(target_path, own_chats, log)
         else:
-            deployment = deployment_of(target, ServeOptions(draft="none", settings=tuple(settings or ())))
+            deployment = deployment_of(target, draft="none", settings=tuple(settings or ()))
             log_traffic(deployment, read_traffic(traffic, max_requests, max_tokens), log)
     log = Path(os.path.expanduser(log)).absolute()
     limits = (minutes, rates, seeds, rank or None, num_tokens, steps, rollouts, fresh)

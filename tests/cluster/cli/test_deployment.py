@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from cluster.cli.__main__ import main
-from cluster.cli.deployment import BUNDLED, ServeOptions, deployment_of, to_yaml
+from cluster.cli.deployment import BUNDLED, deployment_of, to_yaml
 from cluster.config import parse_config
 from cluster.deploy_file import VLLM_SERVICER_FUNCTION, checked_deployment
 from cluster.local.one_process import refuse_serves_options
@@ -23,12 +23,12 @@ TARGET = str(ROOT / "models" / "demo" / "target")
 
 
 def args_of(model: str, **options: Any) -> dict[str, Any]:
-    return deployment_of(model, ServeOptions(**options))["applications"][0]["args"]
+    return deployment_of(model, **options)["applications"][0]["args"]
 
 
 @pytest.mark.parametrize("name", BUNDLED)
 def test_a_bundled_name_is_the_deploy_file_of_the_project(name: str):
-    assert yaml.safe_load(to_yaml(deployment_of(name, ServeOptions()))) == yaml.safe_load(FILES[name].read_text())
+    assert yaml.safe_load(to_yaml(deployment_of(name))) == yaml.safe_load(FILES[name].read_text())
 
 
 def test_options_become_keys():
@@ -39,7 +39,7 @@ def test_options_become_keys():
 
 
 def test_vllms_service_needs_its_messages(monkeypatch: pytest.MonkeyPatch):
-    deployment = deployment_of("demo", ServeOptions())
+    deployment = deployment_of("demo")
     deployment["grpc_options"]["grpc_servicer_functions"].append(VLLM_SERVICER_FUNCTION)
     refuse_serves_options(checked_deployment(deployment, "demo"))  # without Ray it is served too
     for name in ("smg_grpc_proto", "router.grpc_api.vllm_servicer"):

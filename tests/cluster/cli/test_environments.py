@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.cli.__main__ import main
-from cluster.cli.deployment import ServeOptions, deployment_of
+from cluster.cli.deployment import deployment_of
 from cluster.cli.serve_view import invitation
 from cluster.deploy_file import checked_deployment, with_absolute_paths
 from tests.cluster.cli.fake_server import answering, events
@@ -54,7 +54,7 @@ def test_a_folder_that_is_gone_is_told_in_a_sentence(
     [("127.0.0.1", "http://127.0.0.1:8000"), ("::1", "http://[::1]:8000"), ("localhost", "http://localhost:8000")],
 )
 def test_an_address_can_be_copied_whatever_the_host_is(host: str, address: str):
-    file = checked_deployment(deployment_of("demo", ServeOptions(host=host)), "demo")
+    file = checked_deployment(deployment_of("demo", host=host), "demo")
     assert f"HTTP   {address}/v1 " in invitation(file)
 
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from cluster.cli.__main__ import main
-from cluster.cli.deployment import ServeOptions, deployment_of
+from cluster.cli.deployment import deployment_of
 from cluster.deploy_file import checked_deployment
 from cluster.local.local_service import check_one_process
 from cluster.local.serve_environment import free_ports
@@ -124,7 +124,7 @@ def test_a_server_without_the_model_is_refused_by_name(ports: range, capsys: pyt
     ],
 )
 def test_more_than_one_process_is_refused(setting: str, message: str):
-    deployment = deployment_of("demo", ServeOptions(settings=(setting,)))
+    deployment = deployment_of("demo", settings=(setting,))
     with pytest.raises(ConfigError, match=message):
         check_one_process(checked_deployment(deployment, "demo").config)
 

@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from transformers import LlamaConfig, PreTrainedConfig
 
 from cluster.cli.__main__ import main
-from cluster.cli.deployment import ServeOptions, deployment_of, to_yaml
+from cluster.cli.deployment import deployment_of, to_yaml
 from engine.model import paged_model
 from tests.engine.fixtures.byte_tokenizer import write_tokenizer
 from tests.engine.fixtures.families import PLAIN, REFUSED, write_family
@@ -23,7 +23,7 @@ def check(folder: Path, **settings: object) -> int:
     """Check the bundled pair with settings named section__key."""
     written = tuple(f"{name.replace('__', '.')}={json.dumps(value)}" for name, value in settings.items())
     file = folder / "deploy.yaml"
-    file.write_text(to_yaml(deployment_of("demo", ServeOptions(settings=written))))
+    file.write_text(to_yaml(deployment_of("demo", settings=written)))
     return main(["check", str(file)])
 
 
@@ -246,7 +246,7 @@ def test_full_compares_the_models_although_a_start_did(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("OUTRIDER_CACHE_GIB", "1")
     file = tmp_path / "deploy.yaml"
-    file.write_text(to_yaml(deployment_of("demo", ServeOptions())))
+    file.write_text(to_yaml(deployment_of("demo")))
     compare, compared = paged_model._check, []
     monkeypatch.setattr(paged_model, "_check", lambda *a, **k: (compared.append(a), compare(*a, **k)))
     for count in (1, 2):

@@ -52,7 +52,8 @@ def test_the_way_that_is_fastest_over_all_loads_is_chosen():
     found = [measured("a", 2, 1, 1.4), measured("a", 2, 8, 1.3), measured("b", 4, 1, 2.0), measured("b", 4, 8, 0.7)]
     choice = best_choice(found)
     assert choice is not None
-    assert (choice.draft, choice.num_tokens) == ("a", 2)
+    best, speedup = choice
+    assert (best.draft, best.num_tokens, round(speedup, 2)) == ("a", 2, 1.35)
 
 
 def test_no_draft_is_chosen_where_none_pays_and_noise_is_no_gain():
