@@ -48,16 +48,6 @@ class Proposer(Protocol):
         """Remove a finished or aborted sequence; unknown ids are ignored."""
 
 
-class HeadProposer(Proposer, Protocol):
-    """A proposer in the target's process that uses the target's hidden states."""
-
-    def learn(self, passed: Seq[PassedRows]) -> None:
-        """Take the accepted rows of the runner's last pass; called after verification and before the commit.
-
-        `passed` has all sequences, even those that are not open here: other sequences may reuse their blocks.
-        """
-
-
 class NoProposer:
     """Proposes nothing: every pass is plain decoding."""
 

@@ -117,11 +117,12 @@ class HybridProposer:
         match = self._matcher.match(sequence, min(sequence.num_wanted_matches, _MAX_LENGTH))
         if match is None:
             return _HybridDraft(other_kind, base_len)
-        kind = f"match of {min(match.match_len.bit_length(), 5)} bits"  # 16 tokens or more are one kind
-        expected = self._expected_tokens(kind, len(match.token_ids))
+        token_ids, match_len = match
+        kind = f"match of {min(match_len.bit_length(), 5)} bits"  # 16 tokens or more are one kind
+        expected = self._expected_tokens(kind, len(token_ids))
         if expected < self._expected_tokens(other_kind, sequence.num_wanted_drafts) and not self._is_retried(kind):
             return _HybridDraft(other_kind, base_len)
-        return _HybridDraft(kind, base_len, match.token_ids, is_match=True)
+        return _HybridDraft(kind, base_len, token_ids, is_match=True)
 
     def _expected_tokens(self, kind: str, num_drafts: int) -> float:
         return sum(self._acceptance.of([kind], [kind], [0])[0][:num_drafts])

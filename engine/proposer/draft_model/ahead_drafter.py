@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from engine.batch.draft import Offer
-from engine.proposer.draft_model.draft_model import DraftModel, PrefillJob
+from engine.proposer.draft_model.draft_model import DraftModel
 from engine.proposer.draft_model.draft_sequence import DraftSequence
 from engine.proposer.growth.chain import Chain, masked, row_after
 from engine.sampling.logits_row import LogitsRow
@@ -91,12 +91,8 @@ class Branch:
         return self.start // self.block_size
 
 
-@dataclass(frozen=True, slots=True)
-class PassOutcome:
-    """The token of rank `rank` (from 0) after the first `num_accepted` drafts; the next draft itself is not ranked."""
-
-    num_accepted: int
-    rank: int
+# The token of a rank (from 0) after a number of accepted drafts; the next draft itself is not ranked.
+PassOutcome = tuple[int, int]
 
 
 @cache
@@ -110,17 +106,18 @@ def fan_out(num_drafts: int, num_per_position: int) -> tuple[PassOutcome, ...]:
     After the last draft the draft model's own choice is rank 0, and it is the likeliest outcome.
     """
     num_outcomes = num_per_position * (num_drafts + 1)
-    rejected = [PassOutcome(k, rank) for k in range(num_drafts) for rank in range(num_outcomes)]
-    bonus = [PassOutcome(num_drafts, rank) for rank in range(1, num_outcomes)]
+    rejected = [(k, rank) for k in range(num_drafts) for rank in range(num_outcomes)]
+    bonus = [(num_drafts, rank) for rank in range(1, num_outcomes)]
     likeliest = sorted([*rejected, *bonus], key=lambda each: _weight(each, num_drafts), reverse=True)
-    return (PassOutcome(num_drafts, 0), *likeliest[: num_outcomes - 1])
+    return ((num_drafts, 0), *likeliest[: num_outcomes - 1])
 
 
 def _weight(outcome: PassOutcome, num_drafts: int) -> float:
-    num_better = outcome.rank if outcome.num_accepted == num_drafts else outcome.rank + 1
+    num_accepted, rank = outcome
+    num_better = rank if num_accepted == num_drafts else rank + 1
     # One more draft is accepted with a chance of 0.8; 0.7 to 0.9 hardly change the result. Ranks 1 to 5 of the demo
     # pair's coupled drafts at temperature 1 come with 47, 19, 10, 6 and 3%.
-    return float(0.8**outcome.num_accepted * num_better**-1.5)
+    return float(0.8**num_accepted * num_better**-1.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +170,9 @@ class AheadDrafter:
         while waiting:
             if is_stopped():
                 return False
-            jobs, logits = self._model.prefill(
-                [PrefillJob(each.sequence, each.draft_ids) for each in _first_in_turn(waiting)]
-            )
+            jobs, logits = self._model.prefill([(each.sequence, each.draft_ids) for each in _first_in_turn(waiting)])
             by_sequence = {id(each.sequence): each for each in waiting}
-            passes = [replace(by_sequence.pop(id(job.sequence)), draft_ids=tuple(job.draft_ids)) for job in jobs]
+            passes = [replace(by_sequence.pop(id(sequence)), draft_ids=tuple(ids)) for sequence, ids in jobs]
             waiting = list(by_sequence.values())
             branches = self._branches(passes, logits)
             if not self._prepare_all(sorted(branches, key=attrgetter("order")), emit, is_stopped):
@@ -208,16 +203,16 @@ class AheadDrafter:
 
     def _num_ranks(self, num_drafts: int) -> int:
         """Return the number of tokens to rank at each position; one of them may be the draft itself and is left out."""
-        return max(each.rank for each in fan_out(num_drafts, self._num_per_position)) + 2
+        return max(rank for _, rank in fan_out(num_drafts, self._num_per_position)) + 2
 
     def _branches_of(self, reserved: _ReservedPass, ranked: Seq[Seq[int]]) -> Iterator[Branch]:
         """Yield the branches of one pass; `ranked` has the likely tokens at each position where the pass may end."""
         drafts = reserved.draft_ids
         likely = [[token_id for token_id in ids if (token_id,) != drafts[k : k + 1]] for k, ids in enumerate(ranked)]
-        for order, outcome in enumerate(fan_out(len(drafts), self._num_per_position)):
-            token_ids = likely[outcome.num_accepted]
-            if outcome.rank < len(token_ids):
-                after = (*drafts[: outcome.num_accepted], token_ids[outcome.rank])
+        for order, (num_accepted, rank) in enumerate(fan_out(len(drafts), self._num_per_position)):
+            token_ids = likely[num_accepted]
+            if rank < len(token_ids):
+                after = (*drafts[:num_accepted], token_ids[rank])
                 num_drafts = self._num_possible(reserved, after)
                 if num_drafts > 0:
                     yield Branch(reserved.sequence, after, num_drafts, order, self._model.runner.block_size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,13 +19,8 @@ from engine.proposer.growth.tree_sampler import TreeSampler
 from engine.proposer.vocab_mapping.translation import Translation
 from engine.sampling.sampler import Sampler
 
-
-@dataclass(frozen=True, slots=True)
-class PrefillJob:
-    """Tokens of a sequence to compute: its missing tokens, then `draft_ids`."""
-
-    sequence: DraftSequence
-    draft_ids: Seq[int] = ()
+# Tokens of a sequence to compute: its missing tokens, then these drafts.
+PrefillJob = tuple[DraftSequence, Seq[int]]
 
 
 class DraftModel:
@@ -69,20 +63,18 @@ class DraftModel:
         budget = self._max_tokens_per_round
         spans: list[Span] = []
         begun: list[PrefillJob] = []
-        for job in sorted(jobs, key=lambda job: job.sequence.num_missing_tokens):
+        for sequence, draft_ids in sorted(jobs, key=lambda job: job[0].num_missing_tokens):
             if budget > 0:
-                num_drafts = self.sequences.plan_states(job.sequence, budget, len(job.draft_ids))
-                job = replace(job, draft_ids=job.draft_ids[:num_drafts])
-                spans.append(job.sequence.next_span(budget, self.translation.to_draft(job.draft_ids)))
-                begun.append(job)
+                draft_ids = draft_ids[: self.sequences.plan_states(sequence, budget, len(draft_ids))]
+                spans.append(sequence.next_span(budget, self.translation.to_draft(draft_ids)))
+                begun.append((sequence, draft_ids))
                 budget -= len(spans[-1].token_ids)
         logits = self.translation.align(self.runner.forward(spans)) if spans else torch.empty(0, 0)
-        for job, span in zip(begun, spans, strict=True):
-            blocks = job.sequence.blocks
-            job.sequence.computed(span)
-            self.sequences.blocks.keep_snapshots(blocks)
+        for (sequence, _), span in zip(begun, spans, strict=True):
+            sequence.computed(span)
+            self.sequences.blocks.keep_snapshots(sequence.blocks)
             if not span.num_logits:
-                self.sequences.blocks.settle_states(blocks)
+                self.sequences.blocks.settle_states(sequence.blocks)
         return [job for job, span in zip(begun, spans, strict=True) if span.num_logits], logits
 
     def grow(

@@ -24,11 +24,11 @@ from engine.kv_cache.state_pool import StateSlots
 from engine.model.loader import load_config, tokenizer_file
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.draft_model.ahead_drafter import FAN_OUT, AheadDrafter
-from engine.proposer.draft_model.draft_model import DraftModel, PrefillJob
+from engine.proposer.draft_model.draft_model import DraftModel
 from engine.proposer.draft_model.draft_sequence import DraftSequence, DraftSequences
 from engine.proposer.growth.block import Blocks, RowLogits
 from engine.proposer.growth.chain import Chain
-from engine.proposer.growth.tree import Tree, shape_of
+from engine.proposer.growth.tree import Tree, parents_of
 from engine.proposer.vocab_mapping.translation import SameVocabulary, Translation
 from engine.recurrent.limits import check_draft
 from engine.sampling.grammar_compiler import GrammarCompiler
@@ -183,10 +183,10 @@ class ModelProposer:
         # Reserve slots, and prefill.
         self.sequences.begin_round()
         plans = {plan.request_id: plan for query in queries if (plan := self._begin(query))}
-        jobs, logits = self._model.prefill([PrefillJob(plan.sequence, self._masks(plan)) for plan in plans.values()])
-        ready = [plans[job.sequence.target_sequence.request_id] for job in jobs]
+        jobs, logits = self._model.prefill([(plan.sequence, self._masks(plan)) for plan in plans.values()])
+        ready = [plans[sequence.target_sequence.request_id] for sequence, _ in jobs]
         if self._model.mask_id is not None:
-            ready = [replace(plan, num_drafts=len(job.draft_ids) + 1) for plan, job in zip(ready, jobs, strict=True)]
+            ready = [replace(plan, num_drafts=len(masks) + 1) for plan, (_, masks) in zip(ready, jobs, strict=True)]
             drafts = self._draft_blocks(ready, logits)
             return [drafts.get(query.sequence.request_id, NO_DRAFT) for query in queries]
         # Grow the chains, then the trees.
@@ -259,9 +259,9 @@ class ModelProposer:
 
     def _tree(self, plan: _DraftPlan) -> Tree:
         assert self._tree_config is not None, "only a configured tree can be grown"
-        sequence = plan.sequence
-        shape = shape_of(self._tree_config, sequence.target_sequence, plan.num_nodes, plan.num_drafts)
-        return Tree(sequence.target_sequence, sequence.blocks, shape, plan.num_nodes, plan.num_drafts, sequence.matcher)
+        copy, sequence = plan.sequence, plan.sequence.target_sequence
+        parents = parents_of(self._tree_config, sequence, plan.num_nodes, plan.num_drafts)
+        return Tree(sequence, copy.blocks, parents, plan.num_nodes, plan.num_drafts, copy.matcher)
 
 
 def _rows_of(logits: Tensor) -> RowLogits:

@@ -31,44 +31,6 @@ from engine.sequence.sequence import RequestTokens, TokenBlocks
 from engine.verifier.verify_task import IMPOSSIBLE_ID
 
 
-class DynamicShape:
-    """The nodes with the most probable paths (EAGLE-2, arXiv:2406.16858; OPT-Tree, arXiv:2406.17276).
-
-    Merit is the log of the path's probability. A node that is not among the best now never will be, so it needs no
-    children: the result is the best tree of its size, and it ends where depth no longer pays.
-    """
-
-    def __init__(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    def num_wanted(self, node: TreeNode | None) -> int:
-        """Return the number of children to choose for a node; None is the root."""
-        return self._num_nodes
-
-    def merit_of(self, parent: TreeNode | None, rank: int, child: Child) -> float:
-        """Return the merit of a parent's child of rank `rank`."""
-        return child.log_confidence + (parent.merit if parent is not None else 0.0)
-
-
-class StaticShape:
-    """The nodes of `parents`, as in `Draft`. Merit is minus the index, so the nodes keep their order."""
-
-    def __init__(self, parents: Seq[int]) -> None:
-        self._children: dict[int, list[int]] = {}
-        for node, parent in enumerate(parents):
-            self._children.setdefault(parent, []).append(node)
-
-    def num_wanted(self, node: TreeNode | None) -> int:
-        return len(self._children.get(_index(node), ()))
-
-    def merit_of(self, parent: TreeNode | None, rank: int, child: Child) -> float:
-        return -float(self._children[_index(parent)][rank])
-
-
-def _index(node: TreeNode | None) -> int:
-    return -1 if node is None else -int(node.merit)
-
-
 @cache
 def best_parents(num_nodes: int, max_depth: int, acceptance: tuple[float, ...] = RANK_ACCEPTANCE) -> tuple[int, ...]:
     """Return the static tree with the most accepted tokens on average (Sequoia, arXiv:2402.12374).
@@ -100,13 +62,16 @@ def trimmed(parents: Seq[int], num_nodes: int, max_depth: int) -> tuple[int, ...
     return tuple(indices[parents[node]] for node in indices if node >= 0)
 
 
-def shape_of(config: TreeConfig, sequence: RequestTokens, num_nodes: int, max_depth: int) -> Shape:
-    """Return the shape of a pass's tree. Only drafts that are verified by matching may choose it by their tokens."""
+def parents_of(config: TreeConfig, sequence: RequestTokens, num_nodes: int, max_depth: int) -> tuple[int, ...] | None:
+    """Return the fixed parents of a pass's tree, as in `Draft`; None if it takes the likeliest nodes.
+
+    Only drafts that are verified by matching may choose a shape by their tokens.
+    """
     if config.kind is TreeKind.DYNAMIC and sequence.is_matched:
-        return DynamicShape(num_nodes)
+        return None
     if config.parents:
-        return StaticShape(trimmed(config.parents, num_nodes, max_depth))
-    return StaticShape(best_parents(num_nodes, max_depth))
+        return trimmed(config.parents, num_nodes, max_depth)
+    return best_parents(num_nodes, max_depth)
 
 
 ROOT = -1
@@ -131,14 +96,16 @@ class TreeNode:
     merit: float
 
 
-Shape = DynamicShape | StaticShape  # decides which nodes a tree has
-
-
 class Tree:
     """The growing draft tree of one sequence, with up to `max_nodes` nodes and a depth of at most `max_depth`.
 
     `sequence` and the nodes' tokens are the target's; `blocks` has the sequence in the draft model's tokens, with its
     KV. `matcher` has accepted the committed tokens.
+
+    With `parents` it has these nodes, in this order: merit is minus the index. Otherwise it has the nodes with the most
+    probable paths (EAGLE-2, arXiv:2406.16858; OPT-Tree, arXiv:2406.17276): merit is the log of the path's probability.
+    A node that is not among the best now never will be, so it needs no children, and the tree ends where depth no
+    longer pays.
 
     `level` has the nodes whose children are chosen next. The KV of the nodes follows the committed tokens in the order
     of computation, at any depth.
@@ -148,7 +115,7 @@ class Tree:
         self,
         sequence: RequestTokens,
         blocks: TokenBlocks,
-        shape: Shape,
+        parents: Seq[int] | None,
         max_nodes: int,
         max_depth: int,
         matcher: GrammarMatcher | None,
@@ -157,7 +124,9 @@ class Tree:
         self.sequence = sequence
         self.blocks = blocks
         self._matcher = matcher
-        self._shape = shape
+        self._children: dict[int, list[int]] | None = None if parents is None else {}
+        for node, parent in enumerate(parents or ()):
+            self._children.setdefault(parent, []).append(node)
         self._max_nodes = max_nodes
         self.max_depth = max_depth
         self.is_block = False  # all its levels come from one pass
@@ -188,7 +157,7 @@ class Tree:
     @property
     def num_wanted(self) -> list[int]:
         """The number of children to choose for each node of the level."""
-        return [self._shape.num_wanted(self._node(node)) for node in self.level]
+        return [self._wanted(node) for node in self.level]
 
     def add(self, children: Seq[Seq[Child] | None]) -> None:
         """Add children to the nodes of the level, best or first drawn first, and set the next level.
@@ -200,12 +169,11 @@ class Tree:
             if siblings is None:
                 self._overflowed.append(parent)
                 continue
-            above = self._node(parent)
-            depth = above.depth + 1 if above is not None else 1
+            depth = 1 if parent == ROOT else self._nodes[parent].depth + 1
             for rank, child in enumerate(siblings):
-                self._nodes.append(TreeNode(child, parent, depth, self._shape.merit_of(above, rank, child)))
+                self._nodes.append(TreeNode(child, parent, depth, self._merit(parent, rank, child)))
         chosen = self._chosen()
-        self.level = [node for node in chosen if node >= first and self._is_worth_growing(self._nodes[node])]
+        self.level = [node for node in chosen if node >= first and self._is_worth_growing(node)]
         self._computed += self.level
 
     def stop(self) -> None:
@@ -246,11 +214,21 @@ class Tree:
         by_merit = sorted(range(len(self._nodes)), key=lambda node: -self._nodes[node].merit)
         return by_merit[: self._max_nodes]
 
-    def _is_worth_growing(self, node: TreeNode) -> bool:
-        return node.depth < self.max_depth and self._shape.num_wanted(node) > 0
+    def _is_worth_growing(self, node: int) -> bool:
+        return self._nodes[node].depth < self.max_depth and self._wanted(node) > 0
 
-    def _node(self, node: int) -> TreeNode | None:
-        return None if node == ROOT else self._nodes[node]
+    def _wanted(self, node: int) -> int:
+        """Return the number of children to choose for a node."""
+        return self._max_nodes if self._children is None else len(self._children.get(self._place(node), ()))
+
+    def _merit(self, parent: int, rank: int, child: Child) -> float:
+        if self._children is not None:
+            return -float(self._children[self._place(parent)][rank])
+        return child.log_confidence + (0.0 if parent == ROOT else self._nodes[parent].merit)
+
+    def _place(self, node: int) -> int:
+        """Return a node's index among the fixed parents."""
+        return ROOT if node == ROOT else -int(self._nodes[node].merit)
 
     def _row(self, node: int) -> LogitsRow:
         path: list[int] = []

@@ -21,7 +21,7 @@ from engine.model.draft_heads.self_draft import SelfDraft
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer import GuardedProposer, Proposer
 from engine.proposer.growth.chain import Chain, ChainSampler, next_steps
-from engine.proposer.growth.tree import Tree, shape_of
+from engine.proposer.growth.tree import Tree, parents_of
 from engine.proposer.growth.tree_sampler import TreeSampler
 from engine.proposer.hidden_state.recurrent import MtpProposer, RecurrentProposer
 from engine.proposer.hidden_state.state_proposer import BlockProposer, StateProposer
@@ -91,8 +91,8 @@ class SelfProposer:
     def _tree(self, query: DraftQuery) -> Tree:
         assert self._tree_config is not None, "only a configured tree can be grown"
         sequence, depth = query.sequence, query.max_draft_tokens
-        shape = shape_of(self._tree_config, sequence, query.max_tree_nodes, depth)
-        return Tree(sequence, sequence, shape, query.max_tree_nodes, depth, sequence.matcher)
+        parents = parents_of(self._tree_config, sequence, query.max_tree_nodes, depth)
+        return Tree(sequence, sequence, parents, query.max_tree_nodes, depth, sequence.matcher)
 
 
 def _chain(query: DraftQuery) -> Chain:
@@ -122,7 +122,7 @@ class HeadWatch(Protocol):
 
 
 class LiveHead:
-    """Implements `HeadProposer` by the runner's head, which may be exchanged between two steps.
+    """A `Proposer` by the runner's head, which may be exchanged between two steps.
 
     Args:
         runner: it has a head.

@@ -16,7 +16,7 @@ from engine.model.draft_heads.head import BlockHead, DraftHead
 from engine.model.runner.model_runner import ModelRunner
 from engine.proposer.growth.block import Blocks
 from engine.proposer.growth.chain import Chain, ChainSampler
-from engine.proposer.growth.tree import Tree, shape_of
+from engine.proposer.growth.tree import Tree, parents_of
 from engine.proposer.growth.tree_sampler import TreeSampler
 from engine.sampling.sampler import Sampler
 from engine.sequence.batch import DraftQuery
@@ -24,7 +24,7 @@ from engine.sequence.sequence import RequestTokens
 
 
 class StateProposer(ABC):
-    """Implements `HeadProposer`. It drafts for every sequence that has decoded since it was opened.
+    """A `Proposer` by hidden states: it drafts for every sequence that has decoded since it was opened.
 
     Drafts have at most `max_depth` tokens; without a `tree` all drafts are chains.
 
@@ -59,7 +59,11 @@ class StateProposer(ABC):
 
     @torch.inference_mode()
     def learn(self, passed: Seq[PassedRows]) -> None:
-        """Let the head read the rows of all sequences: any block that a sequence adopts must have the head's KV."""
+        """Let the head read the accepted rows of the runner's last pass; called after verification, before the commit.
+
+        `passed` has all sequences, even those that are not open here: any block that a sequence adopts must have the
+        head's KV.
+        """
         features = self._runner.features
         assert features is not None, "the runner has a head, and its pass has rows"
         newest = [each for each in passed if each.is_newest]
@@ -124,8 +128,8 @@ class StateProposer(ABC):
     def _tree(self, query: DraftQuery) -> Tree:
         assert self._tree_config is not None, "only a configured tree can be grown"
         depth = self._depth(query)
-        shape = shape_of(self._tree_config, query.sequence, query.max_tree_nodes, depth)
-        return Tree(query.sequence, query.sequence, shape, query.max_tree_nodes, depth, query.sequence.matcher)
+        parents = parents_of(self._tree_config, query.sequence, query.max_tree_nodes, depth)
+        return Tree(query.sequence, query.sequence, parents, query.max_tree_nodes, depth, query.sequence.matcher)
 
     def _depth(self, query: DraftQuery) -> int:
         return query.max_draft_tokens if self._max_depth is None else min(query.max_draft_tokens, self._max_depth)

@@ -136,7 +136,7 @@ class SuffixProposer:
     def propose(self, queries: Seq[DraftQuery]) -> list[Draft]:
         """Return the matches as drafts."""
         matches = [self.match(query.sequence, query.max_draft_tokens) for query in queries]
-        return [NO_DRAFT if match is None else Draft(match.token_ids, source=self.source) for match in matches]
+        return [NO_DRAFT if match is None else Draft(match[0], source=self.source) for match in matches]
 
     def commit(self, sequences: Seq[RequestTokens]) -> None:
         """Learn from the last matches and index the new tokens."""
@@ -187,7 +187,7 @@ class SuffixProposer:
                 break
         indexed.matched, indexed.matched_at = matched, len(sequence.token_ids)
         drafted = matched[:num_worth]
-        return TextMatch(tuple(token.token_id for token in drafted), drafted[0].match_len) if drafted else None
+        return (tuple(token.token_id for token in drafted), drafted[0].match_len) if drafted else None
 
     def _learn(self, indexed: _IndexedSequence) -> None:
         """Learn from the last match, drafted or not, up to its first wrong token."""

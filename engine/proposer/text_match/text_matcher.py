@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -11,13 +10,8 @@ from engine.batch.draft import DraftSource
 from engine.sequence.sequence import RequestTokens
 from protos.predicted_text import PredictedText, Prediction
 
-
-@dataclass(frozen=True, slots=True)
-class TextMatch:
-    """A continuation, and the number of context tokens that match."""
-
-    token_ids: tuple[int, ...]
-    match_len: int
+# A continuation, and the number of context tokens that match.
+TextMatch = tuple[tuple[int, ...], int]
 
 
 class TextMatcher(Protocol):
@@ -107,4 +101,4 @@ class PredictionMatcher:
         token_ids = following.text.next(max_tokens) if following is not None else ()
         if following is None or not token_ids:
             return None
-        return TextMatch(token_ids, following.num_agreed)
+        return token_ids, following.num_agreed

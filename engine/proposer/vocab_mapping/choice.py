@@ -18,11 +18,32 @@ _MAX_PADDING_SHARE = 0.01  # of the vocabulary: most padding between two sizes o
 
 @dataclass(frozen=True, slots=True)
 class ModelTokens:
-    """A model's vocabulary size, and its ids that begin and end a text."""
+    """A model's vocabulary size, its ids that begin and end a text, and its tokenizer.json if it has one."""
 
     vocab_size: int
     bos_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
+    file: Path | None = None
+
+    @classmethod
+    def at(cls, path: str) -> ModelTokens:
+        """Read the model's configuration, without its weights."""
+        config = load_config(path).get_text_config()
+        vocab_size = int(config.vocab_size)
+        ends = find_end_tokens(model_folder(path), vocab_size, config.eos_token_id)
+        return cls(vocab_size, _ids(config.bos_token_id), ends.token_ids, tokenizer_file(path))
+
+    def names(self) -> dict[int, str]:
+        """Return the names of the ids of the logits."""
+        return names_of(read_tokenizer(self.require_file()), self.vocab_size)
+
+    def vocabulary(self) -> ByteVocabulary:
+        """Return the tokens with their bytes. Raises ConfigError if they have none."""
+        return ByteVocabulary.from_file(self.require_file(), self.vocab_size)
+
+    def require_file(self) -> Path:
+        assert self.file is not None, "models without a tokenizer are not compared"
+        return self.file
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,32 +139,6 @@ class VocabularyChoice:
         return self.pair
 
 
-@dataclass(frozen=True, slots=True)
-class _TokenizedModel:
-    """A model's tokens, and its tokenizer.json if it has one."""
-
-    path: str
-    tokens: ModelTokens
-    file: Path | None
-
-    @classmethod
-    def at(cls, path: str) -> _TokenizedModel:
-        return cls(path, _model_tokens(path), tokenizer_file(path))
-
-    @property
-    def names(self) -> dict[int, str]:
-        """The names of the ids of the logits."""
-        return names_of(read_tokenizer(self.require_file()), self.tokens.vocab_size)
-
-    @property
-    def vocabulary(self) -> ByteVocabulary:
-        return ByteVocabulary.from_file(self.require_file(), self.tokens.vocab_size)
-
-    def require_file(self) -> Path:
-        assert self.file is not None, "models without a tokenizer are not compared"
-        return self.file
-
-
 def choose_vocabulary(target_path: str, draft_path: str, *, needs_ids: bool = False) -> VocabularyChoice:
     """Compare the tokenizers of two models, choose the mapping, and log the figures.
 
@@ -153,10 +148,10 @@ def choose_vocabulary(target_path: str, draft_path: str, *, needs_ids: bool = Fa
     Raises:
         ConfigError: the tokenizers cannot be compared.
     """
-    target, draft = _TokenizedModel.at(target_path), _TokenizedModel.at(draft_path)
+    target, draft = ModelTokens.at(target_path), ModelTokens.at(draft_path)
     if _is_one_vocabulary(target, draft):
-        return VocabularyChoice(DraftVocabulary.SAME, target.tokens)
-    pair = VocabularyPair(target.vocabulary, draft.vocabulary, target.tokens, draft.tokens)
+        return VocabularyChoice(DraftVocabulary.SAME, target)
+    pair = VocabularyPair(target.vocabulary(), draft.vocabulary(), target, draft)
     coverage = pair.coverage()
     has_ids = needs_ids or coverage >= _LEAST_COVERAGE
     chosen = DraftVocabulary.INTERSECTION if has_ids else DraftVocabulary.TEXT
@@ -165,31 +160,24 @@ def choose_vocabulary(target_path: str, draft_path: str, *, needs_ids: bool = Fa
         "intersection from %.2f on, or for trees and mode async",
         *(chosen, len(pair.target.names), len(pair.draft.names), len(pair.shared_ids()), coverage, _LEAST_COVERAGE),
     )
-    return VocabularyChoice(chosen, target.tokens, pair)
+    return VocabularyChoice(chosen, target, pair)
 
 
-def _is_one_vocabulary(target: _TokenizedModel, draft: _TokenizedModel) -> bool:
+def _is_one_vocabulary(target: ModelTokens, draft: ModelTokens) -> bool:
     """True if equal ids are equal tokens in both models, by their tokenizer files.
 
     With one tokenizer the vocabulary sizes may differ by any padding of the embeddings. Without a tokenizer file only
     the sizes are compared.
     """
     if target.file is None or draft.file is None:
-        if not are_sizes_of_one(draft.tokens.vocab_size, target.tokens.vocab_size):
+        if not are_sizes_of_one(draft.vocab_size, target.vocab_size):
             raise ConfigError(
-                f"the draft's vocabulary has {draft.tokens.vocab_size} tokens and the target's "
-                f"{target.tokens.vocab_size}; without a tokenizer.json of both they cannot be compared: use a "
+                f"the draft's vocabulary has {draft.vocab_size} tokens and the target's "
+                f"{target.vocab_size}; without a tokenizer.json of both they cannot be compared: use a "
                 "draft with the target's tokenizer"
             )
         return True
-    return target.file.read_bytes() == draft.file.read_bytes() or are_names_of_one(draft.names, target.names)
-
-
-def _model_tokens(path: str) -> ModelTokens:
-    """Load the tokens from the model's configuration, without its weights."""
-    config = load_config(path).get_text_config()
-    ends = find_end_tokens(model_folder(path), int(config.vocab_size), config.eos_token_id)
-    return ModelTokens(int(config.vocab_size), _ids(config.bos_token_id), ends.token_ids)
+    return target.file.read_bytes() == draft.file.read_bytes() or are_names_of_one(draft.names(), target.names())
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import torch
 from engine.batch.draft import Draft, depths
 from engine.config import TreeConfig, TreeKind
 from engine.proposer.growth import tree_sampler
-from engine.proposer.growth.tree import DynamicShape, Shape, StaticShape, Tree, best_parents, shape_of, trimmed
+from engine.proposer.growth.tree import Tree, best_parents, parents_of, trimmed
 from engine.proposer.growth.tree_sampler import TreeSampler
 from engine.sampling.sampler import Sampler
 from engine.sequence.sequence import Sequence
@@ -34,9 +34,11 @@ PARENTS = (-1, -1, 0, 0, 1)
 PEAKED, FLAT = pair_library(4)[:2]
 
 
-def grow(shape: Shape, num_nodes: int, model: TabularModel, sequences: Seq[Sequence], max_depth: int) -> list[Draft]:
+def grow(
+    parents: Seq[int] | None, num_nodes: int, model: TabularModel, sequences: Seq[Sequence], max_depth: int
+) -> list[Draft]:
     """Grows trees with a tabular draft model."""
-    trees = [Tree(sequence, sequence, shape, num_nodes, max_depth, sequence.matcher) for sequence in sequences]
+    trees = [Tree(sequence, sequence, parents, num_nodes, max_depth, sequence.matcher) for sequence in sequences]
     sampler, growing = TreeSampler(Sampler()), trees
     while growing:
         rows = [row for tree in growing for row in tree.rows]
@@ -45,8 +47,8 @@ def grow(shape: Shape, num_nodes: int, model: TabularModel, sequences: Seq[Seque
     return [tree.draft() for tree in trees]
 
 
-draw = partial(grow, StaticShape(PARENTS), len(PARENTS))
-branch = partial(grow, DynamicShape(6), 6)
+draw = partial(grow, PARENTS, len(PARENTS))
+branch = partial(grow, None, 6)
 
 
 def test_samples_of_drawn_trees_follow_the_target() -> None:
@@ -56,7 +58,7 @@ def test_samples_of_drawn_trees_follow_the_target() -> None:
 
 def check_siblings() -> None:
     """The first token alone, with three siblings: few cells, and siblings decide most of the mass."""
-    drafting = partial(grow, StaticShape((-1, -1, -1)), 3)
+    drafting = partial(grow, (-1, -1, -1), 3)
     for pair in (FLAT, PEAKED):
         check_samples(Experiment(pair, num_drafts=1, num_tokens=1, num_sequences=1_500), drafting)
 
@@ -132,7 +134,7 @@ def test_nodes_come_after_their_parents_and_no_deeper_than_allowed() -> None:
 
 def test_width_raises_the_tokens_of_a_pass() -> None:
     accepted = []
-    for drafting in (partial(grow, StaticShape((-1, 0)), 2), draw):
+    for drafting in (partial(grow, (-1, 0), 2), draw):
         sequences = [new_sequence(SamplingParams(seed=seed), VerifyMode.REJECTION) for seed in range(300)]
         one_pass(PEAKED.target, sequences, drafting(PEAKED.draft, sequences, 2))
         accepted.append(sum(sequence.num_accepted for sequence in sequences))
@@ -170,15 +172,15 @@ def test_a_shape_is_trimmed_to_what_a_pass_has_room_for() -> None:
 def test_only_drafts_that_are_matched_choose_their_shape_by_their_tokens() -> None:
     config = TreeConfig(TreeKind.DYNAMIC, 6)
     sampled = SamplingParams()
-    assert isinstance(shape_of(config, new_sequence(sampled), 6, 3), DynamicShape)
-    assert isinstance(shape_of(config, new_sequence(sampled, VerifyMode.REJECTION), 6, 3), StaticShape)
+    assert parents_of(config, new_sequence(sampled), 6, 3) is None
+    assert parents_of(config, new_sequence(sampled, VerifyMode.REJECTION), 6, 3) == best_parents(6, 3)
     greedy = replace(sampled, temperature=0.0)
-    assert isinstance(shape_of(config, new_sequence(greedy, VerifyMode.REJECTION), 6, 3), DynamicShape)
+    assert parents_of(config, new_sequence(greedy, VerifyMode.REJECTION), 6, 3) is None
 
 
 def test_levels_lie_one_behind_the_other_and_name_their_parents() -> None:
     sequence = new_sequence(SamplingParams(temperature=0.0))
-    tree = Tree(sequence, sequence, StaticShape(PARENTS), len(PARENTS), 2, sequence.matcher)
+    tree = Tree(sequence, sequence, PARENTS, len(PARENTS), 2, sequence.matcher)
     TreeSampler(Sampler()).branch([tree], torch.tensor([[0.0, 3.0, 2.0, 1.0]]))
     span = tree.span()
     assert (list(span.token_ids), span.start, span.num_logits, list(span.parents)) == ([1, 2], 2, 2, [-1, -1])
