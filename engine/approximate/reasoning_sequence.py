@@ -18,14 +18,6 @@ from protos.errors import ConfigError
 from protos.messages import MAX_STEP_SCORE, SpeculationMethod, SpeculationParams, StepStats
 
 
-@dataclass(frozen=True, slots=True)
-class StepEnd:
-    """The number of tokens in a complete step; `is_ending` if the reasoning ends right after it."""
-
-    num_tokens: int
-    is_ending: bool = False
-
-
 class StepText:
     """Searches decoded tokens, special tokens included."""
 
@@ -43,20 +35,24 @@ class StepText:
         begin, end = (text.rfind(marker) for marker in self._think)
         return was_thinking if begin == end else begin > end  # equal if both are absent
 
-    def find_end(self, token_ids: Seq[int], num_searched: int, stop_token_ids: Collection[int] = ()) -> StepEnd | None:
-        """Return the end of the step that `token_ids` begin with; None if the step is incomplete.
+    def find_end(
+        self, token_ids: Seq[int], num_searched: int, stop_token_ids: Collection[int] = ()
+    ) -> tuple[int, bool] | None:
+        """Count the tokens of the step that `token_ids` begin with; None if the step is incomplete.
+
+        The flag is True if the reasoning ends right after it.
 
         The first `num_searched` tokens have no end. Tokens that end the reasoning or the output do not belong to a
         step: the target decides about them.
         """
         for number in range(num_searched + 1, len(token_ids) + 1):
             if token_ids[number - 1] in stop_token_ids:
-                return StepEnd(number - 1, is_ending=True)
+                return number - 1, True
             text = self._text(token_ids[:number])
             if self._think is not None and self._think[1] in text:
-                return StepEnd(self._num_before(token_ids, text.index(self._think[1])), is_ending=True)
+                return self._num_before(token_ids, text.index(self._think[1])), True
             if self._step_end in text.lstrip():
-                return StepEnd(number)
+                return number, False
         return None
 
     def _num_before(self, token_ids: Seq[int], num_characters: int) -> int:

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from engine.accounting.engine_stats import ReasoningStats
-from engine.approximate.reasoning_sequence import Phase, ReasoningSequence, StepEnd, StepScorer, StepText, make_scorer
+from engine.approximate.reasoning_sequence import Phase, ReasoningSequence, StepScorer, StepText, make_scorer
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import StepConfig
 from engine.proposer import Proposer
@@ -202,11 +202,11 @@ class StepSpeculation:
         end = self._text.find_end(step_ids, num_searched, reasoning.sequence.stop_token_ids)
         if end is None and len(step_ids) < self._num_possible(reasoning):
             return
-        end = end or StepEnd(len(step_ids))
-        if end.num_tokens == 0:
+        num_tokens, is_ending = end or (len(step_ids), False)
+        if num_tokens == 0:
             self._leave_to_target(reasoning)
             return
-        reasoning.submit(end.num_tokens, len(self._scorer.suffix_ids), is_ending=end.is_ending)
+        reasoning.submit(num_tokens, len(self._scorer.suffix_ids), is_ending=is_ending)
 
     def _is_submitted(self, query: DraftQuery) -> bool:
         """True if this query has a submitted step and room for it; the step is then marked as proposed."""

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Protocol, TypeVar
 
-from engine.accounting.record import PassedRows
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.sequence.batch import DraftQuery
 from engine.sequence.sequence import RequestTokens

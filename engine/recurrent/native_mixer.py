@@ -90,7 +90,7 @@ class NativeMixer(KernelMixer):
 
 
 def _rows_of(inputs: MixerInputs, out: Tensor, states: PooledLayer) -> _Rows:
-    before, ends, after = states.slots.tensors
+    before, ends, after = states.slots
     return _Rows(
         *(each.data_ptr() for each in inputs),
         *(each.stride(-2) for each in inputs),

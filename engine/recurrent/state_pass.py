@@ -25,16 +25,14 @@ from engine.native.library import kernels_for
 from engine.sequence.sequence import ZEROS
 
 
-class ScanSlots:
-    """The spans of a pass for the kernel: the slot before each, its last row, and the slot after each row or -1."""
-
-    def __init__(self, states: Seq[SpanStates], starts: Seq[int], ends: Seq[int]) -> None:
-        after = [-1] * ends[-1]
-        for each, start in zip(states, starts, strict=True):
-            for rows, slot in each.after.items():
-                after[start + rows - 1] = slot
-        columns = ([each.before for each in states], ends, after)
-        self.tensors = [torch.tensor(column, dtype=torch.int64) for column in columns]
+def scan_slots_of(states: Seq[SpanStates], starts: Seq[int], ends: Seq[int]) -> list[Tensor]:
+    """Return for a pass's kernel: the slot before each span, its last row, and the slot after each row or -1."""
+    after = [-1] * ends[-1]
+    for each, start in zip(states, starts, strict=True):
+        for rows, slot in each.after.items():
+            after[start + rows - 1] = slot
+    columns = ([each.before for each in states], ends, after)
+    return [torch.tensor(column, dtype=torch.int64) for column in columns]
 
 
 class RowSlots(NamedTuple):
@@ -56,13 +54,13 @@ def slot_arrays(states: Seq[SpanStates], starts: Seq[int], ends: Seq[int]) -> tu
     return np.array([starts, ends], np.int64).T, rows
 
 
-def scan(*rows: Tensor, matrices: Tensor, slots: ScanSlots, is_delta: bool) -> Tensor | None:
+def scan(*rows: Tensor, matrices: Tensor, slots: Seq[Tensor], is_delta: bool) -> Tensor | None:
     """Return the outputs of a layer and keep the states of its slots; None without a kernel for it.
 
     Args:
         rows: x, steps, decay, b and c of `scan_mamba2`; value, beta, decay, key and query of `scan_delta`.
         matrices: the layer's states.
-        slots: the pass's spans.
+        slots: see `scan_slots_of`.
         is_delta: the rows belong to the delta rule.
     """
     library = kernels_for(torch.float32) if matrices.device.type == "cpu" else None
@@ -71,8 +69,8 @@ def scan(*rows: Tensor, matrices: Tensor, slots: ScanSlots, is_delta: bool) -> T
     rows = tuple(each.contiguous() for each in rows)
     out = torch.empty_like(rows[0])
     (_, heads, width), (_, groups, depth) = rows[0].shape, rows[3].shape
-    pointers = (each.data_ptr() for each in (*rows, out, matrices, *slots.tensors))
-    sizes = (len(slots.tensors[0]), heads, groups, width, depth)
+    pointers = (each.data_ptr() for each in (*rows, out, matrices, *slots))
+    sizes = (len(slots[0]), heads, groups, width, depth)
     return out if _kernel(library)(*pointers, *sizes, int(is_delta)) else None
 
 
@@ -100,9 +98,9 @@ class PooledStates:
         return [_states_of(span) for span in self._spans]
 
     @cached_property
-    def scan_slots(self) -> ScanSlots:
+    def scan_slots(self) -> list[Tensor]:
         """The spans, for the kernel."""
-        return ScanSlots(self.states, self.starts, self.ends)
+        return scan_slots_of(self.states, self.starts, self.ends)
 
     @cached_property
     def row_slots(self) -> RowSlots:
@@ -182,7 +180,7 @@ class PooledLayer:
         self.matrices = states.pool.matrices[layer]
 
     @property
-    def slots(self) -> ScanSlots:
+    def slots(self) -> list[Tensor]:
         """The slots of the pass's spans."""
         return self._states.scan_slots
 

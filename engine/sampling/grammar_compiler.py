@@ -9,7 +9,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 from llguidance import LLTokenizer
 
@@ -108,13 +107,8 @@ MAX_RULES = 1000  # compile time grows with the square: 0.1 s for so many rules 
 _RULE = re.compile(r'"\$ref"|^[^\S\n]*[?!]?\w', re.MULTILINE)  # a reference in a schema, or a line that defines a rule
 
 
-class _Key(NamedTuple):
-    """A grammar of one tenant and salt. Sharing the cache would let others time whether a grammar was used here."""
-
-    tenant: str
-    salt: str
-    kind: GrammarKind
-    source: str
+# Tenant, salt, kind and source. Tenants share no grammar: timing would reveal whether another has used it.
+_Key = tuple[str, str, GrammarKind, str]
 
 
 class GrammarCompiler:
@@ -202,7 +196,7 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar, request: GenerateRequest) -> Future[CompiledGrammar | str]:
         """Return a future of the compiled grammar, or of its error."""
-        key = _Key(request.tenant, request.cache_salt, grammar.kind, grammar.source)
+        key = request.tenant, request.cache_salt, grammar.kind, grammar.source
         with self._lock:
             if key not in self._compiled or _is_spoilt(self._compiled[key]):
                 self._check_pending(request.tenant)
@@ -215,9 +209,9 @@ class GrammarCompiler:
 
     def _forget_one(self) -> None:
         """Evict the least recently used grammar of the tenant with the most cached ones."""
-        owners = Counter(key.tenant for key in self._compiled)
+        owners = Counter(tenant for tenant, *_ in self._compiled)
         most = max(owners.values())
-        del self._compiled[next(key for key in self._compiled if owners[key.tenant] == most)]
+        del self._compiled[next(key for key in self._compiled if owners[key[0]] == most)]
 
     def _check_pending(self, tenant: str) -> None:
         self._pending = [each for each in self._pending if not each[0].done()]

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from functools import cache, lru_cache
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +17,6 @@ from engine.sampling.logits_row import LogitsRow
 from protos.messages import SamplingParams
 
 _NUM_KEPT = 512  # cached requests, each with the target's and the draft's vocabulary; evicted ones are rebuilt
-
-
-class Bias(NamedTuple):
-    """The entries of a `logit_bias` within the vocabulary, in order. Both tensors are `[E]`."""
-
-    token_ids: Tensor  # int64
-    values: Tensor
 
 
 class _TrieNode:
@@ -82,8 +74,11 @@ class _Identity:
         return id(self.subject)
 
 
-def bias_of(sampling: SamplingParams, like: Tensor) -> Bias:
-    """Return the bias of a request for scores `[R, V]` such as `like`. Created on the first call."""
+def bias_of(sampling: SamplingParams, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the ids and values of a request's `logit_bias` within scores `[R, V]` such as `like`, [E] each.
+
+    Created on the first call.
+    """
     return _bias(_Identity(sampling), like.shape[1], like.dtype, like.device)
 
 
@@ -93,10 +88,10 @@ def bad_words_of(sampling: SamplingParams, like: Tensor) -> BadWords:
 
 
 @lru_cache(_NUM_KEPT)
-def _bias(key: _Identity, num_tokens: int, dtype: torch.dtype, device: torch.device) -> Bias:
+def _bias(key: _Identity, num_tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     known = [(token_id, bias) for token_id, bias in key.subject.logit_bias if token_id < num_tokens]
     token_ids = upload([token_id for token_id, _ in known], torch.int64, device)
-    return Bias(token_ids, upload([bias for _, bias in known], dtype, device))
+    return token_ids, upload([bias for _, bias in known], dtype, device)
 
 
 @lru_cache(_NUM_KEPT)
@@ -111,9 +106,8 @@ def has_bias(sampling: SamplingParams) -> bool:
 
 def add_bias(scores: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     """Add `logit_bias`. A repeated id counts each time; an id outside the vocabulary is ignored."""
-    biases = [bias_of(row.sampling, scores) for row in rows]
-    places = _places([bias.token_ids for bias in biases], scores)
-    return scores.index_put(places, torch.cat([bias.values for bias in biases]), accumulate=True)
+    token_ids, values = zip(*(bias_of(row.sampling, scores) for row in rows), strict=True)
+    return scores.index_put(_places(token_ids, scores), torch.cat(values), accumulate=True)
 
 
 def may_have_mask(sampling: SamplingParams) -> bool:

@@ -102,14 +102,6 @@ def _transforms(counts: TokenCounts) -> tuple[Transform, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class SparseSample:
-    """Drawn drafts and their distributions, one of each per row."""
-
-    token_ids: tuple[int, ...]
-    distributions: tuple[SparseDistribution, ...]
-
-
 class Sampler:
     """Turns logits into tokens. One thread owns it."""
 
@@ -187,8 +179,10 @@ class Sampler:
             probs[index] = _one_hot_at_argmax(scores[index])
         return probs
 
-    def sample_sparse(self, scores: Tensor, rows: Seq[LogitsRow], k: int) -> SparseSample:
-        """Draw a draft from each row's k likeliest tokens, for verification by rejection or in blocks.
+    def sample_sparse(
+        self, scores: Tensor, rows: Seq[LogitsRow], k: int
+    ) -> tuple[tuple[int, ...], tuple[SparseDistribution, ...]]:
+        """Draw a draft from each row's k likeliest tokens, with its distribution, for rejection or block verification.
 
         The distribution is first cut to k tokens and rounded to integer weights, and the draw uses those integers. So
         the returned distribution is exactly the proposal. The noise is independent of the noise that verifies the
@@ -199,7 +193,7 @@ class Sampler:
         keys = pass_keys(rows, Purpose.DRAFT, scores.device)
         bits = random_bits(keys, WEIGHT_BITS, draft_lanes(rows, scores.device))
         drawn = token_ids.gather(1, choose(weights, bits)[:, None])[:, 0]
-        return SparseSample(tuple(drawn.tolist()), tuple(sparse_distributions(token_ids, weights)))
+        return tuple(drawn.tolist()), tuple(sparse_distributions(token_ids, weights))
 
     def _processed(self, transforms: Seq[Transform], logits: Tensor, rows: RowBatch) -> Tensor:
         """Compute the fused steps, then `transforms`, on a GPU."""

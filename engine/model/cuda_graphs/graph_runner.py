@@ -266,16 +266,15 @@ class CudaGraphRunner:
         if not is_triton(plan_attention):
             return PlannedAttention(self._cache, plan_attention)
         # Not at the top: processes without a GPU may have no Triton, and need none.
-        from engine.model.cuda_graphs.static_attention import ContextLimits, TiledAttention
+        from engine.model.cuda_graphs.static_attention import TiledAttention
 
-        limits = ContextLimits(self._max_model_len, self._pool_tokens)
         return TiledAttention(
             bucket,
             self._cache,
             self._block_tables,
             self._max_batch,
             has_trees=self._has_trees and bucket.rows_per_span > 1,
-            batch_invariant=limits if self._is_batch_invariant else None,
+            batch_invariant=(self._max_model_len, self._pool_tokens) if self._is_batch_invariant else None,
         )
 
 

@@ -66,13 +66,6 @@ class _WorkList:
         self._num_rows = len(rows)
 
 
-class ContextLimits(NamedTuple):
-    """Bounds of the contexts of one pass, in tokens."""
-
-    longest: int  # of one sequence
-    in_all: int  # of all sequences that share no prefix: the pool
-
-
 class _StaticLaunch(NamedTuple):
     """A launch of a fixed size, and its lists of work."""
 
@@ -103,11 +96,12 @@ class TiledAttention(StaticAttention):
         max_batch: int,
         *,
         has_trees: bool,
-        batch_invariant: ContextLimits | None = None,
+        batch_invariant: tuple[int, int] | None = None,
     ) -> None:
         """`block_tables` [blocks] int32 has room for all spans of any padded pass; buckets share it.
 
-        `batch_invariant`: the contexts of batch-invariant passes; None if they are not invariant.
+        `batch_invariant`: the longest context of a batch-invariant pass, and the tokens of all its contexts that share
+        no prefix (the pool); None if passes are not invariant.
         """
         self._is_batch_invariant = batch_invariant is not None
         self._limits = batch_invariant

@@ -184,7 +184,7 @@ class _States(ctypes.Structure):
         """Return the states of a pass, valid as long as these; nothing reads them without mixers."""
         if states is None:
             return cls()
-        pointers, slots = ctypes.c_void_p * len(states.pool.rows), states.scan_slots.tensors
+        pointers, slots = ctypes.c_void_p * len(states.pool.rows), states.scan_slots
         rows, matrices = (pointers(*addresses) for addresses in states.pool.addresses)
         return cls(rows, matrices, *(each.data_ptr() for each in slots), len(slots[0]))
 

@@ -224,8 +224,8 @@ class ChainSampler:
             token_ids[coupled] = self._sampler.sample(scores[coupled], [rows[index] for index in coupled])
         drawn = [index for index, chain in enumerate(chains) if not chain.is_coupled]
         # At T=1, 8, 32 and 128 tokens accept 63, 68 and 71% of drafts in a synthetic study.
-        sample = self._sampler.sample_sparse(scores[drawn], [rows[index] for index in drawn], k=32)
-        token_ids[drawn] = torch.tensor(sample.token_ids, device=scores.device)
-        for index, distribution in zip(drawn, sample.distributions, strict=True):
+        drawn_ids, distributions = self._sampler.sample_sparse(scores[drawn], [rows[index] for index in drawn], k=32)
+        token_ids[drawn] = torch.tensor(drawn_ids, device=scores.device)
+        for index, distribution in zip(drawn, distributions, strict=True):
             chains[index].distributions.append(distribution)
         return token_ids

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from engine.approximate.reasoning_sequence import StepEnd, StepText
+from engine.approximate.reasoning_sequence import StepText
 from engine.batch.draft import NO_DRAFT, Draft
 from engine.config import (
     CacheConfig,
@@ -286,11 +286,11 @@ def test_a_step_ends_behind_its_mark_and_before_the_end_of_reasoning(
     if step is None:
         assert end is None
     else:
-        assert end == StepEnd(len(ids(tokenizer, step)), is_ending)
+        assert end == (len(ids(tokenizer, step)), is_ending)
 
 
 def test_a_step_ends_before_a_stop_token(tokenizer: Tokenizer):
-    assert StepText(tokenizer, THINKING).find_end([40, 41, 0, 42], 0, {0}) == StepEnd(2, is_ending=True)
+    assert StepText(tokenizer, THINKING).find_end([40, 41, 0, 42], 0, {0}) == (2, True)
 
 
 def test_the_last_marker_says_whether_the_text_is_reasoning(tokenizer: Tokenizer):

@@ -289,11 +289,11 @@ def test_impossible_tokens_never_become_nan(logits: list[float]) -> None:
         scores = sampler.apply_processors(torch.tensor([logits]), [row])
         assert not bool(scores.isnan().any())
         assert not bool(sampler.probs(scores, [row]).isnan().any())
-        sample = sampler.sample_sparse(scores, [row], 3)
-        assert is_consistent(sample.distributions[0], sample.token_ids[0])
+        (token_id,), (distribution,) = sampler.sample_sparse(scores, [row], 3)
+        assert is_consistent(distribution, token_id)
         if max(logits) > -math.inf:
             assert logits[int(sampler.sample(scores, [row]))] > -math.inf
-            assert logits[sample.token_ids[0]] > -math.inf
+            assert logits[token_id] > -math.inf
 
 
 # ---- drawing ------------------------------------------------------------------------------------------------------
@@ -354,21 +354,21 @@ def test_a_sparse_sample_is_cut_to_k_and_consistent() -> None:
     logits = torch.randn(50, 300)
     rows = [row_after(SamplingParams(seed=seed), 0, 1) for seed in range(50)]
     sample = Sampler().sample_sparse(logits, rows, 8)
-    for token_id, distribution, row in zip(sample.token_ids, sample.distributions, logits, strict=True):
+    for token_id, distribution, row in zip(*sample, logits, strict=True):
         assert is_consistent(distribution, token_id)
         assert set(distribution.token_ids) == set(row.topk(8).indices.tolist())
 
 
 def test_a_greedy_sparse_sample_is_certain_of_the_argmax() -> None:
-    sample = Sampler().sample_sparse(torch.tensor([[0.0, 2.0, 2.0]]), [row_after(GREEDY, 0, 1)], 2)
-    assert sample.token_ids == (1,)
-    assert (sample.distributions[0].token_ids, sample.distributions[0].weights) == ((1,), (WEIGHT_SUM,))
+    token_ids, (distribution,) = Sampler().sample_sparse(torch.tensor([[0.0, 2.0, 2.0]]), [row_after(GREEDY, 0, 1)], 2)
+    assert token_ids == (1,)
+    assert (distribution.token_ids, distribution.weights) == ((1,), (WEIGHT_SUM,))
 
 
 def test_a_cut_distribution_lists_only_what_is_possible_and_k_may_exceed_the_vocabulary() -> None:
     row = row_after(SamplingParams(top_k=2), 0, 1)
     scores = process(torch.tensor([[0.0, 2.0, 1.0]]), row)
-    (distribution,) = Sampler().sample_sparse(scores, [row], 64).distributions
+    _, (distribution,) = Sampler().sample_sparse(scores, [row], 64)
     assert distribution.token_ids == (1, 2)
 
 

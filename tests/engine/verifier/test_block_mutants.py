@@ -199,7 +199,7 @@ def drafting_in_the_running_pass() -> Drafting:
             sample = sampler_.sample_sparse(sampler_.apply_processors(logits, rows), rows, model.num_tokens)
             drafts = [
                 Draft((*drafted.token_ids, token_id), (*drafted.distributions, distribution))
-                for drafted, token_id, distribution in zip(drafts, sample.token_ids, sample.distributions, strict=True)
+                for drafted, token_id, distribution in zip(drafts, *sample, strict=True)
             ]
         starts.update((sequence.request_id, len(sequence.token_ids)) for sequence in sequences)
         return drafts

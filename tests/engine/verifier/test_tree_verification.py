@@ -91,7 +91,8 @@ def _distribution_after(pair: TabularPair, sampling: SamplingParams, tree: Draft
     sampler = Sampler()
     row = row_of(new_sequence(sampling), tree.path(parent))
     scores = sampler.apply_processors(pair.draft.logits([[*row.token_ids, *row.draft_ids]]), [row])
-    return sampler.sample_sparse(scores, [row], pair.draft.num_tokens).distributions[0]
+    _, (distribution,) = sampler.sample_sparse(scores, [row], pair.draft.num_tokens)
+    return distribution
 
 
 def emitted_probs(

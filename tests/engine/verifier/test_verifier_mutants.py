@@ -20,7 +20,7 @@ from engine.batch.draft import Draft, SparseDistribution
 from engine.sampling import masks, penalties, sampler
 from engine.sampling.logits_row import LogitsRow
 from engine.sampling.noise import Purpose
-from engine.sampling.sampler import Sampler, SparseSample
+from engine.sampling.sampler import Sampler
 from engine.sampling.sparse_distribution import one_hot
 from engine.sampling.truncation import keep_top_p
 from engine.verifier import rejection, rejection_rule, verifier, verify_task
@@ -185,10 +185,10 @@ def _draw_from(patch: pytest.MonkeyPatch, distort: Callable[[Tensor, Seq[LogitsR
     """Draw from a distorted distribution and report the undistorted one."""
     real = Sampler.sample_sparse
 
-    def dishonest(self: Sampler, scores: Tensor, rows: Seq[LogitsRow], k: int) -> SparseSample:
-        return SparseSample(
-            real(self, distort(scores, rows), rows, k).token_ids, real(self, scores, rows, k).distributions
-        )
+    def dishonest(
+        self: Sampler, scores: Tensor, rows: Seq[LogitsRow], k: int
+    ) -> tuple[tuple[int, ...], tuple[SparseDistribution, ...]]:
+        return real(self, distort(scores, rows), rows, k)[0], real(self, scores, rows, k)[1]
 
     patch.setattr(Sampler, "sample_sparse", dishonest)
 

@@ -38,7 +38,7 @@ from engine.model.cuda_graphs.buckets import (
     sized,
 )
 from engine.model.cuda_graphs.graph_runner import Compute, CudaGraphRunner, ForwardOutput, Record
-from engine.model.cuda_graphs.static_attention import ContextLimits, TiledAttention
+from engine.model.cuda_graphs.static_attention import TiledAttention
 from engine.model.cuda_graphs.static_batch import PlannedAttention
 from engine.model.forward_batch import ForwardBatch
 from engine.model.runner.model_runner import ModelRunner
@@ -152,7 +152,7 @@ def deterministic(bucket: GraphBucket, longest: int, pool_tokens: int, window: i
     """The recorded attention of a deterministic Llama with 64 sequences, laid out for `window`."""
     cache = KVCache([LayerShape(8, 128, 128)], 1, 16, dtype=torch.bfloat16, device=torch.device("cpu"))
     tables = torch.zeros(64 * -(-longest // 16) + bucket.num_rows, dtype=torch.int32)
-    limits = ContextLimits(longest, pool_tokens)
+    limits = (longest, pool_tokens)
     attention = TiledAttention(bucket, cache, tables, 64, has_trees=False, batch_invariant=limits)
     attention._launches[window, LLAMA] = attention._new_launch(window, LLAMA, itemsize=2)
     return attention
