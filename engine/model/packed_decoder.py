@@ -12,8 +12,8 @@ from engine.batch.indexing import runs_triton
 from engine.kv_cache.pool import LayerShape
 from engine.model.attention_probe import LayerRecord, kv_shapes_of, set_windows
 from engine.model.decoders.fused_decoder import FusedDecoder
+from engine.model.decoders.row_operations import use_native_norms
 from engine.model.decoders.stock_decoder import StockDecoder
-from engine.model.decoders.stock_norms import use_native_norms
 from engine.model.forward_batch import NO_TAPS, HiddenStateTaps
 from engine.model.linear.batch_invariant_linear import batch_invariant_factory
 from engine.model.linear.packed_experts import make_routers_batch_invariant, pack_experts, widen_shared_gates

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.native.library import kernels_for
-from engine.recurrent.mixer import KernelMixer, MixerForm, MixerInputs
-from engine.recurrent.mixer_families import QWEN3_5_INPUTS, mixer_forms, qwen3_next_orders
+from engine.recurrent.mixer import QWEN3_5_INPUTS, KernelMixer, MixerForm, MixerInputs, mixer_forms, qwen3_next_orders
 from engine.recurrent.state_pass import PooledLayer
 
 _LANES = 16

@@ -9,8 +9,7 @@ import torch
 import triton
 from torch import Tensor, nn
 
-from engine.recurrent.mixer import KernelMixer, MixerInputs, MixerKind
-from engine.recurrent.mixer_families import mixer_forms
+from engine.recurrent.mixer import KernelMixer, MixerInputs, MixerKind, mixer_forms
 from engine.recurrent.state_pass import PooledLayer
 from engine.recurrent.triton_kernel import convolve_rows, gate_and_norm, scan_heads
 

@@ -84,3 +84,8 @@ class BlockHead(DraftHead, Protocol):
 
         `batch` has the blocks' rows that need logits; None if no block has rows.
         """
+
+
+def no_lm_head(hidden: Tensor) -> Tensor:
+    """Stand for the target's `lm_head` until the runner sets it."""
+    raise AssertionError("the runner gives the head the target's lm_head")

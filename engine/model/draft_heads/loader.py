@@ -25,9 +25,8 @@ from engine.model.draft_heads.dflash import DFlashHead
 from engine.model.draft_heads.eagle3 import Eagle3Head, ParallelEagleHead
 from engine.model.draft_heads.layers import HeadReader
 from engine.model.draft_heads.medusa import MedusaHeads, load_medusa
-from engine.model.draft_heads.mtp import MtpHead, load_mtp
+from engine.model.draft_heads.mtp import MtpHead, load_mtp, read_mtp
 from engine.model.draft_heads.published import HeadFormat, TargetShape
-from engine.model.draft_heads.published_mtp import read_mtp
 from engine.model.generation_config import max_positions
 from engine.model.linear.packed_linear import Linear, linear_of
 from protos.errors import ConfigError

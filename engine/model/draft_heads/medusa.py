@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from engine.kv_cache.pool import LayerShape
 from engine.model.draft_heads.block_format import check_size
 from engine.model.draft_heads.checkpoint import Weights, head_folder, read_config, read_tensors
-from engine.model.draft_heads.head import BlockLogits
+from engine.model.draft_heads.head import BlockLogits, no_lm_head
 from engine.model.draft_heads.published import TargetShape
 from engine.model.forward_batch import UNKNOWN, ForwardBatch, HiddenStateTaps
 from engine.model.linear.packed_linear import Linear, linear_of
@@ -54,12 +54,8 @@ _VLLM = _Names(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """One head's blocks and its function to the vocabulary; None for the target's."""
-
-    blocks: tuple[Linear, ...]
-    lm_head: Linear | None
+# One head's blocks and its function to the vocabulary; None for the target's.
+_Head = tuple[tuple[Linear, ...], Linear | None]
 
 
 class MedusaHeads:
@@ -72,7 +68,7 @@ class MedusaHeads:
         self.taps = HiddenStateTaps(is_final=True)
         self.layer_shapes: list[LayerShape] = []
         self.max_drafts: int | None = len(heads)
-        self.lm_head: Linear = _no_lm_head
+        self.lm_head: Linear = no_lm_head
         self._heads = heads
         self._vocab_size = vocab_size
         self._token_map = token_map
@@ -94,16 +90,11 @@ class MedusaHeads:
 
     def logits(self, hidden: Tensor, num_heads: int) -> Tensor:
         """States [B, hidden] to the logits of the first `num_heads` heads, [B, K, V] float32."""
-        parts = [self._state(head, hidden) for head in self._heads[:num_heads]]  # K x [B, hidden]
-        if all(head.lm_head is None for head in self._heads):
+        parts = [_state(blocks, hidden) for blocks, _ in self._heads[:num_heads]]  # K x [B, hidden]
+        if all(lm_head is None for _, lm_head in self._heads):
             return self.lm_head(torch.stack(parts, dim=1)).float()
-        own = [(head.lm_head or self.lm_head)(part) for head, part in zip(self._heads, parts, strict=False)]
+        own = [(lm_head or self.lm_head)(part) for (_, lm_head), part in zip(self._heads, parts, strict=False)]
         return self._spread(torch.stack(own, dim=1).float())
-
-    def _state(self, head: _Head, hidden: Tensor) -> Tensor:
-        for block in head.blocks:
-            hidden = hidden + F.silu(block(hidden))
-        return hidden
 
     def _spread(self, logits: Tensor) -> Tensor:
         """Spread over the target's vocabulary; tokens outside the cut vocabulary are `UNKNOWN`."""
@@ -111,6 +102,12 @@ class MedusaHeads:
             return logits
         spread = logits.new_full((*logits.shape[:-1], self._vocab_size), UNKNOWN)
         return spread.index_copy_(-1, self._token_map, logits)
+
+
+def _state(blocks: tuple[Linear, ...], hidden: Tensor) -> Tensor:
+    for block in blocks:
+        hidden = hidden + F.silu(block(hidden))
+    return hidden
 
 
 def load_medusa(path: str, target: TargetShape, like: Tensor) -> MedusaHeads:
@@ -164,8 +161,8 @@ class _HeadsReader:
     def _head(self, index: int, shared: Linear | None, token_map: Tensor | None) -> _Head:
         blocks = tuple(self._block(index, layer) for layer in range(self._num_layers))
         if self._has_one_lm_head:
-            return _Head(blocks, shared)
-        return _Head(blocks, self._lm_head(self._name(self._names.lm_head, index), token_map))
+            return blocks, shared
+        return blocks, self._lm_head(self._name(self._names.lm_head, index), token_map)
 
     def _block(self, head: int, layer: int) -> Linear:
         size = self._hidden_size
@@ -205,10 +202,6 @@ class _HeadsReader:
 
     def _name(self, template: str, head: int, layer: int = 0) -> str:
         return template.format(h=head, l=layer, n=self._num_layers)
-
-
-def _no_lm_head(hidden: Tensor) -> Tensor:
-    raise AssertionError("the runner gives the heads the target's lm_head")
 
 
 def _bare(name: str) -> str:

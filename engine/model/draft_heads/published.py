@@ -19,7 +19,7 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.activations import ACT2FN
 
 from engine.config import HeadKind
-from engine.model.draft_heads.block_format import MASK_IDS, BlockFormat, BlockReader, check_size
+from engine.model.draft_heads.block_format import MASK_IDS, BlockFormat, check_size, read_block
 from engine.model.forward_batch import HiddenStateTaps
 from protos.errors import ConfigError
 
@@ -238,16 +238,16 @@ class _Reader:
         return next((bool(each) for each in asked if each is not None), is_sliding)
 
     def _block(self, hidden_size: int) -> BlockFormat:
-        return BlockReader(
+        return read_block(
             self._kind,
             self._config,
             self._target.vocab_size,
             hidden_size,
-            self._is_speculators,
-            self._is_dflash2,
-            self._is_xpress,
             self._path,
-        ).read()
+            is_speculators=self._is_speculators,
+            is_dflash2=self._is_dflash2,
+            is_xpress=self._is_xpress,
+        )
 
     def _check_sizes(self, layer: Any) -> None:
         hidden_size = self._config.get("target_hidden_size") or layer.hidden_size

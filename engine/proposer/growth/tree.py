@@ -77,6 +77,13 @@ def parents_of(config: TreeConfig, sequence: RequestTokens, num_nodes: int, max_
 ROOT = -1
 
 
+def _children_of(parents: Seq[int]) -> dict[int, list[int]]:
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
+    return children
+
+
 @dataclass(frozen=True, slots=True)
 class Child:
     """A candidate child: the log of its chance if its parent is accepted, or the distribution it was drawn from."""
@@ -124,9 +131,7 @@ class Tree:
         self.sequence = sequence
         self.blocks = blocks
         self._matcher = matcher
-        self._children: dict[int, list[int]] | None = None if parents is None else {}
-        for node, parent in enumerate(parents or ()):
-            self._children.setdefault(parent, []).append(node)
+        self._children = None if parents is None else _children_of(parents)
         self._max_nodes = max_nodes
         self.max_depth = max_depth
         self.is_block = False  # all its levels come from one pass

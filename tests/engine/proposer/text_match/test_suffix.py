@@ -253,8 +253,8 @@ def match_lengths(is_right: bool, verify: VerifyMode = VerifyMode.COUPLED) -> li
         proposer.commit([sequence])
         match = proposer.match(sequence, 16)
         assert match is not None
-        lengths.append(len(match.token_ids))
-        sequence.token_ids += match.token_ids if is_right else (3000 + start,)
+        lengths.append(len(match[0]))
+        sequence.token_ids += match[0] if is_right else (3000 + start,)
         proposer.commit([sequence])
     return lengths
 
