@@ -142,7 +142,7 @@ def log_missing_nodes(placement: PairPlacement, num_pairs: int, nodes: list[Node
 
 
 def _demanded_gpus(config: DeployConfig, count: int, is_one_process: bool) -> int:
-    """Return the GPUs of `pair.gpus.count`, each of which a process of the pair uses."""
+    """Return the GPUs of `pair.gpus.count`; the pair has a process for each."""
     if count not in (wanted := _wanted_gpus(config, is_one_process)):
         raise ConfigError(
             f"pair.gpus.count is {count}, and a pair uses {' or '.join(map(str, sorted(wanted)))}: one for each of "
