@@ -102,7 +102,7 @@ def test_the_audit_of_routing_is_in_the_metrics(served: ServedPair):
 
 
 def test_two_pairs_that_hold_a_hot_prefix_share_its_requests(served: ServedPair):
-    """Requests with long ends bring the prefix to both: waiting for one costs more than reading the prefix again."""
+    """Requests with long ends copy the prefix to both: waiting for one costs more than reading the prefix again."""
     prefix = text(50)
     ends = (text(seed) for seed in itertools.count(60))
 

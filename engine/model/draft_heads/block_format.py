@@ -64,7 +64,7 @@ def read_block(
     is_dflash2: bool,
     is_xpress: bool,
 ) -> BlockFormat:
-    """Return the block of `config`, the fields of the head's config.json with those of the method's section.
+    """Return the block of `config`, the fields of the head's config.json and of the method's section.
 
     `path` names the head in errors. Defaults of speculators' layout differ from the authors'.
 
