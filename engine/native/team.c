@@ -28,7 +28,7 @@ enum { MAX_HELPERS = 1023, SPIN_NS = 200000, PAUSES = 64 };
 static struct {
     part_function *compute;
     const void *work;
-    int64_t num_parts;
+    int64_t num_parts, num_threads;
 } job;
 
 #define LINE __attribute__((aligned(64))) /* a separate cache line */
@@ -41,13 +41,20 @@ static _Atomic int64_t num_asleep;
 static atomic_flag is_busy = ATOMIC_FLAG_INIT; /* one thread uses the helpers; another thread computes alone */
 static int64_t num_helpers;
 
+/* Returns the part of a turn. Threads that take turns get neighbouring parts each, so that what one prefetches past the
+   end of a part is its own next part. */
+static int64_t part_of(int64_t turn) {
+    const int64_t thread = turn % job.num_threads, each = job.num_parts / job.num_threads;
+    return thread * each + min(thread, job.num_parts % job.num_threads) + turn / job.num_threads;
+}
+
 /* Computes parts of the job until no part is open. Returns their number. */
 static int64_t take_parts(void) {
     int64_t num_taken = 0;
     uint64_t seen = atomic_load(&open_parts);
     while ((uint32_t)seen) {
         if (!atomic_compare_exchange_weak(&open_parts, &seen, seen - 1)) continue;
-        job.compute(job.work, job.num_parts - (uint32_t)seen);
+        job.compute(job.work, part_of(job.num_parts - (uint32_t)seen));
         num_taken++;
         seen = atomic_load(&open_parts);
     }
@@ -143,7 +150,7 @@ static void await_helpers(uint32_t wanted) {
 
 static void compute_together(part_function *compute, const void *work, int64_t num_parts) {
     static uint64_t number = 0;
-    job.compute = compute, job.work = work, job.num_parts = num_parts;
+    job.compute = compute, job.work = work, job.num_parts = num_parts, job.num_threads = atomic_load(&num_wanted) + 1;
     atomic_store(&num_done, 0);
     atomic_store(&open_parts, ++number << 32 | (uint64_t)num_parts);
     if (atomic_load(&num_asleep)) {

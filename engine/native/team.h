@@ -6,7 +6,7 @@
 
 typedef void part_function(const void *work, int64_t part);
 
-/* Calls `compute` with `work` and each of the parts [0, num_parts), in this order, in parallel on as many threads as
+/* Calls `compute` with `work` and each of the parts [0, num_parts), in parallel on as many threads as
    torch uses. Returns when all parts are done. A part must not call `share_out`. */
 INTERNAL void share_out(part_function *compute, const void *work, int64_t num_parts);
 
