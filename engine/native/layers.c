@@ -2,6 +2,7 @@
    is many short kernels, and a call from Python costs as much as some of them. */
 
 #include "attention/types.h"
+#include "latent/latent.h"
 #include "mixture/mixture.h"
 #include "products/products.h"
 #include "recurrent/mixer.h"
@@ -34,6 +35,7 @@ struct layer {
     struct weight input_gate, input_projection; /* of the layer's own input, if it has one */
     const struct mixture *mixture; /* in place of `inner` and `down`; without any of them the layer has no MLP */
     struct beside beside;          /* absent without a mixture */
+    struct latent latent;          /* of queries, keys and values, which `qkv` yields; or absent */
     const struct mixer *mixer;     /* in place of the attention, or NULL; without `qkv` the layer has neither */
     int64_t leaves_mlp;            /* the caller has the MLP */
     int64_t shares_rows;           /* reads the normed rows of the layer before, not its own */
@@ -90,7 +92,7 @@ struct states {
 
 /* Buffers of intermediate results within a layer, and the products' scratch memory. */
 struct buffers {
-    char *normed, *beside, *qkv, *attended, *inner, *scratch;
+    char *normed, *beside, *qkv, *expanded, *attended, *inner, *scratch;
 };
 
 /* Rounds up to whole cache lines. */
@@ -107,7 +109,7 @@ static char *allocate_buffers(const struct decoder *d, int64_t first, int64_t la
                               struct buffers *buffers) {
     const int64_t item = d->is_bf16 ? 2 : 4, mlp_rows = min(num_rows, MLP_ROWS);
     /* All layers share the buffers, so each has the size of the largest layer. */
-    int64_t num_qkv = 0, num_attended = 0, num_inner = 0, scratch = 0, has_beside = 0;
+    int64_t num_qkv = 0, num_attended = 0, num_inner = 0, scratch = 0, has_beside = 0, expanded = 0;
     for (const struct layer *l = d->layers + first; l < d->layers + last; l++) {
         num_qkv = max(num_qkv, l->qkv.num_outputs + l->steps.num_outputs);
         num_attended = max(num_attended, l->output.num_inputs);
@@ -116,6 +118,11 @@ static char *allocate_buffers(const struct decoder *d, int64_t first, int64_t la
         if (l->input_gate.packed) {
             num_inner = max(num_inner, l->input_projection.num_inputs);
             scratch = max_scratch(max_scratch(scratch, &l->input_gate, mlp_rows), &l->input_projection, mlp_rows);
+        }
+        if (l->latent.keys_values.packed) {
+            const struct latent *m = &l->latent;
+            expanded = max(expanded, latent_bytes(m, num_rows, d->num_heads, l->head_dim, (int)d->is_bf16));
+            scratch = max_scratch(max_scratch(scratch, &m->queries, num_rows), &m->keys_values, num_rows);
         }
         if (l->mixer) scratch = max(scratch, 4 * outrider_mixer_scratch(l->mixer, num_rows));
         scratch = max_scratch(scratch, &l->steps, num_rows);
@@ -127,12 +134,14 @@ static char *allocate_buffers(const struct decoder *d, int64_t first, int64_t la
     const int64_t qkv = round_up_to_lines(num_rows * num_qkv * item);
     const int64_t attended = round_up_to_lines(num_rows * num_attended * item);
     const int64_t inner = round_up_to_lines(mlp_rows * num_inner * item), beside = has_beside * normed;
-    char *memory = aligned_alloc(64, (size_t)(normed + beside + qkv + attended + inner + round_up_to_lines(scratch)));
+    const int64_t bytes = normed + beside + qkv + expanded + attended + inner + round_up_to_lines(scratch);
+    char *memory = aligned_alloc(64, (size_t)bytes);
     *buffers = (struct buffers){.normed = own_normed ? own_normed : memory};
     if (!memory) return NULL;
     buffers->beside = memory + normed;
     buffers->qkv = buffers->beside + beside;
-    buffers->attended = buffers->qkv + qkv;
+    buffers->expanded = buffers->qkv + qkv;
+    buffers->attended = buffers->expanded + expanded;
     buffers->inner = buffers->attended + attended;
     buffers->scratch = buffers->inner + inner;
     return memory;
@@ -192,26 +201,47 @@ static void rotate(const struct decoder *d, const struct layer *l, const struct 
                         (int)d->rotates_pairs, (int)d->is_bf16);
 }
 
-/* Rotates the queries and keys of buffers->qkv and computes buffers->attended. Returns 1 if memory is short. */
-static int attend(const struct decoder *d, const struct layer *l, const struct rows *r, struct attention *a,
-                  const struct buffers *buffers) {
+/* Points `a` to the queries, keys and values of buffers->qkv, normed and rotated. */
+static void take_heads(const struct decoder *d, const struct layer *l, const struct rows *r, struct attention *a,
+                       const struct buffers *buffers) {
     const int64_t item = d->is_bf16 ? 2 : 4, dim = l->head_dim, stride = l->qkv.num_outputs;
-    const int64_t num_keys = l->stores_kv ? l->num_kv_heads : 0, num_queries = d->num_heads * dim;
-    char *keys = buffers->qkv + num_queries * item, *values = keys + num_keys * dim * item;
+    const int64_t num_keys = l->stores_kv ? l->num_kv_heads : 0;
+    char *keys = buffers->qkv + d->num_heads * dim * item;
     if (l->head_norm) norm_heads(d, l, r->num_rows, stride, buffers->qkv);
     if (l->table >= 0) rotate(d, l, r, stride, num_keys, buffers->qkv);
     a->query = buffers->qkv;
     a->new_keys = l->stores_kv ? keys : NULL;
-    a->new_values = values;
-    a->out = buffers->attended;
+    a->new_values = keys + num_keys * dim * item;
     a->query_row = a->key_row = a->value_row = stride;
     a->query_head = a->key_head = a->value_head = a->key_dim = a->value_dim = dim;
+}
+
+/* Points `a` to the queries, keys and values from the latents of buffers->qkv. */
+static void take_latents(const struct decoder *d, const struct layer *l, const struct rows *r, struct attention *a,
+                         const struct buffers *buffers) {
+    const struct latent_rows rows = {
+        .first = buffers->qkv, .stride = l->qkv.num_outputs, .angles = r->angles[l->table], .num_rows = r->num_rows,
+        .num_heads = d->num_heads, .head_dim = l->head_dim, .num_rotated_dims = l->num_rotated_dims,
+        .rotates_pairs = (int)d->rotates_pairs, .is_bf16 = (int)d->is_bf16, .has_bf16_norms = (int)d->has_bf16_norms,
+        .memory = buffers->expanded, .scratch = buffers->scratch,
+    };
+    expand_latents(&l->latent, &rows, a);
+}
+
+/* Computes buffers->attended from buffers->qkv. Returns 1 if memory is short. */
+static int attend(const struct decoder *d, const struct layer *l, const struct rows *r, struct attention *a,
+                  const struct buffers *buffers) {
+    if (l->latent.keys_values.packed) take_latents(d, l, r, a, buffers);
+    else take_heads(d, l, r, a, buffers);
+    a->out = buffers->attended;
     a->num_heads = l->num_kv_heads, a->group_size = d->num_heads / l->num_kv_heads;
     a->window = l->window, a->scaling = l->scaling, a->softcap = l->softcap, a->sinks = l->sinks;
     const int is_short = outrider_attend(a);
-    if (d->gates_attention)
-        outrider_gate_rows(values + num_keys * dim * item, buffers->attended, r->num_rows, num_queries, stride,
-                           LOGISTIC, (int)d->is_bf16);
+    if (d->gates_attention) {
+        const int64_t size = d->num_heads * l->head_dim, stride = l->qkv.num_outputs;
+        outrider_gate_rows(buffers->qkv + (stride - size) * (d->is_bf16 ? 2 : 4), buffers->attended, r->num_rows, size,
+                           stride, LOGISTIC, (int)d->is_bf16);
+    }
     return is_short;
 }
 

@@ -177,9 +177,11 @@ class DecoderFamily:
         return bool(self.wide_stream) and bool(getattr(config, self.wide_stream))
 
     def norm(self, layer: nn.Module, place: int, size: int) -> Tensor | None:
-        """Return the weight of a layer's norm over `size` numbers at a place of `norms`."""
+        """Return the weight of a layer's norm over `size` numbers at a place of `norms`; None where it has none."""
         name = self.norms[place]
-        norm = None if name is None else getattr(layer, name)
+        norm: Any = None if name is None else layer
+        for part in () if name is None else name.split("."):
+            norm = getattr(norm, part, None)
         return None if norm is None or isinstance(norm, nn.Identity) else self.norm_weight(norm, size)
 
     def norm_weight(self, norm: Any, size: int) -> Tensor:
@@ -203,6 +205,12 @@ def _doubled(rotary: Rotary, like: Tensor, positions: Tensor) -> tuple[Tensor, T
     """Angles that a module gives once for both halves of a head."""
     cos, sin = rotary(like, positions)
     return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+
+
+def _polar(rotary: Any, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Angles that a module gives as complex numbers, once for both halves of a head."""
+    turns = rotary(like, positions)
+    return torch.cat((turns.real, turns.real), dim=-1), torch.cat((turns.imag, turns.imag), dim=-1)
 
 
 def _backwards(rotary: Rotary, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -296,6 +304,8 @@ _DENSE = {
     "olmo2": DecoderFamily(_AFTER),
     "olmo3": DecoderFamily(_AFTER),
     "exaone4": _EXAONE,
+    "minicpm3": DecoderFamily(logit_factor=lambda config: 1 / config.logits_scaling),
+    "youtu": _PLAIN,
 }
 _MIXTURES = {
     "mixtral": _MIXTRAL,
@@ -304,6 +314,12 @@ _MIXTURES = {
     "dots1": _DEEPSEEK,
     "glm4_moe": _DEEPSEEK,
     "hy_v3": _DEEPSEEK,
+    "deepseek_v2": DecoderFamily(
+        rotates_pairs=True, angles=_polar, routing=Routing(is_normalized=False, has_group_sums=False)
+    ),
+    "deepseek_v3": _DEEPSEEK,
+    "glm4_moe_lite": _DEEPSEEK,
+    "axk1": replace(_DEEPSEEK, norms=("input_layernorm", None, "post_attention_layernorm", "mlp.post_mlp_layernorm")),
     "minimax_m2": _DEEPSEEK,
     "qwen2_moe": _MIXTRAL,
     "aria_text": _MIXTRAL,
@@ -433,6 +449,12 @@ def embedding_scale(model: Any, family: DecoderFamily) -> float:
     if own is None and getattr(config, "mup_enabled", False):
         own = config.hidden_size**0.5
     return float(own) if own is not None else family.factor(config, "embedding_multiplier")
+
+
+def residual_scale(model: Any, family: DecoderFamily) -> float:
+    """Return the factor of layers' outputs in the residual stream."""
+    own = getattr(model.get_decoder().layers[0], "residual_scale", None)
+    return family.factor(model.config.get_text_config(), "residual_multiplier") if own is None else float(own)
 
 
 def num_heads_of(config: Any) -> int:

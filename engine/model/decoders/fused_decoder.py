@@ -27,6 +27,7 @@ from engine.model.decoders.decoder_family import (
     family_of,
     norm_epsilon,
     num_heads_of,
+    residual_scale,
     rotaries,
     rotary_of,
 )
@@ -104,7 +105,7 @@ class FusedDecoder:
         self._rank = rank
         self._vocab_size = model.get_output_embeddings().weight.shape[0]
         self._num_heads = num_heads_of(config) // rank.size
-        self._epsilon, self._residual_scale = norm_epsilon(config), family.factor(config, "residual_multiplier")
+        self._epsilon, self._residual_scale = norm_epsilon(config), residual_scale(model, family)
         self._embedding = rank.to_device(model.get_input_embeddings().weight)
         norm = getattr(trunk, family.final_norm)
         self._final_norm = rank.to_device(family.norm_weight(norm, config.hidden_size))
@@ -314,6 +315,13 @@ class FusedDecoder:
         num_rows, num_keys = normed.shape[0], layer.num_kv_heads if layer.stores_kv else 0
         num_rotated, num_heads = self._num_heads + num_keys, self._num_heads + 2 * num_keys
         assert layer.qkv is not None, "attention has both products"
+        if layer.latent is not None:
+            assert layer.tables is not None, "its positions are encoded"
+            angles = shared.angles[layer.tables[0]]
+            parts = layer.latent.expand(layer.qkv(normed), angles, in_pairs=self._family.rotates_pairs)
+            query, key, value = (part.transpose(0, 1)[None] for part in parts)
+            attention = shared.batch.attention
+            return attention.attend(layer.kv_layer, query, key, value, layer.options).reshape(num_rows, -1)
         qkv, gates = layer.qkv(normed).view(num_rows, -1, layer.head_dim).tensor_split((num_heads,), dim=1)
         if layer.head_norm is not None and self._norms_values:
             qkv = self._rows.norm_heads(qkv, num_heads, layer.head_norm)

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from engine.attention.base import LayerOptions
 from engine.attention.native import MAX_HEAD_DIM, AttentionCall, NativeAttention
+from engine.model.decoders.latent import Latent, LatentCall
 from engine.model.decoders.mlp import ExpertsBeside, Mlp
 from engine.model.decoders.row_operations import NativeRows
 from engine.model.forward_batch import ForwardBatch
 from engine.model.linear.native_mixture import NativeMixture
-from engine.model.linear.native_product import Gate, NativeProduct, PackedWeight
-from engine.model.linear.native_quantized import NativeQuantizedProduct
+from engine.model.linear.native_product import Gate, PackedWeight
+from engine.model.linear.native_quantized import packed_weight_of
 from engine.model.linear.packed_linear import Linear
 from engine.native.library import Instructions, native_library
 from engine.recurrent.native_mixer import native_call
@@ -54,6 +55,7 @@ class DecoderLayer:
     input_norm: Tensor | None = None
     # Queries; keys and values, if it `stores_kv`; gates of the attention's output, if it has those.
     qkv: Linear | None = None
+    latent: Latent | None = None  # the rest of queries, keys and values, if `qkv` yields latents
     steps: Linear | None = None  # of a recurrent part whose steps and betas `qkv` lacks
     head_norm: Tensor | None = None  # [Hq + H, D] of q and k; [Hq + 2 H, D] with values; [2, ...] with biases
     output: Linear | None = None
@@ -135,6 +137,7 @@ class _Layer(ctypes.Structure):
         *((name, PackedWeight) for name in ("input_gate", "input_projection")),
         ("mixture", ctypes.c_void_p),
         ("beside", _Beside),
+        ("latent", LatentCall),
         ("mixer", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("leaves_mlp", "shares_rows")),
         *((name, ctypes.c_int64) for name in ("num_kv_heads", "head_dim", "kv_layer", "stores_kv")),
@@ -222,7 +225,7 @@ class NativeLayers:
     def of(cls, layers: Seq[DecoderLayer], shape: DecoderShape) -> NativeLayers | None:
         """Return `layers`, or None where anything of them is no kernel of ours over such rows."""
         like = torch.empty(0, dtype=shape.dtype)
-        head_dims = {(layer.head_dim, layer.num_rotated_dims) for layer in layers}
+        head_dims = {(0 if layer.latent else layer.head_dim, layer.num_rotated_dims) for layer in layers}
         have_sizes = all(NativeRows.fit(shape.hidden_size, dims, like) for dims in head_dims)
         is_on_cpu = layers[0].norms[0].device.type == "cpu"
         if not is_on_cpu or not have_sizes or max(layer.head_dim for layer in layers) > MAX_HEAD_DIM:
@@ -311,16 +314,17 @@ def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
     options, mlp = layer.options, layer.mlp
     none, step = [PackedWeight()] * 2, layer.input_step
     mixer = None if layer.mixer is None else native_call(layer.mixer, dtype)
-    inputs = _packed_weight(layer.qkv, dtype, is_padded=layer.mixer is not None)
-    weights = [inputs, _packed_weight(layer.output, dtype)] if layer.mixes_rows else none
-    steps = PackedWeight() if layer.steps is None else _packed_weight(layer.steps, dtype)
-    if None in (*weights, steps) or (layer.mixer is not None and mixer is None):
+    inputs = packed_weight_of(layer.qkv, dtype, is_padded=layer.mixer is not None)
+    weights = [inputs, packed_weight_of(layer.output, dtype)] if layer.mixes_rows else none
+    latent = LatentCall() if layer.latent is None else layer.latent.call(dtype)
+    steps = PackedWeight() if layer.steps is None else packed_weight_of(layer.steps, dtype)
+    if None in (*weights, steps, latent) or (layer.mixer is not None and mixer is None):
         return None
     beside = _Beside()
     if isinstance(mlp, ExpertsBeside) and isinstance(mlp.experts, NativeMixture) and mlp.experts.dtype is dtype:
         layer, beside, mlp = replace(layer, mlp_norm=mlp.mlp_norms[0]), _Beside.of(mlp), mlp.mlp
-    of_mlp = [_packed_weight(each, dtype) for each in (mlp.inner, mlp.down)] if isinstance(mlp, Mlp) else none
-    of_step = none if step is None else [_packed_weight(each, dtype) for each in (step.gate, step.projection)]
+    of_mlp = [packed_weight_of(each, dtype) for each in (mlp.inner, mlp.down)] if isinstance(mlp, Mlp) else none
+    of_step = none if step is None else [packed_weight_of(each, dtype) for each in (step.gate, step.projection)]
     mixture = ctypes.addressof(mlp.call) if isinstance(mlp, NativeMixture) and mlp.dtype is dtype else None
     has_kernels = isinstance(mlp, Mlp) or mixture is not None
     if not has_kernels or None in (*of_mlp, *of_step):  # the caller computes what follows the attention's sum
@@ -335,6 +339,7 @@ def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
         *of_step,
         mixture,
         beside,
+        latent,
         mixer,
         mlp is not None and mixture is None and of_mlp is none,
         layer.shares_rows,
@@ -353,12 +358,6 @@ def _layer_call(layer: DecoderLayer, dtype: torch.dtype) -> _Layer | None:
         layer.down_factor,
         layer.activation_factors,
     )
-
-
-def _packed_weight(product: Linear | None, dtype: torch.dtype, *, is_padded: bool = False) -> PackedWeight | None:
-    if isinstance(product, NativeQuantizedProduct):
-        return product.packed_weight(dtype, is_padded=is_padded)
-    return product.packed_weight(dtype) if isinstance(product, NativeProduct) else None
 
 
 @cache

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from engine.model.attention_probe import LayerRecord
 from engine.model.checkpoint.unread_weight import joined_weights
 from engine.model.decoders.decoder_family import DecoderFamily, family_of, num_heads_of, tables_of
+from engine.model.decoders.latent import Latent, first_latents, has_latents, latent_of
 from engine.model.decoders.layer_inputs import LayerInputs
 from engine.model.decoders.mlp import ExpertsBeside, Mlp
 from engine.model.decoders.native_layers import DecoderLayer, InputStep
@@ -121,6 +122,7 @@ class StockLayers:
             input_norm=before,
             qkv=self._qkv(index, attention, record),
             head_norm=self._head_norm(attention, record),
+            latent=self._latents(index, attention, record) if has_latents(attention) else None,
             output=self._product(f"layers.{index}.output", lambda: self._summed(projection), projection),
             output_norm=after,
             output_factor=self._multipliers.attention,
@@ -192,6 +194,8 @@ class StockLayers:
             before = None
         else:
             taken = self._mixture(index, mlp, shared) if hasattr(mlp, "experts") else self._mlp(index, mlp)
+        if not isinstance(taken, NativeMixture) and "." in (self._family.norms[-1] or ""):
+            after = None  # a stock mixture norms its own results
         factor = getattr(layer, "layer_scalar", None)
         if self._multipliers.mlp != 1.0 and before is not None:
             before = before.float() * self._multipliers.mlp
@@ -227,6 +231,8 @@ class StockLayers:
         if joined is not None:
             inputs = [joined]
             order = torch.arange(joined.out_features).view(-1, 3, record.shape.key_dim).transpose(0, 1).flatten()
+        elif has_latents(attention):
+            inputs, order = first_latents(attention, record.shape.key_dim)
         elif hasattr(attention, "qkv_proj"):
             inputs = [attention.qkv_proj]
         else:  # without own values keys are values too
@@ -254,6 +260,12 @@ class StockLayers:
         product = self._rowwise(self._store.product(name, make), linear.in_features)
         self._stand_in({linear: product})
         return product
+
+    def _latents(self, index: int, attention: Any, record: LayerRecord) -> Latent:
+        def take(name: str, linears: list[nn.Linear], order: Tensor | None) -> Linear:
+            return self._side_by_side(f"layers.{index}.{name}", linears, order)
+
+        return latent_of(attention, record.shape.key_dim, take)
 
     def _mlp(self, index: int, mlp: Any) -> Mlp:
         last = getattr(mlp, self._family.mlp[-1])
@@ -400,7 +412,9 @@ class StockLayers:
 def _has_joined_gates(attention: Any, family: DecoderFamily) -> bool:
     """True if each head's query comes with a gate of its results from one product."""
     query = getattr(attention, "q_proj", None)
-    return query is not None and query.out_features == 2 * getattr(attention, family.output).in_features
+    if query is None or has_latents(attention):  # of latents, whose values have another size
+        return False
+    return bool(query.out_features == 2 * getattr(attention, family.output).in_features)
 
 
 def _gates_last(sizes: list[int], dim: int) -> Tensor:

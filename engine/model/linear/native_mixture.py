@@ -39,11 +39,17 @@ class Scores(IntEnum):
 class Routing:
     """The routers of a family: they choose the experts with the greatest `scores` of a product.
 
-    `epsilon` is added to the sum of a row's weights before it divides them.
+    Attributes:
+        scores: compared, and the weights of the chosen ones.
+        epsilon: added to the sum of a row's weights before it divides them.
+        is_normalized: the weights of a row add up to 1, where its router has no attribute for it.
+        has_group_sums: groups of experts are compared by their two best scores, not by the best.
     """
 
     scores: Scores = Scores.SOFTMAX
     epsilon: float = 0.0
+    is_normalized: bool = True
+    has_group_sums: bool = True
 
 
 class _Router(ctypes.Structure):
@@ -54,7 +60,8 @@ class _Router(ctypes.Structure):
         ("is_bf16", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("logit_biases", "biases", "factors")),
         *((name, ctypes.c_int64) for name in ("num_experts", "num_inputs", "top")),
-        *((name, ctypes.c_int64) for name in ("scores", "num_groups", "top_groups", "is_normalized")),
+        *((name, ctypes.c_int64) for name in ("scores", "num_groups", "top_groups")),
+        *((name, ctypes.c_int64) for name in ("has_group_sums", "is_normalized")),
         *((name, ctypes.c_float) for name in ("epsilon", "factor", "tolerance")),
     ]
 
@@ -105,9 +112,11 @@ class NativeMixture:
         rounded = weight.bfloat16()
         is_exact = torch.equal(rounded.to(weight.dtype), weight)
         self._weight = (rounded if is_exact else weight.float()).contiguous()
-        num_groups, top_groups = getattr(router, "num_group", None) or 1, getattr(router, "topk_group", None) or 1
+        num_groups, top_groups = _groups_of(router)
         self._logit_biases, self._biases = _floats(getattr(product, "bias", None)), _biases_of(mixture, router)
-        if self._biases is None and num_groups > 1:  # groups are compared by scores, which biases turn logits into
+        if (
+            self._biases is None and num_groups > 1 and routing.has_group_sums
+        ):  # of scores; biases turn logits into them
             self._biases = torch.zeros(len(weight))
         self._factors = _floats(getattr(router, "per_expert_scale", None))
         self._gate = _floats(getattr(getattr(mixture, "shared_expert_gate", None), "weight", None))
@@ -124,6 +133,7 @@ class NativeMixture:
                 scores,
                 num_groups,
                 top_groups,
+                routing.has_group_sums,
                 is_normalized,
                 routing.epsilon,
                 share * next((float(factor) for name in _FACTORS if (factor := getattr(router, name, None))), 1.0),
@@ -142,7 +152,7 @@ class NativeMixture:
     def fits(mixture: Any) -> bool:
         """True if the experts of a stock module are packed, and the kernel takes their function and their router."""
         packed = mixture.experts.forward
-        has_room = (getattr(_router_of(mixture), "num_group", None) or 1) <= 64  # groups, of routing.c
+        has_room = _groups_of(_router_of(mixture))[0] <= 64  # groups, of routing.c
         return isinstance(packed, PackedExperts) and packed.function is not Gate.NONE and has_room
 
     @staticmethod
@@ -186,7 +196,14 @@ def _scores_of(router: Any, routing: Routing) -> tuple[Scores, bool]:
     """Return the scores that a router compares, and whether the weights of a row add up to 1."""
     name = getattr(router, "expert_selection_fn", None)  # Cohere's; its softmax is of the chosen logits
     scores = routing.scores if name is None else Scores[name.upper()]
-    return scores, name == "softmax" or getattr(router, "norm_topk_prob", True)
+    return scores, name == "softmax" or getattr(router, "norm_topk_prob", routing.is_normalized)
+
+
+def _groups_of(router: Any) -> tuple[int, int]:
+    """Return the number of a router's groups of experts, and how many of them a row takes experts from."""
+    if getattr(router, "topk_method", None) == "greedy":  # DeepSeek-V2's, whatever else its configuration has
+        return 1, 1
+    return getattr(router, "num_group", None) or 1, getattr(router, "topk_group", None) or 1
 
 
 def _top_of(router: Any) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.model.checkpoint.unread_weight import QuantizedWeight
 from engine.model.linear.large_pages import empty_in_large_pages
-from engine.model.linear.native_product import Gate, Kind, PackedWeight, apart, tiled
+from engine.model.linear.native_product import Gate, Kind, NativeProduct, PackedWeight, apart, tiled
 from engine.model.linear.rounding import GROUP_SIZE, scale_bytes
 from engine.model.linear.weight_store import OUTPUTS, Storable
 from engine.native.library import Instructions, native_library
@@ -116,6 +116,13 @@ class NativeQuantizedProduct(Storable):
         tensors = self._packed.data_ptr(), self._tables.data_ptr(), bias
         sizes = self._num_inputs, num_outputs, self._kind, self._group_size
         return PackedWeight(*tensors, *sizes, self._gate)
+
+
+def packed_weight_of(product: object, dtype: torch.dtype, *, is_padded: bool = False) -> PackedWeight | None:
+    """Return the weight of a product for a kernel over rows of `dtype`; None where it is no product of our kernels."""
+    if isinstance(product, NativeQuantizedProduct):
+        return product.packed_weight(dtype, is_padded=is_padded)
+    return product.packed_weight(dtype) if isinstance(product, NativeProduct) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ enum {
     ROUTED = 4,        /* experts whose logits are computed together */
     ROUTED_PART = 32,  /* experts of a part of the logits */
     CHOSEN_ROWS = 8,   /* rows of a part of the choice */
-    GROUP_SCORES = 2,  /* best scores of a group that add up to its own */
     MAX_GROUPS = 64,
 };
 
@@ -89,21 +88,22 @@ static int64_t best_of(const float *numbers, int64_t count) {
     return best;
 }
 
-/* Returns the sum of the best ranks of a group. */
-static float rank_of_group(const float *ranks, int64_t size) {
-    float best[GROUP_SCORES] = {-INFINITY, -INFINITY};
+/* Returns the sum of the two best ranks of a group, or the best. */
+static float rank_of_group(const float *ranks, int64_t size, int64_t is_sum) {
+    float best[] = {-INFINITY, -INFINITY};
     for (int64_t i = 0; i < size; i++) {
         if (ranks[i] > best[0]) best[1] = best[0], best[0] = ranks[i];
         else if (ranks[i] > best[1]) best[1] = ranks[i];
     }
-    return best[0] + best[1];
+    return is_sum ? best[0] + best[1] : best[0];
 }
 
 /* Drops the experts of all groups except the best `top_groups`. */
 static void drop_groups(const struct router *m, float *ranks) {
     const int64_t size = m->num_experts / m->num_groups;
     float groups[MAX_GROUPS];
-    for (int64_t group = 0; group < m->num_groups; group++) groups[group] = rank_of_group(ranks + group * size, size);
+    for (int64_t group = 0; group < m->num_groups; group++)
+        groups[group] = rank_of_group(ranks + group * size, size, m->has_group_sums);
     for (int64_t group = 0; group < m->num_groups; group++) {
         int64_t before = 0;
         for (int64_t other = 0; other < m->num_groups; other++)

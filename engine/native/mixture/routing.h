@@ -19,6 +19,7 @@ struct router {
     int64_t num_experts, num_inputs, top;
     int64_t scores;                 /* `enum scores` of the products */
     int64_t num_groups, top_groups; /* of so many groups of neighbours, experts of the best are chosen */
+    int64_t has_group_sums;         /* groups are compared by their two best experts, or else by the best */
     int64_t is_normalized;          /* the weights of a row's experts add up to 1, before the factor */
     float epsilon, factor;          /* of the sum, and of the weights */
     float tolerance;                /* of SPARSE */

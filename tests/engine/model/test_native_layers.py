@@ -16,9 +16,12 @@ from transformers import (
     ArceeConfig,
     AriaTextConfig,
     AutoModelForCausalLM,
+    AXK1Config,
     Cohere2Config,
     Cohere2MoeConfig,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
@@ -31,6 +34,7 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GPTNeoXConfig,
     GptOssConfig,
@@ -43,6 +47,7 @@ from transformers import (
     IQuestCoderConfig,
     Jais2Config,
     LlamaConfig,
+    MiniCPM3Config,
     MiniMaxM2Config,
     Ministral3Config,
     MistralConfig,
@@ -68,6 +73,7 @@ from transformers import (
     StableLmConfig,
     Starcoder2Config,
     VaultGemmaConfig,
+    YoutuConfig,
 )
 
 from engine.attention.native import native_or_torch
@@ -108,6 +114,11 @@ WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_atten
 SIZES_OF_NEOX = {name: size for name, size in SIZES.items() if name not in ("head_dim", "num_key_value_heads")}
 SIZES_OF_NEOX |= {"hidden_size": 128, "num_attention_heads": 2, "rope_parameters": HALF_ROTATED}
 SCALED_QUERIES = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+LATENT = {name: size for name, size in SIZES.items() if name != "head_dim"}
+LATENT |= {"num_key_value_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 16}
+LATENT |= {"qk_rope_head_dim": 32, "v_head_dim": 24}
+IN_GROUPS = ROUTED | {"n_routed_experts": 6, "n_group": 3, "topk_group": 2, "n_shared_experts": 1}
 GEMMA_4 = {
     **SIZES,
     "num_hidden_layers": 5,
@@ -216,12 +227,28 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         num_dense_layers=1,
         mup_enabled=True,
     ),
+    "minicpm3": MiniCPM3Config(**LATENT, rms_norm_eps=1e-2),
+    "youtu": YoutuConfig(**LATENT),
+    "youtu_plain": YoutuConfig(**LATENT | {"q_lora_rank": None}, rope_interleave=False),
+    "deepseek_v2": DeepseekV2Config(
+        **LATENT, **IN_GROUPS, topk_method="group_limited_greedy", routed_scaling_factor=2.0, first_k_dense_replace=1
+    ),
+    "deepseek_v2_lite": DeepseekV2Config(
+        **LATENT | {"q_lora_rank": None}, **IN_GROUPS, topk_method="greedy", first_k_dense_replace=0
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **LATENT, **IN_GROUPS, first_k_dense_replace=1, rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
+    ),
+    "glm4_moe_lite": Glm4MoeLiteConfig(**LATENT, **ROUTED, n_shared_experts=1),
+    "axk1": AXK1Config(**LATENT, **IN_GROUPS),
     "cohere_normed": CohereConfig(**SIZES_OF_TWO_HEADS, use_qk_norm=True),
     "phi_normed": PhiConfig(
         **SIZES_OF_TWO_HEADS | {"hidden_size": 160}, rope_parameters=PART_ROTATED, qk_layernorm=True
     ),
 }
 WITH_PARTS_OF_THEIR_OWN = ("gemma4_e2b", "gemma4_a4b", "gpt_neox", "gpt_neox_in_turn", "persimmon", "stablelm_parallel")
+WITH_PARTS_OF_THEIR_OWN += ("minicpm3", "youtu", "youtu_plain", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
+WITH_PARTS_OF_THEIR_OWN += ("glm4_moe_lite", "axk1")
 WITH_PARTS_OF_THEIR_OWN += ("nemotron", "apertus", "nanochat", "ministral3", "afmoe", "cohere_normed", "phi_normed")
 TEXT = torch.randint(3, 96, (240,), generator=torch.Generator().manual_seed(1)).tolist()
 FIRST_TABLE, SECOND_TABLE = list(range(20, 0, -1)), [21, 22]
@@ -351,7 +378,7 @@ def test_an_int8_pool_is_written_and_read_in_the_call(models: dict[str, PreTrain
 
 @DTYPES
 @pytest.mark.parametrize("compute", [logits, one_by_one])
-@pytest.mark.parametrize("family", ["qwen3", "gemma4_e2b", "gemma4_a4b", "afmoe"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma4_e2b", "gemma4_a4b", "afmoe", "deepseek_v3"])
 def test_rows_without_logits_leave_nothing_but_their_keys_and_values(
     models: dict[str, PreTrainedModel], family: str, dtype: torch.dtype, compute: Callable[..., Tensor]
 ) -> None:
