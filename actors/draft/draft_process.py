@@ -174,20 +174,21 @@ def check_start(settings: PairSettings, *, is_on_gpu: bool) -> list[str]:
     """
     engine = settings.engine
     max_model_len = engine.scheduler.max_model_len
-    outline = check_outline(engine.model, engine.cache, max_model_len, engine.head, is_on_gpu=is_on_gpu)
-    if outline.keeps_states:
+    notes, keeps_states = check_outline(engine.model, engine.cache, max_model_len, engine.head, is_on_gpu=is_on_gpu)
+    if keeps_states:
         check_target(engine)
     if settings.draft.code:
         check_code(settings.draft.code)
     for each in settings.of_drafts.values():
         _check_draft(settings, each.draft, is_on_gpu=is_on_gpu)
-    return outline.notes
+    return notes
 
 
 def _check_draft(settings: PairSettings, draft: DraftSettings, *, is_on_gpu: bool) -> None:
     assert draft.model is not None, "the draft is a model"
     assert draft.cache is not None, "a draft model has a pool"
-    if check_outline(draft.model, draft.cache, is_on_gpu=is_on_gpu).keeps_states:
+    _, keeps_states = check_outline(draft.model, draft.cache, is_on_gpu=is_on_gpu)
+    if keeps_states:
         check_draft(draft.model.path, settings.engine.speculation.tree)
     choice = choose_vocabulary(settings.engine.model.path, draft.model.path)
     if choice.pair is None:

@@ -50,8 +50,7 @@ def load_engine(
         proposer: drafts, unless the configuration has a head. With neither, every pass is plain decoding.
         event_sink: receives the changes of the prefix cache.
         transport: fetches KV from prefill engines; None if this engine prefills every prompt.
-        step_writer: writes reasoning steps where the configuration allows them; None uses the proposer. A head
-            cannot write them, since it drafts from the target's hidden states.
+        step_writer: writes reasoning steps if the configuration allows them; None uses the proposer.
         models: draft models that serve together with a head, by method name.
 
     Raises:
@@ -64,16 +63,14 @@ def load_engine(
     states = StateSlots(runner.num_states, config.scheduler.max_num_sequences) if runner.num_states else None
     if states is not None:
         check_target(config)
-        found = states.num_slots, states.max_sequences
-        logger.info("recurrent layers: %d states, so %d sequences run at a time", *found)
+        logger.info("recurrent layers: %d states, for %d sequences at a time", states.num_slots, states.max_sequences)
     blocks = BlockManager(
         runner.num_blocks, runner.block_size, runner.model_version, event_sink, cache.enable_prefix_caching, states
     )
     # Assemble the scheduler, with prefill replicas as a source of blocks if there are any.
     rates = RateMeter()
-    source = None
-    if transport is not None:
-        source = RemotePrefill(transport, runner, blocks, rates, config.min_remote_prefill_tokens)
+    min_tokens = config.min_remote_prefill_tokens
+    source = None if transport is None else RemotePrefill(transport, runner, blocks, rates, min_tokens)
     scheduler = Scheduler(config.scheduler, blocks, runner.max_model_len, source, rates=rates)
     position_log = None
     if config.log is not None:

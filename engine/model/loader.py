@@ -76,25 +76,13 @@ def load_model(
     kept = _stored_dtype(folder) if keeps and scheme is None else None
     if device.type == "cpu":
         check_memory(folder, config.path, _LEAST_BYTES.get(Quantization(config.quantization), (kept or dtype).itemsize))
-    # Views of the files, or weights that are read when they are used.
     try:
-        if scheme is None:
-            refuse_unindexed(folder, model_config.to_dict())
-            refuse_unscaled(model_config.to_dict(), tensor_headers(folder), config.path)
-        with reported_reading(folder, display_name(config.path)):
-            if scheme is None and (kept is not None or _has_views(folder, model_config.to_dict(), dtype)):
-                with _storing(kept, config):
-                    loaded: Any = AutoModelForCausalLM.from_pretrained(
-                        config.path, config=model_config, trust_remote_code=False, **_options(kept or dtype)
-                    )
-            else:
-                loaded = _load_unread(config.path, folder, model_config, scheme, dtype)
+        model, info = _read(config, folder, model_config, scheme, kept, dtype)
     except (*READING_ERRORS, SafetensorError) as error:
         raise ConfigError(
             f"the weights of {config.path!r} (model type {model_config.model_type}) cannot be loaded: {_named(error)}"
         ) from error
     # Check the result: the head's tensor, completeness, finite weights.
-    model, info = loaded
     _tie_head(config.path, model)
     keep_read_weights(model)
     if keeps:
@@ -108,6 +96,27 @@ def load_model(
         if device.type != "cpu" or reads_few_bits(device):
             _move_unread(model, device, folder, config, scheme)
         return cast(PreTrainedModel, model.to(device).eval().requires_grad_(False))
+
+
+def _read(
+    config: ModelConfig,
+    folder: Path,
+    model_config: PreTrainedConfig,
+    scheme: Scheme | None,
+    kept: torch.dtype | None,
+    dtype: torch.dtype,
+) -> Any:
+    """Return the model and transformers' notes: weights are views of the files, or are read when they are used."""
+    if scheme is None:
+        refuse_unindexed(folder, model_config.to_dict())
+        refuse_unscaled(model_config.to_dict(), tensor_headers(folder), config.path)
+    with reported_reading(folder, display_name(config.path)):
+        if scheme is None and (kept is not None or _has_views(folder, model_config.to_dict(), dtype)):
+            with _storing(kept, config):
+                return AutoModelForCausalLM.from_pretrained(
+                    config.path, config=model_config, trust_remote_code=False, **_options(kept or dtype)
+                )
+        return _load_unread(config.path, folder, model_config, scheme, dtype)
 
 
 def _move_unread(

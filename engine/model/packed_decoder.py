@@ -50,14 +50,7 @@ def packed_decoder(
     shapes, (make_linear, make_head) = kv_shapes_of(records), factories
     if FusedDecoder.fits(model, rank):
         decoder = FusedDecoder(
-            model,
-            records,
-            make_linear,
-            taps,
-            rank,
-            make_head=make_head,
-            is_deterministic=is_deterministic,
-            store=store,
+            model, records, make_linear, taps, rank, make_head=make_head, is_deterministic=is_deterministic, store=store
         )
         return decoder, [replace(shape, num_kv_heads=shape.num_kv_heads // rank.size) for shape in shapes]
     if is_deterministic:

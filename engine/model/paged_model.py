@@ -28,6 +28,7 @@ from engine.config import CacheConfig, KVDtype, Quantization
 from engine.kv_cache.pool import KVCache, LayerShape, block_bytes
 from engine.kv_cache.state_pool import StatePool, state_bytes
 from engine.model.attention_probe import (
+    LayerRecord,
     ModelRecord,
     kv_shapes_of,
     record_layers,
@@ -120,12 +121,7 @@ class PagedModel:
         self._padding_ids: Index | None = None
         if is_deterministic:
             has_kernel = is_batch_invariant(plan_attention) or self._is_native(plan_attention)
-            fits = FusedDecoder.fits(model, rank)
-            packs = rank.size == 1 and packs_all_experts(model, linear_factory(quantization, self._dtype))
-            if reason := obstacle(
-                model, records, has_own_kernel=has_kernel, has_own_decoder=fits, has_own_experts=packs
-            ):
-                raise _not_deterministic(model, reason)
+            _refuse_companions(model, records, rank, linear_factory(quantization, self._dtype), has_kernel=has_kernel)
         factories = _factories(model, quantization, self._dtype, is_deterministic=is_deterministic)
         self.decoder, self.rank_shapes = packed_decoder(
             model, records, factories, self._dtype, taps, rank, is_deterministic=is_deterministic, store=store
@@ -226,6 +222,16 @@ class PagedModel:
             return self.forward(ForwardBatch.of(list(map(_with_states, spans)), cache, plan_attention))
 
         return first_difference(forward, self.vocab_size)
+
+
+def _refuse_companions(
+    model: PreTrainedModel, records: Seq[LayerRecord], rank: Rank, make_linear: LinearFactory, *, has_kernel: bool
+) -> None:
+    """Raise ConfigError if a row of a deterministic model would depend on the rows next to it."""
+    fits = FusedDecoder.fits(model, rank)
+    packs = rank.size == 1 and packs_all_experts(model, make_linear)
+    if reason := obstacle(model, records, has_own_kernel=has_kernel, has_own_decoder=fits, has_own_experts=packs):
+        raise _not_deterministic(model, reason)
 
 
 def _with_states(span: Span) -> Span:

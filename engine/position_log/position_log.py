@@ -1,34 +1,206 @@
-"""The engine's side of the log: copies rows of logits and passes them to the writer, without waiting."""
+"""The log of verified positions: the engine copies rows of logits, and a thread writes them. No step waits."""
 
 from __future__ import annotations
 
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.accounting.counters import class_name
 from engine.accounting.engine_stats import PositionLogStats
 from engine.accounting.record import PassRecord
 from engine.config import PositionLogConfig
-from engine.position_log.log_writer import EndedRequest, LogWriter, TopRows, VerifiedRows
-from engine.position_log.shard import LogFolder, LoggedModel
+from engine.position_log.shard import Ints, LogFolder, LoggedModel, LoggedRequest, write_shard
 from engine.sequence.sequence import Sequence
 from engine.verifier.verify_task import VerifyTask
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True)
-class _CopiedRows:
-    """Rows of a pass that is not verified yet. The rows of sampled sequence `chosen[i]` start at `first_rows[i]`.
 
-    It has `num_tokens[i]` committed tokens.
+class TopRows:
+    """Copies logits rows for the top-k log.
+
+    The engine's thread creates it and only copies. A GPU computes the top k in parallel with the next pass. On a CPU
+    `read` computes it in one numpy thread, since torch's threads belong to the engine.
+
+    Args:
+        logits: `[R, V]` float32, overwritten by the next pass.
+        rows: indices of the rows to copy.
+        top_k: at most V.
     """
 
-    rows: TopRows
-    chosen: Seq[int]
-    first_rows: Seq[int]
-    num_tokens: Seq[int]
+    def __init__(self, logits: Tensor, rows: list[int], top_k: int) -> None:
+        self._top_k = top_k
+        index = torch.tensor(rows, device=logits.device)
+        copied = logits.index_select(0, index)  # [N, V]
+        self.num_bytes = copied.numel() * copied.element_size()
+        self._rows: Tensor | None = copied
+        self._top: tuple[Tensor, Tensor] | None = None
+        if copied.is_cuda:
+            self._rows = None
+            self._send(copied)
+
+    def read(self) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
+        """Return the ids and log-probabilities `[N, top_k]` of each row, likeliest first."""
+        if self._rows is not None:
+            return top_logprobs(self._rows.numpy(), self._top_k)
+        assert self._top is not None
+        self._event.synchronize()
+        ids, logprobs = self._top
+        return ids.numpy(), logprobs.numpy()
+
+    def _send(self, rows: Tensor) -> None:
+        top = rows.log_softmax(dim=1).topk(self._top_k)
+        self._top = (_pinned(top.indices.to(torch.int32)), _pinned(top.values.to(torch.float16)))
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+
+def top_logprobs(rows: NDArray[np.float32], top_k: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
+    """Return the ids and log-probabilities `[N, top_k]` of the likeliest tokens of logits `rows` [N, V]."""
+    peaks = rows.max(axis=1, keepdims=True)
+    totals = peaks + np.log(np.exp(rows - peaks).sum(axis=1, keepdims=True))
+    ids = np.argpartition(rows, rows.shape[1] - top_k, axis=1)[:, rows.shape[1] - top_k :]  # [N, top_k]
+    values = np.take_along_axis(rows, ids, axis=1)
+    order = np.argsort(-values, axis=1, kind="stable")
+    ids, values = np.take_along_axis(ids, order, axis=1), np.take_along_axis(values, order, axis=1)
+    return ids.astype(np.int32), (values - totals).astype(np.float16)
+
+
+def _pinned(values: Tensor) -> Tensor:
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    return host
+
+
+class LogWriter:
+    """Joins the positions of each request into complete files of a fixed size, on its own thread; no call waits.
+
+    Any thread may read the counters. `num_positions` counts positions that are in a file.
+
+    Args:
+        folder: the folder of the files, with its size limit.
+        model: the target.
+    """
+
+    def __init__(self, folder: LogFolder, model: LoggedModel) -> None:
+        self.num_positions = 0
+        self.num_bytes = 0
+        self.num_taken_bytes = 0  # bytes of rows taken from the queue
+        self.is_stopped = False
+        self._folder = folder
+        self._model = model
+        self._shard_bytes = 8 << 20  # of a full file
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._open: dict[str, list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float16]]]] = {}
+        self._shard: list[LoggedRequest] = []
+        self._file: Path | None = None
+        self._file_bytes = 0
+        self._num_unwritten = 0
+        self._thread = threading.Thread(target=self._run, name="position-log", daemon=True)
+        self._thread.start()
+
+    def keep(self, rows: TopRows, kept: Seq[int], request_ids: Seq[str], positions: Seq[int]) -> None:
+        """Queue positions of one pass: `rows[kept[i]]` predicts the token at `positions[i]` of `request_ids[i]`."""
+        self._queue.put(partial(self._keep, rows, kept, request_ids, positions))
+
+    def end(self, sequence: Sequence) -> None:
+        """Queue the tokens of a request that finished or was aborted."""
+        sampling, token_ids = sequence.sampling, np.array(sequence.token_ids, np.int32)
+        facts = class_name(sequence), sampling.temperature, sampling.repetition_penalty, token_ids
+        self._queue.put(partial(self._end, sequence.request_id, *facts))
+
+    def close(self) -> None:
+        """Write the remaining positions. A second call does nothing."""
+        self._queue.put(None)
+        self._thread.join(timeout=10.0)
+
+    def _run(self) -> None:
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, max(10, os.getpriority(os.PRIO_PROCESS, thread)))
+        try:
+            self._write_until_closed()
+        except OSError as error:
+            self._stop(f"{error}; free room, and restart the deployment")
+        except Exception:
+            logger.exception("the log's thread failed")
+            self._stop("see the error above")
+
+    def _write_until_closed(self) -> None:
+        written_s, is_open = time.monotonic(), True
+        period_s = 5.0  # between writes of the newest file, which grows until it is full
+        while is_open:
+            is_open = self._take(period_s)
+            if not is_open or time.monotonic() - written_s >= period_s or self._size > self._shard_bytes:
+                self._write()
+                written_s = time.monotonic()
+
+    def _take(self, timeout_s: float) -> bool:
+        """Do what was queued first. Returns False after the last call."""
+        try:
+            act = self._queue.get(timeout=timeout_s)
+        except queue.Empty:
+            return True
+        if act is not None:
+            act()
+        return act is not None
+
+    def _keep(self, rows: TopRows, kept: Seq[int], request_ids: Seq[str], positions: Seq[int]) -> None:
+        top_ids, top_logprobs = rows.read()
+        self.num_taken_bytes += rows.num_bytes
+        places = np.array(positions, np.int32)
+        for request_id in dict.fromkeys(request_ids):
+            chosen = [index for index, each in enumerate(request_ids) if each == request_id]
+            own = [kept[index] for index in chosen]
+            self._open.setdefault(request_id, []).append((places[chosen], top_ids[own], top_logprobs[own]))
+
+    def _end(
+        self, request_id: str, traffic_class: str, temperature: float, repetition_penalty: float, token_ids: Ints
+    ) -> None:
+        found = self._open.pop(request_id, [])
+        if not found:
+            return
+        positions, *tops = map(np.concatenate, zip(*found, strict=True))
+        is_committed = positions < len(token_ids)  # verified tokens after a stop token are not committed
+        logged = (each[is_committed] for each in (positions, *tops))
+        self._shard.append(LoggedRequest(traffic_class, temperature, repetition_penalty, token_ids, *logged))
+        self._num_unwritten += int(is_committed.sum())
+
+    @property
+    def _size(self) -> int:
+        return sum(request.num_bytes for request in self._shard)
+
+    def _write(self) -> None:
+        """Rewrite the newest file if it has grown, and start the next one if it is full."""
+        if not self._num_unwritten:
+            return
+        if self._file is None:
+            self._file = self._folder.new_file()
+        size = write_shard(self._file, self._model, self._shard)
+        self._folder.make_room(self._file)
+        self.num_bytes += size - self._file_bytes
+        self.num_positions += self._num_unwritten
+        self._file_bytes, self._num_unwritten = size, 0
+        if size > self._shard_bytes:
+            self._file, self._file_bytes, self._shard = None, 0, []
+
+    def _stop(self, reason: str) -> None:
+        """Stop logging. Requests continue without a log."""
+        self.is_stopped = True
+        self._open.clear()
+        self._shard.clear()
+        logger.error("the log of verified positions has stopped: %s", reason)
 
 
 class PositionLog:
@@ -42,7 +214,8 @@ class PositionLog:
         self._model = model
         self._writer = LogWriter(LogFolder(Path(config.folder), config.max_bytes), model)
         self._sequences: dict[str, Sequence] = {}
-        self._copied: _CopiedRows | None = None  # of the pass that is verified next
+        # Rows of the pass that is verified next; of each logged sequence its index there, its first row and its tokens.
+        self._copied: tuple[TopRows, list[tuple[int, int, int]]] | None = None
         self._num_put_bytes = 0
         self._num_dropped = 0
 
@@ -56,31 +229,31 @@ class PositionLog:
 
         Call it before verification: a next pass that is issued meanwhile overwrites `logits` [R, V].
         """
-        chosen = [index for index, task in enumerate(tasks) if self._is_logged(task.sequence)]
+        rows: list[int] = []
+        chosen = []
+        for index, (task, num) in enumerate(zip(tasks, num_drafts, strict=True)):
+            if self._is_logged(task.sequence):
+                chosen.append((index, len(rows), len(task.sequence.token_ids)))
+                rows += range(task.first_row, task.first_row + num + 1)
         if not chosen:
             return
-        rows: list[int] = []
-        first_rows = []
-        for index in chosen:
-            first_rows.append(len(rows))
-            rows += range(tasks[index].first_row, tasks[index].first_row + num_drafts[index] + 1)
         num_bytes = len(rows) * logits.shape[1] * logits.element_size()
         # The writer lags; further rows are dropped.
         if self._num_put_bytes - self._writer.num_taken_bytes + num_bytes > 32 << 20:
             self._num_dropped += len(chosen)  # at least the sampled position of each
             return
-        num_tokens = [len(tasks[index].sequence.token_ids) for index in chosen]
-        self._copied = _CopiedRows(TopRows(logits, rows, self._model.top_k), chosen, first_rows, num_tokens)
+        self._copied = TopRows(logits, rows, self._model.top_k), chosen
 
     def on_pass(self, record: PassRecord) -> None:
         """Pass the copied rows of verified tokens to the writer."""
         copied, self._copied = self._copied, None
         if copied is None:
             return
+        rows, chosen = copied
         kept: list[int] = []
         request_ids: list[str] = []
         positions: list[int] = []
-        for index, first_row, start in zip(copied.chosen, copied.first_rows, copied.num_tokens, strict=True):
+        for index, first_row, start in chosen:
             sequence, outcome = record.passes[index].sequence, record.passes[index].outcome
             if not (outcome.is_exact and outcome.is_finite):
                 continue
@@ -89,24 +262,14 @@ class PositionLog:
             kept += [first_row + outcome.row_of(number) for number in range(num_tokens)]
             request_ids += [sequence.request_id] * num_tokens
             positions += range(start, start + num_tokens)
-        self._num_put_bytes += copied.rows.num_bytes
-        self._writer.put(VerifiedRows(copied.rows, kept, request_ids, positions))
+        self._num_put_bytes += rows.num_bytes
+        self._writer.keep(rows, kept, request_ids, positions)
 
     def end(self, request_id: str) -> None:
         """Pass the tokens of an ended request to the writer. Requests that are not logged are ignored."""
         sequence = self._sequences.pop(request_id, None)
-        if sequence is None:
-            return
-        sampling = sequence.sampling
-        self._writer.put(
-            EndedRequest(
-                request_id=request_id,
-                traffic_class=class_name(sequence),
-                temperature=sampling.temperature,
-                repetition_penalty=sampling.repetition_penalty,
-                token_ids=list(sequence.token_ids),
-            )
-        )
+        if sequence is not None:
+            self._writer.end(sequence)
 
     def close(self) -> None:
         """Write the remaining positions. A second call does nothing."""

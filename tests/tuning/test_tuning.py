@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from engine.model.loader import model_version
-from engine.position_log.log_writer import top_logprobs
+from engine.position_log.position_log import top_logprobs
 from engine.position_log.shard import LogFolder, LoggedModel, LoggedRequest, log_files, read_shard, write_shard
 from models.training.evaluate import count_rounds
 from protos.errors import ConfigError

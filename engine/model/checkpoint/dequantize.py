@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,11 +74,10 @@ def _fits_kernels(stored: StoredWeight, headers: Mapping[str, TensorHeader], gro
 def _read_stored(
     stored: StoredWeight, files: Mapping[str, tuple[TensorHeader, str]], scheme: Scheme
 ) -> QuantizedWeight:
-    parts = _PARTS[stored.format]({last: _read(*file) for last, file in files.items()}, scheme)
-    scales, zeros = (None if each is None else _grid(each) for each in (parts.scales, parts.zeros))
-    assert scales is not None, "`_Parts` has them"
-    zeros = None if zeros is None else zeros[: len(scales)].float()  # packed ones fill whole words
-    return QuantizedWeight(parts.numbers, scales, zeros=zeros, row_step=stored.step[0])
+    numbers, scales, zeros = _PARTS[stored.format]({last: _read(*file) for last, file in files.items()}, scheme)
+    scales = _grid(scales)
+    zeros = None if zeros is None else _grid(zeros)[: len(scales)].float()  # packed ones fill whole words
+    return QuantizedWeight(numbers, scales, zeros=zeros, row_step=stored.step[0])
 
 
 def _group_index(tensors: Mapping[str, Tensor]) -> Tensor | None:
@@ -103,16 +101,16 @@ def dequantized(stored: StoredWeight, tensors: Mapping[str, Tensor], scheme: Sch
     if stored.format is WeightFormat.GGUF:
         ((kind, blocks),) = tensors.items()
         return gguf_numbers(blocks.numpy(), kind)
-    parts = _PARTS[stored.format](tensors, scheme)
+    integers, scales, zeros = _PARTS[stored.format](tensors, scheme)
     rows, columns = torch.arange(stored.shape[0]) // stored.step[0], _columns(stored, tensors)
     numbers = torch.empty(stored.shape)
     for first in range(0, stored.shape[0], _PART_ROWS):  # so that copies are small
         part = slice(first, first + _PART_ROWS)
-        numbers[part] = parts.numbers[part]
+        numbers[part] = integers[part]
         groups = numbers[part].unflatten(1, (-1, stored.step[1] if columns is None else 1))
-        if parts.zeros is not None:
-            groups -= _spread(parts.zeros, rows[part], columns)
-        groups *= _spread(parts.scales, rows[part], columns)
+        if zeros is not None:
+            groups -= _spread(zeros, rows[part], columns)
+        groups *= _spread(scales, rows[part], columns)
     return numbers
 
 
@@ -172,24 +170,19 @@ def _grid(values: Tensor) -> Tensor:
     return values.reshape(len(values), -1) if values.ndim else values.reshape(1, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """Integers [out, in], and the scales and zero points of the row and column steps."""
-
-    numbers: Tensor
-    scales: Tensor
-    zeros: Tensor | None
+# Integers [out, in], and the scales and zero points of the row and column steps.
+_Parts = tuple[Tensor, Tensor, Tensor | None]
 
 
 def _gptq(tensors: Mapping[str, Tensor], scheme: Scheme) -> _Parts:
     numbers = _unpack(tensors["qweight"], scheme.num_bits).T
     zeros = _unpack(tensors["qzeros"].T, scheme.num_bits) + scheme.zero_offset & (1 << scheme.num_bits) - 1
-    return _Parts(numbers, tensors["scales"].T, zeros)
+    return numbers, tensors["scales"].T, zeros
 
 
 def _awq(tensors: Mapping[str, Tensor], scheme: Scheme) -> _Parts:
     numbers, zeros = (_unpack(tensors[name].T, 4, _AWQ_PLACES) for name in ("qweight", "qzeros"))
-    return _Parts(numbers, tensors["scales"].T, zeros)
+    return numbers, tensors["scales"].T, zeros
 
 
 def _packed(tensors: Mapping[str, Tensor], scheme: Scheme) -> _Parts:
@@ -198,13 +191,13 @@ def _packed(tensors: Mapping[str, Tensor], scheme: Scheme) -> _Parts:
     if zeros is not None:
         zeros = _unpack(zeros, scheme.num_bits) - middle
     numbers = _unpack(tensors["weight_packed"].T, scheme.num_bits).T
-    return _Parts(numbers.sub_(middle), tensors["weight_scale"], zeros)
+    return numbers.sub_(middle), tensors["weight_scale"], zeros
 
 
 def _scaled(tensors: Mapping[str, Tensor], scheme: Scheme) -> _Parts:
     scales = tensors.get("weight_scale_inv", tensors.get("weight_scale"))
     assert scales is not None, "the headers were checked"
-    return _Parts(tensors["weight"], scales, tensors.get("weight_zero_point"))
+    return tensors["weight"], scales, tensors.get("weight_zero_point")
 
 
 _PARTS = {

@@ -134,17 +134,13 @@ class CudaGraphRunner:
         Raises:
             ConfigError: the device has too little memory for the recordings.
         """
-        self._forward = forward
-        self._plan_attention = plan_attention
+        self._forward, self._plan_attention, self._cache = forward, plan_attention, cache
         self._max_model_len, self._is_batch_invariant = max_model_len, is_batch_invariant(plan_attention)
         self._pool_tokens = trial_pool_tokens or cache.num_blocks * cache.block_size
-        self._cache = cache
-        self._has_trees = graphs.has_trees
+        self._has_trees, self._device = graphs.has_trees, cache.device
         self._max_batch = max(graphs.batches, default=graphs.max_batch)
-        self._device = cache.device
         self._passes: dict[GraphBucket, _RecordedBatch] = {}
-        if record is None and cache.device.type == "cuda":
-            record = GraphRecorder()
+        record = record or (GraphRecorder() if cache.device.type == "cuda" else None)
         # Buffers that all recordings share, as large as the largest bucket needs.
         largest_first = graph_buckets(graphs)[::-1]  # the others use the memory of the largest again
         max_rows = largest_first[0].num_rows if largest_first else 0
@@ -152,7 +148,7 @@ class CudaGraphRunner:
         num_blocks = self._max_batch * -(-max_model_len // cache.block_size) + max_rows
         self._block_tables = torch.zeros(num_blocks, dtype=torch.int32, device=cache.device)
         began_s = time.monotonic()
-        self._record_all(largest_first[: 1 if trial_pool_tokens else None], plan_attention, max_model_len, record)
+        self._record_all(largest_first[: 1 if trial_pool_tokens else None], record)
         self._buckets = sorted(self._passes)
         logger.info("recorded %d passes in %.1f s", len(self._passes), time.monotonic() - began_s)
 
@@ -161,13 +157,11 @@ class CudaGraphRunner:
         """True if there is anything to replay."""
         return bool(self._passes)
 
-    def _record_all(
-        self, buckets: Seq[GraphBucket], plan_attention: PlanAttention, max_model_len: int, record: Record | None
-    ) -> None:
+    def _record_all(self, buckets: Seq[GraphBucket], record: Record | None) -> None:
         scratch_block = self._cache.num_blocks - 1
         for bucket in tqdm(buckets, desc="recording decode and verification passes", disable=record is None):
-            attention = self._static_attention(bucket, plan_attention)
-            static = StaticBatch(bucket, self._cache, scratch_block, max_model_len, self._max_batch, attention)
+            attention = self._static_attention(bucket)
+            static = StaticBatch(bucket, self._cache, scratch_block, self._max_model_len, self._max_batch, attention)
             static.fill([Span([0], 0, [scratch_block], 1)])
             compute = partial(self._forward, static.batch, self._logits[: bucket.num_rows])
             with enough_memory(self._device, f"recorded passes of {bucket.num_rows} rows", _REMEDY):
@@ -262,9 +256,9 @@ class CudaGraphRunner:
     def _bucket_of(self, spans: Seq[Span]) -> GraphBucket | None:
         return fitting_bucket(spans, self._buckets) if len(spans) <= self._max_batch else None
 
-    def _static_attention(self, bucket: GraphBucket, plan_attention: PlanAttention) -> StaticAttention:
-        if not is_triton(plan_attention):
-            return PlannedAttention(self._cache, plan_attention)
+    def _static_attention(self, bucket: GraphBucket) -> StaticAttention:
+        if not is_triton(self._plan_attention):
+            return PlannedAttention(self._cache, self._plan_attention)
         # Not at the top: processes without a GPU may have no Triton, and need none.
         from engine.model.cuda_graphs.static_attention import TiledAttention
 

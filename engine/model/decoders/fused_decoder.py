@@ -98,13 +98,11 @@ class FusedDecoder:
             store: keeps the products of a model on one rank.
         """
         self.features: Tensor | None = None
-        self._taps = taps
+        self._taps, self._rank = taps, rank
         family, config, trunk = family_of(model.config), model.config.get_text_config(), model.get_decoder()
         assert family is not None, "`fits` says so"
         self._family, self._gate, self._is_parallel = family, family.function(config), family.runs_parallel(config)
-        self._rank = rank
-        self._vocab_size = model.get_output_embeddings().weight.shape[0]
-        self._num_heads = num_heads_of(config) // rank.size
+        self._vocab_size, self._num_heads = len(model.get_output_embeddings().weight), num_heads_of(config) // rank.size
         self._epsilon, self._residual_scale = norm_epsilon(config), residual_scale(model, family)
         self._embedding = rank.to_device(model.get_input_embeddings().weight)
         norm = getattr(trunk, family.final_norm)
@@ -112,38 +110,38 @@ class FusedDecoder:
         # Of rows; weights and embedding may have another.
         self._dtype: torch.dtype = rows_dtype(make_linear) or getattr(norm, "weight", self._embedding).dtype
         like = self._embedding.new_empty(0, dtype=self._dtype)
-        self._embedding_scale = embedding_scale(model, family)
-        self._logit_scale = family.logit_factor(config)
+        self._embedding_scale, self._logit_scale = embedding_scale(model, family), family.logit_factor(config)
         self._logit_softcap: float | None = config.final_logit_softcapping if family.has_softcap else None
+        self._has_wide_stream = family.has_wide_stream(config)
         if (rotary := rotary_of(model, family)) is not None:
             rotary.to(self._embedding.device)
-        self._has_wide_stream = family.has_wide_stream(config)
-        self._rotaries = {
-            kind: RotaryTable(rotary, like, max_positions(config), is_deterministic, family.rotates_pairs)
-            for kind, rotary in rotaries(model).items()
-        }
+        rotary_facts = like, max_positions(config), is_deterministic, family.rotates_pairs
+        self._rotaries = {kind: RotaryTable(rotary, *rotary_facts) for kind, rotary in rotaries(model).items()}
         self._rows = self._row_operations({record.shape.key_dim for record in records})
         rows = self._rotaries, self._rows, like
         stock = StockLayers(model, make_linear, *rows, rank, store=store, is_deterministic=is_deterministic)
+        self._take_layers(model, stock, records)
+        self._native_layers = self._one_call()
+        self.lm_head = stock.head(make_head or make_linear)
+
+    def _take_layers(self, model: Any, stock: StockLayers, records: Seq[LayerRecord]) -> None:
         self._inputs = stock.inputs()
         use_native_mixers(model, self._dtype)
         parts, state_layers = zip(records, kv_layers_of(records), strict=True), count()
         self._layers: list[DecoderLayer] = []
         self._starts: list[int] = []  # of the model's layers in ours: two where a recurrent part follows attention
-        for index, layer in enumerate(trunk.layers):
+        for index, layer in enumerate(model.get_decoder().layers):
             self._starts.append(len(self._layers))
-            has_attention, is_recurrent = family.attention_of(layer) is not None, family.mixer_of(layer) is not None
-            if has_attention:
+            attention, mixer = self._family.attention_of(layer), self._family.mixer_of(layer)
+            if attention is not None:
                 self._layers.append(stock.attending(index, *next(parts)))
-            if is_recurrent:
+            if mixer is not None:
                 self._layers.append(stock.recurrent(index, next(state_layers)))
-            if not has_attention and not is_recurrent:
+            if attention is None and mixer is None:
                 self._layers.append(stock.alone(index))
         self._norms_values, self._norms_projections = stock.norms_values, stock.norms_projections
         self._gates_attention = stock.gates_attention
         self._num_storing = 1 + max(index for index, layer in enumerate(self._layers) if layer.stores_kv)
-        self._native_layers = self._one_call()
-        self.lm_head = stock.head(make_head or make_linear)
 
     @staticmethod
     def fits(model: PreTrainedModel, rank: Rank = ALONE) -> bool:

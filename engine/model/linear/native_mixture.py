@@ -110,35 +110,17 @@ class NativeMixture:
         product = _product_of(router)
         weight = product.weight.detach()
         rounded = weight.bfloat16()
-        is_exact = torch.equal(rounded.to(weight.dtype), weight)
-        self._weight = (rounded if is_exact else weight.float()).contiguous()
-        num_groups, top_groups = _groups_of(router)
+        self._weight = (rounded if torch.equal(rounded.to(weight.dtype), weight) else weight.float()).contiguous()
         self._logit_biases, self._biases = _floats(getattr(product, "bias", None)), _biases_of(mixture, router)
-        if (
-            self._biases is None and num_groups > 1 and routing.has_group_sums
-        ):  # of scores; biases turn logits into them
+        # Groups are compared by sums of scores; biases turn logits into scores.
+        if self._biases is None and _groups_of(router)[0] > 1 and routing.has_group_sums:
             self._biases = torch.zeros(len(weight))
         self._factors = _floats(getattr(router, "per_expert_scale", None))
         self._gate = _floats(getattr(getattr(mixture, "shared_expert_gate", None), "weight", None))
-        scores, is_normalized = _scores_of(router, routing)
         share = 0.5 if shared and getattr(mixture, "shared_expert_combination_strategy", None) == "average" else 1.0
         self.call = _Mixture(
             self._experts.call,
-            _Router(
-                self._weight.data_ptr(),
-                is_exact,
-                *map(_address, (self._logit_biases, self._biases, self._factors)),
-                *weight.shape,
-                2 if scores is Scores.SPARSE else _top_of(router),  # 2, whatever its configuration has
-                scores,
-                num_groups,
-                top_groups,
-                routing.has_group_sums,
-                is_normalized,
-                routing.epsilon,
-                share * next((float(factor) for name in _FACTORS if (factor := getattr(router, name, None))), 1.0),
-                2 * getattr(router, "router_jitter_noise", 0.0),
-            ),
+            self._router(router, routing, share),
             *(
                 PackedWeight() if product is None else product.packed_weight(self.dtype)
                 for product in (*(latent or (None, None)), *(shared or (None, None)))
@@ -148,11 +130,28 @@ class NativeMixture:
             share,
         )
 
+    def _router(self, router: Any, routing: Routing, share: float) -> _Router:
+        scores, is_normalized = _scores_of(router, routing)
+        return _Router(
+            self._weight.data_ptr(),
+            self._weight.dtype is torch.bfloat16,
+            *map(_address, (self._logit_biases, self._biases, self._factors)),
+            *self._weight.shape,
+            2 if scores is Scores.SPARSE else _top_of(router),  # 2, whatever its configuration has
+            scores,
+            *_groups_of(router),
+            routing.has_group_sums,
+            is_normalized,
+            routing.epsilon,
+            share * next((float(factor) for name in _FACTORS if (factor := getattr(router, name, None))), 1.0),
+            2 * getattr(router, "router_jitter_noise", 0.0),
+        )
+
     @staticmethod
     def fits(mixture: Any) -> bool:
         """True if the experts of a stock module are packed, and the kernel takes their function and their router."""
         packed = mixture.experts.forward
-        has_room = _groups_of(_router_of(mixture))[0] <= 64  # groups, of routing.c
+        has_room = _groups_of(_router_of(mixture))[0] <= 64  # of routing.c
         return isinstance(packed, PackedExperts) and packed.function is not Gate.NONE and has_room
 
     @staticmethod

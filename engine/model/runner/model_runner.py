@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.attention.backend import check_kv_kind, choose_attention, is_batch_invariant
+from engine.attention.base import PlanAttention
 from engine.batch.span import Span
 from engine.config import CacheConfig, GraphConfig, HeadConfig, KVDtype, ModelConfig
 from engine.kv_cache.kv_dtype import kv_name
@@ -83,25 +83,13 @@ class ModelRunner(ModelPool):
         device = rank.device or resolve_device(model.device)
         meter = memory_meter(cache, device)
         dtype = resolve_dtype(model.dtype, device)
-        self._plan_attention = choose_attention(model.attention, device, is_deterministic=model.deterministic)
-        if is_batch_invariant(self._plan_attention) and model.graphs.has_trees:
-            raise ConfigError(
-                "target.deterministic is true and speculation.tree is set: on a GPU a token's bits differ between a "
-                "tree and the chain that it becomes; remove the tree, or set deterministic to false"
-            )
         kind = KVDtype(cache.dtype)
-        check_kv_kind(kind, self._plan_attention, device)
-        # Load and pack the weights, and read end tokens and sampling defaults.
+        self._plan_attention = _attention_of(model, kind, device)
+        # Load and pack the weights.
         weights, stock = load_weights(model, head, rank, dtype, self._plan_attention, repeats_checks=repeats_checks)
         super().__init__(weights.model, weights.head_layers, rank, dtype)
-        self._weights = weights
-        self.self_draft, self.experts = weights.self_draft, weights.experts
-        self.vocab_size = self._model.vocab_size
-        folder = model_folder(model.path)
-        self.eos_token_ids = eos_token_ids(stock, folder, self.vocab_size, model.chat_template)
-        self._fit_tokenizer(folder, model.chat_template)
-        forget_tokenizer()
-        self.sampling_defaults = sampling_defaults(stock, model.generation_config)
+        self._weights, self.self_draft, self.experts = weights, weights.self_draft, weights.experts
+        self._read_generation(stock, model)
         is_recordable = self._model.decoder.is_recordable
         has_graphs = has_recordings(model.graphs, device, self._plan_attention, is_recordable=is_recordable)
         self._queue = PassQueue.of(device)
@@ -109,33 +97,38 @@ class ModelRunner(ModelPool):
         self._graphs: CudaGraphRunner | None = None
         # Size the pool: on a GPU it gets the rest after the weights and the widest pass.
         if meter is not None:
-            meter.loaded()
-            with enough_memory(device, "the widest pass over a prompt", _PASSES_REMEDY):
-                cache = self._measured(meter, cache, model.graphs, stock, max_model_len, has_graphs=has_graphs)
+            cache = self._measured(meter, cache, model.graphs, stock, max_model_len, has_graphs=has_graphs)
         with enough_memory(device, "the KV pool", "lower cache.memory_gib or cache.num_blocks, or stop other programs"):
             self.make_pool(cache, kind, has_padding=has_graphs)
-        kv_dtype = kv_name(kind, dtype)
-        self.model_version = model_version(model.path, model.quantization, str(dtype), kv_dtype)
-        self.kv_layout = self.layout_of(model, self.model_version, head, kv_dtype, device)
-        if warning := unread_warning(stock.config):
-            logger.warning("%s", warning)
+        self.model_version = model_version(model.path, model.quantization, str(dtype), kv_name(kind, dtype))
+        self.kv_layout = self.layout_of(model, self.model_version, head, kv_name(kind, dtype), device)
         self.max_model_len = length_limit(stock.config, max_model_len, self.num_blocks * self.block_size)
-        # Compile and record the passes over the pool.
+        self._prepare_passes(model.graphs if has_graphs else None, device)
+
+    def _prepare_passes(self, graphs: GraphConfig | None, device: torch.device) -> None:
+        """Compile the passes over the pool, and record those of `graphs`."""
         if device.type == "cuda":
             with enough_memory(device, "a pass over a prompt", _PASSES_REMEDY):
                 warm_up(self._compute, self.block_size, self.max_model_len)
-        if has_graphs:
+        if graphs is not None:
             with enough_memory(device, "the buffers of recorded passes", _PASSES_REMEDY):
-                self._graphs = self._record(model.graphs, self.max_model_len)
+                self._graphs = self._record(graphs, self.max_model_len)
 
-    def _fit_tokenizer(self, folder: Path, template: str | None) -> None:
-        """Mask the rows of the head without a token: their text would be empty."""
+    def _read_generation(self, stock: PreTrainedModel, model: ModelConfig) -> None:
+        """Read end tokens and sampling defaults; mask the head's rows without a token, whose text would be empty."""
+        folder, template = model_folder(model.path), model.chat_template
+        self.vocab_size = self._model.vocab_size
+        self.eos_token_ids = eos_token_ids(stock, folder, self.vocab_size, template)
+        self.sampling_defaults = sampling_defaults(stock, model.generation_config)
+        if warning := unread_warning(stock.config):
+            logger.warning("%s", warning)
         if note := refuse_tokens_without_rows(folder, self.vocab_size, template):
             logger.warning("%s", note)
         padding = ids_without_token(folder, self.vocab_size, self.eos_token_ids)
         if padding:
             logger.info("%d ids without a token are masked, the first is %d", len(padding), padding[0])
         self._model.mask(padding)
+        forget_tokenizer()
 
     @property
     def head(self) -> Head | None:
@@ -165,15 +158,17 @@ class ModelRunner(ModelPool):
         has_graphs: bool,
     ) -> CacheConfig:
         """Return `cache` with the bytes that weights, the widest pass and the recordings leave on the GPU."""
-        self.make_pool(replace(cache, num_blocks=1, num_states=1), KVDtype(cache.dtype), has_padding=has_graphs)
-        max_rows = min(graphs.max_rows, max_positions(stock.config) or graphs.max_rows)
-        self._compute([Span([0] * max_rows, 0, [0] * -(-max_rows // self.block_size), 1)])
+        meter.loaded()
+        with enough_memory(self._weights.device, "the widest pass over a prompt", _PASSES_REMEDY):
+            self.make_pool(replace(cache, num_blocks=1, num_states=1), KVDtype(cache.dtype), has_padding=has_graphs)
+            max_rows = min(graphs.max_rows, max_positions(stock.config) or graphs.max_rows)
+            self._compute([Span([0] * max_rows, 0, [0] * -(-max_rows // self.block_size), 1)])
+            if has_graphs:
+                # The largest recording alone: the others reuse its memory. The pool it depends on is not known yet.
+                most_tokens = max(1, meter.most_bytes() // self._bytes_per_rank_block) * self.block_size
+                max_len = length_limit(stock.config, max_model_len, most_tokens)
+                self._record(graphs, max_len, most_tokens)
         widest = max((bucket.num_rows for bucket in graph_buckets(graphs)), default=graphs.max_batch)
-        if has_graphs:
-            # The largest recording alone: the others reuse its memory. The pool it depends on is not known yet.
-            most_tokens = max(1, meter.most_bytes() // self._bytes_per_rank_block) * self.block_size
-            max_len = length_limit(stock.config, max_model_len, most_tokens)
-            self._record(graphs, max_len, most_tokens)
         trial_bytes = (1 + has_graphs) * self._bytes_per_rank_block
         logits_bytes = widest * self.vocab_size * torch.float32.itemsize
         pool_bytes = meter.pool_bytes(
@@ -263,3 +258,15 @@ class ModelRunner(ModelPool):
             assert self._graphs is not None, "recorded steps come from it"
             return self._graphs.run(step)
         return self._model.forward(step)
+
+
+def _attention_of(model: ModelConfig, kind: KVDtype, device: torch.device) -> PlanAttention:
+    """Return the attention of a model over a pool of `kind`. Raises ConfigError for settings that do not fit."""
+    plan_attention = choose_attention(model.attention, device, is_deterministic=model.deterministic)
+    if is_batch_invariant(plan_attention) and model.graphs.has_trees:
+        raise ConfigError(
+            "target.deterministic is true and speculation.tree is set: on a GPU a token's bits differ between a "
+            "tree and the chain that it becomes; remove the tree, or set deterministic to false"
+        )
+    check_kv_kind(kind, plan_attention, device)
+    return plan_attention

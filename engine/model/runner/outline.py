@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,19 +40,6 @@ logger = logging.getLogger(__name__)
 _META = torch.device("meta")
 
 
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """The findings about a model.
-
-    Attributes:
-        notes: for the operator: the longest text, lengths that nothing reads, and the end tokens.
-        keeps_states: it has recurrent layers; False for a Hub model that is not fetched yet.
-    """
-
-    notes: list[str]
-    keeps_states: bool
-
-
 def check_outline(
     model: ModelConfig,
     cache: CacheConfig,
@@ -61,11 +47,15 @@ def check_outline(
     head: HeadConfig | None = None,
     *,
     is_on_gpu: bool = False,
-) -> Outline:
+) -> tuple[list[str], bool]:
     """Check as far as headers allow that a `ModelRunner` with these arguments can be made.
 
     A Hub model that is not fetched yet is checked by its configuration alone. GPU kernels are not checked, since no
     process has a GPU before the pair is placed.
+
+    Returns:
+        Notes for the operator: the longest text, lengths that nothing reads, and the end tokens; and True if the model
+        has recurrent layers, False for a Hub model that is not fetched yet.
 
     Raises:
         ConfigError: it cannot be made.
@@ -84,7 +74,7 @@ def check_outline(
     # What needs the modules, built without weights.
     outline = _outline(model.path, config)
     if outline is None:
-        return Outline(notes, keeps_states=False)
+        return notes, False
     if model.tensor_parallel_size > 1:
         shard_plan(outline, model.tensor_parallel_size)
     if head is not None and head.kind is HeadKind.SELF:
@@ -94,7 +84,7 @@ def check_outline(
             load_head(head, outline, _META)
     with _left_to_the_start(f"the attention of {model.path!r}"):
         _check_attention(outline.to(torch.bfloat16))  # the dtype that products of experts take on the meta device
-    return Outline(notes, keeps_states(outline))
+    return notes, keeps_states(outline)
 
 
 def _notes(model: ModelConfig, config: PreTrainedConfig, limit: int) -> list[str]:

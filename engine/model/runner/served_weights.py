@@ -120,7 +120,7 @@ class ServedWeights:
     ) -> None:
         """Pack and check `stock` and its head; no page of their files stays in memory."""
         # Copy what stays unpacked out of the mapped files.
-        self._device = device = rank.device or resolve_device(model.device)
+        self.device = device = rank.device or resolve_device(model.device)
         quantization = usable_quantization(model, device)
         self.experts = expert_reads(stock)
         if device.type == "cpu":
@@ -155,12 +155,7 @@ class ServedWeights:
             self.head.lm_head = own_lm_head or self.model.lm_head
             self.head.place(len(self.model.layer_shapes))
         if self.self_draft is not None:
-            quantized = replace(model, quantization=self.self_draft.quantization)
-            kept_as = f"draft of {self.self_draft.num_layers} layers"
-            is_shared = self.self_draft.is_shared
-            with (
-                nullcontext(NO_STORE) if is_shared else _stored(quantized, rank, dtype, device, kept_as) as draft_store
-            ):
+            with _store_of_draft(self.self_draft, model, rank, dtype, device) as draft_store:
                 self.self_draft.begin(self.model.decoder, draft_store)
         trim_heap()
 
@@ -198,7 +193,7 @@ class ServedWeights:
         present = self.head
         assert present is not None, "it has a head to replace"
         assert self._head_loader is not None, "that is not made of the model's own weights"
-        with enough_memory(self._device, f"the head {path!r}", "free memory, or deploy it by draft.path"):
+        with enough_memory(self.device, f"the head {path!r}", "free memory, or deploy it by draft.path"):
             head = self._head_loader(path)
         if (head.taps, head.layer_shapes) != (present.taps, present.layer_shapes):
             raise ConfigError(
@@ -257,6 +252,15 @@ def _stored(
     if rank.size > 1:
         return nullcontext(NO_STORE)
     return kept_weights(model, dtype, device, kept_as, repeats_checks=repeats_checks)
+
+
+def _store_of_draft(
+    draft: SelfDraft, model: ModelConfig, rank: Rank, dtype: torch.dtype, device: torch.device
+) -> AbstractContextManager[WeightStore]:
+    if draft.is_shared:
+        return nullcontext(NO_STORE)
+    quantized = replace(model, quantization=draft.quantization)
+    return _stored(quantized, rank, dtype, device, f"draft of {draft.num_layers} layers")
 
 
 def _keeps_dtype(config: PreTrainedConfig) -> bool:

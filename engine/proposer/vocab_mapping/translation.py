@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,31 +17,10 @@ from engine.proposer.vocab_mapping.choice import VocabularyPair
 from protos.errors import ConfigError
 
 
-class Translation(Protocol):
-    """Maps the draft's ids to the target's and back."""
-
-    @property
-    def is_identity(self) -> bool:
-        """True if every id of the target is the same token in the draft."""
-
-    @property
-    def counts(self) -> TranslationCounts:
-        """Counts of the tokens lost so far; 0 with one vocabulary."""
-
-    def align(self, logits: Tensor) -> Tensor:
-        """Map logits `[R, V of the draft]` to `[R, V of the target]`, with -inf for tokens that the draft lacks."""
-
-    def feed(self, token_ids: Tensor) -> Tensor:
-        """Return the draft's ids of drafted tokens, `[B] int64`."""
-
-    def to_draft(self, token_ids: Seq[int]) -> list[int]:
-        """Return the draft's tokens for the target's: one for each drafted token, any number for other tokens."""
-
-
 class SameVocabulary:
     """One vocabulary; only the padding of the logits may differ."""
 
-    counts = TranslationCounts()
+    counts = TranslationCounts()  # of the tokens lost so far
 
     def __init__(self, draft_size: int, target_size: int) -> None:
         self._draft_size = draft_size
@@ -50,19 +28,23 @@ class SameVocabulary:
 
     @property
     def is_identity(self) -> bool:
+        """True if every id of the target is the same token in the draft."""
         return self._draft_size >= self._target_size
 
     def align(self, logits: Tensor) -> Tensor:
+        """Map logits `[R, V of the draft]` to `[R, V of the target]`, with -inf for tokens that the draft lacks."""
         num_missing = self._target_size - logits.shape[1]
         if num_missing > 0:
             return torch.nn.functional.pad(logits, (0, num_missing), value=float("-inf"))
         return logits[:, : self._target_size]
 
     def feed(self, token_ids: Tensor) -> Tensor:
+        """Return the draft's ids of drafted tokens, `[B] int64`."""
         return token_ids
 
     def to_draft(self, token_ids: Seq[int]) -> list[int]:
-        """Replace ids that are only padding of the target's embedding by 0; texts never have them."""
+        """Return the draft's tokens for the target's: one for each drafted token, any number for other tokens."""
+        # Ids that are only padding of the target's embedding become 0; texts never have them.
         return [token_id if token_id < self._draft_size else 0 for token_id in token_ids]
 
 
@@ -129,3 +111,6 @@ class SharedTokens:
             self._draft_ids, self._target_ids = self._draft_ids.to(device), self._target_ids.to(device)
             self._fed, self._is_shared = self._fed.to(device), self._is_shared.to(device)
             self._num_lost = self._num_lost.to(device)
+
+
+Translation = SameVocabulary | SharedTokens
