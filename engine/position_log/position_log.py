@@ -147,7 +147,7 @@ class LogWriter:
                 written_s = time.monotonic()
 
     def _take(self, timeout_s: float) -> bool:
-        """Do what was queued first. Returns False after the last call."""
+        """Make the oldest queued call. Returns False after the last call."""
         try:
             act = self._queue.get(timeout=timeout_s)
         except queue.Empty:

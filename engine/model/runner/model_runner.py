@@ -106,7 +106,7 @@ class ModelRunner(ModelPool):
         self._prepare_passes(model.graphs if has_graphs else None, device)
 
     def _prepare_passes(self, graphs: GraphConfig | None, device: torch.device) -> None:
-        """Compile the passes over the pool, and record those of `graphs`."""
+        """Compile the passes over the pool, and record the passes of `graphs`."""
         if device.type == "cuda":
             with enough_memory(device, "a pass over a prompt", _PASSES_REMEDY):
                 warm_up(self._compute, self.block_size, self.max_model_len)
