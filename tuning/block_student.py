@@ -14,12 +14,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from engine.model.draft_heads.published import HeadFormat
-from tuning.student import Norm
+from tuning.student import DraftLayer, Norm, attend
 
 _Keys = tuple[Tensor, Tensor]  # keys and values, [B, heads, T, D]
 _Table = tuple[Tensor, Tensor]  # cosines and sines of positions, [1, T, D]
@@ -82,65 +81,29 @@ class _MarkovHead(nn.Module):
         return term
 
 
-class _BlockLayer(nn.Module):
+class _BlockLayer(DraftLayer):
     def __init__(self, config: Any) -> None:
-        super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self._head_dim = config.head_dim
-        self._num_heads, self._num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        query_size, key_size = (count * config.head_dim for count in (self._num_heads, self._num_kv_heads))
-        self.input_layernorm, self.post_attention_layernorm = (Norm(width, eps) for _ in range(2))
-        sizes = {"q_proj": (width, query_size), "k_proj": (width, key_size), "v_proj": (width, key_size)}
-        products = {
-            name: nn.Linear(*size, bias=False) for name, size in {**sizes, "o_proj": (query_size, width)}.items()
-        }
-        norms = {name: Norm(config.head_dim, eps) for name in ("q_norm", "k_norm")}
-        self.self_attn = nn.ModuleDict({**products, **norms})
-        inner = config.intermediate_size
-        sizes = {"gate_proj": (width, inner), "up_proj": (width, inner), "down_proj": (inner, width)}
-        self.mlp = nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
+        super().__init__(config, config.hidden_size)
+        self.self_attn.update({name: Norm(config.head_dim, config.rms_norm_eps) for name in ("q_norm", "k_norm")})
 
     def attended(
         self, rows: Sequence[Tensor], context: Tensor, tables: Sequence[_Table], sees_later_rows: bool
     ) -> Iterator[Tensor]:
-        """Yield each row's attention [B, T, heads * D]; rows are [B, T, S], or [1, 1, S] where they are all alike."""
+        """Yield each row's attention [B, T, heads * D]; rows are [B, T, S], or [1, 1, S] where they are all alike.
+
+        The row at place p sees contexts 0 .. p - 1, and the rows of its own block.
+        """
         found = self._keys(context, tables[0])
         normed = [self.input_layernorm(row) for row in rows]
         own = [self._keys(row, table) for row, table in zip(normed, tables, strict=True)]
         for index, (row, table) in enumerate(zip(normed, tables, strict=True)):
-            query = self.self_attn["q_norm"](self._heads(self.self_attn["q_proj"](row), self._num_heads))
-            query, _ = apply_rotary_pos_emb(query, query, *table)
-            yield _attend(query, found, own if sees_later_rows else own[: index + 1]).transpose(1, 2).flatten(-2)
-
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """Return the layer's output [..., S] of its input and attention."""
-        hidden = residual + self.self_attn["o_proj"](attended)
-        x = self.post_attention_layernorm(hidden)
-        out: Tensor = hidden + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](x)) * self.mlp["up_proj"](x))
-        return out
+            query = self._rotated("q", row, table)
+            yield attend(query, found, own if sees_later_rows else own[: index + 1], first_unseen=0)
 
     def _keys(self, x: Tensor, table: _Table) -> _Keys:
-        key, value = (self._heads(self.self_attn[name](x), self._num_kv_heads) for name in ("k_proj", "v_proj"))
-        key = self.self_attn["k_norm"](key)
-        key, _ = apply_rotary_pos_emb(key, key, *table)
-        shared = self._num_heads // self._num_kv_heads
-        return key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+        return self.shared(self._rotated("k", x, table)), self.shared(self.projected("v_proj", x))
 
-    def _heads(self, x: Tensor, num_heads: int) -> Tensor:
-        """[B, T, heads * D] -> [B, heads, T, D]."""
-        result: Tensor = x.unflatten(-1, (num_heads, self._head_dim)).transpose(1, 2)
-        return result
-
-
-def _attend(query: Tensor, context: _Keys, own: Sequence[_Keys]) -> Tensor:
-    """[B or 1, H, T, D] -> [B, H, T, D]: the row at place p sees contexts 0 .. p - 1, and row p of each of `own`."""
-    (key, value), scale = context, query.shape[-1] ** -0.5
-    num_rows = key.shape[2]
-    is_later = torch.ones(num_rows, num_rows, dtype=torch.bool, device=key.device).triu_()
-    scores = (query @ key.transpose(-1, -2) * scale).masked_fill(is_later, float("-inf"))  # [B, H, T, T]
-    own_scores = [(query * each).sum(-1, keepdim=True).expand(*scores.shape[:-1], 1) * scale for each, _ in own]
-    probs = torch.cat([scores, *own_scores], dim=-1).float().softmax(-1).to(query.dtype)
-    attended = probs[..., :num_rows] @ value
-    for index, (_, each) in enumerate(own):
-        attended = attended + probs[..., num_rows + index, None] * each
-    return attended
+    def _rotated(self, name: str, x: Tensor, table: _Table) -> Tensor:
+        normed = self.self_attn[f"{name}_norm"](self.projected(f"{name}_proj", x))
+        found: Tensor = apply_rotary_pos_emb(normed, normed, *table)[0]
+        return found

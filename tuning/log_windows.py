@@ -140,9 +140,11 @@ def read_log(folder: Path, target: LoggedModel, report: Callable[[str], None], e
     return log
 
 
-# A cut text would teach a task that never occurs: to draft after half of a prompt.
 def windows_of(request: LoggedRequest, num_tokens: int = 2048) -> Iterator[Window]:
-    """Yield windows of at most `num_tokens` that hold each position of a request once, with half a window before it."""
+    """Yield windows of at most `num_tokens` that hold each position of a request once, with half a window before it.
+
+    Without the text before it, a draft would learn to continue a prompt from its middle, which never occurs.
+    """
     rows = request.positions.astype(np.int64) - 1  # row i predicts token i + 1
     for begin in range(0, len(request.token_ids), num_tokens // 2):
         first = begin + (num_tokens // 2 if begin else 0)

@@ -164,70 +164,74 @@ class Norm(nn.RMSNorm):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
-class _Midlayer(nn.Module):
-    """One decoder layer whose attention reads embedding and state side by side."""
+class DraftLayer(nn.Module):
+    """A decoder layer of a head, for all rounds of a text at once; `config` is as LlamaConfig."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, input_size: int) -> None:
         super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self._num_heads, self._num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        width, eps, inner = config.hidden_size, config.rms_norm_eps, config.intermediate_size
         self._head_dim = config.head_dim
+        self._num_heads, self._num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         query_size, key_size = (count * config.head_dim for count in (self._num_heads, self._num_kv_heads))
-        self.hidden_norm = Norm(width, eps)
-        self.input_layernorm = Norm(width, eps)
-        self.post_attention_layernorm = Norm(width, eps)
-        self.self_attn = nn.ModuleDict(
-            {
-                "q_proj": nn.Linear(2 * width, query_size, bias=False),
-                "k_proj": nn.Linear(2 * width, key_size, bias=False),
-                "v_proj": nn.Linear(2 * width, key_size, bias=False),
-                "o_proj": nn.Linear(query_size, width, bias=False),
-            }
+        self.input_layernorm, self.post_attention_layernorm = (Norm(width, eps) for _ in range(2))
+        self.self_attn = _linears(
+            q_proj=(input_size, query_size),
+            k_proj=(input_size, key_size),
+            v_proj=(input_size, key_size),
+            o_proj=(query_size, width),
         )
-        self.mlp = nn.ModuleDict(
-            {
-                "gate_proj": nn.Linear(width, config.intermediate_size, bias=False),
-                "up_proj": nn.Linear(width, config.intermediate_size, bias=False),
-                "down_proj": nn.Linear(config.intermediate_size, width, bias=False),
-            }
-        )
+        self.mlp = _linears(gate_proj=(width, inner), up_proj=(width, inner), down_proj=(inner, width))
 
-    def forward(
-        self,
-        states: Tensor,
-        embedded: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        past: list[tuple[Tensor, Tensor]],
-    ) -> Tensor:
-        """States and embeddings [B, N, hidden] to the next states; `past` grows by the keys and values of this step."""
-        x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(states)], dim=-1)  # [B, N, 2 * hidden]
-        query = self._heads(self.self_attn["q_proj"](x), self._num_heads)
-        key = self._heads(self.self_attn["k_proj"](x), self._num_kv_heads)
-        query, key = apply_rotary_pos_emb(query, key, *rotary)
-        group_size = self._num_heads // self._num_kv_heads
-        value = self._heads(self.self_attn["v_proj"](x), self._num_kv_heads)
-        past.append((key.repeat_interleave(group_size, dim=1), value.repeat_interleave(group_size, dim=1)))
-        attended = _attend(query, past).transpose(1, 2).flatten(2)
-        hidden = states + self.self_attn["o_proj"](attended)
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Return the layer's output [..., hidden] of its input and attention."""
+        hidden = residual + self.self_attn["o_proj"](attended)
         x = self.post_attention_layernorm(hidden)
         out: Tensor = hidden + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](x)) * self.mlp["up_proj"](x))
         return out
 
-    def _heads(self, x: Tensor, num_heads: int) -> Tensor:
-        """[B, N, heads * D] -> [B, heads, N, D]."""
-        result: Tensor = x.unflatten(-1, (num_heads, self._head_dim)).transpose(1, 2)
-        return result
+    def projected(self, name: str, x: Tensor) -> Tensor:
+        """Return q_proj, k_proj or v_proj of `x` [B, T, S] by heads, [B, heads, T, D]."""
+        found: Tensor = self.self_attn[name](x).unflatten(-1, (-1, self._head_dim)).transpose(1, 2)
+        return found
+
+    def shared(self, keys: Tensor) -> Tensor:
+        """Repeat keys or values [B, kv heads, T, D] for the query heads that share them."""
+        return keys.repeat_interleave(self._num_heads // self._num_kv_heads, dim=1)
 
 
-def _attend(query: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """[B, H, N, D]: row p sees the first step's pairs 0 .. p, and its own of every later step."""
-    num_rows, scale = query.shape[2], query.shape[3] ** -0.5
-    (first_key, first_value), *own = past
-    is_later = torch.ones(num_rows, num_rows, dtype=torch.bool, device=query.device).triu_(1)
-    scores = (query @ first_key.transpose(-1, -2) * scale).masked_fill(is_later, float("-inf"))
-    own_scores = [(query * key).sum(-1, keepdim=True) * scale for key, _ in own]  # [B, H, N, 1] each
+def _linears(**sizes: tuple[int, int]) -> nn.ModuleDict:
+    return nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
+
+
+class _Midlayer(DraftLayer):
+    """The layer whose attention reads embedding and state side by side."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, 2 * config.hidden_size)
+        self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, states: Tensor, embedded: Tensor, rotary: tuple[Tensor, Tensor], past: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """States and embeddings [B, N, hidden] to the next states; `past` grows by the keys and values of this step."""
+        x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(states)], dim=-1)  # [B, N, 2 * hidden]
+        query, key = apply_rotary_pos_emb(self.projected("q_proj", x), self.projected("k_proj", x), *rotary)
+        past.append((self.shared(key), self.shared(self.projected("v_proj", x))))
+        # Row p sees the first step's pairs 0 .. p, and its own of every later step.
+        return self.finish(states, attend(query, past[0], past[1:], first_unseen=1))
+
+
+def attend(
+    query: Tensor, context: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], *, first_unseen: int
+) -> Tensor:
+    """[B or 1, H, T, D] -> [B, T, H * D]: row p sees contexts 0 .. p + `first_unseen` - 1, and row p of each `own`."""
+    (key, value), scale = context, query.shape[-1] ** -0.5
+    num_rows = key.shape[2]
+    is_unseen = torch.ones(num_rows, num_rows, dtype=torch.bool, device=key.device).triu_(first_unseen)
+    scores = (query @ key.transpose(-1, -2) * scale).masked_fill(is_unseen, float("-inf"))  # [B, H, T, T]
+    own_scores = [(query * each).sum(-1, keepdim=True).expand(*scores.shape[:-1], 1) * scale for each, _ in own]
     probs = torch.cat([scores, *own_scores], dim=-1).float().softmax(-1).to(query.dtype)
-    attended = probs[..., :num_rows] @ first_value
-    for index, (_, value) in enumerate(own):
-        attended = attended + probs[..., num_rows + index, None] * value
-    return attended
+    attended = probs[..., :num_rows] @ value
+    for index, (_, each) in enumerate(own):
+        attended = attended + probs[..., num_rows + index, None] * each
+    return attended.transpose(1, 2).flatten(-2)
