@@ -27,22 +27,13 @@ if TYPE_CHECKING:  # Serve's builder imports this class, and must not load torch
 class PrefillMetrics(Collector):
     """All `outrider_prefill_replica_*` metrics."""
 
-    def __init__(self) -> None:
-        self._latest: tuple[EngineStats, tuple[int, int]] | None = None
-
-    def update(self, stats: EngineStats, direct: tuple[int, int]) -> None:
-        """Take in the present numbers of the engine, and the chunks and bytes of blocks kept for pairs."""
-        self._latest = stats, direct
-
-    def text(self) -> str:
-        """Return all metrics in Prometheus text format."""
-        return generate_latest(self).decode()
+    def __init__(self, stats: EngineStats, direct: tuple[int, int]) -> None:
+        """`direct` is the chunks and bytes of blocks kept for pairs."""
+        self._stats, self._direct = stats, direct
 
     def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
         """Yield every metric."""
-        if self._latest is None:
-            return
-        stats, (num_chunks, kept_bytes) = self._latest
+        stats, (num_chunks, kept_bytes) = self._stats, self._direct
         computed = stats.num_prefix_queried_tokens - stats.num_prefix_hit_tokens - stats.remote.num_tokens
         yield _counter("computed_tokens", "Prompt tokens computed.", computed)
         yield _counter("cached_tokens", "Prompt tokens found in its prefix cache.", stats.num_prefix_hit_tokens)
@@ -86,7 +77,6 @@ class Prefill:
         replica = serve.get_replica_context()
         peers: DeploymentHandle[Any] = serve.get_deployment_handle(replica.deployment, replica.app_name)
         self._engine = PrefillEngine(settings, replica.replica_id.unique_id, open_index(replica.app_name), peers)
-        self._metrics = PrefillMetrics()
         await self._engine.wait_ready()
 
     async def prefill(
@@ -119,8 +109,7 @@ class Prefill:
 
     async def metrics_text(self) -> str:
         """Return this replica's metrics in Prometheus text format, as they are now."""
-        self._metrics.update(self._engine.stats, self._engine.direct)
-        return self._metrics.text()
+        return generate_latest(PrefillMetrics(self._engine.stats, self._engine.direct)).decode()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the waiting work. Serve calls it if the number of replicas scales with it."""

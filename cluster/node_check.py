@@ -18,7 +18,6 @@ from actors.settings import PairSettings
 from cluster.config import DeployConfig
 from cluster.placement import NodeResources, PairPlacement
 from cluster.preflight import check_driver, check_files, check_gpu_memory, memory_remedy, replica_bytes
-from cluster.schema.replicas import PairSection, PrefillSection
 from cluster.topology import NodeTopology, read_topology
 from engine.config import GIB
 from engine.model.checkpoint.node_memory import available_bytes
@@ -100,7 +99,7 @@ def check_room(config: DeployConfig, rooms: Sequence[NodeRoom], *, is_on_gpu: bo
                     f"and has {room.free_bytes / GIB:.1f} GiB for it; lower {remedy}, or keep it off that node by "
                     f"{kind}.resources"
                 )
-    pairs, prefills = _least(config.pair), _least(config.prefill)
+    pairs, prefills = config.pair.min_replicas, config.prefill.min_replicas
     num_places = sum(min(room.num_pairs, room.free_bytes // max(1, sizes[0])) for room in rooms)
     needed, free = pairs * sizes[0] + prefills * sizes[1], sum(room.free_bytes for room in rooms)
     if config.pair.gpus is None and (pairs > num_places or needed > free):
@@ -111,32 +110,29 @@ def check_room(config: DeployConfig, rooms: Sequence[NodeRoom], *, is_on_gpu: bo
         )
 
 
-def _least(section: PairSection | PrefillSection) -> int:
-    return section.autoscaling.min_replicas if section.autoscaling else section.max_replicas
-
-
 def _ask(
     nodes: Sequence[NodeResources], config: DeployConfig, settings: PairSettings | None, *, is_on_gpu: bool
 ) -> list[Finding]:
     """Return the finding of each node. Raises ConfigError for a node that does not answer."""
-    # Ask all nodes at once, then wait for each.
+    # Ask all nodes at once, then wait for each. This node's files are checked already.
     make_task: Any = ray.remote(num_cpus=0, max_calls=1, max_retries=0)
     look = make_task(find)
-    own_id = ray.get_runtime_context().get_node_id()
+    own_id = ray.get_runtime_context().get_node_id() if settings is None else None
     asked: list[Any] = [
-        look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False)).remote(
+        None
+        if node.node_id == own_id
+        else look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False)).remote(
             config, settings, is_on_gpu=is_on_gpu
         )
         for node in nodes
-        if settings is not None or node.node_id != own_id
     ]
     found = []
-    for node in nodes:
-        if settings is None and node.node_id == own_id:  # the files of this node are checked already
+    for node, reply in zip(nodes, asked, strict=True):
+        if reply is None:
             found.append(_room(config, is_on_gpu=is_on_gpu))
             continue
         try:
-            found.append(ray.get(asked.pop(0), timeout=600.0))  # a file in GGUF is converted on each node
+            found.append(ray.get(reply, timeout=600.0))  # a file in GGUF is converted on each node
         except RayError as error:
             reason = str(error).strip().rpartition("\n")[2] or type(error).__name__
             raise ConfigError(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
 from typing import Any
@@ -21,25 +22,18 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Instance:
-    """An instance of a divided GPU (MIG), by its id for CUDA_VISIBLE_DEVICES."""
-
-    uuid: str
-    memory_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Device:
     """One GPU; `index` is its number on the node, before any CUDA_VISIBLE_DEVICES, which may name it by `uuid` too.
 
-    `instances` are the MIG instances of a divided GPU; a whole one has none.
+    `instances` are the bytes of the MIG instances of a divided GPU, by their ids for CUDA_VISIBLE_DEVICES; a whole one
+    has none.
     """
 
     index: int
     name: str
     memory_bytes: int
     uuid: str = ""
-    instances: tuple[Instance, ...] = ()
+    instances: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -69,22 +63,21 @@ class NodeTopology:
         if device_id.isdigit():
             return next((each for each in self.devices if each.index == int(device_id)), None)
         for each in self.devices:
-            if each.uuid.startswith(device_id) or any(device_id == part.uuid for part in each.instances):
+            if each.uuid.startswith(device_id) or device_id in each.instances:
                 return each
         return None
 
     def memory_of(self, visible: str | None) -> list[int]:
         """Return the bytes of the GPUs, or instances, that CUDA_VISIBLE_DEVICES lists, in its order; None lists all."""
         if visible is None:
-            parts = [each.instances or (each,) for each in self.devices]
-            return [part.memory_bytes for each in parts for part in each]
+            parts = [each.instances.values() or (each.memory_bytes,) for each in self.devices]
+            return [size for sizes in parts for size in sizes]
         found = []
         for device_id in filter(None, (each.strip() for each in visible.split(","))):
             device = self.device_of(device_id)
             if device is None:  # CUDA ignores all devices after an unknown id
                 break
-            part = next((part for part in device.instances if part.uuid == device_id), device)
-            found.append(part.memory_bytes)
+            found.append(device.instances.get(device_id, device.memory_bytes))
         return found
 
     def __str__(self) -> str:
@@ -123,20 +116,20 @@ def _read(nvml: Any) -> NodeTopology:
     return NodeTopology(devices, frozenset(linked), _cuda_version(nvml))
 
 
-def _instances(nvml: Any, handle: Any) -> tuple[Instance, ...]:
+def _instances(nvml: Any, handle: Any) -> dict[str, int]:
     """Return the instances of a GPU; empty for a whole one."""
     try:
         most = nvml.nvmlDeviceGetMaxMigDeviceCount(handle)
     except nvml.NVMLError:
-        return ()
-    found = []
+        return {}
+    found = {}
     for index in range(most):
         try:
             part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-            found.append(Instance(_text(nvml.nvmlDeviceGetUUID(part)), nvml.nvmlDeviceGetMemoryInfo(part).total))
+            found[_text(nvml.nvmlDeviceGetUUID(part))] = int(nvml.nvmlDeviceGetMemoryInfo(part).total)
         except nvml.NVMLError:
             continue  # there is no instance of this number
-    return tuple(found)
+    return found
 
 
 def _cuda_version(nvml: Any) -> tuple[int, int] | None:

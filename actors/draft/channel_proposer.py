@@ -134,9 +134,8 @@ class ChannelProposer:
     use it. `on_new_draft` is called when a process with another model connects; the owner may set it.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._link = DraftLink(path, clock)
-        self._clock = clock
+    def __init__(self, path: Path) -> None:
+        self._link = DraftLink(path)
         self._timeout = AdaptiveTimeout()
         self._sequences: dict[str, SyncedSequence] = {}
         self._closes: list[str] = []
@@ -188,10 +187,6 @@ class ChannelProposer:
         if synced is not None and synced.is_opened:
             self._closes.append(request_id)
 
-    def disconnect(self) -> None:
-        """Close the connection to the draft process for good."""
-        self._link.close()
-
     def _look_up(self, grown: Seq[SyncedSequence]) -> None:
         """Count the sequences whose drafts were offered ahead."""
         wanting = [each for each in grown if each.sequence.num_wanted_drafts > 0]
@@ -209,7 +204,7 @@ class ChannelProposer:
             return  # the next draft process gets everything
         self._closes = []
         self._opens = []
-        self._asked_at_s = self._clock()
+        self._asked_at_s = time.monotonic()
         for each in (*opens, *grown):
             each.mark_sent()
         for each in grown:
@@ -217,9 +212,9 @@ class ChannelProposer:
 
     def _await_offers(self, queries: Seq[DraftQuery]) -> None:
         synced = [self._sequences[each] for query in queries if (each := query.sequence.request_id) in self._sequences]
-        deadline_s = self._clock() + self._timeout.allowed_s
+        deadline_s = time.monotonic() + self._timeout.allowed_s
         while num_missing := sum(each.is_awaited for each in synced):
-            remaining_s = deadline_s - self._clock()
+            remaining_s = deadline_s - time.monotonic()
             if remaining_s <= 0 or not self._link.is_connected:
                 self._stats.num_missed_offers += num_missing
                 self._missed()
@@ -228,7 +223,7 @@ class ChannelProposer:
 
     def _missed(self) -> None:
         """Count a pass without drafts: at most a second since the last such pass is silence, the rest is idle time."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         if self._missed_at_s is not None:
             # A longer pass does not count as silence of the draft.
             self._stats.silent_s += min(now_s - self._missed_at_s, 1.0)
@@ -241,7 +236,7 @@ class ChannelProposer:
             self._stats.drafting_s += message.drafting_s
             self._stats.translated += message.translated
             if message.is_answer:
-                latency_s = self._clock() - self._asked_at_s
+                latency_s = time.monotonic() - self._asked_at_s
                 self._timeout.answered(latency_s)
                 self._stats.channel_s += max(0.0, latency_s - message.drafting_s)
             else:

@@ -115,9 +115,11 @@ def main() -> None:
 
 
 class CodeDraft(ChannelProposer):
-    """Starts the process, and starts it again when it has ended or hangs. Each failure in a row doubles the pause."""
+    """Starts the process, and starts it again when it has ended or hangs. Each failure in a row doubles the pause.
 
-    # Seconds of passes without an answer: then the process hangs.
+    A process hangs if passes have waited for its answers for `silent_s`.
+    """
+
     def __init__(self, folder: Path, name: str, *, silent_s: float = 10.0, pause_s: float = 1.0) -> None:
         """Return when the class `name` drafts.
 

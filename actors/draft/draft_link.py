@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -136,12 +135,11 @@ class DraftLink:
     returns at once, and reconnects are tried at most ten times a second.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: Path) -> None:
         self.generation = 0
         self.is_connected = False
         self.draft_version = ""
         self._path = path
-        self._clock = clock
         self._connection: FrameConnection[DraftMessage] | None = None
         self._retry_at_s = 0.0
 
@@ -161,34 +159,23 @@ class DraftLink:
         self._reconnect()
         if self._connection is None:
             return []
+        offers = []
         try:
-            return self._hear(self._connection.receive(timeout_s if self.is_connected else 0.0))
+            for message in self._connection.receive(timeout_s if self.is_connected else 0.0):
+                if isinstance(message, Hello):
+                    self._greet(message)
+                else:
+                    offers.append(message)
         except ConnectionLostError as error:
             self._drop(error)
             return []
-
-    def close(self) -> None:
-        """Close the connection for good; the draft then forgets every sequence."""
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = None
-        self.is_connected = False
-        self._retry_at_s = float("inf")
+        return offers
 
     def _reconnect(self) -> None:
-        if self._connection is not None or self._clock() < self._retry_at_s:
+        if self._connection is not None or time.monotonic() < self._retry_at_s:
             return
-        self._retry_at_s = self._clock() + 0.1
+        self._retry_at_s = time.monotonic() + 0.1
         self._connection = connect(self._path, DraftMessage)
-
-    def _hear(self, messages: list[DraftMessage]) -> list[Offers]:
-        offers = []
-        for message in messages:
-            if isinstance(message, Hello):
-                self._greet(message)
-            else:
-                offers.append(message)
-        return offers
 
     def _greet(self, hello: Hello) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
@@ -200,6 +187,9 @@ class DraftLink:
 
     def _drop(self, error: ConnectionLostError) -> None:
         logger.warning("draft lost, decoding goes on without it: %s", error)
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         if self._connection is not None:
             self._connection.close()
         self._connection = None

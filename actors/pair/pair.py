@@ -36,24 +36,17 @@ from protos.served_model import DraftReport
 logger = logging.getLogger(__name__)
 
 
-class RayMetrics:
-    """Copies a collector's samples into Ray gauges with their labels and names; counters use the family's name."""
+def export_to_ray(collector: Collector, gauges: dict[str, Gauge]) -> None:
+    """Copy a collector's samples into Ray gauges with their labels and names; counters use the family's name.
 
-    def __init__(self) -> None:
-        self._gauges: dict[str, Gauge] = {}
-
-    def export(self, collector: Collector) -> None:
-        """Set every gauge to the collector's present value. Ray exports them at its own interval."""
-        for family in collector.collect():
-            for sample in family.samples:
-                name = family.name if family.type == "counter" else sample.name  # each `_bucket` gets its own gauge
-                gauge = self._gauge(name, family.documentation, tuple(sample.labels))
-                gauge.set(sample.value, tags=dict(sample.labels))
-
-    def _gauge(self, name: str, documentation: str, labels: tuple[str, ...]) -> Gauge:
-        if name not in self._gauges:
-            self._gauges[name] = Gauge(name, description=documentation, tag_keys=labels)
-        return self._gauges[name]
+    `gauges` keeps the gauges by name; Ray exports them at its own interval.
+    """
+    for family in collector.collect():
+        for sample in family.samples:
+            name = family.name if family.type == "counter" else sample.name  # each `_bucket` gets its own gauge
+            if name not in gauges:
+                gauges[name] = Gauge(name, description=family.documentation, tag_keys=tuple(sample.labels))
+            gauges[name].set(sample.value, tags=dict(sample.labels))
 
 
 class Pair(PairShell):
@@ -78,7 +71,7 @@ class Pair(PairShell):
         replica = serve.get_replica_context()
         replica_id = replica.replica_id.unique_id
         super().__init__(settings, PairMetrics(replica_id))
-        self._ray_metrics = RayMetrics()
+        self._gauges: dict[str, Gauge] = {}
         self._actors = PairActors(settings, private_folder(), pin_devices(_assigned_gpus()), prefill)
         await self._actors.start()
         self._reporter = IndexReporter(replica_id, open_index(replica.app_name))
@@ -125,7 +118,7 @@ class Pair(PairShell):
 
     def _on_pong(self, pong: Pong) -> None:
         super()._on_pong(pong)
-        self._ray_metrics.export(self._metrics)
+        export_to_ray(self._metrics, self._gauges)
 
 
 def _assigned_gpus() -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.serve.handle import DeploymentHandle
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.draft.draft_actor import DraftActor, DraftChoice, DraftStart, write_choice
@@ -59,9 +57,6 @@ class TargetActor:
             from actors.target.target_process import serve_target
 
         serve_target(self._settings, self._folder, self._prefill, is_ready)
-
-
-logger = logging.getLogger(__name__)
 
 
 class DraftHandle:

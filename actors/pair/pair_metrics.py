@@ -8,7 +8,6 @@ from pathlib import PurePath
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 
 from actors.shell_messages import DraftChannelStats, Pong
 from engine.accounting.engine_stats import FetchFailure, HistogramStats
@@ -44,7 +43,8 @@ class PairMetrics(Collector):
         """Yield every metric."""
         for family in self._families():
             if self._replica is not None:
-                family.samples = [_of_replica(sample, self._replica) for sample in family.samples]
+                own = {"replica": self._replica}
+                family.samples = [each._replace(labels={**each.labels, **own}) for each in family.samples]
             yield family
 
     def _families(self) -> Iterable[Family]:
@@ -84,14 +84,12 @@ def _speculation(pong: Pong) -> Iterable[Family]:
         "Mean tokens per pass with drafts, the recovered or bonus token included.",
         drafts.acceptance_length,
     )
-    speedups = GaugeMetricFamily(
-        "outrider_spec_decode_speedup",
+    yield _gauges(
+        "spec_decode_speedup",
         "Tokens per second over recent steps, divided by the estimate for the same steps without the class's drafts.",
-        labels=["class"],
+        "class",
+        pong.engine.speedups,
     )
-    for name, speedup in pong.engine.speedups.items():
-        speedups.add_metric([name], speedup)
-    yield speedups
     yield _counter("spec_decode_num_invalid_tokens", "Draft tokens that were not valid.", drafts.num_invalid_tokens)
 
 
@@ -119,12 +117,8 @@ def _channels(pong: Pong) -> Iterable[Family]:
     for name, text, value_of in counters:
         values = {method: value_of(stats) for method, stats in pong.drafts.items()}
         yield _counters(f"draft_{name}", text, "method", values)
-    connected = GaugeMetricFamily(
-        "outrider_draft_connected", "1 while the process of a draft model is connected.", labels=["method"]
-    )
-    for method, stats in pong.drafts.items():
-        connected.add_metric([method], stats.is_connected)
-    yield connected
+    connected = {method: stats.is_connected for method, stats in pong.drafts.items()}
+    yield _gauges("draft_connected", "1 while the process of a draft model is connected.", "method", connected)
 
 
 def _classes(pong: Pong) -> Iterable[Family]:
@@ -145,16 +139,13 @@ def _classes(pong: Pong) -> Iterable[Family]:
 def _drift(pong: Pong) -> Iterable[Family]:
     """Yield the recent and usual acceptance at the first position, and alarms, by class."""
     classes = pong.engine.drift
-    values = (
+    for name, text, values in (
         ("recent_acceptance", "Acceptance at position 0 over the last steps.", [each.recent for each in classes]),
         ("usual_acceptance", "Acceptance at position 0 as it was before.", [each.reference for each in classes]),
-        ("drift_alarm", "1 while acceptance is far below the usual.", [float(each.is_alarming) for each in classes]),
-    )
-    for name, text, numbers in values:
-        family = GaugeMetricFamily(f"outrider_spec_decode_{name}", text, labels=["class"])
-        for each, number in zip(classes, numbers, strict=True):
-            family.add_metric([each.name], number)
-        yield family
+        ("drift_alarm", "1 while acceptance is far below the usual.", [each.is_alarming for each in classes]),
+    ):
+        names = (each.name for each in classes)
+        yield _gauges(f"spec_decode_{name}", text, "class", dict(zip(names, values, strict=True)))
     num_alarms = {each.name: each.num_alarms for each in classes}
     yield _counters("spec_decode_drift_alarms", "Alarms so far, by class of requests.", "class", num_alarms)
 
@@ -174,9 +165,6 @@ def _served_drafts(drafts: Sequence[DraftReport]) -> Iterable[Family]:
         "Goodput of the canary divided by the old draft's goodput, minus 1, and its bounds.",
         labels=["method", "bound"],
     )
-    pairs = GaugeMetricFamily(
-        "outrider_draft_canary_pairs", "Pairs of blocks measured by the latest canary.", labels=["method"]
-    )
     for draft in drafts:
         method, canary = draft.method, draft.canary
         info.add_metric([method, PurePath(draft.path).name, draft.digest], 1)
@@ -185,8 +173,9 @@ def _served_drafts(drafts: Sequence[DraftReport]) -> Iterable[Family]:
         for bound in ("gain", "low", "high"):
             if canary is not None and (value := getattr(canary, bound)) is not None:
                 gain.add_metric([method, bound], value)
-        pairs.add_metric([method], 0 if canary is None else canary.num_pairs)
-    yield from (info, state, gain, pairs)
+    yield from (info, state, gain)
+    num_pairs = {each.method: 0 if each.canary is None else each.canary.num_pairs for each in drafts}
+    yield _gauges("draft_canary_pairs", "Pairs of blocks measured by the latest canary.", "method", num_pairs)
 
 
 def _reasoning(pong: Pong) -> Iterable[Family]:
@@ -260,13 +249,17 @@ def _requests(pong: Pong) -> Iterable[Family]:
     )
 
 
-def _of_replica(sample: Sample, replica: str) -> Sample:
-    return sample._replace(labels={**sample.labels, "replica": replica})
-
-
 def _counters(name: str, text: str, label: str, values: Mapping[str, float]) -> CounterMetricFamily:
     """Return a counter with one sample per entry of `values`, whose keys are the values of its label."""
     family = CounterMetricFamily(f"outrider_{name}", text, labels=[label])
+    for each, value in values.items():
+        family.add_metric([each], value)
+    return family
+
+
+def _gauges(name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
+    """Return a gauge, as `_counters` does a counter."""
+    family = GaugeMetricFamily(f"outrider_{name}", text, labels=[label])
     for each, value in values.items():
         family.add_metric([each], value)
     return family

@@ -201,7 +201,7 @@ class PairAdmission:
     def leave(self, request: GenerateRequest, duration_s: float) -> None:
         """Free the place of a request, which has taken `duration_s`.
 
-        With the first choice of a request end the places that wait for its other choices: they are let in anyway.
+        The end of a request's first choice also frees the places kept for its other choices, which enter anyway.
         """
         self._tenants[request.tenant].num_inside -= 1
         if request.num_places > 1:

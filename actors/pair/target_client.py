@@ -9,7 +9,7 @@ import os
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from actors.pair.token_feed import TokenFeed, TokenFeeds, TokenStream
 from actors.process.frames import RECEIVE_BYTES
@@ -30,6 +30,7 @@ from actors.shell_messages import (
     TargetReady,
     TargetToShell,
 )
+from actors.target.index_reporter import TargetListener
 from engine.accounting.goodput import GoodputStats
 from protos.errors import DeadlineExceededError, EngineLostError, ModelChangedError, RequestError, UnavailableError
 from protos.frames import ConnectionLostError, FrameCodec
@@ -37,20 +38,6 @@ from protos.messages import GenerateRequest
 from protos.served_model import CHECK_TIMEOUT_S, ModelCard
 
 logger = logging.getLogger(__name__)
-
-
-class TargetListener(Protocol):
-    """Receives the target's events on the shell's event loop, in this order after each greeting."""
-
-    def on_ready(self) -> None:
-        """Handle a target's greeting. After a lost connection it may be the same target."""
-
-    def on_status(self, status: Status) -> None: ...
-
-    def on_snapshot(self, snapshot: Snapshot) -> None: ...
-
-    def on_lost(self) -> None:
-        """Handle the loss of the target and its cache."""
 
 
 class TargetClient:

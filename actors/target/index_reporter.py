@@ -43,7 +43,21 @@ class TargetConnection(Protocol):
     def ask_snapshot(self) -> None: ...
 
 
-class IndexReporter:
+class TargetListener:
+    """Receives the target's events on the shell's event loop, in this order after each greeting; ignores them."""
+
+    def on_ready(self) -> None:
+        """Handle a target's greeting. After a lost connection it may be the same target."""
+
+    def on_status(self, status: Status) -> None: ...
+
+    def on_snapshot(self, snapshot: Snapshot) -> None: ...
+
+    def on_lost(self) -> None:
+        """Handle the loss of the target and its cache."""
+
+
+class IndexReporter(TargetListener):
     """Collects the messages of a `TargetClient` and sends one report at a time. No caller waits for it.
 
     It requests a snapshot when the target greets, and whenever the index missed a report or was restarted. Statuses

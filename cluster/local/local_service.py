@@ -18,7 +18,8 @@ from actors.pair.watchdog import Watchdog
 from actors.process.actor_thread import ActorThread, quick_imports
 from actors.process.frames import private_folder
 from actors.settings import PairSettings
-from actors.shell_messages import TARGET_SOCKET, Snapshot, Status
+from actors.shell_messages import TARGET_SOCKET
+from actors.target.index_reporter import TargetListener
 from cluster.config import DeployConfig
 from cluster.placement import NodeResources, plan_pair
 from cluster.replica_settings import ingress_config, pair_settings
@@ -132,7 +133,7 @@ class LocalPair(PairShell):
 
         thread = ActorThread("Target", partial(serve_target, self._settings, self._folder, None))
         await asyncio.to_thread(thread.wait_ready, self._settings.start_timeout_s)
-        self._client = TargetClient(self._folder / TARGET_SOCKET, _NoIndex())
+        self._client = TargetClient(self._folder / TARGET_SOCKET, TargetListener())
         await self._client.wait_connected(self._settings.pong_timeout_s)
         if drafts := await self._head_draft("0"):
             self._drafts = PairDrafts(drafts)
@@ -158,18 +159,6 @@ class LocalPair(PairShell):
             self._watching = None
             await self._client.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-class _NoIndex:
-    """A listener that reports nothing, since no router chooses among targets here."""
-
-    def on_ready(self) -> None: ...
-
-    def on_status(self, status: Status) -> None: ...
-
-    def on_snapshot(self, snapshot: Snapshot) -> None: ...
-
-    def on_lost(self) -> None: ...
 
 
 def _end_process() -> None:

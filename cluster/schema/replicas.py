@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -129,6 +129,8 @@ class Scaled(Section):
     `resources` are Ray resources that each replica takes, so that it runs only on nodes that have them.
     """
 
+    usual_replicas: ClassVar[int] = 1
+
     num_replicas: int | None
     autoscaling: PrefillAutoscalingSection | None = None
     resources: dict[str, Annotated[float, Field(gt=0, strict=False)]] = Field(default={})
@@ -136,7 +138,12 @@ class Scaled(Section):
     @property
     def min_replicas(self) -> int:
         """The number of replicas, or the least number with autoscaling."""
-        return self.autoscaling.min_replicas if self.autoscaling is not None else self.num_replicas or 1
+        return self.autoscaling.min_replicas if self.autoscaling else self.num_replicas or self.usual_replicas
+
+    @property
+    def max_replicas(self) -> int:
+        """Replicas that must be placeable."""
+        return self.autoscaling.max_replicas if self.autoscaling else self.num_replicas or self.usual_replicas
 
     def conflicts(self) -> Iterator[str]:
         if self.num_replicas is not None and self.autoscaling is not None:
@@ -168,11 +175,6 @@ class PairSection(Scaled):
     gpus: GpusSection | None = None
     kv_events: KVEventsSection | None = None
 
-    @property
-    def max_replicas(self) -> int:
-        """Replicas that must be placeable."""
-        return self.autoscaling.max_replicas if self.autoscaling else self.num_replicas or 1
-
 
 class PrefillSection(Scaled):
     """Replicas that read long prompts for the pairs. While no such replica runs, each pair reads its own prompts.
@@ -182,12 +184,9 @@ class PrefillSection(Scaled):
     replica has a KV pool as large as a pair's.
     """
 
+    usual_replicas: ClassVar[int] = 0
+
     num_replicas: int | None = Field(default=None, ge=0, le=_MOST_REPLICAS)
     autoscaling: PrefillAutoscalingSection | None = None
     min_remote_prefill_tokens: int = Field(default=512, ge=1)
     kv_transport: Annotated[KVTransportKind, one_of(*KVTransportKind)] = KVTransportKind.AUTO
-
-    @property
-    def max_replicas(self) -> int:
-        """Replicas that must be placeable."""
-        return self.autoscaling.max_replicas if self.autoscaling else self.num_replicas or 0

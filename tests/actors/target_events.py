@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from actors.shell_messages import Snapshot, Status
+from actors.target.index_reporter import TargetListener
 
 
-class TargetEvents:
+class TargetEvents(TargetListener):
     """Records the events of a target."""
 
     def __init__(self) -> None:

@@ -167,10 +167,10 @@ def test_only_gpus_that_are_visible_count_in_their_order(model: Path, monkeypatc
 def test_an_instance_of_a_divided_gpu_has_its_own_memory(model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     divided = read_topology(RecordedNvml("divided"))
-    part = divided.devices[0].instances[0]
-    assert part.memory_bytes < divided.devices[0].memory_bytes
-    gib = part.memory_bytes >> 30
-    for visible in (None, part.uuid):
+    name, memory_bytes = next(iter(divided.devices[0].instances.items()))
+    assert memory_bytes < divided.devices[0].memory_bytes
+    gib = memory_bytes >> 30
+    for visible in (None, name):
         if visible:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         with pytest.raises(ConfigError, match=rf"smallest one's {gib}\.\d GiB"):

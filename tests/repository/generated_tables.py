@@ -13,6 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, get_args
 
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic_core import PydanticUndefined
 
@@ -64,7 +65,7 @@ def sample_metrics() -> MetricTexts:
         classes=(ClassStats("model", "greedy-free", (1,), (1,)),),
         drift=(DriftStats("model-greedy-free", 0.5, 0.5, 0, False),),
     )
-    ingress, pair, prefill = IngressMetrics(), PairMetrics(), PrefillMetrics()
+    ingress, pair = IngressMetrics(), PairMetrics()
     ingress.count_request("http", "/v1/models", "200")
     ingress.count_end("stop", 1.0, 0.5, 1, 2)
     ingress.router.record_choice(Route(0.0))
@@ -72,9 +73,8 @@ def sample_metrics() -> MetricTexts:
     canary = CanaryReport("/new", "/old", CanaryOutcome.RUNNING, "", 4, 0.1, 0.0, 0.2)
     draft = DraftReport("pair", "/new", "digest", 0.0, is_deployed=False, canary=canary)
     pair.update(Pong(0.0, engine, {"model": DraftChannelStats()}), num_refused=0, drafts=(draft,))
-    prefill.update(engine, (0, 0))
     ingress_text = ingress.text() + up_text("ingress", "b", is_up=True) + proxy_text("1 1 1")
-    return MetricTexts(ingress_text, pair.text(), prefill.text())
+    return MetricTexts(ingress_text, pair.text(), generate_latest(PrefillMetrics(engine, (0, 0))).decode())
 
 
 def metric_table() -> str:

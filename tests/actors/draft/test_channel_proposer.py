@@ -60,7 +60,7 @@ def channel(folder: Path, draft: ScriptedDraft) -> Iterator[ChannelProposer]:
     proposer.flush()
     assert proposer.stats.is_connected
     yield proposer
-    proposer.disconnect()
+    proposer._link._disconnect()
 
 
 @pytest.fixture

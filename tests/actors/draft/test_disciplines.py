@@ -203,7 +203,7 @@ def test_a_batch_of_all_distributions_says_what_the_target_alone_says(
         slow_down(engine, channel, [server], monkeypatch)
         assert generate(engine, requests(), channel) == reference
         assert engine.stats().drafts.acceptance_length > 2.0
-        channel.disconnect()
+        channel._link._disconnect()
     num_ahead = engine.stats().drafts.num_passes_by_shape.get("ahead", 0)
     assert num_ahead == channel.stats.num_hits == 0 if fan_out is None else 0 < num_ahead <= channel.stats.num_hits
 
@@ -221,7 +221,7 @@ def test_a_request_is_told_of_its_passes_with_drafts_ahead(
         while engine.has_work:
             channel.flush()
             chunks = engine.step()
-        channel.disconnect()
+        channel._link._disconnect()
     explained = chunks[-1].explanation
     assert explained is not None
     passes = engine.stats().drafts.num_passes_by_shape
@@ -241,7 +241,7 @@ def test_reasoning_steps_are_written_beside_drafts_ahead(
         engine = new_engine(pair, channel, steps=steps)
         slow_down(engine, channel, [server], monkeypatch)
         texts = generate(engine, batch, channel)
-        channel.disconnect()
+        channel._link._disconnect()
     assert {name: texts[name] for name in ("1", "2", "3")} == {name: exact[name] for name in ("1", "2", "3")}
     assert engine.stats().reasoning.num_accepted > 0
     assert channel.stats.num_hits > 0
@@ -275,7 +275,7 @@ def test_methods_are_chosen_by_measurement_beside_drafts_that_work_ahead_and_one
                 others.close()
         prose.flush()
         assert [each.stats.is_connected for each in (channel, prose)] == [True, False]
-        channel.disconnect()
+        channel._link._disconnect()
     assert {each.method for each in engine.stats().classes} >= {"model", "prose", "suffix"}
     assert channel.stats.num_hits > 0
 
@@ -298,7 +298,7 @@ def test_drafts_made_ahead_of_some_verdicts_and_after_others_change_no_token(
         slow_down(engine, channel, [server], monkeypatch)
         assert generate(engine, requests(), channel) == reference
         assert engine.stats().drafts.acceptance_length > 1.5
-        channel.disconnect()
+        channel._link._disconnect()
     assert 0 < channel.stats.num_hits < channel.stats.num_lookups
 
 
@@ -319,7 +319,7 @@ def test_trees_cross_the_channel_with_any_number_of_sequences(
         texts = generate(engine, batch[:2], channel) | generate(engine, batch[2:3], channel)
         texts |= generate(engine, [replace(each, request_id=f"{each.request_id}, in four") for each in batch], channel)
         drafts = engine.stats().drafts
-        channel.disconnect()
+        channel._link._disconnect()
     if verify is VerifyMode.COUPLED:
         assert all(texts[each] == reference[each.partition(",")[0]] for each in texts)
     for batch_size in (1, 4):
@@ -342,7 +342,7 @@ def hits_of(
         batch = all_sampled(sampling)
         generate(engine, batch, channel)
         stats = channel.stats
-        channel.disconnect()
+        channel._link._disconnect()
     assert stats.num_lookups > 30
     return stats.num_hits / stats.num_lookups
 
@@ -386,7 +386,7 @@ def test_the_draft_of_a_wrong_outcome_changes_no_token_but_is_hardly_ever_right(
         drafts = engine.stats().drafts
         assert drafts.num_drafts > 30
         assert drafts.acceptance_length < 1.3
-        channel.disconnect()
+        channel._link._disconnect()
 
 
 def test_a_draft_that_dies_and_comes_back_costs_no_token(
@@ -415,7 +415,7 @@ def test_a_draft_that_dies_and_comes_back_costs_no_token(
                 texts[chunk.request_id] += chunk.token_ids
         assert texts == reference
         assert channel.stats.num_connections == 2
-        channel.disconnect()
+        channel._link._disconnect()
 
 
 def test_requests_come_and_go_while_others_run(
@@ -440,4 +440,4 @@ def test_requests_come_and_go_while_others_run(
             if len(pending) == 1:
                 engine.abort("abandoned")
         assert texts == reference
-        channel.disconnect()
+        channel._link._disconnect()

@@ -50,7 +50,7 @@ def test_a_pair_with_two_tokenizers_says_what_the_target_alone_says(
         engine = new_engine(folders, channel)
         assert generate(engine, requests(), channel) == reference
         drafts, translated = engine.stats().drafts, channel.stats.translated
-        channel.disconnect()
+        channel._link._disconnect()
     assert drafts.num_accepted_tokens > 0
     assert drafts.num_invalid_tokens == 0
     assert translated.num_tokens > 0

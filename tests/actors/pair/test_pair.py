@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+from ray.util.metrics import Gauge
 
-from actors.pair.pair import RayMetrics
+from actors.pair.pair import export_to_ray
 
 Family = CounterMetricFamily | HistogramMetricFamily
 
@@ -21,9 +22,9 @@ class _Collector(Collector):
 
 
 def test_every_sample_is_set_on_a_gauge_of_its_own_labels() -> None:
-    metrics = RayMetrics()
-    metrics.export(_Collector())  # Ray refuses a sample without a value for each label of its gauge
-    assert {name: gauge.info["tag_keys"] for name, gauge in metrics._gauges.items()} == {
+    gauges: dict[str, Gauge] = {}
+    export_to_ray(_Collector(), gauges)  # Ray refuses a sample without a value for each label of its gauge
+    assert {name: gauge.info["tag_keys"] for name, gauge in gauges.items()} == {
         "outrider_c": ("part",),
         "outrider_h_bucket": ("le",),
         "outrider_h_count": (),
