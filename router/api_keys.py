@@ -240,8 +240,7 @@ class ApiKeys:
         if not clients and self._clients:
             raise ConfigError(wrong_lines[0])
         self._clients, self._wrong_lines = _with_refusals(clients), tuple(wrong_lines)
-        # What is still being written may change without a new time.
-        # A file that changed more recently is read again at the next check.
+        # A file that is still being written may change without a new time, so it is read again at the next check.
         is_settled = abs(time.time() - status.st_mtime) > 2.0
         self._stamp = _stamp_of(status) if is_settled else None
 

@@ -37,10 +37,6 @@ GRPC_SERVICER_FUNCTIONS = (
 )
 
 
-def _is_metrics_private() -> bool:
-    return bool(os.environ.get(_OPERATORS)) and os.environ.get(_PROXY) == "1"
-
-
 @serve.deployment(name=INGRESS)
 @serve.ingress()
 class Ingress:
@@ -76,7 +72,8 @@ class Ingress:
         return serve.get_replica_context().replica_id.unique_id, self._service.metrics.text()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_app(self._service, self._api_keys, _http_host(), is_metrics_private=_is_metrics_private())
+        is_private = bool(os.environ.get(_OPERATORS)) and os.environ.get(_PROXY) == "1"
+        return build_app(self._service, self._api_keys, _http_host(), is_metrics_private=is_private)
 
     async def Generate(self, request: pb2.GenerateRequest | bytes, grpc_context: RayServegRPCContext) -> Any:
         """Return the answer; for vLLM's call of the same name, whose request is serialized, return its stream."""

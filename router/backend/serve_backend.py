@@ -69,7 +69,7 @@ class ServeBackend:
                 if batch and not is_accepted:
                     is_accepted = True
                     self._routing.accepted(call, batch[0])
-                is_finished = _has_end(batch)
+                is_finished = any(chunk.finish_reason is not None for chunk in batch)
                 yield self._routing.explained(call, batch)
                 if not is_finished:
                     batch = await inbox.next()
@@ -154,10 +154,6 @@ async def _read(stream: DeploymentResponseGenerator[Any], inbox: Inbox) -> None:
         inbox.fail(error)
     else:
         inbox.end()
-
-
-def _has_end(batch: list[TokenChunk]) -> bool:
-    return any(chunk.finish_reason is not None for chunk in batch)
 
 
 async def _metrics_of(texts: ReplicaTexts[str], handle: DeploymentHandle[Any]) -> list[str]:

@@ -58,10 +58,10 @@ class Gain:
         return [place for place, part in enumerate((self.thought, self.text, self.calls)) if part]
 
 
-def told_apart(delta: Delta, gains: Iterable[Gain], finish_reason: FinishReason | None) -> list[Delta]:
-    """Return the delta with these parts for its text: a delta for each run of thought, text and calls in this order.
+def split_delta(delta: Delta, gains: Iterable[Gain], finish_reason: FinishReason | None) -> list[Delta]:
+    """Replace a delta's text by `gains`: return a delta for each run of thought, text and calls in this order.
 
-    The tokens are the first one's, the finish reason is the last one's.
+    The first one has the tokens, the last one the finish reason.
     """
     runs: list[list[Gain]] = [[]]
     last = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +26,7 @@ from router.requests.sampling_params import GenerateParams
 from router.tokenizer import Tokenizer, make_detokenizer
 
 if TYPE_CHECKING:
-    from router.generation.response_template import ResponseReader, ResponseTemplate
+    from router.generation.response_template import ResponseReader
 
 Item = TypeVar("Item")
 Item_co = TypeVar("Item_co", covariant=True)
@@ -201,9 +201,9 @@ class Generation:
         tokenizer: Tokenizer,
         metrics: IngressMetrics,
         origin: Origin,
-        answers: ToolFormat | ResponseTemplate | None = None,
+        answers: ToolFormat | Callable[[str, Mapping[str, object]], ResponseReader] | None = None,
     ) -> None:
-        """`answers` is the format of the model's calls, or of its whole answers."""
+        """`answers` is the format of the model's calls, or makes a reader of its whole answers."""
         self.id = params.request_id
         self.fields = params.fields
         self.model_id = origin.model_id
@@ -217,7 +217,7 @@ class Generation:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._tool_format = answers if isinstance(answers, ToolFormat) else None
-        self._response_template = None if isinstance(answers, ToolFormat) or not params.is_chat else answers
+        self._make_reader = None if isinstance(answers, ToolFormat) or not params.is_chat else answers
         self._traffic = Traffic(current_client.get().tenant, "chat" if params.is_chat else "completion")
         self._meter = UsageMeter(requests, params.num_choices_per_prompt)
 
@@ -278,22 +278,22 @@ class Generation:
             echo,
             self._reader(request),
             self._meter,
-            self._metrics.token_clock(len(request.prompt_token_ids), self._traffic),
+            TokenClock(self._metrics, len(request.prompt_token_ids), self._traffic),
             has_prompt_logprobs=self.fields.prompt_logprobs is not None,
             receipt=self._receipt,
         )
 
     def _new_detokenizer(self) -> DetokenizerMaker:
         """Return a factory of detokenizers that show special tokens if the client wants them, and marks of calls."""
-        is_skipping = self.fields.skip_special_tokens is not False and self._response_template is None
+        is_skipping = self.fields.skip_special_tokens is not False and self._make_reader is None
         kept_ids = self._tool_format.token_ids.values() if self._tool_format and self._params.tool_schemas else ()
         return partial(make_detokenizer, skip_special_tokens=is_skipping, kept_ids=frozenset(kept_ids))
 
     def _reader(self, request: GenerateRequest) -> ToolCallParser | ResponseReader | None:
         schemas = self._params.tool_schemas
-        if self._response_template is not None:
+        if self._make_reader is not None:
             prompt = () if self._params.thinking else request.prompt_token_ids
-            return self._response_template.reader(self._tokenizer.decode(prompt, skip_special_tokens=False), schemas)
+            return self._make_reader(self._tokenizer.decode(prompt, skip_special_tokens=False), schemas)
         if self._tool_format is None or not schemas:
             return None
         return ToolCallParser(self._tool_format, schemas)

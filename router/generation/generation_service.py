@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from protos.errors import ContextLengthError, ModelNotFoundError, RequestError, ServingError, UnavailableError
@@ -38,7 +39,7 @@ from router.tokenizer.tokenizer_files import TokenizerFiles
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-    from router.generation.response_template import ResponseTemplate
+    from router.generation.response_template import ResponseReader
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +63,10 @@ class GenerationService:
         self.files = files
         self.metrics = metrics
         self._receipt_key = None if config.receipt_key_file is None else ReceiptKey(config.receipt_key_file)
-        metrics.set_wanted_pairs(config.min_pairs)
+        metrics.wanted_pairs.set(config.min_pairs)
         self.tracer = tracer_from_environment() if tracer is None else tracer
         # Streams, from inside out: the backend, migration, tracing.
-        migrating = MigratingStreams(backend, metrics.count_migration, self._forget_card)
+        migrating = MigratingStreams(backend, metrics.migrations.inc, self._forget_card)
         self._gate = migrating.gate
         self._streams: TokenStreams = (
             TracedStreams(migrating, self.tracer, config.model_id) if self.tracer else migrating
@@ -91,13 +92,13 @@ class GenerationService:
         self._card_read_s = 0.0
         self.fresh_card = SharedAnswer(self._read_card).get
 
-    def _read_response_template(self) -> ResponseTemplate | None:
-        """Return the tokenizer's own description of answers, where the form of their calls is not read here."""
+    def _read_response_template(self) -> Callable[[str, Mapping[str, object]], ResponseReader] | None:
+        """Return the maker of readers by the tokenizer's own template, where no format here reads its calls."""
         if self._format is not None or self.files.response_template is None:
             return None
-        from router.generation.response_template import ResponseTemplate  # loads transformers
+        from router.generation.response_template import ResponseReader, load_template  # loads transformers
 
-        return ResponseTemplate(self.files.response_template)
+        return partial(ResponseReader, load_template(self.files.response_template))
 
     def check_model(self, model: str | None) -> None:
         """Raise `ModelNotFoundError` if a model is named and is not the one served here."""

@@ -15,30 +15,22 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from protos.errors import ConfigError
 from protos.messages import FinishReason
-from router.generation.delta import Delta, Gain, ToolCallDelta, told_apart
+from router.generation.delta import Delta, Gain, ToolCallDelta, split_delta
 from router.generation.thoughts import Trimmed
 
 _CALLS, _TEXT = "tool_calls", "content"  # names of regions; of a thought there are several
 
 
-class ResponseTemplate:
-    """A tokenizer's response template, checked and compiled once.
+def load_template(spec: Mapping[str, object]) -> Any:
+    """Return a tokenizer's response template, checked and compiled.
 
     Raises:
         ConfigError: it is not of the form that the installed transformers reads.
     """
-
-    def __init__(self, spec: Mapping[str, object]) -> None:
-        try:
-            self._template = load_response_template(dict(spec))
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(
-                f"response_template of the model's tokenizer_config.json cannot be used: {error}"
-            ) from error
-
-    def reader(self, prompt: str, tools: Mapping[str, object]) -> ResponseReader:
-        """Return a reader of one answer; `prompt` may have begun it, `tools` are the schemas of arguments by name."""
-        return ResponseReader(self._template, prompt, tools)
+    try:
+        return load_response_template(dict(spec))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"response_template of the model's tokenizer_config.json cannot be used: {error}") from error
 
 
 class ResponseReader:
@@ -49,6 +41,7 @@ class ResponseReader:
     """
 
     def __init__(self, template: Any, prompt: str, tools: Mapping[str, object]) -> None:
+        """`prompt` may have begun the answer, `tools` are the schemas of arguments by name."""
         self._template = template
         self._tools: list[Any] = [{"function": {"name": name, "parameters": tools[name]}} for name in tools]
         self._parser = ResponseParser(template, prompt, tools=self._tools)
@@ -62,7 +55,7 @@ class ResponseReader:
         if delta.finish_reason is not None:
             gains.append(self._end())
         has_calls = delta.finish_reason is FinishReason.STOP and self._num_calls > 0
-        return told_apart(delta, gains, FinishReason.TOOL_CALLS if has_calls else delta.finish_reason)
+        return split_delta(delta, gains, FinishReason.TOOL_CALLS if has_calls else delta.finish_reason)
 
     def _feed(self, character: str) -> Gain:
         self._raw += character

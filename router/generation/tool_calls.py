@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from enum import Enum, auto
 
 from protos.messages import FinishReason
-from router.generation.delta import Delta, Gain, ToolCallDelta, told_apart
+from router.generation.delta import Delta, Gain, ToolCallDelta, split_delta
 from router.generation.tool_formats.argument_value import arguments_in
 from router.generation.tool_formats.tool_format import LONGEST_HEAD, CallBody, CallPiece, ToolFormat, num_held
 from router.generation.tool_formats.whole_format import BracketExtent
@@ -54,7 +54,7 @@ class ToolCallParser:
         is_whole = self._state is not _State.ARGUMENTS and not (self._state is _State.BODY and self._has_begun)
         if reason is FinishReason.STOP and self._num_calls and is_whole:
             reason = FinishReason.TOOL_CALLS
-        return told_apart(delta, gains, reason)
+        return split_delta(delta, gains, reason)
 
     def _feed(self, text: str) -> list[Gain]:
         self._held += text

@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -28,6 +28,7 @@ from router.generation.generation import Generation
 from router.generation.generation_service import GenerationService
 from router.generation.usage import Usage
 from router.grpc_api.callers import CallContext, authenticate, leave_place
+from router.grpc_api.reading_gate import end_with
 from router.metrics.tracing import call_span
 from router.requests.body import as_request_error
 from router.requests.chat_request import ChatCompletionRequest
@@ -41,8 +42,6 @@ _HEALTH_PERIOD_S = 5.0
 _CALLS = ("Generate", "GenerateStream", "Tokenize", "GetModel", "Check", "List", "Watch")
 
 Schema = TypeVar("Schema", bound=BaseModel)
-
-
 Stay = Callable[[], Awaitable[bool]]
 
 
@@ -65,25 +64,13 @@ class GrpcCalls:
             with call_span(tracer, SERVICE_NAME, operation, dict(context.invocation_metadata() or ())):
                 yield
         except Exception as error:  # the edge of the process
-            await self._fail(operation, context, error)
+            if not isinstance(error, ServingError):
+                logger.exception("%s failed", operation)
+                error = EngineError("The server failed while handling this request; it is a server fault.")
+            await end_with(error, operation, context, self._service.metrics.count_request)
         finally:
             leave_place.get()()
         self._service.metrics.count_request("grpc", operation, grpc.StatusCode.OK.name)
-
-    async def _fail(self, operation: str, context: CallContext, error: Exception) -> NoReturn:
-        """End the call with the error's status."""
-        if not isinstance(error, ServingError):
-            logger.exception("%s failed", operation)
-            error = EngineError("The server failed while handling this request; it is a server fault.")
-        code = grpc.StatusCode[error.grpc_code]
-        self._service.metrics.count_request("grpc", operation, code.name)
-        if error.retry_after_s is not None:
-            context.set_trailing_metadata((("retry-after", str(error.retry_after_s)),))
-        if (abort := getattr(context, "abort", None)) is not None:
-            await abort(code, error.message)
-        context.set_code(code)
-        context.set_details(error.message)
-        raise error
 
 
 class GrpcApi(GrpcCalls):
@@ -141,8 +128,9 @@ class GrpcApi(GrpcCalls):
         """Return the token ids of a text or a chat."""
         async with self._call("Tokenize", grpc_context):
             with charged(request, authenticate(self._api_keys, grpc_context)):
-                read = partial(_tokenize_body, request)
-                body = await self._service.body_work.run(request.ByteSize(), read)
+                body = await self._service.body_work.run(
+                    request.ByteSize(), lambda: validated(convert.tokenize_fields(request), TokenizeRequest)
+                )
                 tokens = await self._service.tokenize(body)
             card = await self._service.card()
             return pb2.TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=card.max_model_len)
@@ -232,10 +220,6 @@ def _body(request: pb2.GenerateRequest, remaining_s: float | None) -> ChatComple
     if request.messages:
         return validated(fields, ChatCompletionRequest)
     return validated(fields, CompletionRequest)
-
-
-def _tokenize_body(request: pb2.TokenizeRequest) -> TokenizeRequest:
-    return validated(convert.tokenize_fields(request), TokenizeRequest)
 
 
 def validated(fields: dict[str, object], schema: type[Schema]) -> Schema:

@@ -21,6 +21,7 @@ from protos.errors import DeadlineExceededError, OverloadedError, RequestError, 
 from router.api_keys import ApiKeys
 from router.client_limits import MAX_ENDLESS_CALLS
 from router.grpc_api.callers import (
+    CallContext,
     ReadingLimits,
     ReadingPlace,
     ReadingPlaces,
@@ -72,7 +73,7 @@ class ReadingGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio h
         open_limits: ReadingLimits = OPEN_LIMITS,
     ) -> None:
         self._api_keys = api_keys
-        self._count_request = count_request
+        self.count_request = count_request
         self._has_proxy = has_proxy
         self.limits = limits
         self.open_limits = open_limits
@@ -155,13 +156,20 @@ class ReadingGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio h
         if trim is not None:
             trim(0)
 
-    async def refuse(self, method: str, context: grpc.aio.ServicerContext, error: ServingError) -> NoReturn:
-        """End a call with an error."""
-        code = grpc.StatusCode[error.grpc_code]
-        self._count_request("grpc", method.rpartition("/")[2], code.name)
-        metadata = () if error.retry_after_s is None else (("retry-after", str(error.retry_after_s)),)
-        await context.abort(code, error.message, metadata)
-        raise AssertionError("an aborted call goes on")
+
+async def end_with(
+    error: ServingError, operation: str, context: grpc.aio.ServicerContext | CallContext, count_request: CountRequest
+) -> NoReturn:
+    """End a call with the error's status and message, and count it."""
+    code = grpc.StatusCode[error.grpc_code]
+    count_request("grpc", operation, code.name)
+    if error.retry_after_s is not None:
+        context.set_trailing_metadata((("retry-after", str(error.retry_after_s)),))
+    if (abort := getattr(context, "abort", None)) is not None:  # Serve's context has none
+        await abort(code, error.message)
+    context.set_code(code)
+    context.set_details(error.message)
+    raise error
 
 
 class _GatedCall:
@@ -192,7 +200,7 @@ class _GatedCall:
             if message is None:
                 raise RequestError("The call ended without sending its message.")
         except ServingError as error:
-            await self._gate.refuse(self._method, self._context, error)
+            await end_with(error, self._method.rpartition("/")[2], self._context, self._gate.count_request)
         assert self._place is not None
         if self._is_open:
             self._leave_place()
@@ -209,7 +217,7 @@ class _GatedCall:
                 self._leave_place()
                 yield message
         except ServingError as error:
-            await self._gate.refuse(self._method, self._context, error)
+            await end_with(error, self._method.rpartition("/")[2], self._context, self._gate.count_request)
 
     def _enter(self) -> str:
         caller = self._gate.caller_of(self._method, self._context)

@@ -116,8 +116,8 @@ class IngressMetrics:
             "Calls by frontend (face: http, grpc), operation and status; a broken stream has its error's status.",
             *("face", "operation", "status"),
         )
-        self._body_bytes = self._gauge("http_body_bytes", "Bytes of request bodies being read and checked.")
-        self._migrations = self._counter(
+        self.body_bytes = self._gauge("http_body_bytes", "Bytes of request bodies being read and checked.")
+        self.migrations = self._counter(
             "migrations", "Times a request was resent after its pair was lost, to continue from its committed tokens."
         )
         self._keys_age = self._gauge(
@@ -125,7 +125,7 @@ class IngressMetrics:
             "Seconds since the API key file was last read or found unchanged; grows while it cannot be read.",
         )
         self._wrong_keys = self._gauge("api_keys_wrong_lines", "Invalid lines of the API key file; they admit nobody.")
-        self._wanted_pairs = self._gauge(
+        self.wanted_pairs = self._gauge(
             "pairs_wanted",
             "Pairs that deploy.yaml requests, the minimum if it gives bounds; equal on all ingress replicas.",
         )
@@ -149,22 +149,6 @@ class IngressMetrics:
     def count_request(self, frontend: str, operation: str, status: str) -> None:
         """Count one answered call; `operation` must come from a fixed set."""
         self._requests.labels(frontend, operation, status).inc()
-
-    def set_body_bytes(self, num_bytes: int) -> None:
-        """Set the size of the bodies being read and checked."""
-        self._body_bytes.set(num_bytes)
-
-    def set_wanted_pairs(self, num_pairs: int) -> None:
-        """Set the number of requested pairs."""
-        self._wanted_pairs.set(num_pairs)
-
-    def count_migration(self) -> None:
-        """Count one attempt to continue a request whose pair was lost."""
-        self._migrations.inc()
-
-    def token_clock(self, num_prompt_tokens: int = 0, traffic: Traffic = Traffic()) -> TokenClock:
-        """Return a clock for one sequence that starts now."""
-        return TokenClock(self, num_prompt_tokens, traffic)
 
     def count_tokens(self, waited_s: float, num_tokens: int, num_prompt_tokens: int | None) -> None:
         """Count tokens that arrived together; with the first of a sequence, also its prompt tokens."""

@@ -110,7 +110,7 @@ class BodyReader:
 
     def _hold(self, num_bytes: int) -> None:
         self._num_held += num_bytes
-        self._metrics.set_body_bytes(self._num_held)
+        self._metrics.body_bytes.set(self._num_held)
 
 
 async def _in_time(part: Awaitable[Part], num_read: int, began_s: float) -> Part:

@@ -8,13 +8,13 @@ from dataclasses import replace
 from itertools import chain
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from protos.errors import RequestError, ServingError
 from protos.messages import FinishReason
 from router.generation.delta import Delta
 from router.openai.errors import anthropic_error_object
-from router.openai.response_writer import ResponseWriter
+from router.openai.response_writer import NamedEvent, NamedEventWriter
 from router.requests.chat_request import ForeignChat, ForeignFields
 from router.requests.generation_fields import Int, TokenLimit
 from router.tokenizer.content_parts import kind_of, plain_content, text_in
@@ -114,7 +114,8 @@ def _add_message(chat: ForeignChat, message: dict[str, Any], name: str) -> None:
     for block in content:
         kind = kind_of(block)
         if kind == "tool_result":
-            chat.add(name, {"role": "tool", "tool_call_id": _id(block.get("tool_use_id")), "content": _output(block)})
+            id_ = None if (wanted := block.get("tool_use_id")) is None else str(wanted)
+            chat.add(name, {"role": "tool", "tool_call_id": id_, "content": block.get("content") or ""})
         elif kind == "tool_use":
             calls.append(_call(block))
         elif kind == "thinking":
@@ -126,14 +127,6 @@ def _add_message(chat: ForeignChat, message: dict[str, Any], name: str) -> None:
     if rest or calls or thoughts:
         said = {"role": role, "content": rest, "tool_calls": calls or None, "reasoning": thoughts or None}
         chat.add(name, {key: value for key, value in said.items() if value is not None})
-
-
-def _output(block: dict[str, Any]) -> object:
-    return block.get("content") or ""
-
-
-def _id(value: object) -> str | None:
-    return None if value is None else str(value)
 
 
 def _call(block: dict[str, Any]) -> dict[str, Any]:
@@ -159,25 +152,15 @@ def _choice(choice: dict[str, Any]) -> object:
     return _CHOICES[kind]
 
 
-class MessagesEvent(BaseModel):
-    """A body or an event; its fields follow Anthropic's types."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: str
-
-
-class MessagesWriter(ResponseWriter):
-    """Writes the one choice of a turn; blocks follow one another, and one at a time is open."""
-
-    end = b""
+class MessagesWriter(NamedEventWriter):
+    """Blocks follow one another, and one at a time is open."""
 
     _rank = -1
     _open: str | None = None  # the type of the block that is open
     _is_started = False
     _last: Delta | None = None
 
-    def full(self, gained: Sequence[Sequence[Delta]]) -> MessagesEvent:
+    def full(self, gained: Sequence[Sequence[Delta]]) -> NamedEvent:
         content: list[dict[str, Any]] = []
         for event in chain.from_iterable(self.chunks(delta) for delta in gained[0]):
             match event.model_extra:
@@ -191,14 +174,14 @@ class MessagesWriter(ResponseWriter):
         for block in content:
             if block["type"] == "tool_use":
                 block["input"] = _input(block["input"])
-        return MessagesEvent(**self._message(content, self._last))
+        return NamedEvent(**self._message(content, self._last))
 
-    def _begin(self, delta: Delta) -> Iterable[MessagesEvent]:
+    def _begin(self, delta: Delta) -> Iterable[NamedEvent]:
         if not self._is_started:
             self._is_started = True
             yield _event("message_start", message=self._message([], None))
 
-    def _chunks(self, piece: Delta) -> Iterable[MessagesEvent]:
+    def _chunks(self, piece: Delta) -> Iterable[NamedEvent]:
         if piece.reasoning:
             yield from self._gain("thinking", {"type": "thinking_delta", "thinking": piece.reasoning})
         if piece.text:
@@ -211,15 +194,11 @@ class MessagesWriter(ResponseWriter):
         if piece.finish_reason is not None:
             self._last = piece
 
-    def last_chunks(self) -> Iterable[MessagesEvent]:
+    def last_chunks(self) -> Iterable[NamedEvent]:
         yield from self._stop()
         if self._last is not None:
             yield _event("message_delta", delta=_ending(self._last), usage=self._usage(), **self._signed())
         yield _event("message_stop")
-
-    def event(self, chunk: BaseModel) -> bytes:
-        assert isinstance(chunk, MessagesEvent)
-        return f"event: {chunk.type}\ndata: {chunk.model_dump_json()}\n\n".encode()
 
     def error_event(self, error: ServingError) -> bytes:
         return f"event: error\ndata: {json.dumps(anthropic_error_object(error))}\n\n".encode()
@@ -247,22 +226,22 @@ class MessagesWriter(ResponseWriter):
             "output_tokens": usage.completion_tokens,
         }
 
-    def _gain(self, kind: str, delta: dict[str, Any]) -> Iterable[MessagesEvent]:
+    def _gain(self, kind: str, delta: dict[str, Any]) -> Iterable[NamedEvent]:
         if self._open != kind:
             empty = {"type": "text", "text": ""} if kind == "text" else {"type": kind, "thinking": "", "signature": ""}
             yield from self._start(empty)
         yield self._delta(delta)
 
-    def _start(self, block: dict[str, Any]) -> Iterable[MessagesEvent]:
+    def _start(self, block: dict[str, Any]) -> Iterable[NamedEvent]:
         yield from self._stop()
         self._rank += 1
         self._open = block["type"]
         yield _event("content_block_start", index=self._rank, content_block=block)
 
-    def _delta(self, delta: dict[str, Any]) -> MessagesEvent:
+    def _delta(self, delta: dict[str, Any]) -> NamedEvent:
         return _event("content_block_delta", index=self._rank, delta=delta)
 
-    def _stop(self) -> Iterable[MessagesEvent]:
+    def _stop(self) -> Iterable[NamedEvent]:
         if self._open is None:
             return
         if self._open == "thinking":  # clients expect a signature; nothing here would check one
@@ -287,5 +266,5 @@ def _input(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _event(kind: str, **fields: Any) -> MessagesEvent:
-    return MessagesEvent(**{"type": kind, **fields})
+def _event(kind: str, **fields: Any) -> NamedEvent:
+    return NamedEvent(**{"type": kind, **fields})

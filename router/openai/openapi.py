@@ -176,7 +176,8 @@ def _narrow_unsupported(definitions: dict[str, Any]) -> None:
 
 def _path(path: str, operation: Operation, schemas: Mapping[tuple[Any, str], Any]) -> dict[str, Any]:
     name = path.strip("/").replace("/", "_").replace("{", "").replace("}", "")
-    content: dict[str, Any] = {_content_type(operation): {"schema": schemas[operation.answer, "serialization"]}}
+    content_type = "text/plain" if operation.answer is str else _JSON
+    content: dict[str, Any] = {content_type: {"schema": schemas[operation.answer, "serialization"]}}
     if operation.event is not None:
         content[_EVENTS] = {"schema": schemas[operation.event, "serialization"]}
     error = {"content": {_JSON: {"schema": schemas[operation.error, "serialization"]}}}
@@ -195,7 +196,3 @@ def _path(path: str, operation: Operation, schemas: Mapping[tuple[Any, str], Any
         return {"get": entry}
     body = {"schema": schemas[operation.body, "validation"], "example": operation.example}
     return {"post": {**entry, "requestBody": {"required": True, "content": {_JSON: body}}}}
-
-
-def _content_type(operation: Operation) -> str:
-    return "text/plain" if operation.answer is str else _JSON

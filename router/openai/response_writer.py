@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from itertools import chain
 from typing import Any, Literal, cast
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -152,6 +152,22 @@ class ResponseWriter(ABC):
             or has_tokens
             or delta.finish_reason is not None
         )
+
+
+class NamedEvent(BaseModel):
+    """A body or an event of an API that names its events; its fields follow that API's types."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class NamedEventWriter(ResponseWriter):
+    """Writes the one choice of a turn, in events with names."""
+
+    end = b""
+
+    def event(self, chunk: BaseModel) -> bytes:
+        kind = (chunk.model_extra or {})["type"]
+        return f"event: {kind}\ndata: {chunk.model_dump_json()}\n\n".encode()
 
 
 def openai_reason(reason: FinishReason | None) -> OpenAIFinishReason | None:

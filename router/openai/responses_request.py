@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, WithJsonSchema, model_validator
+from pydantic import WithJsonSchema, model_validator
 
 from protos.errors import RequestError, ServingError
 from protos.messages import FinishReason
 from router.generation.delta import Delta
 from router.generation.generation import Generation
-from router.openai.response_writer import ResponseWriter
+from router.openai.response_writer import NamedEvent, NamedEventWriter
 from router.requests.chat_request import ForeignChat, ForeignFields
 from router.requests.generation_fields import Text, TokenLimit
 from router.tokenizer import Tokenizer
@@ -183,16 +183,8 @@ def _choice(choice: object) -> object:
     return choice
 
 
-class ResponsesEvent(BaseModel):
-    """A body or an event; its fields follow OpenAI's types."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-class ResponsesWriter(ResponseWriter):
-    """Writes the one choice of a turn; items follow one another, and the last is open while it grows."""
-
-    end = b""
+class ResponsesWriter(NamedEventWriter):
+    """Items follow one another, and the last is open while it grows."""
 
     def __init__(self, generation: Generation, tokenizer: Tokenizer, body: ResponsesRequest) -> None:
         super().__init__(generation, tokenizer)
@@ -203,18 +195,18 @@ class ResponsesWriter(ResponseWriter):
         self._num_events = 0
         self._reason: FinishReason | None = None
 
-    def full(self, gained: Sequence[Sequence[Delta]]) -> ResponsesEvent:
+    def full(self, gained: Sequence[Sequence[Delta]]) -> NamedEvent:
         for delta in gained[0]:
             deque(self.chunks(delta), maxlen=0)  # items grow as in a stream
         deque(self._close(), maxlen=0)
-        return ResponsesEvent(**self._response(self._status))
+        return NamedEvent(**self._response(self._status))
 
-    def _begin(self, delta: Delta) -> Iterable[ResponsesEvent]:
+    def _begin(self, delta: Delta) -> Iterable[NamedEvent]:
         if self._num_events == 0:
             yield self._event("response.created", response=self._response("in_progress"))
             yield self._event("response.in_progress", response=self._response("in_progress"))
 
-    def _chunks(self, piece: Delta) -> Iterable[ResponsesEvent]:
+    def _chunks(self, piece: Delta) -> Iterable[NamedEvent]:
         if piece.reasoning:
             yield from self._gain_part("reasoning", piece.reasoning)
         if piece.text:
@@ -229,13 +221,9 @@ class ResponsesWriter(ResponseWriter):
                 yield self._item_event("response.function_call_arguments.delta", delta=call.arguments)
         self._reason = piece.finish_reason
 
-    def last_chunks(self) -> Iterable[ResponsesEvent]:
+    def last_chunks(self) -> Iterable[NamedEvent]:
         yield from self._close()
         yield self._event(f"response.{self._status}", response=self._response(self._status))
-
-    def event(self, chunk: BaseModel) -> bytes:
-        kind = (chunk.model_extra or {})["type"]
-        return f"event: {kind}\ndata: {chunk.model_dump_json()}\n\n".encode()
 
     def error_event(self, error: ServingError) -> bytes:
         failed = {**self._response("failed"), "error": {"code": "server_error", "message": error.message}}
@@ -245,7 +233,7 @@ class ResponsesWriter(ResponseWriter):
     def _status(self) -> str:
         return "incomplete" if self._reason is FinishReason.LENGTH else "completed"
 
-    def _gain_part(self, kind: str, text: str) -> Iterable[ResponsesEvent]:
+    def _gain_part(self, kind: str, text: str) -> Iterable[NamedEvent]:
         """Add text to the open item, opening a new one if another kind is open."""
         is_message = kind == "message"
         if not self._is_open or self._items[-1]["type"] != kind:
@@ -262,14 +250,14 @@ class ResponsesWriter(ResponseWriter):
         logprobs: dict[str, Any] = {"logprobs": []} if is_message else {}
         yield self._part_event(f"response.{_part_name(kind)}.delta", delta=text, **logprobs)
 
-    def _open(self, prefix: str, item: dict[str, Any]) -> Iterable[ResponsesEvent]:
+    def _open(self, prefix: str, item: dict[str, Any]) -> Iterable[NamedEvent]:
         self._items.append({"id": f"{prefix}_{self._key}_{len(self._items)}", **item, "status": "in_progress"})
         self._is_open = True
         yield self._event(
             "response.output_item.added", output_index=len(self._items) - 1, item=_copied(self._items[-1])
         )
 
-    def _close(self) -> Iterable[ResponsesEvent]:
+    def _close(self) -> Iterable[NamedEvent]:
         if not self._is_open:
             return
         self._is_open = False
@@ -285,15 +273,15 @@ class ResponsesWriter(ResponseWriter):
             yield self._part_event("response.content_part.done", part=dict(part))
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=_copied(item))
 
-    def _part_event(self, kind: str, **fields: Any) -> ResponsesEvent:
+    def _part_event(self, kind: str, **fields: Any) -> NamedEvent:
         return self._item_event(kind, content_index=0, **fields)
 
-    def _item_event(self, kind: str, **fields: Any) -> ResponsesEvent:
+    def _item_event(self, kind: str, **fields: Any) -> NamedEvent:
         return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
 
-    def _event(self, kind: str, **fields: Any) -> ResponsesEvent:
+    def _event(self, kind: str, **fields: Any) -> NamedEvent:
         self._num_events += 1
-        return ResponsesEvent(**{"type": kind, "sequence_number": self._num_events - 1, **fields})
+        return NamedEvent(**{"type": kind, "sequence_number": self._num_events - 1, **fields})
 
     def _response(self, status: str) -> dict[str, Any]:
         body = self._body

@@ -50,7 +50,10 @@ class IndexState:
         """Apply a worker's report; return True to request a snapshot."""
         load, worker_id = report.load, report.load.worker_id
         self._reported_s[worker_id] = now_s
-        (self._not_serving.discard if report.is_serving else self._not_serving.add)(worker_id)
+        if report.is_serving:
+            self._not_serving.discard(worker_id)
+        else:
+            self._not_serving.add(worker_id)
         self.loads.update(replace(load, measured_at_s=now_s - report.load_age_s))
         if report.snapshot is not None:
             self.index.resync(worker_id, load.epoch, report.sequence - 1, report.snapshot)

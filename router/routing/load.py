@@ -72,15 +72,6 @@ class SentWork:
     sent_at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Gather:
-    """The table rows of one set of candidates."""
-
-    worker_ids: tuple[str, ...]
-    rows: dict[str, int]  # worker id -> index in worker_ids
-    table_rows: NDArray[np.intp]  # [W]
-
-
 class LoadTable:
     """The latest signal of every worker, plus the work that this router has sent since.
 
@@ -98,7 +89,8 @@ class LoadTable:
         self._free_rows: list[int] = []
         self._signals: dict[str, WorkerLoad] = {}
         self._sent: dict[str, list[SentWork]] = {}  # not yet covered by a signal
-        self._last_gather: _Gather | None = None
+        self._last_ids: tuple[str, ...] | None = None  # the last candidates, which seldom change, and their rows
+        self._last_rows = np.zeros(0, dtype=np.intp)  # [W], of the table
 
     def update(self, load: WorkerLoad) -> None:
         """Apply a signal; an outdated one, or one of an older epoch, changes nothing."""
@@ -132,7 +124,7 @@ class LoadTable:
         if len(kept) == len(sent):
             return
         sent[:] = kept
-        self._rebuild(signal or _idle_load(worker_id), kept)
+        self._rebuild(signal or WorkerLoad(worker_id, 0, 0.0, 0, 0, 0, 0), kept)
 
     def forget(self, worker_id: str) -> None:
         """Drop a worker that has left; unknown workers are ignored."""
@@ -141,20 +133,23 @@ class LoadTable:
             self._free_rows.append(row)
         self._signals.pop(worker_id, None)
         self._sent.pop(worker_id, None)
-        self._last_gather = None
+        self._last_ids = None
 
     def view(self, worker_ids: Sequence[str], now_s: float) -> FleetLoad:
         """Return the loads of these workers at `now_s`.
 
         A worker without a signal counts as idle, at the mean rate of the others.
         """
-        gather = self._gather(tuple(worker_ids))
-        rows = self._table[gather.table_rows]  # [W], a copy
+        worker_ids = tuple(worker_ids)
+        if self._last_ids != worker_ids:
+            self._last_ids = worker_ids
+            self._last_rows = np.array([self._row(worker_id) for worker_id in worker_ids], dtype=np.intp)
+        rows = self._table[self._last_rows]  # [W], a copy
         rates = self._rates(rows)
         drained = self._speed(rates, rows) * np.maximum(now_s - rows["as_of_s"], 0.0)
         return FleetLoad(
-            worker_ids=gather.worker_ids,
-            rows=gather.rows,
+            worker_ids=worker_ids,
+            rows={worker_id: row for row, worker_id in enumerate(worker_ids)},
             backlog_tokens=np.maximum(rows["backlog_tokens"] - drained, 0.0),
             # Requests that no signal has reported may have ended: after ten seconds they no longer count.
             num_requests=np.where(now_s - rows["sent_s"] > 10.0, rows["reported_requests"], rows["num_requests"]),
@@ -207,14 +202,6 @@ class LoadTable:
         speed: FloatArray = rates / (1.0 + rows["decode_slowdown"] * rows["decode_tokens"])
         return speed
 
-    def _gather(self, worker_ids: tuple[str, ...]) -> _Gather:
-        """Return the rows of these workers; the last result is cached, since candidates seldom change."""
-        if self._last_gather is None or self._last_gather.worker_ids != worker_ids:
-            table_rows = np.array([self._row(worker_id) for worker_id in worker_ids], dtype=np.intp)
-            rows = {worker_id: row for row, worker_id in enumerate(worker_ids)}
-            self._last_gather = _Gather(worker_ids, rows, table_rows)
-        return self._last_gather
-
     def _row(self, worker_id: str) -> int:
         row = self._rows.get(worker_id)
         if row is None:
@@ -222,14 +209,6 @@ class LoadTable:
             if row == len(self._table):
                 self._table = np.concatenate([self._table, np.zeros_like(self._table)])
             self._table[row] = np.zeros((), dtype=_ROW)
-            self._table[row]["hash"] = _stable_hash(worker_id)
+            digest = blake2b(worker_id.encode(), digest_size=8).digest()
+            self._table[row]["hash"] = int.from_bytes(digest, "little")
         return row
-
-
-def _idle_load(worker_id: str) -> WorkerLoad:
-    """Return the load of a worker without a signal."""
-    return WorkerLoad(worker_id, 0, 0.0, 0, 0, 0, 0)
-
-
-def _stable_hash(name: str) -> int:
-    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")

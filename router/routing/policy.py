@@ -147,17 +147,14 @@ class Decision:
         uncached = terms.prefill_s[row] * rate
         cached = terms.cached_tokens[row]
         spared = self.request.num_tokens - cached - uncached  # through blocks that another worker holds
+        less = f"-{spared:.0f}" if spared >= 1 else ""
         return (
             f"{fleet.worker_ids[row]} {terms.total_s[row]:.4f} s"
             f" = queue {fleet.backlog_tokens[row]:.0f}/{rate:.0f}"
-            f" + prefill ({self.request.num_tokens}-{cached:.0f}{_less(spared)}={uncached:.0f})/{rate:.0f}"
+            f" + prefill ({self.request.num_tokens}-{cached:.0f}{less}={uncached:.0f})/{rate:.0f}"
             f" + interference {terms.interference_s[row]:.4f} ({fleet.decode_tokens[row]:.0f} decode tokens)"
             f" + others {terms.others_s[row]:.4f}"
         )
-
-
-def _less(num_tokens: float) -> str:
-    return f"-{num_tokens:.0f}" if num_tokens >= 1 else ""
 
 
 def rank(policy: Policy, request: PolicyInput, fleet: FleetLoad, config: CostConfig) -> Decision:

@@ -103,11 +103,6 @@ class PrefixIndex:
         view = self._views.get(worker_id)
         return view is not None and view.needs_snapshot
 
-    def num_blocks(self, worker_id: str) -> int:
-        """Count the blocks that `worker_id` has reported and not removed; 0 for an unknown worker."""
-        view = self._views.get(worker_id)
-        return len(view.held) if view else 0
-
     def __len__(self) -> int:
         """Return the number of distinct blocks known."""
         return len(self._holders)

@@ -12,7 +12,7 @@ from protos.block_keys import PROBE_SALT, block_keys, join_keys, probe_token_ids
 from protos.messages import GenerateRequest, TokenChunk
 from protos.served_model import ModelCard
 from router.api_keys import current_client
-from router.routing.routed_call import Route, RoutedCall, RouteOutcome
+from router.routing.routed_call import Route, RoutedCall, RouteReply
 
 logger = logging.getLogger(__name__)
 
@@ -59,19 +59,22 @@ class RouterMetrics:
             self._known.set(route.reply.num_known_blocks)
             self._doubtful.set(route.reply.num_doubtful_workers)
 
-    def record_outcome(self, outcome: RouteOutcome) -> None:
-        """Count the blocks that an engine reported as found in its cache."""
+    def record_outcome(self, reply: RouteReply, num_found: int) -> None:
+        """Count the blocks of a request that the engine found in its cache."""
         was_blind = self._is_blind
-        is_expected = min(outcome.reply.predicted_blocks, outcome.achieved_blocks) > 0
-        self._num_unforeseen = 0 if is_expected else self._num_unforeseen + outcome.is_unforeseen
-        self._hit.inc(outcome.achieved_blocks)
-        self._achievable.inc(outcome.reply.achievable_blocks)
-        self._predicted.inc(outcome.reply.predicted_blocks)
-        self._hit_histogram.observe(outcome.achieved_blocks)
-        self._achievable_histogram.observe(outcome.reply.achievable_blocks)
-        self._stale.inc(outcome.is_stale)
-        self._misroutes.inc(outcome.is_misroute)
-        self._unforeseen.inc(outcome.is_unforeseen)
+        num_missing = reply.predicted_blocks - num_found
+        is_stale, is_unforeseen = num_missing > 0, reply.predicted_blocks == 0 < num_found
+        is_expected = min(reply.predicted_blocks, num_found) > 0
+        self._num_unforeseen = 0 if is_expected else self._num_unforeseen + is_unforeseen
+        self._hit.inc(num_found)
+        self._achievable.inc(reply.achievable_blocks)
+        self._predicted.inc(reply.predicted_blocks)
+        self._hit_histogram.observe(num_found)
+        self._achievable_histogram.observe(reply.achievable_blocks)
+        self._stale.inc(is_stale)
+        # A misroute: another worker would have been cheaper, given the blocks that the engine really had.
+        self._misroutes.inc(is_stale and reply.cost_s + num_missing * reply.block_prefill_s > reply.runner_up_cost_s)
+        self._unforeseen.inc(is_unforeseen)
         if self._is_blind != was_blind:
             self._alarm()
 
@@ -183,7 +186,11 @@ class RequestRouting:
         if call.route is None:
             return batch
         if call.request.is_traced:
-            batch = [_with_route(chunk, call.route.decision_s) for chunk in batch]
+            routed_s = call.route.decision_s
+            batch = [
+                chunk if chunk.times is None else replace(chunk, times=replace(chunk.times, routed_s=routed_s))
+                for chunk in batch
+            ]
         if not call.is_explained:
             return batch
         reply = call.route.reply
@@ -201,8 +208,7 @@ class RequestRouting:
             return
         self._metrics.record_choice(call.route)
         if call.route.reply is not None:
-            achieved = first.num_cached_tokens // self._block_size
-            self._metrics.record_outcome(RouteOutcome(call.route.reply, achieved))
+            self._metrics.record_outcome(call.route.reply, first.num_cached_tokens // self._block_size)
 
     def refused(self, call: RoutedCall) -> None:
         """Record that the attempt ended before its first chunk, and end its reservation, now or when it is made."""
@@ -211,7 +217,3 @@ class RequestRouting:
             call.withdraw()
         if call.route is not None:
             self._metrics.record_choice(call.route, is_ended=True)
-
-
-def _with_route(chunk: TokenChunk, routed_s: float) -> TokenChunk:
-    return chunk if chunk.times is None else replace(chunk, times=replace(chunk.times, routed_s=routed_s))

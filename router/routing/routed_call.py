@@ -61,30 +61,6 @@ class RouteReply:
 
 
 @dataclass(frozen=True, slots=True)
-class RouteOutcome:
-    """One routed request: the index's reply, and the blocks that the engine took from its cache."""
-
-    reply: RouteReply
-    achieved_blocks: int
-
-    @property
-    def is_stale(self) -> bool:
-        """True if the engine no longer had blocks that the index promised."""
-        return self.achieved_blocks < self.reply.predicted_blocks
-
-    @property
-    def is_misroute(self) -> bool:
-        """True if another worker would have been cheaper, given the engine's actual blocks."""
-        lost_s = (self.reply.predicted_blocks - self.achieved_blocks) * self.reply.block_prefill_s
-        return self.is_stale and self.reply.cost_s + lost_s > self.reply.runner_up_cost_s
-
-    @property
-    def is_unforeseen(self) -> bool:
-        """True if the engine hit although the router expected no cached block."""
-        return self.reply.predicted_blocks == 0 < self.achieved_blocks
-
-
-@dataclass(frozen=True, slots=True)
 class Route:
     """The choice of a pair for a call.
 

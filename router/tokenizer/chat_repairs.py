@@ -69,7 +69,7 @@ def no_system(messages: Messages) -> Messages:
 def system_in_last_user(messages: Messages) -> Messages:
     """Put the system's text before the last user's, where that is not the last turn.
 
-    So do templates that show a system message in a last user's turn alone, and the turns before keep their tokens.
+    Some templates show a system message only in a last user's turn. The turns before it keep their tokens.
     """
     first = one_system(messages)
     if not _num_systems(first) or first[-1]["role"] == "user":

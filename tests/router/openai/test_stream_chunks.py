@@ -388,7 +388,7 @@ def test_a_turn_has_the_same_parts_in_the_same_order_streamed_or_not_and_in_any_
     assert blocks == [without_ids(block) for block in whole.json()["content"]]
     assert blocks == [without_ids(each) for each in ask([1], "/v1/messages", ids, form, **body).json()["content"]]
     functions = [{"type": "function", **each["function"], "parameters": {"type": "object"}} for each in TOOLS]
-    body = {"input": "hi", "tools": functions}
+    body = {"input": "hi", "tools": functions, **limit}
     streamed, whole = (
         ask(steps, "/v1/responses", ids, form, stream=is_streamed, **body) for is_streamed in (True, False)
     )
