@@ -37,6 +37,7 @@ _BEFORE_AND_AFTER = ("input_layernorm", "post_self_attn_layernorm", "post_attent
 _ONE = ("input_layernorm", None, None, None)
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier")
 _OUTER = ("gemma3", "gemma4")  # models of several media whose text part runs alone on texts
+_THETAS = "layer_rope_theta"  # in a configuration: of each layer's angles; 0 for none
 _QUERIES = "queries"  # kind of the angles of queries that have their own
 _AFTER = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
@@ -72,6 +73,10 @@ def _falcon_h1_multipliers(config: Any) -> Multipliers:
     )
 
 
+def _has_theta(attention: Any) -> bool:
+    return bool(getattr(attention.config, _THETAS)[attention.layer_idx])
+
+
 def _one(config: Any) -> float:
     return 1.0
 
@@ -102,7 +107,7 @@ class DecoderFamily:
         mlp: the products of an MLP, gate, up and down; or two without gates. One with gate and up is named twice.
         mlp_module: a layer's attribute of the MLP. A layer may lack any of attention, mixer and MLP.
         mixers: a layer's attributes of a recurrent part in place of the attention, or next to it.
-        rotary: the attribute of the rotary angles; None without any.
+        rotary: the attribute of the rotary angles, or of several, each of its own theta; None without any.
         activation: the function in MLPs, where the configuration does not name it.
         final_norm: the norm before the head.
         factors: the keys of the configuration with factors of embeddings and residuals; others are not read.
@@ -291,6 +296,7 @@ _DENSE = {
         logit_factor=lambda config: config.logits_scaling,
     ),
     "granite": _GRANITE,
+    "granite_swa": replace(_GRANITE, rotary="rotary_embs", encodes_positions=_has_theta),
     "smollm3": DecoderFamily(encodes_positions=lambda attention: bool(attention.use_rope)),
     "gemma": DecoderFamily(adds_one=True),
     "gemma2": _GEMMA,
@@ -330,6 +336,7 @@ _MIXTURES = {
     "phimoe": replace(_LAYER_NORMS, routing=Routing(Scores.SPARSE)),
     "granitemoe": replace(_GRANITE, routing=Routing()),
     "granitemoeshared": _GRANITE_SHARED,
+    "granitemoe_swa": replace(_GRANITE_SHARED, rotary="rotary_embs", encodes_positions=_has_theta),
     "cohere2_moe": replace(
         _COHERE,
         encodes_positions=lambda attention: attention.sliding_window is not None or attention.force_rope,
@@ -409,28 +416,32 @@ def rotary_of(model: Any, family: DecoderFamily) -> Any:
     return None if family.rotary is None else getattr(model.get_decoder(), family.rotary)
 
 
-def rotaries(model: Any) -> dict[str | None, Rotary]:
-    """Return a model's rotary functions by the type of layer; one with the key None is for all layers."""
+def rotaries(model: Any) -> dict[object, Rotary]:
+    """Return a model's rotary functions by the type of layer or theta; one with the key None is for all layers."""
     config = model.config.get_text_config()
     family = FAMILIES[config.model_type]
     if (rotary := rotary_of(model, family)) is None:
         return {}
     if hasattr(rotary, "layer_types"):
         return {kind: partial(rotary, layer_type=kind) for kind in rotary.layer_types}
-    found: dict[str | None, Rotary] = {None: rotary if family.angles is None else partial(family.angles, rotary)}
+    if isinstance(rotary, nn.ModuleList):
+        embeddings: list[Any] = list(rotary)
+        return {each.config.rope_parameters["rope_theta"]: each for each in embeddings}
+    found: dict[object, Rotary] = {None: rotary if family.angles is None else partial(family.angles, rotary)}
     if family.scales_queries:
         found[_QUERIES] = partial(_scaled, rotary, config.rope_parameters)
     return found
 
 
-def tables_of(attention: Any, index: int, family: DecoderFamily, kinds: Seq[str | None]) -> tuple[int, int] | None:
+def tables_of(attention: Any, index: int, family: DecoderFamily, kinds: Seq[object]) -> tuple[int, int] | None:
     """Return the places in `kinds` of the rotary angles of a layer's keys and queries; None without any.
 
     `attention` belongs to layer `index`, and `kinds` are the keys of `rotaries`.
     """
     if not family.encodes_positions(attention):
         return None
-    own = kinds.index(None if None in kinds else attention.config.layer_types[index])
+    config = attention.config
+    own = 0 if None in kinds else kinds.index((getattr(config, _THETAS, None) or config.layer_types)[index])
     return own, kinds.index(_QUERIES) if _QUERIES in kinds else own
 
 

@@ -32,7 +32,7 @@ from engine.model.decoders.decoder_family import (
     rotary_of,
 )
 from engine.model.decoders.mlp import Mlp
-from engine.model.decoders.native_layers import DecoderLayer, DecoderShape, NativeLayers
+from engine.model.decoders.native_layers import MAX_TABLES, DecoderLayer, DecoderShape, NativeLayers
 from engine.model.decoders.rotary import RotaryTable
 from engine.model.decoders.row_operations import RowOperations, row_operations
 from engine.model.decoders.stock_layers import StockLayers
@@ -360,7 +360,7 @@ class FusedDecoder:
         return self._rank.all_reduce(torch.cat([layer.mlp(rows) for rows in normed.split(_MLP_ROWS)]))
 
     def _one_call(self) -> NativeLayers | None:
-        if self._rank.size > 1:
+        if self._rank.size > 1 or len(self._rotaries) > MAX_TABLES:
             return None
         shape = DecoderShape(
             hidden_size=self._embedding.shape[1],

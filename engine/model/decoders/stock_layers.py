@@ -54,7 +54,7 @@ class StockLayers:
         self,
         model: Any,
         make_linear: LinearFactory,
-        rotaries: Mapping[str | None, RotaryTable],
+        rotaries: Mapping[object, RotaryTable],
         rows: RowOperations,
         like: Tensor,
         rank: Rank,

@@ -86,6 +86,7 @@ VARIANTS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3": lambda: Gemma3Config(text_config=small_config("gemma3_text"), vision_config=_IMAGES),
     "cohere with norms of heads": lambda: CohereConfig(**PLAIN, use_qk_norm=True),
     "phi with norms of heads": lambda: PhiConfig(**PLAIN, qk_layernorm=True),
+    "granite_swa of three thetas": lambda: small_config("granite_swa", layer_rope_theta=[1e4, 0, 100.0, 1e3]),
     "gpt_neox in turn": lambda: small_config("gpt_neox", use_parallel_residual=False),
     "stablelm in parallel": lambda: small_config("stablelm", use_parallel_residual=True),
 }

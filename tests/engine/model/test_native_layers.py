@@ -41,6 +41,8 @@ from transformers import (
     GraniteConfig,
     GraniteMoeConfig,
     GraniteMoeSharedConfig,
+    GraniteMoeSWAConfig,
+    GraniteSWAConfig,
     HeliumConfig,
     HyperCLOVAXConfig,
     HYV3Config,
@@ -227,6 +229,15 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         num_dense_layers=1,
         mup_enabled=True,
     ),
+    "granite_swa": GraniteSWAConfig(**SIZES_OF_TWO_HEADS, **WINDOWS, layer_rope_theta=[1e4, 0, 100.0]),
+    "granitemoe_swa": GraniteMoeSWAConfig(
+        **SIZES_OF_TWO_HEADS,
+        **WINDOWS,
+        layer_rope_theta=[0, 1e4, 1e4],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=64,
+    ),
     "minicpm3": MiniCPM3Config(**LATENT, rms_norm_eps=1e-2),
     "youtu": YoutuConfig(**LATENT),
     "youtu_plain": YoutuConfig(**LATENT | {"q_lora_rank": None}, rope_interleave=False),
@@ -248,7 +259,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 WITH_PARTS_OF_THEIR_OWN = ("gemma4_e2b", "gemma4_a4b", "gpt_neox", "gpt_neox_in_turn", "persimmon", "stablelm_parallel")
 WITH_PARTS_OF_THEIR_OWN += ("minicpm3", "youtu", "youtu_plain", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
-WITH_PARTS_OF_THEIR_OWN += ("glm4_moe_lite", "axk1")
+WITH_PARTS_OF_THEIR_OWN += ("glm4_moe_lite", "axk1", "granite_swa", "granitemoe_swa")
 WITH_PARTS_OF_THEIR_OWN += ("nemotron", "apertus", "nanochat", "ministral3", "afmoe", "cohere_normed", "phi_normed")
 TEXT = torch.randint(3, 96, (240,), generator=torch.Generator().manual_seed(1)).tolist()
 FIRST_TABLE, SECOND_TABLE = list(range(20, 0, -1)), [21, 22]
